@@ -1,0 +1,37 @@
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+# The folders with Python code that exist in this checkout.
+CODE := $(wildcard src tests benchmarks scripts)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint typecheck format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## create the environment and install everything (PYTHON=python3.11 picks the interpreter)
+	@$(PYTHON) scripts/bootstrap.py --venv $(VENV)
+
+demo: setup ## train with the default recipe; ARGS="..." is passed on to `quietgrad train`
+	$(VENV)/bin/quietgrad train $(ARGS)
+
+# OMP_NUM_THREADS: two workers that each start a thread per core would fight over the cores.
+test: setup lint typecheck ## lint, types and all tests
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup
+
+lint: setup ## ruff: rules and formatting
+	$(VENV)/bin/ruff check $(CODE)
+	$(VENV)/bin/ruff format --check $(CODE)
+
+typecheck: setup ## mypy on src/quietgrad
+	$(VENV)/bin/mypy
+
+format: setup ## rewrite the code in the house format, with ruff's safe fixes
+	$(VENV)/bin/ruff check --fix $(CODE)
+	$(VENV)/bin/ruff format $(CODE)
+
+clean: ## remove builds and caches; the environment and runs/ stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find $(CODE) -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,3 @@
+"""placeholder"""
+def hutch_envelope(k, d):  # type: ignore
+    raise NotImplementedError

@@ -1,0 +1,183 @@
+"""From an event to epsilon, delta and the trade-off curve.
+
+Every value is an upper bound of the privacy loss (a lower bound, for trade-off curves) under the add-or-remove-one-record relation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from quietgrad.accounting.composition import ComposedEvent, ComposedLoss, Discretisation, compose
+from quietgrad.checks import require_delta, require_finite
+from quietgrad.facts import EventSequence, PoissonGaussian, PrivacyEvent, RandomizedClipping
+
+Array = NDArray[np.float64]
+Direction = Literal["remove", "add"]
+
+# Share of delta that truncation may use. The smallest serves almost always; the others are tried when randomized clipping with few
+# projections stretches the range of losses so far that the grid had to be coarsened.
+TAIL_SHARES = (1e-4, 3e-2, 0.3)
+
+
+@dataclass(frozen=True)
+class EpsilonReport:
+    """An epsilon with the reason if it is infinite, and the discretisation that it was computed with."""
+
+    epsilon: float
+    delta: float
+    discretisation: Discretisation
+    reason: str | None = None
+
+
+def epsilon(event: PrivacyEvent, delta: float) -> float:
+    """Smallest epsilon found such that the event is (epsilon, delta)-differentially private.
+
+    Args:
+        event: what was released.
+        delta: in (0, 1).
+
+    Returns:
+        An upper bound >= 0; infinity where no finite one can be shown (``epsilon_report`` says why).
+
+    Raises:
+        ValueError: for delta outside (0, 1).
+    """
+    return epsilon_report(event, delta).epsilon
+
+
+def epsilon_report(event: PrivacyEvent, delta: float) -> EpsilonReport:
+    """As ``epsilon``, with the discretisation used and the reason of an infinite value."""
+    require_delta("delta", delta)
+    best: EpsilonReport | None = None
+    for share in TAIL_SHARES:
+        composed = compose(event, tail_mass=share * delta)
+        report = EpsilonReport(composed.epsilon(delta), delta, composed.discretisation)
+        if best is None or report.epsilon < best.epsilon:
+            best = report
+        if not composed.discretisation.range_limited and math.isfinite(report.epsilon):
+            break
+    assert best is not None
+    if math.isinf(best.epsilon):
+        return EpsilonReport(best.epsilon, delta, best.discretisation, _why_infinite(event, delta))
+    return best
+
+
+def delta(event: PrivacyEvent, epsilon: float) -> float:
+    """Smallest delta found such that the event is (epsilon, delta)-differentially private.
+
+    Args:
+        event: what was released.
+        epsilon: at least 0.
+
+    Returns:
+        An upper bound in [0, 1]; truncation and rounding keep it above about 1e-14 even where the true value is smaller.
+
+    Raises:
+        ValueError: for a negative or non-finite epsilon.
+    """
+    _require_epsilon(epsilon)
+    best = 1.0
+    tail_mass = 1e-14
+    for _ in range(3):
+        composed = compose(event, tail_mass=tail_mass)
+        best = min(best, composed.delta(epsilon))
+        if not composed.discretisation.range_limited:
+            break
+        tail_mass = max(1e-14, best * 1e-2)
+    return best
+
+
+def trade_off(event: PrivacyEvent, false_positive_rates: ArrayLike, direction: Direction | None = None) -> Array:
+    """Trade-off function: a lower bound of any attacker's false negative rate at given false positive rates.
+
+    Args:
+        event: what was released.
+        false_positive_rates: [m], in [0, 1].
+        direction: "remove" tests presence against absence of a record, "add" the reverse; None takes the smaller bound.
+
+    Returns:
+        [m], false negative rates in [0, 1], below the true trade-off function (f-DP, Dong et al. 2022): each is the supremum over
+        epsilon of max(0, 1 - delta(eps) - e^eps alpha, e^-eps (1 - delta(eps) - alpha)) with the deltas of that direction.
+    """
+    alpha = np.atleast_1d(np.asarray(false_positive_rates, dtype=np.float64))
+    if np.any(~np.isfinite(alpha)) or np.any(alpha < 0) or np.any(alpha > 1):
+        raise ValueError(f"false_positive_rates={false_positive_rates!r} must lie in [0, 1]")
+    if direction not in (None, "remove", "add"):
+        raise ValueError(f"direction={direction!r} is unknown; use 'remove', 'add' or None for the smaller bound")
+    composed = compose(event, tail_mass=1e-14)
+    if direction is not None:
+        return _trade_off_of(composed, direction, alpha)
+    return np.minimum(_trade_off_of(composed, "remove", alpha), _trade_off_of(composed, "add", alpha))
+
+
+def _trade_off_of(composed: ComposedEvent, direction: Direction, alpha: Array) -> Array:
+    # Test the null "dataset Q" against "dataset P", where P is the upper distribution of the direction's loss log P/Q. A test with
+    # false positive rate alpha = Q(S) has power P(S) <= e^eps alpha + delta_direction(eps) for every real eps; negative ones follow
+    # from the other direction: Q(S^c) <= e^eps P(S^c) + delta_other(eps).
+    this, other = (composed.remove, composed.add) if direction == "remove" else (composed.add, composed.remove)
+    result = np.zeros_like(alpha)
+    for e, d in _profile(this):
+        np.maximum(result, 1.0 - d - math.exp(min(e, 700.0)) * alpha, out=result)
+    for e, d in _profile(other):
+        np.maximum(result, math.exp(-e) * (1.0 - d - alpha), out=result)
+    return np.clip(result, 0.0, 1.0)
+
+
+def _profile(loss: ComposedLoss) -> list[tuple[float, float]]:
+    positive = loss.losses[loss.losses > 0]
+    if positive.size == 0:
+        return [(0.0, loss.delta(0.0))]
+    top = loss.epsilon(max(2 * loss.infinity, 1e-12))
+    grid = np.concatenate([[0.0], np.linspace(0.0, min(top, float(positive[-1])), 400)[1:]])
+    return [(float(e), loss.delta(float(e))) for e in grid]
+
+
+def advantage(event: PrivacyEvent) -> float:
+    """Upper bound of a membership attacker's advantage max(true positive rate - false positive rate) = delta(0)."""
+    return delta(event, 0.0)
+
+
+def attack_success(event: PrivacyEvent, false_positive_rate: float) -> float:
+    """Upper bound of a membership attacker's true positive rate at a false positive rate."""
+    return float(1.0 - trade_off(event, [false_positive_rate])[0])
+
+
+def renyi_epsilon(event: PrivacyEvent, order: float, delta: float) -> float:
+    """Refused: Quietgrad composes privacy-loss distributions only.
+
+    Raises:
+        ValueError: always, with the reason: randomized clipping has infinite Renyi moments, and for exact events the Renyi
+            bound is never tighter than ``epsilon``.
+    """
+    phases = event.events if isinstance(event, EventSequence) else (event,)
+    if any(isinstance(p.clipping, RandomizedClipping) for p in phases):
+        raise ValueError(
+            "Renyi accounting of randomized clipping does not exist: the scale Z = R^(-1/2) is unbounded, so every Renyi "
+            "moment of order above 1 is infinite; use quietgrad.accounting.epsilon, which composes privacy-loss distributions"
+        )
+    raise ValueError(
+        f"Renyi accounting (order={order}) is not offered: its bound is never tighter than the privacy-loss distribution's; "
+        f"use quietgrad.accounting.epsilon(event, delta={delta})"
+    )
+
+
+def _require_epsilon(value: float) -> None:
+    require_finite("epsilon", value)
+    if value < 0:
+        raise ValueError(f"epsilon={value!r} must be at least 0")
+
+
+def _why_infinite(event: PrivacyEvent, delta: float) -> str:
+    phases: tuple[PoissonGaussian, ...] = event.events if isinstance(event, EventSequence) else (event,)
+    dims = [p.clipping.sketch_dim for p in phases if isinstance(p.clipping, RandomizedClipping)]
+    if dims:
+        return (
+            f"the privacy loss exceeds every value on the grid with probability above delta={delta}: with sketch_dim={min(dims)} the "
+            "norm estimate can fall near zero; use a larger sketch_dim or a larger noise_multiplier"
+        )
+    return f"the privacy loss exceeds every value on the grid with probability above delta={delta}; use a larger noise_multiplier"

@@ -1,0 +1,48 @@
+"""Checks of user input: each names the argument, its value and the remedy, and raises before any work starts."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+
+
+def require_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r} must be a whole number")
+
+
+def require_finite(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(float(value)):
+        raise ValueError(f"{name}={value!r} must be a finite number")
+
+
+def require_positive(name: str, value: object, remedy: str = "pass a number above 0") -> None:
+    require_finite(name, value)
+    if float(value) <= 0:  # type: ignore[arg-type]
+        raise ValueError(f"{name}={value!r} must be positive; {remedy}")
+
+
+def require_at_least(name: str, value: float, smallest: float, remedy: str) -> None:
+    if value < smallest:
+        raise ValueError(f"{name}={value!r} is below {smallest}: {remedy}")
+
+
+def require_rate(name: str, value: object) -> None:
+    require_finite(name, value)
+    if not 0 < float(value) <= 1:  # type: ignore[arg-type]
+        raise ValueError(f"{name}={value!r} must be in (0, 1]: it is expected batch size over number of records")
+
+
+def require_delta(name: str, value: object) -> None:
+    require_finite(name, value)
+    if not 0 < float(value) < 1:  # type: ignore[arg-type]
+        raise ValueError(f"{name}={value!r} must be in (0, 1); a usual choice is below 1 over the number of records")
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` with the closest valid word, or the list of valid ones."""
+    options = list(valid)
+    close = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(options)}"

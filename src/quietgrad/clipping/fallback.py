@@ -1,0 +1,112 @@
+"""Per-example gradients of any module: its forward pass is repeated for each example, under vmap where that works.
+
+Serves bare ``nn.Parameter``s, custom normalisations, attention and recurrent modules. Cost: one more forward and backward pass of that
+module, and memory for its per-example gradients, [examples, entries of its own parameters].
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.utils import _pytree as pytree
+
+from quietgrad.clipping.capture import Use
+from quietgrad.clipping.factors import DirectGradients
+
+
+def fallback_contributions(use: Use, output_gradients: dict[int, Tensor], batch_size: int) -> dict[str, DirectGradients]:
+    """Per-example gradients of the module's own trainable parameters.
+
+    Args:
+        use: the recorded call.
+        output_gradients: position among the flattened outputs -> gradient there.
+        batch_size: number of examples.
+
+    Returns:
+        Local parameter name -> [batch_size, entries].
+
+    Raises:
+        ValueError: if the module draws random numbers (its forward pass could not be repeated), or examples are not its first dimension.
+    """
+    module = use.site.module
+    _refuse_randomness(use)
+    wanted = set(use.site.parameters)
+    own = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False) if n in wanted}
+    leaves, spec = pytree.tree_flatten((use.args, use.kwargs))
+    in_dims = [_example_dim(use, i, leaf, batch_size) for i, leaf in enumerate(leaves)]
+    positions = sorted(output_gradients)
+    out_dims = [_output_example_dim(use, p, output_gradients[p], batch_size) for p in positions]
+
+    cotangents = [output_gradients[p] for p in positions]
+
+    def outputs_of_one(parameters: dict[str, Tensor], example_leaves: list[Any]) -> list[Tensor]:
+        full = [leaf if dim is None else leaf.unsqueeze(dim) for leaf, dim in zip(example_leaves, in_dims, strict=True)]
+        args, kwargs = pytree.tree_unflatten(full, spec)
+        flat = pytree.tree_leaves(functional_call(module, parameters, args, kwargs))
+        return [flat[p] for p in positions]
+
+    def pulled_back(example_leaves: list[Any], example_cotangents: list[Tensor]) -> dict[str, Tensor]:
+        _, pull_back = vjp(lambda parameters: outputs_of_one(parameters, example_leaves), own)
+        return pull_back([c.unsqueeze(d) for c, d in zip(example_cotangents, out_dims, strict=True)])[0]
+
+    def by_autograd(i: int) -> list[Tensor]:
+        parameters = {name: p.clone().requires_grad_(True) for name, p in own.items()}
+        example = [leaf if dim is None else leaf.select(dim, i) for leaf, dim in zip(leaves, in_dims, strict=True)]
+        with torch.enable_grad():
+            outputs = outputs_of_one(parameters, example)
+        seeds = [c.select(d, i).unsqueeze(d) for c, d in zip(cotangents, out_dims, strict=True)]
+        found = torch.autograd.grad(outputs, list(parameters.values()), seeds, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), found, strict=True)]
+
+    gradients: dict[str, Tensor] | None = None
+    if batch_size > 1 and not isinstance(module, nn.RNNBase):
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # an operation without a batching rule
+            gradients = vmap(pulled_back, in_dims=(in_dims, out_dims), randomness="error")(leaves, cotangents)
+    if gradients is None:
+        each = [by_autograd(i) for i in range(batch_size)]  # one example after the other gives the same numbers
+        gradients = {name: torch.stack([e[j] for e in each]) for j, name in enumerate(own)}
+    return {name: DirectGradients(g.reshape(batch_size, -1)) for name, g in gradients.items()}
+
+
+def _example_dim(use: Use, position: int, leaf: Any, batch_size: int) -> int | None:
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return None
+    if isinstance(use.site.module, nn.RNNBase) and position > 0:
+        return 1  # initial states are [layers, examples, hidden]
+    if leaf.shape[0] == batch_size:
+        return 0
+    return None
+
+
+def _output_example_dim(use: Use, position: int, gradient: Tensor, batch_size: int) -> int:
+    module = use.site.module
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first:
+        raise ValueError(
+            f"layer {use.site.name!r} ({type(module).__name__}) has batch_first=False; build it with batch_first=True, so that "
+            "examples are its first dimension"
+        )
+    dim = 1 if isinstance(module, nn.RNNBase) and position > 0 else 0
+    if gradient.dim() <= dim or gradient.shape[dim] != batch_size:
+        raise ValueError(
+            f"layer {use.site.name!r} ({type(module).__name__}) returns a tensor of shape {tuple(gradient.shape)} for a batch of {batch_size} "
+            "examples: its first dimension is not the example; freeze its own parameters or give its input an example dimension"
+        )
+    return dim
+
+
+def _refuse_randomness(use: Use) -> None:
+    module = use.site.module
+    if not module.training:
+        return
+    for name, child in module.named_modules():
+        rate = getattr(child, "p", 0.0) if isinstance(child, nn.modules.dropout._DropoutNd) else getattr(child, "dropout", 0.0)
+        if isinstance(rate, float) and rate > 0:
+            raise ValueError(
+                f"layer {use.site.name!r} ({type(module).__name__}) has parameters {sorted(use.site.parameters)} that need the generic "
+                f"fallback, which repeats its forward pass, but its child {name!r} applies dropout with probability {rate}; "
+                "set that probability to 0, freeze these parameters, or move them into a small module of their own"
+            )

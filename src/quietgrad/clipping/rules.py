@@ -1,0 +1,157 @@
+"""Per-layer rules: from a module's input and the gradient at its output to per-example gradients in factored form.
+
+A rule is a function (module, input, output_gradient, parameter names wanted) -> {own parameter name: contribution}. Inputs and output
+gradients have the example as their first dimension. Modules without a rule go through ``fallback``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quietgrad.clipping.factors import Contribution, DenseFactors, DirectGradients, OneHotFactors
+
+Rule = Callable[[nn.Module, Tensor, Tensor, Collection[str]], dict[str, Contribution]]
+
+
+def linear_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+    """y = x W^T + b: M_i = G_i^T A_i."""
+    return _affine(x, grad, wanted, transposed=False)
+
+
+def transposed_linear_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+    """Hugging Face ``Conv1D``, y = x W + b: M_i = A_i^T G_i."""
+    return _affine(x, grad, wanted, transposed=True)
+
+
+def _affine(x: Tensor, grad: Tensor, wanted: Collection[str], transposed: bool) -> dict[str, Contribution]:
+    b = x.shape[0]
+    a_bgtd = x.reshape(b, 1, -1, x.shape[-1])
+    g_bgtp = grad.reshape(b, 1, -1, grad.shape[-1])
+    out: dict[str, Contribution] = {}
+    if "weight" in wanted:
+        out["weight"] = DenseFactors(a_bgtd, g_bgtp) if transposed else DenseFactors(g_bgtp, a_bgtd)
+    if "bias" in wanted:
+        out["bias"] = DirectGradients(g_bgtp[:, 0].sum(dim=1))
+    return out
+
+
+def embedding_rule(module: nn.Module, ids: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+    """y_t = W[id_t]: M_i = onehot(ids)^T G_i, positions that read ``padding_idx`` left out, as autograd does."""
+    assert isinstance(module, nn.Embedding)
+    b = ids.shape[0]
+    ids_bt = ids.reshape(b, -1)
+    g_btd = grad.reshape(b, ids_bt.shape[1], grad.shape[-1])
+    if module.padding_idx is not None:
+        g_btd = g_btd * (ids_bt != module.padding_idx).unsqueeze(-1)
+    return {"weight": OneHotFactors(ids_bt, g_btd.unsqueeze(1), module.num_embeddings)}
+
+
+def layer_norm_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+    assert isinstance(module, nn.LayerNorm)
+    normalised = F.layer_norm(x, module.normalized_shape, eps=module.eps)
+    return _scale_and_shift_last(normalised, grad, wanted, len(module.normalized_shape))
+
+
+def rms_norm_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+    assert isinstance(module, nn.RMSNorm)
+    normalised = F.rms_norm(x, module.normalized_shape, eps=module.eps)
+    return _scale_and_shift_last(normalised, grad, wanted, len(module.normalized_shape))
+
+
+def _scale_and_shift_last(normalised: Tensor, grad: Tensor, wanted: Collection[str], dims: int) -> dict[str, Contribution]:
+    b = grad.shape[0]
+    entries = grad.shape[grad.dim() - dims :].numel()
+    out: dict[str, Contribution] = {}
+    if "weight" in wanted:
+        out["weight"] = DirectGradients((normalised * grad).reshape(b, -1, entries).sum(dim=1))
+    if "bias" in wanted:
+        out["bias"] = DirectGradients(grad.reshape(b, -1, entries).sum(dim=1))
+    return out
+
+
+def group_norm_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+    assert isinstance(module, nn.GroupNorm)
+    return _scale_and_shift_channels(F.group_norm(x, module.num_groups, eps=module.eps), grad, wanted)
+
+
+def instance_norm_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+    return _scale_and_shift_channels(F.instance_norm(x, eps=float(module.eps)), grad, wanted)  # type: ignore[arg-type]
+
+
+def _scale_and_shift_channels(normalised: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+    b, channels = grad.shape[:2]
+    out: dict[str, Contribution] = {}
+    if "weight" in wanted:
+        out["weight"] = DirectGradients((normalised * grad).reshape(b, channels, -1).sum(dim=2))
+    if "bias" in wanted:
+        out["bias"] = DirectGradients(grad.reshape(b, channels, -1).sum(dim=2))
+    return out
+
+
+def convolution_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+    """Conv1d, Conv2d, Conv3d with stride, padding, dilation and groups: positions are output pixels, columns are patches."""
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    b, groups = x.shape[0], module.groups
+    out: dict[str, Contribution] = {}
+    if "weight" in wanted:
+        patches = _patches(module, x)
+        g_bgtp = grad.reshape(b, groups, module.out_channels // groups, -1).transpose(2, 3)
+        out["weight"] = DenseFactors(g_bgtp, patches)
+    if "bias" in wanted:
+        out["bias"] = DirectGradients(grad.reshape(b, module.out_channels, -1).sum(dim=2))
+    return out
+
+
+def _patches(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
+    """[b, groups, output positions, in_channels / groups * kernel entries]."""
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    padded = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
+    dims = len(module.kernel_size)
+    for axis in range(dims):
+        span = (module.kernel_size[axis] - 1) * module.dilation[axis] + 1
+        padded = padded.unfold(2 + axis, span, module.stride[axis])[..., :: module.dilation[axis]]
+    b, channels = padded.shape[:2]
+    grouped = padded.reshape(b, module.groups, channels // module.groups, *padded.shape[2:])
+    spatial = list(range(3, 3 + dims))
+    kernel = list(range(3 + dims, 3 + 2 * dims))
+    return grouped.permute(0, 1, *spatial, 2, *kernel).flatten(2 + dims).flatten(2, 1 + dims)
+
+
+_RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: linear_rule,
+    nn.Embedding: embedding_rule,
+    nn.LayerNorm: layer_norm_rule,
+    nn.RMSNorm: rms_norm_rule,
+    nn.GroupNorm: group_norm_rule,
+    nn.InstanceNorm1d: instance_norm_rule,
+    nn.InstanceNorm2d: instance_norm_rule,
+    nn.InstanceNorm3d: instance_norm_rule,
+    nn.Conv1d: convolution_rule,
+    nn.Conv2d: convolution_rule,
+    nn.Conv3d: convolution_rule,
+}
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """The rule of a module's exact type; subclasses may change the forward pass and so go through the fallback.
+
+    A parameter that is recomputed from others (``torch.nn.utils.parametrize``) has no rule either.
+    """
+    if getattr(module, "parametrizations", None):
+        return None
+    kind = type(module)
+    if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return linear_rule
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return transposed_linear_rule
+    return _RULES.get(kind)
+
+
+def batched_dims(module: nn.Module) -> int | None:
+    """Number of dimensions an input must have at least to carry examples first; None where any will do."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return len(module.kernel_size) + 2
+    return 1 if isinstance(module, nn.Embedding) else 2

@@ -1,0 +1,179 @@
+"""Torch-free frozen records that every room shares: what a step is allowed to depend on, and what it released.
+
+Symbols: N records, B expected batch size, q = B/N sampling rate, T steps, C clipping norm, b bands, k sketch dimension,
+D total sketched rank, sigma noise multiplier (relative to C, on the sum of clipped gradients).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quietgrad.checks import require_at_least, require_int, require_positive, require_rate
+
+Envelope = Literal["mixed", "hutch"]
+ENVELOPES: tuple[Envelope, ...] = ("mixed", "hutch")
+SMALLEST_SKETCH_DIM = 2
+
+
+@dataclass(frozen=True)
+class ExactClipping:
+    """Every record's contribution to the clipped sum has norm at most C, always."""
+
+
+@dataclass(frozen=True)
+class RandomizedClipping:
+    """Contributions are bounded by C * R^(-1/2), R the ratio of the sketched to the true squared norm.
+
+    Attributes:
+        sketch_dim: smallest sketch dimension k over the sketched layers; the others must be integer multiples of it.
+        envelope: ``mixed`` (sound for any mixture of exact, Hutch and Hutch++ layers) or ``hutch`` (only where every
+            trainable parameter is sketched by Hutch).
+        total_rank: D, sum over sketched layers of min(p, d, positions); needed by ``hutch`` only.
+
+    Source: papers, DP-SGD-RC section 5; docs/privacy.md, section "Randomized clipping".
+    """
+
+    sketch_dim: int
+    envelope: Envelope = "mixed"
+    total_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        require_int("sketch_dim", self.sketch_dim)
+        require_at_least(
+            "sketch_dim",
+            self.sketch_dim,
+            SMALLEST_SKETCH_DIM,
+            "with one projection the norm estimate is near zero too often for any finite epsilon; use 8 or more",
+        )
+        if self.envelope not in ENVELOPES:
+            raise ValueError(f"envelope={self.envelope!r} is unknown; use one of {', '.join(ENVELOPES)}")
+        if self.envelope == "hutch":
+            if self.total_rank is None:
+                raise ValueError(
+                    "total_rank is required by envelope='hutch': pass the sum over sketched layers of "
+                    "min(rows, columns, positions), or use envelope='mixed', which needs none"
+                )
+            require_int("total_rank", self.total_rank)
+            require_at_least("total_rank", self.total_rank, 1, "it counts the ranks of the sketched layers")
+        elif self.total_rank is not None:
+            require_int("total_rank", self.total_rank)
+            require_at_least("total_rank", self.total_rank, 1, "it counts the ranks of the sketched layers")
+
+
+ClippingClaim = ExactClipping | RandomizedClipping
+
+
+@dataclass(frozen=True)
+class SensitivityClaim:
+    """What a clipper promises about one record's contribution to its sum.
+
+    Attributes:
+        max_grad_norm: C; the contribution's norm is at most C (exact) or C * R^(-1/2) (randomized).
+        clipping: which of the two, with the sketch facts that the accountant needs.
+    """
+
+    max_grad_norm: float
+    clipping: ClippingClaim = ExactClipping()
+
+    def __post_init__(self) -> None:
+        require_positive("max_grad_norm", self.max_grad_norm)
+
+
+@dataclass(frozen=True)
+class PoissonGaussian:
+    """T steps of the (possibly banded) Gaussian mechanism on Poisson-sampled batches: one phase of DP-SGD.
+
+    Attributes:
+        noise_multiplier: sigma, standard deviation of the noise on the sum in units of the clipping norm.
+        sample_rate: q = B/N, the rate of plain Poisson sampling, before the bands enlarge it.
+        steps: T, noisy sums released.
+        clipping: exact, or randomized with its sketch facts.
+        bands: b; 1 is independent noise. With b > 1 the data are split into b parts, step t samples from part t mod b.
+
+    The accountant sees ``compositions`` steps at rate ``participation_rate`` (methods: section 3 and erratum E9).
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    clipping: ClippingClaim = ExactClipping()
+    bands: int = 1
+
+    def __post_init__(self) -> None:
+        require_positive("noise_multiplier", self.noise_multiplier)
+        require_rate("sample_rate", self.sample_rate)
+        require_int("steps", self.steps)
+        require_at_least("steps", self.steps, 1, "an event releases at least one noisy sum")
+        require_int("bands", self.bands)
+        require_at_least("bands", self.bands, 1, "1 means independent noise")
+        if self.bands > self.steps:
+            raise ValueError(f"bands={self.bands} exceeds steps={self.steps}; use at most as many bands as steps")
+
+    @property
+    def participation_rate(self) -> float:
+        """Rate at which a record is sampled in the steps that may use it: min(1, b q)."""
+        return min(1.0, self.bands * self.sample_rate)
+
+    @property
+    def compositions(self) -> int:
+        """Number of steps that may use one given record: ceil(T / b)."""
+        return math.ceil(self.steps / self.bands)
+
+    def to_json(self) -> dict[str, Any]:
+        record: dict[str, Any] = {
+            "kind": "poisson-gaussian",
+            "noise_multiplier": self.noise_multiplier,
+            "sample_rate": self.sample_rate,
+            "steps": self.steps,
+            "bands": self.bands,
+        }
+        if isinstance(self.clipping, RandomizedClipping):
+            record["randomized_clipping"] = {
+                "sketch_dim": self.clipping.sketch_dim,
+                "envelope": self.clipping.envelope,
+                "total_rank": self.clipping.total_rank,
+            }
+        return record
+
+
+@dataclass(frozen=True)
+class EventSequence:
+    """Phases run one after the other on the same data; their privacy losses compose."""
+
+    events: tuple[PoissonGaussian, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "sequence", "events": [event.to_json() for event in self.events]}
+
+
+PrivacyEvent = PoissonGaussian | EventSequence
+
+
+def event_from_json(record: dict[str, Any]) -> PrivacyEvent:
+    """Reads back what ``to_json`` wrote.
+
+    Raises:
+        ValueError: if the record is of an unknown kind or lacks a field.
+    """
+    kind = record.get("kind")
+    try:
+        if kind == "sequence":
+            return EventSequence(tuple(_phase_from_json(child) for child in record["events"]))
+        return _phase_from_json(record)
+    except KeyError as error:
+        raise ValueError(f"privacy event of kind {kind!r} lacks the field {error}") from error
+
+
+def _phase_from_json(record: dict[str, Any]) -> PoissonGaussian:
+    if record.get("kind") != "poisson-gaussian":
+        raise ValueError(f"unknown kind of privacy event: {record.get('kind')!r}; expected 'poisson-gaussian' or 'sequence'")
+    sketch = record.get("randomized_clipping")
+    return PoissonGaussian(
+        noise_multiplier=record["noise_multiplier"],
+        sample_rate=record["sample_rate"],
+        steps=record["steps"],
+        bands=record.get("bands", 1),
+        clipping=RandomizedClipping(**sketch) if sketch else ExactClipping(),
+    )

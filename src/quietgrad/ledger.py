@@ -1,0 +1,142 @@
+"""The ledger: an append-only file of what was released, each line on disk before its noise is drawn.
+
+One JSON object per line. A ``mechanism`` line states the facts of a mechanism (a privacy event of one step), a ``release`` line says that one
+noisy sum of it is about to exist. Nothing private is ever written: no batch size, loss, norm or clipping rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quietgrad.facts import EventSequence, PoissonGaussian, PrivacyEvent, event_from_json
+
+LEDGER_NAME = "ledger.jsonl"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class LedgerContents:
+    """What a ledger says.
+
+    Attributes:
+        event: all releases so far as one privacy event; None if there was none.
+        releases: number of noisy sums released, a torn last line counted as one.
+        header: the last mechanism line: facts such as dataset size and target delta.
+    """
+
+    event: PrivacyEvent | None
+    releases: int
+    header: dict[str, Any]
+
+
+def ledger_path(path: str | Path) -> Path:
+    """The ledger file of a run directory (or the file itself)."""
+    given = Path(path)
+    return given / LEDGER_NAME if given.is_dir() else given
+
+
+def read_ledger(path: str | Path) -> LedgerContents:
+    """Reads a ledger back.
+
+    Args:
+        path: a run directory or a ledger file.
+
+    Raises:
+        ValueError: if there is none, or a line other than the last is damaged.
+    """
+    file = ledger_path(path)
+    if not file.is_file():
+        raise ValueError(f"ledger={str(path)!r}: no ledger there; pass a run directory that holds {LEDGER_NAME}, or that file")
+    phases: list[PoissonGaussian] = []
+    counts: list[int] = []
+    header: dict[str, Any] = {}
+    lines = file.read_bytes().split(b"\n")
+    complete, torn = lines[:-1], lines[-1]
+    for number, line in enumerate(complete, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            kind = record["type"]
+            if kind == "mechanism":
+                event = event_from_json(record["event"])
+                if not isinstance(event, PoissonGaussian):
+                    raise ValueError("a mechanism line holds one mechanism")
+                phases.append(event)
+                counts.append(0)
+                header = record
+            elif kind == "release":
+                counts[-1] += 1
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"ledger={str(file)!r} is damaged at line {number}: {error}; restore it, nothing can be claimed without it") from error
+    if torn.strip() and counts:
+        counts[-1] += 1  # a release whose line was cut off: counted, because its noise may exist
+    spent = tuple(replace(p, steps=n) for p, n in zip(phases, counts, strict=True) if n)
+    total = sum(counts)
+    if not spent:
+        return LedgerContents(None, 0, header)
+    return LedgerContents(spent[0] if len(spent) == 1 else EventSequence(spent), total, header)
+
+
+class LedgerWriter:
+    """Appends to a ledger; every line is flushed and synced to disk before the call returns.
+
+    Use as a context manager, or call ``close``. One process at a time may hold a ledger.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._path, "ab")  # noqa: SIM115 - held open for the life of the writer
+        _lock(self._file, self._path)
+        self._end_torn_line()
+
+    def mechanism(self, event: PoissonGaussian, **facts: Any) -> None:
+        """States the mechanism of the releases that follow; ``facts`` are public facts worth keeping beside it."""
+        self._append({"type": "mechanism", "format": FORMAT, "event": replace(event, steps=event.bands).to_json(), **facts})
+
+    def release(self, step: int) -> None:
+        """Says that release number ``step`` is about to be made."""
+        self._append({"type": "release", "step": step})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> LedgerWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _end_torn_line(self) -> None:
+        if self._path.stat().st_size == 0:
+            return
+        with open(self._path, "rb") as existing:
+            existing.seek(0)
+            last = existing.read().split(b"\n")[-1]
+        if last.strip():
+            # The torn line stays counted: it becomes a complete release line of unknown number.
+            with open(self._path, "r+b") as repaired:
+                repaired.seek(-len(last), os.SEEK_END)
+                repaired.truncate()
+            self._append({"type": "release", "step": None, "note": "line was cut off; counted"})
+
+
+def _lock(file: Any, path: Path) -> None:
+    with contextlib.suppress(ImportError):
+        import fcntl
+
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"ledger={str(path)!r} is being written by another process; wait for it or use another run directory") from error

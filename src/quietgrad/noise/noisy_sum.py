@@ -1,0 +1,42 @@
+"""The second type a gradient has on its way out: released. Anything may be done to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad.checks import require_positive
+
+
+@dataclass(frozen=True)
+class NoisySum:
+    """A clipped sum with its noise: public from here on.
+
+    Attributes:
+        gradients: parameter name -> noisy sum, in the parameter's shape.
+        noise_std: standard deviation of the noise in every entry, sigma * C (a public fact).
+    """
+
+    gradients: dict[str, Tensor]
+    noise_std: float
+
+    def mean(self, expected_batch_size: float) -> dict[str, Tensor]:
+        """Gradients divided by the expected batch size, never by the realised one, which is private (erratum E1)."""
+        require_positive("expected_batch_size", expected_batch_size)
+        return {name: g / expected_batch_size for name, g in self.gradients.items()}
+
+    def write_gradients(self, model: nn.Module, expected_batch_size: float) -> None:
+        """Sets ``.grad`` of every parameter named here to the mean, in the parameter's dtype, for any ``torch.optim`` optimiser.
+
+        Raises:
+            ValueError: if the model lacks one of the parameters.
+        """
+        parameters = dict(model.named_parameters())
+        missing = [name for name in self.gradients if name not in parameters]
+        if missing:
+            raise ValueError(f"the model has no parameter named {missing[0]!r}; pass the model that was clipped")
+        for name, g in self.mean(expected_batch_size).items():
+            with torch.no_grad():
+                parameters[name].grad = g.to(parameters[name].dtype)

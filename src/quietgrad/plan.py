@@ -1,0 +1,320 @@
+"""One frozen configuration to sampler, clipper, noise and privacy event, cross-checked: the only room that knows all of them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from quietgrad.accounting import epsilon_report, noise_multiplier
+from quietgrad.accounting.spending import EpsilonReport
+from quietgrad.checks import require_at_least, require_delta, require_int, require_positive, require_rate
+from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.clipping.engine import Clipper, PerExampleLoss
+from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, require_estimator
+from quietgrad.facts import PoissonGaussian, RandomizedClipping
+from quietgrad.ledger import LedgerWriter, read_ledger
+from quietgrad.noise.gaussian import GaussianNoise
+from quietgrad.noise.noisy_sum import NoisySum
+from quietgrad.randomness import RandomKey
+from quietgrad.sampling.poisson import PoissonSampler
+from quietgrad.tensors import Batch
+
+DELTA_EXPONENT = 1.1
+NEIGHBOURING = "add-remove"
+
+
+@dataclass(frozen=True)
+class PrivacyConfig:
+    """What to guarantee and how to train; ``build`` turns it into a plan.
+
+    Attributes:
+        target_epsilon: calibrate the noise to this epsilon; give this or ``noise_multiplier``.
+        noise_multiplier: sigma, relative to the clipping norm, on the sum of clipped gradients.
+        target_delta: default 1 / N^1.1.
+        max_grad_norm: C.
+        expected_batch_size: B; give this or ``sample_rate``.
+        sample_rate: q = B / N.
+        steps: T; give this or ``epochs``.
+        epochs: T = round(epochs / q), at least 1.
+        estimator, sketch_dim: see ``quietgrad.clipping.clipped_gradients``.
+        max_physical_batch_size: examples per forward pass; no effect on privacy.
+        seed: makes sampling, projections and noise reproducible; the guarantee then holds only if it stays secret.
+    """
+
+    target_epsilon: float | None = None
+    target_delta: float | None = None
+    noise_multiplier: float | None = None
+    max_grad_norm: float = 1.0
+    expected_batch_size: int | None = None
+    sample_rate: float | None = None
+    steps: int | None = None
+    epochs: float | None = None
+    estimator: str = "auto"
+    sketch_dim: int = DEFAULT_SKETCH_DIM
+    max_physical_batch_size: int | None = None
+    seed: int | None = None
+
+    def build(self, dataset_size: int) -> PrivacyPlan:
+        """Checks everything, calibrates the noise, and returns the plan.
+
+        Args:
+            dataset_size: N, records in the training data, treated as public.
+
+        Raises:
+            ValueError, TypeError: naming the argument, its value and the remedy.
+        """
+        require_int("dataset_size", dataset_size)
+        require_at_least("dataset_size", dataset_size, 1, "there is nothing to train on")
+        q = self._rate(dataset_size)
+        steps = self._steps(q)
+        delta = self._delta(dataset_size)
+        clipper = Clipper(
+            self.max_grad_norm, require_estimator(self.estimator), self.sketch_dim, self.max_physical_batch_size
+        )
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("give exactly one of target_epsilon and noise_multiplier")
+        if self.noise_multiplier is not None:
+            require_positive("noise_multiplier", self.noise_multiplier)
+            sigma = float(self.noise_multiplier)
+        else:
+            assert self.target_epsilon is not None
+            require_positive("target_epsilon", self.target_epsilon)
+            sigma = noise_multiplier(
+                self.target_epsilon, delta, sample_rate=q, steps=steps, clipping=clipper.claim.clipping
+            )
+        event = PoissonGaussian(sigma, q, steps, clipper.claim.clipping)
+        report = epsilon_report(event, delta)
+        return PrivacyPlan(
+            config=self,
+            dataset_size=dataset_size,
+            expected_batch_size=q * dataset_size,
+            sampler=PoissonSampler(dataset_size, q),
+            clipper=clipper,
+            noise=GaussianNoise(sigma),
+            event=event,
+            delta=delta,
+            report=report,
+        )
+
+    def _rate(self, dataset_size: int) -> float:
+        if (self.expected_batch_size is None) == (self.sample_rate is None):
+            raise ValueError("give exactly one of expected_batch_size and sample_rate")
+        if self.sample_rate is not None:
+            require_rate("sample_rate", self.sample_rate)
+            return float(self.sample_rate)
+        assert self.expected_batch_size is not None
+        require_positive("expected_batch_size", self.expected_batch_size)
+        if self.expected_batch_size > dataset_size:
+            raise ValueError(
+                f"expected_batch_size={self.expected_batch_size} exceeds the number of records, {dataset_size}; use at most {dataset_size}"
+            )
+        return self.expected_batch_size / dataset_size
+
+    def _steps(self, q: float) -> int:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of steps and epochs")
+        if self.steps is not None:
+            require_int("steps", self.steps)
+            require_at_least("steps", self.steps, 1, "train for at least one step")
+            return self.steps
+        assert self.epochs is not None
+        require_positive("epochs", self.epochs)
+        return max(1, round(self.epochs / q))
+
+    def _delta(self, dataset_size: int) -> float:
+        if self.target_delta is None:
+            return min(dataset_size**-DELTA_EXPONENT, 0.5)
+        require_delta("target_delta", self.target_delta)
+        if self.target_delta >= 1 / dataset_size and dataset_size > 1:
+            warnings.warn(
+                f"target_delta={self.target_delta} is not below 1/{dataset_size}, one over the number of records: a mechanism that publishes one "
+                f"record outright could meet it; use at most {dataset_size**-DELTA_EXPONENT:.2g}",
+                UserWarning,
+                stacklevel=3,
+            )
+        return float(self.target_delta)
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """Sampler, clipper, noise and event that belong together. Frozen; ``start`` runs it.
+
+    Attributes:
+        config: what it was built from.
+        dataset_size: N.
+        expected_batch_size: B = q N, the divisor of every released sum.
+        sampler, clipper, noise: the mechanism that runs.
+        event: the mechanism that is accounted for, all steps.
+        delta: target delta.
+        report: epsilon at that delta, with the discretisation used.
+    """
+
+    config: PrivacyConfig
+    dataset_size: int
+    expected_batch_size: float
+    sampler: PoissonSampler
+    clipper: Clipper
+    noise: GaussianNoise
+    event: PoissonGaussian
+    delta: float
+    report: EpsilonReport
+
+    def __post_init__(self) -> None:
+        # The mechanism that runs is the one accounted for; these can only fail if the plan was put together by hand.
+        if self.sampler.sample_rate != self.event.sample_rate or self.sampler.dataset_size != self.dataset_size:
+            raise ValueError("the sampler's rate or data set size is not the accounted one; build plans with PrivacyConfig.build")
+        if self.noise.noise_multiplier != self.event.noise_multiplier:
+            raise ValueError("the noise multiplier that would run is not the accounted one; build plans with PrivacyConfig.build")
+        if self.clipper.claim.clipping != self.event.clipping:
+            raise ValueError(
+                f"the clipper claims {self.clipper.claim.clipping}, but {self.event.clipping} was accounted for; "
+                "build plans with PrivacyConfig.build"
+            )
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self.noise.noise_multiplier
+
+    @property
+    def steps(self) -> int:
+        return self.event.steps
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of the whole plan at ``delta``."""
+        return self.report.epsilon
+
+    def start(self, ledger: str | Path | None = None) -> PrivateRun:
+        """Begins to run the plan, or goes on with it if the ledger already holds releases of the same mechanism.
+
+        Args:
+            ledger: file to record every release in before it is made; None keeps count in memory only.
+
+        Raises:
+            ValueError: if the ledger was written by a different mechanism, or is in use.
+        """
+        key = RandomKey.from_entropy() if self.config.seed is None else RandomKey.from_seed(self.config.seed)
+        released = 0
+        writer = None
+        if ledger is not None:
+            path = Path(ledger)
+            if path.is_file() and path.stat().st_size:
+                contents = read_ledger(path)
+                self._require_same_mechanism(contents.header)
+                released = contents.releases
+            writer = LedgerWriter(path)
+            if released == 0:
+                writer.mechanism(
+                    self.event,
+                    planned_steps=self.steps,
+                    delta=self.delta,
+                    dataset_size=self.dataset_size,
+                    max_grad_norm=self.config.max_grad_norm,
+                    neighbouring=NEIGHBOURING,
+                    sampler="poisson",
+                )
+        return PrivateRun(self, key, writer, released)
+
+    def _require_same_mechanism(self, header: dict[str, object]) -> None:
+
+        planned = {
+            "event": replace(self.event, steps=self.event.bands).to_json(),
+            "dataset_size": self.dataset_size,
+            "max_grad_norm": self.config.max_grad_norm,
+            "planned_steps": self.steps,
+            "delta": self.delta,
+        }
+        for name, value in planned.items():
+            if header.get(name) != value:
+                raise ValueError(
+                    f"resume with a changed privacy setting: {name} was {header.get(name)!r} and is now {value!r}; "
+                    "resume with the settings of the first start, or begin a new run directory (its epsilon adds to this one's)"
+                )
+
+
+class PrivateRun:
+    """A plan in progress: which release comes next, and the streams. Never makes more releases than the plan has steps."""
+
+    def __init__(self, plan: PrivacyPlan, key: RandomKey, writer: LedgerWriter | None, released: int) -> None:
+        self.plan = plan
+        self._key = key
+        self._writer = writer
+        self._released = released
+
+    @property
+    def released(self) -> int:
+        """Noisy sums released so far, also those of an earlier session with the same ledger."""
+        return self._released
+
+    def batches(self) -> Iterator[NDArray[np.int64]]:
+        """Index batches for the releases that remain. Every one must be released, an empty one too: skipping would reveal it.
+
+        Raises:
+            RuntimeError: if the previous batch was not released.
+        """
+        while self._released < self.plan.steps:
+            index = self._released
+            yield self.plan.sampler.indices(self._key, index)
+            if self._released == index:
+                raise RuntimeError(
+                    "the last batch was not released; call step() (or release()) for every batch, also an empty one: "
+                    "which batches are skipped would depend on the data"
+                )
+
+    def clip(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> ClippedSum:
+        """Clipped sum of the next release's batch. Private."""
+        generator = None
+        if isinstance(self.plan.clipper.claim.clipping, RandomizedClipping):
+            generator = torch.Generator()
+            high, low = self._key.words("projection", self._released)
+            generator.manual_seed((high ^ low) & (2**63 - 1))
+        return self.plan.clipper.clip(model, per_example_loss, batch, generator)
+
+    def release(self, clipped: ClippedSum) -> NoisySum:
+        """Records the release, then draws the noise.
+
+        Raises:
+            RuntimeError: if the plan's releases are used up.
+            ValueError: if the clipped sum claims another sensitivity than the plan accounts for.
+        """
+        if self._released >= self.plan.steps:
+            raise RuntimeError(f"all {self.plan.steps} releases of the plan are made; build a plan with more steps")
+        if clipped.claim != self.plan.clipper.claim:
+            raise ValueError(f"the clipped sum claims {clipped.claim}, but the plan accounts for {self.plan.clipper.claim}")
+        if self._writer is not None:
+            self._writer.release(self._released)
+        step = self._released
+        self._released += 1
+        return self.plan.noise.release(clipped, self._key, step)
+
+    def step(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> NoisySum:
+        """Clips, records and releases one batch, and writes the mean gradients to ``model`` for the optimiser."""
+        noisy = self.release(self.clip(model, per_example_loss, batch))
+        noisy.write_gradients(model, self.plan.expected_batch_size)
+        return noisy
+
+    def epsilon(self) -> float:
+        """Privacy spent so far at the plan's delta; 0 before the first release."""
+        if self._released == 0:
+            return 0.0
+
+        return epsilon_report(replace(self.plan.event, steps=self._released), self.plan.delta).epsilon
+
+    def close(self) -> None:
+        """Closes the ledger."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def __enter__(self) -> PrivateRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

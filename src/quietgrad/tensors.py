@@ -1,0 +1,78 @@
+"""Small helpers on batches (nested containers of tensors whose first dimension is the example) and on named parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = Any
+
+
+def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    """Applies ``function`` to every tensor of nested mappings, tuples and lists; other leaves stay as they are."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(value, function) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(value, function) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map_tensors(value, function) for value in batch)
+    return batch
+
+
+def tensors_of(batch: Batch) -> Iterator[Tensor]:
+    """All tensors of a batch, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_of(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors_of(value)
+
+
+def batch_size_of(batch: Batch) -> int:
+    """Number of examples: the common first dimension of all tensors.
+
+    Raises:
+        ValueError: if there is no tensor, or the first dimensions differ.
+    """
+    sizes = {int(t.shape[0]) if t.dim() else -1 for t in tensors_of(batch)}
+    if not sizes:
+        raise ValueError("batch holds no tensor; pass tensors, or dicts and tuples of tensors, whose first dimension is the example")
+    if len(sizes) > 1 or -1 in sizes:
+        raise ValueError(
+            f"batch holds tensors with different first dimensions {sorted(sizes)}; every tensor's first dimension must be the "
+            "example (close constants over the loss function instead of passing them in the batch)"
+        )
+    return sizes.pop()
+
+
+def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
+    """Examples start .. stop - 1 of a batch (views, no copies)."""
+    return map_tensors(batch, lambda t: t[start:stop])
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name to parameter, tied parameters once, frozen ones left out.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise ValueError(
+            f"model {type(model).__name__} has no trainable parameters; set requires_grad=True on those to train "
+            "(or attach LoRA adapters)"
+        )
+    return found
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Norms and sums are accumulated in float32 at least."""
+    return dtype if dtype == torch.float64 else torch.float32

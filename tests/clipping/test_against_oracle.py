@@ -1,0 +1,79 @@
+"""Every fast path against the slow oracle, over the shared list of models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import CASES, Case
+from torch import nn
+
+from quietgrad.clipping import clipped_gradients, per_example_norms
+from quietgrad.clipping.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
+from quietgrad.tensors import batch_size_of
+
+EXACT = ["exact", "materialized", "ghost"]
+
+
+def assert_equal_to_oracle(model, loss, batch, *, estimator="exact", micro_batch_size=None, tolerance=1e-5) -> None:
+    gradients = oracle_gradients(model, loss, batch)
+    norms = oracle_norms(gradients)
+    clip = float(norms.median())  # some examples clipped, some not
+    expected = oracle_clipped_sum(gradients, clip)
+    actual = clipped_gradients(model, loss, batch, clip, estimator, micro_batch_size=micro_batch_size)
+    fast_norms = per_example_norms(model, loss, batch, estimator, micro_batch_size=micro_batch_size)
+    torch.testing.assert_close(fast_norms.double(), norms.double(), rtol=tolerance, atol=0)
+    assert actual.gradients.keys() == expected.keys()
+    size = max(float(g.norm()) for g in expected.values())
+    for name, g in expected.items():
+        error = float((actual.gradients[name] - g).norm()) / max(float(g.norm()), 1e-2 * size)
+        assert error < tolerance, (name, error)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+@pytest.mark.parametrize("estimator", EXACT)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_full_training(case: Case, estimator: str, micro_batch_size: int | None) -> None:
+    model, loss, batch = case.build()
+    assert_equal_to_oracle(model, loss, batch, estimator=estimator, micro_batch_size=micro_batch_size)
+
+
+LORA_TARGETS = {
+    "bert": ["query", "value"],
+    "roberta": ["query", "value"],
+    "gpt2": ["c_attn", "c_fc"],
+    "llama": ["q_proj", "down_proj"],
+    "vit": "all-linear",
+}
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in LORA_TARGETS], ids=str)
+def test_lora(case: Case, micro_batch_size: int | None) -> None:
+    peft = pytest.importorskip("peft")
+    model, loss, batch = case.build()
+    config = peft.LoraConfig(r=3, target_modules=LORA_TARGETS[case.name], lora_dropout=0.0, init_lora_weights=False, fan_in_fan_out=case.name == "gpt2")
+    model = peft.get_peft_model(model, config)
+    assert_equal_to_oracle(model, loss, batch, micro_batch_size=micro_batch_size)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_is_left_on_the_model(case: Case) -> None:
+    model, loss, batch = case.build()
+    before = {name: set(vars(m)) for name, m in model.named_modules()}
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    clipped_gradients(model, loss, batch, 1.0)
+    for name, module in model.named_modules():
+        assert set(vars(module)) == before[name]
+        assert not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+def test_bare_parameter_batch_size_one_example_matches_any_other_cut() -> None:
+    model, loss, batch = CASES[3].build()
+    assert batch_size_of(batch) == 4
+    assert isinstance(model, nn.Module)
+    whole = clipped_gradients(model, loss, batch, 0.1).gradients
+    cut = clipped_gradients(model, loss, batch, 0.1, micro_batch_size=1).gradients
+    for name, g in whole.items():
+        torch.testing.assert_close(g, cut[name], rtol=1e-5, atol=1e-7)
