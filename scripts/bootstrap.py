@@ -2,13 +2,13 @@
 
     python3 scripts/bootstrap.py [--venv .venv]
 
-Standard library only. Running it again is cheap (a stamp in the environment says what it was made from) and safe
-after an attempt that was cut short. This file has to parse on Python 3.6, so that an old interpreter gets one
-clear line and no syntax error.
+Standard library only. Running it again is cheap (a stamp in the environment says what it was made from) and
+safe after an attempt that was cut short. This file has to parse on Python 3.6, so that an old interpreter
+gets one clear line and no syntax error.
 
 Environment:
-    QUIETGRAD_TORCH: replaces the torch requirement, e.g. "torch==2.13.0". It is installed with its dependencies,
-        unless it names a "+cpu" build, whose dependencies are all in requirements/lock.txt.
+    QUIETGRAD_TORCH: replaces the torch requirement, e.g. "torch==2.13.0". It is installed with its
+        dependencies, unless it names a "+cpu" build, whose dependencies are all in requirements/lock.txt.
     PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL and pip's other settings reach pip as usual.
 """
 
@@ -24,9 +24,8 @@ import time
 
 if sys.version_info < (3, 10):
     sys.stderr.write(
-        "quietgrad needs Python 3.10 or newer, and {} is {}.{}; choose another, e.g. make setup PYTHON=python3.11\n".format(
-            sys.executable, *sys.version_info[:2]
-        )
+        "quietgrad needs Python 3.10 or newer, and {} is {}.{}; choose another, "
+        "e.g. make setup PYTHON=python3.11\n".format(sys.executable, *sys.version_info[:2])
     )
     sys.exit(2)
 
@@ -108,32 +107,35 @@ def usable(venv: pathlib.Path) -> bool:
 def ensure_venv(venv: pathlib.Path) -> None:
     """Creates the environment, or makes it anew where an earlier attempt left a broken or different one."""
     version = platform.python_version()
+    mark = venv / OWNER_MARK
     if venv.exists():
-        if usable(venv):
+        cut_short = mark.exists() and mark.read_text(encoding="utf-8") != "complete"
+        if usable(venv) and not cut_short:
             return
-        if any(venv.iterdir()) and not (venv / OWNER_MARK).exists():
+        if any(venv.iterdir()) and not mark.exists():
             raise SetupError(
-                f"{venv} exists but is no working environment for Python {version}, and this script did not make it:\n"
-                "remove it yourself, or choose another folder with --venv (make: VENV=...)"
+                f"{venv} exists but is no working environment for Python {version}, and this script\n"
+                "did not make it: remove it yourself, or choose another folder with --venv (make: VENV=...)"
             )
         shutil.rmtree(str(venv))
     say(f"creating {venv} with Python {version}")
     venv.mkdir(parents=True)
-    (venv / OWNER_MARK).touch()
+    mark.write_text("started", encoding="utf-8")
     made = subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True, text=True)
     if made.returncode != 0:
         raise SetupError(
             f"{sys.executable} -m venv failed:\n{(made.stdout + made.stderr).strip()}\n"
             "(on Debian and Ubuntu the module comes in the package python3-venv)"
         )
+    mark.write_text("complete", encoding="utf-8")
 
 
 def drop_half_installed(venv: pathlib.Path) -> None:
     """Removes the records of packages whose installation was cut short, so that pip installs them again.
 
-    pip's last step is to write RECORD, with a line for the INSTALLER file that it has just added; metadata without
-    that is a half-unpacked package, which pip itself would take for an installed one. Folders that start with ~ are
-    old versions which pip had moved away.
+    pip's last step is to write RECORD, with a line for the INSTALLER file that it has just added; metadata
+    without that is a half-unpacked package, which pip itself would take for an installed one. Folders that
+    start with ~ are old versions which pip had moved away.
     """
     patterns = ("lib/python3*/site-packages", "Lib/site-packages")
     sites = {site.resolve() for pattern in patterns for site in venv.glob(pattern)}
@@ -148,8 +150,8 @@ def drop_half_installed(venv: pathlib.Path) -> None:
 
 
 def pip(venv: pathlib.Path, *args: str) -> "subprocess.CompletedProcess[str]":
-    command = [str(venv_python(venv)), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *args]
-    return subprocess.run(command, cwd=str(ROOT), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [str(venv_python(venv)), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
+    return subprocess.run([*command, *args], cwd=str(ROOT), capture_output=True, text=True)
 
 
 def pip_or_stop(venv: pathlib.Path, *args: str) -> None:
@@ -168,8 +170,8 @@ def install_torch(venv: pathlib.Path, torch: str) -> None:
 
     Args:
         venv: The environment.
-        torch: A pip requirement. A "+cpu" build goes in without its dependencies, which the lock holds; any other
-            with them, held to the versions of the lock.
+        torch: A pip requirement. A "+cpu" build goes in without its dependencies, which the lock holds; any
+            other with them, held to the versions of the lock.
     """
     cpu = "+cpu" in torch and "!=" not in torch
     if not cpu:
@@ -181,31 +183,28 @@ def install_torch(venv: pathlib.Path, torch: str) -> None:
     done = pip(venv, "install", *(["--no-deps"] if cpu else ["--constraint", str(LOCK)]), torch)
     if done.returncode == 0:
         return
-    if "No matching distribution found" not in done.stderr:
+    if "No matching distribution found" not in done.stderr or "Retrying" in done.stderr:  # or no network
         raise SetupError(f"installing {torch} failed:\n{last_lines(done)}")
-    lines = [
-        f"found no {torch} for Python {platform.python_version()} on {platform.system()} {platform.machine()}.",
-        "",
-    ]
+    system = f"{platform.system()} {platform.machine()}"
+    lines = [f"found no {torch} for Python {platform.python_version()} on {system}.", ""]
     if cpu:
         lines += [
-            "This machine has no NVIDIA GPU, so setup asks for the CPU build and does not fall back to the default",
-            "one, which brings gigabytes of CUDA libraries. pip's indexes offer that CPU build not at all, or not",
-            "for this interpreter. Any one of these helps:",
-            "",
+            "Without an NVIDIA GPU, set-up asks for the CPU build and does not fall back to the default one,",
+            "which can bring gigabytes of CUDA libraries. The places where pip looks have no such build for",
+            "this interpreter.",
         ]
     else:
-        lines += ["pip's indexes do not offer it for this interpreter. Any one of these helps:", ""]
+        lines += ["The places where pip looks have no such build for this interpreter."]
+    last = "the default build, forced:  " if cpu else "another torch:               "
+    other = torch.split("+")[0] if cpu else "torch==..."
     lines += [
-        "  - another interpreter that has such a build:     make setup PYTHON=python3.11",
-        "  - one more index, or a folder of wheels, with it: PIP_EXTRA_INDEX_URL=... or PIP_FIND_LINKS=...",
-        "    (the install selector on PyTorch's site names the index of each build)",
+        "",
+        "Any one of these helps (the install selector on PyTorch's site says what each index holds):",
+        "  - another interpreter:        make setup PYTHON=python3.11",
+        "  - one more index with it:     PIP_EXTRA_INDEX_URL=... make setup",
+        "  - a folder with its wheel:    PIP_FIND_LINKS=... make setup",
+        f'  - {last}QUIETGRAD_TORCH="{other}" make setup',
     ]
-    if cpu:
-        plain = torch.split("+")[0]
-        lines += [f'  - the default build, whatever its size:          QUIETGRAD_TORCH="{plain}" make setup']
-    else:
-        lines += ['  - another torch:                                 QUIETGRAD_TORCH="torch==..." make setup']
     raise SetupError("\n".join(lines))
 
 
@@ -231,7 +230,7 @@ def set_up(venv: pathlib.Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Makes quietgrad's development environment.")
-    parser.add_argument("--venv", default=".venv", help="its folder, relative to the repository (default: .venv)")
+    parser.add_argument("--venv", default=".venv", help="folder, relative to the repository (default: .venv)")
     venv = ROOT / parser.parse_args().venv
     try:
         set_up(venv)

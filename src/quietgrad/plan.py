@@ -248,6 +248,7 @@ class PrivateRun:
         self._key = key
         self._writer = writer
         self._released = released
+        self._projection_stream: tuple[int, torch.Generator] | None = None
 
     @property
     def released(self) -> int:
@@ -270,13 +271,18 @@ class PrivateRun:
                 )
 
     def clip(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> ClippedSum:
-        """Clipped sum of the next release's batch. Private."""
-        generator = None
-        if isinstance(self.plan.clipper.claim.clipping, RandomizedClipping):
+        """Clipped sum of the next release's batch, or of a part of it: parts add up with ``+``. Private."""
+        return self.plan.clipper.clip(model, per_example_loss, batch, self._projections())
+
+    def _projections(self) -> torch.Generator | None:
+        """One stream a release: the clip calls of its micro-batches go on drawing from it, so no projection is used twice."""
+        if not isinstance(self.plan.clipper.claim.clipping, RandomizedClipping):
+            return None
+        if self._projection_stream is None or self._projection_stream[0] != self._released:
             generator = torch.Generator()
-            high, low = self._key.words("projection", self._released)
-            generator.manual_seed((high ^ low) & (2**63 - 1))
-        return self.plan.clipper.clip(model, per_example_loss, batch, generator)
+            generator.manual_seed(self._key.words("projection", self._released)[0] & (2**63 - 1))
+            self._projection_stream = (self._released, generator)
+        return self._projection_stream[1]
 
     def release(self, clipped: ClippedSum) -> NoisySum:
         """Records the release, then draws the noise.

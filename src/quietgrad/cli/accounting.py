@@ -1,0 +1,187 @@
+"""``quietgrad calibrate`` and ``quietgrad epsilon``. They never import torch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quietgrad.accounting import epsilon_report, noise_multiplier
+from quietgrad.accounting.spending import EpsilonReport
+from quietgrad.checks import require_at_least, require_delta, require_int, require_positive
+from quietgrad.cli.output import console, print_json, print_table
+from quietgrad.facts import (
+    ClippingClaim,
+    EventSequence,
+    ExactClipping,
+    PoissonGaussian,
+    PrivacyEvent,
+    RandomizedClipping,
+)
+from quietgrad.ledger import read_ledger
+
+DatasetSize = Annotated[int | None, typer.Option(help="N, number of training records.")]
+BatchSize = Annotated[int | None, typer.Option(help="B, expected batch size.")]
+Steps = Annotated[int | None, typer.Option(help="T, number of noisy steps.")]
+SketchDim = Annotated[int | None, typer.Option(help="k of randomized clipping; leave out for exact clipping.")]
+EnvelopeName = Annotated[str, typer.Option(help="Envelope of randomized clipping: mixed or hutch.")]
+Rank = Annotated[int | None, typer.Option(help="D, total sketched rank, for the hutch envelope.")]
+Bands = Annotated[int, typer.Option(help="b, bands of correlated noise; 1 is independent noise.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
+
+def calibrate(
+    epsilon: Annotated[float, typer.Option(help="Target epsilon.")],
+    delta: Annotated[float, typer.Option(help="Target delta.")],
+    dataset_size: DatasetSize = None,
+    batch_size: BatchSize = None,
+    steps: Steps = None,
+    sketch_dim: SketchDim = None,
+    envelope: EnvelopeName = "mixed",
+    rank: Rank = None,
+    bands: Bands = 1,
+    as_json: AsJson = False,
+) -> None:
+    """The smallest noise multiplier that meets a target epsilon."""
+    q, total = _rate_and_steps(dataset_size, batch_size, steps)
+    clipping = _clipping(sketch_dim, envelope, rank)
+    _warn_large_delta(delta, dataset_size)
+    sigma = noise_multiplier(epsilon, delta, sample_rate=q, steps=total, clipping=clipping, bands=bands)
+    event = PoissonGaussian(sigma, q, total, clipping, bands)
+    _show("Calibrated noise", event, epsilon_report(event, delta), as_json, {"target_epsilon": epsilon})
+
+
+def epsilon(
+    delta: Annotated[float | None, typer.Option(help="Delta; a ledger brings its own.")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="sigma, relative to the clipping norm, on the sum.")] = None,
+    dataset_size: DatasetSize = None,
+    batch_size: BatchSize = None,
+    steps: Steps = None,
+    sketch_dim: SketchDim = None,
+    envelope: EnvelopeName = "mixed",
+    rank: Rank = None,
+    bands: Bands = 1,
+    ledger: Annotated[Path | None, typer.Option(help="A run directory or ledger file: what was really spent.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The epsilon of a mechanism, or what a run has spent according to its ledger."""
+    if ledger is not None:
+        _from_ledger(ledger, delta, as_json)
+        return
+    if noise_multiplier is None or delta is None:
+        raise ValueError("give --noise-multiplier and --delta with --dataset-size, --batch-size and --steps, or give --ledger RUN_DIR")
+    q, total = _rate_and_steps(dataset_size, batch_size, steps)
+    _warn_large_delta(delta, dataset_size)
+    event = PoissonGaussian(noise_multiplier, q, total, _clipping(sketch_dim, envelope, rank), bands)
+    _show("Privacy spent", event, epsilon_report(event, delta), as_json, {})
+
+
+def _from_ledger(path: Path, delta: float | None, as_json: bool) -> None:
+    contents = read_ledger(path)
+    at = contents.header.get("delta") if delta is None else delta
+    if at is None:
+        raise ValueError("the ledger names no delta; give --delta")
+    at = float(at)
+    require_delta("delta", at)
+    extra = {"releases": contents.releases, "ledger": str(path)}
+    if contents.event is None:
+        record = {"epsilon": 0.0, "delta": at, "neighbouring": "add-remove", **extra}
+        if as_json:
+            print_json(record)
+        else:
+            console(False).print("Nothing has been released: epsilon = 0.")
+        return
+    _show("Privacy spent according to the ledger", contents.event, epsilon_report(contents.event, at), as_json, extra)
+
+
+def _rate_and_steps(dataset_size: int | None, batch_size: int | None, steps: int | None) -> tuple[float, int]:
+    for name, value in (("dataset_size", dataset_size), ("batch_size", batch_size), ("steps", steps)):
+        if value is None:
+            raise ValueError(f"--{name.replace('_', '-')} is missing; give --dataset-size, --batch-size and --steps")
+        require_int(name, value)
+        require_at_least(name, value, 1, "use a whole number of at least 1")
+    assert dataset_size is not None and batch_size is not None and steps is not None
+    if batch_size > dataset_size:
+        raise ValueError(f"batch_size={batch_size} exceeds dataset_size={dataset_size}; the sampling rate cannot exceed 1")
+    return batch_size / dataset_size, steps
+
+
+def _clipping(sketch_dim: int | None, envelope: str, rank: int | None) -> ClippingClaim:
+    if sketch_dim is None:
+        if rank is not None or envelope != "mixed":
+            raise ValueError("--envelope and --rank belong to randomized clipping; give --sketch-dim as well")
+        return ExactClipping()
+    return RandomizedClipping(sketch_dim, envelope, rank)  # type: ignore[arg-type]
+
+
+def _warn_large_delta(delta: float, dataset_size: int | None) -> None:
+    require_delta("delta", delta)
+    if dataset_size is not None and dataset_size > 1 and delta >= 1 / dataset_size:
+        sys.stderr.write(f"warning: delta={delta} is not below 1/{dataset_size}, one over the number of records\n")
+
+
+def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
+    """The facts behind an epsilon, as a record."""
+    phases = event.events if isinstance(event, EventSequence) else (event,)
+    last = phases[-1]
+    sketch = last.clipping if isinstance(last.clipping, RandomizedClipping) else None
+    require_positive("noise_multiplier", last.noise_multiplier)
+    record: dict[str, Any] = {
+        "noise_multiplier": last.noise_multiplier,
+        "epsilon": report.epsilon,
+        "delta": report.delta,
+        "sample_rate": last.sample_rate,
+        "steps": sum(p.steps for p in phases),
+        "compositions": sum(p.compositions for p in phases),
+        "participation_rate": last.participation_rate,
+        "bands": last.bands,
+        "clipping": "exact" if sketch is None else "randomized",
+        "neighbouring": "add-remove",
+        "sampler": "poisson" if last.bands == 1 else "cyclic-poisson",
+        "accountant": "privacy-loss distributions, connect-the-dots, both directions",
+        "discretisation": asdict(report.discretisation),
+    }
+    if sketch is not None:
+        record |= {"sketch_dim": sketch.sketch_dim, "envelope": sketch.envelope, "rank": sketch.total_rank}
+    if len(phases) > 1:
+        record["phases"] = [p.to_json() for p in phases]
+    if report.reason:
+        record["reason"] = report.reason
+    return record
+
+
+def _show(title: str, event: PrivacyEvent, report: EpsilonReport, as_json: bool, extra: dict[str, Any]) -> None:
+    record = describe(event, report) | extra
+    if as_json:
+        print_json(record)
+        return
+    infinite = math.isinf(report.epsilon)
+    rows = [
+        ("epsilon", f"infinite: {report.reason}" if infinite else f"{report.epsilon:.4f} (an upper bound)"),
+        ("delta", f"{report.delta:g}"),
+        ("noise multiplier", f"{record['noise_multiplier']:.4f}, relative to the clipping norm, on the sum"),
+        ("steps", f"{record['steps']}, as {record['compositions']} compositions at rate {record['participation_rate']:.6g}"),
+        ("neighbouring relation", "add or remove one record"),
+        ("sampler", "Poisson" if record["sampler"] == "poisson" else f"Poisson within {record['bands']} fixed parts, in turn"),
+        ("clipping", "exact" if record["clipping"] == "exact" else f"randomized, k = {record['sketch_dim']}, {record['envelope']} envelope"),
+        ("accountant", str(record["accountant"])),
+        ("discretisation", _discretisation(report)),
+        (
+            "invalid if",
+            "batches are shuffled instead of Poisson-sampled; a record appears more than once; sums are divided by the realised batch size; "
+            "a step is released but not counted; the noise can be predicted",
+        ),
+    ]
+    print_table(console(False), title, rows)
+
+
+def _discretisation(report: EpsilonReport) -> str:
+    d = report.discretisation
+    text = f"losses rounded up to multiples of {d.interval:.2e}"
+    if d.mixture_bins > 1:
+        text += f"; {d.mixture_bins} values of the clipping scale, rounded up"
+    return text

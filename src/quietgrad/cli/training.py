@@ -1,0 +1,172 @@
+"""``quietgrad train`` and ``quietgrad plan``."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from quietgrad.cli.output import console, fail, print_json, print_table
+from quietgrad.training.config import TrainConfig, load_config
+from quietgrad.training.references import references_for
+
+
+def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_json: bool) -> None:
+    """See ``quietgrad train --help``."""
+    target = console(as_json)
+    config = _config_to_run(config_path, overrides, resume)
+    from quietgrad.training.run_dir import open_run_dir
+
+    run_dir = open_run_dir(config.training.run_dir, resume)
+    prepared, started = _prepare(config, target)
+    from quietgrad.training import figure
+    from quietgrad.training import runner
+    from quietgrad.training.prepare import verify_on_public_records
+
+    if prepared.plan is not None:
+        difference = verify_on_public_records(prepared)
+        target.print(f"Clipping agrees with per-example autograd on validation records: relative difference {difference:.1e}.")
+        _print_guarantee(target, prepared)
+    else:
+        target.print("[bold]Privacy is switched off:[/bold] this run is a reference, and not private.")
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+        TextColumn("{task.fields[spent]}"),
+    )
+    with Progress(*columns, console=target, refresh_per_second=2) as bar:
+        task = bar.add_task("training", total=prepared.steps, spent="")
+        accuracy_text = ""
+
+        def report(progress: runner.Progress) -> None:
+            nonlocal accuracy_text
+            if progress.accuracy is not None:
+                accuracy_text = f" | validation accuracy {progress.accuracy:.3f}"
+                if not target.is_terminal:
+                    target.print(f"step {progress.step}/{progress.steps}: epsilon spent {progress.epsilon:.3f}{accuracy_text}")
+            spent = f"epsilon {progress.epsilon:.3f}" if prepared.plan is not None else "not private"
+            bar.update(task, completed=progress.step, spent=spent + accuracy_text)
+
+        outcome = runner.train(prepared, run_dir, resume, report)
+    if outcome.interrupted:
+        if as_json:
+            print_json(outcome.result | {"interrupted": True})
+        fail(
+            f"stopped after step {outcome.result['steps']} of {prepared.steps}; everything is saved. "
+            f"Go on with: quietgrad train --resume --set training.run_dir={run_dir.path}",
+            code=130,
+        )
+    known = references_for(config)
+    figure.accuracy_figure(run_dir.read_metrics(), outcome.result, known.get("non_private_accuracy"), run_dir.figure)
+    result = outcome.result | {"seconds": round(time.monotonic() - started, 1)}
+    if as_json:
+        print_json(result)
+    _print_result(target, result, known)
+
+
+def run_plan(config_path: Path | None, overrides: list[str], as_json: bool) -> None:
+    """See ``quietgrad plan --help``."""
+    target = console(as_json)
+    config = load_config(config_path, overrides)
+    prepared, _ = _prepare(config, target)
+    from quietgrad.training.forecast import forecast
+
+    record = forecast(prepared)
+    if as_json:
+        print_json(record)
+        return
+    if prepared.plan is not None:
+        _print_guarantee(target, prepared)
+    rows = [
+        (layer["shape"], f"{layer['count']} parameters, {layer['estimator']} norm, {layer['multiplications']:,} multiplications an example")
+        for layer in record["layers"]
+    ]
+    print_table(target, "Norm estimator by shape of parameter", rows)
+    print_table(
+        target,
+        "Forecast (measured on one micro-batch of validation records)",
+        [
+            ("engine", record["engine"]),
+            ("training time", f"about {record['predicted_seconds']:.0f} s for {prepared.steps} steps, evaluations not counted"),
+            ("memory", f"about {record['predicted_memory_mib']:.0f} MiB at the peak"),
+            ("trainable parameters", f"{record['trainable_parameters']:,} of {record['parameters']:,}"),
+        ],
+    )
+
+
+def _config_to_run(path: Path | None, overrides: list[str], resume: bool) -> TrainConfig:
+    """A resume without CONFIG takes the configuration that the run directory holds."""
+    config = load_config(path, overrides)
+    if resume and path is None and config.training.run_dir:
+        from quietgrad.training.run_dir import RunDir
+
+        saved = RunDir(Path(config.training.run_dir)).config
+        if saved.is_file():
+            return load_config(saved, overrides)
+    return config
+
+
+def _prepare(config: TrainConfig, target: Console) -> tuple[Any, float]:
+    started = time.monotonic()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        from quietgrad.training.prepare import prepare
+
+        with target.status("loading data and model, calibrating the noise"):
+            prepared = prepare(config)
+    for warning in caught:
+        if issubclass(warning.category, UserWarning) and "target_delta" in str(warning.message):
+            target.print(f"[yellow]warning:[/yellow] {warning.message}")
+    return prepared, started
+
+
+def _print_guarantee(target: Console, prepared: Any) -> None:
+    plan = prepared.plan
+    train = prepared.train
+    delta_note = "" if plan.config.target_delta is not None else " (1 / N^1.1, the default)"
+    rows = [
+        ("guarantee", f"epsilon = {plan.epsilon:.4f} at delta = {plan.delta:.3g}{delta_note}, add or remove one record"),
+        ("records", f"{len(train)} private for training; {len(prepared.validation)} validation and {len(prepared.test)} test, declared public"),
+        ("sampling", f"Poisson, rate {plan.event.sample_rate:.5f}, expected batch size {plan.expected_batch_size:.0f}, {plan.steps} steps"),
+        ("noise", f"Gaussian, multiplier {plan.noise_multiplier:.4f} on the clipping norm {plan.config.max_grad_norm:g}"),
+        ("clipping", _clipping_text(plan)),
+    ]
+    if plan.config.seed is not None:
+        rows.append(("seed", "given: the noise is reproducible, so the guarantee holds only if the seed stays secret and serves this run alone"))
+    print_table(target, "Privacy plan", rows)
+
+
+def _clipping_text(plan: Any) -> str:
+    claim = plan.clipper.claim.clipping
+    k = getattr(claim, "sketch_dim", None)
+    if k is None:
+        return f"exact per-example norms ({plan.clipper.estimator})"
+    return f"randomized: {plan.clipper.estimator} with k = {k}, {claim.envelope} envelope in the accountant"
+
+
+def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]) -> None:
+    rows = []
+    if result["private"]:
+        rows.append(("privacy", f"epsilon = {result['epsilon']:.4f} at delta = {result['delta']:.3g} (add or remove one record)"))
+    else:
+        rows.append(("privacy", "none: a reference run"))
+    rows.append(("test accuracy", f"{result['metrics']['accuracy']:.4f}"))
+    rows.append(("validation accuracy", f"{result['metrics']['validation_accuracy']:.4f}"))
+    rows.append(("majority class", f"{result['majority_accuracy']:.4f}"))
+    if known.get("non_private_accuracy") is not None:
+        rows.append(("without privacy", f"{known['non_private_accuracy']:.4f} (recorded; to measure it again: {known['command']})"))
+    rows.append(("time", f"{result['seconds']:.0f} s"))
+    rows.append(("written to", result["run_dir"]))
+    if "seed_warning" in result:
+        rows.append(("seed", result["seed_warning"]))
+    print_table(target, "Result", rows)

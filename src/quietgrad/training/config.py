@@ -1,0 +1,315 @@
+"""The TOML configuration of ``quietgrad train``: small tables, every key checked, unknown ones answered with the nearest valid one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quietgrad.checks import nearest, require_at_least, require_positive
+from quietgrad.clipping.planner import ESTIMATORS
+from quietgrad.training.models import HEADS, PACKAGED_MINILM, TUNES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """Which model, and what of it trains.
+
+    Attributes:
+        name: ``packaged:minilm``, a folder, or a Hugging Face model name.
+        tune: "lora", "full" or "head".
+        head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence classifier).
+        lora_rank, lora_targets, lora_layers: rank, module names (empty: a default), top layers with adapters (0: all).
+        max_length: tokens kept of a text.
+        dropout: probability of every dropout layer; the noise regularises enough, so the default is 0.
+    """
+
+    name: str = PACKAGED_MINILM
+    tune: str = "lora"
+    head: str = "mean"
+    lora_rank: int = 16
+    lora_targets: list[str] = field(default_factory=list)
+    lora_layers: int = 0
+    max_length: int = 64
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class DataTable:
+    """Which records. Validation and test records are declared public: their accuracy is published without noise.
+
+    Attributes:
+        source: ``packaged:tweets``, a CSV/TSV/JSONL/JSON/Parquet file, or a Hugging Face data set.
+        text, label: column names.
+        labels: the labels to expect (empty: those found).
+        validation_fraction, test_fraction: shares of the records, by a hash of the text.
+    """
+
+    source: str = "packaged:tweets"
+    text: str = "text"
+    label: str = "label"
+    labels: list[str] = field(default_factory=list)
+    validation_fraction: float = 0.1
+    test_fraction: float = 0.1
+
+
+@dataclass(frozen=True)
+class PrivacyTable:
+    """The guarantee. ``enabled = false`` trains without clipping and noise, for reference: the run is marked as not private.
+
+    Attributes:
+        enabled: whether to train privately.
+        target_epsilon: the epsilon to calibrate for; give this or ``noise_multiplier``.
+        target_delta: default 1 / N^1.1.
+        noise_multiplier: sigma, instead of a target.
+        max_grad_norm: C.
+    """
+
+    enabled: bool = True
+    target_epsilon: float | None = None
+    target_delta: float | None = None
+    noise_multiplier: float | None = None
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class ClippingTable:
+    """How per-example norms are taken.
+
+    Attributes:
+        estimator: "auto", "exact", "materialized", "ghost", "hutch" or "hutch++".
+        sketch_dim: k of the sketches.
+        max_physical_batch_size: examples per forward pass; no effect on privacy.
+    """
+
+    estimator: str = "auto"
+    sketch_dim: int = 32
+    max_physical_batch_size: int = 64
+
+
+@dataclass(frozen=True)
+class OptimizerTable:
+    """The optimiser.
+
+    Attributes:
+        name: "adamw" or "sgd".
+        learning_rate: of the encoder or adapters.
+        head_learning_rate: of the head (None: as ``learning_rate``).
+        weight_decay: decoupled for AdamW.
+        momentum: for SGD.
+        warmup_steps: linear warm-up; afterwards the rate falls linearly to a twentieth.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3
+    head_learning_rate: float | None = None
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    warmup_steps: int = 5
+
+
+@dataclass(frozen=True)
+class TrainingTable:
+    """How long, how often, where.
+
+    Attributes:
+        expected_batch_size: B.
+        steps, epochs: give one.
+        eval_every: steps between evaluations on validation records (0: only at the end).
+        eval_records: validation records used on the schedule (0: all); the final evaluation uses all.
+        checkpoint_every: steps between checkpoints.
+        run_dir: where everything is written ("": runs/<date-time>).
+        device: "auto", "cpu", "cuda" ...
+        precision: "float32" or "bfloat16" (autocast; norms and sums stay in float32).
+        seed: reproducible sampling, noise and initialisation; the guarantee then holds only if it stays secret.
+    """
+
+    expected_batch_size: int | None = None
+    steps: int | None = None
+    epochs: float | None = None
+    eval_every: int = 10
+    eval_records: int = 1000
+    checkpoint_every: int = 10
+    run_dir: str = ""
+    device: str = "auto"
+    precision: str = "float32"
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole configuration."""
+
+    model: ModelTable = field(default_factory=ModelTable)
+    data: DataTable = field(default_factory=DataTable)
+    privacy: PrivacyTable = field(default_factory=PrivacyTable)
+    clipping: ClippingTable = field(default_factory=ClippingTable)
+    optimizer: OptimizerTable = field(default_factory=OptimizerTable)
+    training: TrainingTable = field(default_factory=TrainingTable)
+
+    def __post_init__(self) -> None:
+        _choice("model.tune", self.model.tune, TUNES)
+        _choice("model.head", self.model.head, HEADS)
+        _choice("clipping.estimator", self.clipping.estimator, ESTIMATORS)
+        _choice("optimizer.name", self.optimizer.name, ("adamw", "sgd"))
+        _choice("training.precision", self.training.precision, ("float32", "bfloat16"))
+        require_positive("optimizer.learning_rate", self.optimizer.learning_rate)
+        if self.optimizer.head_learning_rate is not None:
+            require_positive("optimizer.head_learning_rate", self.optimizer.head_learning_rate)
+        for name, value in (
+            ("model.lora_rank", self.model.lora_rank),
+            ("model.max_length", self.model.max_length),
+            ("clipping.max_physical_batch_size", self.clipping.max_physical_batch_size),
+            ("training.checkpoint_every", self.training.checkpoint_every),
+        ):
+            require_at_least(name, value, 1, "use a whole number of at least 1")
+        for name, value in (
+            ("model.lora_layers", self.model.lora_layers),
+            ("training.eval_every", self.training.eval_every),
+            ("training.eval_records", self.training.eval_records),
+            ("optimizer.warmup_steps", self.optimizer.warmup_steps),
+            ("optimizer.weight_decay", self.optimizer.weight_decay),
+            ("optimizer.momentum", self.optimizer.momentum),
+            ("model.dropout", self.model.dropout),
+        ):
+            require_at_least(name, value, 0, "use a number of at least 0")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested dictionaries, keys without a value left out."""
+        return {
+            table: {k: v for k, v in values.items() if v is not None} for table, values in dataclasses.asdict(self).items()
+        }
+
+    def to_toml(self) -> str:
+        """The configuration as a TOML file that reads back to itself."""
+        lines: list[str] = []
+        for table, values in self.to_dict().items():
+            lines.append(f"[{table}]")
+            lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+            lines.append("")
+        return "\n".join(lines)
+
+
+def default_config_path() -> Path:
+    """The embedded default: MiniLM on the packaged tweets."""
+    return Path(__file__).with_name("default.toml")
+
+
+def load_config(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> TrainConfig:
+    """Reads a configuration file and applies ``key=value`` overrides.
+
+    Args:
+        path: a TOML file; None takes the embedded default.
+        overrides: such as ``privacy.target_epsilon=1`` or ``epochs=3`` (a key without its table is looked up in all tables).
+
+    Raises:
+        ValueError: missing or malformed file, unknown table or key (with the nearest valid one), wrong type.
+    """
+    file = default_config_path() if path is None else Path(path)
+    if not file.is_file():
+        raise ValueError(f"config={str(path)!r}: no such file")
+    try:
+        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config={str(file)!r} is not valid TOML: {error}") from error
+    return config_from(_with_overrides(tree, overrides))
+
+
+def config_from(tree: dict[str, Any]) -> TrainConfig:
+    """Builds the configuration from nested dictionaries, checking every name and type."""
+    tables = {f.name: typing.get_type_hints(TrainConfig)[f.name] for f in dataclasses.fields(TrainConfig)}
+    built: dict[str, Any] = {}
+    for name, values in tree.items():
+        if name not in tables:
+            raise ValueError(f"unknown table [{name}]{nearest(name, tables)}")
+        if not isinstance(values, dict):
+            raise ValueError(f"{name}={values!r} must be a table of keys")
+        hints = typing.get_type_hints(tables[name])
+        arguments = {}
+        for key, value in values.items():
+            if key not in hints:
+                raise ValueError(f"unknown key {name}.{key}{nearest(key, hints)}")
+            arguments[key] = _typed(f"{name}.{key}", value, hints[key])
+        built[name] = tables[name](**arguments)
+    return TrainConfig(**built)
+
+
+def _with_overrides(tree: dict[str, Any], overrides: typing.Sequence[str]) -> dict[str, Any]:
+    hints = typing.get_type_hints(TrainConfig)
+    keys = {table: list(typing.get_type_hints(kind)) for table, kind in hints.items()}
+    result = {table: dict(values) if isinstance(values, dict) else values for table, values in tree.items()}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        name = name.strip()
+        if not equals:
+            raise ValueError(f"--set {override!r} is not of the form key=value")
+        table, dot, key = name.partition(".")
+        if not dot:
+            key = name
+            owners = [t for t, names in keys.items() if key in names]
+            if len(owners) != 1:
+
+                hint = nearest(key, [k for names in keys.values() for k in names]) if not owners else f"; write one of {', '.join(o + '.' + key for o in owners)}"
+                raise ValueError(f"unknown key {key!r}{hint}")
+            table = owners[0]
+        if table not in keys:
+            raise ValueError(f"unknown table [{table}]{nearest(table, keys)}")
+        if key not in keys[table]:
+            raise ValueError(f"unknown key {table}.{key}{nearest(key, keys[table])}")
+        values = result.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"{table}={values!r} must be a table of keys")
+        _drop_alternative(values, key)
+        values[key] = _parsed(text.strip())
+    return result
+
+
+# Of each pair one is given; setting one on the command line takes the place of the other in the file.
+_ALTERNATIVES = {"steps": "epochs", "epochs": "steps", "target_epsilon": "noise_multiplier", "noise_multiplier": "target_epsilon"}
+
+
+def _drop_alternative(values: dict[str, Any], key: str) -> None:
+    values.pop(_ALTERNATIVES.get(key, ""), None)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # an unquoted word
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
+        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if option is int and isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if option in (bool, str) and isinstance(value, option):
+            return value
+        if typing.get_origin(option) is list and isinstance(value, list) and all(isinstance(v, str) for v in value):
+            return value
+        if option is str and isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+    wanted = " or ".join(getattr(o, "__name__", str(o)) for o in options if o is not type(None))
+    raise ValueError(f"{name}={value!r} must be of type {wanted}")
+
+
+def _choice(name: str, value: str, options: typing.Sequence[str]) -> None:
+    if value not in options:
+        raise ValueError(f"{name}={value!r} is unknown{nearest(value, options)}")
+
+
+def _toml_value(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)  # strings, numbers, booleans and lists of strings are written alike in both

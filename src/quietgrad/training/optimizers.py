@@ -1,0 +1,38 @@
+"""Unmodified torch optimisers, with a rate of its own for the head and a schedule that depends on the step number alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from quietgrad.training.config import OptimizerTable
+
+LAST_RATE = 0.05  # share of the learning rate that is left at the last step
+
+
+def build_optimizer(model: nn.Module, table: OptimizerTable, steps: int) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
+    """The optimiser, and a function that sets its learning rates for a step (0-based).
+
+    Linear warm-up over ``warmup_steps``, then linear decay; a function of the step number, so a resumed run goes on where it was.
+    """
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    head = [p for name, p in trainable if name.startswith("head.")]
+    body = [p for name, p in trainable if not name.startswith("head.")]
+    head_rate = table.learning_rate if table.head_learning_rate is None else table.head_learning_rate
+    groups = [{"params": p, "lr": rate} for p, rate in ((body, table.learning_rate), (head, head_rate)) if p]
+    optimizer: torch.optim.Optimizer
+    if table.name == "adamw":
+        optimizer = torch.optim.AdamW(groups, weight_decay=table.weight_decay)
+    else:
+        optimizer = torch.optim.SGD(groups, momentum=table.momentum, weight_decay=table.weight_decay)
+    base = [float(g["lr"]) for g in optimizer.param_groups]
+
+    def schedule(step: int) -> None:
+        warm = min(1.0, (step + 1) / (table.warmup_steps + 1))
+        decay = LAST_RATE + (1 - LAST_RATE) * (1 - step / max(steps, 1))
+        for group, rate in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = rate * min(warm, 1.0) * decay
+
+    return optimizer, schedule

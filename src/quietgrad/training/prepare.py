@@ -1,0 +1,183 @@
+"""Everything that can go wrong before training goes wrong here: configuration, data, model, plan, layers, run directory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quietgrad.clipping.refusals import refuse_cross_example_layers
+from quietgrad.clipping.verify import verify_clipping
+from quietgrad.plan import PrivacyConfig, PrivacyPlan
+from quietgrad.randomness import RandomKey
+from quietgrad.sampling.poisson import PoissonSampler
+from quietgrad.tensors import trainable_parameters
+from quietgrad.training.config import TrainConfig
+from quietgrad.training.data import Splits, load_texts, split
+from quietgrad.training.models import HeadKind, LoadedModel, Tune, load_classifier
+from quietgrad.training.text_batches import TokenisedTexts, classification_loss, tokenise
+
+# The fast path may differ from the slow oracle by rounding only.
+LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 1e-1}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to start.
+
+    Attributes:
+        config: what was asked for.
+        splits, train, validation, test: records, raw and tokenised.
+        model: the classifier, on the device.
+        plan: the privacy plan; None for a run that is not private.
+        sampler: the batches, the same with and without privacy.
+        steps: T.
+        device: where the model is.
+    """
+
+    config: TrainConfig
+    splits: Splits
+    train: TokenisedTexts
+    validation: TokenisedTexts
+    test: TokenisedTexts
+    model: LoadedModel
+    plan: PrivacyPlan | None
+    sampler: PoissonSampler
+    steps: int
+    device: torch.device
+
+    @property
+    def expected_batch_size(self) -> float:
+        return self.sampler.sample_rate * self.sampler.dataset_size
+
+    def loss(self) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
+        """(model, micro-batch) -> [examples], under autocast where the config asks for it."""
+        return autocast_loss(self.config, self.device)
+
+
+def autocast_loss(config: TrainConfig, device: torch.device) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with precision_context(config, device):
+            return classification_loss(model, batch)
+
+    return loss
+
+
+def precision_context(config: TrainConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if config.training.precision == "bfloat16":
+        return torch.autocast(device.type, torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def prepare(config: TrainConfig) -> Prepared:
+    """Loads data and model, builds the plan, and checks all of it.
+
+    Raises:
+        ValueError, TypeError: for anything the user can mend, naming key, value and remedy.
+    """
+    device = _device(config.training.device)
+    splits = split(
+        load_texts(config.data.source, config.data.text, config.data.label, config.data.labels or None),
+        config.data.validation_fraction,
+        config.data.test_fraction,
+    )
+    n = len(splits.train)
+    # The plan is built before the model is loaded: its mistakes are cheaper to find.
+    plan = build_plan(config, n)
+    if plan is None:
+        reference = replace(_privacy_config(config), target_epsilon=None, noise_multiplier=1.0, target_delta=None).build(n)
+        sampler, steps = reference.sampler, reference.steps
+    else:
+        sampler, steps = plan.sampler, plan.steps
+    key = RandomKey.from_entropy() if config.training.seed is None else RandomKey.from_seed(config.training.seed)
+    torch.manual_seed(key.words("initialisation", 0)[0] & (2**63 - 1))
+    model = load_classifier(
+        config.model.name,
+        len(splits.train.label_names),
+        cast(Tune, config.model.tune),
+        cast(HeadKind, config.model.head),
+        config.model.lora_rank,
+        config.model.lora_targets or None,
+        config.model.lora_layers or None,
+    )
+    for module in model.classifier.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = config.model.dropout
+    model.classifier.to(device).train()
+    trainable_parameters(model.classifier)
+    refuse_cross_example_layers(model.classifier)
+    parts = [tokenise(part, model.tokenizer, config.model.max_length) for part in (splits.train, splits.validation, splits.test)]
+    return Prepared(config, splits, *parts, model, plan, sampler, steps, device)
+
+
+def build_plan(config: TrainConfig, dataset_size: int) -> PrivacyPlan | None:
+    """The privacy plan of a configuration; None where privacy is switched off."""
+    return _privacy_config(config).build(dataset_size) if config.privacy.enabled else None
+
+
+def _privacy_config(config: TrainConfig) -> PrivacyConfig:
+    return PrivacyConfig(
+        target_epsilon=config.privacy.target_epsilon,
+        target_delta=config.privacy.target_delta,
+        noise_multiplier=config.privacy.noise_multiplier,
+        max_grad_norm=config.privacy.max_grad_norm,
+        expected_batch_size=config.training.expected_batch_size,
+        steps=config.training.steps,
+        epochs=config.training.epochs,
+        estimator=config.clipping.estimator,
+        sketch_dim=config.clipping.sketch_dim,
+        max_physical_batch_size=config.clipping.max_physical_batch_size,
+        seed=config.training.seed,
+    )
+
+
+def verify_on_public_records(prepared: Prepared) -> float:
+    """Compares the clipping engine with the slow oracle on three validation records; returns the largest relative difference.
+
+    Raises:
+        RuntimeError: if they disagree by more than rounding.
+    """
+    records = np.arange(min(3, len(prepared.validation)))
+    batch = prepared.validation.collate(records, prepared.device)
+    with _head_off_zero(prepared.model.classifier):
+        difference = verify_clipping(prepared.model.classifier, prepared.loss(), batch)
+    limit = LARGEST_DIFFERENCE[prepared.config.training.precision]
+    if not difference < limit:
+        raise RuntimeError(
+            f"per-example clipping disagrees with plain autograd by {difference:.1e} (limit {limit:g}) on validation records: some layer of "
+            f"{prepared.config.model.name!r} is captured wrongly; train other layers (model.tune, model.lora_targets) and report this"
+        )
+    return difference
+
+
+@contextlib.contextmanager
+def _head_off_zero(classifier: nn.Module) -> Any:
+    """A head of zeros lets no gradient through: for the check it is filled with small numbers, and put back."""
+    head = getattr(classifier, "head", None)
+    if not isinstance(head, nn.Linear):
+        yield
+        return
+    saved = head.weight.detach().clone()
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-0.1, 0.1, saved.numel()).reshape(saved.shape).sin())
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            head.weight.copy_(saved)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"training.device={name!r} is not usable here: {str(error).splitlines()[0]}; use 'auto'") from error
+    return device

@@ -1,0 +1,256 @@
+"""The plain training loop: drives a prepared run, keeps its records, and can be stopped and resumed at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quietgrad.accounting import epsilon
+from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.plan import PrivateRun
+from quietgrad.randomness import RandomKey
+from quietgrad.tensors import trainable_parameters
+from quietgrad.training.models import parameter_digest, save_classifier, trainable_count
+from quietgrad.training.optimizers import build_optimizer
+from quietgrad.training.prepare import Prepared, precision_context
+from quietgrad.training.run_dir import RunDir, environment
+from quietgrad.training.text_batches import TokenisedTexts, predictions
+
+EVALUATION_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a progress bar may show: public facts only."""
+
+    step: int
+    steps: int
+    epsilon: float
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: finished, or interrupted with everything saved."""
+
+    result: dict[str, Any]
+    interrupted: bool
+
+
+def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[Progress], None]) -> Outcome:
+    """Runs all steps that remain.
+
+    Args:
+        prepared: from ``prepare``.
+        run_dir: from ``open_run_dir``.
+        resume: go on from the directory's checkpoint; releases that the ledger holds beyond it are spent, and not made up for.
+        report: called after every step with public facts.
+
+    Returns:
+        The result record, also written to the run directory.
+
+    Raises:
+        ValueError: a resume with changed privacy settings.
+        RuntimeError: if no trainable tensor moved, or a frozen one did.
+    """
+    classifier = prepared.model.classifier
+    optimizer, schedule = build_optimizer(classifier, prepared.config.optimizer, prepared.steps)
+    loop = _Loop(prepared, run_dir, optimizer, schedule)
+    private = prepared.plan.start(run_dir.ledger) if prepared.plan is not None else None
+    with contextlib.ExitStack() as stack:
+        if private is not None:
+            stack.enter_context(private)
+        done = first = loop.restore() if resume else 0
+        if not resume:
+            run_dir.config.write_text(prepared.config.to_toml(), encoding="utf-8")
+        run_dir.write_json(run_dir.environment, environment())
+        before = parameter_digest(classifier)
+        stop = stack.enter_context(_stop_on_signal())
+        batches = private.batches() if private is not None else _plain_batches(prepared, done)
+        for indices in batches:
+            step = private.released if private is not None else done
+            if private is not None:
+                loop.private_gradients(private, indices)
+            else:
+                loop.plain_gradients(indices)
+            loop.advance(step)
+            done = step + 1
+            accuracy = loop.evaluate_on_schedule(done, private)
+            report(Progress(done, prepared.steps, _epsilon_so_far(prepared, done), accuracy))
+            if done % prepared.config.training.checkpoint_every == 0 or stop.requested:
+                loop.save(done)
+            if stop.requested and done < prepared.steps:
+                return Outcome(_summary(prepared, run_dir, done, None), interrupted=True)
+        loop.save(done)
+        _require_movement(classifier, before, done - first)
+        return Outcome(loop.finish(done), interrupted=False)
+
+
+class _Loop:
+    """The mutable part: model, optimiser and files."""
+
+    def __init__(self, prepared: Prepared, run_dir: RunDir, optimizer: torch.optim.Optimizer, schedule: Callable[[int], None]) -> None:
+        self.prepared = prepared
+        self.run_dir = run_dir
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.model = prepared.model.classifier
+        self.loss = prepared.loss()
+        every = prepared.config.training.eval_records
+        self.eval_part = _first_records(prepared.validation, every) if every else prepared.validation
+
+    def micro_batches(self, indices: Any) -> Iterator[dict[str, Tensor]]:
+        size = self.prepared.config.clipping.max_physical_batch_size
+        return self.prepared.train.micro_batches(indices, size, self.prepared.device)
+
+    def private_gradients(self, private: PrivateRun, indices: Any) -> None:
+        total: ClippedSum | None = None
+        for batch in self.micro_batches(indices):
+            part = private.clip(self.model, self.loss, batch)
+            total = part if total is None else total + part
+        if total is None:  # an empty batch is a legal step: its sum is zero, and it gets noise like any other
+            total = private.clip(self.model, self.loss, self.prepared.train.collate(indices, self.prepared.device))
+        private.release(total).write_gradients(self.model, self.prepared.expected_batch_size)
+
+    def plain_gradients(self, indices: Any) -> None:
+        self.optimizer.zero_grad()
+        for batch in self.micro_batches(indices):
+            (self.loss(self.model, batch).sum() / self.prepared.expected_batch_size).backward()
+
+    def advance(self, step: int) -> None:
+        self.schedule(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def accuracy(self, part: TokenisedTexts) -> float:
+        with precision_context(self.prepared.config, self.prepared.device):
+            found = predictions(self.model, part, EVALUATION_BATCH, self.prepared.device)
+        return float((found == part.labels).mean())
+
+    def evaluate_on_schedule(self, done: int, private: PrivateRun | None) -> float | None:
+        every = self.prepared.config.training.eval_every
+        if not every or (done % every and done != self.prepared.steps):
+            return None
+        accuracy = self.accuracy(self.eval_part)
+        record = {"step": done, "validation_accuracy": accuracy, "validation_records": len(self.eval_part)}
+        if private is not None:
+            record["epsilon"] = private.epsilon()
+        self.run_dir.append_metrics(record)
+        return accuracy
+
+    def save(self, done: int) -> None:
+        trainable = {name: p.detach().cpu() for name, p in trainable_parameters(self.model).items()}
+        state = {"step": done, "trainable": trainable, "optimizer": self.optimizer.state_dict(), "torch_rng": torch.get_rng_state()}
+        temporary = self.run_dir.checkpoint.with_suffix(".tmp")
+        torch.save(state, temporary)
+        temporary.replace(self.run_dir.checkpoint)
+
+    def restore(self) -> int:
+        if not self.run_dir.checkpoint.is_file():
+            return 0  # stopped before the first checkpoint: the ledger still counts what was released
+        state = torch.load(self.run_dir.checkpoint, weights_only=True)
+        parameters = trainable_parameters(self.model)
+        if parameters.keys() != state["trainable"].keys():
+            raise ValueError("resume with a changed model: its trainable parameters are not those of the checkpoint; use the settings of the first start")
+        with torch.no_grad():
+            for name, value in state["trainable"].items():
+                parameters[name].copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["torch_rng"])
+        return int(state["step"])
+
+    def finish(self, done: int) -> dict[str, Any]:
+        prepared, run_dir = self.prepared, self.run_dir
+        metrics = {"accuracy": self.accuracy(prepared.test), "validation_accuracy": self.accuracy(prepared.validation)}
+        save_classifier(prepared.model, prepared.splits.train.label_names, run_dir.model)
+        result = _summary(prepared, run_dir, done, metrics)
+        run_dir.write_json(run_dir.result, result)
+        return result
+
+
+def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, float] | None) -> dict[str, Any]:
+    plan = prepared.plan
+    majority = int(np.bincount(prepared.train.labels).argmax())
+    result: dict[str, Any] = {
+        "epsilon": None if plan is None else _epsilon_so_far(prepared, done),
+        "delta": None if plan is None else plan.delta,
+        "private": plan is not None,
+        "steps": done,
+        "planned_steps": prepared.steps,
+        "metrics": metrics or {},
+        "run_dir": str(run_dir.path),
+        "majority_accuracy": float((prepared.test.labels == majority).mean()),
+        "trainable_parameters": trainable_count(prepared.model.classifier),
+        "records": {"train": len(prepared.train), "validation": len(prepared.validation), "test": len(prepared.test)},
+    }
+    if plan is not None:
+        result["noise_multiplier"] = plan.noise_multiplier
+        result["sample_rate"] = plan.event.sample_rate
+        result["neighbouring"] = "add-remove"
+        if plan.config.seed is not None:
+            result["seed_warning"] = "the noise is reproducible from the seed: the guarantee holds only if the seed stays secret and serves one run"
+    return result
+
+
+def _epsilon_so_far(prepared: Prepared, done: int) -> float:
+    if prepared.plan is None:
+        return float("inf")
+    if done == prepared.steps:
+        return prepared.plan.epsilon
+    return epsilon(replace(prepared.plan.event, steps=done), prepared.plan.delta) if done else 0.0
+
+
+def _plain_batches(prepared: Prepared, done: int) -> Iterator[Any]:
+    seed = prepared.config.training.seed
+    key = RandomKey.from_entropy() if seed is None else RandomKey.from_seed(seed)
+    for step in range(done, prepared.steps):
+        yield prepared.sampler.indices(key, step)
+
+
+def _first_records(texts: TokenisedTexts, count: int) -> TokenisedTexts:
+    return TokenisedTexts(texts.ids[:count], texts.labels[:count], texts.pad_id)
+
+
+def _require_movement(classifier: nn.Module, before: dict[str, Tensor], steps: int) -> None:
+    """Training that moves nothing, or moves what is frozen, must not look like success."""
+    after = parameter_digest(classifier)
+    moved = {name for name, digest in after.items() if not torch.equal(digest, before[name])}
+    trainable = set(trainable_parameters(classifier))
+    if steps and not moved & trainable:
+        raise RuntimeError(f"after {steps} steps no trainable tensor has moved; check learning rates and the optimiser's parameters")
+    wrong = sorted(moved - trainable)
+    if wrong:
+        raise RuntimeError(f"the frozen tensor {wrong[0]!r} has moved during training ({len(wrong)} of them); something writes to it outside the optimiser")
+
+
+@dataclass
+class _Stop:
+    requested: bool = False
+
+
+@contextlib.contextmanager
+def _stop_on_signal() -> Iterator[_Stop]:
+    """The first Ctrl-C or SIGTERM ends the run after the current step, saved; a second Ctrl-C ends it at once."""
+    stop = _Stop()
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+
+    previous: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError):  # not in the main thread
+                previous[number] = signal.signal(number, handle)
+        yield stop
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)

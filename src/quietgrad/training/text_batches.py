@@ -1,0 +1,74 @@
+"""Token batches of similar lengths: a batch is cut into micro-batches after sorting by length, so that little is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from quietgrad.training.data import LabelledTexts
+
+
+@dataclass(frozen=True)
+class TokenisedTexts:
+    """Token ids of every record, unpadded, with labels."""
+
+    ids: tuple[NDArray[np.int64], ...]
+    labels: NDArray[np.int64]
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def micro_batches(self, indices: NDArray[np.int64], size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
+        """Cuts the records at ``indices`` into micro-batches of at most ``size``, sorted by length, padded to the longest inside each."""
+        order = indices[np.argsort([len(self.ids[i]) for i in indices], kind="stable")]
+        for start in range(0, len(order), size):
+            yield self.collate(order[start : start + size], device)
+
+    def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
+        """input_ids and attention_mask [examples, longest], labels [examples]."""
+        longest = max((len(self.ids[i]) for i in indices), default=1)
+        ids = torch.full((len(indices), longest), self.pad_id, dtype=torch.long)
+        mask = torch.zeros((len(indices), longest), dtype=torch.long)
+        for row, i in enumerate(indices):
+            tokens = self.ids[i]
+            ids[row, : len(tokens)] = torch.from_numpy(tokens)
+            mask[row, : len(tokens)] = 1
+        labels = torch.from_numpy(self.labels[indices])
+        return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "labels": labels.to(device)}
+
+
+def tokenise(texts: LabelledTexts, tokenizer: Any, max_length: int) -> TokenisedTexts:
+    """Tokenises all texts, cut at ``max_length`` tokens."""
+    encoded = tokenizer(list(texts.texts), truncation=True, max_length=max_length, padding=False)["input_ids"]
+    pad = tokenizer.pad_token_id
+    return TokenisedTexts(tuple(np.asarray(row, dtype=np.int64) for row in encoded), texts.labels, 0 if pad is None else int(pad))
+
+
+def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """[examples] cross entropies."""
+    logits = model(batch["input_ids"], batch["attention_mask"])
+    return F.cross_entropy(logits.float(), batch["labels"], reduction="none")
+
+
+def predictions(model: nn.Module, texts: TokenisedTexts, size: int, device: torch.device) -> NDArray[np.int64]:
+    """[records] predicted labels, in the order of the records, in evaluation mode and without gradients."""
+    was_training = model.training
+    model.eval()
+    lengths = np.array([len(row) for row in texts.ids])
+    order = np.argsort(lengths, kind="stable")
+    found = np.empty(len(texts), dtype=np.int64)
+    with torch.no_grad():
+        for start in range(0, len(order), size):
+            part = order[start : start + size]
+            batch = texts.collate(part, device)
+            found[part] = model(batch["input_ids"], batch["attention_mask"]).argmax(1).cpu().numpy()
+    model.train(was_training)
+    return found
