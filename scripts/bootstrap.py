@@ -24,8 +24,9 @@ import time
 
 if sys.version_info < (3, 10):
     sys.stderr.write(
-        "quietgrad needs Python 3.10 or newer, and {} is {}.{}; choose another, "
-        "e.g. make setup PYTHON=python3.11\n".format(sys.executable, *sys.version_info[:2])
+        "quietgrad needs Python 3.10 or newer, and {} is {}.{}; choose another, e.g. make setup PYTHON=python3.11\n".format(
+            sys.executable, *sys.version_info[:2]
+        )
     )
     sys.exit(2)
 

@@ -168,7 +168,9 @@ def event_from_json(record: dict[str, Any]) -> PrivacyEvent:
 
 def _phase_from_json(record: dict[str, Any]) -> PoissonGaussian:
     if record.get("kind") != "poisson-gaussian":
-        raise ValueError(f"unknown kind of privacy event: {record.get('kind')!r}; expected 'poisson-gaussian' or 'sequence'")
+        raise ValueError(
+            f"unknown kind of privacy event: {record.get('kind')!r}; expected 'poisson-gaussian' or 'sequence'"
+        )
     sketch = record.get("randomized_clipping")
     return PoissonGaussian(
         noise_multiplier=record["noise_multiplier"],

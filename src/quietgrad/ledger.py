@@ -51,7 +51,9 @@ def read_ledger(path: str | Path) -> LedgerContents:
     """
     file = ledger_path(path)
     if not file.is_file():
-        raise ValueError(f"ledger={str(path)!r}: no ledger there; pass a run directory that holds {LEDGER_NAME}, or that file")
+        raise ValueError(
+            f"ledger={str(path)!r}: no ledger there; pass a run directory that holds {LEDGER_NAME}, or that file"
+        )
     phases: list[PoissonGaussian] = []
     counts: list[int] = []
     header: dict[str, Any] = {}
@@ -73,7 +75,9 @@ def read_ledger(path: str | Path) -> LedgerContents:
             elif kind == "release":
                 counts[-1] += 1
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"ledger={str(file)!r} is damaged at line {number}: {error}; restore it, nothing can be claimed without it") from error
+            raise ValueError(
+                f"ledger={str(file)!r} is damaged at line {number}: {error}; restore it, nothing can be claimed without it"
+            ) from error
     if torn.strip() and counts:
         counts[-1] += 1  # a release whose line was cut off: counted, because its noise may exist
     spent = tuple(replace(p, steps=n) for p, n in zip(phases, counts, strict=True) if n)
@@ -98,7 +102,9 @@ class LedgerWriter:
 
     def mechanism(self, event: PoissonGaussian, **facts: Any) -> None:
         """States the mechanism of the releases that follow; ``facts`` are public facts worth keeping beside it."""
-        self._append({"type": "mechanism", "format": FORMAT, "event": replace(event, steps=event.bands).to_json(), **facts})
+        self._append(
+            {"type": "mechanism", "format": FORMAT, "event": replace(event, steps=event.bands).to_json(), **facts}
+        )
 
     def release(self, step: int) -> None:
         """Says that release number ``step`` is about to be made."""
@@ -139,4 +145,6 @@ def _lock(file: Any, path: Path) -> None:
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ValueError(f"ledger={str(path)!r} is being written by another process; wait for it or use another run directory") from error
+            raise ValueError(
+                f"ledger={str(path)!r} is being written by another process; wait for it or use another run directory"
+            ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -170,9 +169,13 @@ class PrivacyPlan:
     def __post_init__(self) -> None:
         # The mechanism that runs is the one accounted for; these can only fail if the plan was put together by hand.
         if self.sampler.sample_rate != self.event.sample_rate or self.sampler.dataset_size != self.dataset_size:
-            raise ValueError("the sampler's rate or data set size is not the accounted one; build plans with PrivacyConfig.build")
+            raise ValueError(
+                "the sampler's rate or data set size is not the accounted one; build plans with PrivacyConfig.build"
+            )
         if self.noise.noise_multiplier != self.event.noise_multiplier:
-            raise ValueError("the noise multiplier that would run is not the accounted one; build plans with PrivacyConfig.build")
+            raise ValueError(
+                "the noise multiplier that would run is not the accounted one; build plans with PrivacyConfig.build"
+            )
         if self.clipper.claim.clipping != self.event.clipping:
             raise ValueError(
                 f"the clipper claims {self.clipper.claim.clipping}, but {self.event.clipping} was accounted for; "
@@ -294,7 +297,9 @@ class PrivateRun:
         if self._released >= self.plan.steps:
             raise RuntimeError(f"all {self.plan.steps} releases of the plan are made; build a plan with more steps")
         if clipped.claim != self.plan.clipper.claim:
-            raise ValueError(f"the clipped sum claims {clipped.claim}, but the plan accounts for {self.plan.clipper.claim}")
+            raise ValueError(
+                f"the clipped sum claims {clipped.claim}, but the plan accounts for {self.plan.clipper.claim}"
+            )
         if self._writer is not None:
             self._writer.release(self._released)
         step = self._released

@@ -44,7 +44,9 @@ def batch_size_of(batch: Batch) -> int:
     """
     sizes = {int(t.shape[0]) if t.dim() else -1 for t in tensors_of(batch)}
     if not sizes:
-        raise ValueError("batch holds no tensor; pass tensors, or dicts and tuples of tensors, whose first dimension is the example")
+        raise ValueError(
+            "batch holds no tensor; pass tensors, or dicts and tuples of tensors, whose first dimension is the example"
+        )
     if len(sizes) > 1 or -1 in sizes:
         raise ValueError(
             f"batch holds tensors with different first dimensions {sorted(sizes)}; every tensor's first dimension must be the "
@@ -67,8 +69,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise ValueError(
-            f"model {type(model).__name__} has no trainable parameters; set requires_grad=True on those to train "
-            "(or attach LoRA adapters)"
+            f"model {type(model).__name__} has no trainable parameters; set requires_grad=True on those to train (or attach LoRA adapters)"
         )
     return found
 

@@ -136,7 +136,9 @@ def _plain(model: Callable[[], nn.Module], x: Callable[[], Tensor]) -> Callable[
 
 
 def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 7, bias=False), nn.Sigmoid(), nn.Linear(7, 3))
+    return nn.Sequential(
+        nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 7, bias=False), nn.Sigmoid(), nn.Linear(7, 3)
+    )
 
 
 def _hugging_face(kind: str) -> Callable[[], Any]:
@@ -166,7 +168,11 @@ def _hugging_face(kind: str) -> Callable[[], Any]:
         if kind == "llama":
             return hf.LlamaForCausalLM(hf.LlamaConfig(**decoder)), language_modelling, text_batch()
         if kind == "llama-tied":
-            return hf.LlamaForCausalLM(hf.LlamaConfig(**decoder, tie_word_embeddings=True)), language_modelling, text_batch()
+            return (
+                hf.LlamaForCausalLM(hf.LlamaConfig(**decoder, tie_word_embeddings=True)),
+                language_modelling,
+                text_batch(),
+            )
         if kind == "vit":
             config = hf.ViTConfig(
                 hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4, num_labels=3,

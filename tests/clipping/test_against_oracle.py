@@ -51,7 +51,13 @@ LORA_TARGETS = {
 def test_lora(case: Case, micro_batch_size: int | None) -> None:
     peft = pytest.importorskip("peft")
     model, loss, batch = case.build()
-    config = peft.LoraConfig(r=3, target_modules=LORA_TARGETS[case.name], lora_dropout=0.0, init_lora_weights=False, fan_in_fan_out=case.name == "gpt2")
+    config = peft.LoraConfig(
+        r=3,
+        target_modules=LORA_TARGETS[case.name],
+        lora_dropout=0.0,
+        init_lora_weights=False,
+        fan_in_fan_out=case.name == "gpt2",
+    )
     model = peft.get_peft_model(model, config)
     assert_equal_to_oracle(model, loss, batch, micro_batch_size=micro_batch_size)
 

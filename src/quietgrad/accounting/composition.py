@@ -145,7 +145,9 @@ def _merge_equal_phases(phases: tuple[PoissonGaussian, ...]) -> tuple[PoissonGau
     merged: list[PoissonGaussian] = []
     for phase in phases:
         for i, earlier in enumerate(merged):
-            same = PoissonGaussian(earlier.noise_multiplier, earlier.sample_rate, phase.steps, earlier.clipping, earlier.bands)
+            same = PoissonGaussian(
+                earlier.noise_multiplier, earlier.sample_rate, phase.steps, earlier.clipping, earlier.bands
+            )
             if phase.bands == 1 and same == phase:
                 merged[i] = PoissonGaussian(
                     phase.noise_multiplier, phase.sample_rate, earlier.steps + phase.steps, phase.clipping, 1

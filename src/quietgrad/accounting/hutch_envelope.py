@@ -1,3 +1,5 @@
 """placeholder"""
+
+
 def hutch_envelope(k, d):  # type: ignore
     raise NotImplementedError

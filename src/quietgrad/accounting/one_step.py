@@ -83,7 +83,7 @@ def largest_loss(mixture: ScaleMixture, sigma: float, q: float, tail_mass: float
 
 
 def _upper_tail(loss: float, mu: Array, q: float) -> Array:
-    x = _log_odds(np.array([loss]), q)[0] / mu + mu / 2
+    x = _log_odds(np.full(1, loss), q)[0] / mu + mu / 2
     return (1 - q) * special.ndtr(-x) + q * special.ndtr(mu - x)
 
 

@@ -57,7 +57,9 @@ def calibrate(
 
 def epsilon(
     delta: Annotated[float | None, typer.Option(help="Delta; a ledger brings its own.")] = None,
-    noise_multiplier: Annotated[float | None, typer.Option(help="sigma, relative to the clipping norm, on the sum.")] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="sigma, relative to the clipping norm, on the sum.")
+    ] = None,
     dataset_size: DatasetSize = None,
     batch_size: BatchSize = None,
     steps: Steps = None,
@@ -73,7 +75,9 @@ def epsilon(
         _from_ledger(ledger, delta, as_json)
         return
     if noise_multiplier is None or delta is None:
-        raise ValueError("give --noise-multiplier and --delta with --dataset-size, --batch-size and --steps, or give --ledger RUN_DIR")
+        raise ValueError(
+            "give --noise-multiplier and --delta with --dataset-size, --batch-size and --steps, or give --ledger RUN_DIR"
+        )
     q, total = _rate_and_steps(dataset_size, batch_size, steps)
     _warn_large_delta(delta, dataset_size)
     event = PoissonGaussian(noise_multiplier, q, total, _clipping(sketch_dim, envelope, rank), bands)
@@ -106,7 +110,9 @@ def _rate_and_steps(dataset_size: int | None, batch_size: int | None, steps: int
         require_at_least(name, value, 1, "use a whole number of at least 1")
     assert dataset_size is not None and batch_size is not None and steps is not None
     if batch_size > dataset_size:
-        raise ValueError(f"batch_size={batch_size} exceeds dataset_size={dataset_size}; the sampling rate cannot exceed 1")
+        raise ValueError(
+            f"batch_size={batch_size} exceeds dataset_size={dataset_size}; the sampling rate cannot exceed 1"
+        )
     return batch_size / dataset_size, steps
 
 
@@ -164,10 +170,21 @@ def _show(title: str, event: PrivacyEvent, report: EpsilonReport, as_json: bool,
         ("epsilon", f"infinite: {report.reason}" if infinite else f"{report.epsilon:.4f} (an upper bound)"),
         ("delta", f"{report.delta:g}"),
         ("noise multiplier", f"{record['noise_multiplier']:.4f}, relative to the clipping norm, on the sum"),
-        ("steps", f"{record['steps']}, as {record['compositions']} compositions at rate {record['participation_rate']:.6g}"),
+        (
+            "steps",
+            f"{record['steps']}, as {record['compositions']} compositions at rate {record['participation_rate']:.6g}",
+        ),
         ("neighbouring relation", "add or remove one record"),
-        ("sampler", "Poisson" if record["sampler"] == "poisson" else f"Poisson within {record['bands']} fixed parts, in turn"),
-        ("clipping", "exact" if record["clipping"] == "exact" else f"randomized, k = {record['sketch_dim']}, {record['envelope']} envelope"),
+        (
+            "sampler",
+            "Poisson" if record["sampler"] == "poisson" else f"Poisson within {record['bands']} fixed parts, in turn",
+        ),
+        (
+            "clipping",
+            "exact"
+            if record["clipping"] == "exact"
+            else f"randomized, k = {record['sketch_dim']}, {record['envelope']} envelope",
+        ),
         ("accountant", str(record["accountant"])),
         ("discretisation", _discretisation(report)),
         (

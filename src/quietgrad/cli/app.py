@@ -19,8 +19,12 @@ app = typer.Typer(
 app.command("calibrate")(accounting.calibrate)
 app.command("epsilon")(accounting.epsilon)
 
-ConfigPath = Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Configuration; the embedded default without one.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key; may be repeated.")]
+ConfigPath = Annotated[
+    Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Configuration; the embedded default without one.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key; may be repeated.")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -30,7 +34,11 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Differentially private training in PyTorch, with every epsilon an upper bound."""
 
 

@@ -24,13 +24,14 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
 
     run_dir = open_run_dir(config.training.run_dir, resume)
     prepared, started = _prepare(config, target)
-    from quietgrad.training import figure
-    from quietgrad.training import runner
+    from quietgrad.training import figure, runner
     from quietgrad.training.prepare import verify_on_public_records
 
     if prepared.plan is not None:
         difference = verify_on_public_records(prepared)
-        target.print(f"Clipping agrees with per-example autograd on validation records: relative difference {difference:.1e}.")
+        target.print(
+            f"Clipping agrees with per-example autograd on validation records: relative difference {difference:.1e}."
+        )
         _print_guarantee(target, prepared)
     else:
         target.print("[bold]Privacy is switched off:[/bold] this run is a reference, and not private.")
@@ -52,7 +53,9 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
             if progress.accuracy is not None:
                 accuracy_text = f" | validation accuracy {progress.accuracy:.3f}"
                 if not target.is_terminal:
-                    target.print(f"step {progress.step}/{progress.steps}: epsilon spent {progress.epsilon:.3f}{accuracy_text}")
+                    target.print(
+                        f"step {progress.step}/{progress.steps}: epsilon spent {progress.epsilon:.3f}{accuracy_text}"
+                    )
             spent = f"epsilon {progress.epsilon:.3f}" if prepared.plan is not None else "not private"
             bar.update(task, completed=progress.step, spent=spent + accuracy_text)
 
@@ -87,7 +90,10 @@ def run_plan(config_path: Path | None, overrides: list[str], as_json: bool) -> N
     if prepared.plan is not None:
         _print_guarantee(target, prepared)
     rows = [
-        (layer["shape"], f"{layer['count']} parameters, {layer['estimator']} norm, {layer['multiplications']:,} multiplications an example")
+        (
+            layer["shape"],
+            f"{layer['count']} parameters, {layer['estimator']} norm, {layer['multiplications']:,} multiplications an example",
+        )
         for layer in record["layers"]
     ]
     print_table(target, "Norm estimator by shape of parameter", rows)
@@ -96,7 +102,10 @@ def run_plan(config_path: Path | None, overrides: list[str], as_json: bool) -> N
         "Forecast (measured on one micro-batch of validation records)",
         [
             ("engine", record["engine"]),
-            ("training time", f"about {record['predicted_seconds']:.0f} s for {prepared.steps} steps, evaluations not counted"),
+            (
+                "training time",
+                f"about {record['predicted_seconds']:.0f} s for {prepared.steps} steps, evaluations not counted",
+            ),
             ("memory", f"about {record['predicted_memory_mib']:.0f} MiB at the peak"),
             ("trainable parameters", f"{record['trainable_parameters']:,} of {record['parameters']:,}"),
         ],
@@ -135,14 +144,31 @@ def _print_guarantee(target: Console, prepared: Any) -> None:
     train = prepared.train
     delta_note = "" if plan.config.target_delta is not None else " (1 / N^1.1, the default)"
     rows = [
-        ("guarantee", f"epsilon = {plan.epsilon:.4f} at delta = {plan.delta:.3g}{delta_note}, add or remove one record"),
-        ("records", f"{len(train)} private for training; {len(prepared.validation)} validation and {len(prepared.test)} test, declared public"),
-        ("sampling", f"Poisson, rate {plan.event.sample_rate:.5f}, expected batch size {plan.expected_batch_size:.0f}, {plan.steps} steps"),
-        ("noise", f"Gaussian, multiplier {plan.noise_multiplier:.4f} on the clipping norm {plan.config.max_grad_norm:g}"),
+        (
+            "guarantee",
+            f"epsilon = {plan.epsilon:.4f} at delta = {plan.delta:.3g}{delta_note}, add or remove one record",
+        ),
+        (
+            "records",
+            f"{len(train)} private for training; {len(prepared.validation)} validation and {len(prepared.test)} test, declared public",
+        ),
+        (
+            "sampling",
+            f"Poisson, rate {plan.event.sample_rate:.5f}, expected batch size {plan.expected_batch_size:.0f}, {plan.steps} steps",
+        ),
+        (
+            "noise",
+            f"Gaussian, multiplier {plan.noise_multiplier:.4f} on the clipping norm {plan.config.max_grad_norm:g}",
+        ),
         ("clipping", _clipping_text(plan)),
     ]
     if plan.config.seed is not None:
-        rows.append(("seed", "given: the noise is reproducible, so the guarantee holds only if the seed stays secret and serves this run alone"))
+        rows.append(
+            (
+                "seed",
+                "given: the noise is reproducible, so the guarantee holds only if the seed stays secret and serves this run alone",
+            )
+        )
     print_table(target, "Privacy plan", rows)
 
 
@@ -157,14 +183,24 @@ def _clipping_text(plan: Any) -> str:
 def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]) -> None:
     rows = []
     if result["private"]:
-        rows.append(("privacy", f"epsilon = {result['epsilon']:.4f} at delta = {result['delta']:.3g} (add or remove one record)"))
+        rows.append(
+            (
+                "privacy",
+                f"epsilon = {result['epsilon']:.4f} at delta = {result['delta']:.3g} (add or remove one record)",
+            )
+        )
     else:
         rows.append(("privacy", "none: a reference run"))
     rows.append(("test accuracy", f"{result['metrics']['accuracy']:.4f}"))
     rows.append(("validation accuracy", f"{result['metrics']['validation_accuracy']:.4f}"))
     rows.append(("majority class", f"{result['majority_accuracy']:.4f}"))
     if known.get("non_private_accuracy") is not None:
-        rows.append(("without privacy", f"{known['non_private_accuracy']:.4f} (recorded; to measure it again: {known['command']})"))
+        rows.append(
+            (
+                "without privacy",
+                f"{known['non_private_accuracy']:.4f} (recorded; to measure it again: {known['command']})",
+            )
+        )
     rows.append(("time", f"{result['seconds']:.0f} s"))
     rows.append(("written to", result["run_dir"]))
     if "seed_warning" in result:

@@ -67,7 +67,9 @@ def captured(layout: Layout, batch_size: int) -> Iterator[Recording]:
 
 
 def _expander(site: Site, batch_size: int) -> Callable[..., Any]:
-    def expand(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def expand(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if batch_size == 1 or not torch.is_grad_enabled():
             return None
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -89,7 +91,10 @@ def _recorder(site: Site, recording: Recording, batch_size: int) -> Callable[...
         # An in-place operation on a view (ReLU(inplace=True) after an InstanceNorm) rewrites the history of the view's base and would leave
         # the edge taken here dead, with a gradient of zero and no error. So views are handed on as tensors of their own.
         leaves, spec = pytree.tree_flatten(output)
-        own = [leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view() else leaf for leaf in leaves]
+        own = [
+            leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view() else leaf
+            for leaf in leaves
+        ]
         edges = tuple(
             (position, get_gradient_edge(leaf))
             for position, leaf in enumerate(own)

@@ -48,6 +48,8 @@ class ClippedSum:
         if self.claim != other.claim:
             raise ValueError(f"cannot add clipped sums with different claims: {self.claim} and {other.claim}")
         if self.gradients.keys() != other.gradients.keys():
-            raise ValueError("cannot add clipped sums of different parameters; trainable parameters changed between micro-batches")
+            raise ValueError(
+                "cannot add clipped sums of different parameters; trainable parameters changed between micro-batches"
+            )
         gradients = {name: g + other.gradients[name] for name, g in self.gradients.items()}
         return ClippedSum(gradients, self.claim, self.private + other.private)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,14 @@ from quietgrad.clipping.factors import (
 )
 from quietgrad.clipping.fallback import fallback_contributions
 from quietgrad.clipping.layout import Layout, layout_of
-from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, SKETCHES, Choice, Estimator, choose_estimator, require_estimator
+from quietgrad.clipping.planner import (
+    DEFAULT_SKETCH_DIM,
+    SKETCHES,
+    Choice,
+    Estimator,
+    choose_estimator,
+    require_estimator,
+)
 from quietgrad.clipping.refusals import refuse_cross_example_layers
 from quietgrad.facts import ExactClipping, RandomizedClipping, SensitivityClaim
 from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, slice_batch
@@ -60,7 +68,9 @@ class Clipper:
         object.__setattr__(self, "claim", SensitivityClaim(self.max_grad_norm, clipping))
         if self.micro_batch_size is not None:
             require_int("micro_batch_size", self.micro_batch_size)
-            require_at_least("micro_batch_size", self.micro_batch_size, 1, "it is the number of examples in one forward pass")
+            require_at_least(
+                "micro_batch_size", self.micro_batch_size, 1, "it is the number of examples in one forward pass"
+            )
 
     def clip(
         self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch, generator: torch.Generator | None = None
@@ -110,7 +120,9 @@ class Clipper:
     def zero(self, layout: Layout) -> ClippedSum:
         """The sum of an empty batch."""
         gradients = {
-            name: torch.zeros_like(p, dtype=accumulation_dtype(p.dtype), memory_format=torch.contiguous_format, requires_grad=False)
+            name: torch.zeros_like(
+                p, dtype=accumulation_dtype(p.dtype), memory_format=torch.contiguous_format, requires_grad=False
+            )
             for name, p in layout.parameters.items()
         }
         return ClippedSum(gradients, self.claim)
@@ -157,7 +169,9 @@ def _require_per_example(losses: object, n: int) -> None:
             "(for torch losses: reduction='none'; sum or average over tokens yourself; a loss that compares examples has no per-example form)"
         )
     if not losses.requires_grad:
-        raise ValueError("per_example_loss returned losses without a gradient; check that it does not detach or use torch.no_grad()")
+        raise ValueError(
+            "per_example_loss returned losses without a gradient; check that it does not detach or use torch.no_grad()"
+        )
 
 
 def _output_gradients(losses: Tensor, layout: Layout, recording: Recording) -> list[dict[int, Tensor]]:
@@ -168,7 +182,8 @@ def _output_gradients(losses: Tensor, layout: Layout, recording: Recording) -> l
     if not edges and not unseen:
         return []
     try:
-        found = torch.autograd.grad(losses.sum(), [*edges, *unseen.values()], allow_unused=True)
+        wanted: list[Any] = [*edges, *unseen.values()]  # autograd takes edges and tensors together
+        found = torch.autograd.grad(losses.sum(), wanted, allow_unused=True)
     except RuntimeError as error:
         if "checkpoint" in str(error).lower():
             raise ValueError(
@@ -190,7 +205,9 @@ def _output_gradients(losses: Tensor, layout: Layout, recording: Recording) -> l
     return gradients
 
 
-def estimate_norms(factored: Factored, estimator: Estimator, sketch_dim: int, generator: torch.Generator | None) -> Tensor:
+def estimate_norms(
+    factored: Factored, estimator: Estimator, sketch_dim: int, generator: torch.Generator | None
+) -> Tensor:
     """[examples] norms of the whole per-example gradients: all parameters together. Private."""
     dtype = _widest(factored)
     squared = torch.zeros(factored.batch_size, dtype=dtype, device=factored.device)
@@ -206,12 +223,18 @@ def _widest(factored: Factored) -> torch.dtype:
 
 
 def _squared_norms(
-    uses: list[Contribution], estimator: Estimator, sketch_dim: int, generator: torch.Generator | None, dtype: torch.dtype
+    uses: list[Contribution],
+    estimator: Estimator,
+    sketch_dim: int,
+    generator: torch.Generator | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     direct = [u for u in uses if isinstance(u, DirectGradients)]
     matrices: list[MatrixFactors] = [u for u in uses if not isinstance(u, DirectGradients)]
     if direct and matrices:
-        direct += [_form(u, dtype) for u in matrices]  # one parameter seen by a rule and by the fallback: add before taking the norm
+        direct += [
+            _form(u, dtype) for u in matrices
+        ]  # one parameter seen by a rule and by the fallback: add before taking the norm
         matrices = []
     if direct:
         total = direct[0].values_bn.to(dtype)

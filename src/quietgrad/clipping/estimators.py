@@ -22,7 +22,9 @@ from quietgrad.clipping.factors import DenseFactors, MatrixFactors, OneHotFactor
 BLOCK_ELEMENTS = 8 * 1024 * 1024  # no temporary grows past this many entries (32 MiB in float32) if it can be cut
 
 
-def materialized_norms(uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int = BLOCK_ELEMENTS) -> Tensor:
+def materialized_norms(
+    uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int = BLOCK_ELEMENTS
+) -> Tensor:
     """[b] squared norms by forming the per-example gradients, a block of examples and rows at a time."""
     p, d = rows_and_columns(uses[0])
     b, g = uses[0].right_bgtd.shape[:2]
@@ -83,7 +85,11 @@ def _ghost_product(first: MatrixFactors, second: MatrixFactors, dtype: torch.dty
         for s in range(0, t1, tile1):
             one = _positions_of(first, rows, slice(s, s + tile1))
             for u in range(0, t2, tile2):
-                two = one if second is first and s == u and tile1 == tile2 else _positions_of(second, rows, slice(u, u + tile2))
+                two = (
+                    one
+                    if second is first and s == u and tile1 == tile2
+                    else _positions_of(second, rows, slice(u, u + tile2))
+                )
                 gram = one.right_bgtd.to(dtype) @ two.right_bgtd.to(dtype).transpose(2, 3)
                 result[rows] += (gram * _left_gram(one, two, dtype)).sum(dim=(1, 2, 3))
     return result
@@ -110,7 +116,9 @@ def _left_gram(one: MatrixFactors, two: MatrixFactors, dtype: torch.dtype) -> Te
     return _left_gram(two, one, dtype).transpose(2, 3)
 
 
-def hutch_norms(uses: Sequence[MatrixFactors], sketch_dim: int, generator: torch.Generator | None, dtype: torch.dtype) -> Tensor:
+def hutch_norms(
+    uses: Sequence[MatrixFactors], sketch_dim: int, generator: torch.Generator | None, dtype: torch.dtype
+) -> Tensor:
     """[b] Hutchinson estimates of the squared norms: unbiased, relative variance 2/k at rank one.
 
     The larger dimension is projected by one Gaussian matrix, fresh at every call and shared by the examples of the call.

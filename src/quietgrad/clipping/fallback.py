@@ -18,7 +18,9 @@ from quietgrad.clipping.capture import Use
 from quietgrad.clipping.factors import DirectGradients
 
 
-def fallback_contributions(use: Use, output_gradients: dict[int, Tensor], batch_size: int) -> dict[str, DirectGradients]:
+def fallback_contributions(
+    use: Use, output_gradients: dict[int, Tensor], batch_size: int
+) -> dict[str, DirectGradients]:
     """Per-example gradients of the module's own trainable parameters.
 
     Args:
@@ -50,7 +52,7 @@ def fallback_contributions(use: Use, output_gradients: dict[int, Tensor], batch_
         return [flat[p] for p in positions]
 
     def pulled_back(example_leaves: list[Any], example_cotangents: list[Tensor]) -> dict[str, Tensor]:
-        _, pull_back = vjp(lambda parameters: outputs_of_one(parameters, example_leaves), own)
+        pull_back = vjp(lambda parameters: outputs_of_one(parameters, example_leaves), own)[1]
         return pull_back([c.unsqueeze(d) for c, d in zip(example_cotangents, out_dims, strict=True)])[0]
 
     def by_autograd(i: int) -> list[Tensor]:
@@ -103,7 +105,11 @@ def _refuse_randomness(use: Use) -> None:
     if not module.training:
         return
     for name, child in module.named_modules():
-        rate = getattr(child, "p", 0.0) if isinstance(child, nn.modules.dropout._DropoutNd) else getattr(child, "dropout", 0.0)
+        rate = (
+            getattr(child, "p", 0.0)
+            if isinstance(child, nn.modules.dropout._DropoutNd)
+            else getattr(child, "dropout", 0.0)
+        )
         if isinstance(rate, float) and rate > 0:
             raise ValueError(
                 f"layer {use.site.name!r} ({type(module).__name__}) has parameters {sorted(use.site.parameters)} that need the generic "

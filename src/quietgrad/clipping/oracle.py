@@ -27,7 +27,9 @@ def oracle_gradients(model: nn.Module, per_example_loss: PerExampleLoss, batch: 
 
 def oracle_norms(gradients: list[dict[str, Tensor]]) -> Tensor:
     """[examples] norms over all parameters together."""
-    return torch.stack([torch.sqrt(sum((g.double().pow(2).sum() for g in one.values()), torch.zeros(()))) for one in gradients])
+    return torch.stack(
+        [torch.sqrt(sum((g.double().pow(2).sum() for g in one.values()), torch.zeros(()))) for one in gradients]
+    )
 
 
 def oracle_clipped_sum(gradients: list[dict[str, Tensor]], max_grad_norm: float) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ def choose_estimator(estimator: Estimator, t: int, p: int, d: int, sketch_dim: i
     "auto" and "exact" take the cheaper exact one; the other words are taken literally. Sketches are never chosen unasked, because they change
     the noise multiplier.
     """
-    ghost = t * t * ((d if one_hot else p + d))
+    ghost = t * t * (d if one_hot else p + d)
     materialized = (p * d if one_hot else 0) + t * (d if one_hot else p * d)
     exact = Choice("ghost", ghost) if ghost <= materialized or t == 1 else Choice("materialized", materialized)
     if estimator in ("auto", "exact"):

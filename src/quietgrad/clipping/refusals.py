@@ -13,7 +13,11 @@ def refuse_cross_example_layers(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            frozen = not module.training and module.track_running_stats and not any(p.requires_grad for p in module.parameters())
+            frozen = (
+                not module.training
+                and module.track_running_stats
+                and not any(p.requires_grad for p in module.parameters())
+            )
             if not frozen:
                 raise ValueError(
                     f"layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no per-example gradient exists; "
@@ -37,7 +41,9 @@ def refuse_cross_example_layers(model: nn.Module) -> None:
                     "build it with scale_grad_by_freq=False"
                 )
             if module.sparse:
-                raise ValueError(f"layer {name!r} ({type(module).__name__}) has sparse=True; noise is dense: build it with sparse=False")
+                raise ValueError(
+                    f"layer {name!r} ({type(module).__name__}) has sparse=True; noise is dense: build it with sparse=False"
+                )
 
 
 def replace_batch_norm(model: nn.Module, groups: int = 16) -> nn.Module:

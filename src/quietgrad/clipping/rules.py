@@ -21,7 +21,9 @@ def linear_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[s
     return _affine(x, grad, wanted, transposed=False)
 
 
-def transposed_linear_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+def transposed_linear_rule(
+    module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
     """Hugging Face ``Conv1D``, y = x W + b: M_i = A_i^T G_i."""
     return _affine(x, grad, wanted, transposed=True)
 
@@ -61,7 +63,9 @@ def rms_norm_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection
     return _scale_and_shift_last(normalised, grad, wanted, len(module.normalized_shape))
 
 
-def _scale_and_shift_last(normalised: Tensor, grad: Tensor, wanted: Collection[str], dims: int) -> dict[str, Contribution]:
+def _scale_and_shift_last(
+    normalised: Tensor, grad: Tensor, wanted: Collection[str], dims: int
+) -> dict[str, Contribution]:
     b = grad.shape[0]
     entries = grad.shape[grad.dim() - dims :].numel()
     out: dict[str, Contribution] = {}

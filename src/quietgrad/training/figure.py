@@ -29,14 +29,22 @@ def accuracy_figure(metrics: list[dict[str, Any]], result: dict[str, Any], refer
         axis.plot([result["steps"]], [final], "D", color="#0b2e59", markersize=8, label=f"test accuracy, {final:.3f}")
     if reference is not None:
         axis.axhline(reference, color="#3a7d44", linestyle="--", linewidth=1, label=f"without privacy, {reference:.3f}")
-    axis.axhline(result["majority_accuracy"], color="#888888", linestyle=":", linewidth=1, label=f"majority class, {result['majority_accuracy']:.3f}")
+    axis.axhline(
+        result["majority_accuracy"],
+        color="#888888",
+        linestyle=":",
+        linewidth=1,
+        label=f"majority class, {result['majority_accuracy']:.3f}",
+    )
     axis.set_xlabel("step")
     axis.set_ylabel("accuracy")
     axis.set_xlim(0, result["planned_steps"] * 1.04)
     axis.grid(alpha=0.25)
     if any("epsilon" in m for m in metrics):
         spent = axis.twinx()
-        spent.plot([0, *steps], [0.0, *[m["epsilon"] for m in metrics]], color="#c0504d", linewidth=1.2, label="epsilon spent")
+        spent.plot(
+            [0, *steps], [0.0, *[m["epsilon"] for m in metrics]], color="#c0504d", linewidth=1.2, label="epsilon spent"
+        )
         spent.set_ylabel(f"epsilon spent (delta = {result['delta']:.0e})", color="#c0504d")
         spent.set_ylim(0, max(m["epsilon"] for m in metrics) * 1.25)
         spent.tick_params(axis="y", colors="#c0504d")

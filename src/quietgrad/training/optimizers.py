@@ -12,7 +12,9 @@ from quietgrad.training.config import OptimizerTable
 LAST_RATE = 0.05  # share of the learning rate that is left at the last step
 
 
-def build_optimizer(model: nn.Module, table: OptimizerTable, steps: int) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
+def build_optimizer(
+    model: nn.Module, table: OptimizerTable, steps: int
+) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
     """The optimiser, and a function that sets its learning rates for a step (0-based).
 
     Linear warm-up over ``warmup_steps``, then linear decay; a function of the step number, so a resumed run goes on where it was.

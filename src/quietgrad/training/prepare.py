@@ -69,9 +69,34 @@ def autocast_loss(config: TrainConfig, device: torch.device) -> Callable[[nn.Mod
 
 
 def precision_context(config: TrainConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if config.training.precision == "bfloat16":
+    """Autocast to bfloat16 where ``training.precision`` asks for it."""
+    if precision_of(config, device) == "bfloat16":
         return torch.autocast(device.type, torch.bfloat16)
     return contextlib.nullcontext()
+
+
+def precision_of(config: TrainConfig, device: torch.device) -> str:
+    """What "auto" means on this machine: bfloat16 where the processor multiplies in it."""
+    if config.training.precision != "auto":
+        return config.training.precision
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
+    if device.type == "cpu":
+        return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() and _has_bfloat16_units() else "float32"
+    return "float32"
+
+
+def _has_bfloat16_units() -> bool:
+    # Without them bfloat16 is emulated, and slower than float32.
+    return _cpu_flag("avx512_bf16") or _cpu_flag("amx_bf16")
+
+
+def _cpu_flag(flag: str) -> bool:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return any(flag in line.split() for line in file if line.startswith("flags"))
+    except OSError:
+        return False
 
 
 def prepare(config: TrainConfig) -> Prepared:
@@ -90,7 +115,9 @@ def prepare(config: TrainConfig) -> Prepared:
     # The plan is built before the model is loaded: its mistakes are cheaper to find.
     plan = build_plan(config, n)
     if plan is None:
-        reference = replace(_privacy_config(config), target_epsilon=None, noise_multiplier=1.0, target_delta=None).build(n)
+        reference = replace(
+            _privacy_config(config), target_epsilon=None, noise_multiplier=1.0, target_delta=None
+        ).build(n)
         sampler, steps = reference.sampler, reference.steps
     else:
         sampler, steps = plan.sampler, plan.steps
@@ -104,6 +131,9 @@ def prepare(config: TrainConfig) -> Prepared:
         config.model.lora_rank,
         config.model.lora_targets or None,
         config.model.lora_layers or None,
+        attention="eager"
+        if device.type == "cpu"
+        else None,  # several times faster than the fused kernel for short texts
     )
     for module in model.classifier.modules():
         if isinstance(module, nn.Dropout):
@@ -111,8 +141,11 @@ def prepare(config: TrainConfig) -> Prepared:
     model.classifier.to(device).train()
     trainable_parameters(model.classifier)
     refuse_cross_example_layers(model.classifier)
-    parts = [tokenise(part, model.tokenizer, config.model.max_length) for part in (splits.train, splits.validation, splits.test)]
-    return Prepared(config, splits, *parts, model, plan, sampler, steps, device)
+    train, validation, test = (
+        tokenise(part, model.tokenizer, config.model.max_length)
+        for part in (splits.train, splits.validation, splits.test)
+    )
+    return Prepared(config, splits, train, validation, test, model, plan, sampler, steps, device)
 
 
 def build_plan(config: TrainConfig, dataset_size: int) -> PrivacyPlan | None:
@@ -146,7 +179,7 @@ def verify_on_public_records(prepared: Prepared) -> float:
     batch = prepared.validation.collate(records, prepared.device)
     with _head_off_zero(prepared.model.classifier):
         difference = verify_clipping(prepared.model.classifier, prepared.loss(), batch)
-    limit = LARGEST_DIFFERENCE[prepared.config.training.precision]
+    limit = LARGEST_DIFFERENCE[precision_of(prepared.config, prepared.device)]
     if not difference < limit:
         raise RuntimeError(
             f"per-example clipping disagrees with plain autograd by {difference:.1e} (limit {limit:g}) on validation records: some layer of "
@@ -179,5 +212,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"training.device={name!r} is not usable here: {str(error).splitlines()[0]}; use 'auto'") from error
+        raise ValueError(
+            f"training.device={name!r} is not usable here: {str(error).splitlines()[0]}; use 'auto'"
+        ) from error
     return device

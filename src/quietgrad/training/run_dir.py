@@ -85,14 +85,18 @@ def open_run_dir(wanted: str, resume: bool) -> RunDir:
     if resume and not run.ledger.is_file() and not run.checkpoint.is_file():
         raise ValueError(f"training.run_dir={str(path)!r} holds no run to resume; start it without --resume")
     if not resume and (run.ledger.exists() or run.checkpoint.exists() or run.result.exists()):
-        raise ValueError(f"training.run_dir={str(path)!r} already holds a run; add --resume to go on with it, or choose another directory")
+        raise ValueError(
+            f"training.run_dir={str(path)!r} already holds a run; add --resume to go on with it, or choose another directory"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".write-probe"
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise ValueError(f"training.run_dir={str(path)!r} cannot be written: {error.strerror or error}; choose another directory") from error
+        raise ValueError(
+            f"training.run_dir={str(path)!r} cannot be written: {error.strerror or error}; choose another directory"
+        ) from error
     return run
 
 

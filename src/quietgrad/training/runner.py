@@ -96,7 +96,9 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
 class _Loop:
     """The mutable part: model, optimiser and files."""
 
-    def __init__(self, prepared: Prepared, run_dir: RunDir, optimizer: torch.optim.Optimizer, schedule: Callable[[int], None]) -> None:
+    def __init__(
+        self, prepared: Prepared, run_dir: RunDir, optimizer: torch.optim.Optimizer, schedule: Callable[[int], None]
+    ) -> None:
         self.prepared = prepared
         self.run_dir = run_dir
         self.optimizer = optimizer
@@ -147,7 +149,12 @@ class _Loop:
 
     def save(self, done: int) -> None:
         trainable = {name: p.detach().cpu() for name, p in trainable_parameters(self.model).items()}
-        state = {"step": done, "trainable": trainable, "optimizer": self.optimizer.state_dict(), "torch_rng": torch.get_rng_state()}
+        state = {
+            "step": done,
+            "trainable": trainable,
+            "optimizer": self.optimizer.state_dict(),
+            "torch_rng": torch.get_rng_state(),
+        }
         temporary = self.run_dir.checkpoint.with_suffix(".tmp")
         torch.save(state, temporary)
         temporary.replace(self.run_dir.checkpoint)
@@ -158,7 +165,9 @@ class _Loop:
         state = torch.load(self.run_dir.checkpoint, weights_only=True)
         parameters = trainable_parameters(self.model)
         if parameters.keys() != state["trainable"].keys():
-            raise ValueError("resume with a changed model: its trainable parameters are not those of the checkpoint; use the settings of the first start")
+            raise ValueError(
+                "resume with a changed model: its trainable parameters are not those of the checkpoint; use the settings of the first start"
+            )
         with torch.no_grad():
             for name, value in state["trainable"].items():
                 parameters[name].copy_(value)
@@ -195,7 +204,9 @@ def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, 
         result["sample_rate"] = plan.event.sample_rate
         result["neighbouring"] = "add-remove"
         if plan.config.seed is not None:
-            result["seed_warning"] = "the noise is reproducible from the seed: the guarantee holds only if the seed stays secret and serves one run"
+            result["seed_warning"] = (
+                "the noise is reproducible from the seed: the guarantee holds only if the seed stays secret and serves one run"
+            )
     return result
 
 
@@ -224,10 +235,14 @@ def _require_movement(classifier: nn.Module, before: dict[str, Tensor], steps: i
     moved = {name for name, digest in after.items() if not torch.equal(digest, before[name])}
     trainable = set(trainable_parameters(classifier))
     if steps and not moved & trainable:
-        raise RuntimeError(f"after {steps} steps no trainable tensor has moved; check learning rates and the optimiser's parameters")
+        raise RuntimeError(
+            f"after {steps} steps no trainable tensor has moved; check learning rates and the optimiser's parameters"
+        )
     wrong = sorted(moved - trainable)
     if wrong:
-        raise RuntimeError(f"the frozen tensor {wrong[0]!r} has moved during training ({len(wrong)} of them); something writes to it outside the optimiser")
+        raise RuntimeError(
+            f"the frozen tensor {wrong[0]!r} has moved during training ({len(wrong)} of them); something writes to it outside the optimiser"
+        )
 
 
 @dataclass
@@ -249,8 +264,8 @@ def _stop_on_signal() -> Iterator[_Stop]:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):  # not in the main thread
-                previous[number] = signal.signal(number, handle)
+                previous[int(number)] = signal.signal(number, handle)
         yield stop
     finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
+        for which, old in previous.items():
+            signal.signal(which, old)

@@ -49,7 +49,9 @@ def tokenise(texts: LabelledTexts, tokenizer: Any, max_length: int) -> Tokenised
     """Tokenises all texts, cut at ``max_length`` tokens."""
     encoded = tokenizer(list(texts.texts), truncation=True, max_length=max_length, padding=False)["input_ids"]
     pad = tokenizer.pad_token_id
-    return TokenisedTexts(tuple(np.asarray(row, dtype=np.int64) for row in encoded), texts.labels, 0 if pad is None else int(pad))
+    return TokenisedTexts(
+        tuple(np.asarray(row, dtype=np.int64) for row in encoded), texts.labels, 0 if pad is None else int(pad)
+    )
 
 
 def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
