@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import special, stats
+from scipy import stats
 
-from quietgrad.accounting.hutch_envelope import hutch_envelope
+from quietgrad.accounting.hutch_envelope import hutch_envelope, mean_chi2_cdf
 from quietgrad.facts import RandomizedClipping
 
 Array = NDArray[np.float64]
@@ -41,8 +41,3 @@ def envelope_upper_end(clipping: RandomizedClipping) -> float:
         return 1.0
     assert clipping.total_rank is not None
     return hutch_envelope(clipping.sketch_dim, clipping.total_rank).upper_end
-
-
-def mean_chi2_cdf(x: Array, degrees: float) -> Array:
-    """Distribution function of chi2(degrees)/degrees at x."""
-    return np.asarray(special.gammainc(degrees / 2, degrees * np.maximum(x, 0.0) / 2))

@@ -83,7 +83,7 @@ def largest_loss(mixture: ScaleMixture, sigma: float, q: float, tail_mass: float
 
 
 def _upper_tail(loss: float, mu: Array, q: float) -> Array:
-    x = _log_odds(np.full(1, loss), q)[0] / mu + mu / 2
+    x = _log_odds(np.array([loss]), q)[0] / mu + mu / 2
     return (1 - q) * special.ndtr(-x) + q * special.ndtr(mu - x)
 
 
@@ -108,7 +108,7 @@ def one_step(mixture: ScaleMixture, sigma: float, q: float, first: int, last: in
     Returns:
         Atoms for both directions, pessimistic for any grid. Cost: O((last - first) * len(mixture.scales)).
     """
-    losses = np.arange(first, last + 1) * interval
+    losses: Array = np.arange(first, last + 1, dtype=np.float64) * interval
     log_odds = _log_odds(losses, q)
     lower = np.zeros(losses.size + 1)
     shifted = np.zeros(losses.size + 1)

@@ -131,6 +131,7 @@ class TrainingTable:
         run_dir: where everything is written ("": runs/<date-time>).
         device: "auto", "cpu", "cuda" ...
         precision: "float32", "bfloat16" (autocast; norms and sums stay in float32) or "auto" (bfloat16 where the processor has it).
+        cache_frozen_layers: run frozen lower layers once per record instead of once per step, where the architecture allows.
         seed: reproducible sampling, noise and initialisation; the guarantee then holds only if it stays secret.
     """
 
@@ -143,6 +144,7 @@ class TrainingTable:
     run_dir: str = ""
     device: str = "auto"
     precision: str = "auto"
+    cache_frozen_layers: bool = True
     seed: int | None = None
 
 

@@ -39,9 +39,14 @@ class MeanPooledClassifier(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """[examples, tokens] ids and mask to [examples, labels] logits."""
         states_btd = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        mask_bt1 = attention_mask.unsqueeze(-1).to(states_btd.dtype)
-        mean_bd = (states_btd * mask_bt1).sum(1) / mask_bt1.sum(1).clamp_min(1)
-        return self.head(F.layer_norm(mean_bd.float(), mean_bd.shape[-1:]).to(self.head.weight.dtype))
+        return self.head(mean_over_tokens(states_btd, attention_mask).to(self.head.weight.dtype))
+
+
+def mean_over_tokens(states_btd: Tensor, mask_bt: Tensor) -> Tensor:
+    """[b, d] mean over the tokens that are not padding, standardised over d, in float32."""
+    mask_bt1 = mask_bt.unsqueeze(-1).to(states_btd.dtype)
+    mean_bd = (states_btd * mask_bt1).sum(1) / mask_bt1.sum(1).clamp_min(1)
+    return F.layer_norm(mean_bd.float(), mean_bd.shape[-1:])
 
 
 class LogitsClassifier(nn.Module):

@@ -20,6 +20,7 @@ from quietgrad.tensors import trainable_parameters
 from quietgrad.training.config import TrainConfig
 from quietgrad.training.data import Splits, load_texts, split
 from quietgrad.training.models import HeadKind, LoadedModel, Tune, load_classifier
+from quietgrad.training.prefix_cache import PrefixCache, build_prefix_cache, cached_loss
 from quietgrad.training.text_batches import TokenisedTexts, classification_loss, tokenise
 
 # The fast path may differ from the slow oracle by rounding only.
@@ -55,17 +56,27 @@ class Prepared:
     def expected_batch_size(self) -> float:
         return self.sampler.sample_rate * self.sampler.dataset_size
 
-    def loss(self) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
-        """(model, micro-batch) -> [examples], under autocast where the config asks for it."""
-        return autocast_loss(self.config, self.device)
+    def loss(self, cached: bool = False) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
+        """(model, micro-batch) -> [examples], under autocast where the config asks for it; ``cached`` starts from cached states."""
+        inner = cached_loss if cached else classification_loss
 
+        def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            with precision_context(self.config, self.device):
+                return inner(model, batch)
 
-def autocast_loss(config: TrainConfig, device: torch.device) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        with precision_context(config, device):
-            return classification_loss(model, batch)
+        return loss
 
-    return loss
+    def prefix_cache(self) -> PrefixCache | None:
+        """Hidden states below the lowest trainable block, computed once; None where that does not apply or is switched off."""
+        if not self.config.training.cache_frozen_layers:
+            return None
+        return build_prefix_cache(
+            self.model.classifier,
+            self.train,
+            self.validation,
+            self.device,
+            lambda: precision_context(self.config, self.device),
+        )
 
 
 def precision_context(config: TrainConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -104,27 +104,35 @@ class _Loop:
         self.optimizer = optimizer
         self.schedule = schedule
         self.model = prepared.model.classifier
-        self.loss = prepared.loss()
+        # With a frozen lower part, training starts from cached states; evaluation always runs the whole model.
+        self.cache = prepared.prefix_cache()
+        self.trained: nn.Module = self.model if self.cache is None else self.cache.upper
+        self.loss = prepared.loss(cached=self.cache is not None)
         every = prepared.config.training.eval_records
         self.eval_part = _first_records(prepared.validation, every) if every else prepared.validation
 
     def micro_batches(self, indices: Any) -> Iterator[dict[str, Tensor]]:
         size = self.prepared.config.clipping.max_physical_batch_size
-        return self.prepared.train.micro_batches(indices, size, self.prepared.device)
+        for part in self.prepared.train.micro_batch_indices(indices, size):
+            yield self.collate(part)
 
     def private_gradients(self, private: PrivateRun, indices: Any) -> None:
         total: ClippedSum | None = None
         for batch in self.micro_batches(indices):
-            part = private.clip(self.model, self.loss, batch)
+            part = private.clip(self.trained, self.loss, batch)
             total = part if total is None else total + part
         if total is None:  # an empty batch is a legal step: its sum is zero, and it gets noise like any other
-            total = private.clip(self.model, self.loss, self.prepared.train.collate(indices, self.prepared.device))
-        private.release(total).write_gradients(self.model, self.prepared.expected_batch_size)
+            total = private.clip(self.trained, self.loss, self.collate(indices))
+        private.release(total).write_gradients(self.trained, self.prepared.expected_batch_size)
 
     def plain_gradients(self, indices: Any) -> None:
         self.optimizer.zero_grad()
         for batch in self.micro_batches(indices):
-            (self.loss(self.model, batch).sum() / self.prepared.expected_batch_size).backward()
+            (self.loss(self.trained, batch).sum() / self.prepared.expected_batch_size).backward()
+
+    def collate(self, indices: Any) -> dict[str, Tensor]:
+        source = self.prepared.train if self.cache is None else self.cache
+        return source.collate(indices, self.prepared.device)
 
     def advance(self, step: int) -> None:
         self.schedule(step)

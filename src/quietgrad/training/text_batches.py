@@ -28,9 +28,14 @@ class TokenisedTexts:
 
     def micro_batches(self, indices: NDArray[np.int64], size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
         """Cuts the records at ``indices`` into micro-batches of at most ``size``, sorted by length, padded to the longest inside each."""
+        for part in self.micro_batch_indices(indices, size):
+            yield self.collate(part, device)
+
+    def micro_batch_indices(self, indices: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+        """The same cut, as indices of records."""
         order = indices[np.argsort([len(self.ids[i]) for i in indices], kind="stable")]
         for start in range(0, len(order), size):
-            yield self.collate(order[start : start + size], device)
+            yield order[start : start + size]
 
     def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
         """input_ids and attention_mask [examples, longest], labels [examples]."""
