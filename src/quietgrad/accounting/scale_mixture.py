@@ -69,8 +69,10 @@ def _edges_for_small_rounding(cdf: Callable[[Array], Array], lowest: float, high
     """Edges whose widths go like density^(-1/2) in log y, which minimises the sum of mass times width."""
     log_y = np.linspace(np.log(lowest), np.log(highest), 4097)
     mass = np.maximum(np.diff(cdf(np.exp(log_y))), 0.0)
-    # A small floor keeps the bins of the far tail from becoming arbitrarily wide.
-    importance = np.sqrt(mass / mass.sum() + 1e-7)
+    # Half of the bins follow the density, half are spread evenly over the tail: for few projections and small deltas it is the
+    # tail that decides.
+    importance = np.sqrt(mass)
+    importance = importance / importance.sum() + 1.0 / importance.size
     position = np.concatenate([[0.0], np.cumsum(importance)])
     edges = np.exp(np.interp(np.linspace(0.0, position[-1], bins + 1), position, log_y))
     edges[0], edges[-1] = lowest, highest
