@@ -18,7 +18,9 @@ def main() -> None:
     epsilon, delta = config.privacy.target_epsilon, config.privacy.target_delta
     assert batch is not None and steps is not None and epsilon is not None and delta is not None
     dims = [4, 8, 16, 32, 64, 128, 256, 1024]
-    values = plot_sigma_against_sketch_dim(epsilon, delta, batch / DEMO_RECORDS, steps, dims, DOCS / "sigma_against_k.png")
+    values = plot_sigma_against_sketch_dim(
+        epsilon, delta, batch / DEMO_RECORDS, steps, dims, DOCS / "sigma_against_k.png"
+    )
     print(json.dumps({("exact" if k == 0 else str(k)): round(v, 4) for k, v in values.items()}))
     plot_envelopes(32, 2048, DOCS / "envelopes.png")
 

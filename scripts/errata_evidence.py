@@ -55,12 +55,19 @@ def e3_hutch_plus_plus() -> dict[str, float]:
     for _ in range(20000):
         y = a.T @ (g @ (rng.standard_normal((p, k)) / math.sqrt(k)))
         estimates.append(np.sum((g.T @ (a @ basis)) ** 2) + np.sum((y - basis @ (basis.T @ y)) ** 2))
-    return {"printed_shapes_fit": shapes_fit, "sound_mean_estimate_over_truth": float(np.mean(estimates) / np.sum(m**2))}
+    return {
+        "printed_shapes_fit": shapes_fit,
+        "sound_mean_estimate_over_truth": float(np.mean(estimates) / np.sum(m**2)),
+    }
 
 
 def e4_norm_or_square() -> dict[str, float]:
     norm, clip = 0.25, 0.1
-    return {"contribution_with_squared_norm": min(1, clip / norm**2) * norm, "contribution_with_norm": min(1, clip / norm) * norm, "C": clip}
+    return {
+        "contribution_with_squared_norm": min(1, clip / norm**2) * norm,
+        "contribution_with_norm": min(1, clip / norm) * norm,
+        "C": clip,
+    }
 
 
 def e5_ranks_add_up() -> dict[str, float]:
@@ -98,7 +105,9 @@ def _sigma_of(mixture: ScaleMixture) -> float:
         h = 2e-4
         step = one_step(mixture, sigma, Q, math.floor(low / h), math.ceil(high / h), h)
         pmfs = [pld_pmf.DensePLDPmf(h, a.first, a.probabilities, a.infinity, True) for a in (step.remove, step.add)]
-        return float(privacy_loss_distribution.PrivacyLossDistribution(*pmfs).self_compose(T).get_epsilon_for_delta(DELTA))
+        return float(
+            privacy_loss_distribution.PrivacyLossDistribution(*pmfs).self_compose(T).get_epsilon_for_delta(DELTA)
+        )
 
     return calibrate(epsilon_at, EPSILON)
 
@@ -125,13 +134,21 @@ def e8_power_law() -> dict[str, float]:
     i = np.array([1.0, 10.0, 500.0])
     printed = (-np.log(i) - np.log(p_plus)).astype(complex) ** a
     sound = (np.log(p_plus) - np.log(i)) ** a
-    return {"imaginary_part_of_printed_form": float(np.abs(printed.imag).max()), "sound_form_at_p_plus": float((np.log(p_plus) - np.log(p_plus)) ** a), "sound_form_falls": float(np.all(np.diff(sound) < 0))}
+    return {
+        "imaginary_part_of_printed_form": float(np.abs(printed.imag).max()),
+        "sound_form_at_p_plus": float((np.log(p_plus) - np.log(p_plus)) ** a),
+        "sound_form_falls": float(np.all(np.diff(sound) < 0)),
+    }
 
 
 def e9_compositions() -> dict[str, float]:
     n, b, steps, bands = 50_000, 450, 2222, 20
     rate = min(1.0, bands * b / n)
-    return {"printed_T_B2_over_qN": steps * b**2 / (rate * n), "sound_T_B_over_qN": steps * b / (rate * n), "ceil_T_over_bands": math.ceil(steps / bands)}
+    return {
+        "printed_T_B2_over_qN": steps * b**2 / (rate * n),
+        "sound_T_B_over_qN": steps * b / (rate * n),
+        "ceil_T_over_bands": math.ceil(steps / bands),
+    }
 
 
 def e10_compare_with_maximum() -> dict[str, float]:
@@ -139,7 +156,11 @@ def e10_compare_with_maximum() -> dict[str, float]:
     k, d = 32, 2048
     x = float(special.gammaincinv(k * d / 2, 0.5) * 2 / (k * d))
     x = max(x, 1.0 + 1e-9)
-    return {"x_where_even_law_is_half": x, "even_law": float(mean_chi2_cdf(np.array(x), k * d)), "one_term_law": float(mean_chi2_cdf(np.array(x), k))}
+    return {
+        "x_where_even_law_is_half": x,
+        "even_law": float(mean_chi2_cdf(np.array(x), k * d)),
+        "one_term_law": float(mean_chi2_cdf(np.array(x), k)),
+    }
 
 
 def e11_both_directions() -> dict[str, float]:
@@ -163,7 +184,10 @@ def e12_hutch_plus_plus_head() -> dict[str, float]:
         law = mean_chi2_cdf((x - alpha) / (1 - alpha), k * d)
         worst = max(worst, float((law - envelope.cdf(x)).max()))
     below = np.linspace(0.3, 0.999, 2000)
-    mixed = max(float((mean_chi2_cdf((below - a) / (1 - a), k) - mean_chi2_cdf(below, k)).max()) for a in np.linspace(0, 0.99, 100))
+    mixed = max(
+        float((mean_chi2_cdf((below - a) / (1 - a), k) - mean_chi2_cdf(below, k)).max())
+        for a in np.linspace(0, 0.99, 100)
+    )
     return {"largest_excess_over_hutch_envelope": worst, "largest_excess_over_mixed_envelope": mixed}
 
 

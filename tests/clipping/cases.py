@@ -156,6 +156,12 @@ def _hugging_face(kind: str) -> Callable[[], Any]:
         )  # fmt: skip
         if kind == "bert":
             return hf.BertForSequenceClassification(hf.BertConfig(**encoder)), classification, text_batch()
+        if kind == "minilm":  # the real shape of the packaged encoder, 22.7 M parameters
+            config = hf.BertConfig(
+                vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, num_labels=3,
+                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            )  # fmt: skip
+            return hf.BertForSequenceClassification(config), classification, text_batch()
         if kind == "roberta":
             config = hf.RobertaConfig(**encoder, pad_token_id=0)
             return hf.RobertaForSequenceClassification(config), classification, text_batch()
@@ -191,7 +197,7 @@ CASES = [
     Case("bare-parameters", _plain(BareParameters, lambda: torch.randn(4, 6))),
     Case("recurrent-attention", _plain(Recurrent, lambda: text_batch()["input_ids"])),
     Case("conv1d-conv3d-fallback", _plain(Volumes, lambda: torch.randn(4, 4, 12))),
-    *[Case(kind, _hugging_face(kind)) for kind in ("bert", "roberta", "gpt2", "llama", "llama-tied", "vit")],
+    *[Case(kind, _hugging_face(kind)) for kind in ("bert", "minilm", "roberta", "gpt2", "llama", "llama-tied", "vit")],
 ]
 
 

@@ -39,6 +39,7 @@ def test_full_training(case: Case, estimator: str, micro_batch_size: int | None)
 
 LORA_TARGETS = {
     "bert": ["query", "value"],
+    "minilm": ["query", "value"],
     "roberta": ["query", "value"],
     "gpt2": ["c_attn", "c_fc"],
     "llama": ["q_proj", "down_proj"],

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 
-from quietgrad.clipping.engine import choice_for, factor
+from quietgrad.clipping.engine import PerExampleLoss, choice_for, factor
 from quietgrad.clipping.factors import DirectGradients
 from quietgrad.clipping.layout import layout_of
 from quietgrad.training.models import trainable_count
 from quietgrad.training.prepare import Prepared
+from quietgrad.training.text_batches import TokenisedTexts
 
 
 def forecast(prepared: Prepared) -> dict[str, Any]:
@@ -22,16 +25,26 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
     Returns:
         A record for ``quietgrad plan``; times are of this machine, right now.
     """
-    config, model = prepared.config, prepared.model.classifier
+    config = prepared.config
     size = min(config.clipping.max_physical_batch_size, len(prepared.validation))
     # Records of median length stand for all.
     order = np.argsort([len(ids) for ids in prepared.validation.ids], kind="stable")
-    middle = max(0, (len(order) - size) // 2)
-    batch = prepared.validation.collate(order[middle : middle + size], prepared.device)
+    middle = order[max(0, (len(order) - size) // 2) :][:size]
+    typical = _subset(prepared.validation, middle)
+    prefix_seconds = 0.0
+    started = time.perf_counter()
+    cache = prepared.prefix_cache(typical)
+    if cache is None:
+        model, loss = prepared.model.classifier, prepared.loss()
+        batch = typical.collate(np.arange(size), prepared.device)
+    else:
+        prefix_seconds = (time.perf_counter() - started) / size * len(prepared.train)
+        model, loss = cache.upper, prepared.loss(cached=True)
+        batch = cache.collate(np.arange(size), prepared.device)
     layers: list[dict[str, Any]] = []
     if prepared.plan is not None:
         clipper = prepared.plan.clipper
-        factored = factor(model, layout_of(model), prepared.loss(), batch)
+        factored = factor(model, layout_of(model), loss, batch)
         kinds: Counter[tuple[str, str, int]] = Counter()
         for name, uses in factored.contributions.items():
             shape = " x ".join(str(n) for n in factored.parameters[name].shape) or "scalar"
@@ -45,7 +58,7 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
             {"shape": shape, "estimator": estimator, "multiplications": cost, "count": count}
             for (shape, estimator, cost), count in sorted(kinds.items(), key=lambda item: -item[0][2] * item[1])
         ]
-    seconds = min(_timed_step(prepared, batch) for _ in range(2))
+    seconds = min(_timed_step(prepared, model, loss, batch) for _ in range(3))
     examples = prepared.expected_batch_size * prepared.steps
     record: dict[str, Any] = {
         "private": prepared.plan is not None,
@@ -55,10 +68,11 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
         if prepared.plan is not None
         else "plain autograd",
         "layers": layers,
-        "predicted_seconds": seconds / size * examples,
+        "predicted_seconds": prefix_seconds + seconds / size * examples,
+        "cached_frozen_layers": cache is not None,
         "predicted_memory_mib": _peak_memory_mib(),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trainable_parameters": trainable_count(model),
+        "parameters": sum(p.numel() for p in prepared.model.classifier.parameters()),
+        "trainable_parameters": trainable_count(prepared.model.classifier),
         "records": {"train": len(prepared.train), "validation": len(prepared.validation), "test": len(prepared.test)},
     }
     if prepared.plan is not None:
@@ -73,13 +87,17 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
     return record
 
 
-def _timed_step(prepared: Prepared, batch: dict[str, torch.Tensor]) -> float:
+def _subset(texts: TokenisedTexts, indices: NDArray[np.int64]) -> TokenisedTexts:
+    return TokenisedTexts(tuple(texts.ids[i] for i in indices), texts.labels[indices], texts.pad_id)
+
+
+def _timed_step(prepared: Prepared, model: nn.Module, loss: PerExampleLoss, batch: dict[str, torch.Tensor]) -> float:
     started = time.perf_counter()
     if prepared.plan is not None:
-        prepared.plan.clipper.clip(prepared.model.classifier, prepared.loss(), batch)
+        prepared.plan.clipper.clip(model, loss, batch)
     else:
-        prepared.loss()(prepared.model.classifier, batch).sum().backward()
-        prepared.model.classifier.zero_grad()
+        loss(model, batch).sum().backward()
+        model.zero_grad()
     if prepared.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started

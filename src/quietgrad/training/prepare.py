@@ -66,13 +66,16 @@ class Prepared:
 
         return loss
 
-    def prefix_cache(self) -> PrefixCache | None:
-        """Hidden states below the lowest trainable block, computed once; None where that does not apply or is switched off."""
+    def prefix_cache(self, texts: TokenisedTexts | None = None) -> PrefixCache | None:
+        """Hidden states of the training records (or others) below the lowest trainable block, computed once.
+
+        None where that does not apply or is switched off.
+        """
         if not self.config.training.cache_frozen_layers:
             return None
         return build_prefix_cache(
             self.model.classifier,
-            self.train,
+            self.train if texts is None else texts,
             self.validation,
             self.device,
             lambda: precision_context(self.config, self.device),
