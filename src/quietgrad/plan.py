@@ -24,7 +24,7 @@ from quietgrad.noise.gaussian import GaussianNoise
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling.poisson import PoissonSampler
-from quietgrad.tensors import Batch
+from quietgrad.tensors import Batch, batch_size_of
 
 DELTA_EXPONENT = 1.1
 NEIGHBOURING = "add-remove"
@@ -251,6 +251,7 @@ class PrivateRun:
         self._key = key
         self._writer = writer
         self._released = released
+        self._checked = False
         self._projection_stream: tuple[int, torch.Generator] | None = None
 
     @property
@@ -275,6 +276,9 @@ class PrivateRun:
 
     def clip(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> ClippedSum:
         """Clipped sum of the next release's batch, or of a part of it: parts add up with ``+``. Private."""
+        if not self._checked and batch_size_of(batch) > 1:
+            self.plan.clipper.check(model, per_example_loss, batch)
+            self._checked = True
         return self.plan.clipper.clip(model, per_example_loss, batch, self._projections())
 
     def _projections(self) -> torch.Generator | None:

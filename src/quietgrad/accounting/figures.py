@@ -27,7 +27,9 @@ def plot_sigma_against_sketch_dim(
             target_epsilon, target_delta, sample_rate=sample_rate, steps=steps, clipping=RandomizedClipping(k)
         )
     figure, axis = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    axis.plot(list(sketch_dims), [values[k] for k in sketch_dims], "o-", color="#1f5fa8", label="randomized, mixed envelope")
+    axis.plot(
+        list(sketch_dims), [values[k] for k in sketch_dims], "o-", color="#1f5fa8", label="randomized, mixed envelope"
+    )
     axis.axhline(exact, color="#3a7d44", linestyle="--", label=f"exact clipping, {exact:.3f}")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
@@ -37,7 +39,9 @@ def plot_sigma_against_sketch_dim(
     axis.minorticks_off()
     axis.set_xlabel("sketch dimension k")
     axis.set_ylabel("noise multiplier")
-    axis.set_title(f"epsilon = {target_epsilon:g}, delta = {target_delta:.0e}, q = {sample_rate:.4f}, T = {steps}", fontsize=10)
+    axis.set_title(
+        f"epsilon = {target_epsilon:g}, delta = {target_delta:.0e}, q = {sample_rate:.4f}, T = {steps}", fontsize=10
+    )
     axis.grid(alpha=0.25)
     axis.legend()
     figure.savefig(path, dpi=140)
@@ -61,7 +65,14 @@ def plot_envelopes(sketch_dim: int, total_rank: int, path: Path) -> None:
     mixed = RandomizedClipping(sketch_dim)
     axis.plot(x, envelope_cdf(mixed, x), color="#1f5fa8", label="mixed envelope")
     coarse = scale_mixture(mixed, 1e-12, 24)
-    axis.step(coarse.scales**-2, np.cumsum(coarse.weights), where="post", color="#0b2e59", linewidth=0.7, label="discretised, 24 bins")
+    axis.step(
+        coarse.scales**-2,
+        np.cumsum(coarse.weights),
+        where="post",
+        color="#0b2e59",
+        linewidth=0.7,
+        label="discretised, 24 bins",
+    )
     axis.set_xlim(x[0], x[-1])
     axis.set_xlabel("R, sketched over true squared norm")
     axis.set_ylabel("distribution function")

@@ -102,7 +102,10 @@ def run_plan(config_path: Path | None, overrides: list[str], as_json: bool) -> N
         "Forecast (measured on one micro-batch of validation records)",
         [
             ("engine", record["engine"]),
-            ("frozen layers", "run once per record, then cached" if record["cached_frozen_layers"] else "run at every step"),
+            (
+                "frozen layers",
+                "run once per record, then cached" if record["cached_frozen_layers"] else "run at every step",
+            ),
             (
                 "training time",
                 f"about {record['predicted_seconds']:.0f} s for {prepared.steps} steps, evaluations not counted",

@@ -42,6 +42,7 @@ def clipped_gradients(
         ValueError: naming the layer, parameter or argument, with the remedy.
     """
     clipper = Clipper(max_grad_norm, require_estimator(estimator), sketch_dim, micro_batch_size)
+    clipper.check(model, per_example_loss, batch)
     return clipper.clip(model, per_example_loss, batch, generator)
 
 
@@ -60,4 +61,5 @@ def per_example_norms(
     Arguments and errors as for ``clipped_gradients``.
     """
     clipper = Clipper(1.0, require_estimator(estimator), sketch_dim, micro_batch_size)
+    clipper.check(model, per_example_loss, batch)
     return clipper.norms(model, per_example_loss, batch, generator)

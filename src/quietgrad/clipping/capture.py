@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from quietgrad.clipping.layout import Layout, Site
 from quietgrad.clipping.rules import batched_dims
-from quietgrad.tensors import map_tensors
+from quietgrad.tensors import batch_size_of, map_tensors, slice_batch
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,39 @@ def _recorder(site: Site, recording: Recording, batch_size: int) -> Callable[...
         return None if all(a is b for a, b in zip(own, leaves, strict=True)) else pytree.tree_unflatten(own, spec)
 
     return record
+
+
+def require_example_dimension(
+    model: nn.Module, layout: Layout, per_example_loss: Callable[[nn.Module, Any], Tensor], batch: Any
+) -> None:
+    """Runs one example alone and checks that every captured input then has one row.
+
+    A layer whose input has no example dimension (the relative position table of T5) would go unnoticed where another of its dimensions happens to
+    equal the batch size. Cost: a forward pass of one example, without gradients; the random state is left as it was.
+
+    Raises:
+        ValueError: naming the layer.
+    """
+    if batch_size_of(batch) < 2:
+        return
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def checker(site: Site) -> Callable[..., None]:
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            _require_examples_first(site, args, kwargs, 1)
+
+        return check
+
+    devices = sorted({p.device.index or 0 for p in layout.parameters.values() if p.device.type == "cuda"})
+    try:
+        for site in layout.sites:
+            if site.rule is not None:
+                handles.append(site.module.register_forward_pre_hook(checker(site), with_kwargs=True))
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            per_example_loss(model, slice_batch(batch, 0, 1))
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def input_of(use: Use) -> Tensor:

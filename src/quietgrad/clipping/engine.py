@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.checks import require_at_least, require_int
-from quietgrad.clipping.capture import Recording, captured, input_of
+from quietgrad.clipping.capture import Recording, captured, input_of, require_example_dimension
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.clipping.estimators import ghost_norms, hutch_norms, hutch_plus_plus_norms, materialized_norms
 from quietgrad.clipping.factors import (
@@ -116,6 +116,15 @@ class Clipper:
             factored = factor(model, layout, per_example_loss, slice_batch(batch, start, start + step))
             parts.append(estimate_norms(factored, self.estimator, self.sketch_dim, generator))
         return torch.cat(parts) if parts else next(iter(layout.parameters.values())).new_zeros(0)
+
+    def check(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> None:
+        """Refuses models whose captured layers get inputs without an example dimension; worth calling once per run.
+
+        Raises:
+            ValueError: naming the layer and the remedy.
+        """
+        refuse_cross_example_layers(model)
+        require_example_dimension(model, layout_of(model), per_example_loss, batch)
 
     def zero(self, layout: Layout) -> ClippedSum:
         """The sum of an empty batch."""

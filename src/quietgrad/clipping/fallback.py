@@ -7,6 +7,7 @@ module, and memory for its per-example gradients, [examples, entries of its own 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import torch
@@ -66,7 +67,9 @@ def fallback_contributions(
 
     gradients: dict[str, Tensor] | None = None
     if batch_size > 1 and not isinstance(module, nn.RNNBase):
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # an operation without a batching rule
+        # Operations without a batching rule raise, or warn and run one example after the other inside vmap: right either way.
+        with contextlib.suppress(RuntimeError, NotImplementedError), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
             gradients = vmap(pulled_back, in_dims=(in_dims, out_dims), randomness="error")(leaves, cotangents)
     if gradients is None:
         each = [by_autograd(i) for i in range(batch_size)]  # one example after the other gives the same numbers
