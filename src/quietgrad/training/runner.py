@@ -67,7 +67,10 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
     with contextlib.ExitStack() as stack:
         if private is not None:
             stack.enter_context(private)
-        done = first = loop.restore() if resume else 0
+        done, made = loop.restore() if resume else 0, 0
+        if private is not None:
+            # Releases that the ledger holds beyond the checkpoint are spent: training goes on at the next number.
+            done = max(done, private.released)
         if not resume:
             run_dir.config.write_text(prepared.config.to_toml(), encoding="utf-8")
         run_dir.write_json(run_dir.environment, environment())
@@ -81,7 +84,7 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
             else:
                 loop.plain_gradients(indices)
             loop.advance(step)
-            done = step + 1
+            done, made = step + 1, made + 1
             accuracy = loop.evaluate_on_schedule(done, private)
             report(Progress(done, prepared.steps, _epsilon_so_far(prepared, done), accuracy))
             if done % prepared.config.training.checkpoint_every == 0 or stop.requested:
@@ -89,7 +92,7 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
             if stop.requested and done < prepared.steps:
                 return Outcome(_summary(prepared, run_dir, done, None), interrupted=True)
         loop.save(done)
-        _require_movement(classifier, before, done - first)
+        _require_movement(classifier, before, made)
         return Outcome(loop.finish(done), interrupted=False)
 
 
@@ -109,7 +112,7 @@ class _Loop:
         self.trained: nn.Module = self.model if self.cache is None else self.cache.upper
         self.loss = prepared.loss(cached=self.cache is not None)
         every = prepared.config.training.eval_records
-        self.eval_part = _first_records(prepared.validation, every) if every else prepared.validation
+        self.eval_part = _spread_records(prepared.validation, every) if every else prepared.validation
 
     def micro_batches(self, indices: Any) -> Iterator[dict[str, Tensor]]:
         size = self.prepared.config.clipping.max_physical_batch_size
@@ -194,7 +197,7 @@ class _Loop:
 
 def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, float] | None) -> dict[str, Any]:
     plan = prepared.plan
-    majority = int(np.bincount(prepared.train.labels).argmax())
+    majority = int(np.bincount(prepared.validation.labels).argmax())  # of public records
     result: dict[str, Any] = {
         "epsilon": None if plan is None else _epsilon_so_far(prepared, done),
         "delta": None if plan is None else plan.delta,
@@ -233,8 +236,10 @@ def _plain_batches(prepared: Prepared, done: int) -> Iterator[Any]:
         yield prepared.sampler.indices(key, step)
 
 
-def _first_records(texts: TokenisedTexts, count: int) -> TokenisedTexts:
-    return TokenisedTexts(texts.ids[:count], texts.labels[:count], texts.pad_id)
+def _spread_records(texts: TokenisedTexts, count: int) -> TokenisedTexts:
+    """At most ``count`` records, evenly spread: files are often sorted by source or label."""
+    chosen = np.unique(np.linspace(0, len(texts) - 1, min(count, len(texts))).astype(int))
+    return TokenisedTexts(tuple(texts.ids[i] for i in chosen), texts.labels[chosen], texts.pad_id)
 
 
 def _require_movement(classifier: nn.Module, before: dict[str, Tensor], steps: int) -> None:

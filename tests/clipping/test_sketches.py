@@ -1,0 +1,194 @@
+"""Sketched norms: unbiased, with the variance that the accountant's envelope stands for, exact at low rank for Hutch++, never reused.
+
+For a per-example gradient with r equal singular values the Hutchinson estimate over the true squared norm is chi-square with r k degrees of freedom,
+over r k. REPEATS estimates are drawn with fixed seeds; bounds are six standard errors, which a right implementation exceeds with probability 2e-9 a
+bound where the mean is nearly normal; the squared errors' heavier tail keeps it under 1e-7.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import special
+from torch import Tensor, nn
+
+from quietgrad.clipping import clipped_gradients, engine, estimators, per_example_norms
+from quietgrad.facts import ExactClipping, RandomizedClipping, SensitivityClaim
+
+REPEATS = 1500
+ERRORS = 6.0
+SKETCHES = ["hutch", "hutch++"]
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """[examples] inner products of outputs and given cotangents: example i's gradient is sum_t cotangent_t input_t^T."""
+    return (model(batch[0]) * batch[1]).sum(dim=(1, 2))
+
+
+def linear_of_rank(
+    rank: int, rows: int = 20, columns: int = 24, examples: int = 1
+) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A Linear layer and a batch whose per-example gradients have ``rank`` singular values, all 1: orthonormal inputs and cotangents."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.linalg.qr(torch.randn(columns, rank, generator=generator)).Q.T
+    g = torch.linalg.qr(torch.randn(rows, rank, generator=generator)).Q.T
+    model = nn.Linear(columns, rows, bias=False)
+    return model, (x.expand(examples, -1, -1), g.expand(examples, -1, -1))
+
+
+def ratios(rank: int, estimator: str, sketch_dim: int, rows: int = 20, columns: int = 24) -> np.ndarray:
+    """[REPEATS] estimated over true norms."""
+    model, batch = linear_of_rank(rank, rows, columns)
+    generator = torch.Generator().manual_seed(0)
+    found = [per_example_norms(model, loss, batch, estimator, sketch_dim, generator=generator) for _ in range(REPEATS)]
+    return torch.cat(found).double().numpy() / math.sqrt(rank)
+
+
+def unbiased(norm_ratios: np.ndarray) -> bool:
+    """Whether the *squared* estimate is right on average."""
+    squared = norm_ratios**2
+    return abs(squared.mean() - 1) < ERRORS * squared.std() / math.sqrt(len(squared)) + 1e-6
+
+
+def rms_error(degrees: int) -> float:
+    """Relative RMS error of a norm whose squared estimate is chi-square(n) / n: sqrt(2 - 2 E[chi_n] / sqrt(n))."""
+    mean = math.sqrt(2 / degrees) * math.exp(special.gammaln((degrees + 1) / 2) - special.gammaln(degrees / 2))
+    return math.sqrt(2 - 2 * mean)
+
+
+def has_rms_error(norm_ratios: np.ndarray, expected: float) -> bool:
+    squared_errors = (norm_ratios - 1) ** 2
+    return abs(squared_errors.mean() - expected**2) < ERRORS * squared_errors.std() / math.sqrt(len(squared_errors))
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(("rows", "columns"), [(20, 24), (24, 20)], ids=["wide", "tall"])
+@pytest.mark.parametrize(("rank", "stated"), [(1, 0.125), (16, 0.031)])
+def test_hutchinson_is_unbiased_with_the_stated_error(rank: int, stated: float, rows: int, columns: int) -> None:
+    found = ratios(rank, "hutch", 32, rows, columns)
+    assert unbiased(found)
+    assert rms_error(32 * rank) == pytest.approx(stated, abs=6e-4)
+    assert has_rms_error(found, rms_error(32 * rank))
+    # The same verdicts reject half and twice as many projections, and one projection counted as k.
+    for other in (16, 64):
+        assert not has_rms_error(found, rms_error(other * rank))
+    assert not unbiased(found * 32**0.5)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("rank", [8, 16])
+def test_hutch_plus_plus_is_unbiased_above_its_rank(rank: int) -> None:
+    found = ratios(rank, "hutch++", 4)
+    assert unbiased(found)
+    assert 1e-3 < found.std() < rms_error(4 * rank)  # better than Hutchinson's with as many projections
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("mutant", ["no-tail", "probe-of-the-range", "no-scaling"])
+def test_hutch_plus_plus_with_wrong_projections_is_rejected(mutant: str, monkeypatch) -> None:
+    right, drawn = estimators._gaussian, []
+
+    def gaussian(*arguments: object) -> Tensor:
+        drawn.append(right(*arguments))
+        probes_the_tail = len(drawn) % 2 == 0  # drawn second
+        if mutant == "no-tail" and probes_the_tail:
+            return torch.zeros_like(drawn[-1])
+        if mutant == "probe-of-the-range" and probes_the_tail:
+            return drawn[-2]
+        return drawn[-1] * 2 if mutant == "no-scaling" else drawn[-1]
+
+    monkeypatch.setattr(estimators, "_gaussian", gaussian)
+    assert not unbiased(ratios(16, "hutch++", 4))
+
+
+@pytest.mark.statistical
+def test_hutch_plus_plus_that_counts_the_range_twice_is_rejected(monkeypatch) -> None:
+    def not_deflated(uses, k: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        range_finder = estimators._gaussian(24, k, uses[0].right_bgtd, generator, dtype)
+        basis = torch.linalg.qr(estimators._project_columns(uses, range_finder, dtype)).Q
+        head = estimators._project_rows(uses, basis, dtype).pow(2).sum(dim=(1, 2, 3))
+        return head + estimators.hutch_norms(uses, k, generator, dtype)
+
+    monkeypatch.setattr(engine, "hutch_plus_plus_norms", not_deflated)
+    assert not unbiased(ratios(16, "hutch++", 4))
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7])
+def test_hutch_plus_plus_is_exact_below_its_rank(rank: int) -> None:
+    model, batch = linear_of_rank(rank, examples=3)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        norms = per_example_norms(model, loss, batch, "hutch++", 8, generator=generator)
+        torch.testing.assert_close(norms, torch.full((3,), math.sqrt(rank)), rtol=1e-4, atol=0)
+    inexact = per_example_norms(model, loss, batch, "hutch", 8, generator=torch.Generator().manual_seed(0))
+    assert float((inexact / math.sqrt(rank) - 1).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("estimator", SKETCHES)
+def test_projections_differ_between_calls_and_repeat_with_the_seed(estimator: str) -> None:
+    model, batch = linear_of_rank(16)
+    generator = torch.Generator().manual_seed(0)
+    first, second = (per_example_norms(model, loss, batch, estimator, 4, generator=generator) for _ in range(2))
+    again = per_example_norms(model, loss, batch, estimator, 4, generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, again)
+    unkeyed = [per_example_norms(model, loss, batch, estimator, 4) for _ in range(2)]
+    assert not torch.equal(*unkeyed)
+
+
+@pytest.mark.parametrize("estimator", SKETCHES)
+def test_micro_batches_of_one_call_use_different_projections(estimator: str) -> None:
+    model, batch = linear_of_rank(16, examples=4)  # four equal examples
+    norms = per_example_norms(model, loss, batch, estimator, 4, micro_batch_size=1)
+    assert len(set(norms.tolist())) == 4
+
+
+@pytest.mark.parametrize("estimator", SKETCHES)
+def test_layers_use_different_projections(estimator: str) -> None:
+    # Two layers with the same gradient: a shared projection would double the estimate's variance.
+    model, batch = linear_of_rank(16)
+    twice = nn.ModuleList([model, nn.Linear(24, 20, bias=False)])
+    generator = torch.Generator().manual_seed(0)
+
+    def sum_of_layers(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return sum(loss(layer, batch) for layer in model)
+
+    both = per_example_norms(twice, sum_of_layers, batch, estimator, 4, generator=generator)
+    alone = per_example_norms(model, loss, batch, estimator, 4, generator=torch.Generator().manual_seed(0))
+    assert not torch.allclose(both, alone * 2**0.5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("estimator", SKETCHES)
+def test_sketches_claim_to_be_randomized_and_exact_ones_do_not(estimator: str) -> None:
+    model, batch = linear_of_rank(4, examples=2)
+    assert clipped_gradients(model, loss, batch, 0.7, estimator, 8).claim == SensitivityClaim(
+        0.7, RandomizedClipping(8)
+    )
+    for exact in ("auto", "exact", "materialized", "ghost"):
+        assert clipped_gradients(model, loss, batch, 0.7, exact, 8).claim == SensitivityClaim(0.7, ExactClipping())
+
+
+@pytest.mark.parametrize("estimator", SKETCHES)
+def test_contributions_follow_the_estimated_norm(estimator: str) -> None:
+    # C / estimate times the gradient: above C where the estimate is too small, which is what the envelope accounts for.
+    model, batch = linear_of_rank(16)
+    generator = torch.Generator().manual_seed(0)
+    estimate = per_example_norms(model, loss, batch, estimator, 4, generator=generator)
+    clipped = clipped_gradients(model, loss, batch, 0.5, estimator, 4, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(clipped.gradients["weight"].norm(), 0.5 * 4 / estimate[0])
+
+
+def test_biases_and_normalisation_weights_are_never_sketched() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6))
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+
+    def squares(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).pow(3).sum(1)
+
+    exact = per_example_norms(model, squares, x)
+    for estimator in SKETCHES:
+        torch.testing.assert_close(per_example_norms(model, squares, x, estimator, 2), exact)

@@ -1,0 +1,275 @@
+"""The noise of a plan's run: its size in every parameter, once, whatever the micro-batches; independent, normal, keyed.
+
+Noise is measured as released sum minus clipped sum. n entries of one parameter, pooled over releases, have a sum of squares over (sigma C)^2 that is
+chi-square with n degrees of freedom. Every test rejects at FALSE_ALARM in total, shared out evenly over what it compares, so a right implementation
+fails one of the statistical tests below with probability under 2e-7 altogether; seeds are fixed, so in fact it fails always or never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import nn
+
+from quietgrad import PrivacyConfig
+from quietgrad.clipping import ClippedSum
+from quietgrad.noise import GaussianNoise, NoisySum, gaussian
+from quietgrad.plan import PrivateRun
+from quietgrad.randomness import RandomKey
+
+FALSE_ALARM = 1e-8
+SIGMA, CLIP = 1.7, 0.3
+EXAMPLES = 7
+RELEASES = 12  # the smallest parameter has 30 entries: 360 squares a parameter at least
+MICRO_BATCHES = [1, 3, None]
+
+
+def build_full() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(20, 30), nn.Tanh(), nn.LayerNorm(30), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 30)
+    )
+
+
+def build_partly_frozen() -> nn.Module:
+    model = build_full()
+    model[0].requires_grad_(False)
+    model[3].weight.requires_grad_(False)
+    return model
+
+
+def build_lora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(build_full(), peft.LoraConfig(r=4, target_modules=["0", "3"]))
+
+
+MODELS = [build_full, build_partly_frozen, build_lora]
+
+
+def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def start(micro_batch_size: int | None = None, seed: int | None = 5, steps: int = RELEASES) -> PrivateRun:
+    config = PrivacyConfig(
+        noise_multiplier=SIGMA,
+        max_grad_norm=CLIP,
+        expected_batch_size=10,
+        steps=steps,
+        max_physical_batch_size=micro_batch_size,
+        seed=seed,
+    )
+    return config.build(100).start()
+
+
+def batch_of(size: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, 20, generator=generator)
+    return {"x": x, "y": torch.randint(0, 30, (size,), generator=generator)}
+
+
+def noise_of(build: Callable[[], nn.Module], run: PrivateRun) -> dict[str, np.ndarray]:
+    """Trainable parameter -> [releases, entries] of released minus clipped sums."""
+    torch.manual_seed(0)
+    model = build()
+    parts: dict[str, list[np.ndarray]] = {name: [] for name, p in model.named_parameters() if p.requires_grad}
+    for _ in range(run.plan.steps):
+        clipped = run.clip(model, loss, batch_of(EXAMPLES))
+        noisy = run.release(clipped)
+        assert noisy.gradients.keys() == parts.keys()  # frozen parameters get none
+        for name, g in noisy.gradients.items():
+            parts[name].append((g.double() - clipped.gradients[name].double()).flatten().numpy())
+    return {name: np.stack(rows) for name, rows in parts.items()}
+
+
+def wrong_sizes(noise: dict[str, np.ndarray], std: float = SIGMA * CLIP) -> set[str]:
+    """Parameters whose noise does not have standard deviation ``std`` (chi-square, two-sided)."""
+    tail = FALSE_ALARM / (2 * len(noise))
+    found = set()
+    for name, values in noise.items():
+        statistic = float(np.sum((values / std) ** 2))
+        if not stats.chi2.ppf(tail, values.size) < statistic < stats.chi2.isf(tail, values.size):
+            found.add(name)
+    return found
+
+
+def correlated(one: np.ndarray, other: np.ndarray, comparisons: int) -> bool:
+    """Whether two noises correlate: for independent normal ones, sum(a b) / (|a| |b|) sqrt(n) is nearly standard normal."""
+    cosine = float(one.ravel() @ other.ravel() / (np.linalg.norm(one) * np.linalg.norm(other)))
+    return abs(cosine) * np.sqrt(one.size) > stats.norm.isf(FALSE_ALARM / (2 * comparisons))
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("micro_batch_size", MICRO_BATCHES)
+@pytest.mark.parametrize("build", MODELS)
+def test_every_trainable_parameter_gets_sigma_c_once(build, micro_batch_size) -> None:
+    assert wrong_sizes(noise_of(build, start(micro_batch_size))) == set()
+
+
+@pytest.mark.statistical
+def test_micro_batches_added_by_hand_get_the_noise_once() -> None:
+    run, model = start(), build_full()
+    pooled: dict[str, list[np.ndarray]] = {name: [] for name, _ in model.named_parameters()}
+    for _ in range(RELEASES):
+        total = sum_of([run.clip(model, loss, batch_of(size)) for size in (1, 3, 2)])
+        for name, g in run.release(total).gradients.items():
+            pooled[name].append((g - total.gradients[name]).flatten().numpy())
+    assert wrong_sizes({name: np.stack(rows) for name, rows in pooled.items()}) == set()
+
+
+def sum_of(parts: list[ClippedSum]) -> ClippedSum:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def noise_scaled_by(factor: float) -> Callable[..., NoisySum]:
+    def release(self: GaussianNoise, clipped: ClippedSum, key: RandomKey, step: int) -> NoisySum:
+        return RELEASE(replace(self, noise_multiplier=self.noise_multiplier * factor), clipped, key, step)
+
+    return release
+
+
+def noise_added_twice(self: GaussianNoise, clipped: ClippedSum, key: RandomKey, step: int) -> NoisySum:
+    once = RELEASE(self, clipped, key, step)
+    return RELEASE(self, ClippedSum(once.gradients, clipped.claim), key, step + 10_000)
+
+
+def noise_without_c(self: GaussianNoise, clipped: ClippedSum, key: RandomKey, step: int) -> NoisySum:
+    return RELEASE(
+        replace(self, noise_multiplier=self.noise_multiplier / clipped.claim.max_grad_norm), clipped, key, step
+    )
+
+
+def noise_missing_on_one(self: GaussianNoise, clipped: ClippedSum, key: RandomKey, step: int) -> NoisySum:
+    gradients = RELEASE(self, clipped, key, step).gradients
+    return NoisySum(gradients | {"2.bias": clipped.gradients["2.bias"]}, SIGMA * CLIP)
+
+
+RELEASE = GaussianNoise.release
+EVERY_PARAMETER = {name for name, _ in build_full().named_parameters()}
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(
+    ("wrong", "caught"),
+    [
+        (noise_scaled_by(2 / 3), EVERY_PARAMETER),
+        (noise_scaled_by(1.5), EVERY_PARAMETER),
+        (noise_added_twice, EVERY_PARAMETER),
+        (noise_without_c, EVERY_PARAMETER),
+        (noise_missing_on_one, {"2.bias"}),
+    ],
+    ids=["two-thirds", "one-and-a-half", "twice", "without-c", "missing-on-one"],
+)
+def test_wrong_sizes_are_rejected(wrong, caught, monkeypatch) -> None:
+    monkeypatch.setattr(GaussianNoise, "release", wrong)
+    assert wrong_sizes(noise_of(build_full, start())) == caught
+
+
+@pytest.mark.statistical
+def test_noise_of_different_releases_and_parameters_is_uncorrelated(monkeypatch) -> None:
+    def any_correlation() -> bool:
+        noise = noise_of(build_full, start())
+        pairs = [(values[i], values[j]) for values in noise.values() for i in range(RELEASES) for j in range(i)]
+        names = list(noise)
+        for i, name in enumerate(names):
+            pairs += [(noise[name], noise[n]) for n in names[:i] if noise[n].shape == noise[name].shape]
+        return any(correlated(one, other, len(pairs)) for one, other in pairs)
+
+    assert not any_correlation()
+    right = gaussian.normal
+    monkeypatch.setattr(gaussian, "normal", lambda like, key, step, name: right(like, key, 0, name))
+    assert any_correlation()  # the same noise at every release
+    monkeypatch.setattr(gaussian, "normal", lambda like, key, step, name: right(like, key, step, ""))
+    assert any_correlation()  # the same noise in parameters of one shape
+
+
+@pytest.mark.statistical
+def test_noise_is_normal() -> None:
+    # Kolmogorov-Smirnov; noise of the right variance but another shape fails it by far.
+    values = np.concatenate([v.ravel() for v in noise_of(build_full, start()).values()]) / (SIGMA * CLIP)
+    assert stats.kstest(values, "norm").pvalue > FALSE_ALARM
+    generator = np.random.default_rng(0)
+    uniform = generator.uniform(-np.sqrt(3), np.sqrt(3), values.size)
+    laplace = generator.laplace(0, np.sqrt(0.5), values.size)
+    for other in (uniform, laplace):
+        assert stats.kstest(other, "norm").pvalue < FALSE_ALARM
+
+
+def test_float64_noise_is_drawn_in_float64() -> None:
+    # Float32 draws in a float64 sum would leave 29 low bits of the private sum without noise.
+    key = RandomKey.from_seed(1)
+    drawn = gaussian.normal(torch.zeros(1000, dtype=torch.float64), key, 0, "w")
+    assert drawn.dtype == torch.float64
+    assert not torch.equal(drawn, drawn.float().double())
+
+
+def test_same_key_and_step_give_the_same_noise_and_nothing_else_does() -> None:
+    zero = torch.zeros(50)
+    key = RandomKey.from_seed(1)
+    first = gaussian.normal(zero, key, 3, "w")
+    torch.manual_seed(9)
+    np.random.seed(9)
+    assert torch.equal(first, gaussian.normal(zero + 1, RandomKey.from_seed(1), 3, "w"))
+    for other in ((RandomKey.from_seed(2), 3, "w"), (key, 4, "w"), (key, 3, "v")):
+        assert not torch.equal(first, gaussian.normal(zero, *other))
+
+
+def test_keys_from_entropy_differ() -> None:
+    keys = [RandomKey.from_entropy() for _ in range(20)]
+    assert len({key.root for key in keys}) == 20
+    assert not any(key.reproducible for key in keys)
+    assert not torch.equal(*(gaussian.normal(torch.zeros(10), key, 0, "w") for key in keys[:2]))
+    assert "root" not in repr(keys[0])
+
+
+def test_drawing_noise_leaves_the_global_generators_alone() -> None:
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    gaussian.normal(torch.zeros(10), RandomKey.from_seed(1), 0, "w")
+    assert torch.equal(torch_state, torch.get_rng_state())
+    assert np.array_equal(numpy_state, np.random.get_state()[1])
+
+
+def test_noise_does_not_depend_on_the_micro_batches() -> None:
+    noises = [noise_of(build_full, start(size, steps=2)) for size in MICRO_BATCHES]
+    for other in noises[1:]:
+        for name, values in noises[0].items():
+            # Up to the rounding of (sum + noise) - sum in float32.
+            np.testing.assert_allclose(values, other[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("realised", [0, 1, 5, 40])
+def test_sums_are_divided_by_the_expected_batch_size(realised) -> None:
+    run, model = start(), build_partly_frozen()
+    noisy = run.step(model, loss, batch_of(realised))
+    assert noisy.noise_std == pytest.approx(SIGMA * CLIP)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, noisy.gradients[name] / 10)
+        else:
+            assert parameter.grad is None
+
+
+def test_the_mean_of_a_half_precision_model_keeps_the_parameters_dtype() -> None:
+    model = nn.Linear(20, 30).to(torch.bfloat16)
+    noisy = start().step(model, loss, {"x": torch.randn(3, 20, dtype=torch.bfloat16), "y": torch.arange(3)})
+    assert noisy.gradients["weight"].dtype == torch.float32  # summed and noised in float32
+    assert model.weight.grad.dtype == torch.bfloat16
+
+
+def test_gradients_of_another_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="no parameter named 'weight'"):
+        NoisySum({"weight": torch.zeros(2)}, 1.0).write_gradients(build_full(), 10)
+
+
+@pytest.mark.parametrize("sigma", [0, -1.0, float("nan"), float("inf")])
+def test_noise_multiplier_must_be_positive(sigma) -> None:
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        GaussianNoise(sigma)

@@ -1,0 +1,317 @@
+"""The ledger: on disk before the noise is drawn, nothing lost by a kill, nothing repeated by a resume, nothing private in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quietgrad import PrivacyConfig, PrivacyPlan
+from quietgrad.accounting import epsilon
+from quietgrad.clipping import ClippedSum
+from quietgrad.facts import EventSequence, PoissonGaussian, RandomizedClipping
+from quietgrad.ledger import LedgerWriter, read_ledger
+from quietgrad.noise import GaussianNoise
+from quietgrad.plan import PrivateRun
+
+CONFIG = PrivacyConfig(noise_multiplier=1.1, expected_batch_size=8, steps=12, seed=3)
+RECORDS = 80
+EVENT = PoissonGaussian(1.1, 0.1, 1)
+
+# What may stand in a ledger: public facts of the mechanism. A new key has to be added here on purpose.
+PUBLIC_KEYS = {
+    "type", "format", "event", "planned_steps", "delta", "dataset_size", "max_grad_norm", "neighbouring", "sampler", "step",
+    "kind", "noise_multiplier", "sample_rate", "steps", "bands", "randomized_clipping", "sketch_dim", "envelope", "total_rank",
+}  # fmt: skip
+
+
+def plan_of(**changes: object) -> PrivacyPlan:
+    return replace(CONFIG, **changes).build(RECORDS)
+
+
+def some_sum(plan: PrivacyPlan) -> ClippedSum:
+    return ClippedSum({"w": torch.zeros(3)}, plan.clipper.claim)
+
+
+def release(run: PrivateRun, count: int) -> list[torch.Tensor]:
+    return [run.release(some_sum(run.plan)).gradients["w"] for _ in range(count)]
+
+
+def released_batches(run: PrivateRun) -> list[np.ndarray]:
+    found = []
+    for indices in run.batches():
+        release(run, 1)
+        found.append(indices)
+    return found
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.jsonl"
+
+
+def test_event_is_on_disk_before_the_noise_is_drawn(path: Path, monkeypatch) -> None:
+    seen = []
+
+    def no_noise(*_: object) -> None:
+        seen.append(read_ledger(path).releases)  # through another file descriptor: flushed, not only buffered
+        raise OSError("killed while drawing")
+
+    monkeypatch.setattr(GaussianNoise, "release", no_noise)
+    with plan_of().start(path) as run:
+        for expected in (1, 2):
+            with pytest.raises(OSError, match="killed while drawing"):
+                run.release(some_sum(run.plan))
+            assert seen[-1] == expected
+            assert run.released == expected
+    assert read_ledger(path).releases == 2
+
+
+def test_every_line_is_synced_to_disk(path: Path, monkeypatch) -> None:
+    synced = []
+    right = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), right(fd)))
+    with plan_of().start(path) as run:
+        for count in range(3):
+            release(run, 1)
+            assert synced[-1] == path.stat().st_size
+            assert len(synced) == count + 2  # and one for the mechanism
+
+
+KILLED = """
+import sys, torch
+from quietgrad import PrivacyConfig
+from quietgrad.clipping import ClippedSum
+plan = PrivacyConfig(noise_multiplier=1.1, expected_batch_size=8, steps=1_000_000).build(80)
+run = plan.start(sys.argv[1])
+while True:
+    run.release(ClippedSum({"w": torch.zeros(3)}, plan.clipper.claim))
+    print(run.released, flush=True)
+"""
+
+
+def test_kill_loses_no_event(path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    reported = [int(child.stdout.readline()) for _ in range(30)]
+    child.kill()  # SIGKILL: no handler, no flush
+    rest = child.communicate(timeout=60)[0].split("\n")
+    reported += [int(line) for line in rest[:-1]]  # a line without its end may be cut off
+    assert reported == list(range(1, len(reported) + 1))
+    assert len(reported) <= read_ledger(path).releases <= len(reported) + 2
+
+
+@pytest.mark.parametrize("left", [1, 5, 20, -1])
+def test_torn_last_line_is_counted(path: Path, left: int) -> None:
+    with plan_of().start(path) as run:
+        release(run, 3)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:left])
+    assert read_ledger(path).releases == 3
+    with plan_of().start(path) as run:
+        assert run.released == 3
+        release(run, 1)
+    assert read_ledger(path).releases == 4  # also after the torn line was ended
+
+
+def test_no_cut_of_the_file_undercounts(path: Path) -> None:
+    # Release n is drawn after its line was synced, so a file cut anywhere inside line n may say n or n - 1, but never less.
+    with plan_of().start(path) as run:
+        release(run, 3)
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for cut in range(len(lines[0]), len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        begun = sum(cut > len(b"".join(lines[: n + 1])) for n in range(3))
+        assert read_ledger(path).releases == begun
+
+
+@pytest.mark.parametrize(
+    "damage", [b"{not json\n", b'{"no": "type"}\n', b"\xff\xfe\n", b"[1]\n", b'{"type": "mechanism"}\n']
+)
+def test_damaged_middle_line_is_refused_with_its_number(path: Path, damage: bytes) -> None:
+    with plan_of().start(path) as run:
+        release(run, 3)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], damage, *lines[3:]]))
+    with pytest.raises(ValueError, match="damaged at line 3"):
+        read_ledger(path)
+    with pytest.raises(ValueError, match="damaged at line 3"):
+        plan_of().start(path)
+
+
+def test_a_line_of_unknown_type_is_refused(path: Path) -> None:
+    # It may stand for a release that this version does not know how to count.
+    with plan_of().start(path) as run:
+        release(run, 2)
+    path.write_bytes(path.read_bytes() + b'{"type": "release-v2", "step": 2}\n')
+    with pytest.raises(ValueError, match="line 4"):
+        read_ledger(path)
+
+
+def test_release_before_any_mechanism_is_refused(path: Path) -> None:
+    path.write_text('{"type": "release", "step": 0}\n')
+    with pytest.raises(ValueError, match="damaged at line 1"):
+        read_ledger(path)
+
+
+def test_two_writers_are_refused(path: Path) -> None:
+    with plan_of().start(path) as run:
+        release(run, 1)
+        with pytest.raises(ValueError, match="another process"):
+            plan_of().start(path)
+        release(run, 1)
+    assert read_ledger(path).releases == 2
+    plan_of().start(path).close()  # free again
+
+
+def test_writer_that_waited_for_another_sees_its_releases(path: Path, monkeypatch) -> None:
+    # Another run makes releases and ends between this one's look at the file and its lock on it. With the same seed, a repeated step number
+    # would mean the same noise on two sums.
+    right = LedgerWriter.__init__
+
+    def late(self: LedgerWriter, where: Path) -> None:
+        monkeypatch.setattr(LedgerWriter, "__init__", right)
+        with plan_of().start(where) as other:
+            release(other, 2)
+        right(self, where)
+
+    monkeypatch.setattr(LedgerWriter, "__init__", late)
+    with plan_of().start(path) as run:
+        assert run.released == 2
+
+
+def test_resume_counts_on_and_ends_at_the_plan(path: Path) -> None:
+    uninterrupted = release(plan_of().start(), 12)
+    with plan_of().start(path) as run:
+        first = release(run, 5)
+    with plan_of().start(path) as run:
+        assert run.released == 5
+        rest = [release(run, 1)[0] for _ in run.batches()]
+        assert len(rest) == 7
+        with pytest.raises(RuntimeError, match="all 12 releases"):
+            release(run, 1)
+    assert all(torch.equal(a, b) for a, b in zip(uninterrupted, first + rest, strict=True))
+    with plan_of().start(path) as run:
+        assert list(run.batches()) == []
+    assert read_ledger(path).releases == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"noise_multiplier": 1.0}, "noise_multiplier"),
+        ({"expected_batch_size": 9}, "sample_rate"),
+        ({"steps": 20}, "planned_steps"),
+        ({"target_delta": 1e-3}, "delta"),
+        ({"max_grad_norm": 2.0}, "max_grad_norm"),
+        ({"estimator": "hutch"}, "randomized_clipping"),
+    ],
+    ids=str,
+)
+def test_resume_with_a_changed_setting_is_refused_by_name(path: Path, change: dict, named: str) -> None:
+    with plan_of().start(path) as run:
+        release(run, 2)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=f"resume with a changed privacy setting.*{named}"):
+        plan_of(**change).start(path)
+    assert path.read_bytes() == before
+
+
+def test_resume_with_another_sketch_dimension_is_refused(path: Path) -> None:
+    with plan_of(estimator="hutch", sketch_dim=32).start(path) as run:
+        release(run, 2)
+    with pytest.raises(ValueError, match="sketch_dim"):
+        plan_of(estimator="hutch", sketch_dim=16).start(path)
+
+
+def test_resume_on_other_data_is_refused(path: Path) -> None:
+    with plan_of().start(path) as run:
+        release(run, 2)
+    same_rate = replace(CONFIG, expected_batch_size=None, sample_rate=0.1)
+    with pytest.raises(ValueError, match="dataset_size"):
+        same_rate.build(RECORDS + 1).start(path)
+
+
+def test_settings_without_privacy_may_change_on_resume(path: Path) -> None:
+    with plan_of().start(path) as run:
+        release(run, 2)
+    with plan_of(max_physical_batch_size=3).start(path) as run:
+        assert run.released == 2
+
+
+def test_nothing_private_is_written(path: Path) -> None:
+    def keys_of(value: object) -> set[str]:
+        if isinstance(value, dict):
+            return set(value) | {k for v in value.values() for k in keys_of(v)}
+        return set()
+
+    with plan_of(estimator="hutch").start(path) as run:
+        assert len(released_batches(run)) == 12
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {k for line in lines for k in keys_of(line)} <= PUBLIC_KEYS
+    assert [line["type"] for line in lines] == ["mechanism"] + ["release"] * 12
+    assert [set(line) for line in lines[1:]] == [
+        {"type", "step"}
+    ] * 12  # the number of the release, and nothing about its batch
+
+
+@pytest.mark.parametrize("estimator", ["exact", "hutch"])
+def test_ledger_of_a_whole_run_replays_to_the_plans_epsilon(path: Path, estimator: str) -> None:
+    plan = plan_of(estimator=estimator)
+    with plan.start(path) as run:
+        release(run, plan.steps)
+        assert run.epsilon() == plan.epsilon
+    contents = read_ledger(path)
+    assert contents.event == plan.event
+    assert epsilon(contents.event, contents.header["delta"]) == plan.epsilon
+    assert read_ledger(path.parent) == contents  # a run directory stands for its ledger
+
+
+def test_phases_compose(path: Path) -> None:
+    other = PoissonGaussian(2.0, 0.2, 1, RandomizedClipping(16))
+    with LedgerWriter(path) as writer:
+        for event, count in ((EVENT, 3), (other, 4)):
+            writer.mechanism(event)
+            for step in range(count):
+                writer.release(step)
+    contents = read_ledger(path)
+    assert contents.event == EventSequence((replace(EVENT, steps=3), replace(other, steps=4)))
+    assert contents.releases == 7
+    assert epsilon(contents.event, 1e-5) > max(epsilon(e, 1e-5) for e in contents.event.events)
+
+
+def test_nothing_released_is_no_event(path: Path) -> None:
+    plan_of().start(path).close()
+    assert read_ledger(path).event is None
+    with plan_of().start(path) as run:
+        assert run.epsilon() == 0
+        release(run, 1)
+    assert read_ledger(path).releases == 1
+
+
+def test_missing_ledger_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no ledger there"):
+        read_ledger(tmp_path)
+
+
+def test_run_without_a_ledger_writes_no_file(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    release(plan_of().start(), 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_seeded_resume_draws_the_batches_that_remain(path: Path) -> None:
+    expected = released_batches(plan_of().start())
+    with plan_of().start(path) as run:
+        release(run, 4)
+    with plan_of().start(path) as run:
+        rest = released_batches(run)
+    assert all(np.array_equal(a, b) for a, b in zip(expected[4:], rest, strict=True))

@@ -1,0 +1,311 @@
+"""One configuration to one plan: what is checked, what is refused, and that a run keeps to it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import FrozenInstanceError, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quietgrad import PrivacyConfig, PrivacyPlan
+from quietgrad.accounting import epsilon
+from quietgrad.accounting.calibrate import EPSILON_TOLERANCE
+from quietgrad.clipping import Clipper
+from quietgrad.facts import ExactClipping, RandomizedClipping
+from quietgrad.noise import GaussianNoise
+from quietgrad.plan import PrivateRun
+from quietgrad.sampling import PoissonSampler
+
+RECORDS = 60
+CONFIG = PrivacyConfig(noise_multiplier=1.2, expected_batch_size=6, steps=8)
+
+
+def plan_of(dataset_size: int = RECORDS, **changes: object) -> PrivacyPlan:
+    return replace(CONFIG, **changes).build(dataset_size)
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(RECORDS, 5, generator=generator), torch.randint(0, 3, (RECORDS,), generator=generator)
+
+
+def train(plan: PrivacyPlan) -> tuple[nn.Module, list[np.ndarray]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = data()
+    batches = []
+    with plan.start() as run:
+        for indices in run.batches():
+            run.step(model, loss, (x[indices], y[indices]))
+            optimizer.step()
+            batches.append(indices)
+    return model, batches
+
+
+def clip(run: PrivateRun, examples: int = 4):
+    x, y = data()
+    return run.clip(nn.Linear(5, 3), loss, (x[:examples], y[:examples]))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("target_epsilon", "noise_multiplier"), ("expected_batch_size", "sample_rate"), ("steps", "epochs")],
+)
+def test_exactly_one_of_a_pair(one: str, other: str) -> None:
+    complete = {"noise_multiplier": 1.2, "expected_batch_size": 6, "steps": 8}
+    values = {"target_epsilon": 3.0, "sample_rate": 0.1, "epochs": 1.0} | complete
+    rest = {k: v for k, v in complete.items() if k not in (one, other)}
+    for pair in ({}, {one: values[one], other: values[other]}):
+        with pytest.raises(ValueError, match=f"exactly one of {one} and {other}|exactly one of {other} and {one}"):
+            PrivacyConfig(**rest, **pair).build(RECORDS)
+    for name in (one, other):
+        PrivacyConfig(**rest, **{name: values[name]}).build(RECORDS)
+
+
+def test_rates_steps_and_epochs() -> None:
+    plan = plan_of()
+    assert plan.event.sample_rate == plan.sampler.sample_rate == 0.1
+    assert plan.expected_batch_size == pytest.approx(6)
+    assert plan_of(steps=None, epochs=2.5).steps == 25
+    assert plan_of(steps=None, epochs=0.001).steps == 1
+    assert plan_of(expected_batch_size=RECORDS).event.sample_rate == 1.0
+
+
+def test_delta_defaults_below_one_over_n() -> None:
+    for n in (10, 1000, 1_000_000):
+        assert plan_of(n).delta == pytest.approx(n**-1.1)
+    assert 0 < plan_of(1, expected_batch_size=1).delta < 1
+    assert plan_of(target_delta=1e-5).delta == 1e-5
+
+
+@pytest.mark.parametrize("delta", [1 / RECORDS, 0.5])
+def test_delta_of_one_over_n_and_more_warns(delta: float) -> None:
+    with pytest.warns(UserWarning, match=f"target_delta={delta} is not below 1/{RECORDS}.*use at most"):
+        plan = plan_of(target_delta=delta)
+    assert plan.delta == delta
+
+
+def test_delta_below_one_over_n_does_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_of(target_delta=0.99 / RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"expected_batch_size": RECORDS + 1}, f"expected_batch_size={RECORDS + 1} exceeds.*use at most {RECORDS}"),
+        ({"expected_batch_size": 0}, "expected_batch_size"),
+        ({"expected_batch_size": None, "sample_rate": 1.1}, "sample_rate"),
+        ({"noise_multiplier": 0}, "noise_multiplier"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier"),
+        ({"noise_multiplier": None, "target_epsilon": 0}, "target_epsilon"),
+        ({"noise_multiplier": None, "target_epsilon": -1.0}, "target_epsilon"),
+        ({"noise_multiplier": None, "target_epsilon": math.inf}, "target_epsilon"),
+        ({"target_delta": 0}, "target_delta"),
+        ({"target_delta": 1.0}, "target_delta"),
+        ({"max_grad_norm": 0}, "max_grad_norm"),
+        ({"max_grad_norm": math.inf}, "max_grad_norm"),
+        ({"steps": 0}, "steps"),
+        ({"steps": None, "epochs": 0}, "epochs"),
+        ({"estimator": "ghots"}, "estimator='ghots'"),
+        ({"estimator": "hutch", "sketch_dim": 1}, "sketch_dim"),
+        ({"max_physical_batch_size": 0}, "micro_batch_size|max_physical_batch_size"),
+        ({"seed": -1}, "seed"),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_bad_values_are_refused_by_name(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of(**change)
+
+
+@pytest.mark.parametrize("change", [{"steps": 2.5}, {"steps": True}, {"seed": 1.5}], ids=str)
+def test_counts_must_be_whole_numbers(change: dict) -> None:
+    with pytest.raises(TypeError, match=next(iter(change))):
+        plan_of(**change)
+
+
+def test_dataset_size_must_be_a_positive_whole_number() -> None:
+    with pytest.raises(TypeError, match="dataset_size"):
+        plan_of(60.0)
+    with pytest.raises(ValueError, match="dataset_size"):
+        plan_of(0)
+
+
+def test_plans_and_configurations_are_frozen() -> None:
+    plan = plan_of()
+    for frozen, field in (
+        (plan, "noise"),
+        (plan.config, "seed"),
+        (plan.noise, "noise_multiplier"),
+        (plan.event, "steps"),
+    ):
+        with pytest.raises(FrozenInstanceError):
+            setattr(frozen, field, None)
+
+
+def other_parts(plan: PrivacyPlan) -> dict[str, dict[str, object]]:
+    return {
+        "less noise": {"noise": GaussianNoise(0.5)},
+        "sketched norms": {"clipper": Clipper(1.0, "hutch")},
+        "another rate": {"sampler": PoissonSampler(RECORDS, 0.5)},
+        "other data": {"sampler": PoissonSampler(RECORDS + 1, 0.1)},
+        "event of another noise": {"event": replace(plan.event, noise_multiplier=9.0)},
+        "event of another rate": {"event": replace(plan.event, sample_rate=0.01)},
+        "event of sketches": {"event": replace(plan.event, clipping=RandomizedClipping(32))},
+        # The sampler is plain Poisson: two bands would halve the compositions that are accounted for.
+        "event with bands": {"event": replace(plan.event, bands=2)},
+        # The report belongs to eight steps at the plan's delta; it would go on saying so.
+        "event of more steps": {"event": replace(plan.event, steps=800)},
+        "another delta": {"delta": 1e-12},
+    }
+
+
+@pytest.mark.parametrize("part", sorted(other_parts(plan_of())))
+def test_parts_of_different_plans_are_refused(part: str) -> None:
+    plan = plan_of()
+    with pytest.raises(ValueError, match=r"build plans with PrivacyConfig\.build"):
+        replace(plan, **other_parts(plan)[part])
+
+
+def test_consistent_sketched_parts_are_refused_only_when_they_differ() -> None:
+    plan = plan_of(estimator="hutch", sketch_dim=32)
+    with pytest.raises(ValueError, match="accounted for"):
+        replace(plan, clipper=Clipper(1.0, "hutch", 16))  # smaller sketches need more noise
+    with pytest.raises(ValueError, match="accounted for"):
+        replace(plan, event=replace(plan.event, clipping=ExactClipping()))
+    assert replace(plan, clipper=Clipper(1.0, "hutch", 32, 2)).epsilon == plan.epsilon
+
+
+def test_run_makes_no_more_releases_than_planned() -> None:
+    run = plan_of(steps=3).start()
+    for _ in range(3):
+        run.release(clip(run))
+    with pytest.raises(RuntimeError, match="all 3 releases of the plan are made"):
+        run.release(clip(run))
+    assert run.released == 3
+    assert list(run.batches()) == []
+
+
+def test_skipping_a_batch_is_an_error() -> None:
+    run = plan_of().start()
+    batches = run.batches()
+    next(batches)
+    with pytest.raises(RuntimeError, match="not released"):
+        next(batches)
+
+
+def test_releasing_a_batch_twice_is_an_error() -> None:
+    # The accountant takes every release's batch to be drawn afresh; the same records in two releases are not covered.
+    run = plan_of().start()
+    batches = run.batches()
+    next(batches)
+    run.release(clip(run))
+    with pytest.raises(RuntimeError):
+        run.release(clip(run))
+        next(batches)
+
+
+def test_clipped_sum_with_another_claim_is_refused() -> None:
+    run = plan_of().start()
+    x, y = data()
+    for other in (Clipper(2.0), Clipper(1.0, "hutch"), Clipper(0.5)):
+        with pytest.raises(ValueError, match="the plan accounts for"):
+            run.release(other.clip(nn.Linear(5, 3), loss, (x, y)))
+    assert run.released == 0
+    run.release(Clipper(1.0, "ghost", micro_batch_size=2).clip(nn.Linear(5, 3), loss, (x, y)))  # the same claim
+
+
+def test_noise_follows_the_clipping_norm() -> None:
+    for clip_norm in (0.1, 5.0):
+        run = plan_of(max_grad_norm=clip_norm).start()
+        assert run.release(clip(run)).noise_std == pytest.approx(1.2 * clip_norm)
+
+
+@pytest.mark.parametrize("estimator", ["hutch", "hutch++"])
+def test_sketches_are_accounted_for_as_randomized_and_need_more_noise(estimator: str) -> None:
+    private = {"noise_multiplier": None, "target_epsilon": 2.0}
+    exact = plan_of(**private)
+    sketched = plan_of(**private, estimator=estimator, sketch_dim=16)
+    assert exact.event.clipping == ExactClipping()
+    assert sketched.event.clipping == RandomizedClipping(16, "mixed")
+    assert sketched.noise_multiplier > exact.noise_multiplier
+    assert sketched.epsilon <= 2.0
+    # With the noise of exact clipping, the sketched run spends more than the target.
+    assert epsilon(replace(sketched.event, noise_multiplier=exact.noise_multiplier), sketched.delta) > 2.0
+    assert plan_of(**private, estimator=estimator, sketch_dim=64).noise_multiplier < sketched.noise_multiplier
+
+
+@pytest.mark.parametrize("sketch_dim", [2, 3, 8])
+def test_few_projections_cost_more_and_warn_of_nothing(sketch_dim: int) -> None:
+    few, many = (plan_of(estimator="hutch", sketch_dim=k) for k in (sketch_dim, 2 * sketch_dim))
+    assert plan_of().epsilon < many.epsilon < few.epsilon < math.inf
+
+
+@pytest.mark.parametrize("estimator", ["auto", "exact", "materialized", "ghost"])
+def test_exact_estimators_cost_no_noise(estimator: str) -> None:
+    assert plan_of(estimator=estimator).event == plan_of().event
+
+
+@pytest.mark.parametrize("target", [0.3, 2.0, 8.0])
+def test_spent_epsilon_grows_and_ends_at_the_plans(target: float) -> None:
+    plan = plan_of(noise_multiplier=None, target_epsilon=target)
+    run = plan.start()
+    spent = [run.epsilon()]
+    for _ in range(plan.steps):
+        run.release(clip(run))
+        spent.append(run.epsilon())
+    assert spent[0] == 0
+    assert all(a < b for a, b in pairwise(spent))
+    assert spent[-1] == plan.epsilon
+    assert target - 2 * EPSILON_TOLERANCE < plan.epsilon <= target
+
+
+def test_seed_makes_runs_identical_bit_for_bit() -> None:
+    for estimator in ("exact", "hutch"):
+        (one, batches), (other, same) = (train(plan_of(seed=4, estimator=estimator)) for _ in range(2))
+        assert all(np.array_equal(a, b) for a, b in zip(batches, same, strict=True))
+        assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("seeds", [(None, None), (4, 5)])
+def test_without_a_common_seed_runs_differ(seeds: tuple) -> None:
+    (one, batches), (other, different) = (train(plan_of(seed=seed)) for seed in seeds)
+    assert not all(np.array_equal(a, b) for a, b in zip(batches, different, strict=True))
+    assert not any(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters()))
+
+
+def test_entropy_seeded_runs_ignore_torchs_seed() -> None:
+    # A user's torch.manual_seed for reproducible weights must not make the noise predictable.
+    noises = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        run = plan_of(estimator="hutch").start()
+        noises.append(run.release(clip(run, examples=0)).gradients["weight"])
+    assert not torch.equal(*noises)
+
+
+def test_projections_differ_between_micro_batches_and_releases() -> None:
+    torch.manual_seed(0)
+    run = plan_of(estimator="hutch", sketch_dim=8, max_grad_norm=1e-3, seed=1).start()
+    model, (x, y) = nn.Linear(5, 3), data()
+    one_example = (x[:1], y[:1])
+    norms = []  # of the contribution of one and the same example: C / sqrt(R), R random
+    for _ in range(3):
+        parts = [run.clip(model, loss, one_example) for _ in range(2)]
+        norms += [float(part.gradients["weight"].norm()) for part in parts]
+        run.release(parts[0] + parts[1])
+    assert len(set(norms)) == len(norms)

@@ -1,0 +1,95 @@
+"""A tiny random BERT with a vocabulary of its own and a small data set: made once, used by all training tests."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import COMMON, WORDS, labelled_texts, write_records
+
+
+@pytest.fixture(scope="session")
+def csv_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_records(tmp_path_factory.mktemp("data") / "reviews.csv", labelled_texts())
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    import transformers
+
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *COMMON, *WORDS["good"], *WORDS["bad"]]
+    folder = tmp_path_factory.mktemp("tiny-bert")
+    transformers.utils.logging.disable_progress_bar()
+    transformers.BertTokenizerFast(vocab={word: i for i, word in enumerate(vocabulary)}).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=24,
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def settings(tiny_bert: Path, csv_file: Path, tmp_path: Path) -> dict[str, Any]:
+    """Dotted keys of a short run; tests change what they are about."""
+    return {
+        "model.name": str(tiny_bert),
+        "model.lora_rank": 2,
+        "model.max_length": 16,
+        "data.source": str(csv_file),
+        "data.validation_fraction": 0.2,
+        "data.test_fraction": 0.2,
+        "privacy.target_epsilon": 4.0,
+        "optimizer.learning_rate": 1e-2,
+        "training.expected_batch_size": 24,
+        "training.steps": 6,
+        "training.eval_every": 3,
+        "training.precision": "float32",
+        "training.run_dir": str(tmp_path / "run"),
+    }
+
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
+    """Writes dotted keys as a TOML file."""
+
+    def write(values: dict[str, Any]) -> Path:
+        tables: dict[str, list[str]] = {}
+        for name, value in values.items():
+            table, key = name.split(".")
+            tables.setdefault(table, []).append(f"{key} = {json.dumps(value)}")
+        path = tmp_path / "config.toml"
+        path.write_text("".join(f"[{t}]\n" + "\n".join(lines) + "\n" for t, lines in tables.items()), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def quietgrad(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line in this process: (exit code, standard output, standard error)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        from quietgrad.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["quietgrad", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        code = ended.value.code
+        return (0 if code is None else int(code)), captured.out, captured.err
+
+    return run

@@ -1,0 +1,133 @@
+"""Stops and resumes: a stop costs nothing but time, every release is counted once, and no resume gets round the ledger."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import crash_at, interrupt_at, train, weights
+
+from quietgrad.ledger import read_ledger
+from quietgrad.training.run_dir import RunDir
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_interrupted_and_resumed_equals_uninterrupted(optimizer: str, settings) -> None:
+    values = settings | {
+        "training.seed": 3, "optimizer.name": optimizer, "optimizer.momentum": 0.9, "training.steps": 7, "model.dropout": 0.1,
+    }  # fmt: skip
+    whole, _, _ = train(values | {"training.run_dir": settings["training.run_dir"] + "-whole"})
+    _, first, run_dir = train(values, report=interrupt_at(3))
+    assert first.interrupted and first.result["steps"] == 3
+    assert read_ledger(run_dir.path).releases == 3
+    assert first.result["epsilon"] < whole.plan.epsilon
+    prepared, second, _ = train(values, resume=True)
+    assert not second.interrupted and second.result["steps"] == 7
+    assert second.result["epsilon"] == whole.plan.epsilon <= 4.0
+    assert read_ledger(run_dir.path).releases == 7
+    expected = weights(whole)
+    assert all(torch.equal(p, expected[name]) for name, p in weights(prepared).items())
+    assert [m["step"] for m in run_dir.read_metrics()] == [3, 6, 7]
+
+
+def test_signal_handlers_are_put_back(settings) -> None:
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    train(settings | {"training.steps": 2}, report=interrupt_at(1))
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_releases_beyond_the_checkpoint_are_spent_and_not_made_up_for(settings) -> None:
+    values = settings | {"training.steps": 8, "training.checkpoint_every": 3}
+    with pytest.raises(OSError, match="went away"):
+        train(values, report=crash_at(5))  # checkpoint at 3, ledger at 5
+    run_dir = RunDir(Path(settings["training.run_dir"]))
+    assert read_ledger(run_dir.path).releases == 5
+    seen: list[int] = []
+    _, outcome, _ = train(values, resume=True, report=lambda progress: seen.append(progress.step))
+    assert seen == [6, 7, 8]
+    assert read_ledger(run_dir.path).releases == 8
+    assert outcome.result["epsilon"] <= 4.0
+
+
+def test_crash_before_the_first_checkpoint(settings) -> None:
+    with pytest.raises(OSError, match="went away"):
+        train(settings, report=crash_at(2))
+    _, outcome, run_dir = train(settings, resume=True)
+    assert read_ledger(run_dir.path).releases == 6
+    assert outcome.result["epsilon"] <= 4.0
+
+
+def test_finished_run_resumes_to_its_own_result(settings) -> None:
+    _, first, run_dir = train(settings)
+    _, second, _ = train(settings, resume=True)
+    assert second.result["epsilon"] == first.result["epsilon"] and second.result["metrics"] == first.result["metrics"]
+    assert read_ledger(run_dir.path).releases == 6
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["private-then-not", "not-then-private"])
+def test_privacy_is_not_switched_on_a_resume(first: bool, settings) -> None:
+    # Otherwise the ledger's epsilon would stand beside weights that saw the data without noise.
+    _, outcome, _ = train(settings | {"privacy.enabled": first}, report=interrupt_at(3))
+    assert outcome.interrupted
+    with pytest.raises(ValueError, match="resume"):
+        train(settings | {"privacy.enabled": not first}, resume=True)
+
+
+@pytest.mark.parametrize("left", [0, 1, 3], ids=["no-ledger", "no-releases", "fewer-releases"])
+def test_resume_without_the_ledger_of_its_checkpoint_is_refused(left: int, settings) -> None:
+    # The checkpoint says that five noisy sums were used; a ledger that says less would undercount.
+    _, outcome, run_dir = train(settings, report=interrupt_at(5))
+    assert outcome.interrupted
+    lines = run_dir.ledger.read_bytes().splitlines(keepends=True)
+    if left:
+        run_dir.ledger.write_bytes(b"".join(lines[:left]))
+    else:
+        run_dir.ledger.unlink()
+    with pytest.raises(ValueError, match="ledger"):
+        train(settings, resume=True)
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-c", "from quietgrad.cli import main; main()", *map(str, arguments)]
+
+
+def test_ctrl_c_on_the_command_line_and_resume(settings, write_config, quietgrad) -> None:
+    values = settings | {
+        "training.steps": 150,
+        "training.eval_every": 0,
+        "training.checkpoint_every": 1000,
+        "model.tune": "head",
+    }
+    config, folder = write_config(values), Path(settings["training.run_dir"])
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(
+        command("train", config, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    deadline = time.monotonic() + 60
+    while not (folder / "ledger.jsonl").exists() or (folder / "ledger.jsonl").read_bytes().count(b"\n") < 5:
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    stopped = json.loads(out)
+    assert stopped["interrupted"] and stopped["epsilon"] < 4.0
+    assert read_ledger(folder).releases == stopped["steps"] < 150
+    assert "--resume" in err.splitlines()[-1]
+
+    # As the message says: without CONFIG, from the run directory's own.
+    code, out, _ = quietgrad("train", "--resume", "--set", f"training.run_dir={folder}", "--json")
+    result = json.loads(out)
+    assert code == 0 and result["steps"] == 150
+    assert read_ledger(folder).releases == 150
+    assert result["epsilon"] <= 4.0
+    code, out, _ = quietgrad("epsilon", "--ledger", folder, "--json")
+    assert math.isclose(json.loads(out)["epsilon"], result["epsilon"], rel_tol=1e-12)

@@ -1,0 +1,76 @@
+"""Helpers of the training tests: a small data set that a tiny model can learn, and short runs on it, stopped where a test wants."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quietgrad.training import runner
+from quietgrad.training.config import TrainConfig, config_from
+from quietgrad.training.prepare import Prepared, prepare
+from quietgrad.training.run_dir import RunDir, open_run_dir
+
+WORDS = {"good": ["lovely", "great", "superb", "bright"], "bad": ["awful", "dull", "poor", "grim"]}
+COMMON = ["the", "film", "was", "a", "story", "actor", "very", "and", "quite", "with", "plot", "music"]
+RECORDS = 120
+
+
+def write_records(path: Path, records: list[tuple[str, str]]) -> Path:
+    lines = ["text,label"] + [f'"{text}",{label}' for text, label in records]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def labelled_texts(count: int = RECORDS) -> list[tuple[str, str]]:
+    generator = np.random.default_rng(0)
+    records = []
+    for i in range(count):
+        label = ("good", "bad")[i % 2]
+        words = [*generator.choice(COMMON, generator.integers(3, 9)), *generator.choice(WORDS[label], 2)]
+        generator.shuffle(words)
+        records.append((" ".join(words), label))
+    return records
+
+
+def config_of(values: dict[str, Any]) -> TrainConfig:
+    tree: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        table, key = name.split(".")
+        tree.setdefault(table, {})[key] = value
+    return config_from(tree)
+
+
+def train(
+    values: dict[str, Any], resume: bool = False, report: Callable[[runner.Progress], None] | None = None
+) -> tuple[Prepared, runner.Outcome, RunDir]:
+    config = config_of(values)
+    run_dir = open_run_dir(config.training.run_dir, resume)
+    prepared = prepare(config)
+    return prepared, runner.train(prepared, run_dir, resume, report or (lambda progress: None)), run_dir
+
+
+def weights(prepared: Prepared) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in prepared.model.classifier.named_parameters()}
+
+
+def interrupt_at(step: int) -> Callable[[runner.Progress], None]:
+    """A Ctrl-C right after a step."""
+
+    def report(progress: runner.Progress) -> None:
+        if progress.step == step:
+            signal.raise_signal(signal.SIGINT)
+
+    return report
+
+
+def crash_at(step: int) -> Callable[[runner.Progress], None]:
+    def report(progress: runner.Progress) -> None:
+        if progress.step == step:
+            raise OSError("the machine went away")
+
+    return report
