@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from quietgrad.accounting.figures import plot_envelopes, plot_sigma_against_sketch_dim
+from quietgrad.report.accounting_figures import plot_envelopes, plot_sigma_against_sketch_dim
 from quietgrad.training.config import load_config
 
 DOCS = Path("docs")

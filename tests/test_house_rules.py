@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "ledger": ({"facts"}, set()),
 }
 ROOMS["plan"] = (set(ROOMS), {"numpy", "torch"})
+ROOMS["report"] = ({"facts", "accounting", "ledger"}, {"numpy", "matplotlib"})
 ROOMS["training"] = (
     set(ROOMS),
     {"numpy", "torch", "transformers", "peft", "safetensors", "datasets", "pandas", "matplotlib", "tomli"},

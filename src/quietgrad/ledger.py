@@ -74,6 +74,8 @@ def read_ledger(path: str | Path) -> LedgerContents:
                 header = record
             elif kind == "release":
                 counts[-1] += 1
+            else:
+                raise ValueError(f"type {kind!r} is unknown to this version, which cannot count it")
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ValueError(
                 f"ledger={str(file)!r} is damaged at line {number}: {error}; restore it, nothing can be claimed without it"
@@ -97,7 +99,11 @@ class LedgerWriter:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self._path, "ab")  # noqa: SIM115 - held open for the life of the writer
-        _lock(self._file, self._path)
+        try:
+            _lock(self._file, self._path)
+        except ValueError:
+            self._file.close()
+            raise
         self._end_torn_line()
 
     def mechanism(self, event: PoissonGaussian, **facts: Any) -> None:

@@ -16,7 +16,8 @@ from quietgrad.accounting import epsilon_report, noise_multiplier
 from quietgrad.accounting.spending import EpsilonReport
 from quietgrad.checks import require_at_least, require_delta, require_int, require_positive, require_rate
 from quietgrad.clipping.clipped_sum import ClippedSum
-from quietgrad.clipping.engine import Clipper, PerExampleLoss
+from quietgrad.clipping.engine import Clipper
+from quietgrad.clipping.factoring import PerExampleLoss
 from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, require_estimator
 from quietgrad.facts import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import LedgerWriter, read_ledger
@@ -24,7 +25,7 @@ from quietgrad.noise.gaussian import GaussianNoise
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling.poisson import PoissonSampler
-from quietgrad.tensors import Batch, batch_size_of
+from quietgrad.tensors import Batch
 
 DELTA_EXPONENT = 1.1
 NEIGHBOURING = "add-remove"
@@ -72,6 +73,8 @@ class PrivacyConfig:
         """
         require_int("dataset_size", dataset_size)
         require_at_least("dataset_size", dataset_size, 1, "there is nothing to train on")
+        if self.seed is not None:
+            RandomKey.from_seed(self.seed)
         q = self._rate(dataset_size)
         steps = self._steps(q)
         delta = self._delta(dataset_size)
@@ -176,10 +179,19 @@ class PrivacyPlan:
             raise ValueError(
                 "the noise multiplier that would run is not the accounted one; build plans with PrivacyConfig.build"
             )
+        if self.event.bands != 1:
+            raise ValueError(
+                f"bands={self.event.bands} is accounted for, but the noise that would run is independent; "
+                "build plans with PrivacyConfig.build"
+            )
         if self.clipper.claim.clipping != self.event.clipping:
             raise ValueError(
                 f"the clipper claims {self.clipper.claim.clipping}, but {self.event.clipping} was accounted for; "
                 "build plans with PrivacyConfig.build"
+            )
+        if self.report.event != self.event or self.report.delta != self.delta:
+            raise ValueError(
+                "the epsilon was computed for another event or delta; build plans with PrivacyConfig.build"
             )
 
     @property
@@ -205,16 +217,14 @@ class PrivacyPlan:
             ValueError: if the ledger was written by a different mechanism, or is in use.
         """
         key = RandomKey.from_entropy() if self.config.seed is None else RandomKey.from_seed(self.config.seed)
-        released = 0
-        writer = None
-        if ledger is not None:
-            path = Path(ledger)
-            if path.is_file() and path.stat().st_size:
-                contents = read_ledger(path)
+        if ledger is None:
+            return PrivateRun(self, key, None, 0)
+        writer = LedgerWriter(ledger)  # locked before it is read: nobody else can add releases in between
+        try:
+            contents = read_ledger(ledger)
+            if contents.header:
                 self._require_same_mechanism(contents.header)
-                released = contents.releases
-            writer = LedgerWriter(path)
-            if released == 0:
+            else:
                 writer.mechanism(
                     self.event,
                     planned_steps=self.steps,
@@ -224,7 +234,10 @@ class PrivacyPlan:
                     neighbouring=NEIGHBOURING,
                     sampler="poisson",
                 )
-        return PrivateRun(self, key, writer, released)
+        except ValueError:
+            writer.close()
+            raise
+        return PrivateRun(self, key, writer, contents.releases)
 
     def _require_same_mechanism(self, header: dict[str, object]) -> None:
 
@@ -251,7 +264,7 @@ class PrivateRun:
         self._key = key
         self._writer = writer
         self._released = released
-        self._checked = False
+        self._open_batch: int | None = None
         self._projection_stream: tuple[int, torch.Generator] | None = None
 
     @property
@@ -267,6 +280,7 @@ class PrivateRun:
         """
         while self._released < self.plan.steps:
             index = self._released
+            self._open_batch = index
             yield self.plan.sampler.indices(self._key, index)
             if self._released == index:
                 raise RuntimeError(
@@ -276,9 +290,6 @@ class PrivateRun:
 
     def clip(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> ClippedSum:
         """Clipped sum of the next release's batch, or of a part of it: parts add up with ``+``. Private."""
-        if not self._checked and batch_size_of(batch) > 1:
-            self.plan.clipper.check(model, per_example_loss, batch)
-            self._checked = True
         return self.plan.clipper.clip(model, per_example_loss, batch, self._projections())
 
     def _projections(self) -> torch.Generator | None:
@@ -300,6 +311,11 @@ class PrivateRun:
         """
         if self._released >= self.plan.steps:
             raise RuntimeError(f"all {self.plan.steps} releases of the plan are made; build a plan with more steps")
+        if self._open_batch is not None and self._open_batch != self._released:
+            raise RuntimeError(
+                "this batch is released already; every release needs a batch of its own from batches(), or the sampling rate "
+                "accounted for is not the one that ran"
+            )
         if clipped.claim != self.plan.clipper.claim:
             raise ValueError(
                 f"the clipped sum claims {clipped.claim}, but the plan accounts for {self.plan.clipper.claim}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,12 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        return {key: map_tensors(value, function) for key, value in batch.items()}
+        mapped = {key: map_tensors(value, function) for key, value in batch.items()}
+        if type(batch) is dict:
+            return mapped
+        with contextlib.suppress(TypeError):
+            return type(batch)(mapped)  # type: ignore[call-arg]  # a BatchEncoding stays one
+        return mapped
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(value, function) for value in batch))
     if isinstance(batch, list | tuple):

@@ -247,6 +247,44 @@ class Cast(nn.Module):
         return x.to(self.dtype)
 
 
+class ReturnsItsIntermediate(nn.Module):
+    """As attention modules do that return their weights beside the context: one output is on the way to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.softmax(x * self.scale, dim=-1)
+        return (weights * x).tanh() * self.scale, weights
+
+
+class UsesTheCell(nn.Module):
+    """A recurrent cell whose two outputs depend on each other, or a module that returns an intermediate, ``used`` or ignored."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = nn.LSTMCell(5, 5) if kind == "lstm-cell" else ReturnsItsIntermediate()
+        self.head = nn.Linear(5, 3)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "lstm-cell":
+            state = None
+            for t in range(3):
+                state = self.inner(x + t, state)
+            return self.head(state[0])
+        out, weights = self.inner(x)
+        return self.head(out + weights if self.kind == "used" else out)
+
+
+@pytest.mark.parametrize("kind", ["used", "ignored", "lstm-cell"])
+def test_outputs_that_depend_on_each_other_are_counted_once(kind: str) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 5), "y": torch.randint(0, 3, (4,))}
+    assert_equal_to_oracle(UsesTheCell(kind), cross_entropy, batch)
+
+
 def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     size = sum(float(g.double().pow(2).sum()) for g in expected.values()) ** 0.5
     return sum(float((actual[n].double() - g.double()).pow(2).sum()) for n, g in expected.items()) ** 0.5 / size

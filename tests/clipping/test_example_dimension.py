@@ -73,6 +73,34 @@ def test_inputs_without_an_example_dimension_are_refused(function, table, length
         function(Positions((), table()), cross_entropy, ids_of(length), *arguments)
 
 
+class SoftPrompt(nn.Module):
+    """Learned rows added to every example, from a module that is called without inputs."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.prompt = Table(length)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x + self.prompt()).tanh().mean(1))
+
+
+class Table(nn.Module):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(length, 6))
+
+    def forward(self) -> Tensor:
+        return self.rows * 1.0
+
+
+@pytest.mark.parametrize("length", [5, EXAMPLES], ids=["other-length", "length-equals-batch-size"])
+def test_module_called_without_inputs_is_refused(length: int) -> None:
+    with pytest.raises(ValueError, match="layer 'prompt'"):
+        clipped_gradients(SoftPrompt(length), cross_entropy, batch_of(length, 6), 1.0)
+
+
 def test_frozen_layer_without_an_example_dimension_is_allowed() -> None:
     model = Positions((), nn.Embedding(8, 6).requires_grad_(False))
     assert_equal_to_oracle(model, cross_entropy, ids_of())

@@ -14,7 +14,6 @@ from torch import nn
 from quietgrad.clipping import engine, rules
 from quietgrad.clipping.factors import DenseFactors, DirectGradients, OneHotFactors, weighted_sum
 from quietgrad.clipping.verify import verify_clipping
-from quietgrad.training.prepare import LARGEST_DIFFERENCE
 
 RIGHT_NORMS, RIGHT_SQUARED, RIGHT_ADD = engine.estimate_norms, engine._squared_norms, engine.add_clipped
 
@@ -148,4 +147,4 @@ def test_oracle_comparison_notices(mutant: Mutant, monkeypatch) -> None:
     mutant.break_it(monkeypatch)
     with pytest.raises(AssertionError):
         assert_equal_to_oracle(model, loss, batch)
-    assert not verify_clipping(model, loss, batch) < LARGEST_DIFFERENCE["float32"]  # a training run would not start
+    assert not verify_clipping(model, loss, batch) < 1e-4  # which all good models stay below

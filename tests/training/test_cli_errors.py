@@ -122,13 +122,13 @@ def test_resume_mistakes(quietgrad: Run, settings, write_config: Config, tmp_pat
     ("override", "named"),
     [
         ("privacy.noise_multiplier=2", "noise_multiplier"),
-        ("privacy.target_epsilon=1", "noise_multiplier"),
+        ("privacy.target_epsilon=1", "privacy"),
         ("privacy.target_delta=1e-3", "delta"),
         ("privacy.max_grad_norm=2", "max_grad_norm"),
-        ("training.expected_batch_size=20", "sample_rate"),
-        ("training.steps=9", "planned_steps"),
-        ("clipping.estimator=hutch", "randomized_clipping"),
-        ("data.test_fraction=0.3", "sample_rate"),  # other records are private now
+        ("training.expected_batch_size=20", "expected_batch_size"),
+        ("training.steps=9", "steps"),
+        ("clipping.estimator=hutch", "estimator"),
+        ("data.test_fraction=0.3", "test_fraction"),  # other records are private now
         ("privacy.enabled=false", "privacy"),
     ],
 )

@@ -26,10 +26,11 @@ TAIL_SHARES = (1e-4, 3e-2, 0.3)
 
 @dataclass(frozen=True)
 class EpsilonReport:
-    """An epsilon with the reason if it is infinite, and the discretisation that it was computed with."""
+    """An epsilon of ``event`` with the reason if it is infinite, and the discretisation that it was computed with."""
 
     epsilon: float
     delta: float
+    event: PrivacyEvent
     discretisation: Discretisation
     reason: str | None = None
 
@@ -56,14 +57,14 @@ def epsilon_report(event: PrivacyEvent, delta: float) -> EpsilonReport:
     best: EpsilonReport | None = None
     for share in TAIL_SHARES:
         composed = compose(event, tail_mass=share * delta)
-        report = EpsilonReport(composed.epsilon(delta), delta, composed.discretisation)
+        report = EpsilonReport(composed.epsilon(delta), delta, event, composed.discretisation)
         if best is None or report.epsilon < best.epsilon:
             best = report
         if not composed.discretisation.range_limited and math.isfinite(report.epsilon):
             break
     assert best is not None
     if math.isinf(best.epsilon):
-        return EpsilonReport(best.epsilon, delta, best.discretisation, _why_infinite(event, delta))
+        return EpsilonReport(best.epsilon, delta, event, best.discretisation, _why_infinite(event, delta))
     return best
 
 

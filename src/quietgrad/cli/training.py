@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from quietgrad.cli.output import console, fail, print_json, print_table
-from quietgrad.training.config import TrainConfig, load_config
+from quietgrad.training.config import TrainConfig, load_config, require_same_settings
 from quietgrad.training.references import references_for
 
 
@@ -23,6 +23,8 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     from quietgrad.training.run_dir import open_run_dir
 
     run_dir = open_run_dir(config.training.run_dir, resume)
+    if resume:
+        require_same_settings(load_config(run_dir.config), config)
     prepared, started = _prepare(config, target)
     from quietgrad.training import figure, runner
     from quietgrad.training.prepare import verify_on_public_records

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.clipped_sum import ClippedSum
-from quietgrad.clipping.engine import Clipper, PerExampleLoss
+from quietgrad.clipping.engine import Clipper
+from quietgrad.clipping.factoring import PerExampleLoss
 from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, require_estimator
 from quietgrad.tensors import Batch
 
@@ -42,7 +43,6 @@ def clipped_gradients(
         ValueError: naming the layer, parameter or argument, with the remedy.
     """
     clipper = Clipper(max_grad_norm, require_estimator(estimator), sketch_dim, micro_batch_size)
-    clipper.check(model, per_example_loss, batch)
     return clipper.clip(model, per_example_loss, batch, generator)
 
 
@@ -61,5 +61,4 @@ def per_example_norms(
     Arguments and errors as for ``clipped_gradients``.
     """
     clipper = Clipper(1.0, require_estimator(estimator), sketch_dim, micro_batch_size)
-    clipper.check(model, per_example_loss, batch)
     return clipper.norms(model, per_example_loss, batch, generator)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from quietgrad.clipping.layout import Layout, Site
 from quietgrad.clipping.rules import batched_dims
-from quietgrad.tensors import batch_size_of, map_tensors, slice_batch
+from quietgrad.tensors import map_tensors
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,12 @@ def _recorder(site: Site, recording: Recording, batch_size: int) -> Callable[...
         # An in-place operation on a view (ReLU(inplace=True) after an InstanceNorm) rewrites the history of the view's base and would leave
         # the edge taken here dead, with a gradient of zero and no error. So views are handed on as tensors of their own.
         leaves, spec = pytree.tree_flatten(output)
+        # So are several outputs of one module: where one feeds another, its own edge would count that path twice.
+        graded = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        several = sum(graded) > 1
         own = [
-            leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view() else leaf
-            for leaf in leaves
+            leaf.clone() if has_grad and (several or leaf._is_view()) else leaf
+            for leaf, has_grad in zip(leaves, graded, strict=True)
         ]
         edges = tuple(
             (position, get_gradient_edge(leaf))
@@ -104,43 +107,12 @@ def _recorder(site: Site, recording: Recording, batch_size: int) -> Callable[...
             return None
         if site.rule is not None:
             _require_examples_first(site, args, kwargs, batch_size)
+        elif batch_size == 1:
+            _require_one_row(site, own)
         recording.uses.append(Use(site, map_tensors(args, Tensor.detach), map_tensors(kwargs, Tensor.detach), edges))
         return None if all(a is b for a, b in zip(own, leaves, strict=True)) else pytree.tree_unflatten(own, spec)
 
     return record
-
-
-def require_example_dimension(
-    model: nn.Module, layout: Layout, per_example_loss: Callable[[nn.Module, Any], Tensor], batch: Any
-) -> None:
-    """Runs one example alone and checks that every captured input then has one row.
-
-    A layer whose input has no example dimension (the relative position table of T5) would go unnoticed where another of its dimensions happens to
-    equal the batch size. Cost: a forward pass of one example, without gradients; the random state is left as it was.
-
-    Raises:
-        ValueError: naming the layer.
-    """
-    if batch_size_of(batch) < 2:
-        return
-    handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    def checker(site: Site) -> Callable[..., None]:
-        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            _require_examples_first(site, args, kwargs, 1)
-
-        return check
-
-    devices = sorted({p.device.index or 0 for p in layout.parameters.values() if p.device.type == "cuda"})
-    try:
-        for site in layout.sites:
-            if site.rule is not None:
-                handles.append(site.module.register_forward_pre_hook(checker(site), with_kwargs=True))
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            per_example_loss(model, slice_batch(batch, 0, 1))
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def input_of(use: Use) -> Tensor:
@@ -153,9 +125,17 @@ def input_of(use: Use) -> Tensor:
 def _require_examples_first(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> None:
     leaves = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     if not leaves or leaves[0].dim() < (batched_dims(site.module) or 1) or leaves[0].shape[0] != batch_size:
-        shape = tuple(leaves[0].shape) if leaves else None
-        raise ValueError(
-            f"layer {site.name!r} ({type(site.module).__name__}) is called with an input of shape {shape} for a batch of {batch_size} "
-            "examples: its first dimension is not the example, so per-example gradients cannot be told apart; "
-            "freeze its parameters (requires_grad_(False)) or give the input an example dimension"
-        )
+        raise ValueError(_no_example_dimension(site, "is called with an input"))
+
+
+def _require_one_row(site: Site, outputs: list[Any]) -> None:
+    first = next((x for x in outputs if isinstance(x, Tensor)), None)
+    if first is not None and (first.dim() == 0 or first.shape[0] != 1):
+        raise ValueError(_no_example_dimension(site, "returns a tensor"))
+
+
+def _no_example_dimension(site: Site, what: str) -> str:
+    return (
+        f"layer {site.name!r} ({type(site.module).__name__}) {what} whose first dimension is not the example, so per-example gradients "
+        "cannot be told apart; freeze its parameters (requires_grad_(False)) or give its input an example dimension"
+    )

@@ -6,18 +6,15 @@ Source: docs/methods, section 1 ("book-keeping"; Bu et al. 2023).
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quietgrad.checks import require_at_least, require_int
-from quietgrad.clipping.capture import Recording, captured, input_of, require_example_dimension
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.clipping.estimators import ghost_norms, hutch_norms, hutch_plus_plus_norms, materialized_norms
+from quietgrad.clipping.factoring import Factored, PerExampleLoss, check_capture_once, factor
 from quietgrad.clipping.factors import (
     Contribution,
     DirectGradients,
@@ -28,7 +25,6 @@ from quietgrad.clipping.factors import (
     rows_and_columns,
     weighted_sum,
 )
-from quietgrad.clipping.fallback import fallback_contributions
 from quietgrad.clipping.layout import Layout, layout_of
 from quietgrad.clipping.planner import (
     DEFAULT_SKETCH_DIM,
@@ -41,8 +37,6 @@ from quietgrad.clipping.planner import (
 from quietgrad.clipping.refusals import refuse_cross_example_layers
 from quietgrad.facts import ExactClipping, RandomizedClipping, SensitivityClaim
 from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, slice_batch
-
-PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
 
 
 @dataclass(frozen=True)
@@ -93,6 +87,8 @@ class Clipper:
         layout = layout_of(model)
         total = self.zero(layout)
         n = batch_size_of(batch)
+        if n:
+            check_capture_once(model, layout, per_example_loss, batch)
         step = self.micro_batch_size or max(n, 1)
         for start in range(0, n, step):
             part = slice_batch(batch, start, start + step)
@@ -110,21 +106,14 @@ class Clipper:
         refuse_cross_example_layers(model)
         layout = layout_of(model)
         n = batch_size_of(batch)
+        if n:
+            check_capture_once(model, layout, per_example_loss, batch)
         step = self.micro_batch_size or max(n, 1)
         parts = []
         for start in range(0, n, step):
             factored = factor(model, layout, per_example_loss, slice_batch(batch, start, start + step))
             parts.append(estimate_norms(factored, self.estimator, self.sketch_dim, generator))
         return torch.cat(parts) if parts else next(iter(layout.parameters.values())).new_zeros(0)
-
-    def check(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> None:
-        """Refuses models whose captured layers get inputs without an example dimension; worth calling once per run.
-
-        Raises:
-            ValueError: naming the layer and the remedy.
-        """
-        refuse_cross_example_layers(model)
-        require_example_dimension(model, layout_of(model), per_example_loss, batch)
 
     def zero(self, layout: Layout) -> ClippedSum:
         """The sum of an empty batch."""
@@ -135,83 +124,6 @@ class Clipper:
             for name, p in layout.parameters.items()
         }
         return ClippedSum(gradients, self.claim)
-
-
-@dataclass(frozen=True)
-class Factored:
-    """Per-example gradients of one micro-batch in factored form, by parameter name."""
-
-    contributions: dict[str, list[Contribution]]
-    parameters: dict[str, nn.Parameter]
-    batch_size: int
-    device: torch.device
-
-
-def factor(model: nn.Module, layout: Layout, per_example_loss: PerExampleLoss, batch: Batch) -> Factored:
-    """Runs forward and backward once and returns every parameter's per-example gradients in factored form."""
-    n = batch_size_of(batch)
-    with torch.enable_grad():
-        with captured(layout, n) as recording:
-            losses = per_example_loss(model, batch)
-        _require_per_example(losses, n)
-        gradients = _output_gradients(losses, layout, recording)
-    contributions: dict[str, list[Contribution]] = defaultdict(list)
-    with torch.no_grad():
-        for use, at_outputs in zip(recording.uses, gradients, strict=True):
-            if not at_outputs:
-                continue  # the loss does not depend on this call
-            found: dict[str, Contribution]
-            if use.site.rule is None:
-                found = dict(fallback_contributions(use, at_outputs, n))
-            else:
-                found = use.site.rule(use.site.module, input_of(use), at_outputs[0], use.site.parameters)
-            for local, contribution in found.items():
-                contributions[use.site.parameters[local]].append(contribution)
-    return Factored(dict(contributions), layout.parameters, n, losses.device)
-
-
-def _require_per_example(losses: object, n: int) -> None:
-    if not isinstance(losses, Tensor) or losses.shape != (n,):
-        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise ValueError(
-            f"per_example_loss returned {shape} for a batch of {n} examples; return a tensor of shape ({n},), one loss per example "
-            "(for torch losses: reduction='none'; sum or average over tokens yourself; a loss that compares examples has no per-example form)"
-        )
-    if not losses.requires_grad:
-        raise ValueError(
-            "per_example_loss returned losses without a gradient; check that it does not detach or use torch.no_grad()"
-        )
-
-
-def _output_gradients(losses: Tensor, layout: Layout, recording: Recording) -> list[dict[int, Tensor]]:
-    edges = [edge for use in recording.uses for _, edge in use.edges]
-    called = {name for use in recording.uses for name in use.site.parameters.values()}
-    # A parameter that no captured call accounts for must not influence the loss: asking for its gradient finds out.
-    unseen = {name: p for name, p in layout.parameters.items() if name not in called}
-    if not edges and not unseen:
-        return []
-    try:
-        wanted: list[Any] = [*edges, *unseen.values()]  # autograd takes edges and tensors together
-        found = torch.autograd.grad(losses.sum(), wanted, allow_unused=True)
-    except RuntimeError as error:
-        if "checkpoint" in str(error).lower():
-            raise ValueError(
-                "reentrant gradient checkpointing hides the layers from per-example clipping; use the non-reentrant kind: "
-                "use_reentrant=False (Hugging Face: gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}))"
-            ) from error
-        raise
-    for (name, _), gradient in zip(unseen.items(), found[len(edges) :], strict=True):
-        if gradient is not None:
-            raise ValueError(
-                f"parameter {name!r} influences the loss, but the module that owns it is never called, so its per-example gradients "
-                "cannot be captured; freeze it, or call the module instead of using its parameter directly"
-            )
-    remaining = iter(found)
-    gradients: list[dict[int, Tensor]] = []
-    for use in recording.uses:
-        at_outputs = {position: next(remaining) for position, _ in use.edges}
-        gradients.append({position: g for position, g in at_outputs.items() if g is not None})
-    return gradients
 
 
 def estimate_norms(

@@ -6,7 +6,6 @@ module, and memory for its per-example gradients, [examples, entries of its own 
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from typing import Any
 
@@ -65,12 +64,25 @@ def fallback_contributions(
         found = torch.autograd.grad(outputs, list(parameters.values()), seeds, allow_unused=True)
         return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), found, strict=True)]
 
+    if batch_size > 1 and all(dim is None for dim in in_dims):
+        raise ValueError(
+            f"layer {use.site.name!r} ({type(module).__name__}) is called without an input that has an example dimension, so per-example "
+            "gradients cannot be told apart; freeze its own parameters or pass it something with an example dimension"
+        )
     gradients: dict[str, Tensor] | None = None
     if batch_size > 1 and not isinstance(module, nn.RNNBase):
         # Operations without a batching rule raise, or warn and run one example after the other inside vmap: right either way.
-        with contextlib.suppress(RuntimeError, NotImplementedError), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
-            gradients = vmap(pulled_back, in_dims=(in_dims, out_dims), randomness="error")(leaves, cotangents)
+            try:
+                gradients = vmap(pulled_back, in_dims=(in_dims, out_dims), randomness="error")(leaves, cotangents)
+            except (RuntimeError, NotImplementedError) as error:
+                if "random" in str(error):
+                    raise ValueError(
+                        f"layer {use.site.name!r} ({type(module).__name__}) has parameters that need the generic fallback, which repeats its "
+                        "forward pass, but it draws random numbers; switch its dropout off, freeze these parameters, or move them into a "
+                        "small module of their own"
+                    ) from error
     if gradients is None:
         each = [by_autograd(i) for i in range(batch_size)]  # one example after the other gives the same numbers
         gradients = {name: torch.stack([e[j] for e in each]) for j, name in enumerate(own)}
@@ -97,8 +109,8 @@ def _output_example_dim(use: Use, position: int, gradient: Tensor, batch_size: i
     dim = 1 if isinstance(module, nn.RNNBase) and position > 0 else 0
     if gradient.dim() <= dim or gradient.shape[dim] != batch_size:
         raise ValueError(
-            f"layer {use.site.name!r} ({type(module).__name__}) returns a tensor of shape {tuple(gradient.shape)} for a batch of {batch_size} "
-            "examples: its first dimension is not the example; freeze its own parameters or give its input an example dimension"
+            f"layer {use.site.name!r} ({type(module).__name__}) returns a tensor whose "
+            "first dimension is not the example; freeze its own parameters or give its input an example dimension"
         )
     return dim
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from quietgrad.clipping.engine import Clipper, PerExampleLoss
+from quietgrad.clipping.engine import Clipper
+from quietgrad.clipping.factoring import PerExampleLoss
 from quietgrad.clipping.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
 from quietgrad.tensors import Batch
 

@@ -248,6 +248,49 @@ def config_from(tree: dict[str, Any]) -> TrainConfig:
     return TrainConfig(**built)
 
 
+# What a resumed run may change: where and how often it writes, and how it uses the machine.
+_FREE_ON_RESUME = {
+    "training.run_dir",
+    "training.eval_every",
+    "training.eval_records",
+    "training.checkpoint_every",
+    "training.device",
+    "training.precision",
+    "training.cache_frozen_layers",
+    "clipping.max_physical_batch_size",
+    "optimizer.learning_rate",
+    "optimizer.head_learning_rate",
+    "optimizer.weight_decay",
+    "optimizer.warmup_steps",
+}
+_PRIVACY_KEYS = {
+    "clipping.estimator",
+    "clipping.sketch_dim",
+    "training.expected_batch_size",
+    "training.steps",
+    "training.epochs",
+}
+
+
+def require_same_settings(first: TrainConfig, now: TrainConfig) -> None:
+    """Checks that a resumed run goes on with the settings it began with.
+
+    Raises:
+        ValueError: naming the first setting that changed.
+    """
+    before, after = (
+        {f"{table}.{key}": value for table, values in c.to_dict().items() for key, value in values.items()}
+        for c in (first, now)
+    )
+    for name in sorted((before.keys() | after.keys()) - _FREE_ON_RESUME):
+        if before.get(name) != after.get(name):
+            kind = "privacy setting" if name.startswith("privacy.") or name in _PRIVACY_KEYS else "setting"
+            raise ValueError(
+                f"resume with a changed {kind}: {name} was {before.get(name)!r} and is now {after.get(name)!r}; resume with the settings of the "
+                "first start, or begin a new run directory"
+            )
+
+
 def _with_overrides(tree: dict[str, Any], overrides: typing.Sequence[str]) -> dict[str, Any]:
     hints = typing.get_type_hints(TrainConfig)
     keys = {table: list(typing.get_type_hints(kind)) for table, kind in hints.items()}
@@ -324,6 +367,5 @@ def _choice(name: str, value: str, options: typing.Sequence[str]) -> None:
 
 
 def _toml_value(value: Any) -> str:
-    return json.dumps(
-        value, ensure_ascii=False
-    )  # strings, numbers, booleans and lists of strings are written alike in both
+    # Strings, numbers, booleans and lists of strings are written alike in both, but for one character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import importlib.metadata
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def _labelled(
     if len(texts) == 0:
         raise ValueError(f"data.source={source!r} holds no records")
     for i, (text, label) in enumerate(zip(texts, labels, strict=True)):
-        if not isinstance(text, str) or _missing(label):
+        if not isinstance(text, str) or not text.strip() or _missing(label):
             raise ValueError(f"data.source={source!r}: record {i + 1} lacks a text or a label; remove such records")
     words = [_label_word(label) for label in labels]
     names = tuple(label_names) if label_names else tuple(sorted(set(words)))
@@ -139,9 +140,11 @@ def _read_file(path: Path) -> dict[str, list[Any]]:
     suffix = path.suffix.lower()
     try:
         if suffix in (".csv", ".tsv"):
-            frame = pd.read_csv(path, sep="\t" if suffix == ".tsv" else ",", encoding_errors="replace")
+            frame = pd.read_csv(
+                path, sep="\t" if suffix == ".tsv" else ",", encoding_errors="replace", dtype=str, keep_default_na=False
+            )
         elif suffix in (".jsonl", ".json"):
-            frame = pd.read_json(path, lines=suffix == ".jsonl")
+            frame = pd.DataFrame(_json_records(path, one_a_line=suffix == ".jsonl"), dtype=object)
         elif suffix == ".parquet":
             frame = pd.read_parquet(path)
         else:
@@ -149,6 +152,15 @@ def _read_file(path: Path) -> dict[str, list[Any]]:
     except (ValueError, OSError) as error:  # pandas' own parser errors are ValueErrors
         raise ValueError(f"data.source={str(path)!r} cannot be read: {error}") from error
     return {str(name): frame[name].tolist() for name in frame.columns}
+
+
+def _json_records(path: Path, one_a_line: bool) -> list[dict[str, Any]]:
+    """Records as they stand: pandas' own JSON reader turns words that look like numbers, dates or gaps into something else."""
+    text = path.read_text(encoding="utf-8")
+    records = [json.loads(line) for line in text.splitlines() if line.strip()] if one_a_line else json.loads(text)
+    if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
+        raise ValueError("expected one JSON object a line (.jsonl), or a list of objects (.json)")
+    return records
 
 
 def _read_hub(source: str) -> dict[str, list[Any]]:

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from quietgrad.clipping.engine import PerExampleLoss, choice_for, factor
+from quietgrad.clipping.engine import choice_for
+from quietgrad.clipping.factoring import PerExampleLoss, factor
 from quietgrad.clipping.factors import DirectGradients
 from quietgrad.clipping.layout import layout_of
 from quietgrad.training.models import trainable_count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,20 @@ from torch import nn
 from quietgrad.training.config import OptimizerTable
 
 LAST_RATE = 0.05  # share of the learning rate that is left at the last step
+
+
+def head_parameter_names(model: nn.Module) -> set[str]:
+    """Names of the head's parameters: ours, or what a Hugging Face classifier has on top of its base model."""
+    if hasattr(model, "head"):
+        return {name for name, _ in model.named_parameters() if name.startswith("head.")}
+    inner: Any = getattr(model, "encoder", model)
+    if hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()  # peft
+    base = getattr(inner, "base_model", inner)
+    if base is inner:
+        return set()
+    below = {id(p) for p in base.parameters()}
+    return {name for name, p in model.named_parameters() if id(p) not in below}
 
 
 def build_optimizer(
@@ -20,8 +35,9 @@ def build_optimizer(
     Linear warm-up over ``warmup_steps``, then linear decay; a function of the step number, so a resumed run goes on where it was.
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    head = [p for name, p in trainable if name.startswith("head.")]
-    body = [p for name, p in trainable if not name.startswith("head.")]
+    head_names = head_parameter_names(model)
+    head = [p for name, p in trainable if name in head_names]
+    body = [p for name, p in trainable if name not in head_names]
     head_rate = table.learning_rate if table.head_learning_rate is None else table.head_learning_rate
     groups = [{"params": p, "lr": rate} for p, rate in ((body, table.learning_rate), (head, head_rate)) if p]
     optimizer: torch.optim.Optimizer

@@ -82,7 +82,7 @@ def open_run_dir(wanted: str, resume: bool) -> RunDir:
         raise ValueError("--resume needs the run directory to go on with: --set training.run_dir=PATH")
     path = Path(wanted or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     run = RunDir(path)
-    if resume and not run.ledger.is_file() and not run.checkpoint.is_file():
+    if resume and (not run.config.is_file() or not (run.ledger.is_file() or run.checkpoint.is_file())):
         raise ValueError(f"training.run_dir={str(path)!r} holds no run to resume; start it without --resume")
     if not resume and (run.ledger.exists() or run.checkpoint.exists() or run.result.exists()):
         raise ValueError(

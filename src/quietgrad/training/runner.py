@@ -63,16 +63,25 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
     classifier = prepared.model.classifier
     optimizer, schedule = build_optimizer(classifier, prepared.config.optimizer, prepared.steps)
     loop = _Loop(prepared, run_dir, optimizer, schedule)
+    if not resume:
+        run_dir.config.write_text(prepared.config.to_toml(), encoding="utf-8")
     private = prepared.plan.start(run_dir.ledger) if prepared.plan is not None else None
     with contextlib.ExitStack() as stack:
         if private is not None:
             stack.enter_context(private)
+        if resume and private is None and run_dir.ledger.exists():
+            raise ValueError(
+                f"cannot resume {str(run_dir.path)!r} without privacy: it is a private run; set privacy.enabled=true, or begin a new run directory"
+            )
         done, made = loop.restore() if resume else 0, 0
         if private is not None:
+            if private.released < done:
+                raise ValueError(
+                    f"cannot resume: the checkpoint in {str(run_dir.path)!r} is at step {done}, but the ledger counts {private.released} releases: the ledger is "
+                    "not the one of this run, or lost lines, and nothing can be claimed; restore it, or begin a new run directory"
+                )
             # Releases that the ledger holds beyond the checkpoint are spent: training goes on at the next number.
             done = max(done, private.released)
-        if not resume:
-            run_dir.config.write_text(prepared.config.to_toml(), encoding="utf-8")
         run_dir.write_json(run_dir.environment, environment())
         before = parameter_digest(classifier)
         stop = stack.enter_context(_stop_on_signal())
@@ -175,14 +184,20 @@ class _Loop:
             return 0  # stopped before the first checkpoint: the ledger still counts what was released
         state = torch.load(self.run_dir.checkpoint, weights_only=True)
         parameters = trainable_parameters(self.model)
-        if parameters.keys() != state["trainable"].keys():
+        shapes = {name: p.shape for name, p in parameters.items()}
+        if shapes != {name: value.shape for name, value in state["trainable"].items()}:
             raise ValueError(
                 "resume with a changed model: its trainable parameters are not those of the checkpoint; use the settings of the first start"
             )
         with torch.no_grad():
             for name, value in state["trainable"].items():
                 parameters[name].copy_(value)
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                "resume with a changed optimiser: its state is not that of the checkpoint; use the settings of the first start"
+            ) from error
         torch.set_rng_state(state["torch_rng"])
         return int(state["step"])
 

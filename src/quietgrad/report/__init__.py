@@ -1,0 +1,1 @@
+"""Pages and figures about privacy and runs."""
