@@ -124,16 +124,16 @@ class PoissonGaussian:
     def to_json(self) -> dict[str, Any]:
         record: dict[str, Any] = {
             "kind": "poisson-gaussian",
-            "noise_multiplier": self.noise_multiplier,
-            "sample_rate": self.sample_rate,
-            "steps": self.steps,
-            "bands": self.bands,
+            "noise_multiplier": float(self.noise_multiplier),
+            "sample_rate": float(self.sample_rate),
+            "steps": int(self.steps),
+            "bands": int(self.bands),
         }
         if isinstance(self.clipping, RandomizedClipping):
             record["randomized_clipping"] = {
-                "sketch_dim": self.clipping.sketch_dim,
+                "sketch_dim": int(self.clipping.sketch_dim),
                 "envelope": self.clipping.envelope,
-                "total_rank": self.clipping.total_rank,
+                "total_rank": None if self.clipping.total_rank is None else int(self.clipping.total_rank),
             }
         return record
 

@@ -1,6 +1,6 @@
 """Exact events against dp-accounting, Opacus' PRV accountant and the closed form at q = 1; sketched events against a second accountant.
 
-SETTINGS holds 64 (q, sigma, T, delta). Where another accountant is a bound and not the truth, the comparison says by how much.
+SETTINGS holds 63 (q, sigma, T, delta). Where another accountant is a bound and not the truth, the comparison says by how much.
 """
 
 import math
@@ -20,9 +20,7 @@ from .second_accountant import mixed_scales, mixture_epsilon
 DELTAS = (1e-3, 1e-5, 1e-9)
 # (sampling rate, noise multiplier, steps, deltas); the slow ones for others (many steps of a tiny rate) at fewer deltas.
 EVENTS = [
-    (1e-4, 0.4, 1000, (1e-5,)),
     (1e-4, 0.4, 20000, (1e-9,)),
-    (1e-4, 0.6, 20000, (1e-7,)),
     (1e-4, 1.0, 20000, (1e-5,)),
     (1e-3, 0.5, 1000, DELTAS),
     (1e-3, 0.8, 3000, (1e-5, 1e-7, 1e-9)),
@@ -35,7 +33,7 @@ EVENTS = [
     (64 / 1225, 3.99, 200, (1e-3, 1e-5, 1e-7, 1e-9)),
     (64 / 1225, 10.0, 5000, DELTAS),
     (0.2, 0.7, 2, DELTAS),
-    (0.2, 2.0, 20, DELTAS),
+    (0.2, 2.0, 20, (1e-3, 1e-5, 1e-7, 1e-9)),
     (0.2, 8.0, 500, DELTAS),
     (0.2, 20.0, 20000, DELTAS),
     (0.6, 1.0, 1, DELTAS),
@@ -128,7 +126,7 @@ def gaussian_delta(eps, mu):
 
 
 @pytest.mark.parametrize("sigma", [0.4, 1.0, 3.0, 20.0])
-@pytest.mark.parametrize("steps", [1, 2, 10, 200, 5000, 20000])
+@pytest.mark.parametrize("steps", [1, 2, 10, 200, 20000])
 @pytest.mark.parametrize("d", [0.3, 1e-5, 1e-9])
 def test_without_subsampling_it_is_the_gaussian_mechanism(sigma, steps, d):
     mu = math.sqrt(steps) / sigma
@@ -151,17 +149,17 @@ def test_without_subsampling_it_is_the_gaussian_mechanism(sigma, steps, d):
     [
         (64 / 1225, 4.275, 200, 32, 1.5),
         (0.5, 3.0, 5, 16, 14.0),
-        (0.02, 1.0, 50, 32, 16.0),
+        (0.02, 2.0, 50, 32, 8.0),
         (0.05, 8.0, 100, 8, 4.0),
         (0.9, 5.0, 1, 8, 12.0),
     ],
 )
 def test_sketched_events_agree_with_the_second_accountant(q, sigma, steps, k, largest_loss):
-    """Between Z rounded down and Z rounded up, in 600 bins each, up to the per cent that the 256 bins of ours may add."""
+    """Between Z rounded down and Z rounded up, in 400 bins each, up to the per cent that the 256 bins of ours may add."""
     d, interval = 1e-5, min(2e-3, q / sigma / 25)
     ours = epsilon(PoissonGaussian(sigma, q, steps, RandomizedClipping(k)), d)
     low, high = (
-        mixture_epsilon(*mixed_scales(k, 1e-4 * d / steps, 600, upwards=up), sigma, q, steps, d, interval, largest_loss)
+        mixture_epsilon(*mixed_scales(k, 1e-4 * d / steps, 400, upwards=up), sigma, q, steps, d, interval, largest_loss)
         for up in (False, True)
     )
     assert low <= high

@@ -47,33 +47,33 @@ def at_most(small, large):
     return 0.0 <= small <= large * (1 + GRID) + 1e-6
 
 
-@few(20)
+@few(15)
 @given(events, deltas, growths)
 def test_more_noise_costs_less(event, d, growth):
     noisier = replace(event, noise_multiplier=event.noise_multiplier * growth)
     assert at_most(epsilon(noisier, d), epsilon(event, d))
 
 
-@few(20)
+@few(15)
 @given(events, deltas, growths)
 def test_larger_delta_costs_less(event, d, growth):
     assert at_most(epsilon(event, min(d * growth, 0.5)), epsilon(event, d))
 
 
-@few(20)
+@few(15)
 @given(events, deltas, growths)
 def test_higher_rate_costs_more(event, d, growth):
     rate = min(1.0, event.sample_rate * growth)
     assert at_most(epsilon(event, d), epsilon(replace(event, sample_rate=rate), d))
 
 
-@few(20)
+@few(15)
 @given(events, deltas, st.integers(2, 5))
 def test_more_steps_cost_more(event, d, factor):
     assert at_most(epsilon(event, d), epsilon(replace(event, steps=event.steps * factor), d))
 
 
-@few(10)
+@few(8)
 @given(sketched_events, deltas, st.sampled_from([(64, 32), (48, 24), (32, 16), (10**7, 128)]))
 def test_fewer_projections_cost_more(event, d, dims):
     costs = [epsilon(replace(event, clipping=RandomizedClipping(k)), d) for k in dims]
@@ -90,7 +90,7 @@ def test_ten_million_projections_are_exact_clipping(q, sigma, steps):
     assert exact <= nearly <= exact * (1 + 3e-4)
 
 
-@few(12)
+@few(9)
 @given(events, deltas)
 def test_one_band_is_plain(event, d):
     banded = replace(event, bands=1)
@@ -99,7 +99,7 @@ def test_one_band_is_plain(event, d):
     assert epsilon(banded, d) == epsilon(event, d)
 
 
-@few(12)
+@few(9)
 @given(events, st.integers(1, 30), deltas)
 def test_bands_compose_fewer_steps_at_a_higher_rate(event, bands, d):
     bands = min(bands, event.steps)
@@ -110,14 +110,14 @@ def test_bands_compose_fewer_steps_at_a_higher_rate(event, bands, d):
     assert epsilon(banded, d) == epsilon(equivalent, d)
 
 
-@few(12)
+@few(9)
 @given(events, deltas, st.integers(1, 500))
 def test_splitting_a_run_changes_nothing(event, d, more):
     whole, rest = replace(event, steps=event.steps + more), replace(event, steps=more)
     assert epsilon(EventSequence((event, rest)), d) == pytest.approx(epsilon(whole, d), abs=1e-9, rel=1e-9)
 
 
-@few(8)
+@few(5)
 @given(exact_events, events, deltas)
 def test_phases_compose(first, second, d):
     """At least the costlier phase, at most basic composition, and the order does not matter."""
@@ -133,7 +133,7 @@ def test_a_short_phase_may_follow_a_banded_one():
     assert epsilon(EventSequence((first, second)), 1e-5) >= epsilon(first, 1e-5)
 
 
-@few(10)
+@few(8)
 @given(
     st.floats(0.05, 20.0),
     logarithmic(0.01, 1.0),
@@ -155,7 +155,7 @@ def test_calibration_counts_what_was_spent_before(before):
     assert 1.0 - 1e-2 <= total <= 1.0
 
 
-@few(20)
+@few(15)
 @given(events, logarithmic(1e-9, 0.5))
 def test_epsilon_is_a_number_from_zero_up(event, d):
     value = epsilon(event, d)

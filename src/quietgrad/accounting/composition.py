@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from dp_accounting.pld import pld_pmf
@@ -125,7 +125,7 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
     range_limit = max((g.highest - g.lowest) / LARGEST_ONE_STEP_GRID for g in grids)
     interval = max(wanted, range_limit, max(g.smallest_composed_interval for g in grids))
     points = max((g.highest - g.lowest) / interval for g in grids)
-    bins = int(min(MIXTURE_BINS, max(GRID_MIXTURE_BINS, MIXTURE_WORK / points)))
+    bins = int(min(MIXTURE_BINS, max(GRID_MIXTURE_BINS, MIXTURE_WORK * refine / points)))
     mixtures = [scale_mixture(p.clipping, truncation / p.compositions, bins) for p in phases]
     steps = [_one_step_on_grid(p, m, g, interval) for p, m, g in zip(phases, mixtures, grids, strict=True)]
     return ComposedEvent(
@@ -146,10 +146,7 @@ def _merge_equal_phases(phases: tuple[PoissonGaussian, ...]) -> tuple[PoissonGau
     merged: list[PoissonGaussian] = []
     for phase in phases:
         for i, earlier in enumerate(merged):
-            same = PoissonGaussian(
-                earlier.noise_multiplier, earlier.sample_rate, phase.steps, earlier.clipping, earlier.bands
-            )
-            if phase.bands == 1 and same == phase:
+            if phase.bands == 1 and replace(phase, steps=earlier.steps) == earlier:
                 merged[i] = PoissonGaussian(
                     phase.noise_multiplier, phase.sample_rate, earlier.steps + phase.steps, phase.clipping, 1
                 )

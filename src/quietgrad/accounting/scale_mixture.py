@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quietgrad.accounting.envelope import envelope_cdf, envelope_quantile, envelope_upper_end
+from quietgrad.accounting.hutch_envelope import mean_chi2_cdf
 from quietgrad.facts import ClippingClaim, ExactClipping, RandomizedClipping
 
 Array = NDArray[np.float64]
@@ -56,8 +57,9 @@ def _randomized_scale_mixture(clipping: RandomizedClipping, tail_mass: float, bi
     lowest = envelope_quantile(clipping, tail_mass)
     highest = envelope_upper_end(clipping)
     edges = _edges_for_small_rounding(lambda y: envelope_cdf(clipping, y), lowest, highest, bins)
-    cdf = envelope_cdf(clipping, edges)
-    # The mass above the last edge (the atom at 1 of the mixed envelope, the far tail of the other) sits at that edge.
+    # Bins are [edge, next edge), so that the jump of either envelope at 1 counts as lying at 1 itself. Both are continuous from
+    # the left, with the value of chi2(k)/k at 1; the mass from the last edge on sits at that edge.
+    cdf = np.where(edges <= 1.0, mean_chi2_cdf(edges, clipping.sketch_dim), envelope_cdf(clipping, edges))
     weights = np.append(np.diff(cdf), 1.0 - cdf[-1])
     scales = edges**-0.5
     keep = weights > 0
@@ -76,4 +78,4 @@ def _edges_for_small_rounding(cdf: Callable[[Array], Array], lowest: float, high
     position = np.concatenate([[0.0], np.cumsum(importance)])
     edges = np.exp(np.interp(np.linspace(0.0, position[-1], bins + 1), position, log_y))
     edges[0], edges[-1] = lowest, highest
-    return edges
+    return np.unique(np.append(edges, 1.0))

@@ -21,7 +21,8 @@ Direction = Literal["remove", "add"]
 
 # Share of delta that truncation may use. The smallest serves almost always; the others are tried when randomized clipping with few
 # projections stretches the range of losses so far that the grid had to be coarsened.
-TAIL_SHARES = (1e-4, 3e-2, 0.3)
+TAIL_SHARES = (1e-4, 1e-2, 0.1)
+SMALLEST_TAIL = 1e-14
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def epsilon_report(event: PrivacyEvent, delta: float) -> EpsilonReport:
     require_delta("delta", delta)
     best: EpsilonReport | None = None
     for share in TAIL_SHARES:
-        composed = compose(event, tail_mass=share * delta)
+        composed = compose(event, tail_mass=_power_of_ten(share * delta))
         report = EpsilonReport(composed.epsilon(delta), delta, event, composed.discretisation)
         if best is None or report.epsilon < best.epsilon:
             best = report
@@ -82,14 +83,15 @@ def delta(event: PrivacyEvent, epsilon: float) -> float:
         ValueError: for a negative or non-finite epsilon.
     """
     _require_epsilon(epsilon)
-    best = 1.0
-    tail_mass = 1e-14
-    for _ in range(3):
-        composed = compose(event, tail_mass=tail_mass)
-        best = min(best, composed.delta(epsilon))
-        if not composed.discretisation.range_limited:
-            break
-        tail_mass = max(1e-14, best * 1e-2)
+    composed = compose(event, tail_mass=SMALLEST_TAIL)
+    best = composed.delta(epsilon)
+    tried = {SMALLEST_TAIL}
+    # The truncations that ``epsilon`` would use for a delta of this size, so that the two undo each other.
+    for share in TAIL_SHARES:
+        for tail_mass in (_power_of_ten(share * best), _power_of_ten(10 * share * best)):
+            if tail_mass not in tried and (share == TAIL_SHARES[0] or composed.discretisation.range_limited):
+                tried.add(tail_mass)
+                best = min(best, compose(event, tail_mass=tail_mass).delta(epsilon))
     return best
 
 
@@ -110,10 +112,22 @@ def trade_off(event: PrivacyEvent, false_positive_rates: ArrayLike, direction: D
         raise ValueError(f"false_positive_rates={false_positive_rates!r} must lie in [0, 1]")
     if direction not in (None, "remove", "add"):
         raise ValueError(f"direction={direction!r} is unknown; use 'remove', 'add' or None for the smaller bound")
-    composed = compose(event, tail_mass=1e-14)
-    if direction is not None:
-        return _trade_off_of(composed, direction, alpha)
-    return np.minimum(_trade_off_of(composed, "remove", alpha), _trade_off_of(composed, "add", alpha))
+    result = np.zeros_like(alpha)
+    for tail_mass in (SMALLEST_TAIL, 1e-8, 1e-5):  # each gives a bound; the best one counts
+        composed = compose(event, tail_mass=tail_mass)
+        if direction is None:
+            bound = np.minimum(_trade_off_of(composed, "remove", alpha), _trade_off_of(composed, "add", alpha))
+        else:
+            bound = _trade_off_of(composed, direction, alpha)
+        result = np.maximum(result, bound)
+        if not composed.discretisation.range_limited:
+            break
+    return result
+
+
+def _power_of_ten(value: float) -> float:
+    """The power of ten at or just below a positive value, within [1e-20, 0.1]."""
+    return float(10.0 ** max(-20, min(-1, math.floor(math.log10(max(value, 1e-20)) + 1e-9))))
 
 
 def _trade_off_of(composed: ComposedEvent, direction: Direction, alpha: Array) -> Array:

@@ -44,9 +44,14 @@ class MeanPooledClassifier(nn.Module):
 
 def mean_over_tokens(states_btd: Tensor, mask_bt: Tensor) -> Tensor:
     """[b, d] mean over the tokens that are not padding, standardised over d, in float32."""
-    mask_bt1 = mask_bt.unsqueeze(-1).to(states_btd.dtype)
-    mean_bd = (states_btd * mask_bt1).sum(1) / mask_bt1.sum(1).clamp_min(1)
-    return F.layer_norm(mean_bd.float(), mean_bd.shape[-1:])
+    mean_bd = plain_mean_over_tokens(states_btd, mask_bt)
+    return F.layer_norm(mean_bd, mean_bd.shape[-1:])
+
+
+def plain_mean_over_tokens(states_btd: Tensor, mask_bt: Tensor) -> Tensor:
+    """[b, d] mean over the tokens that are not padding, in float32."""
+    mask_bt1 = mask_bt.unsqueeze(-1).float()
+    return (states_btd.float() * mask_bt1).sum(1) / mask_bt1.sum(1).clamp_min(1)
 
 
 class LogitsClassifier(nn.Module):

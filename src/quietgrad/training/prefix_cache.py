@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from quietgrad.training.models import MeanPooledClassifier, mean_over_tokens
+from quietgrad.training.models import MeanPooledClassifier, mean_over_tokens, plain_mean_over_tokens
 from quietgrad.training.text_batches import TokenisedTexts
 
 BLOCK_EXAMPLES = 128
@@ -48,18 +48,27 @@ class PrefixCache:
 
     Attributes:
         upper: blocks and head above the cache.
-        states: [tokens of all records, width], on the CPU.
-        offsets: [records + 1], where each record's tokens begin.
+        states: [tokens of all records, width], on the CPU; where only the head trains, [records, width] means over tokens.
+        offsets: [records + 1], where each record's states begin.
         texts: the records.
+        pooled: whether only the head trains: each record is then one state, the mean of its tokens.
     """
 
     upper: UpperBlocks
     states: Tensor
     offsets: NDArray[np.int64]
     texts: TokenisedTexts
+    pooled: bool
 
     def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
         """states [examples, longest, width], attention_mask [examples, longest], labels [examples]."""
+        if self.pooled:
+            chosen = torch.from_numpy(indices)
+            return {
+                "states": self.states[chosen].unsqueeze(1).to(device),
+                "attention_mask": torch.ones(len(indices), 1, dtype=torch.long, device=device),
+                "labels": torch.from_numpy(self.texts.labels[indices]).to(device),
+            }
         batch = self.texts.collate(indices, torch.device("cpu"))
         mask = batch["attention_mask"]
         states = torch.zeros(*mask.shape, self.states.shape[1], dtype=self.states.dtype)
@@ -105,11 +114,11 @@ def build_prefix_cache(
         with torch.no_grad(), precision():
             if not _agrees(classifier, upper, encoder, first, probe, device):
                 return None
-            states, offsets = _all_states(encoder, first, texts, device)
+            states, offsets = _all_states(encoder, first, texts, device, pooled=first == len(blocks))
     finally:
         classifier.train(was_training)
     upper.train(was_training)
-    return PrefixCache(upper, states, offsets, texts)
+    return PrefixCache(upper, states, offsets, texts, pooled=first == len(blocks))
 
 
 def _split(classifier: nn.Module) -> tuple[nn.Module, list[nn.Module], int] | None:
@@ -182,10 +191,17 @@ def _agrees(
 
 
 def _all_states(
-    encoder: Any, first: int, texts: TokenisedTexts, device: torch.device
+    encoder: Any, first: int, texts: TokenisedTexts, device: torch.device, pooled: bool
 ) -> tuple[Tensor, NDArray[np.int64]]:
     lengths = np.array([len(row) for row in texts.ids], dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
+    if pooled:
+        means = torch.empty(len(texts), int(encoder.config.hidden_size))
+        for part in _by_length(lengths):
+            batch = texts.collate(part, device)
+            found = plain_mean_over_tokens(_states_below(encoder, first, batch), batch["attention_mask"])
+            means[torch.from_numpy(part)] = found.cpu()
+        return means, np.arange(len(texts) + 1)
     dtype = torch.bfloat16 if torch.is_autocast_enabled(device.type) else torch.float32
     states = torch.empty(int(offsets[-1]), int(encoder.config.hidden_size), dtype=dtype)
     for part in _by_length(lengths):

@@ -85,6 +85,7 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
         run_dir.write_json(run_dir.environment, environment())
         before = parameter_digest(classifier)
         stop = stack.enter_context(_stop_on_signal())
+        shown = _ShownEpsilon(prepared)
         batches = private.batches() if private is not None else _plain_batches(prepared, done)
         for indices in batches:
             step = private.released if private is not None else done
@@ -95,7 +96,7 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
             loop.advance(step)
             done, made = step + 1, made + 1
             accuracy = loop.evaluate_on_schedule(done, private)
-            report(Progress(done, prepared.steps, _epsilon_so_far(prepared, done), accuracy))
+            report(Progress(done, prepared.steps, shown.at(done), accuracy))
             if done % prepared.config.training.checkpoint_every == 0 or stop.requested:
                 loop.save(done)
             if stop.requested and done < prepared.steps:
@@ -242,6 +243,21 @@ def _epsilon_so_far(prepared: Prepared, done: int) -> float:
     if done == prepared.steps:
         return prepared.plan.epsilon
     return epsilon(replace(prepared.plan.event, steps=done), prepared.plan.delta) if done else 0.0
+
+
+class _ShownEpsilon:
+    """Epsilon for the progress bar: computed at twentieths of the run and rounded up to the next one, still an upper bound."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._stride = max(1, -(-prepared.steps // 20))
+        self._known: dict[int, float] = {}
+
+    def at(self, done: int) -> float:
+        step = min(-(-done // self._stride) * self._stride, self._prepared.steps)
+        if step not in self._known:
+            self._known[step] = _epsilon_so_far(self._prepared, step)
+        return self._known[step]
 
 
 def _plain_batches(prepared: Prepared, done: int) -> Iterator[Any]:
