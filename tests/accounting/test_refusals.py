@@ -128,7 +128,7 @@ def test_renyi_accounting_of_exact_clipping_points_to_epsilon():
 
 @pytest.mark.parametrize(
     ("event", "word"),
-    [(PoissonGaussian(1.0, 0.1, 10_000, RandomizedClipping(2)), "sketch_dim=2"), (EVENT, "noise_multiplier")],
+    [(PoissonGaussian(1.0, 0.1, 1, RandomizedClipping(2)), "sketch_dim=2"), (EVENT, "noise_multiplier")],
 )
 def test_infinite_epsilon_comes_with_a_reason(event, word):
     report = epsilon_report(event, 1e-17)

@@ -63,9 +63,9 @@ class ComposedLoss:
 
     def delta(self, epsilon: float) -> float:
         """Hockey-stick divergence at epsilon >= 0: an upper bound of the event's delta in this direction."""
-        above = self.losses > epsilon
-        gap = -np.expm1(epsilon - self.losses[above])
-        return min(1.0, self.infinity + float(np.dot(gap, self.probabilities[above])))
+        start = int(np.searchsorted(self.losses, epsilon, side="right"))
+        gap = -np.expm1(epsilon - self.losses[start:])
+        return min(1.0, self.infinity + float(np.dot(gap, self.probabilities[start:])))
 
     def epsilon(self, delta: float) -> float:
         """Smallest epsilon >= 0 with ``self.delta(epsilon) <= delta``; infinity if there is none."""
