@@ -154,14 +154,20 @@ def added_memory_mib(regime: str, method: str) -> float:
 
 
 def memory_child(regime: str, method: str) -> None:
-    import resource
-
+    """Prints by how much one step raises the resident memory over what model and data occupy (Linux: the peak is reset first)."""
     model, batch = build(regime)
     step = step_of(method, model, batch)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = _status("VmRSS")
     step()
     step()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print(max(_status("VmHWM") - before, 0.0))
+
+
+def _status(key: str) -> float:
+    with open("/proc/self/status") as file:
+        return next(float(line.split()[1]) / 1024 for line in file if line.startswith(key))
 
 
 def main() -> None:
@@ -189,17 +195,17 @@ def main() -> None:
         memory = {m: added_memory_mib(regime, m) for m in METHODS if m not in entry["failed"]}
         entry["added_memory_mib"] = memory
         report["regimes"][regime] = entry
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         for method in METHODS:
             if method in entry:
                 r = entry[method]
                 print(
                     f"{regime:12s} {method:16s} time {r['median']:6.2f} [{r['min']:.2f}-{r['max']:.2f}]  "
-                    f"memory {memory[method] / memory['non-private']:6.2f}"
+                    f"memory {memory[method] / max(memory['non-private'], 1.0):6.2f}"
                 )
             else:
                 print(f"{regime:12s} {method:16s} {entry['failed'][method]}")
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
