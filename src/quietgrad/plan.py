@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,10 +15,12 @@ from torch import nn
 from quietgrad.accounting import epsilon_report, noise_multiplier
 from quietgrad.accounting.spending import EpsilonReport
 from quietgrad.checks import require_at_least, require_delta, require_int, require_positive, require_rate
+from quietgrad.clipping.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.engine import Clipper
-from quietgrad.clipping.factoring import PerExampleLoss
+from quietgrad.clipping.pins import require_engine
 from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, require_estimator
+from quietgrad.clipping.thresholds import require_scaling
 from quietgrad.facts import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import LedgerWriter, read_ledger
 from quietgrad.noise.gaussian import GaussianNoise
@@ -45,7 +47,9 @@ class PrivacyConfig:
         steps: T; give this or ``epochs``.
         epochs: T = round(epochs / q), at least 1.
         estimator, sketch_dim: see ``quietgrad.clipping.clipped_gradients``.
-        max_physical_batch_size: examples per forward pass; no effect on privacy.
+        max_physical_batch_size: most examples per forward pass (None: the planner's choice); no effect on privacy.
+        memory_budget: bytes that a step may take over parameters and data; no effect on privacy.
+        clipping_engine, clipping_groups, clipping_scaling, clipping_layers: see ``quietgrad.clipping.Clipper``.
         seed: makes sampling, projections and noise reproducible; the guarantee then holds only if it stays secret.
     """
 
@@ -60,6 +64,11 @@ class PrivacyConfig:
     estimator: str = "auto"
     sketch_dim: int = DEFAULT_SKETCH_DIM
     max_physical_batch_size: int | None = None
+    memory_budget: float | None = None
+    clipping_engine: str = "auto"
+    clipping_groups: str | Mapping[str, float] = "whole"
+    clipping_scaling: str = "clip"
+    clipping_layers: Mapping[str, str] | None = None
     seed: int | None = None
 
     def build(self, dataset_size: int) -> PrivacyPlan:
@@ -79,7 +88,15 @@ class PrivacyConfig:
         steps = self._steps(q)
         delta = self._delta(dataset_size)
         clipper = Clipper(
-            self.max_grad_norm, require_estimator(self.estimator), self.sketch_dim, self.max_physical_batch_size
+            self.max_grad_norm,
+            require_estimator(self.estimator),
+            self.sketch_dim,
+            max_micro_batch_size=self.max_physical_batch_size,
+            engine=require_engine(self.clipping_engine),
+            groups=self.clipping_groups,
+            scaling=require_scaling(self.clipping_scaling),
+            layers=self.clipping_layers or {},
+            memory_budget=self.memory_budget,
         )
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             raise ValueError("give exactly one of target_epsilon and noise_multiplier")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
-import torch
 from cases import CASES
 from test_against_oracle import assert_equal_to_oracle
 from torch import nn
 
-from quietgrad.clipping import engine, rules
-from quietgrad.clipping.factors import DenseFactors, DirectGradients, OneHotFactors, weighted_sum
+from quietgrad.clipping import engine, engines, rules, tally
+from quietgrad.clipping.factors import DenseFactors, DirectGradients, OneHotFactors
 from quietgrad.clipping.verify import verify_clipping
 
-RIGHT_NORMS, RIGHT_SQUARED, RIGHT_ADD = engine.estimate_norms, engine._squared_norms, engine.add_clipped
+RIGHT_SETTLE, RIGHT_FACTORS, RIGHT_FINISH = tally.settle, engines.clip_factors, tally.Tally.finish
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -32,12 +31,21 @@ class Mutant:
         return self.name
 
 
-def norms(change: Callable) -> Break:
-    return lambda patch: patch.setattr(engine, "estimate_norms", change)
+def settling(change: Callable) -> Break:
+    return lambda patch: patch.setattr(tally, "settle", change)
 
 
-def adding(change: Callable) -> Break:
-    return lambda patch: patch.setattr(engine, "add_clipped", change)
+def finishing(change: Callable) -> Break:
+    return lambda patch: patch.setattr(tally.Tally, "finish", change)
+
+
+def factors(change: Callable) -> Break:
+    return lambda patch: patch.setattr(engines, "clip_factors", change)
+
+
+def adding(engine_name: str, change: Callable) -> Break:
+    right = getattr(engine, engine_name)
+    return lambda patch: patch.setattr(engine, engine_name, lambda *arguments: change(right, *arguments))
 
 
 def rule(kind: type[nn.Module], change: Callable) -> Break:
@@ -45,55 +53,56 @@ def rule(kind: type[nn.Module], change: Callable) -> Break:
     return lambda patch: patch.setitem(rules._RULES, kind, lambda *arguments: change(right(*arguments), *arguments))
 
 
-def one_parameter_left_out(factored, *arguments):
-    kept = dict(list(factored.contributions.items())[1:])
-    return RIGHT_NORMS(replace(factored, contributions=kept), *arguments)
+def matrices_left_out(uses, *arguments):
+    squared, kept = RIGHT_SETTLE(uses, *arguments)
+    return squared * 0 if isinstance(uses[0], DenseFactors) else squared, kept
 
 
-def only_the_last_use(factored, *arguments):
-    return RIGHT_NORMS(
-        replace(factored, contributions={n: u[-1:] for n, u in factored.contributions.items()}), *arguments
-    )
+def only_the_last_use(uses, *arguments):
+    return RIGHT_SETTLE(uses[-1:], *arguments)[0], RIGHT_SETTLE(uses, *arguments)[1]
 
 
-def squared_norm_as_norm(*arguments):
-    return RIGHT_NORMS(*arguments).pow(2)
+def squared_norm_as_norm(self):
+    return RIGHT_FINISH(self).pow(2)
 
 
-def sum_of_the_layers_norms(factored, *arguments):
-    each = [RIGHT_NORMS(replace(factored, contributions={n: u}), *arguments) for n, u in factored.contributions.items()]
-    return torch.stack(each).sum(0)
+def norms_added_up(uses, *arguments):
+    squared, kept = RIGHT_SETTLE(uses, *arguments)
+    return squared.sqrt(), kept
 
 
 def uses_summed_after_squaring(uses, *arguments):
-    return sum(RIGHT_SQUARED([use], *arguments) for use in uses)
+    return sum(RIGHT_SETTLE([use], *arguments)[0] for use in uses), RIGHT_SETTLE(uses, *arguments)[1]
 
 
-def no_minimum_with_one(sums, factored, norms, max_grad_norm):
-    for name, uses in factored.contributions.items():
-        for use in uses:
-            sums[name] += weighted_sum(use, max_grad_norm / norms, factored.parameters[name].shape, sums[name].dtype)
+def last_use_not_added(uses, *arguments):
+    squared, kept = RIGHT_SETTLE(uses, *arguments)
+    return squared, kept[:-1] if len(kept) > 1 else kept
 
 
-def divided_by_the_batch_size(sums, factored, norms, max_grad_norm):
-    part = {name: torch.zeros_like(g) for name, g in sums.items()}
-    RIGHT_ADD(part, factored, norms, max_grad_norm)
-    for name, g in part.items():
-        sums[name] += g / factored.batch_size
+def no_minimum_with_one(norms, limits, scaling):
+    return limits.unsqueeze(1) / norms
 
 
-def clipped_layer_by_layer(sums, factored, norms, max_grad_norm):
-    for name, uses in factored.contributions.items():
-        one = replace(factored, contributions={name: uses})
-        RIGHT_ADD(sums, one, RIGHT_NORMS(one, "exact", 2, None), max_grad_norm)
+def batch_clipped_as_a_whole(norms, limits, scaling):
+    return RIGHT_FACTORS(norms.norm().expand_as(norms), limits, scaling)
 
 
-def batch_clipped_as_a_whole(sums, factored, norms, max_grad_norm):
-    RIGHT_ADD(sums, factored, norms.norm().expand_as(norms), max_grad_norm)
+def last_example_left_out(norms, limits, scaling):
+    found = RIGHT_FACTORS(norms, limits, scaling)
+    found[:, -1] = 0
+    return found
 
 
-def last_example_left_out(sums, factored, norms, max_grad_norm):
-    RIGHT_ADD(sums, factored, torch.cat([norms[:-1], norms.new_full((1,), float("nan"))]), max_grad_norm)
+def factors_of_neighbours(norms, limits, scaling):
+    return RIGHT_FACTORS(norms, limits, scaling).roll(1, 1)
+
+
+def divided_by_the_batch_size(right, work, part, sums):
+    finite = right(work, part, sums)
+    for g in sums.values():
+        g /= len(finite)
+    return finite
 
 
 def without(local: str) -> Callable:
@@ -120,17 +129,18 @@ def examples_shifted(found, *_):
 
 
 MUTANTS = [
-    Mutant("a-layer-left-out-of-the-norm", "mlp", norms(one_parameter_left_out)),
-    Mutant("squared-norm-used-as-norm", "mlp", norms(squared_norm_as_norm)),
-    Mutant("norms-of-layers-added-up", "mlp", norms(sum_of_the_layers_norms)),
-    Mutant("only-the-last-use-of-a-shared-layer", "bare-parameters", norms(only_the_last_use)),
-    Mutant("tied-weights-as-sum-of-squares", "llama-tied", lambda p: p.setattr(engine, "_squared_norms", uses_summed_after_squaring)),
-    Mutant("shared-layer-as-sum-of-squares", "bare-parameters", lambda p: p.setattr(engine, "_squared_norms", uses_summed_after_squaring)),
-    Mutant("no-minimum-with-one", "mlp", adding(no_minimum_with_one)),
-    Mutant("sum-divided-by-the-batch-size", "mlp", adding(divided_by_the_batch_size)),
-    Mutant("clipped-layer-by-layer", "mlp", adding(clipped_layer_by_layer)),
-    Mutant("batch-clipped-as-a-whole", "mlp", adding(batch_clipped_as_a_whole)),
-    Mutant("an-example-left-out", "mlp", adding(last_example_left_out)),
+    Mutant("matrices-left-out-of-the-norm", "mlp", settling(matrices_left_out)),
+    Mutant("squared-norm-used-as-norm", "mlp", finishing(squared_norm_as_norm)),
+    Mutant("norms-of-layers-added-up", "mlp", settling(norms_added_up)),
+    Mutant("only-the-last-use-of-a-shared-layer", "bare-parameters", settling(only_the_last_use)),
+    Mutant("tied-weights-as-sum-of-squares", "llama-tied", settling(uses_summed_after_squaring)),
+    Mutant("shared-layer-as-sum-of-squares", "bare-parameters", settling(uses_summed_after_squaring)),
+    Mutant("last-use-of-tied-weights-not-added", "llama-tied", settling(last_use_not_added)),
+    Mutant("no-minimum-with-one", "mlp", factors(no_minimum_with_one)),
+    Mutant("batch-clipped-as-a-whole", "mlp", factors(batch_clipped_as_a_whole)),
+    Mutant("an-example-left-out", "mlp", factors(last_example_left_out)),
+    Mutant("neighbours-factors", "mlp", factors(factors_of_neighbours)),
+    Mutant("sum-divided-by-the-batch-size", "mlp", adding("add_by_bookkeeping", divided_by_the_batch_size)),
     Mutant("bias-gradient-missing", "mlp", rule(nn.Linear, without("bias"))),
     Mutant("convolution-bias-missing", "cnn-groupnorm", rule(nn.Conv2d, without("bias"))),
     Mutant("biases-of-neighbouring-examples", "mlp", rule(nn.Linear, examples_shifted)),

@@ -262,8 +262,7 @@ def test_bad_arguments_are_refused_by_name(arguments: dict, error: type[Exceptio
         clipped_gradients(small(), cross_entropy, batch_of(5), **({"max_grad_norm": 1.0} | arguments))
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # torch, of the reentrant kind
-def test_reentrant_checkpointing_is_refused_and_the_other_kind_works() -> None:
+def test_both_kinds_of_checkpointing_work() -> None:
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(nn.Module):
@@ -277,9 +276,16 @@ def test_reentrant_checkpointing_is_refused_and_the_other_kind_works() -> None:
             h = checkpoint(lambda h: self.inner(h).tanh(), self.first(x), use_reentrant=self.reentrant)
             return self.head(h)
 
-    with pytest.raises(ValueError, match="use_reentrant=False"):
-        clipped_gradients(Checkpointed(True), cross_entropy, batch_of(5), 1.0)
     assert_equal_to_oracle(Checkpointed(False), cross_entropy, batch_of(5))
+    expected = clipped_gradients(Checkpointed(False), cross_entropy, batch_of(5), 1.0).gradients
+    for engine in ("bookkeeping", "one-example"):
+        model = Checkpointed(True)
+        actual = Clipper(1.0, engine=engine).clip(model, cross_entropy, batch_of(5)).gradients
+        for name, g in expected.items():
+            torch.testing.assert_close(actual[name], g, rtol=1e-5, atol=1e-7)
+        assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    with pytest.raises(ValueError, match=r"two-pass.*use_reentrant=False"):
+        Clipper(1.0, engine="two-pass").clip(Checkpointed(True), cross_entropy, batch_of(5))
 
 
 def test_refusals_come_before_the_loss_is_called() -> None:

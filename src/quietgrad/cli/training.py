@@ -91,19 +91,11 @@ def run_plan(config_path: Path | None, overrides: list[str], as_json: bool) -> N
         return
     if prepared.plan is not None:
         _print_guarantee(target, prepared)
-    rows = [
-        (
-            layer["shape"],
-            f"{layer['count']} parameters, {layer['estimator']} norm, {layer['multiplications']:,} multiplications an example",
-        )
-        for layer in record["layers"]
-    ]
-    print_table(target, "Norm estimator by shape of parameter", rows)
+    _print_clipping(target, record)
     print_table(
         target,
         "Forecast (measured on one micro-batch of validation records)",
         [
-            ("engine", record["engine"]),
             (
                 "frozen layers",
                 "run once per record, then cached" if record["cached_frozen_layers"] else "run at every step",
@@ -116,6 +108,41 @@ def run_plan(config_path: Path | None, overrides: list[str], as_json: bool) -> N
             ("trainable parameters", f"{record['trainable_parameters']:,} of {record['parameters']:,}"),
         ],
     )
+
+
+def _print_clipping(target: Console, record: dict[str, Any]) -> None:
+    """Engine and estimators that the planner chose, beside what it did not choose."""
+    if not record["layers"]:
+        return
+    rows = []
+    for layer in record["layers"]:
+        work = f", {layer['multiplications']:,} multiplications an example" if layer["multiplications"] else ""
+        kept = ", kept for the sum" if layer["kept"] and layer["estimator"] == "materialized" else ""
+        rows.append((layer["shape"], f"{layer['count']} parameters, {layer['estimator']}{kept}{work}"))
+    print_table(target, "Norm estimator by shape of parameter", rows)
+    rows = [("chosen", f"{record['engine']}; {record['micro_batch_size']} examples at a time ({record['why']})")]
+    for other in record["alternatives"]:
+        rows.append(
+            (
+                other["engine"],
+                f"{other['ratio']:.2f} times the non-private step, {other['mib']:,.0f} MiB over parameters and data, "
+                f"{other['micro_batch_size']} examples at a time",
+            )
+        )
+    plain = record["non_private"]
+    rows.append(
+        ("without privacy", f"{plain['seconds']:.3g} s and {plain['mib']:,.0f} MiB for such a batch (modelled)")
+    )
+    sketch = record["sketch"]
+    if "noise_multiplier" in sketch:
+        rows.append(
+            (
+                "sketching",
+                f"hutch with k = {sketch['sketch_dim']} would save {100 * sketch['saves']:.1f} % of the time and raise the noise multiplier from "
+                f"{record['noise_multiplier']:.4f} to {sketch['noise_multiplier']:.4f}",
+            )
+        )
+    print_table(target, "Engines", rows)
 
 
 def _config_to_run(path: Path | None, overrides: list[str], resume: bool) -> TrainConfig:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from quietgrad.clipping.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.engine import Clipper
-from quietgrad.clipping.factoring import PerExampleLoss
 from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, require_estimator
 from quietgrad.tensors import Batch
 

@@ -1,69 +1,111 @@
-"""Book-keeping engine: one forward pass, one backward pass that skips weight gradients, then one weighted product per layer.
+"""The clipper: settings in, clipped sums out, micro-batch by micro-batch.
 
-Cost over a non-private step: the norm estimates. Memory over it: gradients at layer outputs are kept until the weighted products are done.
-Source: docs/methods, section 1 ("book-keeping"; Bu et al. 2023).
+Source: docs/clipping.md; Bu et al. 2023 for book-keeping, DP-SGD-RC for sketched norms.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from quietgrad.checks import require_at_least, require_int
+from quietgrad.clipping.arrangement import Arrangement, arrange, free_bytes
+from quietgrad.clipping.backward import PerExampleLoss
+from quietgrad.clipping.checking import check_capture_once
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
-from quietgrad.clipping.estimators import ghost_norms, hutch_norms, hutch_plus_plus_norms, materialized_norms
-from quietgrad.clipping.factoring import Factored, PerExampleLoss, check_capture_once, factor
-from quietgrad.clipping.factors import (
-    Contribution,
-    DirectGradients,
-    MatrixFactors,
-    OneHotFactors,
-    keep_examples,
-    positions,
-    rows_and_columns,
-    weighted_sum,
+from quietgrad.clipping.engines import (
+    Engine,
+    Work,
+    add_by_bookkeeping,
+    add_by_two_passes,
+    add_one_by_one,
+    gradients_of_one,
+    group_norms,
+    norms_of_one,
 )
 from quietgrad.clipping.layout import Layout, layout_of
-from quietgrad.clipping.planner import (
-    DEFAULT_SKETCH_DIM,
-    SKETCHES,
-    Choice,
-    Estimator,
-    choose_estimator,
-    require_estimator,
-)
+from quietgrad.clipping.pins import Pins, claim_of, policies_of, require_engine, require_pins
+from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, Estimator, Policy, require_estimator
 from quietgrad.clipping.refusals import refuse_cross_example_layers
-from quietgrad.facts import ExactClipping, RandomizedClipping, SensitivityClaim
-from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, slice_batch
+from quietgrad.clipping.tally import Sums
+from quietgrad.clipping.thresholds import Groups, Scaling, require_groups, require_scaling, thresholds
+from quietgrad.clipping.throughput import Throughput, modelled_throughput
+from quietgrad.clipping.tracing import ModelTrace, trace
+from quietgrad.facts import RandomizedClipping, SensitivityClaim
+from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, slice_batch, tensors_of
+
+# Of what is free, the share that a step may take when no budget is given.
+SHARE_OF_FREE_MEMORY = 0.8
+
+# Model -> (trainable parameters, size class of an example) -> its trace.
+_traces: WeakKeyDictionary[nn.Module, dict[tuple[frozenset[str], int], ModelTrace]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Clipper:
-    """Turns a batch into a ``ClippedSum``; holds public settings only.
+    """Turns a batch into a ``ClippedSum``; holds public settings only. Everything but C is the planner's unless pinned.
 
     Attributes:
         max_grad_norm: C.
         estimator: "exact" or "auto" (cheapest exact one per layer), "materialized", "ghost", "hutch" or "hutch++".
         sketch_dim: k of the sketches.
-        micro_batch_size: examples per forward pass; None takes the batch whole.
+        micro_batch_size: examples per forward pass; None lets the planner choose,
+        max_micro_batch_size: up to this many.
+        engine: "bookkeeping", "two-pass", "one-example", or "auto" for the planner's choice.
+        groups: "whole" (one norm over all parameters), "layer" (one per module), or parameter name pattern -> share of C.
+        scaling: "clip", factors min(1, C/n), or "automatic", C/(n + 0.01).
+        layers: parameter name pattern -> estimator, for single layers; sketches may carry a k: "hutch:64".
+        memory_budget: bytes that a step may take over parameters and data; None: what is free, and no more than a non-private step.
+        speed: of the device, for the planner; None: a stated model, so that equal configurations choose alike.
+        claim: what one record can contribute.
+
+    Raises:
+        ValueError: naming the argument and the remedy.
     """
 
     max_grad_norm: float
     estimator: Estimator = "auto"
     sketch_dim: int = DEFAULT_SKETCH_DIM
     micro_batch_size: int | None = None
+    max_micro_batch_size: int | None = None
+    engine: Engine = "auto"
+    groups: str | Groups | Mapping[str, float] = "whole"
+    scaling: Scaling = "clip"
+    layers: Pins | Mapping[str, str] = ()
+    memory_budget: float | None = None
+    speed: Throughput | None = None
     claim: SensitivityClaim = field(init=False)
 
     def __post_init__(self) -> None:
-        estimator = require_estimator(self.estimator)
-        clipping = RandomizedClipping(self.sketch_dim) if estimator in SKETCHES else ExactClipping()
+        estimator, engine = require_estimator(self.estimator), require_engine(self.engine)
+        require_scaling(self.scaling)
+        object.__setattr__(self, "groups", require_groups(self.groups))
+        pins = require_pins(self.layers, self.sketch_dim)
+        object.__setattr__(self, "layers", pins)
+        clipping = claim_of(estimator, self.sketch_dim, pins, engine)
         object.__setattr__(self, "claim", SensitivityClaim(self.max_grad_norm, clipping))
-        if self.micro_batch_size is not None:
-            require_int("micro_batch_size", self.micro_batch_size)
-            require_at_least(
-                "micro_batch_size", self.micro_batch_size, 1, "it is the number of examples in one forward pass"
+        if isinstance(clipping, RandomizedClipping) and self.groups != "whole":
+            raise ValueError(
+                f"groups={self.groups!r} with a sketched estimator cannot be accounted for: the envelope bounds one norm over all parameters; "
+                "use groups='whole', or an exact estimator"
+            )
+        if self.memory_budget is not None and not self.memory_budget > 0:
+            raise ValueError(f"memory_budget={self.memory_budget!r} must be above 0: it is a number of bytes")
+        for name in ("micro_batch_size", "max_micro_batch_size"):
+            size = getattr(self, name)
+            if size is not None:
+                require_int(name, size)
+                require_at_least(name, size, 1, "it is the number of examples in one forward pass")
+        if engine == "one-example" and self.micro_batch_size not in (None, 1):
+            raise ValueError(
+                f"micro_batch_size={self.micro_batch_size} does not go with engine='one-example', which takes one example at a time; leave it "
+                "out, or use engine='bookkeeping'"
             )
 
     def clip(
@@ -83,127 +125,97 @@ class Clipper:
         Raises:
             ValueError: for cross-example layers, losses that are not one per example, parameters that cannot be captured.
         """
-        refuse_cross_example_layers(model)
-        layout = layout_of(model)
-        total = self.zero(layout)
-        n = batch_size_of(batch)
-        if n:
-            check_capture_once(model, layout, per_example_loss, batch)
-        step = self.micro_batch_size or max(n, 1)
-        for start in range(0, n, step):
-            part = slice_batch(batch, start, start + step)
-            factored = factor(model, layout, per_example_loss, part)
-            norms = estimate_norms(factored, self.estimator, self.sketch_dim, generator)
-            add_clipped(total.gradients, factored, norms, self.max_grad_norm)
-            counts = PrivateCounts(min(step, n - start), (~norms.isfinite()).sum())
-            total = ClippedSum(total.gradients, total.claim, total.private + counts)
-        return total
+        layout, how = self._prepare(model, per_example_loss, batch)
+        work = self._work(model, per_example_loss, layout, generator)
+        add = {"bookkeeping": add_by_bookkeeping, "two-pass": add_by_two_passes, "one-example": add_one_by_one}[
+            how.engine
+        ]
+        sums: Sums = {}
+        counts = PrivateCounts()
+        for part in _micro_batches(batch, how.micro_batch_size):
+            finite = add(work, part, sums)
+            counts += PrivateCounts(len(finite), (~finite).sum())
+        gradients = {name: sums.pop(name) if name in sums else _zeros_like(p) for name, p in layout.parameters.items()}
+        return ClippedSum(gradients, self.claim, counts)
 
     def norms(
         self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch, generator: torch.Generator | None = None
     ) -> Tensor:
         """[examples] norms (not squared) of the whole per-example gradients. Private."""
-        refuse_cross_example_layers(model)
-        layout = layout_of(model)
-        n = batch_size_of(batch)
-        if n:
-            check_capture_once(model, layout, per_example_loss, batch)
-        step = self.micro_batch_size or max(n, 1)
+        layout, how = self._prepare(model, per_example_loss, batch)
+        work = self._work(model, per_example_loss, layout, generator)
         parts = []
-        for start in range(0, n, step):
-            factored = factor(model, layout, per_example_loss, slice_batch(batch, start, start + step))
-            parts.append(estimate_norms(factored, self.estimator, self.sketch_dim, generator))
-        return torch.cat(parts) if parts else next(iter(layout.parameters.values())).new_zeros(0)
+        for part in _micro_batches(batch, how.micro_batch_size):
+            with torch.no_grad():
+                one = how.engine == "one-example"
+                norms = norms_of_one(work, gradients_of_one(work, part)) if one else group_norms(work, part)
+                parts.append(norms if len(norms) == 1 else norms.square().sum(dim=0, keepdim=True).sqrt())
+        return torch.cat(parts, dim=1)[0] if parts else next(iter(layout.parameters.values())).new_zeros(0)
+
+    def arrangement(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> Arrangement:
+        """Engine and micro-batch size for a batch like this one."""
+        return self._prepare(model, per_example_loss, batch)[1]
 
     def zero(self, layout: Layout) -> ClippedSum:
         """The sum of an empty batch."""
-        gradients = {
-            name: torch.zeros_like(
-                p, dtype=accumulation_dtype(p.dtype), memory_format=torch.contiguous_format, requires_grad=False
-            )
-            for name, p in layout.parameters.items()
-        }
-        return ClippedSum(gradients, self.claim)
+        return ClippedSum({name: _zeros_like(p) for name, p in layout.parameters.items()}, self.claim)
+
+    def _prepare(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> tuple[Layout, Arrangement]:
+        refuse_cross_example_layers(model)
+        layout = layout_of(model)
+        thresholds(list(layout.parameters), self.max_grad_norm, cast("str | Groups", self.groups))
+        how = self._arrange(model, layout, per_example_loss, batch)
+        if batch_size_of(batch) and how.engine != "one-example":
+            check_capture_once(model, layout, per_example_loss, batch)
+        return layout, how
+
+    def _arrange(self, model: nn.Module, layout: Layout, per_example_loss: PerExampleLoss, batch: Batch) -> Arrangement:
+        n = min(batch_size_of(batch), self.max_micro_batch_size or batch_size_of(batch))
+        sketched = isinstance(self.claim.clipping, RandomizedClipping)
+        engine = self.engine
+        if engine == "auto" and self.micro_batch_size is not None:
+            engine = "one-example" if self.micro_batch_size == 1 and not sketched else "bookkeeping"
+        if engine == "one-example" or self.micro_batch_size is not None or n < 2:
+            size = 1 if engine == "one-example" else self.micro_batch_size or max(n, 1)
+            return Arrangement("bookkeeping" if engine == "auto" else engine, size, math.nan, math.nan, "pinned")
+        device = next(iter(layout.parameters.values())).device
+        speed = self.speed or modelled_throughput(device)
+        budget = self.memory_budget or SHARE_OF_FREE_MEMORY * free_bytes(device)
+        engines: tuple[Engine, ...] = (engine,)
+        if engine == "auto":
+            several = self.groups != "whole"
+            engines = ("bookkeeping",) if several else ("bookkeeping", "two-pass")
+            engines += () if sketched else ("one-example",)
+        policies = self.policies(layout)
+        return arrange(traced(model, layout, per_example_loss, batch), policies, n, speed, budget, engines)
+
+    def policies(self, layout: Layout) -> dict[str, Policy]:
+        """Parameter name -> how its estimator is chosen."""
+        speed = self.speed or modelled_throughput(next(iter(layout.parameters.values())).device)
+        return policies_of(layout.parameters, self.estimator, self.sketch_dim, cast(Pins, self.layers), speed, True)
+
+    def _work(
+        self, model: nn.Module, per_example_loss: PerExampleLoss, layout: Layout, generator: torch.Generator | None
+    ) -> Work:
+        limits = thresholds(list(layout.parameters), self.max_grad_norm, cast("str | Groups", self.groups))
+        return Work(model, per_example_loss, layout, self.policies(layout), limits, self.scaling, generator)
 
 
-def estimate_norms(
-    factored: Factored, estimator: Estimator, sketch_dim: int, generator: torch.Generator | None
-) -> Tensor:
-    """[examples] norms of the whole per-example gradients: all parameters together. Private."""
-    dtype = _widest(factored)
-    squared = torch.zeros(factored.batch_size, dtype=dtype, device=factored.device)
-    with torch.no_grad():
-        for uses in factored.contributions.values():
-            squared += _squared_norms(uses, estimator, sketch_dim, generator, dtype)
-    return squared.sqrt()
+def traced(model: nn.Module, layout: Layout, per_example_loss: PerExampleLoss, batch: Batch) -> ModelTrace:
+    """The trace of the first example, or of an earlier one of up to twice its size: shapes change from batch to batch, choices need not."""
+    entries = sum(t[:1].numel() for t in tensors_of(batch))
+    known = _traces.setdefault(model, {})
+    key = (frozenset(layout.parameters), max(entries, 1).bit_length())
+    if key not in known:
+        known[key] = trace(model, layout, per_example_loss, batch)
+    return known[key]
 
 
-def _widest(factored: Factored) -> torch.dtype:
-    wide = any(p.dtype == torch.float64 for p in factored.parameters.values())
-    return torch.float64 if wide else torch.float32
+def _micro_batches(batch: Batch, size: int) -> list[Batch]:
+    return [slice_batch(batch, start, start + size) for start in range(0, batch_size_of(batch), size)]
 
 
-def _squared_norms(
-    uses: list[Contribution],
-    estimator: Estimator,
-    sketch_dim: int,
-    generator: torch.Generator | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    direct = [u for u in uses if isinstance(u, DirectGradients)]
-    matrices: list[MatrixFactors] = [u for u in uses if not isinstance(u, DirectGradients)]
-    if direct and matrices:
-        direct += [
-            _form(u, dtype) for u in matrices
-        ]  # one parameter seen by a rule and by the fallback: add before taking the norm
-        matrices = []
-    if direct:
-        total = direct[0].values_bn.to(dtype)
-        for other in direct[1:]:
-            total = total + other.values_bn.to(dtype)
-        return total.pow(2).sum(dim=1)
-    choice = choice_for(matrices, estimator, sketch_dim)
-    if choice.estimator == "ghost":
-        return ghost_norms(matrices, dtype)
-    if choice.estimator == "materialized":
-        return materialized_norms(matrices, dtype)
-    if choice.estimator == "hutch":
-        return hutch_norms(matrices, sketch_dim, generator, dtype)
-    return hutch_plus_plus_norms(matrices, sketch_dim, generator, dtype)
-
-
-def choice_for(uses: list[MatrixFactors], estimator: Estimator, sketch_dim: int) -> Choice:
-    """The planner's choice for one parameter."""
-    p, d = rows_and_columns(uses[0])
-    t = sum(positions(u) for u in uses)
-    return choose_estimator(estimator, t, p, d, sketch_dim, all(isinstance(u, OneHotFactors) for u in uses))
-
-
-def _form(use: MatrixFactors, dtype: torch.dtype) -> DirectGradients:
-    b = use.right_bgtd.shape[0]
-    one = torch.ones(1, dtype=dtype, device=use.right_bgtd.device)
-    rows = []
-    for i in range(b):
-        example = _example(use, i)
-        p, d = rows_and_columns(use)
-        shape = torch.Size((use.right_bgtd.shape[1] * p * d,))
-        rows.append(weighted_sum(example, one, shape, dtype))
-    return DirectGradients(torch.stack(rows))
-
-
-def _example(use: MatrixFactors, i: int) -> MatrixFactors:
-    if isinstance(use, OneHotFactors):
-        return OneHotFactors(use.ids_bt[i : i + 1], use.right_bgtd[i : i + 1], use.rows)
-    return type(use)(use.left_bgtp[i : i + 1], use.right_bgtd[i : i + 1])
-
-
-def add_clipped(sums: dict[str, Tensor], factored: Factored, norms: Tensor, max_grad_norm: float) -> None:
-    """Adds sum_i min(1, C / norm_i) g_i to ``sums``, parameter by parameter; an example with a non-finite norm adds exactly zero."""
-    with torch.no_grad():
-        finite = norms.isfinite()
-        factors = torch.where(finite, (max_grad_norm / norms).clamp(max=1.0), torch.zeros_like(norms))
-        all_finite = bool(finite.all())
-        for name, uses in factored.contributions.items():
-            for use in uses:
-                kept = use if all_finite else keep_examples(use, finite)
-                sums[name] += weighted_sum(kept, factors, factored.parameters[name].shape, sums[name].dtype)
+def _zeros_like(p: Tensor) -> Tensor:
+    return torch.zeros_like(
+        p, dtype=accumulation_dtype(p.dtype), memory_format=torch.contiguous_format, requires_grad=False
+    )

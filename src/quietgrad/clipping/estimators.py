@@ -12,100 +12,193 @@ Shape legend: b examples, g blocks, t positions, p rows, d columns, k projection
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.factors import DenseFactors, MatrixFactors, OneHotFactors, positions, rows_and_columns
+from quietgrad.clipping.convolution import patch_gram, weight_gradient
+from quietgrad.clipping.factors import (
+    ConvolutionFactors,
+    DenseFactors,
+    DirectGradients,
+    MatrixFactors,
+    OneHotFactors,
+    examples_of,
+    unfolded,
+    wide_product,
+)
 
 BLOCK_ELEMENTS = 8 * 1024 * 1024  # no temporary grows past this many entries (32 MiB in float32) if it can be cut
+
+Unfolded = DenseFactors | OneHotFactors
+
+
+def materialized_gradients(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> DirectGradients:
+    """[b, g p d] per-example gradients of one parameter, kept whole: memory b g p d."""
+    s = uses[0].sizes
+    total: Tensor | None = None
+    for use in uses:
+        part = _whole_gradients(use, dtype)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return DirectGradients(total.reshape(s.b, -1))
+
+
+def _whole_gradients(use: MatrixFactors, dtype: torch.dtype) -> Tensor:
+    s = use.sizes
+    if isinstance(use, ConvolutionFactors) and not use.x.is_cuda:
+        # On a processor the native routine, one example at a time, beats patches and a batched product.
+        shape = torch.Size((s.g * s.p, s.d // use.geometry.taps, *use.geometry.kernel))
+        result = torch.empty(s.b, *shape, dtype=dtype)
+        for i in range(s.b):
+            one = slice(i, i + 1)
+            result[i] = weight_gradient(use.x[one].to(dtype), use.grad[one].to(dtype), shape, use.geometry)
+        return result.view(s.b, -1)
+    return _gradient_rows(unfolded(use), 0, s.p, dtype).reshape(s.b, -1)
 
 
 def materialized_norms(
     uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int = BLOCK_ELEMENTS
 ) -> Tensor:
     """[b] squared norms by forming the per-example gradients, a block of examples and rows at a time."""
-    p, d = rows_and_columns(uses[0])
-    b, g = uses[0].right_bgtd.shape[:2]
-    rows = max(1, min(p, block_elements // max(1, d * g)))
-    examples = max(1, min(b, block_elements // max(1, rows * d * g)))
-    result = uses[0].right_bgtd.new_zeros(b, dtype=dtype)
-    for i in range(0, b, examples):
-        for r in range(0, p, rows):
+    s = uses[0].sizes
+    if len(uses) == 1 and isinstance(uses[0], ConvolutionFactors) and not uses[0].x.is_cuda:
+        convolution = uses[0]
+        return torch.cat(
+            [squared_norms(_whole_gradients(examples_of(convolution, slice(i, i + 1)), dtype)) for i in range(s.b)]
+        )
+    patch_elements = max((s.g * u.sizes.t * s.d for u in uses if isinstance(u, ConvolutionFactors)), default=0)
+    rows = max(1, min(s.p, block_elements // max(1, s.d * s.g)))
+    examples = max(1, min(s.b, block_elements // max(1, rows * s.d * s.g, patch_elements)))
+    parts = []
+    for i in range(0, s.b, examples):
+        some = [unfolded(examples_of(use, slice(i, i + examples))) for use in uses]
+        squared = some[0].right_bgtd.new_zeros(some[0].sizes.b, dtype=dtype)
+        for r in range(0, s.p, rows):
             total: Tensor | None = None
-            for use in uses:
-                part = _gradient_rows(use, slice(i, i + examples), r, min(p, r + rows), dtype)
-                total = part if total is None else total + part
+            for use in some:
+                part = _gradient_rows(use, r, min(s.p, r + rows), dtype)
+                total = part if total is None else total.add_(part)
             assert total is not None
-            result[i : i + examples] += total.pow(2).sum(dim=(1, 2, 3))
-    return result
+            squared += squared_norms(total)
+        parts.append(squared)
+    return torch.cat(parts)
 
 
-def _gradient_rows(use: MatrixFactors, examples: slice, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    right = use.right_bgtd[examples].to(dtype)
+def squared_norms(values: Tensor) -> Tensor:
+    """[b] sums of squares over all other dimensions, without a temporary where memory is contiguous."""
+    flat = values.flatten(1)
+    return torch.linalg.vector_norm(flat, dim=1).square_()
+
+
+def _gradient_rows(use: Unfolded, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """[b, g, rows, d] of the per-example gradients."""
     if isinstance(use, DenseFactors):
-        left = use.left_bgtp[examples, :, :, start:stop].to(dtype)
-        return left.transpose(2, 3) @ right
+        return _products(use.left_bgtp[..., start:stop].transpose(2, 3), use.right_bgtd, dtype)
+    right = use.right_bgtd.to(dtype)
     b, _, _, d = right.shape
-    ids = use.ids_bt[examples]
-    inside = (ids >= start) & (ids < stop)
+    ids = use.ids_bt
+    if (start, stop) != (0, use.rows):
+        inside = (ids >= start) & (ids < stop)
+        ids, right = torch.where(inside, ids - start, 0), right * inside.view(b, 1, -1, 1)
     gradient = torch.zeros(b, stop - start, d, dtype=dtype, device=right.device)
-    index = torch.where(inside, ids - start, 0).unsqueeze(-1).expand(-1, -1, d)
-    gradient.scatter_add_(1, index, right[:, 0] * inside.unsqueeze(-1))
+    gradient.scatter_add_(1, ids.unsqueeze(-1).expand(-1, -1, d), right[:, 0])
     return gradient.unsqueeze(1)
+
+
+def _products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, g, ...] batched products, in three dimensions where there is one block."""
+    if left.shape[1] == 1:
+        return wide_product(left[:, 0], right[:, 0], dtype).unsqueeze(1)
+    b = left.shape[0]
+    return wide_product(left.flatten(0, 1), right.flatten(0, 1), dtype).unflatten(0, (b, -1))
 
 
 def ghost_norms(uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int = BLOCK_ELEMENTS) -> Tensor:
     """[b] squared norms from Gram matrices over positions, a tile of positions and a block of examples at a time."""
-    b = uses[0].right_bgtd.shape[0]
-    result = uses[0].right_bgtd.new_zeros(b, dtype=dtype)
-    for i, first in enumerate(uses):
-        for second in uses[i:]:
-            cross = _ghost_product(first, second, dtype, block_elements)
-            result += cross if second is first else 2 * cross
-    return result.clamp_min(0)
+    if len(uses) == 1 and isinstance(uses[0], ConvolutionFactors) and pixel_gram_pays(uses[0], block_elements):
+        return _convolution_ghost(uses[0], dtype, block_elements)
+    reference = uses[0].grad if isinstance(uses[0], ConvolutionFactors) else uses[0].right_bgtd
+    result = reference.new_zeros(uses[0].sizes.b, dtype=dtype)
+    patch_elements = max(
+        (u.sizes.g * u.sizes.t * u.sizes.d for u in uses if isinstance(u, ConvolutionFactors)), default=1
+    )
+    examples = max(1, min(uses[0].sizes.b, block_elements // max(1, patch_elements)))
+    for e in range(0, uses[0].sizes.b, examples):
+        span = slice(e, e + examples)
+        some = [unfolded(examples_of(use, span)) for use in uses]
+        for i, first in enumerate(some):
+            for second in some[i:]:
+                cross = _ghost_product(first, second, dtype, block_elements)
+                result[span] += cross if second is first else 2 * cross
+    return result.clamp_min_(0)
 
 
-def _ghost_product(first: MatrixFactors, second: MatrixFactors, dtype: torch.dtype, block_elements: int) -> Tensor:
+def pixel_gram_pays(use: ConvolutionFactors, block_elements: int = BLOCK_ELEMENTS) -> bool:
+    """Whether the Gram matrix of patches is cheaper from single positions than from patches."""
+    s, u = use.sizes, use.padded_positions
+    channels = s.d // use.geometry.taps
+    fits = s.g * u * u <= block_elements
+    return fits and u * u * channels + 2 * s.t * s.t * use.geometry.taps < s.t * s.t * s.d
+
+
+def _convolution_ghost(use: ConvolutionFactors, dtype: torch.dtype, block_elements: int) -> Tensor:
+    s = use.sizes
+    examples = max(1, min(s.b, block_elements // max(1, s.g * use.padded_positions**2)))
+    parts = []
+    for i in range(0, s.b, examples):
+        span = slice(i, i + examples)
+        grad = use.grad[span].to(dtype).flatten(2).unflatten(1, (s.g, s.p))
+        left = grad.transpose(2, 3).contiguous()
+        gram = _products(left, left.transpose(2, 3), dtype)
+        parts.append(_inner_products(gram, patch_gram(use.x[span].to(dtype), use.geometry)))
+    return torch.cat(parts).clamp_min_(0)
+
+
+def _inner_products(first: Tensor, second: Tensor) -> Tensor:
+    """[b] sums over all other dimensions of products of entries, without a temporary."""
+    return torch.bmm(first.flatten(1).unsqueeze(1), second.flatten(1).unsqueeze(2)).view(-1)
+
+
+def _ghost_product(first: Unfolded, second: Unfolded, dtype: torch.dtype, block_elements: int) -> Tensor:
     """[b] inner products <M_first, M_second>."""
-    b, g = first.right_bgtd.shape[:2]
-    t1, t2 = positions(first), positions(second)
-    if t1 == t2 == 1 and first is second:
+    s, t2 = first.sizes, second.sizes.t
+    b, g, t1 = s.b, s.g, s.t
+    same = first is second
+    if t1 == t2 == 1 and same:
         right = first.right_bgtd.to(dtype).pow(2).sum(dim=3)
         if isinstance(first, DenseFactors):
             right = right * first.left_bgtp.to(dtype).pow(2).sum(dim=3)
         return right.sum(dim=(1, 2))
-    tile1 = max(1, min(t1, block_elements // max(1, g * t2)))
-    tile2 = max(1, min(t2, block_elements // max(1, g * tile1)))
+    side = max(1, int((block_elements // g) ** 0.5))
+    # A whole row of tiles where it fits, square tiles where it does not: of a square, tiles above the diagonal count twice.
+    tile1, tile2 = (t1, t2) if g * t1 * t2 <= block_elements else (min(t1, side), min(t2, side))
     examples = max(1, min(b, block_elements // max(1, g * tile1 * tile2)))
     result = first.right_bgtd.new_zeros(b, dtype=dtype)
     for i in range(0, b, examples):
         rows = slice(i, i + examples)
-        for s in range(0, t1, tile1):
-            one = _positions_of(first, rows, slice(s, s + tile1))
-            for u in range(0, t2, tile2):
-                two = (
-                    one
-                    if second is first and s == u and tile1 == tile2
-                    else _positions_of(second, rows, slice(u, u + tile2))
-                )
-                gram = one.right_bgtd.to(dtype) @ two.right_bgtd.to(dtype).transpose(2, 3)
-                result[rows] += (gram * _left_gram(one, two, dtype)).sum(dim=(1, 2, 3))
+        for r in range(0, t1, tile1):
+            one = _positions_of(first, rows, slice(r, r + tile1))
+            for u in range(r if same else 0, t2, tile2):
+                two = one if same and r == u else _positions_of(second, rows, slice(u, u + tile2))
+                gram = _products(one.right_bgtd, two.right_bgtd.transpose(2, 3), dtype)
+                part = _inner_products(gram, _left_gram(one, two, dtype))
+                result[rows] += 2 * part if same and r != u else part
     return result
 
 
-def _positions_of(use: MatrixFactors, rows: slice, span: slice) -> MatrixFactors:
+def _positions_of(use: Unfolded, rows: slice, span: slice) -> Unfolded:
     right = use.right_bgtd[rows, :, span]
     if isinstance(use, DenseFactors):
         return DenseFactors(use.left_bgtp[rows, :, span], right)
     return OneHotFactors(use.ids_bt[rows, span], right, use.rows)
 
 
-def _left_gram(one: MatrixFactors, two: MatrixFactors, dtype: torch.dtype) -> Tensor:
+def _left_gram(one: Unfolded, two: Unfolded, dtype: torch.dtype) -> Tensor:
     """[b, g, t1, t2] inner products of rows factors, by gathering where one of them is one-hot."""
     if isinstance(one, DenseFactors) and isinstance(two, DenseFactors):
-        return one.left_bgtp.to(dtype) @ two.left_bgtp.to(dtype).transpose(2, 3)
+        return _products(one.left_bgtp, two.left_bgtp.transpose(2, 3), dtype)
     if isinstance(one, OneHotFactors) and isinstance(two, OneHotFactors):
         return (one.ids_bt.unsqueeze(2) == two.ids_bt.unsqueeze(1)).to(dtype).unsqueeze(1)
     if isinstance(one, DenseFactors):
@@ -123,11 +216,11 @@ def hutch_norms(
 
     The larger dimension is projected by one Gaussian matrix, fresh at every call and shared by the examples of the call.
     """
-    p, d = rows_and_columns(uses[0])
-    reference = uses[0].right_bgtd
-    projection = _gaussian(max(p, d), sketch_dim, reference, generator, dtype)
-    sketch = _project_rows(uses, projection, dtype) if p >= d else _project_columns(uses, projection, dtype)
-    return sketch.pow(2).sum(dim=(1, 2, 3))
+    some = [unfolded(use) for use in uses]
+    s = some[0].sizes
+    projection = _gaussian(max(s.p, s.d), sketch_dim, some[0].right_bgtd, generator, dtype)
+    sketch = _project_rows(some, projection, dtype) if s.p >= s.d else _project_columns(some, projection, dtype)
+    return squared_norms(sketch)
 
 
 def hutch_plus_plus_norms(
@@ -137,18 +230,19 @@ def hutch_plus_plus_norms(
 
     With M the p x d gradient of one example, Q an orthonormal basis of M^T S and Y = M^T P: ||M Q||^2 + ||Y - Q Q^T Y||^2.
     """
-    p, d = rows_and_columns(uses[0])
-    reference = uses[0].right_bgtd
+    some = [unfolded(use) for use in uses]
+    s = some[0].sizes
+    reference = some[0].right_bgtd
     # Each block of a grouped convolution gets a basis of its own; the squared norms of blocks add up.
-    range_finder = _gaussian(max(p, d), sketch_dim, reference, generator, dtype)
-    tail_probe = _gaussian(max(p, d), sketch_dim, reference, generator, dtype)
-    project, apply_other = (_project_rows, _project_columns) if p >= d else (_project_columns, _project_rows)
-    small = min(p, d)
-    basis_bgsk = torch.linalg.qr(project(uses, range_finder, dtype)[..., : min(sketch_dim, small)]).Q
-    head = apply_other(uses, basis_bgsk, dtype)
-    tail = project(uses, tail_probe, dtype)
+    range_finder = _gaussian(max(s.p, s.d), sketch_dim, reference, generator, dtype)
+    tail_probe = _gaussian(max(s.p, s.d), sketch_dim, reference, generator, dtype)
+    project, apply_other = (_project_rows, _project_columns) if s.p >= s.d else (_project_columns, _project_rows)
+    small = min(s.p, s.d)
+    basis_bgsk = torch.linalg.qr(project(some, range_finder, dtype)[..., : min(sketch_dim, small)]).Q
+    head = apply_other(some, basis_bgsk, dtype)
+    tail = project(some, tail_probe, dtype)
     tail = tail - basis_bgsk @ (basis_bgsk.transpose(2, 3) @ tail)
-    return head.pow(2).sum(dim=(1, 2, 3)) + tail.pow(2).sum(dim=(1, 2, 3))
+    return squared_norms(head) + squared_norms(tail)
 
 
 def _gaussian(rows: int, k: int, like: Tensor, generator: torch.Generator | None, dtype: torch.dtype) -> Tensor:
@@ -157,35 +251,47 @@ def _gaussian(rows: int, k: int, like: Tensor, generator: torch.Generator | None
     return sample.to(like.device).mul_(k**-0.5)
 
 
-def _project_rows(uses: Sequence[MatrixFactors], projection: Tensor, dtype: torch.dtype) -> Tensor:
+def _project_rows(uses: Sequence[Unfolded], projection: Tensor, dtype: torch.dtype) -> Tensor:
     """M^T P summed over uses: [b, g, d, k] for P of shape [p, k] or per example [b, g, p, k]."""
     total: Tensor | None = None
     for use in uses:
-        if isinstance(use, DenseFactors):
-            small = use.left_bgtp.to(dtype) @ projection
-        elif projection.dim() == 2:
-            small = projection[use.ids_bt].unsqueeze(1)
-        else:
-            index = use.ids_bt.unsqueeze(-1).expand(-1, -1, projection.shape[-1])
-            small = projection[:, 0].gather(1, index).unsqueeze(1)
-        part = use.right_bgtd.to(dtype).transpose(2, 3) @ small
-        total = part if total is None else total + part
+        for part in _position_blocks(use, dtype):
+            if isinstance(part, DenseFactors):
+                small = part.left_bgtp.to(dtype) @ projection
+            elif projection.dim() == 2:
+                small = projection[part.ids_bt].unsqueeze(1)
+            else:
+                index = part.ids_bt.unsqueeze(-1).expand(-1, -1, projection.shape[-1])
+                small = projection[:, 0].gather(1, index).unsqueeze(1)
+            product = part.right_bgtd.to(dtype).transpose(2, 3) @ small
+            total = product if total is None else total.add_(product)
     assert total is not None
     return total
 
 
-def _project_columns(uses: Sequence[MatrixFactors], projection: Tensor, dtype: torch.dtype) -> Tensor:
+def _project_columns(uses: Sequence[Unfolded], projection: Tensor, dtype: torch.dtype) -> Tensor:
     """M P summed over uses: [b, g, p, k] for P of shape [d, k] or per example [b, g, d, k]."""
     total: Tensor | None = None
     for use in uses:
-        small = use.right_bgtd.to(dtype) @ projection
-        if isinstance(use, DenseFactors):
-            part = use.left_bgtp.to(dtype).transpose(2, 3) @ small
-        else:
-            b, _, _, k = small.shape
-            part = torch.zeros(b, use.rows, k, dtype=dtype, device=small.device)
-            part.scatter_add_(1, use.ids_bt.unsqueeze(-1).expand(-1, -1, k), small[:, 0])
-            part = part.unsqueeze(1)
-        total = part if total is None else total + part
+        for part in _position_blocks(use, dtype):
+            small = part.right_bgtd.to(dtype) @ projection
+            if isinstance(part, DenseFactors):
+                product = part.left_bgtp.to(dtype).transpose(2, 3) @ small
+            else:
+                b, _, _, k = small.shape
+                product = torch.zeros(b, part.rows, k, dtype=dtype, device=small.device)
+                product.scatter_add_(1, part.ids_bt.unsqueeze(-1).expand(-1, -1, k), small[:, 0])
+                product = product.unsqueeze(1)
+            total = product if total is None else total.add_(product)
     assert total is not None
     return total
+
+
+def _position_blocks(use: Unfolded, dtype: torch.dtype) -> Iterator[Unfolded]:
+    """The use whole where its factors have the wanted type already, else cut so that the widened copies stay small."""
+    factors = [use.right_bgtd] + ([use.left_bgtp] if isinstance(use, DenseFactors) else [])
+    s = use.sizes
+    widest = max(f.shape[3] for f in factors)
+    step = s.t if all(f.dtype == dtype for f in factors) else max(1, BLOCK_ELEMENTS // (s.b * s.g * widest))
+    for start in range(0, s.t, step):
+        yield _positions_of(use, slice(None), slice(start, start + step))

@@ -18,14 +18,11 @@ from quietgrad.clipping.capture import Use
 from quietgrad.clipping.factors import DirectGradients
 
 
-def fallback_contributions(
-    use: Use, output_gradients: dict[int, Tensor], batch_size: int
-) -> dict[str, DirectGradients]:
+def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradients]:
     """Per-example gradients of the module's own trainable parameters.
 
     Args:
-        use: the recorded call.
-        output_gradients: position among the flattened outputs -> gradient there.
+        use: the call, with the gradients at its outputs.
         batch_size: number of examples.
 
     Returns:
@@ -34,11 +31,12 @@ def fallback_contributions(
     Raises:
         ValueError: if the module draws random numbers (its forward pass could not be repeated), or examples are not its first dimension.
     """
-    module = use.site.module
+    module, output_gradients = use.site.module, use.output_gradients
     _refuse_randomness(use)
     wanted = set(use.site.parameters)
     own = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False) if n in wanted}
     leaves, spec = pytree.tree_flatten((use.args, use.kwargs))
+    leaves = [None if _is_key_value_cache(leaf) else leaf for leaf in leaves]
     in_dims = [_example_dim(use, i, leaf, batch_size) for i, leaf in enumerate(leaves)]
     positions = sorted(output_gradients)
     out_dims = [_output_example_dim(use, p, output_gradients[p], batch_size) for p in positions]
@@ -87,6 +85,13 @@ def fallback_contributions(
         each = [by_autograd(i) for i in range(batch_size)]  # one example after the other gives the same numbers
         gradients = {name: torch.stack([e[j] for e in each]) for j, name in enumerate(own)}
     return {name: DirectGradients(g.reshape(batch_size, -1)) for name, g in gradients.items()}
+
+
+def _is_key_value_cache(leaf: Any) -> bool:
+    """A cache that the forward pass has filled: in a repeated pass it would add the same keys and values once more."""
+    return any(
+        kind.__name__ == "Cache" and kind.__module__ == "transformers.cache_utils" for kind in type(leaf).__mro__
+    )
 
 
 def _example_dim(use: Use, position: int, leaf: Any, batch_size: int) -> int | None:

@@ -12,6 +12,9 @@ from quietgrad.tensors import trainable_parameters
 # Modules that use the parameters of their children without calling them.
 _UNITS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.RNNBase)
 
+# Children that are called with inputs common to all examples (T5's table of relative positions): their parents are captured in their place.
+_TABLES_OF_THEIR_PARENT = ("relative_attention_bias",)
+
 
 @dataclass(frozen=True)
 class Site:
@@ -32,10 +35,11 @@ class Site:
 
 @dataclass(frozen=True)
 class Layout:
-    """All capture sites of a model and its trainable parameters (tied ones once)."""
+    """All capture sites of a model, its trainable parameters (tied ones once), and the modules whose own parameters are all frozen."""
 
     sites: tuple[Site, ...]
     parameters: dict[str, nn.Parameter]
+    frozen: tuple[nn.Module, ...] = ()
 
 
 def layout_of(model: nn.Module) -> Layout:
@@ -47,10 +51,13 @@ def layout_of(model: nn.Module) -> Layout:
     parameters = trainable_parameters(model)
     name_of = {id(p): name for name, p in parameters.items()}
     sites: list[Site] = []
+    frozen: list[nn.Module] = []
     inside_unit: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inside_unit:
             continue
+        tables = {local: child for local, child in module.named_children() if local in _TABLES_OF_THEIR_PARENT}
+        inside_unit.update(id(table) for table in tables.values())
         unit = isinstance(module, _UNITS) or bool(getattr(module, "parametrizations", None))
         if unit:
             inside_unit.update(id(child) for child in module.modules())
@@ -59,6 +66,10 @@ def layout_of(model: nn.Module) -> Layout:
             for local, p in module.named_parameters(recurse=unit, remove_duplicate=False)
             if id(p) in name_of
         }
+        for table_name, table in tables.items():
+            own |= {f"{table_name}.{n}": name_of[id(p)] for n, p in table.named_parameters() if id(p) in name_of}
         if own:
             sites.append(Site(name, module, own, None if unit else rule_for(module)))
-    return Layout(tuple(sites), parameters)
+        elif any(True for _ in module.parameters(recurse=False)):
+            frozen.append(module)
+    return Layout(tuple(sites), parameters, tuple(frozen))

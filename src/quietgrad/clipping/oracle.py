@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quietgrad.clipping.factoring import PerExampleLoss
+from quietgrad.clipping.backward import PerExampleLoss
 from quietgrad.tensors import Batch, batch_size_of, slice_batch, trainable_parameters
 
 

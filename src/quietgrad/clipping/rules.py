@@ -6,12 +6,17 @@ gradients have the example as their first dimension. Modules without a rule go t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quietgrad.clipping.factors import Contribution, DenseFactors, DirectGradients, OneHotFactors
+from quietgrad.clipping.convolution import Geometry
+from quietgrad.clipping.factors import Contribution, ConvolutionFactors, DenseFactors, DirectGradients, OneHotFactors
+from quietgrad.tensors import accumulation_dtype
 
 Rule = Callable[[nn.Module, Tensor, Tensor, Collection[str]], dict[str, Contribution]]
 
@@ -36,7 +41,7 @@ def _affine(x: Tensor, grad: Tensor, wanted: Collection[str], transposed: bool) 
     if "weight" in wanted:
         out["weight"] = DenseFactors(a_bgtd, g_bgtp) if transposed else DenseFactors(g_bgtp, a_bgtd)
     if "bias" in wanted:
-        out["bias"] = DirectGradients(g_bgtp[:, 0].sum(dim=1))
+        out["bias"] = DirectGradients(_sum(g_bgtp[:, 0], dim=1))
     return out
 
 
@@ -63,6 +68,49 @@ def rms_norm_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection
     return _scale_and_shift_last(normalised, grad, wanted, len(module.normalized_shape))
 
 
+def scaled_rms_norm_rule(
+    module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
+    """The RMSNorms of Hugging Face models, y = w n(x) or (1 + w) n(x): the derivative by w is n(x) in both."""
+    wide = x.to(accumulation_dtype(x.dtype))
+    normalised = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + _epsilon_of(module))
+    return _scale_and_shift_last(normalised, grad, wanted, 1)
+
+
+def _epsilon_of(module: nn.Module) -> float:
+    return float(getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0.0)
+
+
+# Class -> whether its forward pass is one of the two formulas; found out by running a copy once.
+_is_scaled_rms_norm: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
+def _behaves_like_rms_norm(module: nn.Module) -> bool:
+    kind = type(module)
+    own = dict(module.named_parameters())
+    if set(own) != {"weight"} or own["weight"].dim() != 1 or any(True for _ in module.children()):
+        return False
+    if "rmsnorm" not in kind.__name__.lower().replace("_", "") and not kind.__name__.endswith("LayerNorm"):
+        return False
+    if kind not in _is_scaled_rms_norm:
+        probe = copy.deepcopy(module).cpu().float()
+        source = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            weight = torch.randn(own["weight"].shape, generator=source)
+            probe.weight.copy_(weight)  # type: ignore[operator]
+            x = torch.randn(2, 3, len(weight), generator=source)
+            normalised = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + _epsilon_of(module))
+            try:
+                y = probe(x)
+            except Exception:  # a forward pass that takes more than x is simply not one of these
+                y = None
+        same = isinstance(y, Tensor) and y.shape == x.shape
+        _is_scaled_rms_norm[kind] = same and any(
+            torch.allclose(y, scale * normalised, rtol=1e-4, atol=1e-5) for scale in (weight, 1 + weight)
+        )
+    return _is_scaled_rms_norm[kind]
+
+
 def _scale_and_shift_last(
     normalised: Tensor, grad: Tensor, wanted: Collection[str], dims: int
 ) -> dict[str, Contribution]:
@@ -70,9 +118,9 @@ def _scale_and_shift_last(
     entries = grad.shape[grad.dim() - dims :].numel()
     out: dict[str, Contribution] = {}
     if "weight" in wanted:
-        out["weight"] = DirectGradients((normalised * grad).reshape(b, -1, entries).sum(dim=1))
+        out["weight"] = DirectGradients(_sum((normalised * grad).reshape(b, -1, entries), dim=1))
     if "bias" in wanted:
-        out["bias"] = DirectGradients(grad.reshape(b, -1, entries).sum(dim=1))
+        out["bias"] = DirectGradients(_sum(grad.reshape(b, -1, entries), dim=1))
     return out
 
 
@@ -89,39 +137,33 @@ def _scale_and_shift_channels(normalised: Tensor, grad: Tensor, wanted: Collecti
     b, channels = grad.shape[:2]
     out: dict[str, Contribution] = {}
     if "weight" in wanted:
-        out["weight"] = DirectGradients((normalised * grad).reshape(b, channels, -1).sum(dim=2))
+        out["weight"] = DirectGradients(_sum((normalised * grad).reshape(b, channels, -1), dim=2))
     if "bias" in wanted:
-        out["bias"] = DirectGradients(grad.reshape(b, channels, -1).sum(dim=2))
+        out["bias"] = DirectGradients(_sum(grad.reshape(b, channels, -1), dim=2))
     return out
 
 
 def convolution_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
     """Conv1d, Conv2d, Conv3d with stride, padding, dilation and groups: positions are output pixels, columns are patches."""
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    b, groups = x.shape[0], module.groups
     out: dict[str, Contribution] = {}
     if "weight" in wanted:
-        patches = _patches(module, x)
-        g_bgtp = grad.reshape(b, groups, module.out_channels // groups, -1).transpose(2, 3)
-        out["weight"] = DenseFactors(g_bgtp, patches)
+        sides = module._reversed_padding_repeated_twice
+        before, after = tuple(sides[-2::-2]), tuple(sides[::-2])
+        if module.padding_mode != "zeros" or before != after:
+            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+            x, before = F.pad(x, sides, mode=mode), tuple(0 for _ in before)
+        geometry = Geometry(
+            tuple(module.kernel_size), tuple(module.stride), before, tuple(module.dilation), module.groups
+        )
+        out["weight"] = ConvolutionFactors(x, grad, geometry)
     if "bias" in wanted:
-        out["bias"] = DirectGradients(grad.reshape(b, module.out_channels, -1).sum(dim=2))
+        out["bias"] = DirectGradients(_sum(grad.reshape(grad.shape[0], module.out_channels, -1), dim=2))
     return out
 
 
-def _patches(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
-    """[b, groups, output positions, in_channels / groups * kernel entries]."""
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    padded = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
-    dims = len(module.kernel_size)
-    for axis in range(dims):
-        span = (module.kernel_size[axis] - 1) * module.dilation[axis] + 1
-        padded = padded.unfold(2 + axis, span, module.stride[axis])[..., :: module.dilation[axis]]
-    b, channels = padded.shape[:2]
-    grouped = padded.reshape(b, module.groups, channels // module.groups, *padded.shape[2:])
-    spatial = list(range(3, 3 + dims))
-    kernel = list(range(3 + dims, 3 + 2 * dims))
-    return grouped.permute(0, 1, *spatial, 2, *kernel).flatten(2 + dims).flatten(2, 1 + dims)
+def _sum(x: Tensor, dim: int) -> Tensor:
+    return x.sum(dim=dim, dtype=accumulation_dtype(x.dtype))
 
 
 _RULES: dict[type[nn.Module], Rule] = {
@@ -151,6 +193,8 @@ def rule_for(module: nn.Module) -> Rule | None:
         return linear_rule
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return transposed_linear_rule
+    if kind not in _RULES and kind.__module__.startswith("transformers.") and _behaves_like_rms_norm(module):
+        return scaled_rms_norm_rule
     return _RULES.get(kind)
 
 

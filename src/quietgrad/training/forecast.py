@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from quietgrad.clipping.engine import choice_for
-from quietgrad.clipping.factoring import PerExampleLoss, factor
-from quietgrad.clipping.factors import DirectGradients
-from quietgrad.clipping.layout import layout_of
+from quietgrad.accounting import noise_multiplier
+from quietgrad.clipping.backward import PerExampleLoss
+from quietgrad.clipping.explain import explain
+from quietgrad.facts import RandomizedClipping
+from quietgrad.plan import PrivacyPlan
 from quietgrad.training.models import trainable_count
 from quietgrad.training.prepare import Prepared
 from quietgrad.training.text_batches import TokenisedTexts
@@ -42,33 +43,17 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
         prefix_seconds = (time.perf_counter() - started) / size * len(prepared.train)
         model, loss = cache.upper, prepared.loss(cached=True)
         batch = cache.collate(np.arange(size), prepared.device)
-    layers: list[dict[str, Any]] = []
+    clipping: dict[str, Any] = {"engine": "plain autograd", "layers": []}
     if prepared.plan is not None:
-        clipper = prepared.plan.clipper
-        factored = factor(model, layout_of(model), loss, batch)
-        kinds: Counter[tuple[str, str, int]] = Counter()
-        for name, uses in factored.contributions.items():
-            shape = " x ".join(str(n) for n in factored.parameters[name].shape) or "scalar"
-            matrices = [u for u in uses if not isinstance(u, DirectGradients)]
-            if matrices:
-                choice = choice_for(matrices, clipper.estimator, clipper.sketch_dim)
-                kinds[(shape, choice.estimator, choice.multiplications)] += 1
-            else:
-                kinds[(shape, "direct", factored.parameters[name].numel())] += 1
-        layers = [
-            {"shape": shape, "estimator": estimator, "multiplications": cost, "count": count}
-            for (shape, estimator, cost), count in sorted(kinds.items(), key=lambda item: -item[0][2] * item[1])
-        ]
+        clipping = explain(prepared.plan.clipper, model, loss, batch)
+        clipping["sketch"] |= _noise_of_a_sketch(prepared.plan)
     seconds = min(_timed_step(prepared, model, loss, batch) for _ in range(3))
     examples = prepared.expected_batch_size * prepared.steps
     record: dict[str, Any] = {
         "private": prepared.plan is not None,
         "steps": prepared.steps,
         "expected_batch_size": prepared.expected_batch_size,
-        "engine": "book-keeping: one backward pass, weighted products afterwards"
-        if prepared.plan is not None
-        else "plain autograd",
-        "layers": layers,
+        **clipping,
         "predicted_seconds": prefix_seconds + seconds / size * examples,
         "cached_frozen_layers": cache is not None,
         "predicted_memory_mib": _peak_memory_mib(),
@@ -86,6 +71,22 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
             "neighbouring": "add-remove",
         }
     return record
+
+
+def _noise_of_a_sketch(plan: PrivacyPlan) -> dict[str, float]:
+    """The noise multiplier that sketched norms would need for the same guarantee; nothing where the multiplier was given."""
+    config = plan.config
+    if config.target_epsilon is None or isinstance(plan.event.clipping, RandomizedClipping):
+        return {}
+    sketched = replace(plan.event, clipping=RandomizedClipping(config.sketch_dim))
+    sigma = noise_multiplier(
+        config.target_epsilon,
+        plan.delta,
+        sample_rate=sketched.sample_rate,
+        steps=sketched.steps,
+        clipping=sketched.clipping,
+    )
+    return {"noise_multiplier": sigma}
 
 
 def _subset(texts: TokenisedTexts, indices: NDArray[np.int64]) -> TokenisedTexts:
