@@ -1,25 +1,37 @@
-"""Time and memory of clipping against the non-private step and against Opacus, interleaved in one run.
+"""Time and memory of clipping against the non-private step and against peers, interleaved in one run.
 
-    python benchmarks/clipping_peers.py [--repeats 7] [--regimes bert-32 llama-512 ...] [--output benchmarks/results/clipping_peers.json]
+    python benchmarks/clipping_peers.py [--repeats 7] [--regimes bert-32 llama-512 ...] [--methods quietgrad ...] [--again]
+                                        [--output benchmarks/results/clipping_peers.json]
 
-Every method runs forward and backward of the same model on the same batch and ends with a gradient (non-private) or a clipped sum. Ratios are to the
-non-private step of the same round; median and range over rounds. Memory is the peak resident memory that a fresh process adds over model and data
-(Linux). Needs the dev extra.
+Every method runs forward and backward of the same model on the same batch and ends with a gradient (non-private) or a clipped sum. Each lives in a process of its own,
+since peers leave hooks and patches behind; the processes take one step each in turn, and ratios are to the non-private step of the same round: median and range
+over rounds. A method slower than 20 non-private steps gets two rounds. Memory is the peak resident memory that a fresh process adds over model and data in two steps
+(Linux). A method that fails is reported with its error; memory that a process may take is limited, and running into the limit counts as a failure.
+
+Results are written after each regime. A regime that the output file holds already, measured with the same packages, methods and at least as many rounds, is not
+measured again unless --again is given.
+
+Needs the dev and hf extras. Opake is compared where it is installed; it asks for newer packages than the rest, so put it beside them and in PYTHONPATH:
+pip install --no-deps --target FOLDER opake-engine==0.16.1 opake-base==0.16.1 opake-dpsgd==0.16.1 opake-patches==0.16.1 opake-accounting==0.16.1 optree
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import resource
+import select
 import statistics
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from importlib.metadata import version
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,136 +39,356 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-REGIMES: dict[str, dict[str, Any]] = {
-    "bert-32": {"model": "bert", "batch": 64, "length": 32},
-    "bert-128": {"model": "bert", "batch": 16, "length": 128},
-    "llama-512": {"model": "llama", "batch": 2, "length": 512},
-    "llama-1024": {"model": "llama", "batch": 2, "length": 1024},
+Batch = dict[str, Tensor]
+Step = Callable[[], Any]
+
+SLOW = 20.0  # non-private steps
+ROUNDS_OF_SLOW = 2
+STEP_LIMIT_SECONDS = 900.0
+PACKAGES = ("torch", "opacus", "transformers", "peft", "opake-engine")
+
+
+@dataclass(frozen=True)
+class Regime:
+    model: str
+    batch: int
+    length: int = 0
+    limit_gib: float = 14.0  # of memory, for each process
+
+
+REGIMES = {
+    "bert-32": Regime("bert", 64, 32),
+    "llama-512": Regime("llama", 2, 512),
+    "llama-1024": Regime("llama", 2, 1024),
+    "llama-4096": Regime("llama", 2, 4096, limit_gib=8.0),
+    "resnet18-gn": Regime("resnet", 64),
+    "llama-lora": Regime("llama-lora", 2, 512),
+    "bert-128": Regime("bert", 16, 128),
 }
-METHODS = ["non-private", "quietgrad", "quietgrad-hutch", "opacus-hooks", "opacus-ghost"]
+NOT_MEASURED = {
+    "fastdp": "not on PyPI (the package fast-dp there is another thing)",
+    "dp-transformers": "clips with Opacus' hooks, which are measured",
+}
 
 
-def build(regime: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    import transformers as hf
-
+def build(regime: str) -> tuple[nn.Module, Batch]:
     spec = REGIMES[regime]
     torch.manual_seed(0)
-    b, t = spec["batch"], spec["length"]
+    b, t = spec.batch, spec.length
+    if spec.model == "resnet":
+        return ResNet18(), {"x": torch.randn(b, 3, 32, 32), "y": torch.randint(0, 10, (b,))}
     ids = torch.randint(5, 4000, (b, t))
-    if spec["model"] == "bert":
-        config = hf.BertConfig(
-            vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, num_labels=3,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="eager",
-        )  # fmt: skip
-        model = hf.BertForSequenceClassification(config)
+    if spec.model == "bert":
         # Opacus cannot broadcast BERT's default position ids, so they are given to all.
         positions = torch.arange(t).expand(b, t).contiguous()
-        return model, {
+        return bert(), {
             "input_ids": ids,
             "position_ids": positions,
             "token_type_ids": torch.zeros_like(ids),
             "y": torch.randint(0, 3, (b,)),
         }
+    model = llama()
+    return (with_lora(model) if spec.model == "llama-lora" else model), {"input_ids": ids, "y": ids}
+
+
+def bert() -> nn.Module:
+    """The shape of MiniLM, 22.7 million parameters."""
+    import transformers as hf
+
+    config = hf.BertConfig(
+        vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, num_labels=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    return hf.BertForSequenceClassification(config)
+
+
+def llama() -> nn.Module:
+    """A small Llama, 17.8 million parameters."""
+    import transformers as hf
+
     config = hf.LlamaConfig(
-        vocab_size=4096,
-        hidden_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        intermediate_size=1408,
-        max_position_embeddings=4096,
+        vocab_size=4096, hidden_size=512, num_hidden_layers=4, num_attention_heads=8, intermediate_size=1536, max_position_embeddings=4096,
+        tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    return hf.LlamaForCausalLM(config)
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    """Adapters of rank 16 on every linear layer of the blocks, both factors random so that no gradient is zero; the rest is frozen."""
+    import peft
+
+    config = peft.LoraConfig(
+        r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False
     )
-    return hf.LlamaForCausalLM(config), {"input_ids": ids, "y": ids}
+    return peft.get_peft_model(model, config)
 
 
-def per_example_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    inputs = {k: v for k, v in batch.items() if k != "y"}
-    logits = model(**inputs).logits
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, out, 3, stride, 1, bias=False),
+            nn.GroupNorm(32, out),
+            nn.ReLU(),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False),
+            nn.GroupNorm(32, out),
+        )
+        self.skip: nn.Module = nn.Identity()
+        if stride != 1 or channels != out:
+            self.skip = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.GroupNorm(32, out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.skip(x))
+
+
+class ResNet18(nn.Sequential):
+    """ResNet-18 for small images, with group normalisation: 11.2 million parameters."""
+
+    def __init__(self, classes: int = 10) -> None:
+        layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(32, 64), nn.ReLU()]
+        channels = 64
+        for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            layers += [ResidualBlock(channels, width, stride), ResidualBlock(width, width, 1)]
+            channels = width
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+def per_example_loss(model: nn.Module, batch: Batch) -> Tensor:
+    if "x" in batch:
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    logits = model(**{k: v for k, v in batch.items() if k != "y"}).logits
     if logits.dim() == 2:
         return F.cross_entropy(logits, batch["y"], reduction="none")
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), batch["y"][:, 1:], reduction="none").mean(1)
 
 
-def step_of(method: str, model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], Any]:
-    """A function that does one step's gradient work by one method."""
-    if method == "non-private":
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-        def plain() -> None:
-            model.zero_grad()
-            per_example_loss(model, batch).mean().backward()
 
-        return plain
-    if method.startswith("quietgrad"):
-        from quietgrad.clipping import Clipper
+def non_private(model: nn.Module, batch: Batch) -> Step:
+    def step() -> None:
+        model.zero_grad()
+        per_example_loss(model, batch).mean().backward()
 
-        clipper = Clipper(1.0, "hutch" if method.endswith("hutch") else "auto")
-        return lambda: clipper.clip(model, per_example_loss, batch)
-    if method == "opacus-hooks":
-        from opacus import GradSampleModule
+    return step
 
-        wrapped = GradSampleModule(model, strict=False)
 
-        def hooks() -> None:
-            wrapped.zero_grad()
-            per_example_loss(wrapped, batch).mean().backward()
-            norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in model.parameters()], 1).norm(dim=1)
-            factors = (1.0 / (norms + 1e-6)).clamp(max=1.0)
-            for p in model.parameters():
-                p.grad = torch.einsum("b,b...->...", factors, p.grad_sample)
-                p.grad_sample = None
+def planners_choice() -> Any:
+    """What a user gets who asks for exact clipping and nothing else."""
+    from quietgrad.clipping import Clipper
 
-        return hooks
+    return Clipper(1.0, "auto")
+
+
+def quietgrad_exact(model: nn.Module, batch: Batch) -> Step:
+    clipper = planners_choice()
+    return lambda: clipper.clip(model, per_example_loss, batch)
+
+
+def quietgrad_hutch(model: nn.Module, batch: Batch) -> Step:
+    from quietgrad.clipping import Clipper
+
+    clipper = Clipper(1.0, "hutch")
+    return lambda: clipper.clip(model, per_example_loss, batch)
+
+
+def opacus_hooks(model: nn.Module, batch: Batch) -> Step:
+    from opacus import GradSampleModule
+
+    model.train()
+    wrapped = GradSampleModule(model, strict=False)
+    parameters = list(trainable(model).values())
+
+    def step() -> None:
+        wrapped.zero_grad()
+        per_example_loss(wrapped, batch).mean().backward()
+        norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in parameters], 1).norm(dim=1)
+        factors = (1.0 / (norms + 1e-6)).clamp(max=1.0)
+        for p in parameters:
+            p.grad = torch.einsum("b,b...->...", factors, p.grad_sample)
+            p.grad_sample = None
+
+    return step
+
+
+def opacus_two_passes(model: nn.Module, batch: Batch, ghost: bool) -> Step:
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
-    ghost = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True, strict=False)
+    model.train()
+    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=ghost, strict=False)
 
-    def two_passes() -> None:
-        ghost.zero_grad()
-        ghost.enable_hooks()
-        losses = per_example_loss(ghost, batch)
+    def step() -> None:
+        wrapped.zero_grad()
+        wrapped.enable_hooks()
+        losses = per_example_loss(wrapped, batch)
         losses.mean().backward(retain_graph=True)
-        factors = ghost.get_clipping_coef().detach()
-        ghost.zero_grad()
-        ghost.disable_hooks()
+        factors = wrapped.get_clipping_coef().detach()
+        wrapped.zero_grad()
+        wrapped.disable_hooks()
         (factors * losses).sum().backward()
 
-    return two_passes
+    return step
 
 
-def measure_time(regime: str, repeats: int) -> dict[str, Any]:
-    steps: dict[str, Callable[[], Any]] = {}
-    failed: dict[str, str] = {}
-    for method in METHODS:
-        model, batch = build(regime)  # a model each: Opacus leaves its hooks on it
-        step = step_of(method, model, batch)
+def opake(model: nn.Module, batch: Batch, micro_batch: int | None) -> Step:
+    """As its documentation says: patched for vmap, then ``clipped_grad`` of a function of parameters and one example."""
+    from opake.dpsgd.clipping import clipped_grad
+    from opake.patches import apply_model_patches
+
+    model.train()
+    if "x" not in batch:
+        apply_model_patches(model)
+    names = list(batch)
+    parameters = {name: p.detach() for name, p in trainable(model).items()}
+
+    def loss(values: dict[str, Tensor], *example: Tensor) -> Tensor:
+        alone = {name: x.unsqueeze(0) for name, x in zip(names, example)}
+
+        def called(*positional: Tensor, **named: Tensor) -> Any:
+            return torch.func.functional_call(model, values, positional, named)
+
+        return per_example_loss(called, alone)[0]  # type: ignore[arg-type]
+
+    function, state = clipped_grad(
+        loss, clipping_norm=1.0, batch_argnums=tuple(range(1, len(names) + 1)), microbatch_size=micro_batch
+    )
+    return lambda: function(parameters, *batch.values(), state=state)
+
+
+def small_part(batch: Batch) -> int:
+    """A micro-batch that a peer's user might set when the whole batch does not fit."""
+    return 8 if len(batch["y"]) > 8 else 1
+
+
+METHODS: dict[str, Callable[[nn.Module, Batch], Step]] = {
+    "non-private": non_private,
+    "quietgrad": quietgrad_exact,
+    "quietgrad-hutch": quietgrad_hutch,
+    "opacus-hooks": opacus_hooks,
+    "opacus-ghost": lambda model, batch: opacus_two_passes(model, batch, ghost=True),
+    "opacus-fast-gradient": lambda model, batch: opacus_two_passes(model, batch, ghost=False),
+    "opake": lambda model, batch: opake(model, batch, None),
+    "opake-micro-batch": lambda model, batch: opake(model, batch, small_part(batch)),
+}
+
+
+class Worker:
+    """A process that holds one method's model and takes a step when told to."""
+
+    def __init__(self, regime: str, method: str) -> None:
+        command = [sys.executable, __file__, "--worker", regime, method]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self.error = ""
+
+    def step(self) -> float | None:
+        """Seconds, or None with ``error`` set."""
+        assert self.process.stdin is not None and self.process.stdout is not None
         try:
-            step()
-            steps[method] = step
-        except Exception as error:
-            failed[method] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-    seconds: dict[str, list[float]] = {m: [] for m in steps}
-    for _ in range(repeats):
-        for method, step in steps.items():
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        if not select.select([self.process.stdout], [], [], STEP_LIMIT_SECONDS)[0]:
+            self.error = f"no step within {STEP_LIMIT_SECONDS:.0f} s"
+            self.process.kill()
+            return None
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line else {"error": f"the process ended with status {self.process.wait()}"}
+        self.error = answer.get("error", "")
+        return answer.get("seconds")
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
+
+
+def worker(regime: str, method: str) -> None:
+    """The other side of ``Worker``: one JSON line per step."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes elsewhere
+    limit_memory(regime)
+    step: Step | None = None
+    for _ in sys.stdin:
+        try:
+            if step is None:
+                step = METHODS[method](*build(regime))
             started = time.perf_counter()
             step()
-            seconds[method].append(time.perf_counter() - started)
+            answer: dict[str, Any] = {"seconds": time.perf_counter() - started}
+        except Exception as error:
+            answer = {"error": one_line(error)}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def limit_memory(regime: str) -> None:
+    limit = int(REGIMES[regime].limit_gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    words = " ".join((lines[0] if lines else "").split())
+    if "allocate memory" in str(error) or isinstance(error, MemoryError):
+        wanted = words.partition("you tried to allocate ")[2].partition(" bytes")[0]
+        return "out of memory" + (f" (asked for {int(wanted) / 2**30:.1f} GiB at once)" if wanted.isdigit() else "")
+    return f"{type(error).__name__}: {words[:160]}"
+
+
+def measure_time(regime: str, methods: list[str], repeats: int) -> dict[str, Any]:
+    workers: dict[str, Worker] = {}
+    failed: dict[str, str] = {}
+    warm: dict[str, float] = {}
+    seconds: dict[str, dict[int, float]] = {}
+    try:
+        for method in methods:
+            one = Worker(regime, method)
+            first = one.step()
+            second = None if first is None else one.step()  # the first may compile, trace and check
+            if second is None:
+                failed[method] = one.error
+                one.end()
+                continue
+            workers[method], warm[method], seconds[method] = one, second, {}
+        for round_ in range(repeats):
+            for method in list(workers):
+                if round_ >= ROUNDS_OF_SLOW and warm[method] > SLOW * warm["non-private"]:
+                    continue
+                taken = workers[method].step()
+                if taken is None:
+                    failed[method] = workers.pop(method).error
+                    del seconds[method]
+                else:
+                    seconds[method][round_] = taken
+    finally:
+        for one in workers.values():
+            one.end()
     base = seconds["non-private"]
-    report: dict[str, Any] = {"failed": failed, "seconds_non_private": statistics.median(base)}
+    report: dict[str, Any] = {"failed": failed, "seconds_non_private": statistics.median(base.values()), "methods": {}}
     for method, values in seconds.items():
-        ratios = [v / b for v, b in zip(values, base, strict=True)]
-        report[method] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+        ratios = [taken / base[round_] for round_, taken in values.items()]
+        report["methods"][method] = {
+            "time_ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+            "rounds": len(ratios),
+        }
     return report
 
 
-def added_memory_mib(regime: str, method: str) -> float:
+def added_memory_mib(regime: str, method: str) -> float | None:
     command = [sys.executable, __file__, "--memory-of", regime, method]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return float(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else float("nan")
+    return float(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
 
 
 def memory_child(regime: str, method: str) -> None:
-    """Prints by how much one step raises the resident memory over what model and data occupy (Linux: the peak is reset first)."""
-    model, batch = build(regime)
-    step = step_of(method, model, batch)
+    """Prints by how much two steps raise the resident memory over what model and data occupy (the peak is reset first)."""
+    limit_memory(regime)
+    step = METHODS[method](*build(regime))
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     before = _status("VmRSS")
@@ -170,42 +402,89 @@ def _status(key: str) -> float:
         return next(float(line.split()[1]) / 1024 for line in file if line.startswith(key))
 
 
+def measure(regime: str, methods: list[str], repeats: int, environment: dict[str, Any]) -> dict[str, Any]:
+    spec = REGIMES[regime]
+    model, _ = build(regime)
+    entry: dict[str, Any] = {
+        "batch": spec.batch,
+        "length": spec.length,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable_parameters": sum(p.numel() for p in trainable(model).values()),
+        "memory_limit_gib": spec.limit_gib,
+        "repeats": repeats,
+        "load_at_start": round(os.getloadavg()[0], 2),
+        "environment": environment,
+    }
+    del model
+    entry |= measure_time(regime, methods, repeats)
+    for method, row in entry["methods"].items():
+        row["added_memory_mib"] = added_memory_mib(regime, method)
+    base = entry["methods"]["non-private"]["added_memory_mib"] or float("nan")
+    for row in entry["methods"].values():
+        if row["added_memory_mib"] is not None:
+            row["memory_ratio"] = row["added_memory_mib"] / base
+    return entry
+
+
+def has(report: dict[str, Any], regime: str, methods: list[str], repeats: int, environment: dict[str, Any]) -> bool:
+    """Whether the report holds this regime, measured alike."""
+    entry = report["regimes"].get(regime, {})
+    known = {*entry.get("methods", {}), *entry.get("failed", {})}
+    return entry.get("environment") == environment and entry["repeats"] >= repeats and known >= set(methods)
+
+
+def show(regime: str, entry: dict[str, Any]) -> None:
+    for method, row in entry["methods"].items():
+        r = row["time_ratio"]
+        print(
+            f"{regime:12s} {method:20s} time {r['median']:6.2f} [{r['min']:.2f}-{r['max']:.2f}]  "
+            f"memory {row.get('memory_ratio', float('nan')):6.2f}"
+        )
+    for method, why in entry["failed"].items():
+        print(f"{regime:12s} {method:20s} {why}")
+    sys.stdout.flush()
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=list(REGIMES))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="beside non-private")
+    parser.add_argument("--again", action="store_true", help="measure what the output file holds already, too")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/clipping_peers.json"))
-    parser.add_argument("--memory-of", nargs=2, metavar=("REGIME", "METHOD"))
+    parser.add_argument("--worker", nargs=2, metavar=("REGIME", "METHOD"), help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", nargs=2, metavar=("REGIME", "METHOD"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    if arguments.worker:
+        worker(*arguments.worker)
+        return
     if arguments.memory_of:
         memory_child(*arguments.memory_of)
         return
-    report: dict[str, Any] = {
-        "environment": {
-            "python": platform.python_version(),
-            "processors": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            **{name: version(name) for name in ("torch", "opacus", "transformers")},
-        },
-        "regimes": {},
+    methods = ["non-private", *(m for m in arguments.methods if m != "non-private")]
+    environment = {
+        "python": platform.python_version(),
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        **{name: installed(name) for name in PACKAGES},
     }
+    report: dict[str, Any] = {"not_measured": NOT_MEASURED, "regimes": {}}
+    with contextlib.suppress(FileNotFoundError):
+        report["regimes"] = json.loads(arguments.output.read_text(encoding="utf-8"))["regimes"]
     for regime in arguments.regimes:
-        entry = measure_time(regime, arguments.repeats)
-        memory = {m: added_memory_mib(regime, m) for m in METHODS if m not in entry["failed"]}
-        entry["added_memory_mib"] = memory
-        report["regimes"][regime] = entry
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        for method in METHODS:
-            if method in entry:
-                r = entry[method]
-                print(
-                    f"{regime:12s} {method:16s} time {r['median']:6.2f} [{r['min']:.2f}-{r['max']:.2f}]  "
-                    f"memory {memory[method] / max(memory['non-private'], 1.0):6.2f}"
-                )
-            else:
-                print(f"{regime:12s} {method:16s} {entry['failed'][method]}")
+        if arguments.again or not has(report, regime, methods, arguments.repeats, environment):
+            report["regimes"][regime] = measure(regime, methods, arguments.repeats, environment)
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        show(regime, report["regimes"][regime])
 
 
 if __name__ == "__main__":

@@ -83,12 +83,15 @@ class _Call:
     recording: Recording
     leaves: tuple[Any, ...]
     tensor_places: tuple[int, ...]
-    spec: Any
+    spec: Any  # None: positional tensors and nothing else, as nearly always
     output_positions: tuple[int, ...]
 
     def deliver(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         at_outputs = {p: g for p, g in zip(self.output_positions, gradients, strict=True) if g is not None}
         if self.recording.receive is None or not at_outputs:
+            return
+        if self.spec is None:
+            self.recording.receive(Use(self.site, tuple(inputs), {}, at_outputs))
             return
         leaves = list(self.leaves)
         for place, tensor in zip(self.tensor_places, inputs, strict=True):
@@ -187,6 +190,8 @@ def _expander(site: Site, recording: Recording, batch_size: int) -> Callable[...
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if batch_size == 1 or _off(recording):
             return None
+        if args and isinstance(args[0], Tensor) and args[0].dim() and args[0].shape[0] == batch_size:
+            return None
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(x.dim() and x.shape[0] == batch_size for x in leaves):
             return None
@@ -206,7 +211,8 @@ def _recorder(site: Site, recording: Recording, batch_size: int) -> Callable[...
         if _off(recording):
             _note_hidden(site, recording)
             return None
-        outputs, output_spec = pytree.tree_flatten(output)
+        simple = isinstance(output, Tensor)
+        outputs, output_spec = ([output], None) if simple else pytree.tree_flatten(output)
         positions = tuple(i for i, leaf in enumerate(outputs) if _carries_gradient(leaf, recording))
         if not positions:
             return None
@@ -214,7 +220,8 @@ def _recorder(site: Site, recording: Recording, batch_size: int) -> Callable[...
             _require_examples_first(site, args, kwargs, batch_size)
         else:
             _give_outputs_examples(site, outputs, positions, recording, batch_size)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        plain = not kwargs and all(isinstance(x, Tensor) for x in args)
+        leaves, spec = (list(args), None) if plain else pytree.tree_flatten((args, kwargs))
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         inputs = [leaves[i].detach() for i in places]
         rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -225,7 +232,7 @@ def _recorder(site: Site, recording: Recording, batch_size: int) -> Callable[...
             positions, _Identity.apply(call, inputs, recording.root, *(outputs[i] for i in positions)), strict=True
         ):
             outputs[i] = attached
-        return pytree.tree_unflatten(outputs, output_spec)
+        return outputs[0] if simple else pytree.tree_unflatten(outputs, output_spec)  # type: ignore[arg-type]
 
     return record
 

@@ -8,6 +8,7 @@ one-example   examples one at a time through plain autograd: each gradient is th
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +27,7 @@ from quietgrad.clipping.layout import Layout
 from quietgrad.clipping.planner import Policy
 from quietgrad.clipping.tally import Sums, Tally
 from quietgrad.clipping.thresholds import Scaling, Thresholds, clip_factors
-from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of
+from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, tensors_of
 
 Engine = Literal["auto", "bookkeeping", "two-pass", "one-example"]
 ENGINES: tuple[Engine, ...] = ("auto", "bookkeeping", "two-pass", "one-example")
@@ -170,9 +171,23 @@ def add_one_by_one(work: Work, example: Batch, sums: Sums) -> Tensor:
         finite = norms.isfinite().all(dim=0)
         if bool(finite):
             factors = clip_factors(norms, work.limits(norms.dtype), work.scaling)[:, 0].tolist()
+            known = _addresses(work.model, example, gradients)
             for name in list(gradients):
-                _add(sums, {name: gradients.pop(name)}, factors[work.thresholds.group_of[name]])
+                gradient = gradients.pop(name)
+                owned = gradient is not None and known[gradient.untyped_storage().data_ptr()] == 1
+                _add(sums, {name: gradient}, factors[work.thresholds.group_of[name]], owned)
     return finite
+
+
+def _addresses(model: nn.Module, example: Batch, gradients: dict[str, Tensor | None]) -> Counter[int]:
+    """How many of the gradients, the model's tensors and the batch's lie in each piece of memory: one of its own may be scaled in place."""
+    tensors = [
+        *(g for g in gradients.values() if g is not None),
+        *model.parameters(),
+        *model.buffers(),
+        *tensors_of(example),
+    ]
+    return Counter(t.untyped_storage().data_ptr() for t in tensors)
 
 
 def norms_of_one(work: Work, gradients: dict[str, Tensor | None]) -> Tensor:
@@ -194,12 +209,14 @@ def gradients_of_one(work: Work, example: Batch) -> dict[str, Tensor | None]:
     )
 
 
-def _add(sums: Sums, gradients: dict[str, Tensor | None], factor: float) -> None:
+def _add(sums: Sums, gradients: dict[str, Tensor | None], factor: float, owned: bool = False) -> None:
     for name, gradient in gradients.items():
         if gradient is None:
             continue
         wide = accumulation_dtype(gradient.dtype)
         if name in sums:
             sums[name].add_(gradient, alpha=factor)
+        elif owned and gradient.dtype == wide and gradient.is_contiguous():
+            sums[name] = gradient.mul_(factor)
         else:
             sums[name] = torch.mul(gradient.to(wide), factor).contiguous()

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.convolution import patch_gram, weight_gradient
+from quietgrad.clipping.convolution import patch_gram, weight_gradients_one_by_one
 from quietgrad.clipping.factors import (
     ConvolutionFactors,
     DenseFactors,
@@ -50,11 +50,8 @@ def _whole_gradients(use: MatrixFactors, dtype: torch.dtype) -> Tensor:
     if isinstance(use, ConvolutionFactors) and not use.x.is_cuda:
         # On a processor the native routine, one example at a time, beats patches and a batched product.
         shape = torch.Size((s.g * s.p, s.d // use.geometry.taps, *use.geometry.kernel))
-        result = torch.empty(s.b, *shape, dtype=dtype)
-        for i in range(s.b):
-            one = slice(i, i + 1)
-            result[i] = weight_gradient(use.x[one].to(dtype), use.grad[one].to(dtype), shape, use.geometry)
-        return result.view(s.b, -1)
+        each = weight_gradients_one_by_one(use.x.to(dtype), use.grad.to(dtype), shape, use.geometry)
+        return each.view(s.b, -1)
     return _gradient_rows(unfolded(use), 0, s.p, dtype).reshape(s.b, -1)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from quietgrad.clipping.estimators import BLOCK_ELEMENTS, pixel_gram_pays
@@ -74,7 +75,8 @@ class Cost:
         traffic = 0.0
         work = self.multiplications(estimator, sketch_dim)
         if estimator == "materialized":
-            traffic = (3.0 if kept else 1.0) * self.gradient_entries
+            # Kept: written, read for the norm, read for the sum, which is read and written once for all examples.
+            traffic = self.gradient_entries * (3.0 + 2.0 / self.examples if kept else 1.0)
             if self.native_per_example:
                 traffic += 10 * self.examples * speed.call_overhead * speed.entries_per_second
             if kept:
@@ -122,6 +124,9 @@ class Policy:
 
     def choose(self, cost: Cost) -> Choice:
         """The estimator for one parameter, all its uses together. Sketches are never chosen unasked: they change the noise multiplier."""
+        return _choice(self, cost)
+
+    def _choose(self, cost: Cost) -> Choice:
         limit = max(self.kept_entries, cost.factor_entries)
         fits = self.may_keep and cost.gradient_entries <= limit
         materialized = Choice(
@@ -134,6 +139,11 @@ class Policy:
         if self.estimator in ("auto", "exact") and cost.positions > 1 and materialized.seconds < other.seconds:
             return materialized
         return other
+
+
+@lru_cache(maxsize=4096)
+def _choice(policy: Policy, cost: Cost) -> Choice:
+    return policy._choose(cost)
 
 
 def cost_of(uses: Sequence[MatrixFactors]) -> Cost:
