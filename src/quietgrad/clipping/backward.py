@@ -118,7 +118,8 @@ def visit_captured_calls(losses: Tensor, recording: Recording, layout: Layout, r
         if gradient is not None:
             raise ValueError(
                 f"parameter {name!r} influences the loss, but the module that owns it is never called, so its per-example gradients "
-                "cannot be captured; freeze it, or call the module instead of using its parameter directly"
+                "cannot be captured; freeze it, call the module instead of using its parameter directly, or take one example at a time "
+                "(engine='one-example', exact for every layer)"
             )
 
 

@@ -273,5 +273,6 @@ def _require_examples_first(site: Site, args: tuple[Any, ...], kwargs: dict[str,
 def _no_example_dimension(site: Site, what: str) -> str:
     return (
         f"layer {site.name!r} ({type(site.module).__name__}) {what} whose first dimension is not the example, so per-example gradients "
-        "cannot be told apart; freeze its parameters (requires_grad_(False)) or give its input an example dimension"
+        "cannot be told apart; freeze its parameters (requires_grad_(False)), give its input an example dimension, or take one example at "
+        "a time (engine='one-example', exact for every layer)"
     )

@@ -112,7 +112,8 @@ def _escaped(name: str, called: bool) -> str:
     if not called:
         return (
             f"parameter {name!r} influences the loss, but the module that owns it is never called, so its per-example gradients "
-            "cannot be captured; freeze it, or call the module instead of using its parameter directly"
+            "cannot be captured; freeze it, call the module instead of using its parameter directly, or take one example at a time "
+            "(engine='one-example', exact for every layer)"
         )
     return (
         f"parameter {name!r}: the captured per-example gradient is not the one that autograd computes, so clipping would not bound it; it "
