@@ -5,6 +5,9 @@ Nothing of the example's values is kept, but its shape is: plan with a record of
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,6 +83,14 @@ def trace(model: nn.Module, layout: Layout, per_example_loss: PerExampleLoss, ba
         )
 
 
+@contextlib.contextmanager
+def _quiet_about_hooks() -> Iterator[None]:
+    """The counter's own global hooks fire once more for a compiled module, which is all that torch warns of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules", category=UserWarning)
+        yield
+
+
 def _trace(
     model: nn.Module, layout: Layout, per_example_loss: PerExampleLoss, one: Batch, reentrant: bool
 ) -> ModelTrace:
@@ -110,7 +121,7 @@ def _trace(
 
     counter = FlopCounterMode(display=False)
     passes = forward_captured(model, layout, per_example_loss, one, receive, reentrant)
-    with counter, saved_tensors_hooks(pack, lambda tensor: tensor), passes as (losses, recording):
+    with _quiet_about_hooks(), counter, saved_tensors_hooks(pack, lambda tensor: tensor), passes as (losses, recording):
         visit_captured_calls(losses, recording, layout)
         calls = sum(recording.calls.values())
     traces = []
