@@ -6,6 +6,9 @@ import difflib
 import math
 from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import TypeVar
+
+Word = TypeVar("Word", bound=str)
 
 
 def require_int(name: str, value: object) -> None:
@@ -39,6 +42,14 @@ def require_delta(name: str, value: object) -> None:
     require_finite(name, value)
     if not 0 < float(value) < 1:  # type: ignore[arg-type]
         raise ValueError(f"{name}={value!r} must be in (0, 1); a usual choice is below 1 over the number of records")
+
+
+def require_word(name: str, value: object, valid: tuple[Word, ...]) -> Word:
+    """``value`` as one of the valid words."""
+    for word in valid:
+        if word == value:
+            return word
+    raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(valid)}")
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

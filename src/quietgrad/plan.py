@@ -14,13 +14,13 @@ from torch import nn
 
 from quietgrad.accounting import epsilon_report, noise_multiplier
 from quietgrad.accounting.spending import EpsilonReport
-from quietgrad.checks import require_at_least, require_delta, require_int, require_positive, require_rate
+from quietgrad.checks import require_at_least, require_delta, require_int, require_positive, require_rate, require_word
 from quietgrad.clipping.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.engine import Clipper
-from quietgrad.clipping.pins import require_engine
-from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, require_estimator
-from quietgrad.clipping.thresholds import require_scaling
+from quietgrad.clipping.engines import ENGINES
+from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, ESTIMATORS
+from quietgrad.clipping.thresholds import SCALINGS
 from quietgrad.facts import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import LedgerWriter, read_ledger
 from quietgrad.noise.gaussian import GaussianNoise
@@ -89,12 +89,12 @@ class PrivacyConfig:
         delta = self._delta(dataset_size)
         clipper = Clipper(
             self.max_grad_norm,
-            require_estimator(self.estimator),
+            require_word("estimator", self.estimator, ESTIMATORS),
             self.sketch_dim,
             max_micro_batch_size=self.max_physical_batch_size,
-            engine=require_engine(self.clipping_engine),
+            engine=require_word("clipping_engine", self.clipping_engine, ENGINES),
             groups=self.clipping_groups,
-            scaling=require_scaling(self.clipping_scaling),
+            scaling=require_word("clipping_scaling", self.clipping_scaling, SCALINGS),
             layers=self.clipping_layers or {},
             memory_budget=self.memory_budget,
         )

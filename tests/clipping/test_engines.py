@@ -156,7 +156,7 @@ def test_pins_decide_per_layer() -> None:
         ({"groups": {}}, "at least one pattern"),
         ({"groups": {"*": 0.0}}, "share above 0"),
         ({"groups": "layer", "estimator": "hutch"}, "cannot be accounted for"),
-        ({"layers": {"*": "fast"}}, "'fast' is unknown"),
+        ({"layers": {"*": "fast"}}, "='fast' is unknown"),
         ({"layers": {"*": "ghost:4"}}, "is not understood"),
         ({"layers": {"*": "hutch:48"}}, "not a multiple of sketch_dim=32"),
         ({"layers": {"*": "hutch:16"}}, "not a multiple of sketch_dim=32"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from quietgrad.checks import require_word
 from quietgrad.clipping.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.engine import Clipper
-from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, require_estimator
+from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, ESTIMATORS
 from quietgrad.tensors import Batch
 
 
@@ -42,7 +43,7 @@ def clipped_gradients(
     Raises:
         ValueError: naming the layer, parameter or argument, with the remedy.
     """
-    clipper = Clipper(max_grad_norm, require_estimator(estimator), sketch_dim, micro_batch_size)
+    clipper = Clipper(max_grad_norm, require_word("estimator", estimator, ESTIMATORS), sketch_dim, micro_batch_size)
     return clipper.clip(model, per_example_loss, batch, generator)
 
 
@@ -60,5 +61,5 @@ def per_example_norms(
 
     Arguments and errors as for ``clipped_gradients``.
     """
-    clipper = Clipper(1.0, require_estimator(estimator), sketch_dim, micro_batch_size)
+    clipper = Clipper(1.0, require_word("estimator", estimator, ESTIMATORS), sketch_dim, micro_batch_size)
     return clipper.norms(model, per_example_loss, batch, generator)

@@ -58,18 +58,16 @@ def weight_gradient(x: Tensor, grad: Tensor, shape: torch.Size, geometry: Geomet
     )[1]  # fmt: skip
 
 
-def weight_gradients_one_by_one(x: Tensor, grad: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
-    """[b, *shape] kernels' gradients of each example, by one call of the native routine per example."""
+def weight_gradients_one_by_one(x: Tensor, grad: Tensor, shape: torch.Size, geometry: Geometry) -> tuple[Tensor, ...]:
+    """Each example's gradient of the kernel, by one call of the native routine per example."""
     weight = grad.new_empty(1).expand(shape)
     zeros = [0] * len(geometry.kernel)
     settings = (
         geometry.stride, geometry.padding, geometry.dilation, False, zeros, geometry.groups, [False, True, False],
     )  # fmt: skip
     native = torch.ops.aten.convolution_backward.default
-    result = grad.new_empty(x.shape[0], *shape)
-    for into, one_x, one_grad in zip(result.unbind(0), x.split(1), grad.split(1), strict=True):
-        into.copy_(native(one_grad, one_x, weight, None, *settings)[1])
-    return result
+    pairs = zip(x.split(1), grad.split(1), strict=True)
+    return tuple(native(one_grad, one_x, weight, None, *settings)[1] for one_x, one_grad in pairs)
 
 
 def patch_gram(x: Tensor, geometry: Geometry) -> Tensor:

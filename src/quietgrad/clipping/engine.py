@@ -14,12 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from quietgrad.checks import require_at_least, require_int
+from quietgrad.checks import require_at_least, require_int, require_word
 from quietgrad.clipping.arrangement import Arrangement, arrange, free_bytes
 from quietgrad.clipping.backward import PerExampleLoss
 from quietgrad.clipping.checking import check_capture_once
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.clipping.engines import (
+    ENGINES,
     Engine,
     Work,
     add_by_bookkeeping,
@@ -30,11 +31,11 @@ from quietgrad.clipping.engines import (
     norms_of_one,
 )
 from quietgrad.clipping.layout import Layout, layout_of
-from quietgrad.clipping.pins import Pins, claim_of, policies_of, require_engine, require_pins
-from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, Estimator, Policy, require_estimator
+from quietgrad.clipping.pins import Pins, claim_of, policies_of, require_pins
+from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, ESTIMATORS, Estimator, Policy
 from quietgrad.clipping.refusals import refuse_cross_example_layers
 from quietgrad.clipping.tally import Sums
-from quietgrad.clipping.thresholds import Groups, Scaling, require_groups, require_scaling, thresholds
+from quietgrad.clipping.thresholds import SCALINGS, Groups, Scaling, require_groups, thresholds
 from quietgrad.clipping.throughput import Throughput, modelled_throughput
 from quietgrad.clipping.tracing import ModelTrace, trace
 from quietgrad.facts import RandomizedClipping, SensitivityClaim
@@ -83,8 +84,9 @@ class Clipper:
     claim: SensitivityClaim = field(init=False)
 
     def __post_init__(self) -> None:
-        estimator, engine = require_estimator(self.estimator), require_engine(self.engine)
-        require_scaling(self.scaling)
+        estimator = require_word("estimator", self.estimator, ESTIMATORS)
+        engine = require_word("engine", self.engine, ENGINES)
+        require_word("scaling", self.scaling, SCALINGS)
         object.__setattr__(self, "groups", require_groups(self.groups))
         pins = require_pins(self.layers, self.sketch_dim)
         object.__setattr__(self, "layers", pins)

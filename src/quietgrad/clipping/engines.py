@@ -81,36 +81,28 @@ class Work:
         )
 
 
-def group_norms(work: Work, batch: Batch) -> Tensor:
-    """[groups, b] norms of a micro-batch's per-example gradients. Private."""
-
-    def run(reentrant: bool) -> Tensor:
-        tally = work.tally(batch_size_of(batch), keep=False)
-        with forward_captured(work.model, work.layout, work.per_example_loss, batch, tally.receive, reentrant) as (
-            losses,
-            recording,
-        ):
-            tally.recording = recording
-            visit_captured_calls(losses, recording, work.layout)
-            return tally.finish()
-
-    return with_any_checkpointing(work.model, run)
-
-
-def add_by_bookkeeping(work: Work, batch: Batch, sums: Sums) -> Tensor:
-    """Adds a micro-batch's clipped gradients to ``sums``; returns [b] whether each example's norm is finite."""
+def _tallied(work: Work, batch: Batch, keep: bool) -> Tally:
+    """One forward and one backward pass of a micro-batch."""
 
     def run(reentrant: bool) -> Tally:
-        tally = work.tally(batch_size_of(batch), keep=True)
-        with forward_captured(work.model, work.layout, work.per_example_loss, batch, tally.receive, reentrant) as (
-            losses,
-            recording,
-        ):
+        tally = work.tally(batch_size_of(batch), keep)
+        passes = forward_captured(work.model, work.layout, work.per_example_loss, batch, tally.receive, reentrant)
+        with passes as (losses, recording):
             tally.recording = recording
             visit_captured_calls(losses, recording, work.layout)
         return tally
 
-    return _add_kept(work, with_any_checkpointing(work.model, run), sums)
+    return with_any_checkpointing(work.model, run)
+
+
+def group_norms(work: Work, batch: Batch) -> Tensor:
+    """[groups, b] norms of a micro-batch's per-example gradients. Private."""
+    return _tallied(work, batch, keep=False).finish()
+
+
+def add_by_bookkeeping(work: Work, batch: Batch, sums: Sums) -> Tensor:
+    """Adds a micro-batch's clipped gradients to ``sums``; returns [b] whether each example's norm is finite."""
+    return _add_kept(work, _tallied(work, batch, keep=True), sums)
 
 
 def _add_kept(work: Work, tally: Tally, sums: Sums) -> Tensor:

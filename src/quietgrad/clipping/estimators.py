@@ -22,6 +22,7 @@ from quietgrad.clipping.factors import (
     ConvolutionFactors,
     DenseFactors,
     DirectGradients,
+    ListedGradients,
     MatrixFactors,
     OneHotFactors,
     examples_of,
@@ -36,6 +37,14 @@ BLOCK_ELEMENTS = 8 * 1024 * 1024  # no temporary grows past this many entries (3
 _HAS_THIN_LINEAR = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 Unfolded = DenseFactors | OneHotFactors
+
+
+def native_gradients(use: ConvolutionFactors, dtype: torch.dtype) -> tuple[Tensor, ListedGradients]:
+    """[b] squared norms and per-example gradients of a convolution's kernel on a processor, where they are left as they come."""
+    s = use.sizes
+    shape = torch.Size((s.g * s.p, s.d // use.geometry.taps, *use.geometry.kernel))
+    each = weight_gradients_one_by_one(use.x.to(dtype), use.grad.to(dtype), shape, use.geometry)
+    return torch.stack([torch.linalg.vector_norm(one) for one in each]).square_(), ListedGradients(each)
 
 
 def materialized_gradients(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> DirectGradients:
@@ -55,7 +64,7 @@ def _whole_gradients(use: MatrixFactors, dtype: torch.dtype) -> Tensor:
         # On a processor the native routine, one example at a time, beats patches and a batched product.
         shape = torch.Size((s.g * s.p, s.d // use.geometry.taps, *use.geometry.kernel))
         each = weight_gradients_one_by_one(use.x.to(dtype), use.grad.to(dtype), shape, use.geometry)
-        return each.view(s.b, -1)
+        return torch.stack(each).view(s.b, -1)
     return _gradient_rows(unfolded(use), 0, s.p, dtype).reshape(s.b, -1)
 
 

@@ -102,8 +102,16 @@ class DirectGradients:
     values_bn: Tensor
 
 
+@dataclass(frozen=True)
+class ListedGradients:
+    """Per-example gradients one by one, each in the parameter's shape: as the routine that made them left them, without a copy."""
+
+    values: tuple[Tensor, ...]
+
+
 MatrixFactors = DenseFactors | OneHotFactors | ConvolutionFactors
 Contribution = MatrixFactors | DirectGradients
+Kept = Contribution | ListedGradients
 
 
 def examples_of(use: MatrixFactors, examples: slice) -> MatrixFactors:
@@ -120,7 +128,7 @@ def unfolded(use: MatrixFactors) -> DenseFactors | OneHotFactors:
     return use.unfolded() if isinstance(use, ConvolutionFactors) else use
 
 
-def keep_examples(contribution: Contribution, keep_b: Tensor) -> Contribution:
+def keep_examples(contribution: Kept, keep_b: Tensor) -> Kept:
     """Sets the gradients of dropped examples to exactly zero, also where they are infinite or not a number."""
 
     def zero(x: Tensor) -> Tensor:
@@ -133,11 +141,14 @@ def keep_examples(contribution: Contribution, keep_b: Tensor) -> Contribution:
         return OneHotFactors(contribution.ids_bt, zero(contribution.right_bgtd), contribution.rows)
     if isinstance(contribution, ConvolutionFactors):
         return ConvolutionFactors(zero(contribution.x), zero(contribution.grad), contribution.geometry)
+    if isinstance(contribution, ListedGradients):
+        pairs = zip(contribution.values, keep_b.tolist(), strict=True)
+        return ListedGradients(tuple(value if keep else torch.zeros_like(value) for value, keep in pairs))
     return DirectGradients(zero(contribution.values_bn))
 
 
 def weighted_sum(
-    contribution: Contribution,
+    contribution: Kept,
     weights_b: Tensor,
     shape: torch.Size,
     dtype: torch.dtype,
@@ -148,6 +159,11 @@ def weighted_sum(
     One product of the size of an ordinary weight gradient; no temporary of the parameter's size where ``into`` is given, but for
     convolutions and half precision.
     """
+    if isinstance(contribution, ListedGradients):
+        into = torch.zeros(shape, dtype=dtype, device=weights_b.device) if into is None else into
+        for value, weight in zip(contribution.values, weights_b.tolist(), strict=True):
+            into.add_(value, alpha=weight)
+        return into
     if isinstance(contribution, DirectGradients):
         values = contribution.values_bn.to(dtype)
         weights = weights_b.to(dtype)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from quietgrad.checks import require_at_least, require_int
-from quietgrad.clipping.engines import ENGINES, Engine
-from quietgrad.clipping.planner import SKETCHES, Estimator, Policy, require_estimator
+from quietgrad.checks import require_at_least, require_int, require_word
+from quietgrad.clipping.engines import Engine
+from quietgrad.clipping.planner import ESTIMATORS, SKETCHES, Estimator, Policy
 from quietgrad.clipping.throughput import Throughput
 from quietgrad.facts import SMALLEST_SKETCH_DIM, ClippingClaim, ExactClipping, RandomizedClipping
 
@@ -26,7 +26,7 @@ def require_pins(layers: Mapping[str, str] | Iterable[tuple[str, Estimator, int]
     pins = []
     for pattern, word in layers.items():
         name, _, k_text = str(word).partition(":")
-        estimator = require_estimator(name)
+        estimator = require_word(f"layers[{pattern!r}]", name, ESTIMATORS)
         if k_text and (not k_text.isdecimal() or estimator not in SKETCHES):
             raise ValueError(
                 f"layers[{pattern!r}]={word!r} is not understood; write an estimator, or a sketch with its k like 'hutch:64'"
@@ -71,15 +71,3 @@ def policies_of(
             f"layers has pattern {unused[0]!r}, which matches no trainable parameter; correct it or take it out"
         )
     return policies
-
-
-def require_engine(name: str) -> Engine:
-    """Checks a user's word.
-
-    Raises:
-        ValueError: naming the valid ones.
-    """
-    for known in ENGINES:
-        if known == name:
-            return known
-    raise ValueError(f"engine={name!r} is unknown; use one of {', '.join(ENGINES)}")

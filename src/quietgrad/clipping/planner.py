@@ -159,15 +159,3 @@ def cost_of(uses: Sequence[MatrixFactors]) -> Cost:
             taps = use.geometry.taps
             gram_columns = (use.padded_positions / t) ** 2 * s.d / taps + 2 * taps
     return Cost(s.b, t, s.p, s.d, s.g, one_hot, gram_columns, native)
-
-
-def require_estimator(name: str) -> Estimator:
-    """Checks a user's word.
-
-    Raises:
-        ValueError: naming the valid ones.
-    """
-    for known in ESTIMATORS:
-        if known == name:
-            return known
-    raise ValueError(f"estimator={name!r} is unknown; use one of {', '.join(ESTIMATORS)}")

@@ -19,9 +19,18 @@ from quietgrad.clipping.estimators import (
     hutch_plus_plus_norms,
     materialized_gradients,
     materialized_norms,
+    native_gradients,
     squared_norms,
 )
-from quietgrad.clipping.factors import Contribution, DirectGradients, MatrixFactors, keep_examples, weighted_sum
+from quietgrad.clipping.factors import (
+    Contribution,
+    ConvolutionFactors,
+    DirectGradients,
+    Kept,
+    MatrixFactors,
+    keep_examples,
+    weighted_sum,
+)
 from quietgrad.clipping.fallback import fallback_contributions
 from quietgrad.clipping.layout import Layout
 from quietgrad.clipping.planner import Choice, Policy, cost_of
@@ -53,7 +62,7 @@ class Tally:
     generator: torch.Generator | None
     keep: bool = True
     recording: Recording | None = None
-    kept: dict[str, list[Contribution]] = field(default_factory=dict)
+    kept: dict[str, list[Kept]] = field(default_factory=dict)
     _waiting: dict[str, list[Contribution]] = field(default_factory=dict)
     _expected: dict[str, int] | None = None
 
@@ -126,7 +135,7 @@ def contributions_of(use: Use, examples: int, recording: Recording | None) -> di
 
 def settle(
     uses: list[Contribution], policy: Policy, generator: torch.Generator | None, dtype: torch.dtype
-) -> tuple[Tensor, list[Contribution]]:
+) -> tuple[Tensor, list[Kept]]:
     """[b] squared norms of one parameter's per-example gradients, all its uses together, and what to keep of them."""
     matrices: list[MatrixFactors] = [u for u in uses if not isinstance(u, DirectGradients)]
     if len(matrices) < len(uses):
@@ -141,6 +150,9 @@ def settle(
         assert total is not None
         return squared_norms(total), [DirectGradients(total)]
     choice = policy.choose(cost_of(matrices))
+    if choice.kept and len(matrices) == 1 and isinstance(matrices[0], ConvolutionFactors) and not matrices[0].x.is_cuda:
+        squared, listed = native_gradients(matrices[0], dtype)
+        return squared, [listed]
     if choice.kept:
         gradients = materialized_gradients(matrices, dtype)
         return squared_norms(gradients.values_bn), [gradients]

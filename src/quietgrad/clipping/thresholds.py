@@ -104,15 +104,3 @@ def clip_factors(norms: Tensor, limits: Tensor, scaling: Scaling) -> Tensor:
     limits = limits.unsqueeze(1)
     factors = limits / (norms + STABILITY) if scaling == "automatic" else (limits / norms).clamp(max=1.0)
     return factors.masked_fill(~norms.isfinite().all(dim=0), 0.0)
-
-
-def require_scaling(name: str) -> Scaling:
-    """Checks a user's word.
-
-    Raises:
-        ValueError: naming the valid ones.
-    """
-    for known in SCALINGS:
-        if known == name:
-            return known
-    raise ValueError(f"scaling={name!r} is unknown; use one of {', '.join(SCALINGS)}")
