@@ -76,4 +76,6 @@ def test_smollm2(smollm2: nn.Module, tune: str) -> None:
         assert float(language_modelling(model, SMOLLM2_BATCH).max()) < 6
     if tune == "lora":
         model = with_lora(copy.deepcopy(smollm2), ["q_proj", "v_proj", "down_proj"])
-    assert_equal_to(ask_oracle(model, language_modelling, SMOLLM2_BATCH), model, language_modelling, SMOLLM2_BATCH)
+    expected = ask_oracle(model, language_modelling, SMOLLM2_BATCH)
+    # Through 30 float32 layers, two examples together and each alone (the oracle) round differently, by 1.3e-5 with two threads.
+    assert_equal_to(expected, model, language_modelling, SMOLLM2_BATCH, tolerance=5e-5)
