@@ -5,6 +5,7 @@ Shape legend: b examples, g groups, c channels of a group, t output positions, u
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -58,7 +59,7 @@ def weight_gradient(x: Tensor, grad: Tensor, shape: torch.Size, geometry: Geomet
     )[1]  # fmt: skip
 
 
-def weight_gradients_one_by_one(x: Tensor, grad: Tensor, shape: torch.Size, geometry: Geometry) -> tuple[Tensor, ...]:
+def weight_gradients_one_by_one(x: Tensor, grad: Tensor, shape: torch.Size, geometry: Geometry) -> Iterator[Tensor]:
     """Each example's gradient of the kernel, by one call of the native routine per example."""
     weight = grad.new_empty(1).expand(shape)
     zeros = [0] * len(geometry.kernel)
@@ -67,7 +68,7 @@ def weight_gradients_one_by_one(x: Tensor, grad: Tensor, shape: torch.Size, geom
     )  # fmt: skip
     native = torch.ops.aten.convolution_backward.default
     pairs = zip(x.split(1), grad.split(1), strict=True)
-    return tuple(native(one_grad, one_x, weight, None, *settings)[1] for one_x, one_grad in pairs)
+    return (native(one_grad, one_x, weight, None, *settings)[1] for one_x, one_grad in pairs)
 
 
 def patch_gram(x: Tensor, geometry: Geometry) -> Tensor:

@@ -43,8 +43,11 @@ def native_gradients(use: ConvolutionFactors, dtype: torch.dtype) -> tuple[Tenso
     """[b] squared norms and per-example gradients of a convolution's kernel on a processor, where they are left as they come."""
     s = use.sizes
     shape = torch.Size((s.g * s.p, s.d // use.geometry.taps, *use.geometry.kernel))
-    each = weight_gradients_one_by_one(use.x.to(dtype), use.grad.to(dtype), shape, use.geometry)
-    return torch.stack([torch.linalg.vector_norm(one) for one in each]).square_(), ListedGradients(each)
+    each, norms = [], []
+    for gradient in weight_gradients_one_by_one(use.x.to(dtype), use.grad.to(dtype), shape, use.geometry):
+        each.append(gradient)
+        norms.append(torch.linalg.vector_norm(gradient))  # at once: it still lies in the processor's cache
+    return torch.stack(norms).square_(), ListedGradients(tuple(each))
 
 
 def materialized_gradients(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> DirectGradients:
@@ -64,7 +67,7 @@ def _whole_gradients(use: MatrixFactors, dtype: torch.dtype) -> Tensor:
         # On a processor the native routine, one example at a time, beats patches and a batched product.
         shape = torch.Size((s.g * s.p, s.d // use.geometry.taps, *use.geometry.kernel))
         each = weight_gradients_one_by_one(use.x.to(dtype), use.grad.to(dtype), shape, use.geometry)
-        return torch.stack(each).view(s.b, -1)
+        return torch.stack(tuple(each)).view(s.b, -1)
     return _gradient_rows(unfolded(use), 0, s.p, dtype).reshape(s.b, -1)
 
 

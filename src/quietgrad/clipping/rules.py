@@ -126,7 +126,25 @@ def _scale_and_shift_last(
 
 def group_norm_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
     assert isinstance(module, nn.GroupNorm)
+    if x.dtype == grad.dtype and x.dtype in (torch.float32, torch.float64):
+        return _native_group_norm(module, x.contiguous(), grad.contiguous(), wanted)
     return _scale_and_shift_channels(F.group_norm(x, module.num_groups, eps=module.eps), grad, wanted)
+
+
+def _native_group_norm(module: nn.GroupNorm, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+    """Autograd's routine, with the examples presented as further groups of one example: it sums over examples, not over groups."""
+    b, channels = x.shape[:2]
+    positions, groups = x.shape[2:].numel(), module.num_groups
+    _, mean, scale = torch.native_group_norm(x, None, None, b, channels, positions, groups, module.eps)
+    together = (1, b * channels, positions)
+    # The routine insists on a weight, which only the input's gradient depends on.
+    ones = x.new_ones(b * channels)
+    _, weight, bias = torch.ops.aten.native_group_norm_backward(
+        grad.view(together), x.view(together), mean.view(1, -1), scale.view(1, -1), ones,
+        1, b * channels, positions, b * groups, [False, "weight" in wanted, "bias" in wanted],
+    )  # fmt: skip
+    found = {"weight": weight, "bias": bias}
+    return {name: DirectGradients(found[name].view(b, channels)) for name in found if name in wanted}
 
 
 def instance_norm_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
