@@ -22,21 +22,25 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "randomness": ({"checks"}, {"numpy"}),
     "tensors": (set(), {"torch"}),
     "clipping": ({"facts", "checks", "tensors"}, {"torch"}),
-    "noise": ({"facts", "checks", "randomness", "tensors", "clipping"}, {"torch"}),
+    "noise": ({"facts", "checks", "randomness", "tensors", "clipping"}, {"numpy", "torch"}),
+    "denoising": ({"checks", "noise"}, {"numpy", "torch"}),
     "accounting": ({"facts", "checks"}, {"numpy", "scipy", "dp_accounting"}),
     "sampling": ({"facts", "checks", "randomness"}, {"numpy"}),
     "ledger": ({"facts"}, set()),
 }
 ROOMS["plan"] = (set(ROOMS), {"numpy", "torch"})
-ROOMS["report"] = ({"facts", "accounting", "ledger"}, {"numpy", "matplotlib"})
+ROOMS["report"] = ({"facts", "accounting", "ledger"}, {"numpy", "scipy", "matplotlib"})
 ROOMS["training"] = (
     set(ROOMS),
     {"numpy", "torch", "transformers", "peft", "safetensors", "datasets", "pandas", "matplotlib", "tomli"},
 )
 ROOMS["cli"] = (set(ROOMS), {"typer", "rich"})
 
-# Of a whole room, one type: all that noise may know of clipping.
-ONLY = {("noise", "clipping"): {"quietgrad.clipping.clipped_sum"}}
+# Of a whole room, one type: all that noise may know of clipping, and all that denoising may know of noise.
+ONLY = {
+    ("noise", "clipping"): {"quietgrad.clipping.clipped_sum"},
+    ("denoising", "noise"): {"quietgrad.noise.noisy_sum"},
+}
 
 MODULES = sorted(SOURCE.rglob("*.py"))
 
@@ -100,6 +104,8 @@ def test_rooms_import_what_the_table_allows(room: str) -> None:
         ("facts", "import numpy as np"),
         ("noise", "from quietgrad.plan import PrivacyPlan"),
         ("noise", "from quietgrad.clipping.engine import Clipper"),
+        ("denoising", "from quietgrad.clipping.clipped_sum import ClippedSum"),
+        ("denoising", "from quietgrad.noise.gaussian import GaussianNoise"),
         ("clipping", "from quietgrad.noise import GaussianNoise"),
         ("sampling", "def f():\n    import torch"),
         ("ledger", "from quietgrad import plan"),

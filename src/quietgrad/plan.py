@@ -21,6 +21,7 @@ from quietgrad.clipping.engine import Clipper
 from quietgrad.clipping.engines import ENGINES
 from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, ESTIMATORS
 from quietgrad.clipping.thresholds import SCALINGS
+from quietgrad.denoising.denoiser import SpectralDenoiser
 from quietgrad.facts import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import LedgerWriter, read_ledger
 from quietgrad.noise.gaussian import GaussianNoise
@@ -50,6 +51,7 @@ class PrivacyConfig:
         max_physical_batch_size: most examples per forward pass (None: the planner's choice); no effect on privacy.
         memory_budget: bytes that a step may take over parameters and data; no effect on privacy.
         clipping_engine, clipping_groups, clipping_scaling, clipping_layers: see ``quietgrad.clipping.Clipper``.
+        denoiser: what ``PrivateRun.step`` does to a released sum before it is written to ``.grad``; no effect on privacy.
         seed: makes sampling, projections and noise reproducible; the guarantee then holds only if it stays secret.
     """
 
@@ -69,6 +71,7 @@ class PrivacyConfig:
     clipping_groups: str | Mapping[str, float] = "whole"
     clipping_scaling: str = "clip"
     clipping_layers: Mapping[str, str] | None = None
+    denoiser: SpectralDenoiser | None = None
     seed: int | None = None
 
     def build(self, dataset_size: int) -> PrivacyPlan:
@@ -84,6 +87,11 @@ class PrivacyConfig:
         require_at_least("dataset_size", dataset_size, 1, "there is nothing to train on")
         if self.seed is not None:
             RandomKey.from_seed(self.seed)
+        if self.denoiser is not None and self.denoiser.target != "gradient":
+            raise ValueError(
+                f"denoiser.target={self.denoiser.target!r} acts inside the optimiser: pass that denoiser to quietgrad.denoising.SpectralAdamW or SpectralSGD, and "
+                "leave PrivacyConfig.denoiser unset"
+            )
         q = self._rate(dataset_size)
         steps = self._steps(q)
         delta = self._delta(dataset_size)
@@ -344,9 +352,15 @@ class PrivateRun:
         return self.plan.noise.release(clipped, self._key, step)
 
     def step(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> NoisySum:
-        """Clips, records and releases one batch, and writes the mean gradients to ``model`` for the optimiser."""
+        """Clips, records and releases one batch, and writes the mean gradients to ``model`` for the optimiser, denoised if the plan has a denoiser.
+
+        Returns:
+            What was released, before denoising.
+        """
         noisy = self.release(self.clip(model, per_example_loss, batch))
-        noisy.write_gradients(model, self.plan.expected_batch_size)
+        denoiser = self.plan.config.denoiser
+        written = noisy if denoiser is None else denoiser.denoise(noisy, model)
+        written.write_gradients(model, self.plan.expected_batch_size)
         return noisy
 
     def epsilon(self) -> float:

@@ -61,3 +61,22 @@ def plan(config: ConfigPath = None, overrides: Overrides = None, as_json: accoun
     from quietgrad.cli.training import run_plan
 
     run_plan(config, overrides or [], as_json)
+
+
+@app.command()
+def compare(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.toml", help="A comparison, such as recipes/denoising.toml.")
+    ],
+    only_report: Annotated[
+        bool, typer.Option("--report", help="Table and figure of the runs that are there; run nothing.")
+    ] = False,
+    shard: Annotated[
+        str, typer.Option("--shard", metavar="I/N", help="Make every N-th run from the I-th: for several processes.")
+    ] = "0/1",
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Trains variants side by side, tunes each, and makes a table and a figure; stops and resumes anywhere."""
+    from quietgrad.cli.compare import run_compare
+
+    run_compare(config, only_report, shard, as_json)

@@ -131,7 +131,9 @@ def group_norm_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collecti
     return _scale_and_shift_channels(F.group_norm(x, module.num_groups, eps=module.eps), grad, wanted)
 
 
-def _native_group_norm(module: nn.GroupNorm, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+def _native_group_norm(
+    module: nn.GroupNorm, x: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
     """Autograd's routine, with the examples presented as further groups of one example: it sums over examples, not over groups."""
     b, channels = x.shape[:2]
     positions, groups = x.shape[2:].numel(), module.num_groups

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quietgrad.checks import require_positive
@@ -16,11 +18,16 @@ class NoisySum:
 
     Attributes:
         gradients: parameter name -> noisy sum, in the parameter's shape.
-        noise_std: standard deviation of the noise in every entry, sigma * C (a public fact).
+        noise_std: standard deviation of the noise in every entry, sigma * C (a public fact), for correlated noise that of this step.
+        mixing_row: for noise that is correlated across steps, this step's coefficients of the mechanism's independent draws, up to a factor; None where the noise
+            is independent of all other steps'.
+        denoised: whether a denoiser has been over it: ``noise_std`` then is what was added, no longer what is there.
     """
 
     gradients: dict[str, Tensor]
     noise_std: float
+    mixing_row: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
+    denoised: bool = False
 
     def mean(self, expected_batch_size: float) -> dict[str, Tensor]:
         """Gradients divided by the expected batch size, never by the realised one, which is private (erratum E1)."""

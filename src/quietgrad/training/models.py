@@ -114,6 +114,7 @@ def load_classifier(
     lora_targets: list[str] | None = None,
     lora_layers: int | None = None,
     attention: str | None = None,
+    train_layers: int | None = None,
 ) -> LoadedModel:
     """Loads an encoder and puts a head on it.
 
@@ -125,9 +126,10 @@ def load_classifier(
         lora_rank, lora_targets, lora_layers: adapters' rank, module names (None: peft's default for the architecture; MiniLM: query, value,
             and both feed-forward layers), and number of top layers that get one (None: all).
         attention: transformers' attention implementation; None leaves its choice.
+        train_layers: with "full", the number of top layers that train beside the head (None: everything).
 
     Raises:
-        ValueError: if the model cannot be loaded.
+        ValueError: if the model cannot be loaded, or its layers cannot be told.
     """
     import transformers
 
@@ -155,6 +157,8 @@ def load_classifier(
         inner = _with_lora(inner, name, lora_rank, lora_targets, lora_layers, head)
     elif tune == "head" and head == "mean":
         inner.requires_grad_(False)
+    elif tune == "full" and train_layers is not None:
+        _freeze_below(inner, name, train_layers)
     classifier: nn.Module
     if head == "auto":
         if tune == "head":
@@ -192,6 +196,20 @@ def _with_lora(
         raise ValueError(
             f"model.lora_targets={targets!r} does not fit {name!r}: {str(error).splitlines()[0]}"
         ) from error
+
+
+def _freeze_below(inner: nn.Module, name: str, top_layers: int) -> None:
+    """Leaves the top layers trainable, and what is no part of the base model (a classification head)."""
+    base: Any = inner.base_model if hasattr(inner, "base_model") else inner
+    lists = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == base.config.num_hidden_layers]
+    if not lists or top_layers > len(lists[0]):
+        known = f"has {len(lists[0])} layers" if lists else "keeps its layers in no list"
+        raise ValueError(
+            f"model.train_layers={top_layers} does not fit {name!r}, which {known}; use fewer, or 0 for the whole model"
+        )
+    base.requires_grad_(False)
+    for layer in lists[0][len(lists[0]) - top_layers :]:
+        layer.requires_grad_(True)
 
 
 def save_classifier(model: LoadedModel, label_names: tuple[str, ...], folder: Path) -> None:

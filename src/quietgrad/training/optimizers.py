@@ -1,4 +1,4 @@
-"""Unmodified torch optimisers, with a rate of its own for the head and a schedule that depends on the step number alone."""
+"""Unmodified torch optimisers, or those that denoise their first moment; a rate of its own for the head and a schedule that depends on the step number alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quietgrad.training.config import OptimizerTable
+from quietgrad.denoising import SpectralAdamW, SpectralDenoiser, SpectralSGD
+from quietgrad.noise.noisy_sum import NoisySum
+from quietgrad.training.tables import DenoisingTable, OptimizerTable
 
 LAST_RATE = 0.05  # share of the learning rate that is left at the last step
 
@@ -27,8 +29,34 @@ def head_parameter_names(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if id(p) not in below}
 
 
+def build_denoiser(table: DenoisingTable) -> SpectralDenoiser | None:
+    """The denoiser that a configuration asks for; None for none."""
+    if table.method == "none":
+        return None
+    if table.method == "paper":
+        return SpectralDenoiser.paper(kappa=table.kappa, embeddings=table.embeddings)
+    return SpectralDenoiser(kappa=table.kappa, target=table.target, embeddings=table.embeddings)  # type: ignore[arg-type]
+
+
+def step_on_release(
+    optimizer: torch.optim.Optimizer,
+    denoiser: SpectralDenoiser | None,
+    model: nn.Module,
+    noisy: NoisySum,
+    expected_batch_size: float,
+) -> None:
+    """One update from one released sum, denoised where and as the denoiser says."""
+    if isinstance(optimizer, SpectralAdamW | SpectralSGD):
+        optimizer.step(noisy, expected_batch_size)
+        return
+    released = noisy if denoiser is None else denoiser.denoise(noisy, model)
+    released.write_gradients(model, expected_batch_size)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def build_optimizer(
-    model: nn.Module, table: OptimizerTable, steps: int
+    model: nn.Module, table: OptimizerTable, steps: int, denoiser: SpectralDenoiser | None = None
 ) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
     """The optimiser, and a function that sets its learning rates for a step (0-based).
 
@@ -41,7 +69,14 @@ def build_optimizer(
     head_rate = table.learning_rate if table.head_learning_rate is None else table.head_learning_rate
     groups = [{"params": p, "lr": rate} for p, rate in ((body, table.learning_rate), (head, head_rate)) if p]
     optimizer: torch.optim.Optimizer
-    if table.name == "adamw":
+    if denoiser is not None and denoiser.target == "momentum":
+        if table.name == "adamw":
+            optimizer = SpectralAdamW(model, denoiser, weight_decay=table.weight_decay, groups=groups)
+        else:
+            optimizer = SpectralSGD(
+                model, denoiser, table.learning_rate, table.momentum, table.weight_decay, groups=groups
+            )
+    elif table.name == "adamw":
         optimizer = torch.optim.AdamW(groups, weight_decay=table.weight_decay)
     else:
         optimizer = torch.optim.SGD(groups, momentum=table.momentum, weight_decay=table.weight_decay)

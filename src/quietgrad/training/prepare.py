@@ -148,6 +148,7 @@ def prepare(config: TrainConfig) -> Prepared:
         attention="eager"
         if device.type == "cpu"
         else None,  # several times faster than the fused kernel for short texts
+        train_layers=config.model.train_layers or None,
     )
     for module in model.classifier.modules():
         if isinstance(module, nn.Dropout):

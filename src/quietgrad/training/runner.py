@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from quietgrad.accounting import epsilon
 from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan import PrivateRun
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.models import parameter_digest, save_classifier, trainable_count
-from quietgrad.training.optimizers import build_optimizer
+from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
 from quietgrad.training.prepare import Prepared, precision_context
 from quietgrad.training.run_dir import RunDir, environment
 from quietgrad.training.text_batches import TokenisedTexts, predictions
@@ -61,8 +62,7 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
         RuntimeError: if no trainable tensor moved, or a frozen one did.
     """
     classifier = prepared.model.classifier
-    optimizer, schedule = build_optimizer(classifier, prepared.config.optimizer, prepared.steps)
-    loop = _Loop(prepared, run_dir, optimizer, schedule)
+    loop = _Loop(prepared, run_dir)
     if not resume:
         run_dir.config.write_text(prepared.config.to_toml(), encoding="utf-8")
     private = prepared.plan.start(run_dir.ledger) if prepared.plan is not None else None
@@ -90,10 +90,10 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
         for indices in batches:
             step = private.released if private is not None else done
             if private is not None:
-                loop.private_gradients(private, indices)
+                loop.advance(step, loop.released_gradients(private, indices))
             else:
                 loop.plain_gradients(indices)
-            loop.advance(step)
+                loop.advance(step, None)
             done, made = step + 1, made + 1
             accuracy = loop.evaluate_on_schedule(done, private)
             report(Progress(done, prepared.steps, shown.at(done), accuracy))
@@ -109,18 +109,17 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
 class _Loop:
     """The mutable part: model, optimiser and files."""
 
-    def __init__(
-        self, prepared: Prepared, run_dir: RunDir, optimizer: torch.optim.Optimizer, schedule: Callable[[int], None]
-    ) -> None:
+    def __init__(self, prepared: Prepared, run_dir: RunDir) -> None:
         self.prepared = prepared
         self.run_dir = run_dir
-        self.optimizer = optimizer
-        self.schedule = schedule
         self.model = prepared.model.classifier
         # With a frozen lower part, training starts from cached states; evaluation always runs the whole model.
         self.cache = prepared.prefix_cache()
         self.trained: nn.Module = self.model if self.cache is None else self.cache.upper
         self.loss = prepared.loss(cached=self.cache is not None)
+        config = prepared.config
+        self.denoiser = build_denoiser(config.denoising) if prepared.plan is not None else None
+        self.optimizer, self.schedule = build_optimizer(self.trained, config.optimizer, prepared.steps, self.denoiser)
         every = prepared.config.training.eval_records
         self.eval_part = _spread_records(prepared.validation, every) if every else prepared.validation
 
@@ -129,14 +128,14 @@ class _Loop:
         for part in self.prepared.train.micro_batch_indices(indices, size):
             yield self.collate(part)
 
-    def private_gradients(self, private: PrivateRun, indices: Any) -> None:
+    def released_gradients(self, private: PrivateRun, indices: Any) -> NoisySum:
         total: ClippedSum | None = None
         for batch in self.micro_batches(indices):
             part = private.clip(self.trained, self.loss, batch)
             total = part if total is None else total + part
         if total is None:  # an empty batch is a legal step: its sum is zero, and it gets noise like any other
             total = private.clip(self.trained, self.loss, self.collate(indices))
-        private.release(total).write_gradients(self.trained, self.prepared.expected_batch_size)
+        return private.release(total)
 
     def plain_gradients(self, indices: Any) -> None:
         self.optimizer.zero_grad()
@@ -147,10 +146,13 @@ class _Loop:
         source = self.prepared.train if self.cache is None else self.cache
         return source.collate(indices, self.prepared.device)
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int, noisy: NoisySum | None) -> None:
         self.schedule(step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if noisy is not None:
+            step_on_release(self.optimizer, self.denoiser, self.trained, noisy, self.prepared.expected_batch_size)
+        else:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def accuracy(self, part: TokenisedTexts) -> float:
         with precision_context(self.prepared.config, self.prepared.device):

@@ -1,0 +1,99 @@
+"""``quietgrad compare``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quietgrad.cli.output import console, print_json
+
+if TYPE_CHECKING:
+    from quietgrad.report.comparison import Series
+    from quietgrad.training.comparison import Comparison, Run
+
+Protocols = dict[str, dict[float, dict[str, "Series"]]]
+
+
+def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> None:
+    """See ``quietgrad compare --help``."""
+    from quietgrad.report.comparison import comparison_figure, markdown, rows
+    from quietgrad.training.comparison import load_comparison, open_runs, read_results, run_comparison
+
+    target = console(as_json)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    comparison = load_comparison(path)
+    if not only_report:
+
+        def report(run: Run, record: dict[str, Any], left: int) -> None:
+            target.print(
+                f"{run.variant}, epsilon {run.epsilon:g}, rate {run.rate:g}, seed {run.seed}: validation {record['curve'][-1][1]:.4f}, "
+                f"{record['seconds']:.0f} s; {left} more known"
+            )
+
+        run_comparison(comparison, report, _shard(shard))
+    results = read_results(comparison)
+    missing = len(open_runs(comparison, results))
+    protocols = protocols_of(comparison, results)
+    tables = {
+        name: rows(chosen, comparison.table.reference, comparison.table.shares)
+        for name, chosen in protocols.items()
+        if chosen
+    }
+    if any(protocols.values()):
+        comparison_figure({k: v for k, v in protocols.items() if v}, comparison.table.title, comparison.figure)
+    if as_json:
+        print_json(
+            {
+                "missing_runs": missing,
+                "figure": str(comparison.figure),
+                "tables": {k: markdown(v, comparison.table.shares) for k, v in tables.items()},
+            }
+        )
+        return
+    for name, table in tables.items():
+        target.print(f"\n{name}\n", markup=False)
+        target.print(markdown(table, comparison.table.shares), markup=False, soft_wrap=True)
+    if missing:
+        target.print(f"\n{missing} runs are missing; the same command without --report makes them.")
+    if tables:
+        target.print(f"\nFigure: {comparison.figure}")
+
+
+def protocols_of(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) -> Protocols:
+    """Protocol -> epsilon -> variant -> finished runs; epsilons where the reference or a variant has none are left out."""
+    from quietgrad.report.comparison import Series
+    from quietgrad.training.comparison import best_rate
+
+    found: Protocols = {"one rate": {}, "tuned": {}}
+    for protocol, chosen in found.items():
+        for epsilon in comparison.table.epsilons:
+            variants = {}
+            for variant in comparison.variants:
+                rate = (
+                    comparison.table.protocol_rate
+                    if protocol == "one rate"
+                    else best_rate(comparison, results, variant, epsilon)
+                )
+                runs = {
+                    r.seed: v for r, v in results.items() if (r.variant, r.epsilon, r.rate) == (variant, epsilon, rate)
+                }
+                if rate is not None and runs:
+                    variants[variant] = Series(
+                        rate,
+                        {s: [(int(a), float(b)) for a, b in v["curve"]] for s, v in runs.items()},
+                        {s: v["test"] for s, v in runs.items()},
+                    )
+            if comparison.table.reference in variants:
+                chosen[epsilon] = variants
+    return found
+
+
+def _shard(text: str) -> tuple[int, int]:
+    first, slash, count = text.partition("/")
+    if not slash or not first.isdigit() or not count.isdigit() or int(first) >= int(count):
+        raise ValueError(
+            f"--shard {text!r} must be I/N with I from 0 to N - 1, such as 0/2 in one process and 1/2 in another"
+        )
+    return int(first), int(count)

@@ -1,0 +1,154 @@
+"""Spectral denoising of a released noisy gradient: what stands out of the noise is told apart from what does not.
+
+A function of released values and public facts (the noise level, shapes), so the privacy guarantee is the same with and without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad.checks import require_at_least, require_finite, require_word
+from quietgrad.denoising.formulas import bulk_edge, shrink
+from quietgrad.denoising.matrices import matrix_shapes, stacks
+from quietgrad.denoising.spikes import Spikes, find_spikes, has_spike
+from quietgrad.noise.noisy_sum import NoisySum
+
+Target = Literal["gradient", "momentum"]
+TARGETS: tuple[Target, ...] = ("gradient", "momentum")
+
+
+@dataclass(frozen=True)
+class SpectralDenoiser:
+    """Singular value shrinkage of every matrix-shaped gradient in which something stands out of the noise.
+
+    What stands out is shrunk as eq. 8 of Gradient Matrix Denoising says and, with norm correction, scaled to the norm of the noisy matrix. That alone is the
+    published rule (``keep_bulk=0``). With ``keep_bulk`` = a the result is the noisy matrix times a plus that one times 1 - a, scaled to the noisy norm again: what lies
+    below the threshold of detection, which later steps live on, is never thrown away. Both raise the cosine with the clean gradient whenever the published
+    rule does (Theorem 1: a sum of two vectors of one norm is no worse aligned than the worse of them).
+
+    Attributes:
+        kappa: a layer is touched if its largest singular value is at least so many edges of the bulk.
+        norm_correction: whether the result has the noisy matrix's Frobenius norm.
+        target: "gradient" (a release; ``denoise``) or "momentum" (the optimiser's first moment; ``SpectralAdamW``, ``SpectralSGD``).
+        keep_bulk: share a of the noisy matrix in the result, in [0, 1).
+        embeddings: whether embedding tables are treated as matrices too.
+
+    Raises:
+        ValueError: for settings out of range.
+    """
+
+    kappa: float = 1.02
+    norm_correction: bool = True
+    target: Target = "gradient"
+    keep_bulk: float = 0.5
+    embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        require_finite("kappa", self.kappa)
+        require_at_least("kappa", self.kappa, 1.0, "a threshold below the bulk's edge takes noise for signal")
+        require_word("target", self.target, TARGETS)
+        if not 0 <= self.keep_bulk < 1:
+            raise ValueError(
+                f"keep_bulk={self.keep_bulk!r} must be in [0, 1): 0 drops the bulk, 1 would change nothing"
+            )
+
+    @classmethod
+    def paper(cls, kappa: float = 1.02, embeddings: bool = False) -> SpectralDenoiser:
+        """The published method: the single step's gradient, only spikes kept, rescaled to the noisy norm (eq. 9)."""
+        return cls(kappa=kappa, norm_correction=True, target="gradient", keep_bulk=0.0, embeddings=embeddings)
+
+    def denoise(self, noisy: NoisySum, model: nn.Module | None = None) -> NoisySum:
+        """A better-aligned sum; for ``target="gradient"``.
+
+        Args:
+            noisy: a released sum.
+            model: tells embeddings and experts from other weights.
+
+        Raises:
+            TypeError: for anything that was not released.
+            ValueError: if it was denoised before, or for ``target="momentum"``.
+        """
+        if not isinstance(noisy, NoisySum):
+            raise TypeError(
+                f"denoise takes a NoisySum, not {type(noisy).__name__}: release the clipped sum first (run.release)"
+            )
+        if self.target != "gradient":
+            raise ValueError(
+                "target='momentum' acts inside the optimiser: pass this denoiser to SpectralAdamW or SpectralSGD"
+            )
+        if noisy.denoised:
+            raise ValueError("this sum was denoised before: its noise level is not known any more; denoise once")
+        return replace(noisy, gradients=self.denoise_all(noisy.gradients, noisy.noise_std, model), denoised=True)
+
+    def denoise_all(
+        self, values: Mapping[str, Tensor], noise_std: float, model: nn.Module | None = None
+    ) -> dict[str, Tensor]:
+        result = dict(values)
+        for names, stack in stacks(values, matrix_shapes(values, model, self.embeddings)):
+            changed = self.denoise_stack(stack, noise_std)
+            if changed is None:
+                continue
+            for name, value in zip(names, changed.chunk(len(names)), strict=True):
+                result[name] = value.reshape(values[name].shape).to(values[name].dtype)
+        return result
+
+    def denoise_stack(self, stack_lmn: Tensor, noise_std: float) -> Tensor | None:
+        """The denoised stack, or None where nothing in it changes."""
+        return _denoised(stack_lmn, noise_std, self)
+
+
+def _denoised(stack: Tensor, noise_std: float, rule: SpectralDenoiser) -> Tensor | None:
+    if noise_std == 0:
+        return None
+    candidates = has_spike(stack, noise_std, rule.kappa)
+    if not bool(candidates.any()):
+        return None
+    some = stack if bool(candidates.all()) else stack[candidates]
+    spikes = find_spikes(some, noise_std)
+    decided = spikes.values_lp[:, 0] >= rule.kappa * bulk_edge(stack.shape[1:], noise_std)
+    if not bool(decided.any()):
+        return None
+    new = torch.where(decided.view(-1, 1, 1), _combined(some, spikes, noise_std, rule), some)
+    if some is stack:
+        return new
+    result = stack.clone()
+    result[candidates] = new
+    return result
+
+
+def _combined(stack: Tensor, spikes: Spikes, noise_std: float, rule: SpectralDenoiser) -> Tensor:
+    weights = shrink(spikes.values_lp, stack.shape[1:], noise_std)
+    norms = torch.linalg.vector_norm(stack.flatten(1), dim=1)
+    if rule.norm_correction:
+        kept = torch.linalg.vector_norm(weights, dim=1).clamp(min=torch.finfo(stack.dtype).tiny)
+        weights = weights * (norms / kept).unsqueeze(1)
+    left = spikes.left_lmp * weights.unsqueeze(1)
+    right = spikes.right_lnp.transpose(1, 2)
+    if not rule.keep_bulk:
+        return torch.bmm(left, right)
+    mixed = torch.baddbmm(stack, left, right, beta=rule.keep_bulk, alpha=1 - rule.keep_bulk)
+    if rule.norm_correction:
+        mixed *= (norms / torch.linalg.vector_norm(mixed.flatten(1), dim=1)).view(-1, 1, 1)
+    return mixed
+
+
+def denoise_matrix(matrix: Tensor, noise_std: float, kappa: float = 1.02, norm_correction: bool = True) -> Tensor:
+    """One matrix through the published rule (``SpectralDenoiser.paper``); returned itself where nothing stands out of the noise.
+
+    Args:
+        matrix: [m, n] signal and Gaussian noise.
+        noise_std: s, standard deviation of the noise in every entry.
+        kappa, norm_correction: see ``SpectralDenoiser``.
+
+    Raises:
+        ValueError: if it is no matrix, or a setting is out of range.
+    """
+    if matrix.dim() != 2:
+        raise ValueError(f"matrix has shape {tuple(matrix.shape)}; pass two dimensions, [rows, columns]")
+    rule = SpectralDenoiser(kappa, norm_correction, target="gradient", keep_bulk=0.0)
+    return rule.denoise_all({"": matrix}, noise_std)[""]

@@ -1,0 +1,153 @@
+"""The tables of a training configuration: what each key means, and its default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quietgrad.training.models import PACKAGED_MINILM
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """Which model, and what of it trains.
+
+    Attributes:
+        name: ``packaged:minilm``, a folder, or a Hugging Face model name.
+        tune: "lora", "full" or "head".
+        head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence classifier).
+        lora_rank, lora_targets, lora_layers: rank, module names (empty: a default), top layers with adapters (0: all).
+        train_layers: with tune = "full", top layers that train; embeddings and the layers below are frozen (0: everything trains).
+        max_length: tokens kept of a text.
+        dropout: probability of every dropout layer; the noise regularises enough, so the default is 0.
+    """
+
+    name: str = PACKAGED_MINILM
+    tune: str = "lora"
+    head: str = "mean"
+    lora_rank: int = 16
+    lora_targets: list[str] = field(default_factory=list)
+    lora_layers: int = 0
+    train_layers: int = 0
+    max_length: int = 64
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class DataTable:
+    """Which records. Validation and test records are declared public: their accuracy is published without noise.
+
+    Attributes:
+        source: ``packaged:tweets``, a CSV/TSV/JSONL/JSON/Parquet file, or a Hugging Face data set.
+        text, label: column names.
+        labels: the labels to expect (empty: those found).
+        validation_fraction, test_fraction: shares of the records, by a hash of the text.
+    """
+
+    source: str = "packaged:tweets"
+    text: str = "text"
+    label: str = "label"
+    labels: list[str] = field(default_factory=list)
+    validation_fraction: float = 0.1
+    test_fraction: float = 0.1
+
+
+@dataclass(frozen=True)
+class PrivacyTable:
+    """The guarantee. ``enabled = false`` trains without clipping and noise, for reference: the run is marked as not private.
+
+    Attributes:
+        enabled: whether to train privately.
+        target_epsilon: the epsilon to calibrate for; give this or ``noise_multiplier``.
+        target_delta: default 1 / N^1.1.
+        noise_multiplier: sigma, instead of a target.
+        max_grad_norm: C.
+    """
+
+    enabled: bool = True
+    target_epsilon: float | None = None
+    target_delta: float | None = None
+    noise_multiplier: float | None = None
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class ClippingTable:
+    """How per-example norms are taken.
+
+    Attributes:
+        estimator: "auto", "exact", "materialized", "ghost", "hutch" or "hutch++".
+        sketch_dim: k of the sketches.
+        max_physical_batch_size: examples per forward pass; no effect on privacy.
+    """
+
+    estimator: str = "auto"
+    sketch_dim: int = 32
+    max_physical_batch_size: int = 64
+
+
+@dataclass(frozen=True)
+class DenoisingTable:
+    """What is done to the released gradient before the optimiser steps along it; it costs no privacy.
+
+    Attributes:
+        method: "none", "spectral" (``SpectralDenoiser``'s default rule) or "paper" (``SpectralDenoiser.paper()``, on the gradient).
+        target: "gradient" or "momentum": what "spectral" acts on.
+        kappa: how far above the noise a layer's largest singular value must be, in edges of the bulk.
+        embeddings: whether embedding tables are treated as matrices too.
+    """
+
+    method: str = "none"
+    target: str = "momentum"
+    kappa: float = 1.02
+    embeddings: bool = False
+
+
+@dataclass(frozen=True)
+class OptimizerTable:
+    """The optimiser.
+
+    Attributes:
+        name: "adamw" or "sgd".
+        learning_rate: of the encoder or adapters.
+        head_learning_rate: of the head (None: as ``learning_rate``).
+        weight_decay: decoupled for AdamW.
+        momentum: for SGD.
+        warmup_steps: linear warm-up; afterwards the rate falls linearly to a twentieth.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3
+    head_learning_rate: float | None = None
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    warmup_steps: int = 5
+
+
+@dataclass(frozen=True)
+class TrainingTable:
+    """How long, how often, where.
+
+    Attributes:
+        expected_batch_size: B.
+        steps, epochs: give one.
+        eval_every: steps between evaluations on validation records (0: only at the end).
+        eval_records: validation records used on the schedule (0: all); the final evaluation uses all.
+        checkpoint_every: steps between checkpoints.
+        run_dir: where everything is written ("": runs/<date-time>).
+        device: "auto", "cpu", "cuda" ...
+        precision: "float32", "bfloat16" (autocast; norms and sums stay in float32) or "auto" (bfloat16 where the processor has it).
+        cache_frozen_layers: run frozen lower layers once per record instead of once per step, where the architecture allows.
+        seed: reproducible sampling, noise and initialisation; the guarantee then holds only if it stays secret.
+    """
+
+    expected_batch_size: int | None = None
+    steps: int | None = None
+    epochs: float | None = None
+    eval_every: int = 10
+    eval_records: int = 1000
+    checkpoint_every: int = 10
+    run_dir: str = ""
+    device: str = "auto"
+    precision: str = "auto"
+    cache_frozen_layers: bool = True
+    seed: int | None = None

@@ -1,0 +1,118 @@
+"""The fast search for what stands out of the noise, against a full decomposition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from quietgrad.denoising.formulas import bulk_edge, detection_threshold, shrink
+from quietgrad.denoising.spikes import DENSE_SIDE, MISSED, Spikes, find_spikes, has_spike, test_degree
+
+SHAPES = [(16, 384), (384, 16), (200, 300), (384, 384), (384, 1536), (1536, 384)]
+
+
+def spiked(shape: tuple[int, int], times: list[float], seed: int, count: int = 1) -> Tensor:
+    """[count, m, n]: unit noise and signals of so many detection thresholds."""
+    m, n = shape
+    generator = torch.Generator().manual_seed(seed)
+    stack = torch.randn(count, m, n, generator=generator)
+    for one in stack:
+        u = torch.linalg.qr(torch.randn(m, len(times), generator=generator)).Q
+        v = torch.linalg.qr(torch.randn(n, len(times), generator=generator)).Q
+        one += (u * torch.tensor(times) * detection_threshold(shape, 1.0)) @ v.T
+    return stack
+
+
+def shrunk(spikes: Spikes, shape: tuple[int, int]) -> Tensor:
+    weights = shrink(spikes.values_lp, shape, 1.0)
+    return torch.bmm(spikes.left_lmp * weights.unsqueeze(1), spikes.right_lnp.transpose(1, 2))
+
+
+def oracle(stack: Tensor) -> Tensor:
+    """The same from a full decomposition in float64."""
+    u, y, vh = torch.linalg.svd(stack.double(), full_matrices=False)
+    weights = shrink(y, stack.shape[1:], 1.0)
+    return ((u * weights.unsqueeze(1)) @ vh).float()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "times",
+    [[1.5], [4.0, 2.0, 1.3], [300.0, 2.0], [1e4, 100.0, 3.0, 1.4], [3.0] * 6],
+    ids=["one", "three", "strong-and-weak", "four-orders", "equal"],
+)
+def test_like_a_full_decomposition(shape: tuple[int, int], times: list[float]) -> None:
+    """The values found are the decomposition's to 1e-3, and so is what the shrinker makes of them, up to what lies within 2 % of the edge."""
+    stack = spiked(shape, times, seed=0, count=3)
+    found = find_spikes(stack, 1.0)
+    exact = torch.linalg.svdvals(stack.double())
+    clear = exact > 1.02 * bulk_edge(shape, 1.0)
+    assert bool((clear.sum(1) >= min(len(times), *shape) - 1).all())  # else nothing would be tested
+    width = found.values_lp.shape[1]
+    assert not bool(clear[:, width:].any())
+    torch.testing.assert_close(
+        torch.where(clear[:, :width], found.values_lp.double(), 0.0),
+        torch.where(clear, exact, 0.0)[:, :width],
+        rtol=1e-3,
+        atol=0,
+    )
+    # What may be missed: the shrinker's value at 2 % above the edge, for every value between the edge and there.
+    near = ((exact > bulk_edge(shape, 1.0)) & ~clear).sum(1)
+    allowed = shrink(torch.tensor(1.02 * bulk_edge(shape, 1.0)), shape, 1.0) * near.sqrt()
+    error = torch.linalg.vector_norm(shrunk(found, shape) - oracle(stack), dim=(1, 2))
+    scale = torch.linalg.vector_norm(oracle(stack), dim=(1, 2))
+    assert bool((error <= 0.01 * scale + allowed).all()), (error / scale, allowed)
+
+
+@pytest.mark.parametrize("rank", [7, 20, 60])
+def test_more_spikes_than_the_subspace_holds(rank: int) -> None:
+    stack = spiked((200, 300), [3.0] * rank, seed=1, count=2)
+    error = torch.linalg.vector_norm(shrunk(find_spikes(stack, 1.0), (200, 300)) - oracle(stack))
+    assert float(error) < 0.02 * float(torch.linalg.vector_norm(oracle(stack)))
+
+
+def test_vectors_are_orthonormal_where_values_are() -> None:
+    found = find_spikes(spiked((384, 384), [5.0, 3.0, 2.0], seed=2), 1.0)
+    count = int((found.values_lp > 0).sum())
+    assert count == 3
+    for vectors in (found.left_lmp, found.right_lnp):
+        v = vectors[0, :, :count]
+        torch.testing.assert_close(v.T @ v, torch.eye(count), rtol=0, atol=1e-3)
+
+
+def test_noise_scale_does_not_matter() -> None:
+    stack = spiked((384, 384), [3.0], seed=4)
+    one, small = find_spikes(stack, 1.0), find_spikes(1e-6 * stack, 1e-6)
+    torch.testing.assert_close(small.values_lp, 1e-6 * one.values_lp, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(384, 384), (384, 1536)])
+def test_pure_noise_passes_the_test_and_a_spike_does_not(shape: tuple[int, int]) -> None:
+    """Fifty draws each; a false alarm of the test costs time only, a miss has probability ``MISSED`` each: all fifty must be found."""
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.randn(50, *shape, generator=generator)
+    assert int(has_spike(noise, 1.0, 1.02).sum()) <= 2
+    # A signal whose observed value is just above kappa times the edge.
+    u = torch.nn.functional.normalize(torch.randn(50, shape[0], 1, generator=generator), dim=1)
+    v = torch.nn.functional.normalize(torch.randn(50, shape[1], 1, generator=generator), dim=1)
+    spiked_noise = noise + 1.5 * detection_threshold(shape, 1.0) * u @ v.transpose(1, 2)
+    top = torch.linalg.matrix_norm(spiked_noise, ord=2)
+    assert bool(has_spike(spiked_noise, 1.0, 1.02)[top >= 1.02 * bulk_edge(shape, 1.0)].all())
+
+
+@pytest.mark.parametrize("shape", [(384, 384), (768, 3072), (100, 2000)])
+def test_the_degree_bounds_the_probability_of_a_miss(shape: tuple[int, int]) -> None:
+    """All p vectors stay short only if each has |u^T w| below length / T_k(x): p independent normal variables."""
+    degree, longest = test_degree(shape, 1.02)
+    m, n = shape
+    x = (1.02**2 * (math.sqrt(m) + math.sqrt(n)) ** 2 - (m + n)) / (2 * math.sqrt(m * n))
+    gain = math.cosh(degree * math.acosh(x))
+    assert math.erf(longest / gain / math.sqrt(2)) ** 8 <= MISSED
+    assert 4 <= degree <= 40
+
+
+def test_small_matrices_are_always_looked_at() -> None:
+    assert bool(has_spike(torch.randn(3, DENSE_SIDE, 500), 1.0, 1.02).all())
