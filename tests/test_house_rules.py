@@ -150,7 +150,14 @@ def test_every_module_says_what_it_is_for() -> None:
     ] == []
 
 
-PUBLIC = ["quietgrad", "quietgrad.accounting", "quietgrad.clipping", "quietgrad.noise", "quietgrad.sampling"]
+PUBLIC = [
+    "quietgrad",
+    "quietgrad.accounting",
+    "quietgrad.clipping",
+    "quietgrad.denoising",
+    "quietgrad.noise",
+    "quietgrad.sampling",
+]
 
 
 def test_public_names_are_the_golden_ones() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.denoising.formulas import bulk_edge, detection_threshold, shrink
-from quietgrad.denoising.spikes import DENSE_SIDE, MISSED, Spikes, find_spikes, has_spike, test_degree
+from quietgrad.denoising.spikes import DENSE_SIDE, MISSED, Spikes, degree_of_test, find_spikes, has_spike
 
 SHAPES = [(16, 384), (384, 16), (200, 300), (384, 384), (384, 1536), (1536, 384)]
 
@@ -50,7 +50,8 @@ def test_like_a_full_decomposition(shape: tuple[int, int], times: list[float]) -
     found = find_spikes(stack, 1.0)
     exact = torch.linalg.svdvals(stack.double())
     clear = exact > 1.02 * bulk_edge(shape, 1.0)
-    assert bool((clear.sum(1) >= min(len(times), *shape) - 1).all())  # else nothing would be tested
+    clear &= exact > 1e-3 * exact[:, :1]  # float32 keeps no more digits beside the strongest
+    assert bool(clear.any(1).all())  # else nothing would be tested
     width = found.values_lp.shape[1]
     assert not bool(clear[:, width:].any())
     torch.testing.assert_close(
@@ -106,7 +107,7 @@ def test_pure_noise_passes_the_test_and_a_spike_does_not(shape: tuple[int, int])
 @pytest.mark.parametrize("shape", [(384, 384), (768, 3072), (100, 2000)])
 def test_the_degree_bounds_the_probability_of_a_miss(shape: tuple[int, int]) -> None:
     """All p vectors stay short only if each has |u^T w| below length / T_k(x): p independent normal variables."""
-    degree, longest = test_degree(shape, 1.02)
+    degree, longest = degree_of_test(shape, 1.02)
     m, n = shape
     x = (1.02**2 * (math.sqrt(m) + math.sqrt(n)) ** 2 - (m + n)) / (2 * math.sqrt(m * n))
     gain = math.cosh(degree * math.acosh(x))

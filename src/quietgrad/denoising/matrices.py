@@ -62,12 +62,11 @@ def _owners(model: nn.Module) -> dict[str, nn.Module]:
 
 def stacks(gradients: Mapping[str, Tensor], shapes: Mapping[str, MatrixShape]) -> Iterator[tuple[list[str], Tensor]]:
     """(names, [l, rows, columns]) groups of equal shape, dtype and device, in float32 or float64. Memory: one group's copy at a time; none for a group of one."""
-    groups: dict[tuple[object, ...], list[str]] = {}
+    groups: dict[tuple[MatrixShape, torch.dtype, torch.device], list[str]] = {}
     for name, shape in shapes.items():
         g = gradients[name]
         groups.setdefault((shape, g.dtype, g.device), []).append(name)
     for (shape, dtype, device), names in groups.items():
-        assert isinstance(shape, MatrixShape) and isinstance(dtype, torch.dtype) and isinstance(device, torch.device)
         size = shape.count * shape.rows * shape.columns * dtype.itemsize
         together = max(1, CPU_STACK_BYTES // size) if device.type == "cpu" else len(names)
         for i in range(0, len(names), together):

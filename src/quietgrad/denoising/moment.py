@@ -46,7 +46,7 @@ class MomentNoise:
         Args:
             decay, gain: m <- decay m + gain g.
             noise_std: standard deviation of g's noise.
-            mixing_row: r of that release, up to a factor; None where its noise is independent of all others. Cost: its length.
+            mixing_row: r of that release, up to a positive factor; None where its noise is independent of all others. Cost: its length.
 
         Raises:
             ValueError: if releases with and without correlation are mixed, or a row is shorter than an earlier one.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -97,7 +98,9 @@ class _MomentOptimizer(torch.optim.Optimizer):
 
 def _noise_of(group: Mapping[str, Any]) -> MomentNoise:
     saved = group["moment_noise"]
-    return MomentNoise() if saved is None else MomentNoise(saved["variance"], saved["row"])
+    if saved is None:
+        return MomentNoise()
+    return MomentNoise(saved["variance"], None if saved["row"] is None else np.array(saved["row"]))
 
 
 class SpectralSGD(_MomentOptimizer):

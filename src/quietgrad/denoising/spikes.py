@@ -6,12 +6,12 @@ value y to x(y) > 1.
 
 - *Test.* A few Gaussian vectors w are filtered. If a singular value of kappa e or more is there, T_k(X) w is long with probability 1 - ``MISSED``, for the degree
   k chosen here: each vector misses it only by being nearly orthogonal to one direction. Layers whose vectors stay short are passed over.
-- *Search.* Where the test finds something, the filtered vectors span a subspace that holds what stands out. Rayleigh-Ritz, two further rounds of filtering
-  in which what is strong already is projected out (else it would drown the weaker), and Rayleigh-Ritz again.
-- *Fallback.* Small matrices, and those where as much stands out as the subspace has dimensions, go through the eigenvalues of G G^T.
+- *Search.* Subspace iteration in rounds: what is not strong yet is filtered, with what is strong projected out (else it would drown the weaker), then the whole block takes two
+  steps with X, and Rayleigh-Ritz. A block that fills up is followed by a wider one.
+- *Fallback.* Small matrices, and those in which more stands out than the widest block holds, go through the eigenvalues of G G^T.
 
-Cost of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side 384 at kappa = 1.02), of the search about twice that; of the
-fallback 2 m^2 n + O(m^3). Memory: the stack of matrices once, and O((m + n) p) vectors a matrix.
+Cost of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side 384 at kappa = 1.02); of the search 80 m n p; of the fallback
+2 m^2 n + O(m^3). Memory: the stack of matrices once, and O((m + n) p) vectors a matrix.
 
 Shape legend: l matrices of one shape, m <= n their sides, p vectors.
 """
@@ -19,6 +19,7 @@ Shape legend: l matrices of one shape, m <= n their sides, p vectors.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +27,13 @@ from torch import Tensor
 
 from quietgrad.denoising.formulas import bulk_edge
 
-VECTORS = 8
+VECTORS = 8  # of the test
+BLOCKS = (8, 24)  # vectors of the search, and of its second attempt
+ROOM = 3  # a block is full if fewer of its vectors are left over: they are what separates a spike from the bulk
 MISSED = 1e-4  # probability that the test passes over a matrix with a singular value of kappa e
+HIGHEST_DEGREE = 40  # a test that needs more (kappa close to 1) is left out: the search does as well
 DENSE_SIDE = 64  # up to this side the eigenvalues of G G^T are cheaper than the search
-STRONG = 2.0  # Ritz values x beyond this are projected out of further rounds
+STRONG = 3.0  # Ritz values x beyond this are projected out of the filter
 ROUNDS = (4, 8)  # degrees of the search's filters
 
 
@@ -47,7 +51,7 @@ class Spikes:
     right_lnp: Tensor
 
 
-def find_spikes(stack_lmn: Tensor, noise_std: float, vectors: int = VECTORS) -> Spikes:
+def find_spikes(stack_lmn: Tensor, noise_std: float) -> Spikes:
     """Triplets above the edge of every matrix of a stack.
 
     Singular values are those of a full decomposition to 1e-3 relative where they are 2 % above the edge or more; closer to it one may be missed, where
@@ -56,19 +60,25 @@ def find_spikes(stack_lmn: Tensor, noise_std: float, vectors: int = VECTORS) -> 
     Args:
         stack_lmn: [l, m, n] matrices in float32 or float64.
         noise_std: s, standard deviation of the noise in every entry; positive.
-        vectors: p, dimensions of the subspace that is searched.
     """
     if stack_lmn.shape[1] > stack_lmn.shape[2]:
-        found = find_spikes(stack_lmn.transpose(1, 2), noise_std, vectors)
+        found = find_spikes(stack_lmn.transpose(1, 2), noise_std)
         return Spikes(found.values_lp, found.right_lnp, found.left_lmp)
+    return _find(stack_lmn, noise_std, BLOCKS)
+
+
+def _find(stack_lmn: Tensor, noise_std: float, blocks: tuple[int, ...]) -> Spikes:
     m = stack_lmn.shape[1]
-    if m <= DENSE_SIDE or 4 * vectors >= m:
-        return _above_edge(*_by_eigenvalues(stack_lmn), stack_lmn, noise_std)
-    operator = _Operator(stack_lmn, noise_std)
-    return _search(operator, _start(stack_lmn, vectors))
+    if not blocks or m <= DENSE_SIDE or 4 * blocks[0] >= m:
+        return _by_eigenvalues(stack_lmn, noise_std)
+    found = _search(_Operator(stack_lmn, noise_std), _start(stack_lmn, blocks[0]))
+    full = found.values_lp[:, blocks[0] - ROOM] > 0
+    if not bool(full.any()):
+        return found
+    return _replaced(found, full, _find(stack_lmn[full], noise_std, blocks[1:]))
 
 
-def has_spike(stack_lmn: Tensor, noise_std: float, kappa: float, vectors: int = VECTORS) -> Tensor:
+def has_spike(stack_lmn: Tensor, noise_std: float, kappa: float) -> Tensor:
     """[l] False where the largest singular value is below kappa e, up to a probability ``MISSED``; True where it may not be.
 
     Pure noise gives False unless its largest singular value strays above the edge by more than about half of kappa - 1.
@@ -76,27 +86,30 @@ def has_spike(stack_lmn: Tensor, noise_std: float, kappa: float, vectors: int = 
     if stack_lmn.shape[1] > stack_lmn.shape[2]:
         stack_lmn = stack_lmn.transpose(1, 2)
     l, m, _ = stack_lmn.shape
-    if m <= DENSE_SIDE or 4 * vectors >= m:
+    if m <= DENSE_SIDE:
+        return torch.ones(l, dtype=torch.bool, device=stack_lmn.device)
+    degree, longest = degree_of_test(stack_lmn.shape[1:], kappa)
+    if degree > HIGHEST_DEGREE:
         return torch.ones(l, dtype=torch.bool, device=stack_lmn.device)
     operator = _Operator(stack_lmn, noise_std)
-    degree, longest = test_degree(stack_lmn.shape[1:], kappa, vectors)
-    filtered = operator.chebyshev(_start(stack_lmn, vectors), degree)
+    filtered = operator.chebyshev(_start(stack_lmn, VECTORS), degree)
     return torch.linalg.vector_norm(filtered, dim=1).amax(dim=1) > longest
 
 
-def test_degree(shape: torch.Size | tuple[int, int], kappa: float, vectors: int = VECTORS) -> tuple[int, float]:
+def degree_of_test(shape: Sequence[int], kappa: float) -> tuple[int, float]:
     """Degree of the test's polynomial, and the length that a filtered vector must not exceed.
 
     A vector of m normal entries has length about sqrt m, and no more than that once filtered if all lies in the bulk. A singular value of kappa e makes it at least
-    T_k(x) |u^T w|, and |u^T w| is the size of one normal variable: the degree is the smallest for which all p vectors stay short with probability
+    T_k(x) |u^T w|, and |u^T w| is the size of one normal variable: the degree is the smallest for which all vectors stay short with probability
     at most ``MISSED``.
     """
     m, n = shape
     longest = math.sqrt(m)
-    one_vector = MISSED ** (1 / vectors)
+    one_vector = MISSED ** (1 / VECTORS)
     smallest = math.sqrt(2) * float(torch.erfinv(torch.tensor(one_vector, dtype=torch.float64)))
-    x = _position(kappa, m, n)
-    return max(2, math.ceil(math.acosh(max(longest / smallest, 1.0)) / math.acosh(x))), longest
+    growth = math.acosh(max(_position(kappa, m, n), 1.0))
+    wanted = math.acosh(max(longest / smallest, 1.0))
+    return (max(2, math.ceil(wanted / growth)) if wanted < growth * 1e6 else 10**6), longest
 
 
 def _position(ratio: float, m: int, n: int) -> float:
@@ -140,73 +153,67 @@ def _start(stack_lmn: Tensor, vectors: int) -> Tensor:
 
 
 def _search(operator: _Operator, start: Tensor) -> Spikes:
-    block = _orthonormal(operator.apply(_orthonormal(operator.apply(start))))
-    ritz = _ritz(operator, block)
+    ritz = _ritz(operator, _two_steps(operator, start))
+    tiny = torch.finfo(start.dtype).tiny
     for degree in ROUNDS:
-        # Strong directions keep their place; the others are filtered in what is orthogonal to them. No branch depends on values: no synchronisation.
+        # No branch depends on values: nothing waits for the device.
         x = (ritz.values_lp.square() - operator.centre) / operator.half_width
         strong = (x > STRONG).to(start.dtype).unsqueeze(1)
         kept = ritz.left_lmp * strong
-        others = _without(ritz.left_lmp * (1 - strong), kept)
-        filtered = operator.chebyshev(others, degree, kept)
-        lengths = torch.linalg.vector_norm(filtered, dim=1, keepdim=True).clamp(min=torch.finfo(start.dtype).tiny)
-        ritz = _ritz(operator, _orthonormal(kept + filtered / lengths))
+        filtered = operator.chebyshev(ritz.left_lmp * (1 - strong), degree, kept)
+        lengths = torch.linalg.vector_norm(filtered, dim=1, keepdim=True).clamp(min=tiny)
+        ritz = _ritz(operator, _two_steps(operator, kept + filtered / lengths))
     edge = bulk_edge(operator.stack.shape[1:], operator.noise_std)
-    values = torch.where(ritz.values_lp > edge, ritz.values_lp, 0.0)
-    full = values[:, -1] > 0
-    if not bool(full.any()):
-        return Spikes(values, ritz.left_lmp, ritz.right_lnp)
-    return _with_dense(Spikes(values, ritz.left_lmp, ritz.right_lnp), full, operator)
+    return Spikes(torch.where(ritz.values_lp > edge, ritz.values_lp, 0.0), ritz.left_lmp, ritz.right_lnp)
 
 
-def _with_dense(found: Spikes, full: Tensor, operator: _Operator) -> Spikes:
-    """Those that fill the subspace, again by all eigenvalues."""
-    some = operator.stack[full]
-    dense = _above_edge(*_by_eigenvalues(some), some, operator.noise_std)
-    width = max(dense.values_lp.shape[1], found.values_lp.shape[1])
+def _two_steps(operator: _Operator, block: Tensor) -> Tensor:
+    """Two applications of X, orthonormal after each: columns in descending order keep the weak apart from the strong."""
+    return _orthonormal(operator.apply(_orthonormal(operator.apply(block))))
+
+
+def _replaced(found: Spikes, which: Tensor, better: Spikes) -> Spikes:
+    """``found`` with the matrices of ``which`` replaced; as many columns as either has."""
+    width = max(better.values_lp.shape[1], found.values_lp.shape[1])
 
     def put(whole: Tensor, part: Tensor) -> Tensor:
         out = whole.new_zeros(*whole.shape[:-1], width)
         out[..., : whole.shape[-1]] = whole
-        out[full] = 0
-        out[full, ..., : part.shape[-1]] = part
+        out[which] = 0
+        out[which, ..., : part.shape[-1]] = part
         return out
 
     return Spikes(
-        put(found.values_lp, dense.values_lp),
-        put(found.left_lmp, dense.left_lmp),
-        put(found.right_lnp, dense.right_lnp),
+        put(found.values_lp, better.values_lp),
+        put(found.left_lmp, better.left_lmp),
+        put(found.right_lnp, better.right_lnp),
     )
 
 
 def _ritz(operator: _Operator, q_lmp: Tensor) -> Spikes:
     """Rayleigh-Ritz in the span of orthonormal columns: approximate triplets, largest first."""
     b_lnp = torch.bmm(operator.stack.transpose(1, 2), q_lmp)
-    squares, vectors = torch.linalg.eigh(torch.bmm(b_lnp.transpose(1, 2), b_lnp))
+    # In float64, since squares halve the digits of the small ones.
+    wide = b_lnp.double()
+    squares, vectors = torch.linalg.eigh(torch.bmm(wide.transpose(1, 2), wide))
     values = squares.clamp(min=0).sqrt().flip(1)
     rotation = vectors.flip(2)
-    right = torch.bmm(b_lnp, rotation) / values.clamp(min=torch.finfo(values.dtype).tiny).unsqueeze(1)
-    return Spikes(values, torch.bmm(q_lmp, rotation), right)
+    right = torch.bmm(wide, rotation) / values.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    return Spikes(values.to(q_lmp), torch.bmm(q_lmp, rotation.to(q_lmp)), right.to(q_lmp))
 
 
 def _orthonormal(block_lmp: Tensor) -> Tensor:
     return torch.linalg.qr(block_lmp).Q
 
 
-def _by_eigenvalues(stack_lmn: Tensor) -> tuple[Tensor, Tensor]:
-    """Singular values [l, m], largest first, and left vectors [l, m, m]; in float64, since squares halve the digits of the small ones."""
+def _by_eigenvalues(stack_lmn: Tensor, noise_std: float) -> Spikes:
+    """All triplets above the edge from the eigenvalues of G G^T, in float64."""
     wide = stack_lmn.double()
-    squares, left = torch.linalg.eigh(torch.bmm(wide, wide.transpose(1, 2)))
-    return squares.clamp(min=0).sqrt().flip(1).to(stack_lmn), left.flip(2).to(stack_lmn)
-
-
-def _above_edge(values: Tensor, left: Tensor, stack_lmn: Tensor, noise_std: float) -> Spikes:
-    edge = bulk_edge(stack_lmn.shape[1:], noise_std)
-    above = values > edge
+    squares, vectors = torch.linalg.eigh(torch.bmm(wide, wide.transpose(1, 2)))
+    values = squares.clamp(min=0).sqrt().flip(1)
+    above = values > bulk_edge(stack_lmn.shape[1:], noise_std)
     width = max(1, int(above.sum(dim=1).max()))
     values = torch.where(above, values, 0.0)[:, :width]
-    left = left[:, :, :width]
-    right = torch.bmm(stack_lmn.transpose(1, 2), left)
-    tiny = torch.finfo(values.dtype).tiny
-    right = torch.where(values.unsqueeze(1) > 0, right / values.clamp(min=tiny).unsqueeze(1), 0.0)
-    return Spikes(values, left, right)
+    left = vectors.flip(2)[:, :, :width]
+    right = torch.bmm(wide.transpose(1, 2), left) / torch.where(values > 0, values, torch.inf).unsqueeze(1)
+    return Spikes(values.to(stack_lmn), left.to(stack_lmn), right.to(stack_lmn))

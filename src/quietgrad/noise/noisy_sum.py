@@ -19,7 +19,7 @@ class NoisySum:
     Attributes:
         gradients: parameter name -> noisy sum, in the parameter's shape.
         noise_std: standard deviation of the noise in every entry, sigma * C (a public fact), for correlated noise that of this step.
-        mixing_row: for noise that is correlated across steps, this step's coefficients of the mechanism's independent draws, up to a factor; None where the noise
+        mixing_row: for noise that is correlated across steps, this step's coefficients of the mechanism's independent draws, up to a positive factor; None where the noise
             is independent of all other steps'.
         denoised: whether a denoiser has been over it: ``noise_std`` then is what was added, no longer what is there.
     """

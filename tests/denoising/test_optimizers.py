@@ -1,0 +1,223 @@
+"""Optimisers on a denoised first moment: torch's own where nothing is denoised, the right noise level, resumes, refusals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quietgrad.denoising import MomentNoise, SpectralAdamW, SpectralDenoiser, SpectralSGD, bulk_edge
+from quietgrad.noise import NoisySum
+
+MOMENTUM = SpectralDenoiser(target="momentum")
+B = 10.0
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(90, 60), nn.Linear(60, 4))
+
+
+def releases(network: nn.Module, steps: int, seed: int = 1, scale: float = 1.0) -> list[NoisySum]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        NoisySum({n: scale * torch.randn(p.shape, generator=generator) for n, p in network.named_parameters()}, scale)
+        for _ in range(steps)
+    ]
+
+
+def ours(network: nn.Module, kind: str, denoiser: SpectralDenoiser = MOMENTUM) -> Any:
+    if kind == "sgd":
+        return SpectralSGD(network, denoiser, lr=0.1, momentum=0.8)
+    decay = 0.05 if kind == "adamw" else 0.0
+    return SpectralAdamW(network, denoiser, lr=0.01, betas=(0.8, 0.95), weight_decay=decay)
+
+
+def torchs(network: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.8)
+    if kind == "adamw":
+        return torch.optim.AdamW(network.parameters(), lr=0.01, betas=(0.8, 0.95), weight_decay=0.05)
+    return torch.optim.Adam(network.parameters(), lr=0.01, betas=(0.8, 0.95))
+
+
+def parameters_after(network: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in network.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
+def test_torchs_update_where_nothing_stands_out(kind: str) -> None:
+    never = SpectralDenoiser(target="momentum", kappa=1e6)
+    one, other = model(), model()
+    mine, reference = ours(one, kind, never), torchs(other, kind)
+    for noisy in releases(one, 12):
+        mine.step(noisy, B)
+        noisy.write_gradients(other, B)
+        reference.step()
+    torch.testing.assert_close(parameters_after(one), parameters_after(other), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_the_direction_is_the_denoised_moment_and_the_moment_is_not(kind: str) -> None:
+    one, other = model(), model()
+    mine, reference = ours(one, kind), torchs(other, kind)
+    spike = torch.outer(torch.ones(60), torch.ones(90)) * 0.6
+    for noisy in releases(one, 6):
+        noisy.gradients["0.weight"] += spike
+        before = one[0].weight.detach().clone()
+        mine.step(noisy, B)
+        noisy.write_gradients(other, B)
+        reference.step()
+    # The undenoised moment is torch's.
+    name = "momentum_buffer" if kind == "sgd" else "exp_avg"
+    moment = mine.state[one[0].weight]["exp_avg"]
+    torch.testing.assert_close(moment, reference.state[other[0].weight][name], rtol=1e-5, atol=1e-7)
+    # The last step went along what the denoiser makes of it, at the moment's own noise level.
+    direction = MOMENTUM.denoise_all({"w": moment}, _std_of(mine))["w"]
+    assert not torch.equal(direction, moment)
+    moved = before - one[0].weight.detach()
+    expected = 0.1 * direction
+    if kind == "adam":
+        second = mine.state[one[0].weight]["exp_avg_sq"] / (1 - 0.95**6)
+        expected = 0.01 / (1 - 0.8**6) * direction / (second.sqrt() + 1e-8)
+    torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-6)
+
+
+def _std_of(optimizer: torch.optim.Optimizer) -> float:
+    saved = optimizer.param_groups[0]["moment_noise"]
+    return MomentNoise(saved["variance"], None if saved["row"] is None else np.array(saved["row"])).std
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_noise_level_of_the_moment_is_the_empirical_one(kind: str) -> None:
+    """Releases of pure noise: 54 000 entries, so the empirical level is within 1 % (3.3 standard errors) of the one used."""
+    network = nn.Linear(300, 180, bias=False)
+    optimizer = ours(network, kind)
+    for noisy in releases(network, 7, scale=3.0):
+        optimizer.step(noisy, B)
+    found = float(optimizer.state[network.weight]["exp_avg"].std())
+    assert found == pytest.approx(_std_of(optimizer), rel=0.01)
+    # The wrong answer is far away: one release's own level.
+    gain = 1.0 if kind == "sgd" else 0.2
+    assert abs(found / (gain * 3.0 / B) - 1) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_correlated_noise_has_its_own_level(kind: str) -> None:
+    """Noise of a banded mechanism, C^-1 z with C of two bands: used and empirical level within 1 %, that of independent noise is refused by it."""
+    steps = 7
+    mixing = np.linalg.inv(np.eye(steps) + 0.7 * np.eye(steps, k=-1))
+    network = nn.Linear(300, 180, bias=False)
+    optimizer = ours(network, kind)
+    draws = np.random.default_rng(0).standard_normal((steps, 180 * 300))
+    sigma = 2.0
+    for t in range(steps):
+        noise = torch.from_numpy(sigma * mixing[t] @ draws).float().reshape(180, 300)
+        row = mixing[t, : t + 1]
+        noisy = NoisySum({"weight": noise}, sigma * float(np.linalg.norm(row)), mixing_row=row)
+        assert float(noise.std()) == pytest.approx(noisy.noise_std, rel=0.01)
+        optimizer.step(noisy, B)
+    found = float(optimizer.state[network.weight]["exp_avg"].std())
+    assert found == pytest.approx(_std_of(optimizer), rel=0.01)
+    gain, decay = (1.0, 0.8) if kind == "sgd" else (0.2, 0.8)
+    independent = gain * sigma / B * math.sqrt(sum(decay ** (2 * i) for i in range(steps)))
+    assert abs(found / independent - 1) > 0.1
+
+
+def test_more_stands_out_of_the_moment_than_of_a_release() -> None:
+    """A spike below one release's threshold of detection comes out of the average."""
+    noise = MomentNoise()
+    for _ in range(50):
+        noise = noise.after(0.9, 0.1, 1.0)
+    assert noise.std == pytest.approx(math.sqrt(0.1 / 1.9), rel=1e-3)
+    assert bulk_edge((60, 90), noise.std) < 0.25 * bulk_edge((60, 90), 1.0)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("correlated", [False, True])
+def test_resumed_from_state_dict(kind: str, correlated: bool) -> None:
+    network = model()
+    stream = releases(network, 8, scale=0.5)
+    if correlated:
+        stream = [NoisySum(n.gradients, n.noise_std, np.ones(t + 1)) for t, n in enumerate(stream)]
+    optimizer = ours(network, kind)
+    for noisy in stream[:4]:
+        optimizer.step(noisy, B)
+    saved = {"model": {k: v.clone() for k, v in network.state_dict().items()}}
+    state = torch.load(_through_a_file(optimizer.state_dict()), weights_only=True)
+    for noisy in stream[4:]:
+        optimizer.step(noisy, B)
+    again = model()
+    again.load_state_dict(saved["model"])
+    resumed = ours(again, kind)
+    resumed.load_state_dict(state)
+    for noisy in stream[4:]:
+        resumed.step(noisy, B)
+    assert torch.equal(parameters_after(network), parameters_after(again))
+
+
+def _through_a_file(state: object) -> Any:
+    import io
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_schedules_and_groups() -> None:
+    network = model()
+    groups = [{"params": list(network[0].parameters())}, {"params": list(network[1].parameters()), "lr": 0.0}]
+    optimizer = SpectralAdamW(network, MOMENTUM, lr=0.1, groups=groups)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    before = [p.detach().clone() for p in network.parameters()]
+    (noisy,) = releases(network, 1)
+    optimizer.step(noisy, B)
+    schedule.step()
+    assert [g["lr"] for g in optimizer.param_groups] == [pytest.approx(0.01), 0.0]
+    moved = [not torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True)]
+    assert moved == [True, True, False, False]
+
+
+def test_frozen_parameters_need_no_gradient() -> None:
+    network = model()
+    network[0].requires_grad_(False)
+    optimizer = ours(network, "adam")
+    optimizer.step(NoisySum({n: torch.ones_like(p) for n, p in network.named_parameters() if p.requires_grad}, 1.0), B)
+    network[1].bias.requires_grad_(False)
+    optimizer.step(NoisySum({"1.weight": torch.ones(4, 60)}, 1.0), B)
+
+
+def test_refusals() -> None:
+    network = model()
+    optimizer = ours(network, "adam")
+    with pytest.raises(TypeError, match=r"step\(noisy, expected_batch_size\)"):
+        optimizer.step()
+    noisy = releases(network, 1)[0]
+    with pytest.raises(ValueError, match="denoised before"):
+        optimizer.step(SpectralDenoiser.paper().denoise(noisy), B)
+    with pytest.raises(ValueError, match=r"no gradient of '0\.weight'"):
+        optimizer.step(NoisySum({"1.weight": torch.ones(4, 60)}, 1.0), B)
+    with pytest.raises(ValueError, match="target='momentum'"):
+        SpectralAdamW(network, SpectralDenoiser.paper())
+    with pytest.raises(ValueError, match="acts inside the optimiser"):
+        MOMENTUM.denoise(noisy)
+    with pytest.raises(ValueError, match=r"momentum=1\.0"):
+        SpectralSGD(network, MOMENTUM, lr=0.1, momentum=1.0)
+    with pytest.raises(ValueError, match="lr=0"):
+        SpectralSGD(network, MOMENTUM, lr=0)
+
+
+def test_one_mechanism_a_run() -> None:
+    independent = MomentNoise().after(0.9, 0.1, 1.0)
+    with pytest.raises(ValueError, match="independent noise"):
+        independent.after(0.9, 0.1, 1.0, [1.0])
+    correlated = MomentNoise().after(0.9, 0.1, 1.0, [1.0])
+    with pytest.raises(ValueError, match="correlated noise"):
+        correlated.after(0.9, 0.1, 1.0)
+    with pytest.raises(ValueError, match="rows grow"):
+        correlated.after(0.9, 0.1, 1.0, [])

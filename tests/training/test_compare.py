@@ -1,0 +1,144 @@
+"""``quietgrad compare``: runs, resumes, tunes, and reports what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quietgrad.report.comparison import Interval, Series, markdown, rows, steps_to
+from quietgrad.training.comparison import Run, best_rate, load_comparison, open_runs, read_results
+
+WriteComparison = Callable[..., Path]
+
+
+@pytest.fixture
+def write_comparison(tiny_bert: Path, csv_file: Path, tmp_path: Path) -> WriteComparison:
+    def write(extra: str = "", **changed: Any) -> Path:
+        table = {
+            "epsilons": [2.0, 8.0], "seeds": 3, "tuning_seeds": 2, "learning_rates": [1e-3, 1e-2], "protocol_rate": 1e-3,
+            "head_rate": 2.0, "eval_every": 2, "title": "tiny",
+        } | changed  # fmt: skip
+        lines = ["[comparison]", *(f"{k} = {json.dumps(v)}" for k, v in table.items())]
+        lines += ["[variants.baseline]", "[variants.paper]", 'denoising.method = "paper"', extra]
+        lines += ["[model]", f"name = {json.dumps(str(tiny_bert))}", "lora_rank = 2", "max_length = 16"]
+        lines += ["[data]", f"source = {json.dumps(str(csv_file))}", "validation_fraction = 0.2", "test_fraction = 0.2"]
+        lines += ["[training]", "expected_batch_size = 24", "steps = 4", 'precision = "float32"']
+        path = tmp_path / "comparison.toml"
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    return write
+
+
+def test_from_runs_to_table_and_figure(quietgrad: Any, write_comparison: WriteComparison) -> None:
+    path = write_comparison()
+    code, out, err = quietgrad("compare", path, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["missing_runs"] == 0
+    assert Path(report["figure"]).read_bytes().startswith(b"\x89PNG")
+    assert set(report["tables"]) == {"one rate", "tuned"}
+    assert report["tables"]["tuned"].count("\n") == 5  # two lines of head, two variants at two epsilons
+
+    comparison = load_comparison(path)
+    results = read_results(comparison)
+    grid = 2 * 2 * 2 * 2
+    best = {(v, e): best_rate(comparison, results, v, e) for v in ("baseline", "paper") for e in (2.0, 8.0)}
+    assert len(results) == grid + sum(len({rate, 1e-3}) for rate in best.values())
+    for record in results.values():
+        assert [step for step, _ in record["curve"]] == [2, 4]
+    # Nothing is run twice.
+    before = comparison.results.read_bytes()
+    assert quietgrad("compare", path, "--json")[0] == 0
+    assert comparison.results.read_bytes() == before
+
+
+def test_two_shards_make_each_run_once(quietgrad: Any, write_comparison: WriteComparison) -> None:
+    path = write_comparison(epsilons=[2.0], seeds=1, tuning_seeds=1)
+    made = []
+    for shard in ("0/2", "1/2"):
+        assert quietgrad("compare", path, "--shard", shard, "--json")[0] == 0
+        made.append(len(read_results(load_comparison(path))))
+    lines = load_comparison(path).results.read_text().splitlines()
+    assert made[-1] == len(lines) == 4
+
+
+def test_seeds_pair_the_variants(quietgrad: Any, write_comparison: WriteComparison) -> None:
+    """A variant that changes nothing gives the baseline's curve, seed by seed."""
+    path = write_comparison('[variants.same]\ndenoising.method = "none"', epsilons=[2.0], seeds=2)
+    assert quietgrad("compare", path, "--json")[0] == 0
+    results = read_results(load_comparison(path))
+    for run, record in results.items():
+        if run.variant == "same":
+            assert record["curve"] == results[Run("baseline", run.epsilon, run.rate, run.seed)]["curve"]
+
+
+def test_changed_settings_are_run_again(quietgrad: Any, write_comparison: WriteComparison) -> None:
+    path = write_comparison(epsilons=[2.0], seeds=1, tuning_seeds=1)
+    assert quietgrad("compare", path, "--json")[0] == 0
+    changed = write_comparison(epsilons=[2.0], seeds=1, tuning_seeds=1, head_rate=3.0)
+    comparison = load_comparison(changed)
+    assert len(open_runs(comparison, read_results(comparison))) == 4
+
+
+@pytest.mark.parametrize(
+    ("extra", "changed", "message"),
+    [
+        ("", {"protocol_rate": 0.5}, "protocol_rate=0.5"),
+        ("", {"reference": "nobody"}, "reference='nobody'"),
+        ("", {"seeds": 1}, "seeds"),
+        ("", {"epsilons": [0.0]}, "epsilons"),
+        ("", {"speed": 3}, "unknown key comparison.speed"),
+        ("", {"eval_every": "often"}, "eval_every='often'"),
+        ('[variants.odd]\ndenoising.methods = "paper"', {}, "denoising.methods"),
+        ('[variants.odd]\ndenoising.method = "papr"', {}, "denoising.method='papr'"),
+    ],
+)
+def test_bad_comparisons(
+    quietgrad: Any, write_comparison: WriteComparison, extra: str, changed: dict, message: str
+) -> None:
+    code, _, err = quietgrad("compare", write_comparison(extra, **changed))
+    assert code == 2
+    assert message in " ".join(err.split())
+
+
+def test_a_single_run_is_no_comparison(quietgrad: Any, write_config: Any, settings: dict) -> None:
+    code, _, err = quietgrad("compare", write_config(settings))
+    assert code == 2 and "[comparison]" in err
+    code, _, err = quietgrad("compare", "nowhere.toml")
+    assert code == 2 and "no such file" in err
+
+
+def test_bad_shards(quietgrad: Any, write_comparison: WriteComparison) -> None:
+    for shard in ("2/2", "1", "a/b"):
+        code, _, err = quietgrad("compare", write_comparison(), "--shard", shard)
+        assert code == 2 and "--shard" in err
+
+
+def test_steps_to_an_accuracy() -> None:
+    curve = [(10, 0.5), (20, 0.6), (30, 0.55), (40, 0.8)]
+    assert steps_to(curve, 0.4) == 10
+    assert steps_to(curve, 0.55) == pytest.approx(15)
+    assert steps_to(curve, 0.7) == pytest.approx(36)
+    assert steps_to(curve, 0.9) is None
+
+
+def test_rows_against_hand_computation() -> None:
+    base = Series(1e-3, {0: [(10, 0.5), (20, 0.8)], 1: [(10, 0.5), (20, 0.8)]}, {0: 0.70, 1: 0.72})
+    fast = Series(1e-2, {0: [(10, 0.76), (20, 0.8)], 1: [(10, 0.76), (20, 0.8)]}, {0: 0.71, 1: 0.75})
+    table = rows({3.0: {"fast": fast, "base": base}}, "base", [0.95])
+    assert [r.variant for r in table] == ["base", "fast"]
+    assert table[0].difference is None and table[1].difference is not None
+    assert table[1].difference.mean == pytest.approx(0.02)
+    assert table[1].difference.half == pytest.approx(12.706 * 0.01, rel=1e-3)  # t with one degree of freedom
+    assert table[0].steps[0] == pytest.approx(10 + 10 * (0.76 - 0.5) / 0.3)
+    assert table[1].steps == (10,) and table[1].speed_up[0] == pytest.approx(table[0].steps[0] / 10)  # type: ignore[operator]
+    assert "| 3 | fast | 0.01 | 2 | 0.7300 ± " in markdown(table, [0.95])
+
+
+def test_one_seed_has_no_interval() -> None:
+    assert "nan" in f"{Interval.of([0.5]):.3f}"
