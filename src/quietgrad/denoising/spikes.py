@@ -13,6 +13,8 @@ value y to x(y) > 1.
 Cost of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side 384 at kappa = 1.02); of the search 80 m n p; of the fallback
 2 m^2 n + O(m^3). Memory: the stack of matrices once, and O((m + n) p) vectors a matrix.
 
+Vectors are rows of their blocks: on a processor a thin product from the left is three times as fast as one from the right.
+
 Shape legend: l matrices of one shape, m <= n their sides, p vectors.
 """
 
@@ -92,8 +94,9 @@ def has_spike(stack_lmn: Tensor, noise_std: float, kappa: float) -> Tensor:
     if degree > HIGHEST_DEGREE:
         return torch.ones(l, dtype=torch.bool, device=stack_lmn.device)
     operator = _Operator(stack_lmn, noise_std)
-    filtered = operator.chebyshev(_start(stack_lmn, VECTORS), degree)
-    return torch.linalg.vector_norm(filtered, dim=1).amax(dim=1) > longest
+    filtered_lpm = operator.chebyshev(_start(stack_lmn, VECTORS), degree)
+    # Not "longer than": a signal strong enough to overflow the polynomial leaves what compares with nothing.
+    return ~(torch.linalg.vector_norm(filtered_lpm, dim=2) <= longest).all(dim=1)
 
 
 def degree_of_test(shape: Sequence[int], kappa: float) -> tuple[int, float]:
@@ -118,7 +121,7 @@ def _position(ratio: float, m: int, n: int) -> float:
 
 
 class _Operator:
-    """X of a stack, applied to blocks of vectors [l, m, p]."""
+    """X of a stack, applied to blocks of row vectors [l, p, m]."""
 
     def __init__(self, stack_lmn: Tensor, noise_std: float) -> None:
         m, n = stack_lmn.shape[1:]
@@ -131,11 +134,11 @@ class _Operator:
     def apply(self, w: Tensor, scale: float = 1.0) -> Tensor:
         """scale X w."""
         g = self.stack
-        y = torch.bmm(g, torch.bmm(g.transpose(1, 2), w))
+        y = torch.bmm(torch.bmm(w, g), g.transpose(1, 2))
         return y.sub_(w, alpha=self.centre).mul_(scale / self.half_width)
 
     def chebyshev(self, w: Tensor, degree: int, outside: Tensor | None = None) -> Tensor:
-        """T_degree(X) w by the three-term recursion; ``outside`` [l, m, q] (orthonormal or zero columns) is projected out at every step."""
+        """T_degree(X) w by the three-term recursion; ``outside`` [l, q, m] (orthonormal or zero rows) is projected out at every step."""
         before, now = w, _without(self.apply(w), outside)
         for _ in range(degree - 1):
             before, now = now, _without(self.apply(now, 2.0).sub_(before), outside)
@@ -143,28 +146,38 @@ class _Operator:
 
 
 def _without(w: Tensor, outside: Tensor | None) -> Tensor:
-    return w if outside is None else w.sub_(torch.bmm(outside, torch.bmm(outside.transpose(1, 2), w)))
+    return w if outside is None else w.sub_(torch.bmm(torch.bmm(w, outside.transpose(1, 2)), outside))
 
 
 def _start(stack_lmn: Tensor, vectors: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    block = torch.randn(stack_lmn.shape[1], vectors, generator=generator, dtype=torch.float32)
+    block = torch.randn(vectors, stack_lmn.shape[1], generator=generator, dtype=torch.float32)
     return block.to(stack_lmn).expand(len(stack_lmn), -1, -1).contiguous()
 
 
-def _search(operator: _Operator, start: Tensor) -> Spikes:
-    ritz = _ritz(operator, _two_steps(operator, start))
-    tiny = torch.finfo(start.dtype).tiny
+@dataclass(frozen=True)
+class _Ritz:
+    """Approximate triplets, largest first, vectors as rows."""
+
+    values_lp: Tensor
+    left_lpm: Tensor
+    right_lpn: Tensor
+
+
+def _search(operator: _Operator, start_lpm: Tensor) -> Spikes:
+    ritz = _rayleigh_ritz(operator, _two_steps(operator, start_lpm))
+    tiny = torch.finfo(start_lpm.dtype).tiny
     for degree in ROUNDS:
         # No branch depends on values: nothing waits for the device.
         x = (ritz.values_lp.square() - operator.centre) / operator.half_width
-        strong = (x > STRONG).to(start.dtype).unsqueeze(1)
-        kept = ritz.left_lmp * strong
-        filtered = operator.chebyshev(ritz.left_lmp * (1 - strong), degree, kept)
-        lengths = torch.linalg.vector_norm(filtered, dim=1, keepdim=True).clamp(min=tiny)
-        ritz = _ritz(operator, _two_steps(operator, kept + filtered / lengths))
+        strong = (x > STRONG).to(start_lpm.dtype).unsqueeze(2)
+        kept = ritz.left_lpm * strong
+        filtered = operator.chebyshev(ritz.left_lpm * (1 - strong), degree, kept)
+        lengths = torch.linalg.vector_norm(filtered, dim=2, keepdim=True).clamp(min=tiny)
+        ritz = _rayleigh_ritz(operator, _two_steps(operator, kept + filtered / lengths))
     edge = bulk_edge(operator.stack.shape[1:], operator.noise_std)
-    return Spikes(torch.where(ritz.values_lp > edge, ritz.values_lp, 0.0), ritz.left_lmp, ritz.right_lnp)
+    values = torch.where(ritz.values_lp > edge, ritz.values_lp, 0.0)
+    return Spikes(values, ritz.left_lpm.transpose(1, 2), ritz.right_lpn.transpose(1, 2))
 
 
 def _two_steps(operator: _Operator, block: Tensor) -> Tensor:
@@ -190,20 +203,19 @@ def _replaced(found: Spikes, which: Tensor, better: Spikes) -> Spikes:
     )
 
 
-def _ritz(operator: _Operator, q_lmp: Tensor) -> Spikes:
-    """Rayleigh-Ritz in the span of orthonormal columns: approximate triplets, largest first."""
-    b_lnp = torch.bmm(operator.stack.transpose(1, 2), q_lmp)
+def _rayleigh_ritz(operator: _Operator, q_lpm: Tensor) -> _Ritz:
+    """Triplets in the span of orthonormal rows."""
     # In float64, since squares halve the digits of the small ones.
-    wide = b_lnp.double()
-    squares, vectors = torch.linalg.eigh(torch.bmm(wide.transpose(1, 2), wide))
+    b_lpn = torch.bmm(q_lpm, operator.stack).double()
+    squares, vectors = torch.linalg.eigh(torch.bmm(b_lpn, b_lpn.transpose(1, 2)))
     values = squares.clamp(min=0).sqrt().flip(1)
-    rotation = vectors.flip(2)
-    right = torch.bmm(wide, rotation) / values.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
-    return Spikes(values.to(q_lmp), torch.bmm(q_lmp, rotation.to(q_lmp)), right.to(q_lmp))
+    rotation = vectors.flip(2).transpose(1, 2)
+    right = torch.bmm(rotation, b_lpn) / values.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
+    return _Ritz(values.to(q_lpm), torch.bmm(rotation.to(q_lpm), q_lpm), right.to(q_lpm))
 
 
-def _orthonormal(block_lmp: Tensor) -> Tensor:
-    return torch.linalg.qr(block_lmp).Q
+def _orthonormal(block_lpm: Tensor) -> Tensor:
+    return torch.linalg.qr(block_lpm.transpose(1, 2)).Q.transpose(1, 2)
 
 
 def _by_eigenvalues(stack_lmn: Tensor, noise_std: float) -> Spikes:
