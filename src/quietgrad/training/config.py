@@ -56,6 +56,10 @@ class TrainConfig:
         require_at_least(
             "denoising.kappa", self.denoising.kappa, 1.0, "below the edge of the bulk noise counts as signal"
         )
+        if self.model.public_head_steps and self.model.tune == "head":
+            raise ValueError(
+                "model.public_head_steps freezes the head, and with model.tune = 'head' nothing else trains; set one of the two"
+            )
         if self.model.train_layers and self.model.tune != "full":
             raise ValueError(
                 f"model.train_layers={self.model.train_layers} is for model.tune = 'full', not {self.model.tune!r}; use model.lora_layers with adapters"
@@ -74,6 +78,7 @@ class TrainConfig:
         at_least_zero: tuple[tuple[str, float], ...] = (
             ("model.lora_layers", self.model.lora_layers),
             ("model.train_layers", self.model.train_layers),
+            ("model.public_head_steps", self.model.public_head_steps),
             ("training.eval_every", self.training.eval_every),
             ("training.eval_records", self.training.eval_records),
             ("optimizer.warmup_steps", self.optimizer.warmup_steps),

@@ -21,6 +21,7 @@ from quietgrad.training.config import TrainConfig
 from quietgrad.training.data import Splits, load_texts, split
 from quietgrad.training.models import HeadKind, LoadedModel, Tune, load_classifier
 from quietgrad.training.prefix_cache import PrefixCache, build_prefix_cache, cached_loss
+from quietgrad.training.public_head import fit_public_head
 from quietgrad.training.text_batches import TokenisedTexts, classification_loss, tokenise
 
 # The fast path may differ from the slow oracle by rounding only.
@@ -154,12 +155,15 @@ def prepare(config: TrainConfig) -> Prepared:
         if isinstance(module, nn.Dropout):
             module.p = config.model.dropout
     model.classifier.to(device).train()
-    trainable_parameters(model.classifier)
-    refuse_cross_example_layers(model.classifier)
     train, validation, test = (
         tokenise(part, model.tokenizer, config.model.max_length)
         for part in (splits.train, splits.validation, splits.test)
     )
+    if config.model.public_head_steps:
+        with precision_context(config, device):
+            fit_public_head(model.classifier, validation, device, config.model.public_head_steps)
+    trainable_parameters(model.classifier)
+    refuse_cross_example_layers(model.classifier)
     return Prepared(config, splits, train, validation, test, model, plan, sampler, steps, device)
 
 

@@ -17,6 +17,7 @@ class ModelTable:
         head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence classifier).
         lora_rank, lora_targets, lora_layers: rank, module names (empty: a default), top layers with adapters (0: all).
         train_layers: with tune = "full", top layers that train; embeddings and the layers below are frozen (0: everything trains).
+        public_head_steps: fit the head to the validation records, which are public, in so many steps before private training, and freeze it (0: train it privately).
         max_length: tokens kept of a text.
         dropout: probability of every dropout layer; the noise regularises enough, so the default is 0.
     """
@@ -28,6 +29,7 @@ class ModelTable:
     lora_targets: list[str] = field(default_factory=list)
     lora_layers: int = 0
     train_layers: int = 0
+    public_head_steps: int = 0
     max_length: int = 64
     dropout: float = 0.0
 
