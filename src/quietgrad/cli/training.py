@@ -138,11 +138,15 @@ def _print_clipping(target: Console, record: dict[str, Any]) -> None:
         rows.append(
             (
                 "sketching",
-                f"hutch with k = {sketch['sketch_dim']} would save {100 * sketch['saves']:.1f} % of the time and raise the noise multiplier from "
+                f"hutch with k = {sketch['sketch_dim']} would {_saving(sketch['saves'])} and raise the noise multiplier from "
                 f"{record['noise_multiplier']:.4f} to {sketch['noise_multiplier']:.4f}",
             )
         )
     print_table(target, "Engines", rows)
+
+
+def _saving(share: float) -> str:
+    return f"save {100 * share:.1f} % of the time" if share > 0 else f"take {-100 * share:.1f} % more time"
 
 
 def _config_to_run(path: Path | None, overrides: list[str], resume: bool) -> TrainConfig:
