@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import sys
 import time
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -28,16 +27,11 @@ from torch import Tensor, nn
 from quietgrad.checks import nearest, require_at_least, require_positive
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.tensors import trainable_parameters
-from quietgrad.training.config import TrainConfig, config_from
+from quietgrad.training.config import TrainConfig, config_from, read_toml
 from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
 from quietgrad.training.prefix_cache import PrefixCache
 from quietgrad.training.prepare import Prepared, build_plan, precision_context, prepare
 from quietgrad.training.text_batches import TokenisedTexts
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 EVALUATION_BATCH = 256
 
@@ -138,13 +132,7 @@ def load_comparison(path: str | Path) -> Comparison:
     Raises:
         ValueError: missing or malformed file, unknown table or key, a variant or protocol that does not fit, naming it and the remedy.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"config={str(path)!r}: no such file")
-    try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config={str(file)!r} is not valid TOML: {error}") from error
+    file, tree = Path(path), read_toml(path)
     if "comparison" not in tree or "variants" not in tree:
         raise ValueError(
             f"config={str(file)!r} has no [comparison] or no [variants.NAME] table; `quietgrad train` takes single runs"

@@ -121,14 +121,22 @@ def load_config(path: str | Path | None, overrides: typing.Sequence[str] = ()) -
     Raises:
         ValueError: missing or malformed file, unknown table or key (with the nearest valid one), wrong type.
     """
-    file = default_config_path() if path is None else Path(path)
+    return config_from(_with_overrides(read_toml(default_config_path() if path is None else path), overrides))
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The nested dictionaries of a TOML file.
+
+    Raises:
+        ValueError: missing or malformed file.
+    """
+    file = Path(path)
     if not file.is_file():
         raise ValueError(f"config={str(path)!r}: no such file")
     try:
-        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"config={str(file)!r} is not valid TOML: {error}") from error
-    return config_from(_with_overrides(tree, overrides))
 
 
 def config_from(tree: dict[str, Any]) -> TrainConfig:

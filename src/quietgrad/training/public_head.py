@@ -42,14 +42,13 @@ def fit_public_head(classifier: torch.nn.Module, public: TokenisedTexts, device:
         return value
 
     with torch.autocast(device.type, enabled=False):  # a line search in half precision finds no direction to go
-        optimizer.step(loss)  # type: ignore[arg-type]
+        optimizer.step(loss)
     head.requires_grad_(False)
     for parameter in head.parameters():
         parameter.grad = None
 
 
 def _features(classifier: MeanPooledClassifier, texts: TokenisedTexts, device: torch.device) -> tuple[Tensor, Tensor]:
-    import numpy as np
 
     was_training = classifier.training
     classifier.eval()
