@@ -9,10 +9,11 @@ from quietgrad.training.prepare import prepare
 from quietgrad.training.text_batches import predictions
 
 
-def test_it_is_fitted_to_the_validation_records_and_frozen(settings: dict) -> None:
+def test_it_is_fitted_to_half_of_the_validation_records_and_frozen(settings: dict) -> None:
     prepared = prepare(config_of(settings | {"model.public_head_steps": 50, "training.seed": 0}))
     head = prepared.model.classifier.head
     assert float(head.weight.norm()) > 0 and not head.weight.requires_grad
+    assert len(prepared.validation) == len(prepared.splits.validation) // 2  # the other half was fitted to
     found = predictions(prepared.model.classifier, prepared.validation, 64, prepared.device)
     assert (found == prepared.validation.labels).mean() > 0.7
 

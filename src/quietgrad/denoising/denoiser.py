@@ -88,6 +88,16 @@ class SpectralDenoiser:
     def denoise_all(
         self, values: Mapping[str, Tensor], noise_std: float, model: nn.Module | None = None
     ) -> dict[str, Tensor]:
+        """The rule applied to every matrix of a release, or of anything computed from releases alone whose noise is known.
+
+        Args:
+            values: parameter name -> tensor in the parameter's shape.
+            noise_std: standard deviation of the noise in every entry of ``values``.
+            model: tells embeddings and experts from other weights.
+
+        Returns:
+            New tensors where something changed, the given ones elsewhere.
+        """
         result = dict(values)
         for names, stack in stacks(values, matrix_shapes(values, model, self.embeddings)):
             changed = self.denoise_stack(stack, noise_std)

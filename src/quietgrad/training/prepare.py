@@ -22,7 +22,7 @@ from quietgrad.training.data import Splits, load_texts, split
 from quietgrad.training.models import HeadKind, LoadedModel, Tune, load_classifier
 from quietgrad.training.prefix_cache import PrefixCache, build_prefix_cache, cached_loss
 from quietgrad.training.public_head import fit_public_head
-from quietgrad.training.text_batches import TokenisedTexts, classification_loss, tokenise
+from quietgrad.training.text_batches import TokenisedTexts, classification_loss, every_other, tokenise
 
 # The fast path may differ from the slow oracle by rounding only.
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 1e-1}
@@ -160,8 +160,9 @@ def prepare(config: TrainConfig) -> Prepared:
         for part in (splits.train, splits.validation, splits.test)
     )
     if config.model.public_head_steps:
+        fitted, validation = every_other(validation)  # accuracy on records that the head was fitted to would say little
         with precision_context(config, device):
-            fit_public_head(model.classifier, validation, device, config.model.public_head_steps)
+            fit_public_head(model.classifier, fitted, device, config.model.public_head_steps)
     trainable_parameters(model.classifier)
     refuse_cross_example_layers(model.classifier)
     return Prepared(config, splits, train, validation, test, model, plan, sampler, steps, device)

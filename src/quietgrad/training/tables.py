@@ -17,7 +17,8 @@ class ModelTable:
         head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence classifier).
         lora_rank, lora_targets, lora_layers: rank, module names (empty: a default), top layers with adapters (0: all).
         train_layers: with tune = "full", top layers that train; embeddings and the layers below are frozen (0: everything trains).
-        public_head_steps: fit the head to the validation records, which are public, in so many steps before private training, and freeze it (0: train it privately).
+        public_head_steps: fit the head to half of the validation records, which are public, in so many steps before private training, and freeze it; the other half
+            validates (0: the head trains privately).
         max_length: tokens kept of a text.
         dropout: probability of every dropout layer; the noise regularises enough, so the default is 0.
     """

@@ -59,6 +59,14 @@ def tokenise(texts: LabelledTexts, tokenizer: Any, max_length: int) -> Tokenised
     )
 
 
+def every_other(texts: TokenisedTexts) -> tuple[TokenisedTexts, TokenisedTexts]:
+    """Records 0, 2, 4 ... and records 1, 3, 5 ..."""
+    return (
+        TokenisedTexts(texts.ids[0::2], texts.labels[0::2], texts.pad_id),
+        TokenisedTexts(texts.ids[1::2], texts.labels[1::2], texts.pad_id),
+    )
+
+
 def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """[examples] cross entropies."""
     logits = model(batch["input_ids"], batch["attention_mask"])
