@@ -230,7 +230,8 @@ def run_comparison(
     Args:
         comparison: from ``load_comparison``.
         report: called after every run with the run, its record and how many are left of those known.
-        shard: (i, n): of the runs that remain make every n-th from the i-th, for several processes at once.
+        shard: (i, n): of the runs that remain make the i-th of n parts, for several processes at once. A process whose part of the grid is done does not wait for the
+            others: rates are chosen once the whole grid is there, so start it again for the seeds that are left.
     """
     work: Workbench | None = None
     while True:
