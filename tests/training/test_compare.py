@@ -141,4 +141,5 @@ def test_rows_against_hand_computation() -> None:
 
 
 def test_one_seed_has_no_interval() -> None:
-    assert "nan" in f"{Interval.of([0.5]):.3f}"
+    assert f"{Interval.of([0.5]):.3f}" == "0.500 (one seed)"
+    assert f"{Interval.of([0.5, 0.6]):+.2f}" == "+0.55 ± 0.64"

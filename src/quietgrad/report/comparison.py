@@ -5,6 +5,7 @@ Intervals are 95 % Student intervals over seeds. A variant is compared with the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,8 @@ class Interval:
         return cls(float(x.mean()), half)
 
     def __format__(self, spec: str) -> str:
-        return f"{self.mean:{spec}} ± {self.half:{spec}}"
+        width = spec.replace("+", "")
+        return f"{self.mean:{spec}}" + (" (one seed)" if math.isnan(self.half) else f" ± {self.half:{width}}")
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def markdown(table: Sequence[Row], shares: Sequence[float]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for row in table:
         cells = [f"{row.epsilon:g}", row.variant, f"{row.rate:g}", str(row.seeds), f"{row.test:.4f}"]
-        cells.append("" if row.difference is None else f"{row.difference:+.4f}".replace("± +", "± "))
+        cells.append("" if row.difference is None else f"{row.difference:+.4f}")
         cells += ["never" if s is None else f"{s:.0f}" for s in row.steps]
         cells += ["" if row.difference is None else "-" if s is None else f"{s:.2f}" for s in row.speed_up]
         lines.append("| " + " | ".join(cells) + " |")

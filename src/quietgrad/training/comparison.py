@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import time
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -98,11 +99,11 @@ class Comparison:
 
     @property
     def results(self) -> Path:
-        return self.path.parent / self.table.results
+        return Path(os.path.normpath(self.path.parent / self.table.results))
 
     @property
     def figure(self) -> Path:
-        return self.path.parent / self.table.figure
+        return Path(os.path.normpath(self.path.parent / self.table.figure))
 
     def config_of(self, run: Run) -> TrainConfig:
         """The whole configuration of one run."""
