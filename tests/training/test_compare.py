@@ -39,7 +39,7 @@ def test_from_runs_to_table_and_figure(quietgrad: Any, write_comparison: WriteCo
     code, out, err = quietgrad("compare", path, "--json")
     assert code == 0, err
     report = json.loads(out)
-    assert report["missing_runs"] == 0
+    assert report["missing_runs"] == 0 and "the runs add up" in report["guarantee"]
     assert Path(report["figure"]).read_bytes().startswith(b"\x89PNG")
     assert set(report["tables"]) == {"one rate", "tuned"}
     assert report["tables"]["tuned"].count("\n") == 5  # two lines of head, two variants at two epsilons
@@ -94,6 +94,9 @@ def test_changed_settings_are_run_again(quietgrad: Any, write_comparison: WriteC
         ("", {"epsilons": [0.0]}, "epsilons"),
         ("", {"speed": 3}, "unknown key comparison.speed"),
         ("", {"eval_every": "often"}, "eval_every='often'"),
+        ("[variants.odd]\nmodel.lora_rank = 4", {}, "variants.odd.model.lora_rank cannot vary"),
+        ("[variants.odd]\nprivacy.enabled = false", {}, "privacy.enabled=false"),
+        ('[variants.odd]\nmethod = "paper"', {}, "must be a key of a table"),
         ('[variants.odd]\ndenoising.methods = "paper"', {}, "denoising.methods"),
         ('[variants.odd]\ndenoising.method = "papr"', {}, "denoising.method='papr'"),
     ],

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from quietgrad.report.comparison import Series
     from quietgrad.training.comparison import Comparison, Run
 
+GUARANTEE = "Each epsilon is that of its run alone, were its seed secret: here seeds are known and the runs add up, so compare on records that are public."
 Protocols = dict[str, dict[float, dict[str, "Series"]]]
 
 
@@ -47,6 +48,7 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
         print_json(
             {
                 "missing_runs": missing,
+                "guarantee": GUARANTEE,
                 "figure": str(comparison.figure),
                 "tables": {k: markdown(v, comparison.table.shares) for k, v in tables.items()},
             }
@@ -57,6 +59,7 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
         target.print(markdown(table, comparison.table.shares), markup=False, soft_wrap=True)
     if missing:
         target.print(f"\n{missing} runs are missing; the same command without --report makes them.")
+    target.print(f"\n{GUARANTEE}")
     if tables:
         target.print(f"\nFigure: {comparison.figure}")
 

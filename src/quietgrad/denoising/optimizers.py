@@ -63,14 +63,14 @@ class _MomentOptimizer(torch.optim.Optimizer):
                 "this sum was denoised before: its noise level is not known any more; pass the released one"
             )
         names = {id(p): name for name, p in self._model.named_parameters()}
-        for group in self.param_groups:
-            named = {names[id(p)]: p for p in group["params"] if p.requires_grad}
-            missing = [name for name in named if name not in noisy.gradients]
-            if missing:
-                raise ValueError(
-                    f"the released sum has no gradient of {missing[0]!r}; clip and step with the same trainable parameters"
-                )
-            self._step_group(group, named, noisy, expected_batch_size)
+        named = [{names[id(p)]: p for p in group["params"] if p.requires_grad} for group in self.param_groups]
+        missing = [name for group in named for name in group if name not in noisy.gradients]
+        if missing:
+            raise ValueError(
+                f"the released sum has no gradient of {missing[0]!r}; clip and step with the same trainable parameters"
+            )
+        for group, parameters in zip(self.param_groups, named, strict=True):
+            self._step_group(group, parameters, noisy, expected_batch_size)
 
     def _step_group(self, group: Group, named: dict[str, nn.Parameter], noisy: NoisySum, divisor: float) -> None:
         for name, parameter in named.items():

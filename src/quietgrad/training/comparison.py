@@ -3,6 +3,9 @@
 Two protocols in one set of runs. *One rate*: every variant at the same learning rate. *Tuned*: every variant at its own best rate of the grid, chosen by final validation
 accuracy over the first seeds. As in the papers, that choice is not part of any epsilon; test accuracy is looked at for the chosen rates only.
 
+Each epsilon is that of its run alone, were its seed secret. Here seeds are known, runs on the same records add up, and no ledger is kept: a comparison is for records that are
+public, or whose use for tuning is accounted for elsewhere.
+
 Data, model and cached states are prepared once; a run starts from the same initial parameters, and a seed fixes batches and noise for all variants alike, so variants are
 compared seed by seed.
 """
@@ -31,10 +34,13 @@ from quietgrad.tensors import trainable_parameters
 from quietgrad.training.config import TrainConfig, config_from, read_toml
 from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
 from quietgrad.training.prefix_cache import PrefixCache
-from quietgrad.training.prepare import Prepared, build_plan, precision_context, prepare
+from quietgrad.training.prepare import build_plan, precision_context, prepare
 from quietgrad.training.text_batches import TokenisedTexts
 
 EVALUATION_BATCH = 256
+# What a variant may change; the rest is prepared once for all runs.
+VARIED_TABLES = ("privacy", "clipping", "denoising", "optimizer")
+VARIED_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
 
 
 @dataclass(frozen=True)
@@ -151,8 +157,18 @@ def load_comparison(path: str | Path) -> Comparison:
     for value in (*table.epsilons, *table.learning_rates):
         require_positive("comparison.epsilons and learning_rates", value)
     found = Comparison(file, table, variants, tree)
-    for variant in variants:
-        found.config_of(Run(variant, table.epsilons[0], table.protocol_rate, 0))
+    for variant, changed in variants.items():
+        for name in changed:
+            if name.partition(".")[0] not in VARIED_TABLES and name not in VARIED_KEYS:
+                raise ValueError(
+                    f"variants.{variant}.{name} cannot vary: data, model and cached states are shared by all runs; vary one of "
+                    f"{', '.join((*VARIED_TABLES, *VARIED_KEYS))}, or make a comparison of its own"
+                )
+        config = found.config_of(Run(variant, table.epsilons[0], table.protocol_rate, 0))
+        if not config.privacy.enabled:
+            raise ValueError(
+                "privacy.enabled=false: a comparison has an epsilon for every run; use `quietgrad train` for a reference without privacy"
+            )
     return found
 
 
@@ -169,6 +185,9 @@ def _table(values: dict[str, Any]) -> ComparisonTable:
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
     """{"denoising": {"method": "paper"}} to {"denoising.method": "paper"}."""
+    for table, keys in values.items():
+        if not isinstance(keys, dict):
+            raise ValueError(f"variants: {table}={keys!r} must be a key of a table, such as denoising.method")
     return {f"{table}.{key}": value for table, keys in values.items() for key, value in keys.items()}
 
 
@@ -242,7 +261,7 @@ def run_comparison(
             return
         for left, run in zip(range(len(mine) - 1, -1, -1), mine, strict=True):
             if work is None:
-                work = Workbench(prepare(comparison.config_of(run)), comparison)
+                work = Workbench(comparison)
             record = work.train(run)
             _append(comparison.results, record)
             report(run, record, left)
@@ -262,7 +281,10 @@ def _append(path: Path, record: dict[str, Any]) -> None:
 class Workbench:
     """Data, model and cached states, shared by the runs of one process."""
 
-    def __init__(self, prepared: Prepared, comparison: Comparison) -> None:
+    def __init__(self, comparison: Comparison) -> None:
+        # The same run in every process, whichever it makes first: its seed initialises the parameters of all.
+        first = Run(comparison.table.reference, comparison.table.epsilons[0], comparison.table.protocol_rate, 0)
+        prepared = prepare(comparison.config_of(first))
         self.prepared = prepared
         self.comparison = comparison
         self.caches = {
