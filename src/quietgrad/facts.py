@@ -7,7 +7,7 @@ D total sketched rank, sigma noise multiplier (relative to C, on the sum of clip
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quietgrad.checks import require_at_least, require_int, require_positive, require_rate
@@ -120,6 +120,10 @@ class PoissonGaussian:
     def compositions(self) -> int:
         """Number of steps that may use one given record: ceil(T / b)."""
         return math.ceil(self.steps / self.bands)
+
+    def after(self, releases: int) -> PoissonGaussian:
+        """This mechanism with so many releases made. Fewer than b count as b: one record may be in any one of them, so the composition is the same."""
+        return replace(self, steps=max(releases, self.bands))
 
     def to_json(self) -> dict[str, Any]:
         record: dict[str, Any] = {

@@ -27,11 +27,13 @@ class LedgerContents:
         event: all releases so far as one privacy event; None if there was none.
         releases: number of noisy sums released, a torn last line counted as one.
         header: the last mechanism line: facts such as dataset size and target delta.
+        noise_block: for correlated noise, the step at which the last block began and the digest of its mixing matrix.
     """
 
     event: PrivacyEvent | None
     releases: int
     header: dict[str, Any]
+    noise_block: tuple[int, str] | None = None
 
 
 def ledger_path(path: str | Path) -> Path:
@@ -57,6 +59,7 @@ def read_ledger(path: str | Path) -> LedgerContents:
     phases: list[PoissonGaussian] = []
     counts: list[int] = []
     header: dict[str, Any] = {}
+    block: tuple[int, str] | None = None
     lines = file.read_bytes().split(b"\n")
     complete, torn = lines[:-1], lines[-1]
     for number, line in enumerate(complete, start=1):
@@ -74,6 +77,8 @@ def read_ledger(path: str | Path) -> LedgerContents:
                 header = record
             elif kind == "release":
                 counts[-1] += 1
+            elif kind == "noise-block":
+                block = int(record["step"]), str(record["mixing"])
             else:
                 raise ValueError(f"type {kind!r} is unknown to this version, which cannot count it")
         except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -82,11 +87,11 @@ def read_ledger(path: str | Path) -> LedgerContents:
             ) from error
     if torn.strip() and counts:
         counts[-1] += 1  # a release whose line was cut off: counted, because its noise may exist
-    spent = tuple(replace(p, steps=n) for p, n in zip(phases, counts, strict=True) if n)
+    spent = tuple(p.after(n) for p, n in zip(phases, counts, strict=True) if n)
     total = sum(counts)
     if not spent:
-        return LedgerContents(None, 0, header)
-    return LedgerContents(spent[0] if len(spent) == 1 else EventSequence(spent), total, header)
+        return LedgerContents(None, 0, header, block)
+    return LedgerContents(spent[0] if len(spent) == 1 else EventSequence(spent), total, header, block)
 
 
 class LedgerWriter:
@@ -111,6 +116,10 @@ class LedgerWriter:
         self._append(
             {"type": "mechanism", "format": FORMAT, "event": replace(event, steps=event.bands).to_json(), **facts}
         )
+
+    def noise_block(self, step: int, mixing: str) -> None:
+        """Says that noise correlated by the matrix of digest ``mixing`` refers to no release before ``step``."""
+        self._append({"type": "noise-block", "step": step, "mixing": mixing})
 
     def release(self, step: int) -> None:
         """Says that release number ``step`` is about to be made."""

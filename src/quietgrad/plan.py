@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,10 +23,15 @@ from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, ESTIMATORS
 from quietgrad.clipping.thresholds import SCALINGS
 from quietgrad.denoising.denoiser import SpectralDenoiser
 from quietgrad.facts import PoissonGaussian, RandomizedClipping
-from quietgrad.ledger import LedgerWriter, read_ledger
+from quietgrad.ledger import LedgerContents, LedgerWriter, read_ledger
+from quietgrad.noise.bands import BandChoice, choose_bands, default_candidates
+from quietgrad.noise.correlated import BandedNoise, NoiseHistory
 from quietgrad.noise.gaussian import GaussianNoise
+from quietgrad.noise.mixing import MixingMatrix, mixing_matrix
 from quietgrad.noise.noisy_sum import NoisySum
+from quietgrad.noise.workloads import PrefixSums, Workload, as_workload
 from quietgrad.randomness import RandomKey
+from quietgrad.sampling.cyclic import CyclicPoissonSampler, deal, index_ids
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.tensors import Batch
 
@@ -51,6 +56,11 @@ class PrivacyConfig:
         max_physical_batch_size: most examples per forward pass (None: the planner's choice); no effect on privacy.
         memory_budget: bytes that a step may take over parameters and data; no effect on privacy.
         clipping_engine, clipping_groups, clipping_scaling, clipping_layers: see ``quietgrad.clipping.Clipper``.
+        bands: b of noise correlated across steps; 1 is independent noise, "auto" chooses b from public facts (``quietgrad.noise.choose_bands``).
+        workload: what the correlation minimises: ``PrefixSums``, ``Curvature`` or a [steps, steps] matrix (None: prefix sums).
+        mixing: a matrix already found, instead of ``bands`` and ``workload``.
+        mixing_family: see ``quietgrad.noise.mixing_matrix``.
+        noise_memory: "rows" or "regenerate", see ``quietgrad.noise.BandedNoise``.
         denoiser: what ``PrivateRun.step`` does to a released sum before it is written to ``.grad``; no effect on privacy.
         seed: makes sampling, projections and noise reproducible; the guarantee then holds only if it stays secret.
     """
@@ -71,14 +81,21 @@ class PrivacyConfig:
     clipping_groups: str | Mapping[str, float] = "whole"
     clipping_scaling: str = "clip"
     clipping_layers: Mapping[str, str] | None = None
+    bands: int | str = 1
+    workload: Workload | NDArray[np.float64] | None = None
+    mixing: MixingMatrix | None = None
+    mixing_family: str = "auto"
+    noise_memory: str = "rows"
     denoiser: SpectralDenoiser | None = None
     seed: int | None = None
 
-    def build(self, dataset_size: int) -> PrivacyPlan:
+    def build(self, dataset_size: int, record_ids: Sequence[bytes] | None = None) -> PrivacyPlan:
         """Checks everything, calibrates the noise, and returns the plan.
 
         Args:
             dataset_size: N, records in the training data, treated as public.
+            record_ids: with more than one band, what identifies each record (its content, say): it decides the record's part. None takes its index, and removing a record
+                then means leaving its place empty.
 
         Raises:
             ValueError, TypeError: naming the argument, its value and the remedy.
@@ -110,26 +127,87 @@ class PrivacyConfig:
             raise ValueError("give exactly one of target_epsilon and noise_multiplier")
         if self.noise_multiplier is not None:
             require_positive("noise_multiplier", self.noise_multiplier)
-            sigma = float(self.noise_multiplier)
         else:
-            assert self.target_epsilon is not None
             require_positive("target_epsilon", self.target_epsilon)
-            sigma = noise_multiplier(
-                self.target_epsilon, delta, sample_rate=q, steps=steps, clipping=clipper.claim.clipping
+
+        def sigma_of(bands: int) -> float:
+            if self.noise_multiplier is not None:
+                return float(self.noise_multiplier)
+            assert self.target_epsilon is not None
+            return noise_multiplier(
+                self.target_epsilon, delta, sample_rate=q, steps=steps, clipping=clipper.claim.clipping, bands=bands
             )
-        event = PoissonGaussian(sigma, q, steps, clipper.claim.clipping)
-        report = epsilon_report(event, delta)
+
+        choice, mixing = self._mixing(steps, q, sigma_of)
+        bands = 1 if mixing is None else mixing.bands
+        sigma = sigma_of(bands)
+        event = PoissonGaussian(sigma, q, steps, clipper.claim.clipping, bands)
+        if event.bands * q > 1:
+            warnings.warn(
+                f"bands={bands} times the sampling rate {q:.4g} exceeds 1: every batch is a whole part of {dataset_size / bands:.0f} records, fewer than the "
+                f"{q * dataset_size:.0f} asked for; use at most {int(1 / q)} bands",
+                UserWarning,
+                stacklevel=2,
+            )
+        sampler: PoissonSampler | CyclicPoissonSampler = PoissonSampler(dataset_size, q)
+        noise: GaussianNoise | BandedNoise = GaussianNoise(sigma)
+        if mixing is not None and bands > 1:
+            ids = index_ids(dataset_size) if record_ids is None else record_ids
+            if len(ids) != dataset_size:
+                raise ValueError(
+                    f"record_ids has {len(ids)} entries for dataset_size={dataset_size}; give one a record"
+                )
+            sampler = CyclicPoissonSampler(dataset_size, q, bands, deal(ids, bands))
+            noise = BandedNoise(sigma, mixing.banded, self.noise_memory)
         return PrivacyPlan(
             config=self,
             dataset_size=dataset_size,
-            expected_batch_size=q * dataset_size,
-            sampler=PoissonSampler(dataset_size, q),
+            expected_batch_size=event.participation_rate / bands * dataset_size,
+            sampler=sampler,
             clipper=clipper,
-            noise=GaussianNoise(sigma),
+            noise=noise,
             event=event,
             delta=delta,
-            report=report,
+            report=epsilon_report(event, delta),
+            mixing=mixing,
+            band_choice=choice,
         )
+
+    def _mixing(
+        self, steps: int, q: float, sigma_of: Callable[[int], float]
+    ) -> tuple[BandChoice | None, MixingMatrix | None]:
+        """The mixing matrix and how its bands were chosen; (None, None) for independent noise."""
+        if self.mixing is not None:
+            if self.bands != 1 or self.workload is not None:
+                raise ValueError(
+                    "mixing is given, and so are bands or workload; give the matrix, or what it is made from"
+                )
+            if self.mixing.steps != steps:
+                raise ValueError(
+                    f"mixing has {self.mixing.steps} rows for {steps} steps; build it for the steps of the run"
+                )
+            return None, self.mixing
+        if self.bands == 1:
+            if self.workload is not None:
+                raise ValueError(
+                    "workload is given, but bands=1 is independent noise; set bands to a number above 1, or to 'auto'"
+                )
+            return None, None
+        load = PrefixSums(steps) if self.workload is None else as_workload(self.workload)
+        if load.steps != steps:
+            raise ValueError(
+                f"workload is for {load.steps} steps, the run has {steps}; build it for the steps of the run"
+            )
+        if self.bands == "auto":
+            if self.target_epsilon is None:
+                raise ValueError(
+                    "bands='auto' weighs correlation against the noise that target_epsilon needs; give target_epsilon instead of noise_multiplier, or a number of bands"
+                )
+            found = choose_bands(load, sigma_of, default_candidates(steps, q), self.mixing_family)
+            return found, found.chosen.mixing
+        if isinstance(self.bands, str):
+            raise ValueError(f"bands={self.bands!r} must be a whole number or 'auto'")
+        return None, mixing_matrix(load, self.bands, self.mixing_family)
 
     def _rate(self, dataset_size: int) -> float:
         if (self.expected_batch_size is None) == (self.sample_rate is None):
@@ -177,22 +255,26 @@ class PrivacyPlan:
     Attributes:
         config: what it was built from.
         dataset_size: N.
-        expected_batch_size: B = q N, the divisor of every released sum.
+        expected_batch_size: B = q N, the divisor of every released sum; N / b where b q exceeds 1.
         sampler, clipper, noise: the mechanism that runs.
         event: the mechanism that is accounted for, all steps.
         delta: target delta.
         report: epsilon at that delta, with the discretisation used.
+        mixing: the mixing matrix of correlated noise, and what is known of it.
+        band_choice: how the number of bands was chosen, where it was.
     """
 
     config: PrivacyConfig
     dataset_size: int
     expected_batch_size: float
-    sampler: PoissonSampler
+    sampler: PoissonSampler | CyclicPoissonSampler
     clipper: Clipper
-    noise: GaussianNoise
+    noise: GaussianNoise | BandedNoise
     event: PoissonGaussian
     delta: float
     report: EpsilonReport
+    mixing: MixingMatrix | None = None
+    band_choice: BandChoice | None = None
 
     def __post_init__(self) -> None:
         # The mechanism that runs is the one accounted for; these can only fail if the plan was put together by hand.
@@ -204,10 +286,16 @@ class PrivacyPlan:
             raise ValueError(
                 "the noise multiplier that would run is not the accounted one; build plans with PrivacyConfig.build"
             )
-        if self.event.bands != 1:
+        running = self.noise.bands if isinstance(self.noise, BandedNoise) else 1
+        dealt = self.sampler.bands if isinstance(self.sampler, CyclicPoissonSampler) else 1
+        if not self.event.bands == running == dealt:
             raise ValueError(
-                f"bands={self.event.bands} is accounted for, but the noise that would run is independent; "
+                f"bands={self.event.bands} is accounted for, but the noise that would run has {running} and the sampler {dealt}; "
                 "build plans with PrivacyConfig.build"
+            )
+        if isinstance(self.noise, BandedNoise) and self.noise.mixing.steps < self.event.steps:
+            raise ValueError(
+                f"the mixing matrix has {self.noise.mixing.steps} rows for {self.event.steps} steps; build plans with PrivacyConfig.build"
             )
         if self.clipper.claim.clipping != self.event.clipping:
             raise ValueError(
@@ -232,16 +320,22 @@ class PrivacyPlan:
         """Epsilon of the whole plan at ``delta``."""
         return self.report.epsilon
 
-    def start(self, ledger: str | Path | None = None) -> PrivateRun:
+    def start(self, ledger: str | Path | None = None, key: RandomKey | None = None) -> PrivateRun:
         """Begins to run the plan, or goes on with it if the ledger already holds releases of the same mechanism.
+
+        Correlated noise goes on exactly where its earlier draws can be made again: with the same seed, or the same ``key``, and the same matrix. Otherwise it begins anew
+        (a new block): as private, a little less well correlated.
 
         Args:
             ledger: file to record every release in before it is made; None keeps count in memory only.
+            key: root of all streams, kept secret by the caller from the first start on; None takes the seed, or the operating system's entropy.
 
         Raises:
             ValueError: if the ledger was written by a different mechanism, or is in use.
         """
-        key = RandomKey.from_entropy() if self.config.seed is None else RandomKey.from_seed(self.config.seed)
+        known = key is not None or self.config.seed is not None
+        if key is None:
+            key = RandomKey.from_entropy() if self.config.seed is None else RandomKey.from_seed(self.config.seed)
         if ledger is None:
             return PrivateRun(self, key, None, 0)
         writer = LedgerWriter(ledger)  # locked before it is read: nobody else can add releases in between
@@ -257,12 +351,27 @@ class PrivacyPlan:
                     dataset_size=self.dataset_size,
                     max_grad_norm=self.config.max_grad_norm,
                     neighbouring=NEIGHBOURING,
-                    sampler="poisson",
+                    **self._sampling_facts(),
                 )
         except ValueError:
             writer.close()
             raise
-        return PrivateRun(self, key, writer, contents.releases)
+        return PrivateRun(self, key, writer, contents.releases, self._block(writer, contents, known))
+
+    def _sampling_facts(self) -> dict[str, object]:
+        if isinstance(self.sampler, CyclicPoissonSampler):
+            return {"sampler": "cyclic-poisson", "part_sizes": list(self.sampler.part_sizes)}
+        return {"sampler": "poisson"}
+
+    def _block(self, writer: LedgerWriter, contents: LedgerContents, known: bool) -> int:
+        """First step of the block that the next release belongs to; a new one is recorded."""
+        if not isinstance(self.noise, BandedNoise):
+            return 0
+        digest, last = self.noise.digest, contents.noise_block
+        if known and last is not None and last[1] == digest:
+            return last[0]
+        writer.noise_block(contents.releases, digest)
+        return contents.releases
 
     def _require_same_mechanism(self, header: dict[str, object]) -> None:
 
@@ -284,11 +393,15 @@ class PrivacyPlan:
 class PrivateRun:
     """A plan in progress: which release comes next, and the streams. Never makes more releases than the plan has steps."""
 
-    def __init__(self, plan: PrivacyPlan, key: RandomKey, writer: LedgerWriter | None, released: int) -> None:
+    def __init__(
+        self, plan: PrivacyPlan, key: RandomKey, writer: LedgerWriter | None, released: int, block: int = 0
+    ) -> None:
         self.plan = plan
         self._key = key
         self._writer = writer
         self._released = released
+        self._block = block
+        self._history: NoiseHistory | None = None
         self._open_batch: int | None = None
         self._projection_stream: tuple[int, torch.Generator] | None = None
 
@@ -349,7 +462,13 @@ class PrivateRun:
             self._writer.release(self._released)
         step = self._released
         self._released += 1
-        return self.plan.noise.release(clipped, self._key, step)
+        noise = self.plan.noise
+        if isinstance(noise, GaussianNoise):
+            return noise.release(clipped, self._key, step)
+        if self._history is None:  # the first release here: earlier ones of the block are made again
+            self._history = noise.replay(clipped.gradients, self._key, self._block, step)
+        noisy, self._history = noise.release(clipped, self._key, step, self._history)
+        return noisy
 
     def step(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> NoisySum:
         """Clips, records and releases one batch, and writes the mean gradients to ``model`` for the optimiser, denoised if the plan has a denoiser.
@@ -368,7 +487,7 @@ class PrivateRun:
         if self._released == 0:
             return 0.0
 
-        return epsilon_report(replace(self.plan.event, steps=self._released), self.plan.delta).epsilon
+        return epsilon_report(self.plan.event.after(self._released), self.plan.delta).epsilon
 
     def close(self) -> None:
         """Closes the ledger."""

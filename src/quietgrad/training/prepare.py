@@ -15,7 +15,7 @@ from quietgrad.clipping.refusals import refuse_cross_example_layers
 from quietgrad.clipping.verify import verify_clipping
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 from quietgrad.randomness import RandomKey
-from quietgrad.sampling.poisson import PoissonSampler
+from quietgrad.sampling import CyclicPoissonSampler, PoissonSampler
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.config import TrainConfig
 from quietgrad.training.data import Splits, load_texts, split
@@ -49,12 +49,14 @@ class Prepared:
     test: TokenisedTexts
     model: LoadedModel
     plan: PrivacyPlan | None
-    sampler: PoissonSampler
+    sampler: PoissonSampler | CyclicPoissonSampler
     steps: int
     device: torch.device
 
     @property
     def expected_batch_size(self) -> float:
+        if self.plan is not None:
+            return self.plan.expected_batch_size
         return self.sampler.sample_rate * self.sampler.dataset_size
 
     def loss(self, cached: bool = False) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:

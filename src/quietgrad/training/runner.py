@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -244,7 +244,7 @@ def _epsilon_so_far(prepared: Prepared, done: int) -> float:
         return float("inf")
     if done == prepared.steps:
         return prepared.plan.epsilon
-    return epsilon(replace(prepared.plan.event, steps=done), prepared.plan.delta) if done else 0.0
+    return epsilon(prepared.plan.event.after(done), prepared.plan.delta) if done else 0.0
 
 
 class _ShownEpsilon:

@@ -1,0 +1,98 @@
+"""The number of bands from public facts alone: more bands correlate better, and amplify less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quietgrad.noise.mixing import SECONDS, MixingMatrix, mixing_matrix
+from quietgrad.noise.workloads import Workload, as_workload
+
+
+@dataclass(frozen=True)
+class BandCandidate:
+    """One number of bands with what it costs and brings.
+
+    Attributes:
+        bands: b.
+        noise_multiplier: sigma that the target epsilon needs at b bands.
+        mixing: the best matrix found.
+        error: sigma^2 tr(W X_b^-1), in the workload's units.
+    """
+
+    bands: int
+    noise_multiplier: float
+    mixing: MixingMatrix
+
+    @property
+    def error(self) -> float:
+        return self.noise_multiplier**2 * self.mixing.objective
+
+
+@dataclass(frozen=True)
+class BandChoice:
+    """All candidates, fewest bands first, and the best of them.
+
+    Attributes:
+        candidates: evaluated, b = 1 among them.
+        chosen: with the smallest error; the fewest bands in a tie.
+    """
+
+    candidates: tuple[BandCandidate, ...]
+    chosen: BandCandidate
+
+    @property
+    def error_ratio(self) -> float:
+        """Error of the chosen bands over that of independent noise; at most 1."""
+        return self.chosen.error / self.candidates[0].error
+
+
+def default_candidates(steps: int, sample_rate: float | None = None) -> tuple[int, ...]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... up to 64 bands, T, and the number at which a part is used whole, 1 / q."""
+    limit = min(64, steps)
+    if sample_rate is not None:
+        limit = min(limit, max(1, int(1 / sample_rate)))
+    ladder = sorted({1} | {2**k for k in range(1, 7)} | {3 * 2**k for k in range(5)} | {limit})
+    return tuple(b for b in ladder if b <= limit)
+
+
+def choose_bands(
+    workload: Workload | NDArray[np.float64],
+    noise_multiplier: Callable[[int], float],
+    candidates: Sequence[int] | None = None,
+    family: str = "auto",
+    max_seconds: float = SECONDS,
+    patience: int = 2,
+) -> BandChoice:
+    """Minimises sigma(b)^2 tr(W X_b^-1) over b. Uses no private data: sigma(b) comes from the accountant, W from public facts.
+
+    Args:
+        workload: see ``mixing_matrix``.
+        noise_multiplier: b to the sigma that the target needs with b bands (``quietgrad.accounting.noise_multiplier(..., bands=b)``).
+        candidates: numbers of bands to try, 1 is added (None: ``default_candidates``).
+        family, max_seconds: see ``mixing_matrix``; the time is shared by all candidates.
+        patience: stop after so many candidates in a row without a better one.
+
+    Returns:
+        The choice, never worse than independent noise by this criterion. Cost: one calibration and one ``mixing_matrix`` a candidate.
+
+    Raises:
+        ValueError, TypeError: as ``mixing_matrix``.
+    """
+    load = as_workload(workload)
+    wanted = sorted({1, *(default_candidates(load.steps) if candidates is None else candidates)})
+    tried: list[BandCandidate] = []
+    best, since = 0, 0
+    for index, bands in enumerate(wanted):
+        mixing = mixing_matrix(load, bands, family, max_seconds / len(wanted))
+        tried.append(BandCandidate(bands, float(noise_multiplier(bands)), mixing))
+        if tried[index].error < tried[best].error:
+            best, since = index, 0
+        else:
+            since += 1
+            if since >= patience:
+                break
+    return BandChoice(tuple(tried), tried[best])

@@ -1,0 +1,56 @@
+"""How far a mixing matrix can be from the best one: a lower bound on the convex problem's optimum from its dual.
+
+Problem: minimise tr(W X^-1) over positive definite b-banded X with unit diagonal. For any tau >= 0 put G = X^-1 W X^-1 and Z = G + tau X^-1. Every Z' that is at least G
+(as a quadratic form) and zero in the band off its diagonal is feasible for the dual, whose value 2 tr((F^T Z' F)^(1/2)) - tr Z' then is at least
+2 tr(W X^-1) - tr Z'. With E the part of Z that offends (in the band, off the diagonal) and r_i = sum_j |E_ij|, Z' = Z - E + D is such a matrix for the diagonal
+D_i = max(0, r_i - tau / |X|), since diag(r) >= E and X^-1 >= I / |X|; and tr Z' = tr(W X^-1) + tau T - <E, X> + tr D. So
+
+    tr(W X^-1) - optimum <= tau T + sum_i max(0, r_i - tau / |X|) + |<E, X>|,
+
+with |X| bounded by the largest row sum of absolute values. Derived here; ``tests/noise/test_mixing.py`` holds it to a conic solver's optimum.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quietgrad.noise.banded import BandedLower, Floats, band_of_product
+
+
+def optimality_gap(mixing: BandedLower, factor: Floats, chunk: int = 512) -> float:
+    """Upper bound on tr(W X^-1) minus its smallest possible value, relative to tr(W X^-1). Cost: T^2 b for the band of X^-1, memory T ``chunk``.
+
+    Args:
+        mixing: C with unit columns.
+        factor: F [T, r], W = F F^T.
+        chunk: columns of the identity solved for at a time.
+    """
+    steps, bands = mixing.columns.shape
+    left = mixing.solve_transposed(factor)
+    objective = float(np.vdot(left, left))
+    q = mixing.solve(left)
+    g = band_of_product(q, q, bands)
+    inverse = np.zeros_like(g)
+    for start in range(0, steps, chunk):
+        identity = np.zeros((steps, min(chunk, steps - start)))
+        identity[np.arange(start, start + identity.shape[1]), np.arange(identity.shape[1])] = 1.0
+        part = mixing.solve(identity)
+        inverse += band_of_product(part, part, bands)
+    x = mixing.gram_band()
+    x_norm = float(_row_sums(np.abs(x)).max())
+    best = np.inf
+    for tau in objective / steps * 10.0 ** np.arange(-10, 1.1, 0.25):
+        offending = g + tau * inverse
+        offending[:, 0] = 0.0
+        shift = np.maximum(_row_sums(np.abs(offending)) - tau / x_norm, 0.0).sum()
+        best = min(best, tau * steps + float(shift) + 2 * abs(float((offending * x).sum())))
+    return best / objective
+
+
+def _row_sums(band: Floats) -> Floats:
+    steps, bands = band.shape
+    rows = band[:, 0].copy()
+    for m in range(1, bands):
+        rows[: steps - m] += band[: steps - m, m]
+        rows[m:] += band[: steps - m, m]
+    return rows

@@ -1,0 +1,199 @@
+"""The mixing matrix of correlated noise: banded, unit columns, as good as it can be shown to be for a workload.
+
+Symbols: T steps, b bands, C_mix lower triangular, X = C_mix^T C_mix with unit diagonal, W the workload.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.signal import lfilter
+
+from quietgrad.checks import require_at_least, require_int, require_positive, require_word
+from quietgrad.noise import solver
+from quietgrad.noise.banded import BandedLower, Floats
+from quietgrad.noise.certificate import optimality_gap
+from quietgrad.noise.workloads import PrefixSums, Workload, as_workload
+
+FAMILIES = ("auto", "banded", "toeplitz")
+LARGEST_BANDED = 4096  # steps up to which "auto" takes the whole banded family
+TOLERANCE = 1e-7
+SECONDS = 40.0
+
+
+@dataclass(frozen=True)
+class MixingMatrix:
+    """C_mix with what is known of it.
+
+    Attributes:
+        banded: its columns.
+        objective: tr(W X^-1).
+        independent: the same for independent noise, tr(W).
+        relative_gap: proven upper bound on (objective - smallest possible objective) / objective over all banded matrices; None where it was not computed (Toeplitz family).
+        family: "banded" or "toeplitz".
+        workload: what W is, in words.
+    """
+
+    banded: BandedLower
+    objective: float
+    independent: float
+    relative_gap: float | None
+    family: str
+    workload: str
+
+    @property
+    def steps(self) -> int:
+        return self.banded.steps
+
+    @property
+    def bands(self) -> int:
+        return self.banded.bands
+
+    @property
+    def matrix(self) -> NDArray[np.float64]:
+        """C_mix, [T, T] float64, lower triangular. Memory grows as T^2; ``banded`` holds the same in T b."""
+        return self.banded.dense()
+
+
+def mixing_matrix(
+    workload: Workload | NDArray[np.float64], bands: int, family: str = "auto", max_seconds: float = SECONDS
+) -> MixingMatrix:
+    """Minimises tr(W X^-1) over b-banded X = C_mix^T C_mix with unit diagonal (NoiseCurve, problem P1).
+
+    Args:
+        workload: W, [T, T] symmetric positive semi-definite, or ``PrefixSums``, ``Curvature``.
+        bands: b, at most T; 1 is independent noise.
+        family: "banded" (every banded matrix), "toeplitz" (columns alike: b numbers, for many steps), or "auto": banded up to 4096 steps.
+        max_seconds: after so much time of descent the best matrix so far is taken; ``relative_gap`` says what that may cost.
+
+    Returns:
+        The matrix, never worse than independent noise. Cost a step of descent: T b r for a workload of rank r (T for prefix sums, a few dozens for curvature);
+        small problems are solved by Newton's method instead. Toeplitz prefix sums: T b. Memory T (b + r).
+
+    Raises:
+        ValueError, TypeError: a workload that is not square, symmetric, finite and positive semi-definite; bands outside 1 .. T; an unknown family.
+    """
+    load = as_workload(workload)
+    require_int("bands", bands)
+    require_at_least("bands", bands, 1, "1 means independent noise")
+    if bands > load.steps:
+        raise ValueError(f"bands={bands} exceeds steps={load.steps}; use at most as many bands as steps")
+    require_word("family", family, FAMILIES)
+    require_positive("max_seconds", max_seconds)
+    if family == "auto":
+        family = "banded" if load.steps <= LARGEST_BANDED else "toeplitz"
+    deadline = time.monotonic() + max_seconds
+    if family == "toeplitz":
+        return _toeplitz(load, bands, deadline)
+    return _banded(load, bands, deadline)
+
+
+def _banded(load: Workload, bands: int, deadline: float) -> MixingMatrix:
+    factor, steps = load.factor(), load.steps
+    identity = solver.unit_columns(np.tile(np.eye(1, bands)[0], (steps, 1)))
+    independent = float(np.vdot(factor, factor))
+    if bands == 1:
+        return MixingMatrix(BandedLower(identity), independent, independent, 0.0, "banded", load.name)
+    columns = _best_toeplitz(factor, bands, deadline)
+    unknowns = (bands - 1) * steps - bands * (bands - 1) // 2
+    if unknowns <= solver.NEWTON_UNKNOWNS:
+        columns = solver.newton(columns, factor, TOLERANCE)
+    else:
+        columns = solver.descend(columns, factor, deadline, TOLERANCE)
+    found = BandedLower(columns)
+    value = solver.objective(columns, factor)
+    if not value <= independent:
+        found, value = BandedLower(identity), independent
+    gap = optimality_gap(found, factor)
+    return MixingMatrix(found, value, independent, gap, "banded", load.name)
+
+
+def _toeplitz(load: Workload, bands: int, deadline: float) -> MixingMatrix:
+    if isinstance(load, PrefixSums):
+        if load.learning_rates is not None:
+            raise ValueError(
+                "family='toeplitz' treats all steps alike, which a schedule of learning rates does not; use family='banded' (cost T^2 b), or a constant rate"
+            )
+        impulse = load.impulse()
+        independent = float(((load.steps - np.arange(load.steps)) * impulse**2).sum())
+
+        def evaluate(coefficients: Floats) -> solver.Evaluation:
+            return _surrogate_sums(coefficients, impulse)
+
+        def exact(coefficients: Floats) -> float:
+            return _exact_sums(coefficients, impulse)
+    else:
+        factor = load.factor()
+        independent = float(np.vdot(factor, factor))
+        columns = _best_toeplitz(factor, bands, deadline)
+        value = min(solver.objective(columns, factor), independent)
+        return MixingMatrix(BandedLower(columns), value, independent, None, "toeplitz", load.name)
+    candidates = [np.eye(1, bands)[0], solver.descend_toeplitz(_square_root(bands), evaluate, deadline)]
+    values = [exact(c) for c in candidates]
+    best = int(np.argmin(values))
+    columns = solver.unit_columns(np.tile(candidates[best], (load.steps, 1)))
+    return MixingMatrix(BandedLower(columns), values[best], independent, None, "toeplitz", load.name)
+
+
+def _best_toeplitz(factor: Floats, bands: int, deadline: float) -> Floats:
+    """[T, b] unit columns from b coefficients, by descent from independent noise or the square root, whichever is better."""
+    steps = factor.shape[0]
+
+    def columns_from(coefficients: Floats) -> Floats:
+        return solver.unit_columns(np.tile(coefficients, (steps, 1)))
+
+    def evaluate(coefficients: Floats) -> solver.Evaluation:
+        columns = columns_from(coefficients)
+        value, slope = solver.gradient(columns, factor)
+        return value, (slope * columns[:, :1] / coefficients[0]).sum(axis=0)
+
+    starts = [np.eye(1, bands)[0], _square_root(bands)]
+    best = min(starts, key=lambda c: solver.objective(columns_from(c), factor))
+    return columns_from(solver.descend_toeplitz(best, evaluate, deadline))
+
+
+def _square_root(bands: int) -> Floats:
+    """[b] coefficients of (1 - x)^(-1/2): near the optimum for prefix sums (Fichtenberger, Henzinger and Upadhyay 2023)."""
+    ratios = np.arange(1, 2 * bands - 2, 2) / np.arange(2, 2 * bands - 1, 2)
+    return np.concatenate([[1.0], np.cumprod(ratios)])
+
+
+def _surrogate_sums(coefficients: Floats, impulse: Floats) -> solver.Evaluation:
+    """log n^2 |A K|^2 and its gradient: all columns counted as if none was cut at the last step (there are b - 1 such). K inverse of the Toeplitz matrix, n a column's norm.
+
+    Cost T b. d(1 / c(x)) / d c_m = - x^m / c(x)^2.
+    """
+    steps = len(impulse)
+    n2 = float((coefficients**2).sum())
+    with np.errstate(all="ignore"):
+        sums = lfilter([1.0], coefficients, impulse)  # first column of A K
+        slopes = lfilter([1.0], coefficients, sums)
+        weights = (steps - np.arange(steps)) * sums
+        value = float((weights * sums).sum())
+        slope = np.array([-2 * (weights[m:] * slopes[: steps - m]).sum() for m in range(len(coefficients))])
+    if not (np.isfinite(value) and np.isfinite(slope).all()):
+        return solver.TOO_BAD, np.zeros_like(coefficients)
+    return float(np.log(n2 * value)), slope / value + 2 * coefficients / n2
+
+
+def _exact_sums(coefficients: Floats, impulse: Floats) -> float:
+    """|A N K|^2 with the norms N of all columns, the cut ones too: only the last b - 1 rows differ from n A K. Cost T b^2."""
+    steps, bands = len(impulse), len(coefficients)
+    unit = np.zeros(steps)
+    unit[0] = 1.0
+    inverse = lfilter([1.0], coefficients, unit)
+    sums = lfilter([1.0], coefficients, impulse)
+    lengths = np.minimum(bands, steps - np.arange(steps))
+    norms = np.sqrt(np.cumsum(coefficients**2))[lengths - 1]
+    first_cut = max(0, steps - bands + 1)
+    whole = norms[0]
+    total = whole**2 * float((np.maximum(first_cut - np.arange(steps), 0) * sums**2).sum())
+    for t in range(first_cut, steps):
+        row = whole * sums[: t + 1]  # by lag t - j
+        for s in range(first_cut, t + 1):
+            row[t - s :] += impulse[t - s] * (norms[s] - whole) * inverse[: s + 1]
+        total += float((row**2).sum())
+    return total

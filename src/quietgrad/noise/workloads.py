@@ -1,0 +1,267 @@
+"""Workloads: what the noise of all steps does to the result, as a quadratic form tr(W X^-1) that the mixing matrix minimises.
+
+Symbols: T steps, eta learning rate, beta momentum, mu_i eigenvalues of a representative Hessian, A [T, T] weights of the gradients in the iterates, W = F F^T [T, T].
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.linalg import eigh_tridiagonal
+from scipy.signal import lfilter
+
+from quietgrad.checks import require_at_least, require_int, require_positive
+
+Floats = NDArray[np.float64]
+
+DROPPED = 1e-15  # relative to the largest: what a factor leaves out is below the rounding of the rest
+ASYMMETRY = 1e-9
+INDEFINITENESS = 1e-9
+
+
+class Workload(Protocol):
+    """A quadratic form over the steps."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def factor(self) -> Floats:
+        """F [T, r] with W = F F^T up to rounding."""
+        ...
+
+
+@dataclass(frozen=True)
+class PrefixSums:
+    """Squared errors of all iterates, W = A^T A: what banded matrix factorisation minimises (Choquette-Choo et al. 2023, "DP-BandMF").
+
+    Attributes:
+        steps: T.
+        momentum: beta of SGD with momentum; the iterate then holds sums of sums.
+        learning_rates: one a step, up to a common factor; None for a constant one.
+    """
+
+    steps: int
+    momentum: float = 0.0
+    learning_rates: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_steps(self.steps)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum={self.momentum!r} must be in [0, 1)")
+        if self.learning_rates is not None:
+            if len(self.learning_rates) != self.steps:
+                raise ValueError(
+                    f"learning_rates has {len(self.learning_rates)} entries for steps={self.steps}; give one a step"
+                )
+            if min(self.learning_rates) < 0 or not max(self.learning_rates) > 0:
+                raise ValueError(
+                    "learning_rates must be at least 0, and one of them positive; drop the steps that do nothing"
+                )
+
+    @property
+    def name(self) -> str:
+        extras = [f"momentum {self.momentum:g}"] if self.momentum else []
+        extras += ["learning-rate schedule"] if self.learning_rates is not None else []
+        return "prefix sums" + (f" ({', '.join(extras)})" if extras else "")
+
+    def impulse(self) -> Floats:
+        """[T] first column of A where the learning rate is constant: the weight of a gradient k steps later."""
+        start = np.zeros(self.steps)
+        start[0] = 1.0
+        return lfilter([1.0], [1.0, -1.0], lfilter([1.0], [1.0, -self.momentum], start))
+
+    def weights(self) -> Floats:
+        """A [T, T]: w_0 - w_{t+1} = sum_j A[t, j] g_j."""
+        rates = np.ones(self.steps) if self.learning_rates is None else np.asarray(self.learning_rates)
+        lag = np.arange(self.steps)[:, None] - np.arange(self.steps)[None, :]
+        velocity = np.where(lag >= 0, self.momentum ** np.maximum(lag, 0), 0.0)
+        return np.cumsum(rates[:, None] * velocity, axis=0)
+
+    def factor(self) -> Floats:
+        return np.ascontiguousarray(self.weights().T)
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Expected excess loss after the last step of plain SGD on a quadratic with these eigenvalues (NoiseCurve, theorem 1, without its factor eta^2 / 2).
+
+    W[j, l] = sum_i mu_i (1 - eta mu_i)^(2T - 2 - j - l). Negative eigenvalues count as zero (section 4.3); where eta mu > 2 the powers would grow without bound, so
+    mu is clamped to 2 / eta, with a warning that says how often.
+
+    Attributes:
+        eigenvalues: mu, in any order.
+        learning_rate: eta, constant.
+        steps: T.
+    """
+
+    eigenvalues: tuple[float, ...]
+    learning_rate: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_steps(self.steps)
+        require_positive("learning_rate", self.learning_rate)
+        mu = np.asarray(self.eigenvalues, dtype=np.float64)
+        if mu.ndim != 1 or not mu.size or not np.isfinite(mu).all():
+            raise ValueError("eigenvalues must be a non-empty list of finite numbers; pass the spectrum of a Hessian")
+        if not (mu > 0).any():
+            raise ValueError(
+                "eigenvalues holds no positive one, so no direction has curvature; use prefix_sum_workload, or a spectrum of a trained model"
+            )
+        beyond = int((mu > 2 / self.learning_rate).sum())
+        if beyond:
+            warnings.warn(
+                f"learning_rate={self.learning_rate:g}: {beyond} of {mu.size} eigenvalues exceed 2 / learning_rate = {2 / self.learning_rate:.3g} (the largest is "
+                f"{mu.max():.3g}) and are clamped to it; plain SGD without clipping would diverge there",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def name(self) -> str:
+        return f"curvature ({len(self.eigenvalues)} eigenvalues, learning rate {self.learning_rate:g})"
+
+    def measure(self) -> tuple[Floats, Floats]:
+        """Nodes 1 - eta mu_i and weights mu_i of the positive eigenvalues, clamped."""
+        mu = np.asarray(self.eigenvalues, dtype=np.float64)
+        mu = np.minimum(mu[mu > 0], 2 / self.learning_rate)
+        return 1 - self.learning_rate * mu, mu
+
+    def factor(self) -> Floats:
+        """Never forms W: the measure is replaced by its Gauss rule, whose moments are the same to rounding. Cost: p n^2 + T n^2, n ~ 5 sqrt(T) nodes."""
+        nodes, weights = self.measure()
+        # x^k is within 1e-16 of a polynomial of degree sqrt(2 k ln(2e16)) on [-1, 1]; n nodes integrate degree 2n - 1.
+        enough = int(np.ceil(0.5 * np.sqrt(4 * self.steps * np.log(2e16)))) + 8
+        if len(nodes) > enough:
+            nodes, weights = _gauss_rule(nodes, weights, enough)
+        powers = nodes[None, :] ** np.arange(self.steps - 1, -1, -1)[:, None]
+        return _truncated(powers * np.sqrt(weights))
+
+
+@dataclass(frozen=True)
+class DenseWorkload:
+    """Any symmetric positive semi-definite W, [T, T]."""
+
+    matrix: Floats
+
+    @property
+    def steps(self) -> int:
+        return int(self.matrix.shape[0])
+
+    @property
+    def name(self) -> str:
+        return "given matrix"
+
+    def factor(self) -> Floats:
+        """By Cholesky where that works, else by eigenvalues, dropping those below rounding. Cost T^3."""
+        try:
+            return np.asarray(np.linalg.cholesky(self.matrix), dtype=np.float64)
+        except np.linalg.LinAlgError:
+            values, vectors = np.linalg.eigh(self.matrix)
+            if values[0] < -INDEFINITENESS * values[-1]:
+                raise ValueError(
+                    f"workload is indefinite: its smallest eigenvalue is {values[0]:.3g}, its largest {values[-1]:.3g}; a workload is a sum of squares "
+                    "(set negative curvature to zero before building it)"
+                ) from None
+            kept = values > DROPPED * values[-1]
+            return vectors[:, kept] * np.sqrt(values[kept])
+
+
+def prefix_sum_workload(
+    steps: int, momentum: float = 0.0, learning_rates: Sequence[float] | None = None
+) -> NDArray[np.float64]:
+    """W = A^T A of ``PrefixSums``, [T, T] float64; with the defaults W[j, l] = T - max(j, l).
+
+    Args:
+        steps: T.
+        momentum: beta of SGD with momentum.
+        learning_rates: [T], a schedule.
+
+    Raises:
+        ValueError, TypeError: for arguments out of range. Memory grows as T^2; beyond a few thousand steps pass ``PrefixSums`` itself to ``mixing_matrix``.
+    """
+    a = PrefixSums(steps, momentum, None if learning_rates is None else tuple(map(float, learning_rates))).weights()
+    return a.T @ a
+
+
+def curvature_workload(eigenvalues: ArrayLike, learning_rate: float, steps: int) -> NDArray[np.float64]:
+    """W of ``Curvature``, [T, T] float64. Negative eigenvalues count as zero; those above 2 / learning_rate are clamped, with a warning.
+
+    Args:
+        eigenvalues: [p], of a representative Hessian of public data.
+        learning_rate: eta of plain SGD.
+        steps: T.
+
+    Raises:
+        ValueError, TypeError: for arguments out of range.
+    """
+    mu = tuple(float(m) for m in np.asarray(eigenvalues, dtype=np.float64).ravel())
+    nodes, weights = Curvature(mu, learning_rate, steps).measure()
+    out = np.zeros((steps, steps))
+    exponents = np.arange(steps - 1, -1, -1)[None, :]
+    for start in range(0, len(nodes), 2048):  # bounds the temporary, not the sum
+        part = slice(start, start + 2048)
+        powers = nodes[part, None] ** exponents * np.sqrt(weights[part, None])
+        out += powers.T @ powers
+    return out
+
+
+def as_workload(workload: object) -> Workload:
+    """A workload as it is, or a matrix checked for shape, finiteness and symmetry.
+
+    Raises:
+        ValueError: for anything else, naming what is wrong.
+    """
+    if isinstance(workload, PrefixSums | Curvature | DenseWorkload):
+        return workload
+    matrix = np.asarray(workload, dtype=np.float64)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+        raise ValueError(f"workload has the shape {matrix.shape}; it must be square, [steps, steps]")
+    if not np.isfinite(matrix).all():
+        raise ValueError("workload holds entries that are not finite; check the learning rate and the eigenvalues")
+    scale = np.abs(matrix).max()
+    if not scale > 0:
+        raise ValueError("workload is zero: nothing depends on the noise")
+    if np.abs(matrix - matrix.T).max() > ASYMMETRY * scale:
+        raise ValueError("workload is not symmetric; pass W = A^T A, not A")
+    return DenseWorkload((matrix + matrix.T) / 2)
+
+
+def _check_steps(steps: int) -> None:
+    require_int("steps", steps)
+    require_at_least("steps", steps, 1, "a run has at least one step")
+
+
+def _gauss_rule(nodes: Floats, weights: Floats, count: int) -> tuple[Floats, Floats]:
+    """The ``count``-node Gauss quadrature of a discrete measure, by Lanczos with full reorthogonalisation (Golub and Meurant 2010, section 4)."""
+    basis = np.zeros((count, len(nodes)))
+    total = weights.sum()
+    basis[0] = np.sqrt(weights / total)
+    diagonal, off = [], []
+    for k in range(count):
+        next_one = nodes * basis[k]
+        diagonal.append(float(next_one @ basis[k]))
+        for _ in range(2):
+            next_one -= basis[: k + 1].T @ (basis[: k + 1] @ next_one)
+        size = float(np.linalg.norm(next_one))
+        if k + 1 == count or size < 1e-14:
+            break
+        off.append(size)
+        basis[k + 1] = next_one / size
+    found, vectors = eigh_tridiagonal(np.array(diagonal), np.array(off))
+    return found, total * vectors[0] ** 2
+
+
+def _truncated(factor: Floats) -> Floats:
+    """F with the directions below rounding left out: W of smooth powers has a rank of a few dozens."""
+    u, s, _ = np.linalg.svd(factor, full_matrices=False)
+    kept = s**2 > DROPPED * s[0] ** 2
+    return u[:, kept] * s[kept]
