@@ -35,7 +35,7 @@ ROOMS["plan"] = (set(ROOMS) - {"research"}, {"numpy", "torch"})
 ROOMS["report"] = ({"facts", "accounting", "ledger"}, {"numpy", "scipy", "matplotlib"})
 ROOMS["training"] = (
     set(ROOMS) - {"research"},
-    {"numpy", "torch", "transformers", "peft", "safetensors", "datasets", "pandas", "matplotlib", "tomli"},
+    {"numpy", "torch", "transformers", "peft", "safetensors", "datasets", "pandas", "matplotlib", "tomli", "torchvision"},
 )
 ROOMS["cli"] = (set(ROOMS) - {"research"}, {"typer", "rich"})
 

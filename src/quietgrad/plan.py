@@ -57,7 +57,7 @@ class PrivacyConfig:
         memory_budget: bytes that a step may take over parameters and data; no effect on privacy.
         clipping_engine, clipping_groups, clipping_scaling, clipping_layers: see ``quietgrad.clipping.Clipper``.
         bands: b of noise correlated across steps; 1 is independent noise, "auto" chooses b from public facts (``quietgrad.noise.choose_bands``).
-        workload: what the correlation minimises: ``PrefixSums``, ``Curvature`` or a [steps, steps] matrix (None: prefix sums).
+        workload: what the correlation minimises: ``PrefixSums``, ``Curvature``, a [steps, steps] matrix, or a function from steps to one (None: prefix sums).
         mixing: a matrix already found, instead of ``bands`` and ``workload``.
         mixing_family: see ``quietgrad.noise.mixing_matrix``.
         noise_memory: "rows" or "regenerate", see ``quietgrad.noise.BandedNoise``.
@@ -82,7 +82,7 @@ class PrivacyConfig:
     clipping_scaling: str = "clip"
     clipping_layers: Mapping[str, str] | None = None
     bands: int | str = 1
-    workload: Workload | NDArray[np.float64] | None = None
+    workload: Workload | NDArray[np.float64] | Callable[[int], Workload] | None = None
     mixing: MixingMatrix | None = None
     mixing_family: str = "auto"
     noise_memory: str = "rows"
@@ -193,7 +193,8 @@ class PrivacyConfig:
                     "workload is given, but bands=1 is independent noise; set bands to a number above 1, or to 'auto'"
                 )
             return None, None
-        load = PrefixSums(steps) if self.workload is None else as_workload(self.workload)
+        given = PrefixSums if self.workload is None else self.workload
+        load = as_workload(given(steps) if callable(given) else given)
         if load.steps != steps:
             raise ValueError(
                 f"workload is for {load.steps} steps, the run has {steps}; build it for the steps of the run"

@@ -6,7 +6,7 @@ import pytest
 from tiny_runs import config_of, train
 
 from quietgrad.training.prepare import prepare
-from quietgrad.training.text_batches import predictions
+from quietgrad.training.records import predictions
 
 
 def test_it_is_fitted_to_half_of_the_validation_records_and_frozen(settings: dict) -> None:

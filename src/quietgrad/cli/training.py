@@ -25,7 +25,12 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     run_dir = open_run_dir(config.training.run_dir, resume)
     if resume:
         require_same_settings(load_config(run_dir.config), config)
-    prepared, started = _prepare(config, target)
+    mixing = None
+    if resume and run_dir.mixing.exists():
+        from quietgrad.noise.mixing import load_mixing
+
+        mixing = load_mixing(run_dir.mixing)
+    prepared, started = _prepare(config, target, mixing)
     from quietgrad.training import figure, runner
     from quietgrad.training.prepare import verify_on_public_records
 
@@ -161,7 +166,11 @@ def _config_to_run(path: Path | None, overrides: list[str], resume: bool) -> Tra
     return config
 
 
-def _prepare(config: TrainConfig, target: Console) -> tuple[Any, float]:
+# Beginnings of this package's own warnings; those of libraries are not for the user.
+_OURS = ("target_delta=", "bands=", "learning_rate=", "noise.method=")
+
+
+def _prepare(config: TrainConfig, target: Console, mixing: Any = None) -> tuple[Any, float]:
     started = time.monotonic()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with warnings.catch_warnings(record=True) as caught:
@@ -169,9 +178,9 @@ def _prepare(config: TrainConfig, target: Console) -> tuple[Any, float]:
         from quietgrad.training.prepare import prepare
 
         with target.status("loading data and model, calibrating the noise"):
-            prepared = prepare(config)
+            prepared = prepare(config, mixing)
     for warning in caught:
-        if issubclass(warning.category, UserWarning) and "target_delta" in str(warning.message):
+        if issubclass(warning.category, UserWarning) and str(warning.message).startswith(_OURS):
             target.print(f"[yellow]warning:[/yellow] {warning.message}")
     return prepared, started
 

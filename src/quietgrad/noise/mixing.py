@@ -5,8 +5,11 @@ Symbols: T steps, b bands, C_mix lower triangular, X = C_mix^T C_mix with unit d
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +59,27 @@ class MixingMatrix:
     def matrix(self) -> NDArray[np.float64]:
         """C_mix, [T, T] float64, lower triangular. Memory grows as T^2; ``banded`` holds the same in T b."""
         return self.banded.dense()
+
+
+def save_mixing(mixing: MixingMatrix, path: str | Path) -> None:
+    """Writes the matrix and what is known of it to one .npz file, whole or not at all. Public."""
+    known = {name: getattr(mixing, name) for name in ("objective", "independent", "relative_gap", "family", "workload")}
+    temporary = Path(path).with_suffix(".tmp.npz")
+    np.savez_compressed(temporary, columns=mixing.banded.columns, known=json.dumps(known))
+    os.replace(temporary, path)
+
+
+def load_mixing(path: str | Path) -> MixingMatrix:
+    """Reads what ``save_mixing`` wrote, bit by bit.
+
+    Raises:
+        ValueError: if there is no such file, or it is not one.
+    """
+    try:
+        with np.load(path) as held:
+            return MixingMatrix(BandedLower(held["columns"]), **json.loads(str(held["known"])))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"mixing={str(path)!r} is no mixing matrix: {error}") from error
 
 
 def mixing_matrix(

@@ -96,19 +96,25 @@ class Curvature:
     W[j, l] = sum_i mu_i (1 - eta mu_i)^(2T - 2 - j - l). Negative eigenvalues count as zero (section 4.3); where eta mu > 2 the powers would grow without bound, so
     mu is clamped to 2 / eta, with a warning that says how often.
 
+    With a floor, W gains floor tr(W) / T on its diagonal. A spectrum sees noise sequences of a few shapes only, and the best X for it lets all others grow large; where the
+    loss is not quadratic those move the iterate too. The floor charges for the noise's energy in every step alike.
+
     Attributes:
         eigenvalues: mu, in any order.
         learning_rate: eta, constant.
         steps: T.
+        floor: share of the white part, 0 for theorem 1 as it stands.
     """
 
     eigenvalues: tuple[float, ...]
     learning_rate: float
     steps: int
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         _check_steps(self.steps)
         require_positive("learning_rate", self.learning_rate)
+        require_at_least("floor", self.floor, 0, "it is a share of the workload's trace")
         mu = np.asarray(self.eigenvalues, dtype=np.float64)
         if mu.ndim != 1 or not mu.size or not np.isfinite(mu).all():
             raise ValueError("eigenvalues must be a non-empty list of finite numbers; pass the spectrum of a Hessian")
@@ -143,7 +149,11 @@ class Curvature:
         if len(nodes) > enough:
             nodes, weights = _gauss_rule(nodes, weights, enough)
         powers = nodes[None, :] ** np.arange(self.steps - 1, -1, -1)[:, None]
-        return _truncated(powers * np.sqrt(weights))
+        factor = _truncated(powers * np.sqrt(weights))
+        if not self.floor:
+            return factor
+        white = np.sqrt(self.floor * np.vdot(factor, factor) / self.steps) * np.eye(self.steps)
+        return np.concatenate([factor, white], axis=1)
 
 
 @dataclass(frozen=True)

@@ -30,16 +30,19 @@ from torch import Tensor, nn
 
 from quietgrad.checks import nearest, require_at_least, require_positive
 from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.noise.mixing import MixingMatrix
+from quietgrad.plan import PrivacyPlan
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.config import TrainConfig, config_from, read_toml
+from quietgrad.training.noise_settings import check_spectrum
 from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
 from quietgrad.training.prefix_cache import PrefixCache
 from quietgrad.training.prepare import build_plan, precision_context, prepare
-from quietgrad.training.text_batches import TokenisedTexts
+from quietgrad.training.records import Records, logits_of, spread
 
 EVALUATION_BATCH = 256
 # What a variant may change; the rest is prepared once for all runs.
-VARIED_TABLES = ("privacy", "clipping", "denoising", "optimizer")
+VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer")
 VARIED_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
 
 
@@ -295,13 +298,13 @@ class Workbench:
         self.model: nn.Module = prepared.model.classifier if train is None else train.upper
         self.initial = {name: p.detach().clone() for name, p in trainable_parameters(self.model).items()}
         every = comparison.table.eval_records
-        count = len(prepared.validation)
-        self.scheduled = np.unique(np.linspace(0, count - 1, min(every or count, count)).astype(int))
+        self.scheduled = spread(prepared.validation, every or len(prepared.validation))
+        self._mixings: dict[str, MixingMatrix] = {}
 
     def train(self, run: Run) -> dict[str, Any]:
         """One run from the initial parameters: its line of the results file."""
         config = self.comparison.config_of(run)
-        plan = build_plan(config, len(self.prepared.train))
+        plan = self._plan(config)
         assert plan is not None
         prepared = replace(self.prepared, config=config, plan=plan, sampler=plan.sampler, steps=plan.steps)
         with torch.no_grad():
@@ -310,7 +313,7 @@ class Workbench:
                 parameter.grad = None
         denoiser = build_denoiser(config.denoising)
         optimizer, schedule = build_optimizer(self.model, config.optimizer, prepared.steps, denoiser)
-        loss = prepared.loss(cached=self.caches["train"] is not None)
+        loss = prepared.loss()
         curve: list[tuple[int, float]] = []
         started = time.monotonic()
         with plan.start() as private:
@@ -336,13 +339,24 @@ class Workbench:
             "seconds": round(time.monotonic() - started, 1),
         }
 
-    def _texts(self, part: str) -> TokenisedTexts:
-        texts: TokenisedTexts = getattr(self.prepared, part)
-        return texts
+    def _plan(self, config: TrainConfig) -> PrivacyPlan | None:
+        """The plan; a mixing matrix that an earlier run needed too is not found again."""
+        settings = json.dumps(
+            [config.to_dict()["noise"], config.optimizer.learning_rate, config.privacy.target_epsilon]
+        )
+        check_spectrum(config, self.model, self.prepared.task.record_ids)
+        plan = build_plan(config, self.prepared.task.record_ids, self._mixings.get(settings))
+        if plan is not None and plan.mixing is not None:
+            self._mixings[settings] = plan.mixing
+        return plan
+
+    def _records(self, part: str) -> Records:
+        records: Records = getattr(self.prepared, part)
+        return records
 
     def _collate(self, part: str, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         cache = self.caches[part]
-        source: PrefixCache | TokenisedTexts = self._texts(part) if cache is None else cache
+        source: PrefixCache | Records = self._records(part) if cache is None else cache
         return source.collate(indices, self.prepared.device)
 
     def _micro_batches(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
@@ -354,13 +368,11 @@ class Workbench:
 
     def _accuracy(self, part: str, records: NDArray[np.int64]) -> float:
         self.model.eval()
-        cached = self.caches[part] is not None
         right = 0
         with torch.no_grad(), precision_context(self.prepared.config, self.prepared.device):
-            for indices in self._texts(part).micro_batch_indices(records, EVALUATION_BATCH):
+            for indices in self._records(part).micro_batch_indices(records, EVALUATION_BATCH):
                 batch = self._collate(part, indices)
-                first = batch["states"] if cached else batch["input_ids"]
-                found = self.model(first, batch["attention_mask"]).argmax(1)
+                found = logits_of(self.model, batch).argmax(1)
                 right += int((found == batch["labels"]).sum())
         self.model.train()
         return right / len(records)

@@ -14,12 +14,15 @@ from typing import Any
 from quietgrad.checks import nearest, require_at_least, require_positive
 from quietgrad.clipping.planner import ESTIMATORS
 from quietgrad.denoising.denoiser import TARGETS
+from quietgrad.noise.correlated import MEMORIES
+from quietgrad.noise.mixing import FAMILIES
 from quietgrad.training.models import HEADS, TUNES
 from quietgrad.training.tables import (
     ClippingTable,
     DataTable,
     DenoisingTable,
     ModelTable,
+    NoiseTable,
     OptimizerTable,
     PrivacyTable,
     TrainingTable,
@@ -32,6 +35,8 @@ else:
 
 
 DENOISING_METHODS = ("none", "spectral", "paper")
+NOISE_METHODS = ("independent", "banded", "noisecurve")
+SCHEDULES = ("linear", "constant")
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class TrainConfig:
     data: DataTable = field(default_factory=DataTable)
     privacy: PrivacyTable = field(default_factory=PrivacyTable)
     clipping: ClippingTable = field(default_factory=ClippingTable)
+    noise: NoiseTable = field(default_factory=NoiseTable)
     denoising: DenoisingTable = field(default_factory=DenoisingTable)
     optimizer: OptimizerTable = field(default_factory=OptimizerTable)
     training: TrainingTable = field(default_factory=TrainingTable)
@@ -51,6 +57,15 @@ class TrainConfig:
         _choice("model.head", self.model.head, HEADS)
         _choice("clipping.estimator", self.clipping.estimator, ESTIMATORS)
         _choice("optimizer.name", self.optimizer.name, ("adamw", "sgd"))
+        _choice("optimizer.schedule", self.optimizer.schedule, SCHEDULES)
+        _choice("noise.method", self.noise.method, NOISE_METHODS)
+        _choice("noise.family", self.noise.family, FAMILIES)
+        _choice("noise.memory", self.noise.memory, MEMORIES)
+        if self.noise.method == "noisecurve" and not self.noise.spectrum:
+            raise ValueError(
+                "noise.method='noisecurve' needs noise.spectrum, a file that `quietgrad spectrum CONFIG` writes; without public data use 'banded'"
+            )
+        require_positive("noise.rate_factor", self.noise.rate_factor)
         _choice("denoising.method", self.denoising.method, DENOISING_METHODS)
         _choice("denoising.target", self.denoising.target, TARGETS)
         require_at_least(
@@ -79,6 +94,9 @@ class TrainConfig:
             ("model.lora_layers", self.model.lora_layers),
             ("model.train_layers", self.model.train_layers),
             ("model.public_head_steps", self.model.public_head_steps),
+            ("data.image_size", self.data.image_size),
+            ("noise.bands", self.noise.bands),
+            ("noise.floor", self.noise.floor),
             ("training.eval_every", self.training.eval_every),
             ("training.eval_records", self.training.eval_records),
             ("optimizer.warmup_steps", self.optimizer.warmup_steps),
@@ -192,9 +210,10 @@ def require_same_settings(first: TrainConfig, now: TrainConfig) -> None:
         {f"{table}.{key}": value for table, values in c.to_dict().items() for key, value in values.items()}
         for c in (first, now)
     )
-    for name in sorted((before.keys() | after.keys()) - _FREE_ON_RESUME):
+    fixed = {"optimizer.learning_rate"} if now.noise.method == "noisecurve" else set()
+    for name in sorted((before.keys() | after.keys()) - (_FREE_ON_RESUME - fixed)):
         if before.get(name) != after.get(name):
-            kind = "privacy setting" if name.startswith("privacy.") or name in _PRIVACY_KEYS else "setting"
+            kind = "privacy setting" if name.startswith(("privacy.", "noise.")) or name in _PRIVACY_KEYS else "setting"
             raise ValueError(
                 f"resume with a changed {kind}: {name} was {before.get(name)!r} and is now {after.get(name)!r}; resume with the settings of the "
                 "first start, or begin a new run directory"

@@ -13,8 +13,9 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,17 +45,25 @@ class LabelledTexts:
     def __len__(self) -> int:
         return len(self.texts)
 
+    @cached_property
+    def record_ids(self) -> tuple[bytes, ...]:
+        """[n] what identifies each record: its text."""
+        return tuple(hashlib.sha256(t.encode("utf-8", "surrogatepass")).digest() for t in self.texts)
+
     def subset(self, indices: NDArray[np.int64]) -> LabelledTexts:
         return LabelledTexts(tuple(self.texts[i] for i in indices), self.labels[indices], self.label_names, self.source)
 
 
+Kind = TypeVar("Kind")
+
+
 @dataclass(frozen=True)
-class Splits:
+class Splits(Generic[Kind]):
     """Training records (private), validation and test records (declared public)."""
 
-    train: LabelledTexts
-    validation: LabelledTexts
-    test: LabelledTexts
+    train: Kind
+    validation: Kind
+    test: Kind
 
 
 def load_texts(
@@ -186,7 +195,7 @@ def normalised(text: str) -> str:
     return kept or text.strip()
 
 
-def split(texts: LabelledTexts, validation_fraction: float, test_fraction: float) -> Splits:
+def split(texts: LabelledTexts, validation_fraction: float, test_fraction: float) -> Splits[LabelledTexts]:
     """Divides records by a hash of the normalised text.
 
     Raises:

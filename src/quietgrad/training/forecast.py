@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from quietgrad.accounting import noise_multiplier
@@ -18,7 +17,6 @@ from quietgrad.facts import RandomizedClipping
 from quietgrad.plan import PrivacyPlan
 from quietgrad.training.models import trainable_count
 from quietgrad.training.prepare import Prepared
-from quietgrad.training.text_batches import TokenisedTexts
 
 
 def forecast(prepared: Prepared) -> dict[str, Any]:
@@ -29,19 +27,17 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
     """
     config = prepared.config
     size = min(config.clipping.max_physical_batch_size, len(prepared.validation))
-    # Records of median length stand for all.
-    order = np.argsort([len(ids) for ids in prepared.validation.ids], kind="stable")
-    middle = order[max(0, (len(order) - size) // 2) :][:size]
-    typical = _subset(prepared.validation, middle)
-    prefix_seconds = 0.0
+    typical = prepared.validation.subset(prepared.validation.middle(size))
+    prefix_seconds, loss = 0.0, prepared.loss()
+    model: nn.Module
     started = time.perf_counter()
     cache = prepared.prefix_cache(typical)
     if cache is None:
-        model, loss = prepared.model.classifier, prepared.loss()
+        model = prepared.model.classifier
         batch = typical.collate(np.arange(size), prepared.device)
     else:
         prefix_seconds = (time.perf_counter() - started) / size * len(prepared.train)
-        model, loss = cache.upper, prepared.loss(cached=True)
+        model = cache.upper
         batch = cache.collate(np.arange(size), prepared.device)
     clipping: dict[str, Any] = {"engine": "plain autograd", "layers": []}
     if prepared.plan is not None:
@@ -87,10 +83,6 @@ def _noise_of_a_sketch(plan: PrivacyPlan) -> dict[str, float]:
         clipping=sketched.clipping,
     )
     return {"noise_multiplier": sigma}
-
-
-def _subset(texts: TokenisedTexts, indices: NDArray[np.int64]) -> TokenisedTexts:
-    return TokenisedTexts(tuple(texts.ids[i] for i in indices), texts.labels[indices], texts.pad_id)
 
 
 def _timed_step(prepared: Prepared, model: nn.Module, loss: PerExampleLoss, batch: dict[str, torch.Tensor]) -> float:

@@ -20,6 +20,7 @@ TUNES: tuple[Tune, ...] = ("lora", "full", "head")
 HeadKind = Literal["mean", "auto"]
 HEADS: tuple[HeadKind, ...] = ("mean", "auto")
 HEAD_FILE = "head.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 DESCRIPTION_FILE = "quietgrad.json"
 
 
@@ -72,7 +73,7 @@ class LoadedModel:
 
     Attributes:
         classifier: (input_ids, attention_mask) -> logits.
-        tokenizer: the matching Hugging Face tokenizer.
+        tokenizer: the matching Hugging Face tokenizer; None for an image model.
         name: what the config asked for.
         tune: which parameters train.
         head: kind of head.
@@ -217,6 +218,15 @@ def save_classifier(model: LoadedModel, label_names: tuple[str, ...], folder: Pa
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
+    if model.tokenizer is None:  # an image model: its weights, in the form that model.weights reads
+        save_file(
+            {k: v.detach().contiguous().cpu() for k, v in model.classifier.state_dict().items()},
+            str(folder / WEIGHTS_FILE),
+        )
+        (folder / DESCRIPTION_FILE).write_text(
+            json.dumps({"base": model.name, "tune": model.tune, "labels": list(label_names)}, indent=2) + "\n"
+        )
+        return
     model.classifier.encoder.save_pretrained(folder)  # type: ignore[union-attr, operator]
     model.tokenizer.save_pretrained(folder)
     if isinstance(model.classifier, MeanPooledClassifier):

@@ -60,7 +60,7 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
     """The optimiser, and a function that sets its learning rates for a step (0-based).
 
-    Linear warm-up over ``warmup_steps``, then linear decay; a function of the step number, so a resumed run goes on where it was.
+    Linear warm-up over ``warmup_steps``, then linear decay or none; a function of the step number, so a resumed run goes on where it was.
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     head_names = head_parameter_names(model)
@@ -84,7 +84,7 @@ def build_optimizer(
 
     def schedule(step: int) -> None:
         warm = min(1.0, (step + 1) / (table.warmup_steps + 1))
-        decay = LAST_RATE + (1 - LAST_RATE) * (1 - step / max(steps, 1))
+        decay = 1.0 if table.schedule == "constant" else LAST_RATE + (1 - LAST_RATE) * (1 - step / max(steps, 1))
         for group, rate in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = rate * min(warm, 1.0) * decay
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -80,11 +79,6 @@ class PrefixCache:
             "attention_mask": mask.to(device),
             "labels": batch["labels"].to(device),
         }
-
-
-def cached_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """[examples] cross entropies from cached states."""
-    return F.cross_entropy(model(batch["states"], batch["attention_mask"]).float(), batch["labels"], reduction="none")
 
 
 def build_prefix_cache(

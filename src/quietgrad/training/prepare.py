@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,16 +13,19 @@ from torch import Tensor, nn
 
 from quietgrad.clipping.refusals import refuse_cross_example_layers
 from quietgrad.clipping.verify import verify_clipping
+from quietgrad.noise.mixing import MixingMatrix
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling import CyclicPoissonSampler, PoissonSampler
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.config import TrainConfig
-from quietgrad.training.data import Splits, load_texts, split
-from quietgrad.training.models import HeadKind, LoadedModel, Tune, load_classifier
-from quietgrad.training.prefix_cache import PrefixCache, build_prefix_cache, cached_loss
+from quietgrad.training.models import LoadedModel
+from quietgrad.training.noise_settings import check_spectrum, noise_settings
+from quietgrad.training.prefix_cache import PrefixCache, build_prefix_cache
 from quietgrad.training.public_head import fit_public_head
-from quietgrad.training.text_batches import TokenisedTexts, classification_loss, every_other, tokenise
+from quietgrad.training.records import Records, classification_loss
+from quietgrad.training.tasks import Task, load_model, load_task
+from quietgrad.training.text_batches import TokenisedTexts, every_other
 
 # The fast path may differ from the slow oracle by rounding only.
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 1e-1}
@@ -34,7 +37,8 @@ class Prepared:
 
     Attributes:
         config: what was asked for.
-        splits, train, validation, test: records, raw and tokenised.
+        task: raw records.
+        train, validation, test: records as the model reads them.
         model: the classifier, on the device.
         plan: the privacy plan; None for a run that is not private.
         sampler: the batches, the same with and without privacy.
@@ -43,10 +47,10 @@ class Prepared:
     """
 
     config: TrainConfig
-    splits: Splits
-    train: TokenisedTexts
-    validation: TokenisedTexts
-    test: TokenisedTexts
+    task: Task
+    train: Records
+    validation: Records
+    test: Records
     model: LoadedModel
     plan: PrivacyPlan | None
     sampler: PoissonSampler | CyclicPoissonSampler
@@ -59,26 +63,27 @@ class Prepared:
             return self.plan.expected_batch_size
         return self.sampler.sample_rate * self.sampler.dataset_size
 
-    def loss(self, cached: bool = False) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
-        """(model, micro-batch) -> [examples], under autocast where the config asks for it; ``cached`` starts from cached states."""
-        inner = cached_loss if cached else classification_loss
+    def loss(self) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
+        """(model, micro-batch) -> [examples], under autocast where the config asks for it; from inputs or cached states alike."""
 
         def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             with precision_context(self.config, self.device):
-                return inner(model, batch)
+                return classification_loss(model, batch)
 
         return loss
 
-    def prefix_cache(self, texts: TokenisedTexts | None = None) -> PrefixCache | None:
+    def prefix_cache(self, records: Records | None = None) -> PrefixCache | None:
         """Hidden states of the training records (or others) below the lowest trainable block, computed once.
 
         None where that does not apply or is switched off.
         """
-        if not self.config.training.cache_frozen_layers:
+        wanted = self.train if records is None else records
+        if not self.config.training.cache_frozen_layers or not isinstance(wanted, TokenisedTexts):
             return None
+        assert isinstance(self.validation, TokenisedTexts)
         return build_prefix_cache(
             self.model.classifier,
-            self.train if texts is None else texts,
+            wanted,
             self.validation,
             self.device,
             lambda: precision_context(self.config, self.device),
@@ -116,67 +121,49 @@ def _cpu_flag(flag: str) -> bool:
         return False
 
 
-def prepare(config: TrainConfig) -> Prepared:
-    """Loads data and model, builds the plan, and checks all of it.
+def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared:
+    """Loads data and model, builds the plan, and checks all of it. ``mixing``: the matrix of a run that goes on.
 
     Raises:
         ValueError, TypeError: for anything the user can mend, naming key, value and remedy.
     """
     device = _device(config.training.device)
-    splits = split(
-        load_texts(config.data.source, config.data.text, config.data.label, config.data.labels or None),
-        config.data.validation_fraction,
-        config.data.test_fraction,
-    )
-    n = len(splits.train)
+    task = load_task(config)
     # The plan is built before the model is loaded: its mistakes are cheaper to find.
-    plan = build_plan(config, n)
+    plan = build_plan(config, task.record_ids, mixing)
     if plan is None:
         reference = replace(
-            _privacy_config(config), target_epsilon=None, noise_multiplier=1.0, target_delta=None
-        ).build(n)
+            _privacy_config(config, None, plain=True), target_epsilon=None, noise_multiplier=1.0, target_delta=None
+        ).build(len(task.record_ids))
         sampler, steps = reference.sampler, reference.steps
     else:
         sampler, steps = plan.sampler, plan.steps
     key = RandomKey.from_entropy() if config.training.seed is None else RandomKey.from_seed(config.training.seed)
     torch.manual_seed(key.words("initialisation", 0)[0] & (2**63 - 1))
-    model = load_classifier(
-        config.model.name,
-        len(splits.train.label_names),
-        cast(Tune, config.model.tune),
-        cast(HeadKind, config.model.head),
-        config.model.lora_rank,
-        config.model.lora_targets or None,
-        config.model.lora_layers or None,
-        attention="eager"
-        if device.type == "cpu"
-        else None,  # several times faster than the fused kernel for short texts
-        train_layers=config.model.train_layers or None,
-    )
-    for module in model.classifier.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = config.model.dropout
-    model.classifier.to(device).train()
-    train, validation, test = (
-        tokenise(part, model.tokenizer, config.model.max_length)
-        for part in (splits.train, splits.validation, splits.test)
-    )
+    model, (train, validation, test) = load_model(config, task, device)
     if config.model.public_head_steps:
+        assert isinstance(validation, TokenisedTexts)
         fitted, validation = every_other(validation)  # accuracy on records that the head was fitted to would say little
         with precision_context(config, device):
             fit_public_head(model.classifier, fitted, device, config.model.public_head_steps)
     trainable_parameters(model.classifier)
     refuse_cross_example_layers(model.classifier)
-    return Prepared(config, splits, train, validation, test, model, plan, sampler, steps, device)
+    check_spectrum(config, model.classifier, task.record_ids)
+    return Prepared(config, task, train, validation, test, model, plan, sampler, steps, device)
 
 
-def build_plan(config: TrainConfig, dataset_size: int) -> PrivacyPlan | None:
-    """The privacy plan of a configuration; None where privacy is switched off."""
-    return _privacy_config(config).build(dataset_size) if config.privacy.enabled else None
+def build_plan(
+    config: TrainConfig, record_ids: Sequence[bytes], mixing: MixingMatrix | None = None
+) -> PrivacyPlan | None:
+    """The privacy plan of a configuration; None where privacy is switched off. ``mixing``: a matrix found earlier, instead of solving again."""
+    if not config.privacy.enabled:
+        return None
+    return _privacy_config(config, mixing).build(len(record_ids), record_ids)
 
 
-def _privacy_config(config: TrainConfig) -> PrivacyConfig:
+def _privacy_config(config: TrainConfig, mixing: MixingMatrix | None, plain: bool = False) -> PrivacyConfig:
     return PrivacyConfig(
+        **({} if plain else noise_settings(config, mixing)),
         target_epsilon=config.privacy.target_epsilon,
         target_delta=config.privacy.target_delta,
         noise_multiplier=config.privacy.noise_multiplier,

@@ -53,6 +53,16 @@ class RunDir:
         return self.path / "accuracy.png"
 
     @property
+    def mixing(self) -> Path:
+        """The mixing matrix of correlated noise; public."""
+        return self.path / "mixing.npz"
+
+    @property
+    def noise_key(self) -> Path:
+        """Secret while it exists: the root of a run's random streams, from which correlated noise goes on after a stop. Removed when the run ends."""
+        return self.path / "noise.key"
+
+    @property
     def environment(self) -> Path:
         return self.path / "environment.json"
 

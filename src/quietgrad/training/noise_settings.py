@@ -1,0 +1,68 @@
+"""The [noise] table to what the plan needs: workload, bands, and checks of the spectrum that shapes it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from quietgrad.curvature.spectrum import load_spectrum, record_hash
+from quietgrad.noise.mixing import MixingMatrix
+from quietgrad.noise.workloads import Curvature, PrefixSums, Workload
+from quietgrad.tensors import trainable_parameters
+from quietgrad.training.config import TrainConfig
+
+
+def noise_settings(config: TrainConfig, mixing: MixingMatrix | None = None) -> dict[str, Any]:
+    """Arguments of ``PrivacyConfig`` for the configuration's noise.
+
+    Args:
+        config: the configuration.
+        mixing: a matrix found earlier, on resume: it takes the place of solving again.
+    """
+    table = config.noise
+    if table.method == "independent":
+        return {}
+    if mixing is not None:
+        return {"mixing": mixing, "noise_memory": table.memory}
+    workload: Callable[[int], Workload]
+    if table.method == "noisecurve":
+        if config.optimizer.name != "sgd" or config.optimizer.momentum or config.optimizer.schedule != "constant":
+            warnings.warn(
+                "noise.method='noisecurve' is derived for plain SGD with a constant learning rate (optimizer.name='sgd', momentum=0, schedule='constant'); with other "
+                "optimisers it is as private, but its matrix is not the best one",
+                UserWarning,
+                stacklevel=2,
+            )
+        eigenvalues = tuple(float(m) for m in load_spectrum(table.spectrum).eigenvalues())
+        rate = config.optimizer.learning_rate * table.rate_factor
+
+        def workload(steps: int) -> Workload:
+            return Curvature(eigenvalues, rate, steps, floor=table.floor)
+    else:
+        momentum = config.optimizer.momentum if config.optimizer.name == "sgd" else 0.0
+
+        def workload(steps: int) -> Workload:
+            return PrefixSums(steps, momentum)
+
+    return {
+        "bands": table.bands if table.bands else "auto",
+        "workload": workload,
+        "mixing_family": table.family,
+        "noise_memory": table.memory,
+    }
+
+
+def check_spectrum(config: TrainConfig, classifier: nn.Module, private_ids: Iterable[bytes]) -> None:
+    """Refuses a spectrum of other parameters, or of data that overlap the private ones.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    if config.noise.method != "noisecurve":
+        return
+    spectrum = load_spectrum(config.noise.spectrum)
+    spectrum.require_same_parameters({n: tuple(p.shape) for n, p in trainable_parameters(classifier).items()})
+    spectrum.require_disjoint(record_hash(i) for i in private_ids)

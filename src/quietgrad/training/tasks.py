@@ -1,0 +1,101 @@
+"""What is learnt from what: records and classifier of a configuration, texts or images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from quietgrad.training.config import TrainConfig
+from quietgrad.training.data import LabelledTexts, Splits, load_texts, split
+from quietgrad.training.image_data import LabelledImages, is_image_source, load_images, split_images
+from quietgrad.training.image_models import IMAGE_MODELS, load_image_classifier
+from quietgrad.training.models import HeadKind, LoadedModel, Tune, load_classifier
+from quietgrad.training.records import Records
+from quietgrad.training.text_batches import tokenise
+
+
+@dataclass(frozen=True)
+class Task:
+    """Records, split, before the model is loaded.
+
+    Attributes:
+        splits: raw records.
+        public: images set aside as public and unlabelled; None for texts.
+    """
+
+    splits: Splits[LabelledTexts] | Splits[LabelledImages]
+    public: LabelledImages | None = None
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return self.splits.train.label_names
+
+    @property
+    def record_ids(self) -> tuple[bytes, ...]:
+        """Of the private training records."""
+        return self.splits.train.record_ids
+
+
+def load_task(config: TrainConfig) -> Task:
+    """Reads and splits the records.
+
+    Raises:
+        ValueError: for data that are not there, or that do not go with the model.
+    """
+    images, wanted = is_image_source(config.data.source), config.model.name in IMAGE_MODELS
+    if images != wanted:
+        raise ValueError(
+            f"data.source={config.data.source!r} holds {'images' if images else 'texts'}, and model.name={config.model.name!r} reads {'images' if wanted else 'texts'}; "
+            f"image models are {', '.join(IMAGE_MODELS)}"
+        )
+    if images:
+        if config.model.public_head_steps:
+            raise ValueError(
+                "model.public_head_steps is for texts; give an image model public weights (model.weights, from quietgrad spectrum)"
+            )
+        train, test = load_images(config.data.source, config.data.image_size)
+        splits, public = split_images(train, test, config.data.validation_fraction, config.data.public_fraction)
+        return Task(splits, public)
+    if config.model.weights:
+        raise ValueError("model.weights is for image models; a text model's folder goes to model.name")
+    texts = load_texts(config.data.source, config.data.text, config.data.label, config.data.labels or None)
+    return Task(split(texts, config.data.validation_fraction, config.data.test_fraction))
+
+
+def load_model(config: TrainConfig, task: Task, device: torch.device) -> tuple[LoadedModel, list[Records]]:
+    """The classifier on its device, in training mode, and training, validation and test records as it reads them."""
+    parts = (task.splits.train, task.splits.validation, task.splits.test)
+    records: list[Any]
+    if isinstance(task.splits.train, LabelledImages):
+        classifier = load_image_classifier(
+            config.model.name,
+            int(task.splits.train.pixels.shape[1]),
+            len(task.label_names),
+            config.model.tune,
+            config.model.weights,
+        )
+        model = LoadedModel(classifier, None, config.model.name, cast(Tune, config.model.tune), "mean")
+        records = list(parts)
+    else:
+        model = load_classifier(
+            config.model.name,
+            len(task.label_names),
+            cast(Tune, config.model.tune),
+            cast(HeadKind, config.model.head),
+            config.model.lora_rank,
+            config.model.lora_targets or None,
+            config.model.lora_layers or None,
+            # Several times faster than the fused kernel for short texts.
+            attention="eager" if device.type == "cpu" else None,
+            train_layers=config.model.train_layers or None,
+        )
+        texts = cast(tuple[LabelledTexts, ...], parts)
+        records = [tokenise(part, model.tokenizer, config.model.max_length) for part in texts]
+    for module in model.classifier.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = config.model.dropout
+    model.classifier.to(device).train()
+    return model, records
