@@ -64,6 +64,14 @@ def plan(config: ConfigPath = None, overrides: Overrides = None, as_json: accoun
 
 
 @app.command()
+def spectrum(config: ConfigPath = None, overrides: Overrides = None, as_json: accounting.AsJson = False) -> None:
+    """Pretrains on public unlabelled images, and computes the Hessian's spectrum that shapes NoiseCurve's noise."""
+    from quietgrad.cli.spectrum import run_spectrum
+
+    run_spectrum(config, overrides or [], as_json)
+
+
+@app.command()
 def compare(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG.toml", help="A comparison, such as recipes/denoising.toml.")

@@ -41,6 +41,8 @@ from quietgrad.training.prepare import build_plan, precision_context, prepare
 from quietgrad.training.records import Records, logits_of, spread
 
 EVALUATION_BATCH = 256
+# Tables and keys that configurations gained after the first results were committed.
+LATER = ("noise", "data.image_size", "data.public_fraction", "model.weights", "optimizer.schedule")
 # What a variant may change; the rest is prepared once for all runs.
 VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer")
 VARIED_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
@@ -132,7 +134,16 @@ class Comparison:
 
     def key_of(self, run: Run) -> str:
         """Changes with every setting that can change the outcome."""
-        settings = [self.config_of(run).to_dict(), self.table.eval_every, self.table.eval_records]
+        tree = self.config_of(run).to_dict()
+        default = TrainConfig().to_dict()
+        for name in LATER:  # at their defaults they change nothing, and results of before they came stay valid
+            table, _, key = name.partition(".")
+            if key and tree[table].get(key) == default[table].get(key):
+                tree[table].pop(key, None)
+            elif not key and tree[table] == default[table]:
+                tree.pop(table)
+        tree.pop("spectrum", None)  # training does not read it
+        settings = [tree, self.table.eval_every, self.table.eval_records]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 

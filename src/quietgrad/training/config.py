@@ -13,6 +13,7 @@ from typing import Any
 
 from quietgrad.checks import nearest, require_at_least, require_positive
 from quietgrad.clipping.planner import ESTIMATORS
+from quietgrad.curvature.pretraining import LABELS
 from quietgrad.denoising.denoiser import TARGETS
 from quietgrad.noise.correlated import MEMORIES
 from quietgrad.noise.mixing import FAMILIES
@@ -25,6 +26,7 @@ from quietgrad.training.tables import (
     NoiseTable,
     OptimizerTable,
     PrivacyTable,
+    SpectrumTable,
     TrainingTable,
 )
 
@@ -48,6 +50,7 @@ class TrainConfig:
     privacy: PrivacyTable = field(default_factory=PrivacyTable)
     clipping: ClippingTable = field(default_factory=ClippingTable)
     noise: NoiseTable = field(default_factory=NoiseTable)
+    spectrum: SpectrumTable = field(default_factory=SpectrumTable)
     denoising: DenoisingTable = field(default_factory=DenoisingTable)
     optimizer: OptimizerTable = field(default_factory=OptimizerTable)
     training: TrainingTable = field(default_factory=TrainingTable)
@@ -59,13 +62,13 @@ class TrainConfig:
         _choice("optimizer.name", self.optimizer.name, ("adamw", "sgd"))
         _choice("optimizer.schedule", self.optimizer.schedule, SCHEDULES)
         _choice("noise.method", self.noise.method, NOISE_METHODS)
+        _choice("spectrum.labels", self.spectrum.labels, LABELS)
         _choice("noise.family", self.noise.family, FAMILIES)
         _choice("noise.memory", self.noise.memory, MEMORIES)
         if self.noise.method == "noisecurve" and not self.noise.spectrum:
             raise ValueError(
                 "noise.method='noisecurve' needs noise.spectrum, a file that `quietgrad spectrum CONFIG` writes; without public data use 'banded'"
             )
-        require_positive("noise.rate_factor", self.noise.rate_factor)
         _choice("denoising.method", self.denoising.method, DENOISING_METHODS)
         _choice("denoising.target", self.denoising.target, TARGETS)
         require_at_least(
@@ -88,6 +91,8 @@ class TrainConfig:
             ("model.max_length", self.model.max_length),
             ("clipping.max_physical_batch_size", self.clipping.max_physical_batch_size),
             ("training.checkpoint_every", self.training.checkpoint_every),
+            ("spectrum.top", self.spectrum.top),
+            ("spectrum.hessian_records", self.spectrum.hessian_records),
         ):
             require_at_least(name, value, 1, "use a whole number of at least 1")
         at_least_zero: tuple[tuple[str, float], ...] = (
@@ -97,6 +102,7 @@ class TrainConfig:
             ("data.image_size", self.data.image_size),
             ("noise.bands", self.noise.bands),
             ("noise.floor", self.noise.floor),
+            ("noise.curvature_factor", self.noise.curvature_factor),
             ("training.eval_every", self.training.eval_every),
             ("training.eval_records", self.training.eval_records),
             ("optimizer.warmup_steps", self.optimizer.warmup_steps),

@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 from torch import nn
 
-from quietgrad.curvature.spectrum import load_spectrum, record_hash
+from quietgrad.curvature.spectrum import Spectrum, load_spectrum, record_hash
 from quietgrad.noise.mixing import MixingMatrix
 from quietgrad.noise.workloads import Curvature, PrefixSums, Workload
 from quietgrad.tensors import trainable_parameters
@@ -36,11 +37,12 @@ def noise_settings(config: TrainConfig, mixing: MixingMatrix | None = None) -> d
                 UserWarning,
                 stacklevel=2,
             )
-        eigenvalues = tuple(float(m) for m in load_spectrum(table.spectrum).eigenvalues())
-        rate = config.optimizer.learning_rate * table.rate_factor
+        spectrum = load_spectrum(table.spectrum)
+        factor = table.curvature_factor or clipping_factor(spectrum, config.privacy.max_grad_norm)
+        eigenvalues = tuple(float(m) * factor for m in spectrum.eigenvalues())
 
         def workload(steps: int) -> Workload:
-            return Curvature(eigenvalues, rate, steps, floor=table.floor)
+            return Curvature(eigenvalues, config.optimizer.learning_rate, steps, floor=table.floor)
     else:
         momentum = config.optimizer.momentum if config.optimizer.name == "sgd" else 0.0
 
@@ -53,6 +55,20 @@ def noise_settings(config: TrainConfig, mixing: MixingMatrix | None = None) -> d
         "mixing_family": table.family,
         "noise_memory": table.memory,
     }
+
+
+def clipping_factor(spectrum: Spectrum, max_grad_norm: float) -> float:
+    """Mean of min(1, C / norm) over the spectrum's public gradients: to first order the clipped sum's Jacobian is the Hessian times that.
+
+    Raises:
+        ValueError: if the spectrum does not say how large they are.
+    """
+    quantiles = spectrum.facts.get("gradient_norm_quantiles")
+    if not quantiles:
+        raise ValueError(
+            "the spectrum holds no gradient norms of its public data, so how clipping shortens them is not known; set noise.curvature_factor (1: not at all)"
+        )
+    return float(np.minimum(1.0, max_grad_norm / np.maximum(quantiles, 1e-12)).mean())
 
 
 def check_spectrum(config: TrainConfig, classifier: nn.Module, private_ids: Iterable[bytes]) -> None:

@@ -103,7 +103,8 @@ class NoiseTable:
         method: "independent", "banded" (correlated for prefix sums: DP-BandMF) or "noisecurve" (for the curvature of public data).
         bands: b; 0 chooses b from public facts.
         spectrum: file that ``quietgrad spectrum`` wrote, for "noisecurve".
-        rate_factor: the learning rate that the workload assumes, as a multiple of the optimiser's.
+        curvature_factor: what the spectrum's eigenvalues are multiplied by, because clipped gradients change less than gradients do; 0 takes the mean of
+            min(1, C / norm) over the public images' gradients.
         floor: weight of a white part in the curvature workload, against noise that the quadratic model does not see: see ``quietgrad.noise.Curvature``.
         family: "auto", "banded" or "toeplitz", see ``quietgrad.noise.mixing_matrix``.
         memory: "rows" (b - 1 copies of the trainable parameters) or "regenerate" (none, more time).
@@ -112,10 +113,40 @@ class NoiseTable:
     method: str = "independent"
     bands: int = 0
     spectrum: str = ""
-    rate_factor: float = 1.0
+    curvature_factor: float = 0.0
     floor: float = 0.0
     family: str = "auto"
     memory: str = "rows"
+
+
+@dataclass(frozen=True)
+class SpectrumTable:
+    """What ``quietgrad spectrum`` computes from public images; training does not read this table.
+
+    Attributes:
+        public: "held-out" (the images set aside by data.public_fraction), or a data source as in data.source.
+        output, weights_output: files for the spectrum and the initial weights.
+        simclr_epochs, head_epochs: of pretraining, and of the head on made-up labels.
+        labels: how labels are made up: "clusters" of the embedding, or "random" (the paper).
+        top: eigenvalues computed one by one.
+        hessian_records: images that the Hessian is taken over.
+        probes, lanczos_steps: of the quadrature that measures the positive part's mass.
+        tail_value: where the tail ends.
+        seed: of all of it; public.
+    """
+
+    public: str = "held-out"
+    output: str = "spectrum.npz"
+    weights_output: str = "public.safetensors"
+    simclr_epochs: int = 40
+    head_epochs: int = 20
+    labels: str = "clusters"
+    top: int = 200
+    hessian_records: int = 1000
+    probes: int = 4
+    lanczos_steps: int = 60
+    tail_value: float = 1e-6
+    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,55 @@
+"""``quietgrad spectrum``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quietgrad.cli.output import console, print_json, print_table
+from quietgrad.training.config import load_config
+
+
+def run_spectrum(config_path: Path | None, overrides: list[str], as_json: bool) -> None:
+    """See ``quietgrad spectrum --help``."""
+    target = console(as_json)
+    config = load_config(config_path, overrides)
+    from quietgrad.report.spectrum import spectrum_figure
+    from quietgrad.training.spectrum_run import make_spectrum
+
+    made = make_spectrum(config, target.print)
+    spectrum, facts = made.spectrum, made.spectrum.facts
+    figure = made.spectrum_path.with_suffix(".png")
+    title = f"{facts['parameters']:,} parameters, {facts['hessian_images']:,} public images ({facts['public']})"
+    spectrum_figure(spectrum.top, spectrum.eigenvalues(), title, figure)
+    record: dict[str, Any] = {
+        "top": [float(v) for v in spectrum.top],
+        "largest_residual": float(spectrum.residuals.max()),
+        "tail_index": spectrum.tail_index,
+        "tail_value": spectrum.tail_value,
+        **{name: value for name, value in facts.items() if name != "environment"},
+        "spectrum": str(made.spectrum_path),
+        "weights": str(made.weights_path),
+        "figure": str(figure),
+    }
+    if as_json:
+        print_json(record)
+        return
+    rows = [
+        (
+            "largest",
+            f"{spectrum.top[0]:.4g}, the {len(spectrum.top)}th {spectrum.top[-1]:.3g} (residuals at most {spectrum.residuals.max():.1e})",
+        ),
+        (
+            "positive part",
+            f"sums to {facts['positive_mass']:.4g} \u00b1 {facts['positive_mass_error']:.2g}; about {facts['positive_count']:.0f} above {facts['count_threshold']:.2g}",
+        ),
+        ("negative part", f"sums to {facts['negative_mass']:.4g}; counted as zero"),
+        (
+            "tail",
+            f"ends at rank {spectrum.tail_index:,} with {spectrum.tail_value:g}: there the fitted curve has the positive part's sum",
+        ),
+        ("spectrum", f"{made.spectrum_path} (noise.spectrum)"),
+        ("weights", f"{made.weights_path} (model.weights)"),
+        ("figure", str(figure)),
+    ]
+    print_table(target, "Public spectrum", rows)

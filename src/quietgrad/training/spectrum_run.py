@@ -1,0 +1,169 @@
+"""``quietgrad spectrum``: public images to initial weights and the spectrum of their Hessian, with where both came from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quietgrad.clipping import per_example_norms
+from quietgrad.curvature import CurvatureOperator, Spectrum, automatic_tail_index, positive_part, top_eigenvalues
+from quietgrad.curvature.pretraining import fit_to_labels, made_up_labels, simclr
+from quietgrad.curvature.spectrum import record_hash
+from quietgrad.tensors import trainable_parameters
+from quietgrad.training.config import TrainConfig
+from quietgrad.training.image_data import LabelledImages, load_images
+from quietgrad.training.image_models import SmallCnn, load_image_classifier
+from quietgrad.training.records import classification_loss
+from quietgrad.training.run_dir import environment
+from quietgrad.training.tasks import Task, load_task
+
+BATCH = 250  # images of one product's part
+HELD_OUT = "held-out"
+
+
+@dataclass(frozen=True)
+class SpectrumRun:
+    """What was computed and where it lies."""
+
+    spectrum: Spectrum
+    spectrum_path: Path
+    weights_path: Path
+
+
+def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> SpectrumRun:
+    """Pretrains on the public images, saves the weights, and computes the spectrum of the Hessian (or Gauss-Newton matrix) there.
+
+    Args:
+        config: model, data and [spectrum] tables; its private records are read only to refuse public ones among them.
+        report: lines for people.
+
+    Raises:
+        ValueError: no public images, or some that are private, before any work.
+    """
+    table = config.spectrum
+    task = load_task(config)
+    public = public_images(config, task)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shared = set(public.record_ids) & set(task.record_ids)
+    if shared:
+        raise ValueError(
+            f"{len(shared)} of the public images are among the private training records; a spectrum of private data is not accounted for: take other images (spectrum.public)"
+        )
+    torch.manual_seed(table.seed)
+    model = load_image_classifier(config.model.name, int(public.pixels.shape[1]), len(task.label_names), "full")
+    assert isinstance(model, SmallCnn)
+    model.to(device)
+    pixels = public.collate(np.arange(len(public)), device)["pixels"]
+    simclr(
+        model.embed,
+        nn.ModuleList([model.features, model.hidden]),
+        pixels,
+        table.simclr_epochs,
+        model.hidden.out_features,
+        seed=table.seed,
+        progress=lambda done, of: report(f"SimCLR: epoch {done} of {of}") if done % 10 == 0 or done == of else None,
+    )
+    model.eval()
+    labels = made_up_labels(model.embed, pixels, len(task.label_names), table.labels, table.seed)
+    fit_to_labels(model, list(model.head.parameters()), pixels, labels, table.head_epochs, seed=table.seed)
+    weights_path, spectrum_path = Path(table.weights_output), Path(table.output)
+    for path in (weights_path, spectrum_path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    started = {name: value.clone() for name, value in model.state_dict().items()}
+    # Private training begins with a head of zeros: the made-up labels are not its labels.
+    started |= {name: torch.zeros_like(value) for name, value in started.items() if name.startswith("head.")}
+    _save_weights(started, weights_path)
+    if config.model.tune == "head":
+        model.requires_grad_(False)
+        model.head.requires_grad_(True)
+    spectrum = _spectrum(config, model, public, pixels, labels, report)
+    spectrum.save(spectrum_path)
+    return SpectrumRun(spectrum, spectrum_path, weights_path)
+
+
+def public_images(config: TrainConfig, task: Task) -> LabelledImages:
+    """The images that [spectrum] names: set aside from the training data, or another data set; at most ``records`` of them for pretraining.
+
+    Raises:
+        ValueError: if there are none, or they do not have the private images' form.
+    """
+    table = config.spectrum
+    if table.public == HELD_OUT:
+        if task.public is None or not len(task.public):
+            raise ValueError(
+                "spectrum.public='held-out' needs images set aside: set data.public_fraction above 0, or name a public data set"
+            )
+        images = task.public
+    else:
+        images, _ = load_images(table.public, config.data.image_size)
+    train = task.splits.train
+    assert isinstance(train, LabelledImages)
+    if images.pixels.shape[1:] != train.pixels.shape[1:]:
+        raise ValueError(
+            f"spectrum.public={table.public!r} has images of the form {tuple(images.pixels.shape[1:])}, the private ones {tuple(train.pixels.shape[1:])}; "
+            "set data.image_size, and take images with as many channels"
+        )
+    return images
+
+
+def _spectrum(
+    config: TrainConfig,
+    model: nn.Module,
+    public: LabelledImages,
+    pixels: Tensor,
+    labels: np.ndarray[Any, np.dtype[np.int64]],
+    report: Callable[[str], None],
+) -> Spectrum:
+    table = config.spectrum
+    count = min(table.hessian_records, len(public))
+    targets = torch.from_numpy(labels).to(pixels.device)
+    batches = [
+        {"pixels": pixels[start : start + BATCH], "labels": targets[start : start + BATCH]}
+        for start in range(0, count, BATCH)
+    ]
+    batches[-1] = {name: value[: count - BATCH * (len(batches) - 1)] for name, value in batches[-1].items()}
+    operator = CurvatureOperator(model, classification_loss, batches, keep_graphs=True)
+    size = int(operator.shape[0])
+    report(f"Hessian of {size} parameters on {count} public images: mass of the positive part")
+    positive = positive_part(operator, table.probes, table.lanczos_steps, seed=table.seed)
+    wanted = min(table.top, size - 1)
+    report(f"the {wanted} largest eigenvalues")
+    top = top_eigenvalues(operator, wanted, seed=table.seed)
+    tail = automatic_tail_index(top.values, positive.mass, size, table.tail_value)
+    norms = torch.cat([per_example_norms(model, classification_loss, batch) for batch in batches]).cpu().numpy()
+    facts = {
+        # How clipping shortens gradients is part of how their sum answers to a change of the weights.
+        "gradient_norm_quantiles": [float(q) for q in np.quantile(norms, np.linspace(0, 1, 101))],
+        "matrix": "hessian",
+        "loss": f"cross entropy of labels made up as {table.labels}",
+        "public": table.public,
+        "public_images": len(public),
+        "hessian_images": count,
+        "products": top.products + table.probes * table.lanczos_steps,
+        "parameters": size,
+        "positive_count": positive.count,
+        "positive_count_error": positive.count_error,
+        "positive_mass": positive.mass,
+        "positive_mass_error": positive.mass_error,
+        "negative_mass": positive.negative_mass,
+        "count_threshold": positive.threshold,
+        "environment": environment(),
+    }
+    hashes = tuple(sorted({record_hash(i) for i in public.record_ids}))
+    shapes = {name: tuple(p.shape) for name, p in trainable_parameters(model).items()}
+    return Spectrum(top.values, top.residuals, tail, shapes, hashes, table.tail_value, facts)
+
+
+def _save_weights(weights: dict[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    temporary = path.with_suffix(".tmp")
+    save_file({name: value.detach().contiguous().cpu() for name, value in weights.items()}, str(temporary))
+    os.replace(temporary, path)
