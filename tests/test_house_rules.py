@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "accounting": ({"facts", "checks"}, {"numpy", "scipy", "dp_accounting"}),
     "sampling": ({"facts", "checks", "randomness"}, {"numpy"}),
     "ledger": ({"facts"}, set()),
+    "keyring": ({"randomness"}, set()),
 }
 # Looks at what was not released; nothing imports it (tests/test_research.py).
 ROOMS["research"] = ({"checks", "clipping", "denoising", "noise"}, {"torch"})

@@ -23,6 +23,7 @@ from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, ESTIMATORS
 from quietgrad.clipping.thresholds import SCALINGS
 from quietgrad.denoising.denoiser import SpectralDenoiser
 from quietgrad.facts import PoissonGaussian, RandomizedClipping
+from quietgrad.keyring import KeyRing, read_ring, write_ring
 from quietgrad.ledger import LedgerContents, LedgerWriter, read_ledger
 from quietgrad.noise.bands import BandChoice, choose_bands, default_candidates
 from quietgrad.noise.correlated import BandedNoise, NoiseHistory
@@ -94,8 +95,8 @@ class PrivacyConfig:
 
         Args:
             dataset_size: N, records in the training data, treated as public.
-            record_ids: with more than one band, what identifies each record (its content, say): it decides the record's part. None takes its index, and removing a record
-                then means leaving its place empty.
+            record_ids: with more than one band, what identifies each record, a function of that record alone (its content): it decides the record's part. None takes its
+                index; the guarantee then is for leaving a record's place empty ("zero-out"), and the order of the records must stay the same in every session.
 
         Raises:
             ValueError, TypeError: naming the argument, its value and the remedy.
@@ -171,6 +172,7 @@ class PrivacyConfig:
             report=epsilon_report(event, delta),
             mixing=mixing,
             band_choice=choice,
+            record_identity="index" if bands > 1 and record_ids is None else "content",
         )
 
     def _mixing(
@@ -263,6 +265,7 @@ class PrivacyPlan:
         report: epsilon at that delta, with the discretisation used.
         mixing: the mixing matrix of correlated noise, and what is known of it.
         band_choice: how the number of bands was chosen, where it was.
+        record_identity: with more than one band, what decides a record's part: "content" (``record_ids`` were given) or "index".
     """
 
     config: PrivacyConfig
@@ -276,6 +279,7 @@ class PrivacyPlan:
     report: EpsilonReport
     mixing: MixingMatrix | None = None
     band_choice: BandChoice | None = None
+    record_identity: str = "content"
 
     def __post_init__(self) -> None:
         # The mechanism that runs is the one accounted for; these can only fail if the plan was put together by hand.
@@ -321,24 +325,22 @@ class PrivacyPlan:
         """Epsilon of the whole plan at ``delta``."""
         return self.report.epsilon
 
-    def start(self, ledger: str | Path | None = None, key: RandomKey | None = None) -> PrivateRun:
+    def start(self, ledger: str | Path | None = None, keys: str | Path | None = None) -> PrivateRun:
         """Begins to run the plan, or goes on with it if the ledger already holds releases of the same mechanism.
 
-        Correlated noise goes on exactly where its earlier draws can be made again: with the same seed, or the same ``key``, and the same matrix. Otherwise it begins anew
-        (a new block): as private, a little less well correlated.
+        Correlated noise goes on exactly where its earlier draws can be made again: with the same seed, or ``keys``, and the same matrix. Otherwise it begins anew (a new
+        block): as private, a little less well correlated.
 
         Args:
             ledger: file to record every release in before it is made; None keeps count in memory only.
-            key: root of all streams, kept secret by the caller from the first start on; None takes the seed, or the operating system's entropy.
+            keys: file for the secret roots of correlated noise without a seed, one a session; remove it when the run has ended, and never publish it.
 
         Raises:
             ValueError: if the ledger was written by a different mechanism, or is in use.
         """
-        known = key is not None or self.config.seed is not None
-        if key is None:
-            key = RandomKey.from_entropy() if self.config.seed is None else RandomKey.from_seed(self.config.seed)
+        key = RandomKey.from_entropy() if self.config.seed is None else RandomKey.from_seed(self.config.seed)
         if ledger is None:
-            return PrivateRun(self, key, None, 0)
+            return PrivateRun(self, KeyRing(((0, key),)), None, 0)
         writer = LedgerWriter(ledger)  # locked before it is read: nobody else can add releases in between
         try:
             contents = read_ledger(ledger)
@@ -351,25 +353,45 @@ class PrivacyPlan:
                     delta=self.delta,
                     dataset_size=self.dataset_size,
                     max_grad_norm=self.config.max_grad_norm,
-                    neighbouring=NEIGHBOURING,
                     **self._sampling_facts(),
                 )
+            ring = self._ring(key, contents, None if keys is None else Path(keys))
         except ValueError:
             writer.close()
             raise
-        return PrivateRun(self, key, writer, contents.releases, self._block(writer, contents, known))
+        return PrivateRun(self, ring, writer, contents.releases, self._block(writer, contents, ring))
+
+    @property
+    def neighbouring(self) -> str:
+        """The relation that epsilon is about. Parts dealt by index move when a record is taken out, so its place has to stay, empty."""
+        return "zero-out" if self.record_identity == "index" else NEIGHBOURING
 
     def _sampling_facts(self) -> dict[str, object]:
-        if isinstance(self.sampler, CyclicPoissonSampler):
-            return {"sampler": "cyclic-poisson", "part_sizes": list(self.sampler.part_sizes)}
-        return {"sampler": "poisson"}
+        # Not the sizes of the parts: they say more of a record than that it is there.
+        cyclic = isinstance(self.sampler, CyclicPoissonSampler)
+        facts: dict[str, object] = {
+            "sampler": "cyclic-poisson" if cyclic else "poisson",
+            "neighbouring": self.neighbouring,
+        }
+        return facts | ({"record_identity": self.record_identity} if cyclic else {})
 
-    def _block(self, writer: LedgerWriter, contents: LedgerContents, known: bool) -> int:
+    def _ring(self, key: RandomKey, contents: LedgerContents, keys: Path | None) -> KeyRing:
+        """Roots by step. A seed draws all steps; else this session draws with a fresh root, and older ones make earlier noise again."""
+        if self.config.seed is not None:
+            return KeyRing(((0, key),))
+        # Roots that a ledger without releases knows nothing of are another run's.
+        earlier = KeyRing(()) if keys is None or not contents.releases else read_ring(keys)
+        ring = earlier.with_session(contents.releases, key)
+        if keys is not None and isinstance(self.noise, BandedNoise):
+            write_ring(ring, keys)
+        return ring
+
+    def _block(self, writer: LedgerWriter, contents: LedgerContents, ring: KeyRing) -> int:
         """First step of the block that the next release belongs to; a new one is recorded."""
         if not isinstance(self.noise, BandedNoise):
             return 0
         digest, last = self.noise.digest, contents.noise_block
-        if known and last is not None and last[1] == digest:
+        if last is not None and last[1] == digest and ring.covers(last[0]):
             return last[0]
         writer.noise_block(contents.releases, digest)
         return contents.releases
@@ -382,6 +404,7 @@ class PrivacyPlan:
             "max_grad_norm": self.config.max_grad_norm,
             "planned_steps": self.steps,
             "delta": self.delta,
+            **self._sampling_facts(),
         }
         for name, value in planned.items():
             if header.get(name) != value:
@@ -395,10 +418,11 @@ class PrivateRun:
     """A plan in progress: which release comes next, and the streams. Never makes more releases than the plan has steps."""
 
     def __init__(
-        self, plan: PrivacyPlan, key: RandomKey, writer: LedgerWriter | None, released: int, block: int = 0
+        self, plan: PrivacyPlan, ring: KeyRing, writer: LedgerWriter | None, released: int, block: int = 0
     ) -> None:
         self.plan = plan
-        self._key = key
+        self._ring = ring
+        self._key = ring.sessions[-1][1]  # of this session: all that is drawn from now on
         self._writer = writer
         self._released = released
         self._block = block
@@ -455,6 +479,10 @@ class PrivateRun:
                 "this batch is released already; every release needs a batch of its own from batches(), or the sampling rate "
                 "accounted for is not the one that ran"
             )
+        if self._open_batch is None and isinstance(self.plan.sampler, CyclicPoissonSampler):
+            raise RuntimeError(
+                "with correlated noise every release needs the batch that batches() gave for it: a record may take part in every b-th step only"
+            )
         if clipped.claim != self.plan.clipper.claim:
             raise ValueError(
                 f"the clipped sum claims {clipped.claim}, but the plan accounts for {self.plan.clipper.claim}"
@@ -466,9 +494,9 @@ class PrivateRun:
         noise = self.plan.noise
         if isinstance(noise, GaussianNoise):
             return noise.release(clipped, self._key, step)
-        if self._history is None:  # the first release here: earlier ones of the block are made again
-            self._history = noise.replay(clipped.gradients, self._key, self._block, step)
-        noisy, self._history = noise.release(clipped, self._key, step, self._history)
+        if self._history is None or self._history.step != step:  # the first release here, or the one before failed
+            self._history = noise.replay(clipped.gradients, self._ring.key_of, self._block, step)
+        noisy, self._history = noise.release(clipped, self._key, step, self._history, self._ring.key_of)
         return noisy
 
     def step(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> NoisySum:

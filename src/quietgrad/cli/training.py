@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from quietgrad.cli.noise import noise_record, noise_rows
 from quietgrad.cli.output import console, fail, print_json, print_table
 from quietgrad.training.config import TrainConfig, load_config, require_same_settings
 from quietgrad.training.references import references_for
@@ -91,6 +92,8 @@ def run_plan(config_path: Path | None, overrides: list[str], as_json: bool) -> N
     from quietgrad.training.forecast import forecast
 
     record = forecast(prepared)
+    if prepared.plan is not None:
+        record |= noise_record(prepared.plan)
     if as_json:
         print_json(record)
         return
@@ -198,14 +201,7 @@ def _print_guarantee(target: Console, prepared: Any) -> None:
             "records",
             f"{len(train)} private for training; {len(prepared.validation)} validation and {len(prepared.test)} test, declared public",
         ),
-        (
-            "sampling",
-            f"Poisson, rate {plan.event.sample_rate:.5f}, expected batch size {plan.expected_batch_size:.0f}, {plan.steps} steps",
-        ),
-        (
-            "noise",
-            f"Gaussian, multiplier {plan.noise_multiplier:.4f} on the clipping norm {plan.config.max_grad_norm:g}",
-        ),
+        *noise_rows(plan),
         ("clipping", _clipping_text(plan)),
     ]
     if plan.config.seed is not None:

@@ -63,6 +63,17 @@ class BandedLower:
             out[:n, m] = np.einsum("jl,jl->j", c[:n, m:], c[m:, : bands - m])
         return out
 
+    def largest_inverse_row(self, chunk: int = 512) -> float:
+        """Largest norm of a row of C^-1: the noise of one step in units of an independent draw. Cost T^2 b, memory T ``chunk``."""
+        squares = np.zeros(self.steps)
+        for start in range(0, self.steps, chunk):
+            width = min(chunk, self.steps - start)
+            identity = np.zeros((self.steps - start, width))
+            identity[np.arange(width), np.arange(width)] = 1.0
+            with np.errstate(over="ignore", invalid="ignore"):
+                squares[start:] += (BandedLower(self.columns[start:]).solve(identity) ** 2).sum(axis=1)
+        return float(np.sqrt(squares.max()))
+
     def solve(self, right: Floats) -> Floats:
         """C^-1 right, [T, r]. Cost about 4 T b r multiplications, in blocks."""
         out = np.empty_like(right, dtype=np.float64)

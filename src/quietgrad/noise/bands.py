@@ -51,11 +51,11 @@ class BandChoice:
 
 
 def default_candidates(steps: int, sample_rate: float | None = None) -> tuple[int, ...]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ... up to 64 bands, T, and the number at which a part is used whole, 1 / q."""
-    limit = min(64, steps)
+    """1, 2, 4, 6, 8, 12, 16, 24, 32, as far as there are steps, and no part has to be used whole (b q at most 1)."""
+    limit = min(32, steps)
     if sample_rate is not None:
         limit = min(limit, max(1, int(1 / sample_rate)))
-    ladder = sorted({1} | {2**k for k in range(1, 7)} | {3 * 2**k for k in range(5)} | {limit})
+    ladder = sorted({1, 2, 4, 6, 8, 12, 16, 24, 32, limit})
     return tuple(b for b in ladder if b <= limit)
 
 
@@ -65,7 +65,6 @@ def choose_bands(
     candidates: Sequence[int] | None = None,
     family: str = "auto",
     max_seconds: float = SECONDS,
-    patience: int = 2,
 ) -> BandChoice:
     """Minimises sigma(b)^2 tr(W X_b^-1) over b. Uses no private data: sigma(b) comes from the accountant, W from public facts.
 
@@ -74,7 +73,6 @@ def choose_bands(
         noise_multiplier: b to the sigma that the target needs with b bands (``quietgrad.accounting.noise_multiplier(..., bands=b)``).
         candidates: numbers of bands to try, 1 is added (None: ``default_candidates``).
         family, max_seconds: see ``mixing_matrix``; the time is shared by all candidates.
-        patience: stop after so many candidates in a row without a better one.
 
     Returns:
         The choice, never worse than independent noise by this criterion. Cost: one calibration and one ``mixing_matrix`` a candidate.
@@ -84,15 +82,11 @@ def choose_bands(
     """
     load = as_workload(workload)
     wanted = sorted({1, *(default_candidates(load.steps) if candidates is None else candidates)})
-    tried: list[BandCandidate] = []
-    best, since = 0, 0
-    for index, bands in enumerate(wanted):
-        mixing = mixing_matrix(load, bands, family, max_seconds / len(wanted))
-        tried.append(BandCandidate(bands, float(noise_multiplier(bands)), mixing))
-        if tried[index].error < tried[best].error:
-            best, since = index, 0
-        else:
-            since += 1
-            if since >= patience:
-                break
-    return BandChoice(tuple(tried), tried[best])
+    # All of them: with curvature the error can rise before it falls, since two bands already cost amplification.
+    tried = tuple(
+        BandCandidate(
+            bands, float(noise_multiplier(bands)), mixing_matrix(load, bands, family, max_seconds / len(wanted))
+        )
+        for bands in wanted
+    )
+    return BandChoice(tried, min(tried, key=lambda candidate: candidate.error))

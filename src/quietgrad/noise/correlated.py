@@ -13,7 +13,7 @@ C[t, j] = 0 for t in it and j before it, which only shortens columns, so the sen
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,10 @@ from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.randomness import RandomKey
 
 COLUMN_TOLERANCE = 1e-10
-NEGLIGIBLE = 1e-12  # of a row's norm: regenerated rows leave out smaller coefficients, far below the rounding of the noise itself
+NEGLIGIBLE = (
+    1e-12  # regenerated rows leave out smaller coefficients: they move the accounted columns by at most 1e-12 T sqrt(b)
+)
+LARGEST_ROW = 1000.0  # norm of a row of C^-1: single precision then still leaves four digits of every independent draw
 Rows = tuple[Mapping[str, Tensor], ...]
 MEMORIES = ("rows", "regenerate")
 
@@ -57,7 +60,7 @@ class BandedNoise:
         noise_multiplier: sigma, relative to the clipping norm, on the sum of clipped gradients.
         mixing: C_mix; every column has norm at most 1.
         memory: "rows" keeps b - 1 copies of the trainable parameters; "regenerate" keeps none and draws every earlier row of the block again, at most t + 1 draws an entry
-            at step t (the inverse of a banded matrix is not banded; coefficients below 1e-12 of their row are left out).
+            at step t (the inverse of a banded matrix is not banded; coefficients below 1e-12 are left out).
     """
 
     noise_multiplier: float
@@ -68,12 +71,18 @@ class BandedNoise:
         require_positive("noise_multiplier", self.noise_multiplier)
         require_word("memory", self.memory, MEMORIES)
         largest = float(np.linalg.norm(self.mixing.columns, axis=1).max())
-        if largest > 1 + COLUMN_TOLERANCE:
+        if not largest <= 1 + COLUMN_TOLERANCE:  # a NaN too
             raise ValueError(
                 f"mixing has a column of norm {largest:.12g}; columns of norm at most 1 are what is accounted for: divide each by its norm"
             )
         if not (self.mixing.columns[:, 0] > 0).all():
             raise ValueError("mixing has a diagonal entry that is not positive, so it has no inverse")
+        amplified = self.mixing.largest_inverse_row()
+        if not amplified <= LARGEST_ROW:
+            raise ValueError(
+                f"mixing amplifies the noise of some step {amplified:.3g} times, and rounding with it, so what would run is not what is accounted for (limit "
+                f"{LARGEST_ROW:g}); give the workload a white part (Curvature(floor=1e-3), noise.floor) or use fewer bands"
+            )
 
     @property
     def bands(self) -> int:
@@ -89,15 +98,21 @@ class BandedNoise:
         return NoiseHistory(step, step)
 
     def release(
-        self, clipped: ClippedSum, key: RandomKey, step: int, history: NoiseHistory
+        self,
+        clipped: ClippedSum,
+        key: RandomKey,
+        step: int,
+        history: NoiseHistory,
+        key_of: Callable[[int], RandomKey] | None = None,
     ) -> tuple[NoisySum, NoiseHistory]:
         """Adds the noise of step ``step``.
 
         Args:
             clipped: the whole batch's sum (all micro-batches and ranks added up).
-            key: root of the streams; the one that made the history.
+            key: root of the streams of this step.
             step: number of the release, below T, never used twice with one key.
             history: from the step before, or ``begin()``.
+            key_of: for memory="regenerate", step to the root that drew it, where that is not ``key`` (None: always ``key``).
 
         Returns:
             The released sum and the history of the next step. Cost with "rows": one normal draw and b multiplications an entry.
@@ -114,19 +129,27 @@ class BandedNoise:
             noise = self._next_row(clipped.gradients, key, history)
             later = NoiseHistory(later.step, later.since, (noise, *history.rows)[: self.bands - 1], later.coefficients)
         else:
-            noise = self._regenerated(clipped.gradients, key, coefficients)
+            noise = self._regenerated(clipped.gradients, key_of or (lambda _: key), coefficients)
         scale = self.noise_multiplier * clipped.claim.max_grad_norm
         noisy = {name: g + noise[name] * scale for name, g in clipped.gradients.items()}
         return NoisySum(noisy, scale * float(np.linalg.norm(coefficients)), mixing_row=coefficients), later
 
-    def replay(self, like: Mapping[str, Tensor], key: RandomKey, since: int, step: int) -> NoiseHistory:
-        """The history at ``step`` of a block that began at ``since``, from its keyed streams alone: how a run goes on after a stop. Cost: the noise of all those steps."""
+    def replay(
+        self, like: Mapping[str, Tensor], key_of: Callable[[int], RandomKey], since: int, step: int
+    ) -> NoiseHistory:
+        """The history at ``step`` of a block that began at ``since``, from its keyed streams alone: how a run goes on after a stop. Cost: the noise of all those steps.
+
+        Args:
+            like: tensors in the shape, dtype and device of the gradients.
+            key_of: step to the root of the streams that drew it; sessions have roots of their own.
+            since, step: first step of the block, step that comes next.
+        """
         history = self.begin(since)
         for _ in range(since, step):
             _, later = self._advance(history)
             rows: Rows = ()
             if self.memory == "rows":
-                rows = (self._next_row(like, key, history), *history.rows)[: self.bands - 1]
+                rows = (self._next_row(like, key_of(history.step), history), *history.rows)[: self.bands - 1]
             history = NoiseHistory(later.step, later.since, rows, later.coefficients)
         return history
 
@@ -153,12 +176,14 @@ class BandedNoise:
             made[name] = row.div_(float(band[0]))
         return made
 
-    def _regenerated(self, like: Mapping[str, Tensor], key: RandomKey, coefficients: Floats) -> dict[str, Tensor]:
-        used = np.flatnonzero(np.abs(coefficients) > NEGLIGIBLE * np.linalg.norm(coefficients))
+    def _regenerated(
+        self, like: Mapping[str, Tensor], key_of: Callable[[int], RandomKey], coefficients: Floats
+    ) -> dict[str, Tensor]:
+        used = np.flatnonzero(np.abs(coefficients) > NEGLIGIBLE)
         made = {}
         for name, tensor in like.items():
             row = tensor.new_zeros(tensor.shape)
             for j in used:
-                row.add_(normal(tensor, key, int(j), name), alpha=float(coefficients[j]))
+                row.add_(normal(tensor, key_of(int(j)), int(j), name), alpha=float(coefficients[j]))
             made[name] = row
         return made

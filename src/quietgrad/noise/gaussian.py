@@ -44,6 +44,10 @@ class GaussianNoise:
 
 def normal(like: Tensor, key: RandomKey, step: int, name: str) -> Tensor:
     """Standard normal noise in the shape, dtype and device of ``like``: a function of (key, step, name) and the kind of device alone."""
+    if like.dtype == torch.float64:
+        name = (
+            f"{name}\0float64"  # a stream of its own: the same words in another precision are another, related, noise
+        )
     if like.device.type == "cpu":
         kind = "float64" if like.dtype == torch.float64 else "float32"
         drawn = key.generator("noise", step, name).standard_normal(tuple(like.shape), dtype=kind)  # type: ignore[call-overload]

@@ -27,10 +27,12 @@ Evaluation = tuple[float, Floats]
 
 
 def unit_columns(columns: Floats) -> Floats:
-    """Columns of norm 1, with a positive diagonal, entries outside the matrix zero."""
-    kept = columns * inside(*columns.shape)
+    """Columns of norm 1, with a positive diagonal, entries outside the matrix zero. Signs change by whole rows, which leaves X as it is."""
+    steps, bands = columns.shape
+    kept = columns * inside(steps, bands)
     norms = np.linalg.norm(kept, axis=1, keepdims=True)
-    return kept / (norms * np.sign(kept[:, :1]))
+    rows = np.minimum(np.arange(steps)[:, None] + np.arange(bands)[None, :], steps - 1)
+    return kept / norms * np.where(kept[:, 0] < 0, -1.0, 1.0)[rows]
 
 
 def objective(columns: Floats, factor: Floats) -> float:

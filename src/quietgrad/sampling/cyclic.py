@@ -42,7 +42,7 @@ class CyclicPoissonSampler:
         dataset_size: N, records.
         sample_rate: q = B / N; within its part a record is drawn at rate min(1, b q).
         bands: b.
-        parts: [N] from ``deal``. Their sizes are treated as public, as N is.
+        parts: [N] from ``deal``. Private, and so are their sizes: with contents as identities they say more of a record than that it is there.
     """
 
     dataset_size: int
@@ -67,10 +67,6 @@ class CyclicPoissonSampler:
     def participation_rate(self) -> float:
         """min(1, b q)."""
         return min(1.0, self.bands * self.sample_rate)
-
-    @property
-    def part_sizes(self) -> tuple[int, ...]:
-        return tuple(int(n) for n in np.bincount(self.parts, minlength=self.bands))
 
     def indices(self, key: RandomKey, step: int) -> NDArray[np.int64]:
         """Sorted indices of step ``step``'s batch; the same for the same key and step. Private. Cost: O(N)."""

@@ -1,4 +1,6 @@
-"""The run directory: configuration, environment, ledger, metrics, checkpoint, weights, figure. Nothing private is written to it."""
+"""The run directory: configuration, environment, ledger, metrics, checkpoint, weights, figure. Nothing private is written to it, but for
+the secret keys of an unfinished run with correlated noise (noise.keys): do not pass the directory on before the run has ended.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,13 @@ class RunDir:
         return self.path / "mixing.npz"
 
     @property
-    def noise_key(self) -> Path:
-        """Secret while it exists: the root of a run's random streams, from which correlated noise goes on after a stop. Removed when the run ends."""
-        return self.path / "noise.key"
+    def bands_figure(self) -> Path:
+        return self.path / "bands.png"
+
+    @property
+    def noise_keys(self) -> Path:
+        """Secret while it exists: the roots of a run's random streams, from which correlated noise goes on after a stop. Removed when the run ends."""
+        return self.path / "noise.keys"
 
     @property
     def environment(self) -> Path:

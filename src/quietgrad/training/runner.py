@@ -19,7 +19,7 @@ from quietgrad.plan import PrivateRun
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.models import parameter_digest, save_classifier, trainable_count
-from quietgrad.training.noise_state import forget_key, start_private
+from quietgrad.training.noise_state import forget_keys, start_private
 from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
 from quietgrad.training.prepare import Prepared, precision_context
 from quietgrad.training.records import Records, predictions, spread
@@ -103,7 +103,7 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
             if stop.requested and done < prepared.steps:
                 return Outcome(_summary(prepared, run_dir, done, None), interrupted=True)
         loop.save(done)
-        forget_key(run_dir)
+        forget_keys(run_dir)
         _require_movement(classifier, before, made)
         return Outcome(loop.finish(done), interrupted=False)
 

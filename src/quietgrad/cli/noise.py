@@ -1,0 +1,76 @@
+"""What ``plan`` and ``train`` say of the noise: matrix, bands, participation, and predicted error against independent noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def noise_rows(plan: Any) -> list[tuple[str, str]]:
+    """Rows of the privacy plan's table."""
+    event, size = plan.event, plan.expected_batch_size
+    if plan.event.bands == 1:
+        rows = [
+            ("sampling", f"Poisson, rate {event.sample_rate:.5f}, expected batch size {size:.0f}, {plan.steps} steps"),
+            (
+                "noise",
+                f"Gaussian, multiplier {plan.noise_multiplier:.4f} on the clipping norm {plan.config.max_grad_norm:g}, independent from step to step",
+            ),
+        ]
+        return rows + _choice_rows(plan)
+    mixing = plan.mixing
+    gap = "not computed" if mixing.relative_gap is None else f"at most {100 * mixing.relative_gap:.2g} %"
+    return [
+        (
+            "sampling",
+            f"cyclic Poisson: {event.bands} parts of about {plan.dataset_size / event.bands:.0f} records take turns, rate {event.participation_rate:.5f} within a part, expected batch size "
+            f"{size:.0f}, {plan.steps} steps; a record can be in {event.compositions} of them",
+        ),
+        (
+            "noise",
+            f"Gaussian, multiplier {plan.noise_multiplier:.4f} on the clipping norm {plan.config.max_grad_norm:g}, correlated over {event.bands} bands ({mixing.family}) for "
+            f"{mixing.workload}",
+        ),
+        (
+            "correlation",
+            f"error {mixing.objective / mixing.independent:.4f} of independent noise's at the same multiplier; distance to the best matrix: {gap}",
+        ),
+        *_choice_rows(plan),
+    ]
+
+
+def noise_record(plan: Any) -> dict[str, Any]:
+    """The same for ``--json``."""
+    record: dict[str, Any] = {
+        "bands": plan.event.bands,
+        "participation_rate": plan.event.participation_rate,
+        "compositions": plan.event.compositions,
+    }
+    if plan.mixing is not None:
+        mixing = plan.mixing
+        record |= {
+            "workload": mixing.workload,
+            "mixing_family": mixing.family,
+            "objective": mixing.objective,
+            "objective_of_independent_noise": mixing.independent,
+            "relative_gap": mixing.relative_gap,
+        }
+    if plan.band_choice is not None:
+        record["predicted_error_ratio"] = plan.band_choice.error_ratio
+        record["band_candidates"] = [
+            {"bands": c.bands, "noise_multiplier": c.noise_multiplier, "error": c.error}
+            for c in plan.band_choice.candidates
+        ]
+    return record
+
+
+def _choice_rows(plan: Any) -> list[tuple[str, str]]:
+    if plan.band_choice is None:
+        return []
+    first = plan.band_choice.candidates[0].error
+    tried = ", ".join(f"{c.bands}: {c.error / first:.3f}" for c in plan.band_choice.candidates)
+    return [
+        (
+            "bands",
+            f"{plan.band_choice.chosen.bands} chosen from public facts; predicted error relative to independent noise, amplification counted, by bands: {tried}",
+        )
+    ]
