@@ -18,8 +18,8 @@ from quietgrad.training import runner
 from quietgrad.training.models import load_saved
 from quietgrad.training.optimizers import build_optimizer
 from quietgrad.training.prepare import prepare
-from quietgrad.training.run_dir import open_run_dir
 from quietgrad.training.records import predictions
+from quietgrad.training.run_dir import open_run_dir
 from quietgrad.training.text_batches import tokenise
 
 RESULT_KEYS = {

@@ -12,6 +12,7 @@ import torch
 
 from quietgrad.training import runner
 from quietgrad.training.config import TrainConfig, config_from
+from quietgrad.training.noise_state import saved_mixing
 from quietgrad.training.prepare import Prepared, prepare
 from quietgrad.training.run_dir import RunDir, open_run_dir
 
@@ -50,7 +51,7 @@ def train(
 ) -> tuple[Prepared, runner.Outcome, RunDir]:
     config = config_of(values)
     run_dir = open_run_dir(config.training.run_dir, resume)
-    prepared = prepare(config)
+    prepared = prepare(config, saved_mixing(run_dir) if resume else None)
     return prepared, runner.train(prepared, run_dir, resume, report or (lambda progress: None)), run_dir
 
 

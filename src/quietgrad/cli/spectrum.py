@@ -12,7 +12,7 @@ from quietgrad.training.config import load_config
 def run_spectrum(config_path: Path | None, overrides: list[str], as_json: bool) -> None:
     """See ``quietgrad spectrum --help``."""
     target = console(as_json)
-    config = load_config(config_path, overrides)
+    config = load_config(config_path, overrides, ignored=("comparison", "variants"))
     from quietgrad.report.spectrum import spectrum_figure
     from quietgrad.training.spectrum_run import make_spectrum
 

@@ -26,12 +26,9 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     run_dir = open_run_dir(config.training.run_dir, resume)
     if resume:
         require_same_settings(load_config(run_dir.config), config)
-    mixing = None
-    if resume and run_dir.mixing.exists():
-        from quietgrad.noise.mixing import load_mixing
+    from quietgrad.training.noise_state import saved_mixing
 
-        mixing = load_mixing(run_dir.mixing)
-    prepared, started = _prepare(config, target, mixing)
+    prepared, started = _prepare(config, target, saved_mixing(run_dir) if resume else None)
     from quietgrad.training import figure, runner
     from quietgrad.training.prepare import verify_on_public_records
 

@@ -135,17 +135,23 @@ def default_config_path() -> Path:
     return Path(__file__).with_name("default.toml")
 
 
-def load_config(path: str | Path | None, overrides: typing.Sequence[str] = ()) -> TrainConfig:
+def load_config(
+    path: str | Path | None, overrides: typing.Sequence[str] = (), ignored: typing.Sequence[str] = ()
+) -> TrainConfig:
     """Reads a configuration file and applies ``key=value`` overrides.
 
     Args:
         path: a TOML file; None takes the embedded default.
         overrides: such as ``privacy.target_epsilon=1`` or ``epochs=3`` (a key without its table is looked up in all tables).
+        ignored: tables that are not this command's, such as a comparison's own.
 
     Raises:
         ValueError: missing or malformed file, unknown table or key (with the nearest valid one), wrong type.
     """
-    return config_from(_with_overrides(read_toml(default_config_path() if path is None else path), overrides))
+    tree = read_toml(default_config_path() if path is None else path)
+    for table in ignored:
+        tree.pop(table, None)
+    return config_from(_with_overrides(tree, overrides))
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

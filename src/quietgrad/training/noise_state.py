@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quietgrad.noise.correlated import BandedNoise
-from quietgrad.noise.mixing import save_mixing
+from quietgrad.noise.mixing import MixingMatrix, load_mixing, save_mixing
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.training.run_dir import RunDir
 
@@ -19,6 +19,11 @@ def start_private(plan: PrivacyPlan, run_dir: RunDir) -> PrivateRun:
         save_mixing(plan.mixing, run_dir.mixing)
         draw_choice(plan, run_dir.bands_figure)
     return plan.start(run_dir.ledger, run_dir.noise_keys)
+
+
+def saved_mixing(run_dir: RunDir) -> MixingMatrix | None:
+    """The mixing matrix that a run began with, bit by bit; None where there is none."""
+    return load_mixing(run_dir.mixing) if run_dir.mixing.exists() else None
 
 
 def draw_choice(plan: PrivacyPlan, path: Path) -> None:

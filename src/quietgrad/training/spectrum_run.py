@@ -19,7 +19,7 @@ from quietgrad.curvature.spectrum import record_hash
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.config import TrainConfig
 from quietgrad.training.image_data import LabelledImages, load_images
-from quietgrad.training.image_models import SmallCnn, load_image_classifier
+from quietgrad.training.image_models import IMAGE_MODELS, SmallCnn, load_image_classifier
 from quietgrad.training.records import classification_loss
 from quietgrad.training.run_dir import environment
 from quietgrad.training.tasks import Task, load_task
@@ -48,6 +48,11 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
         ValueError: no public images, or some that are private, before any work.
     """
     table = config.spectrum
+    if config.model.name not in IMAGE_MODELS:
+        raise ValueError(
+            f"model.name={config.model.name!r}: spectra are computed for image models here ({', '.join(IMAGE_MODELS)}); for others build one with "
+            "quietgrad.curvature.CurvatureOperator and Spectrum.save, or use noise.method='banded'"
+        )
     task = load_task(config)
     public = public_images(config, task)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -114,7 +114,7 @@ class NoiseTable:
     bands: int = 0
     spectrum: str = ""
     curvature_factor: float = 0.0
-    floor: float = 1e-3
+    floor: float = 1e-2
     family: str = "auto"
     memory: str = "rows"
 

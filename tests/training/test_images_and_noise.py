@@ -1,0 +1,261 @@
+"""Images beside texts, and correlated noise from the configuration to the ledger: spectrum, plan, train, stop, resume, refusals."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import config_of, crash_at, interrupt_at, train, weights
+
+from quietgrad.accounting import epsilon
+from quietgrad.curvature import load_spectrum
+from quietgrad.facts import PoissonGaussian
+from quietgrad.ledger import read_ledger
+from quietgrad.noise import BandedNoise
+from quietgrad.noise.mixing import load_mixing
+from quietgrad.training.image_data import load_images, split_images
+from quietgrad.training.prepare import prepare
+from quietgrad.training.spectrum_run import make_spectrum
+
+SIZE, TRAIN, TEST = 8, 260, 40
+
+
+def stripes(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Noisy horizontal and vertical stripes: [count, 8, 8] bytes and labels."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(count) % 2
+    row, column = np.indices((SIZE, SIZE))
+    patterns = np.stack([row % 4 < 2, column % 4 < 2]) * 160 + 40
+    return (patterns[labels] + rng.integers(-30, 31, (count, SIZE, SIZE))).astype(np.uint8), labels.astype(np.uint8)
+
+
+def write_idx(folder: Path, compressed: bool, seed: int = 0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, count, which in (("train", TRAIN, seed), ("t10k", TEST, seed + 1)):
+        images, labels = stripes(count, which)
+        for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
+            head = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+            content = head + array.tobytes()
+            if compressed:
+                (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+            else:
+                (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_idx(tmp_path_factory.mktemp("images"), compressed=True)
+
+
+@pytest.fixture
+def values(images: Path, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model.name": "cnn:groupnorm",
+        "model.tune": "full",
+        "data.source": str(images),
+        "data.validation_fraction": 0.2,
+        "data.public_fraction": 0.2,
+        "privacy.target_epsilon": 4.0,
+        "optimizer.name": "sgd",
+        "optimizer.learning_rate": 0.2,
+        "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 0,
+        "noise.method": "banded",
+        "noise.bands": 3,
+        "training.expected_batch_size": 24,
+        "training.steps": 9,
+        "training.eval_every": 3,
+        "training.checkpoint_every": 2,
+        "training.precision": "float32",
+        "training.run_dir": str(tmp_path / "run"),
+        "spectrum.output": str(tmp_path / "s.npz"),
+        "spectrum.weights_output": str(tmp_path / "w.safetensors"),
+        "spectrum.simclr_epochs": 1,
+        "spectrum.head_epochs": 1,
+        "spectrum.top": 6,
+        "spectrum.hessian_records": 20,
+        "spectrum.probes": 2,
+        "spectrum.lanczos_steps": 8,
+    }
+
+
+def test_both_forms_of_the_files_read_alike_and_splits_hold_each_record_once(tmp_path: Path, images: Path) -> None:
+    plain = write_idx(tmp_path / "plain", compressed=False)
+    (one, test), (two, _) = load_images(str(images)), load_images(str(plain))
+    assert torch.equal(one.pixels, two.pixels) and np.array_equal(one.labels, two.labels)
+    assert one.pixels.shape == (TRAIN, 1, SIZE, SIZE) and len(test) == TEST
+    splits, public = split_images(one, test, 0.2, 0.2)
+    ids = [set(part.record_ids) for part in (splits.train, splits.validation, public, splits.test)]
+    assert sum(map(len, ids)) == len(set().union(*ids)) == TRAIN + TEST
+    smaller = one.resized(4)
+    assert smaller.pixels.shape[-2:] == (4, 4) and smaller.pixels.dtype == torch.uint8
+    # A record's side does not depend on which others there are.
+    half, _ = split_images(one.subset(np.arange(100)), test, 0.2, 0.2)
+    assert set(half.train.record_ids) <= ids[0]
+
+
+def test_a_training_image_that_is_in_the_test_set_is_left_out(images: Path) -> None:
+    train_part, _ = load_images(str(images))
+    splits, public = split_images(train_part, train_part.subset(np.arange(10)), 0.2, 0.2)
+    kept = set(splits.train.record_ids) | set(splits.validation.record_ids) | set(public.record_ids)
+    assert not kept & set(train_part.subset(np.arange(10)).record_ids)
+
+
+def test_plan_and_train_with_banded_noise(quietgrad, values, write_config) -> None:
+    config, folder = write_config(values), Path(values["training.run_dir"])
+    code, out, _ = quietgrad("plan", config, "--json")
+    planned = json.loads(out)
+    assert code == 0 and planned["bands"] == 3 and planned["compositions"] == 3
+    assert planned["objective"] < planned["objective_of_independent_noise"] and planned["relative_gap"] < 1e-3
+    code, out, err = quietgrad("train", config, "--json")
+    result = json.loads(out)
+    assert code == 0 and result["epsilon"] == planned["epsilon"] <= 4.0
+    said = " ".join(err.replace("│", " ").split())
+    assert "cyclic Poisson: 3 parts" in said and "correlated over 3 bands" in said and "prefix sums" in said
+    header = read_ledger(folder).header
+    assert header["sampler"] == "cyclic-poisson" and header["record_identity"] == "content"
+    assert header["neighbouring"] == "add-remove" and "part_sizes" not in header
+    event = PoissonGaussian(result["noise_multiplier"], result["sample_rate"], 9, bands=3)
+    assert result["epsilon"] == pytest.approx(epsilon(event, result["delta"]), rel=1e-9)
+    code, out, _ = quietgrad("epsilon", "--ledger", folder, "--json")
+    assert json.loads(out)["epsilon"] == result["epsilon"]
+    assert load_mixing(folder / "mixing.npz").bands == 3
+    assert not (folder / "noise.keys").exists()  # nothing secret outlives the run
+    assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_bands_are_chosen_from_public_facts_and_drawn(values) -> None:
+    prepared, _, run_dir = train(values | {"noise.bands": 0, "training.steps": 12, "training.expected_batch_size": 8})
+    choice = prepared.plan.band_choice
+    assert choice is not None and choice.error_ratio <= 1
+    assert choice.chosen.error == min(c.error for c in choice.candidates)
+    if choice.chosen.bands > 1:
+        assert run_dir.bands_figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("memory", ["rows", "regenerate"])
+@pytest.mark.parametrize("stop", [1, 5])
+def test_a_seeded_run_goes_on_exactly_where_it_was(values, memory: str, stop: int) -> None:
+    values = values | {"training.seed": 3, "noise.memory": memory}
+    whole, _, _ = train(values | {"training.run_dir": values["training.run_dir"] + "-whole"})
+    train(values, report=interrupt_at(stop))
+    resumed, _, run_dir = train(values, resume=True)
+    assert read_ledger(run_dir.path).releases == 9
+    expected = weights(whole)
+    for name, p in weights(resumed).items():
+        torch.testing.assert_close(p, expected[name], rtol=0, atol=1e-6)
+
+
+def test_without_a_seed_the_keys_are_kept_secret_until_the_end_and_one_block_goes_on(values) -> None:
+    with pytest.raises(OSError, match="went away"):
+        train(values, report=crash_at(5))
+    folder = Path(values["training.run_dir"])
+    keys = folder / "noise.keys"
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o600
+    assert read_ledger(folder).noise_block == (0, prepare_noise(values).digest)
+    roots = [json.loads(line)["root"] for line in keys.read_text().splitlines()]
+    for name in ("ledger.jsonl", "config.toml", "environment.json", "metrics.jsonl"):
+        text = (folder / name).read_text() if (folder / name).exists() else ""
+        assert not any(root in text for root in roots)
+    train(values, resume=True)
+    assert read_ledger(folder).noise_block[0] == 0  # the same block to the end
+    assert not keys.exists()
+
+
+def prepare_noise(values: dict[str, Any]) -> BandedNoise:
+    noise = prepare(config_of(values)).plan.noise
+    assert isinstance(noise, BandedNoise)
+    return noise
+
+
+def test_with_lost_keys_a_new_block_begins(values) -> None:
+    train(values, report=interrupt_at(4))
+    folder = Path(values["training.run_dir"])
+    (folder / "noise.keys").unlink()
+    _, outcome, _ = train(values, resume=True)
+    assert read_ledger(folder).noise_block[0] == 4
+    assert outcome.result["epsilon"] <= 4.0 and read_ledger(folder).releases == 9
+
+
+def test_no_session_draws_with_the_root_of_another(values) -> None:
+    folder = Path(values["training.run_dir"])
+    train(values, report=interrupt_at(4))
+    first = [json.loads(line) for line in (folder / "noise.keys").read_text().splitlines()]
+    train(values, resume=True, report=interrupt_at(6))
+    second = [json.loads(line) for line in (folder / "noise.keys").read_text().splitlines()]
+    assert [x["step"] for x in first] == [0] and [x["step"] for x in second] == [0, 4]
+    assert second[0] == first[0] and second[1]["root"] != first[0]["root"]
+
+
+def test_spectrum_then_noisecurve(quietgrad, values, write_config, tmp_path: Path) -> None:
+    code, out, _ = quietgrad("spectrum", write_config(values), "--json")
+    record = json.loads(out)
+    assert code == 0 and len(record["top"]) == 6 and record["parameters"] > 29_000
+    spectrum = load_spectrum(values["spectrum.output"])
+    assert record["tail_index"] == spectrum.tail_index >= 7
+    assert Path(record["figure"]).read_bytes().startswith(b"\x89PNG")
+    curved = values | {
+        "noise.method": "noisecurve",
+        "noise.spectrum": values["spectrum.output"],
+        "model.weights": values["spectrum.weights_output"],
+    }
+    prepared, outcome, _ = train(curved)
+    assert "curvature" in prepared.plan.mixing.workload and outcome.result["epsilon"] <= 4.0
+    # The head alone is another parameter set; other public weights would be another model.
+    with pytest.raises(ValueError, match="another parameter set"):
+        prepare(config_of(curved | {"model.tune": "head"}))
+    # With nothing set aside, the images that the spectrum saw are private now.
+    with pytest.raises(ValueError, match="among the private training records"):
+        prepare(config_of(curved | {"data.public_fraction": 0.0}))
+    with pytest.warns(UserWarning, match="plain SGD"):
+        prepare(config_of(curved | {"optimizer.name": "adamw", "optimizer.learning_rate": 1e-3}))
+    curvature = curved | {"noise.curvature_factor": 1.0, "optimizer.learning_rate": 1e4}
+    with pytest.warns(UserWarning, match="eigenvalues exceed"):
+        prepare(config_of(curvature))
+
+
+def test_public_data_may_not_be_the_private_ones(values, images: Path) -> None:
+    with pytest.raises(ValueError, match="public images are among the private"):
+        make_spectrum(config_of(values | {"spectrum.public": str(images)}), lambda line: None)
+    other = write_idx(Path(values["training.run_dir"] + "-other"), compressed=False, seed=7)
+    made = make_spectrum(config_of(values | {"spectrum.public": str(other)}), lambda line: None)
+    assert made.spectrum.facts["public_images"] == TRAIN
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise.method": "curvy"}, "noise.method='curvy'"),
+        ({"noise.method": "noisecurve"}, "needs noise.spectrum"),
+        ({"noise.method": "noisecurve", "noise.spectrum": "gone.npz"}, "no such file"),
+        ({"noise.bands": 10}, "bands=10 exceeds steps=9"),
+        ({"noise.bands": -1}, "noise.bands"),
+        ({"noise.family": "wide"}, "noise.family='wide'"),
+        ({"noise.memory": "none"}, "noise.memory='none'"),
+        ({"optimizer.schedule": "cosine"}, "optimizer.schedule='cosine'"),
+        ({"model.name": "packaged:minilm"}, "holds images"),
+        ({"model.tune": "lora"}, "use 'full' or 'head'"),
+        ({"model.weights": "gone.safetensors"}, "no such file"),
+        ({"data.validation_fraction": 0.9}, "leave no training records"),
+        ({"noise.bands": 0, "privacy.target_epsilon": None, "privacy.noise_multiplier": 1.0}, "bands='auto'"),
+    ],
+)
+def test_bad_configurations_are_refused_before_any_work(values, changes: dict[str, Any], message: str) -> None:
+    chosen = {name: value for name, value in (values | changes).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        prepare(config_of(chosen))
+    assert not Path(values["training.run_dir"]).exists()
+
+
+def test_a_resume_may_not_change_the_noise(quietgrad, values, write_config) -> None:
+    train(values, report=interrupt_at(2))
+    config = write_config(values | {"noise.bands": 2})
+    code, _, err = quietgrad("train", config, "--resume")
+    assert code != 0 and "noise.bands was 3 and is now 2" in " ".join(err.split())
