@@ -36,7 +36,18 @@ ROOMS["plan"] = (set(ROOMS) - {"research"}, {"numpy", "torch"})
 ROOMS["report"] = ({"facts", "accounting", "ledger"}, {"numpy", "scipy", "matplotlib"})
 ROOMS["training"] = (
     set(ROOMS) - {"research"},
-    {"numpy", "torch", "transformers", "peft", "safetensors", "datasets", "pandas", "matplotlib", "tomli", "torchvision"},
+    {
+        "numpy",
+        "torch",
+        "transformers",
+        "peft",
+        "safetensors",
+        "datasets",
+        "pandas",
+        "matplotlib",
+        "tomli",
+        "torchvision",
+    },
 )
 ROOMS["cli"] = (set(ROOMS) - {"research"}, {"typer", "rich"})
 
@@ -158,6 +169,7 @@ PUBLIC = [
     "quietgrad",
     "quietgrad.accounting",
     "quietgrad.clipping",
+    "quietgrad.curvature",
     "quietgrad.denoising",
     "quietgrad.noise",
     "quietgrad.sampling",

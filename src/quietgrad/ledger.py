@@ -28,12 +28,14 @@ class LedgerContents:
         releases: number of noisy sums released, a torn last line counted as one.
         header: the last mechanism line: facts such as dataset size and target delta.
         noise_block: for correlated noise, the step at which the last block began and the digest of its mixing matrix.
+        noise_sessions: first step and public name of every session that drew from that block.
     """
 
     event: PrivacyEvent | None
     releases: int
     header: dict[str, Any]
     noise_block: tuple[int, str] | None = None
+    noise_sessions: tuple[tuple[int, str], ...] = ()
 
 
 def ledger_path(path: str | Path) -> Path:
@@ -60,6 +62,7 @@ def read_ledger(path: str | Path) -> LedgerContents:
     counts: list[int] = []
     header: dict[str, Any] = {}
     block: tuple[int, str] | None = None
+    sessions: list[tuple[int, str]] = []
     lines = file.read_bytes().split(b"\n")
     complete, torn = lines[:-1], lines[-1]
     for number, line in enumerate(complete, start=1):
@@ -78,7 +81,9 @@ def read_ledger(path: str | Path) -> LedgerContents:
             elif kind == "release":
                 counts[-1] += 1
             elif kind == "noise-block":
-                block = int(record["step"]), str(record["mixing"])
+                block, sessions = (int(record["step"]), str(record["mixing"])), []
+            elif kind == "noise-session":
+                sessions.append((int(record["step"]), str(record["name"])))
             else:
                 raise ValueError(f"type {kind!r} is unknown to this version, which cannot count it")
         except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -90,8 +95,8 @@ def read_ledger(path: str | Path) -> LedgerContents:
     spent = tuple(p.after(n) for p, n in zip(phases, counts, strict=True) if n)
     total = sum(counts)
     if not spent:
-        return LedgerContents(None, 0, header, block)
-    return LedgerContents(spent[0] if len(spent) == 1 else EventSequence(spent), total, header, block)
+        return LedgerContents(None, 0, header, block, tuple(sessions))
+    return LedgerContents(spent[0] if len(spent) == 1 else EventSequence(spent), total, header, block, tuple(sessions))
 
 
 class LedgerWriter:
@@ -120,6 +125,10 @@ class LedgerWriter:
     def noise_block(self, step: int, mixing: str) -> None:
         """Says that noise correlated by the matrix of digest ``mixing`` refers to no release before ``step``."""
         self._append({"type": "noise-block", "step": step, "mixing": mixing})
+
+    def noise_session(self, step: int, name: str) -> None:
+        """Says that the draws from ``step`` on have roots of their own, known under ``name`` to those who keep them."""
+        self._append({"type": "noise-session", "step": step, "name": name})
 
     def release(self, step: int) -> None:
         """Says that release number ``step`` is about to be made."""

@@ -15,11 +15,12 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.linalg import eigh_tridiagonal
 from scipy.signal import lfilter
 
-from quietgrad.checks import require_at_least, require_int, require_positive
+from quietgrad.checks import require_at_least, require_int, require_positive, require_word
 
 Floats = NDArray[np.float64]
 
 DROPPED = 1e-15  # relative to the largest: what a factor leaves out is below the rounding of the rest
+HORIZONS = ("final", "all")
 ASYMMETRY = 1e-9
 INDEFINITENESS = 1e-9
 
@@ -104,17 +105,21 @@ class Curvature:
         learning_rate: eta, constant.
         steps: T.
         floor: share of the white part, 0 for theorem 1 as it stands.
+        horizon: "final" (theorem 1: the loss after the last step) or "all" (the mean loss after every step: W = (1/T) sum_t W_t with W_t theorem 1's for t steps). Where
+            eta mu is small, "all" is prefix sums; it needs no floor, because no step's noise goes uncounted.
     """
 
     eigenvalues: tuple[float, ...]
     learning_rate: float
     steps: int
     floor: float = 0.0
+    horizon: str = "final"
 
     def __post_init__(self) -> None:
         _check_steps(self.steps)
         require_positive("learning_rate", self.learning_rate)
         require_at_least("floor", self.floor, 0, "it is a share of the workload's trace")
+        require_word("horizon", self.horizon, HORIZONS)
         mu = np.asarray(self.eigenvalues, dtype=np.float64)
         if mu.ndim != 1 or not mu.size or not np.isfinite(mu).all():
             raise ValueError("eigenvalues must be a non-empty list of finite numbers; pass the spectrum of a Hessian")
@@ -133,7 +138,10 @@ class Curvature:
 
     @property
     def name(self) -> str:
-        return f"curvature ({len(self.eigenvalues)} eigenvalues, learning rate {self.learning_rate:g})"
+        after = "the last step" if self.horizon == "final" else "every step"
+        return (
+            f"curvature ({len(self.eigenvalues)} eigenvalues, learning rate {self.learning_rate:g}, loss after {after})"
+        )
 
     def measure(self) -> tuple[Floats, Floats]:
         """Nodes 1 - eta mu_i and weights mu_i of the positive eigenvalues, clamped."""
@@ -142,12 +150,14 @@ class Curvature:
         return 1 - self.learning_rate * mu, mu
 
     def factor(self) -> Floats:
-        """Never forms W: the measure is replaced by its Gauss rule, whose moments are the same to rounding. Cost: p n^2 + T n^2, n ~ 5 sqrt(T) nodes."""
+        """With the final horizon never forms W: the measure is replaced by its Gauss rule, whose moments are the same to rounding. Cost: p n^2 + T n^2, n ~ 5 sqrt(T) nodes."""
         nodes, weights = self.measure()
         # x^k is within 1e-16 of a polynomial of degree sqrt(2 k ln(2e16)) on [-1, 1]; n nodes integrate degree 2n - 1.
         enough = int(np.ceil(0.5 * np.sqrt(4 * self.steps * np.log(2e16)))) + 8
         if len(nodes) > enough:
             nodes, weights = _gauss_rule(nodes, weights, enough)
+        if self.horizon == "all":
+            return DenseWorkload(_mean_over_horizons(nodes, weights, self.steps, self.floor)).factor()
         powers = nodes[None, :] ** np.arange(self.steps - 1, -1, -1)[:, None]
         factor = _truncated(powers * np.sqrt(weights))
         if not self.floor:
@@ -248,6 +258,18 @@ def as_workload(workload: object) -> Workload:
 def _check_steps(steps: int) -> None:
     require_int("steps", steps)
     require_at_least("steps", steps, 1, "a run has at least one step")
+
+
+def _mean_over_horizons(nodes: Floats, weights: Floats, steps: int, floor: float) -> Floats:
+    """[T, T] (1/T) sum over t of sum_i mu_i x_i^(2t - 2 - j - l), t > max(j, l): a geometric sum, Toeplitz minus Hankel, O(T n + T^2)."""
+    x = np.clip(nodes, -1 + 1e-7, 1 - 1e-12)  # at -1 the quotient below is 0 / 0; its limit is reached to 1e-7 T
+    share = weights / (1 - x**2) / steps
+    lags = np.arange(2 * steps + 1)
+    sequence = np.array([float(share @ x**lag) for lag in lags])
+    j = np.arange(steps)
+    out = sequence[np.abs(j[:, None] - j[None, :])] - sequence[2 * steps - j[:, None] - j[None, :]]
+    out[j, j] += floor * np.trace(out) / steps
+    return np.asarray(out, dtype=np.float64)
 
 
 def _gauss_rule(nodes: Floats, weights: Floats, count: int) -> tuple[Floats, Floats]:

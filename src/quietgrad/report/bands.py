@@ -30,7 +30,7 @@ def bands_figure(
     axes.plot(bands, mixing, "^--", color="#1f5fa8", markersize=4, label="error at equal noise (better correlation)")
     axes.plot(bands, error, "o-", color="#c0504d", label="predicted error: their product")
     axes.axvline(chosen, color="#c0504d", alpha=0.25, linewidth=6)
-    axes.annotate(f"{chosen} bands", (chosen, axes.get_ylim()[1]), ha="center", va="top", fontsize=9)
+    axes.set_title(f"{chosen} bands chosen" if chosen > 1 else "independent noise chosen (one band)", fontsize=10)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(FixedLocator(list(bands)))

@@ -42,7 +42,7 @@ from quietgrad.training.records import Records, logits_of, spread
 
 EVALUATION_BATCH = 256
 # Tables and keys that configurations gained after the first results were committed.
-LATER = ("noise", "data.image_size", "data.public_fraction", "model.weights", "optimizer.schedule")
+LATER = ("noise", "noise.horizon", "data.image_size", "data.public_fraction", "model.weights", "optimizer.schedule")
 # What a variant may change; the rest is prepared once for all runs.
 VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer")
 VARIED_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
@@ -138,8 +138,8 @@ class Comparison:
         default = TrainConfig().to_dict()
         for name in LATER:  # at their defaults they change nothing, and results of before they came stay valid
             table, _, key = name.partition(".")
-            if key and tree[table].get(key) == default[table].get(key):
-                tree[table].pop(key, None)
+            if key and tree.get(table, {}).get(key) == default[table].get(key):
+                tree.get(table, {}).pop(key, None)
             elif not key and tree[table] == default[table]:
                 tree.pop(table)
         tree.pop("spectrum", None)  # training does not read it

@@ -17,6 +17,7 @@ from quietgrad.curvature.pretraining import LABELS
 from quietgrad.denoising.denoiser import TARGETS
 from quietgrad.noise.correlated import MEMORIES
 from quietgrad.noise.mixing import FAMILIES
+from quietgrad.noise.workloads import HORIZONS
 from quietgrad.training.models import HEADS, TUNES
 from quietgrad.training.tables import (
     ClippingTable,
@@ -64,6 +65,7 @@ class TrainConfig:
         _choice("noise.method", self.noise.method, NOISE_METHODS)
         _choice("spectrum.labels", self.spectrum.labels, LABELS)
         _choice("noise.family", self.noise.family, FAMILIES)
+        _choice("noise.horizon", self.noise.horizon, HORIZONS)
         _choice("noise.memory", self.noise.memory, MEMORIES)
         if self.noise.method == "noisecurve" and not self.noise.spectrum:
             raise ValueError(

@@ -106,6 +106,7 @@ class NoiseTable:
         curvature_factor: what the spectrum's eigenvalues are multiplied by, because clipped gradients change less than gradients do; 0 takes the mean of
             min(1, C / norm) over the public images' gradients.
         floor: weight of a white part in the curvature workload, against noise that the quadratic model does not see: see ``quietgrad.noise.Curvature``.
+        horizon: "final" (the loss after the last step, as in the paper) or "all" (after every step), see ``quietgrad.noise.Curvature``.
         family: "auto", "banded" or "toeplitz", see ``quietgrad.noise.mixing_matrix``.
         memory: "rows" (b - 1 copies of the trainable parameters) or "regenerate" (none, more time).
     """
@@ -115,6 +116,7 @@ class NoiseTable:
     spectrum: str = ""
     curvature_factor: float = 0.0
     floor: float = 1e-2
+    horizon: str = "final"
     family: str = "auto"
     memory: str = "rows"
 

@@ -1,0 +1,7 @@
+"""One frozen configuration to sampler, clipper, noise and privacy event, cross-checked: the only room that knows all of them."""
+
+from quietgrad.plan.config import PrivacyConfig
+from quietgrad.plan.plan import PrivacyPlan
+from quietgrad.plan.run import PrivateRun
+
+__all__ = ["PrivacyConfig", "PrivacyPlan", "PrivateRun"]

@@ -1,0 +1,241 @@
+"""What to guarantee and how to train: checked, calibrated and turned into a plan."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quietgrad.accounting import epsilon_report, noise_multiplier
+from quietgrad.checks import require_at_least, require_delta, require_int, require_positive, require_rate, require_word
+from quietgrad.clipping.engine import Clipper
+from quietgrad.clipping.engines import ENGINES
+from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, ESTIMATORS
+from quietgrad.clipping.thresholds import SCALINGS
+from quietgrad.denoising.denoiser import SpectralDenoiser
+from quietgrad.facts import PoissonGaussian
+from quietgrad.noise.bands import BandChoice, choose_bands, default_candidates
+from quietgrad.noise.correlated import BandedNoise
+from quietgrad.noise.gaussian import GaussianNoise
+from quietgrad.noise.mixing import MixingMatrix, mixing_matrix
+from quietgrad.noise.workloads import PrefixSums, Workload, as_workload
+from quietgrad.plan.plan import PrivacyPlan
+from quietgrad.randomness import RandomKey
+from quietgrad.sampling.cyclic import CyclicPoissonSampler, deal, index_ids
+from quietgrad.sampling.poisson import PoissonSampler
+
+DELTA_EXPONENT = 1.1
+
+
+@dataclass(frozen=True)
+class PrivacyConfig:
+    """What to guarantee and how to train; ``build`` turns it into a plan.
+
+    Attributes:
+        target_epsilon: calibrate the noise to this epsilon; give this or ``noise_multiplier``.
+        noise_multiplier: sigma, relative to the clipping norm, on the sum of clipped gradients.
+        target_delta: default 1 / N^1.1.
+        max_grad_norm: C.
+        expected_batch_size: B; give this or ``sample_rate``.
+        sample_rate: q = B / N.
+        steps: T; give this or ``epochs``.
+        epochs: T = round(epochs / q), at least 1.
+        estimator, sketch_dim: see ``quietgrad.clipping.clipped_gradients``.
+        max_physical_batch_size: most examples per forward pass (None: the planner's choice); no effect on privacy.
+        memory_budget: bytes that a step may take over parameters and data; no effect on privacy.
+        clipping_engine, clipping_groups, clipping_scaling, clipping_layers: see ``quietgrad.clipping.Clipper``.
+        bands: b of noise correlated across steps; 1 is independent noise, "auto" chooses b from public facts (``quietgrad.noise.choose_bands``).
+        workload: what the correlation minimises: ``PrefixSums``, ``Curvature``, a [steps, steps] matrix, or a function from steps to one (None: prefix sums).
+        mixing: a matrix already found, instead of ``bands`` and ``workload``.
+        mixing_family: see ``quietgrad.noise.mixing_matrix``.
+        noise_memory: "rows" or "regenerate", see ``quietgrad.noise.BandedNoise``.
+        denoiser: what ``PrivateRun.step`` does to a released sum before it is written to ``.grad``; no effect on privacy.
+        seed: makes sampling, projections and noise reproducible; the guarantee then holds only if it stays secret.
+    """
+
+    target_epsilon: float | None = None
+    target_delta: float | None = None
+    noise_multiplier: float | None = None
+    max_grad_norm: float = 1.0
+    expected_batch_size: int | None = None
+    sample_rate: float | None = None
+    steps: int | None = None
+    epochs: float | None = None
+    estimator: str = "auto"
+    sketch_dim: int = DEFAULT_SKETCH_DIM
+    max_physical_batch_size: int | None = None
+    memory_budget: float | None = None
+    clipping_engine: str = "auto"
+    clipping_groups: str | Mapping[str, float] = "whole"
+    clipping_scaling: str = "clip"
+    clipping_layers: Mapping[str, str] | None = None
+    bands: int | str = 1
+    workload: Workload | NDArray[np.float64] | Callable[[int], Workload] | None = None
+    mixing: MixingMatrix | None = None
+    mixing_family: str = "auto"
+    noise_memory: str = "rows"
+    denoiser: SpectralDenoiser | None = None
+    seed: int | None = None
+
+    def build(self, dataset_size: int, record_ids: Sequence[bytes] | None = None) -> PrivacyPlan:
+        """Checks everything, calibrates the noise, and returns the plan.
+
+        Args:
+            dataset_size: N, records in the training data, treated as public.
+            record_ids: with more than one band, what identifies each record, a function of that record alone (its content): it decides the record's part. None takes its
+                index; the guarantee then is for leaving a record's place empty ("zero-out"), and the order of the records must stay the same in every session.
+
+        Raises:
+            ValueError, TypeError: naming the argument, its value and the remedy.
+        """
+        require_int("dataset_size", dataset_size)
+        require_at_least("dataset_size", dataset_size, 1, "there is nothing to train on")
+        if self.seed is not None:
+            RandomKey.from_seed(self.seed)
+        if self.denoiser is not None and self.denoiser.target != "gradient":
+            raise ValueError(
+                f"denoiser.target={self.denoiser.target!r} acts inside the optimiser: pass that denoiser to quietgrad.denoising.SpectralAdamW or SpectralSGD, and "
+                "leave PrivacyConfig.denoiser unset"
+            )
+        q = self._rate(dataset_size)
+        steps = self._steps(q)
+        delta = self._delta(dataset_size)
+        clipper = Clipper(
+            self.max_grad_norm,
+            require_word("estimator", self.estimator, ESTIMATORS),
+            self.sketch_dim,
+            max_micro_batch_size=self.max_physical_batch_size,
+            engine=require_word("clipping_engine", self.clipping_engine, ENGINES),
+            groups=self.clipping_groups,
+            scaling=require_word("clipping_scaling", self.clipping_scaling, SCALINGS),
+            layers=self.clipping_layers or {},
+            memory_budget=self.memory_budget,
+        )
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("give exactly one of target_epsilon and noise_multiplier")
+        if self.noise_multiplier is not None:
+            require_positive("noise_multiplier", self.noise_multiplier)
+        else:
+            require_positive("target_epsilon", self.target_epsilon)
+
+        def sigma_of(bands: int) -> float:
+            if self.noise_multiplier is not None:
+                return float(self.noise_multiplier)
+            assert self.target_epsilon is not None
+            return noise_multiplier(
+                self.target_epsilon, delta, sample_rate=q, steps=steps, clipping=clipper.claim.clipping, bands=bands
+            )
+
+        choice, mixing = self._mixing(steps, q, sigma_of)
+        bands = 1 if mixing is None else mixing.bands
+        sigma = sigma_of(bands)
+        event = PoissonGaussian(sigma, q, steps, clipper.claim.clipping, bands)
+        if event.bands * q > 1:
+            warnings.warn(
+                f"bands={bands} times the sampling rate {q:.4g} exceeds 1: every batch is a whole part of {dataset_size / bands:.0f} records, fewer than the "
+                f"{q * dataset_size:.0f} asked for; use at most {int(1 / q)} bands",
+                UserWarning,
+                stacklevel=2,
+            )
+        sampler: PoissonSampler | CyclicPoissonSampler = PoissonSampler(dataset_size, q)
+        noise: GaussianNoise | BandedNoise = GaussianNoise(sigma)
+        if mixing is not None and bands > 1:
+            ids = index_ids(dataset_size) if record_ids is None else record_ids
+            if len(ids) != dataset_size:
+                raise ValueError(
+                    f"record_ids has {len(ids)} entries for dataset_size={dataset_size}; give one a record"
+                )
+            sampler = CyclicPoissonSampler(dataset_size, q, bands, deal(ids, bands))
+            noise = BandedNoise(sigma, mixing.banded, self.noise_memory)
+        return PrivacyPlan(
+            config=self,
+            dataset_size=dataset_size,
+            expected_batch_size=event.participation_rate / bands * dataset_size,
+            sampler=sampler,
+            clipper=clipper,
+            noise=noise,
+            event=event,
+            delta=delta,
+            report=epsilon_report(event, delta),
+            mixing=mixing,
+            band_choice=choice,
+            record_identity="index" if bands > 1 and record_ids is None else "content",
+        )
+
+    def _mixing(
+        self, steps: int, q: float, sigma_of: Callable[[int], float]
+    ) -> tuple[BandChoice | None, MixingMatrix | None]:
+        """The mixing matrix and how its bands were chosen; (None, None) for independent noise."""
+        if self.mixing is not None:
+            if self.bands != 1 or self.workload is not None:
+                raise ValueError(
+                    "mixing is given, and so are bands or workload; give the matrix, or what it is made from"
+                )
+            if self.mixing.steps != steps:
+                raise ValueError(
+                    f"mixing has {self.mixing.steps} rows for {steps} steps; build it for the steps of the run"
+                )
+            return None, self.mixing
+        if self.bands == 1:
+            if self.workload is not None:
+                raise ValueError(
+                    "workload is given, but bands=1 is independent noise; set bands to a number above 1, or to 'auto'"
+                )
+            return None, None
+        given = PrefixSums if self.workload is None else self.workload
+        load = as_workload(given(steps) if callable(given) else given)
+        if load.steps != steps:
+            raise ValueError(
+                f"workload is for {load.steps} steps, the run has {steps}; build it for the steps of the run"
+            )
+        if self.bands == "auto":
+            if self.target_epsilon is None:
+                raise ValueError(
+                    "bands='auto' weighs correlation against the noise that target_epsilon needs; give target_epsilon instead of noise_multiplier, or a number of bands"
+                )
+            found = choose_bands(load, sigma_of, default_candidates(steps, q), self.mixing_family)
+            return found, found.chosen.mixing
+        if isinstance(self.bands, str):
+            raise ValueError(f"bands={self.bands!r} must be a whole number or 'auto'")
+        return None, mixing_matrix(load, self.bands, self.mixing_family)
+
+    def _rate(self, dataset_size: int) -> float:
+        if (self.expected_batch_size is None) == (self.sample_rate is None):
+            raise ValueError("give exactly one of expected_batch_size and sample_rate")
+        if self.sample_rate is not None:
+            require_rate("sample_rate", self.sample_rate)
+            return float(self.sample_rate)
+        assert self.expected_batch_size is not None
+        require_positive("expected_batch_size", self.expected_batch_size)
+        if self.expected_batch_size > dataset_size:
+            raise ValueError(
+                f"expected_batch_size={self.expected_batch_size} exceeds the number of records, {dataset_size}; use at most {dataset_size}"
+            )
+        return self.expected_batch_size / dataset_size
+
+    def _steps(self, q: float) -> int:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of steps and epochs")
+        if self.steps is not None:
+            require_int("steps", self.steps)
+            require_at_least("steps", self.steps, 1, "train for at least one step")
+            return self.steps
+        assert self.epochs is not None
+        require_positive("epochs", self.epochs)
+        return max(1, round(self.epochs / q))
+
+    def _delta(self, dataset_size: int) -> float:
+        if self.target_delta is None:
+            return min(dataset_size**-DELTA_EXPONENT, 0.5)
+        require_delta("target_delta", self.target_delta)
+        if self.target_delta >= 1 / dataset_size and dataset_size > 1:
+            warnings.warn(
+                f"target_delta={self.target_delta} is not below 1/{dataset_size}, one over the number of records: a mechanism that publishes one "
+                f"record outright could meet it; use at most {dataset_size**-DELTA_EXPONENT:.2g}",
+                UserWarning,
+                stacklevel=3,
+            )
+        return float(self.target_delta)
