@@ -101,6 +101,30 @@ def test_both_forms_of_the_files_read_alike_and_splits_hold_each_record_once(tmp
     assert set(half.train.record_ids) <= ids[0]
 
 
+def test_digits_come_from_the_wheel_or_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata as metadata
+
+    rng = np.random.default_rng(0)
+    table = np.hstack([rng.integers(0, 17, (20, 64)), np.arange(20)[:, None] % 10])
+    np.savetxt(tmp_path / "digits.csv.gz", table, delimiter=",", fmt="%d")
+
+    class Held:
+        name = "digits.csv.gz"
+
+        def locate(self) -> Path:
+            return tmp_path / self.name
+
+    monkeypatch.setattr(metadata, "files", lambda package: [Held()] if package == "scikit-learn" else [])
+    train_part, test = load_images("packaged:digits", 14)
+    assert train_part.pixels.shape == (16, 1, 14, 14) and len(test) == 4
+    whole, _ = load_images("packaged:digits")
+    assert np.array_equal(whole.pixels[0, 0].numpy().ravel(), np.round(table[1, :64] * 255 / 16).astype(np.uint8))
+    assert whole.labels[0] == table[1, 64]
+    monkeypatch.setattr(metadata, "files", lambda package: None)
+    with pytest.raises(ValueError, match="pip install scikit-learn"):
+        load_images("packaged:digits")
+
+
 def test_a_training_image_that_is_in_the_test_set_is_left_out(images: Path) -> None:
     train_part, _ = load_images(str(images))
     splits, public = split_images(train_part, train_part.subset(np.arange(10)), 0.2, 0.2)

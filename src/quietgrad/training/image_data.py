@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import importlib.metadata
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from torch import Tensor
 from quietgrad.training.data import Splits
 
 PACKAGED_FASHION = "packaged:fashion-mnist"
+PACKAGED_DIGITS = "packaged:digits"
+DIGITS_PACKAGE = "scikit-learn"
 FASHION_PACKAGE = "dataset-fashion-mnist"
 TORCHVISION = "torchvision:"
 IDX_FILES = {
@@ -83,7 +86,9 @@ class LabelledImages:
 def is_image_source(source: str) -> bool:
     """Whether ``load_images`` reads it."""
     return (
-        source == PACKAGED_FASHION or source.startswith(TORCHVISION) or _idx_file(Path(source), "train", 0) is not None
+        source in (PACKAGED_FASHION, PACKAGED_DIGITS)
+        or source.startswith(TORCHVISION)
+        or _idx_file(Path(source), "train", 0) is not None
     )
 
 
@@ -91,14 +96,16 @@ def load_images(source: str, size: int = 0) -> tuple[LabelledImages, LabelledIma
     """Training and test records of a data set.
 
     Args:
-        source: ``packaged:fashion-mnist`` (the Debian package dataset-fashion-mnist), a folder with the four files of MNIST's format (.gz or not), or
+        source: ``packaged:fashion-mnist`` (the Debian package dataset-fashion-mnist), ``packaged:digits`` (1797 handwritten digits of 8 x 8 pixels in scikit-learn's wheel), a folder with the four files of MNIST's format (.gz or not), or
             ``torchvision:NAME:FOLDER`` (such as ``torchvision:CIFAR10:data``; needs torchvision).
         size: pixels a side (0: as they are).
 
     Raises:
         ValueError: if the source is not there or not of that kind.
     """
-    if source.startswith(TORCHVISION):
+    if source == PACKAGED_DIGITS:
+        train, test = _digits()
+    elif source.startswith(TORCHVISION):
         train, test = (_torchvision(source, train) for train in (True, False))
     else:
         folder = _fashion_folder() if source == PACKAGED_FASHION else Path(source)
@@ -149,6 +156,24 @@ def _fashion_folder() -> Path:
         f"data.source={PACKAGED_FASHION!r} needs the Debian package {FASHION_PACKAGE} (apt-get install {FASHION_PACKAGE}); elsewhere give the folder of the four files, "
         "or torchvision:FashionMNIST:FOLDER"
     )
+
+
+def _digits() -> tuple[LabelledImages, LabelledImages]:
+    """The table in scikit-learn's wheel, read as data: 64 grey values 0 to 16 and a label a line. Every fifth record is for testing."""
+    try:
+        files = importlib.metadata.files(DIGITS_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = [f for f in files if f.name == "digits.csv.gz"]
+    if not found:
+        raise ValueError(
+            f"data.source={PACKAGED_DIGITS!r} needs the package {DIGITS_PACKAGE}: pip install {DIGITS_PACKAGE}"
+        )
+    table = np.loadtxt(Path(str(found[0].locate())), delimiter=",")
+    pixels = torch.from_numpy((table[:, :64] * (255 / 16)).round().astype(np.uint8)).reshape(-1, 1, 8, 8)
+    everything = LabelledImages(pixels, table[:, 64].astype(np.int64), tuple(map(str, range(10))), PACKAGED_DIGITS)
+    index = np.arange(len(everything))
+    return everything.subset(index[index % 5 != 0]), everything.subset(index[index % 5 == 0])
 
 
 def _idx_file(folder: Path, part: str, which: int) -> Path | None:
