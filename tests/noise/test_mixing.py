@@ -677,3 +677,33 @@ def test_default_candidates_start_at_one_and_stay_within_steps_and_parts(steps: 
     assert list(found) == sorted(set(found))
     assert max(found) <= min(32, steps)
     assert rate is None or max(found) * rate <= 1 + 1e-12
+
+
+# The loss after every step
+
+
+@pytest.mark.parametrize("steps", [1, 7, 40])
+@pytest.mark.parametrize("eigenvalues", [(3.0, 1.0, 0.2, 0.01), (4.0, 1e-9), tuple(8 / np.arange(1, 400) ** 1.2)])
+def test_the_horizon_all_is_the_mean_of_theorem_ones_workloads(steps: int, eigenvalues: tuple[float, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # clamped eigenvalues
+        factor = Curvature(eigenvalues, 0.5, steps, horizon="all").factor()
+        expected = np.zeros((steps, steps))
+        for t in range(1, steps + 1):
+            expected[:t, :t] += curvature_workload(eigenvalues, 0.5, t) / steps
+    np.testing.assert_allclose(factor @ factor.T, expected, atol=1e-5 * expected.max())
+
+
+def test_without_curvature_the_horizon_all_is_prefix_sums() -> None:
+    factor = Curvature((1e-10,), 0.5, 25, horizon="all").factor()
+    found, sums = factor @ factor.T, prefix_sum_workload(25)
+    np.testing.assert_allclose(found / found[0, 0], sums / sums[0, 0], atol=1e-7)
+
+
+def test_counting_every_step_keeps_each_steps_noise_small() -> None:
+    eigenvalues = tuple(8 / np.arange(1, 400) ** 1.2)
+    final, every = (mixing_matrix(Curvature(eigenvalues, 0.2, 60, horizon=horizon), 8) for horizon in ("final", "all"))
+    assert every.banded.largest_inverse_row() < 0.5 * final.banded.largest_inverse_row()
+    assert every.relative_gap is not None and every.relative_gap < 1e-5
+    with pytest.raises(ValueError, match="horizon='next'"):
+        Curvature(eigenvalues, 0.2, 60, horizon="next")
