@@ -15,7 +15,7 @@ from tiny_runs import config_of, crash_at, interrupt_at, train, weights
 
 from quietgrad.accounting import epsilon
 from quietgrad.curvature import load_spectrum
-from quietgrad.facts import PoissonGaussian
+from quietgrad.facts import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import read_ledger
 from quietgrad.noise import BandedNoise
 from quietgrad.noise.mixing import load_mixing
@@ -216,6 +216,22 @@ def test_no_session_draws_with_the_root_of_another(values) -> None:
     second = [json.loads(line) for line in (folder / "noise.keys").read_text().splitlines()]
     assert [x["step"] for x in first] == [0] and [x["step"] for x in second] == [0, 4]
     assert second[0] == first[0] and second[1]["root"] != first[0]["root"]
+
+
+def test_the_three_methods_compose(values) -> None:
+    plain = prepare(config_of(values)).plan
+    folder = values["training.run_dir"]
+    denoised, _, _ = train(
+        values | {"denoising.method": "spectral", "optimizer.momentum": 0.9, "training.run_dir": folder + "-denoised"}
+    )
+    assert (denoised.plan.event, denoised.plan.epsilon) == (plain.event, plain.epsilon)  # post-processing is free
+    sketched, _, run_dir = train(values | {"clipping.estimator": "hutch", "training.run_dir": folder + "-sketched"})
+    event = sketched.plan.event
+    assert isinstance(event.clipping, RandomizedClipping) and event.bands == 3
+    assert event.noise_multiplier > plain.noise_multiplier  # sketches cost noise
+    assert read_ledger(run_dir.path).event == event and sketched.plan.epsilon <= 4.0
+    exact = PoissonGaussian(event.noise_multiplier, event.sample_rate, event.steps, bands=3)
+    assert epsilon(exact, sketched.plan.delta) < sketched.plan.epsilon
 
 
 def test_spectrum_then_noisecurve(quietgrad, values, write_config, tmp_path: Path) -> None:
