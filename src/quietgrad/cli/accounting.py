@@ -91,9 +91,10 @@ def _from_ledger(path: Path, delta: float | None, as_json: bool) -> None:
         raise ValueError("the ledger names no delta; give --delta")
     at = float(at)
     require_delta("delta", at)
-    extra = {"releases": contents.releases, "ledger": str(path)}
+    relation = contents.header.get("neighbouring", "add-remove")
+    extra = {"releases": contents.releases, "ledger": str(path), "neighbouring": relation}
     if contents.event is None:
-        record = {"epsilon": 0.0, "delta": at, "neighbouring": "add-remove", **extra}
+        record = {"epsilon": 0.0, "delta": at, **extra}
         if as_json:
             print_json(record)
         else:
@@ -128,6 +129,10 @@ def _warn_large_delta(delta: float, dataset_size: int | None) -> None:
     require_delta("delta", delta)
     if dataset_size is not None and dataset_size > 1 and delta >= 1 / dataset_size:
         sys.stderr.write(f"warning: delta={delta} is not below 1/{dataset_size}, one over the number of records\n")
+
+
+# Parts that a record's index decides stay as they are only if its place stays, empty.
+RELATIONS = {"add-remove": "add or remove one record", "zero-out": "leave one record's place empty"}
 
 
 def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
@@ -166,6 +171,7 @@ def _show(title: str, event: PrivacyEvent, report: EpsilonReport, as_json: bool,
         print_json(record)
         return
     infinite = math.isinf(report.epsilon)
+    identity = "content" if record["neighbouring"] == "add-remove" else "index"
     rows = [
         ("epsilon", f"infinite: {report.reason}" if infinite else f"{report.epsilon:.4f} (an upper bound)"),
         ("delta", f"{report.delta:g}"),
@@ -174,10 +180,12 @@ def _show(title: str, event: PrivacyEvent, report: EpsilonReport, as_json: bool,
             "steps",
             f"{record['steps']}, as {record['compositions']} compositions at rate {record['participation_rate']:.6g}",
         ),
-        ("neighbouring relation", "add or remove one record"),
+        ("neighbouring relation", RELATIONS[str(record["neighbouring"])]),
         (
             "sampler",
-            "Poisson" if record["sampler"] == "poisson" else f"Poisson within {record['bands']} fixed parts, in turn",
+            "Poisson"
+            if record["sampler"] == "poisson"
+            else f"Poisson within {record['bands']} fixed parts, in turn; a record's {identity} decides its part",
         ),
         (
             "clipping",

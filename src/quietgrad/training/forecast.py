@@ -64,7 +64,7 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
             "delta": plan.delta,
             "noise_multiplier": plan.noise_multiplier,
             "sample_rate": plan.event.sample_rate,
-            "neighbouring": "add-remove",
+            "neighbouring": plan.neighbouring,
         }
     return record
 

@@ -235,7 +235,7 @@ def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, 
     if plan is not None:
         result["noise_multiplier"] = plan.noise_multiplier
         result["sample_rate"] = plan.event.sample_rate
-        result["neighbouring"] = "add-remove"
+        result["neighbouring"] = plan.neighbouring
         if plan.config.seed is not None:
             result["seed_warning"] = (
                 "the noise is reproducible from the seed: the guarantee holds only if the seed stays secret and serves one run"
