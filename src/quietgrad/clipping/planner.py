@@ -78,11 +78,12 @@ class Cost:
             # Kept: written, read for the norm, read for the sum, which is read and written once for all examples.
             traffic = self.gradient_entries * (3.0 + 2.0 / self.examples if kept else 1.0)
             if self.native_per_example:
-                traffic += 10 * self.examples * speed.call_overhead * speed.entries_per_second
+                traffic += 3 * self.examples * speed.call_overhead * speed.entries_per_second
             if kept:
                 work = 0.0
         elif estimator == "ghost":
-            traffic = 2.0 * self.examples * self.blocks * self.positions**2
+            # Two Gram matrices written and read, their product written and read.
+            traffic = 6.0 * self.examples * self.blocks * self.positions**2
         return work / speed.batched_multiplications_per_second + traffic / speed.entries_per_second
 
 
