@@ -195,6 +195,26 @@ class DenseWorkload:
             return vectors[:, kept] * np.sqrt(values[kept])
 
 
+@dataclass(frozen=True, eq=False)
+class Factored:
+    """A workload whose factor is at hand: found once for several matrices.
+
+    Attributes:
+        matrix: F [T, r].
+        name: of the workload that it is of.
+    """
+
+    matrix: Floats
+    name: str
+
+    @property
+    def steps(self) -> int:
+        return int(self.matrix.shape[0])
+
+    def factor(self) -> Floats:
+        return self.matrix
+
+
 def prefix_sum_workload(
     steps: int, momentum: float = 0.0, learning_rates: Sequence[float] | None = None
 ) -> NDArray[np.float64]:
@@ -240,7 +260,7 @@ def as_workload(workload: object) -> Workload:
     Raises:
         ValueError: for anything else, naming what is wrong.
     """
-    if isinstance(workload, PrefixSums | Curvature | DenseWorkload):
+    if isinstance(workload, PrefixSums | Curvature | DenseWorkload | Factored):
         return workload
     matrix = np.asarray(workload, dtype=np.float64)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
