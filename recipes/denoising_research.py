@@ -56,7 +56,7 @@ def measure() -> dict[str, Any]:
     }  # fmt: skip
     cache = prepared.prefix_cache()
     assert cache is not None and prepared.plan is not None
-    model, loss, clipper = cache.upper, prepared.loss(cached=True), prepared.plan.clipper
+    model, loss, clipper = cache.upper, prepared.loss(), prepared.plan.clipper
     optimizer = torch.optim.AdamW(trainable_parameters(model).values(), lr=3e-4, weight_decay=0.0)
     key = RandomKey.from_seed(1)
     found: dict[str, Any] = {"this_record_is": "not private", "sigmas": sigmas, "steps": [], "spectra": {}}

@@ -13,7 +13,7 @@ def test_it_is_fitted_to_half_of_the_validation_records_and_frozen(settings: dic
     prepared = prepare(config_of(settings | {"model.public_head_steps": 50, "training.seed": 0}))
     head = prepared.model.classifier.head
     assert float(head.weight.norm()) > 0 and not head.weight.requires_grad
-    assert len(prepared.validation) == len(prepared.splits.validation) // 2  # the other half was fitted to
+    assert len(prepared.validation) == len(prepared.task.splits.validation) // 2  # the other half was fitted to
     found = predictions(prepared.model.classifier, prepared.validation, 64, prepared.device)
     assert (found == prepared.validation.labels).mean() > 0.7
 

@@ -152,7 +152,7 @@ def test_every_way_to_tune(tune: str, head: str, settings) -> None:
 
     classifier, tokenizer, labels = load_saved(run_dir.model)
     assert labels == ["bad", "good"]
-    texts = tokenise(prepared.splits.test, tokenizer, 16)
+    texts = tokenise(prepared.task.splits.test, tokenizer, 16)
     again = predictions(classifier, texts, 8, torch.device("cpu"))
     assert np.array_equal(again, predictions(prepared.model.classifier, prepared.test, 8, torch.device("cpu")))
     batch = texts.collate(np.arange(5), torch.device("cpu"))
@@ -226,7 +226,7 @@ def test_cached_frozen_layers_give_the_same_gradients(changed: dict, settings) -
     whole = per_example_norms(
         prepared.model.classifier, prepared.loss(), prepared.train.collate(records, prepared.device)
     )
-    cached = per_example_norms(cache.upper, prepared.loss(cached=True), cache.collate(records, prepared.device))
+    cached = per_example_norms(cache.upper, prepared.loss(), cache.collate(records, prepared.device))
     torch.testing.assert_close(whole, cached, rtol=1e-4, atol=0)
 
 

@@ -63,7 +63,7 @@ class TrainConfig:
         _choice("optimizer.name", self.optimizer.name, ("adamw", "sgd"))
         _choice("optimizer.schedule", self.optimizer.schedule, SCHEDULES)
         _choice("noise.method", self.noise.method, NOISE_METHODS)
-        _choice("spectrum.labels", self.spectrum.labels, LABELS)
+        _choice("spectrum.made_up_labels", self.spectrum.made_up_labels, LABELS)
         _choice("noise.family", self.noise.family, FAMILIES)
         _choice("noise.horizon", self.noise.horizon, HORIZONS)
         _choice("noise.memory", self.noise.memory, MEMORIES)

@@ -61,7 +61,7 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
         raise ValueError(
             f"{len(shared)} of the public images are among the private training records; a spectrum of private data is not accounted for: take other images (spectrum.public)"
         )
-    torch.manual_seed(table.seed)
+    torch.manual_seed(table.public_seed)
     model = load_image_classifier(config.model.name, int(public.pixels.shape[1]), len(task.label_names), "full")
     assert isinstance(model, SmallCnn)
     model.to(device)
@@ -72,12 +72,12 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
         pixels,
         table.simclr_epochs,
         model.hidden.out_features,
-        seed=table.seed,
+        seed=table.public_seed,
         progress=lambda done, of: report(f"SimCLR: epoch {done} of {of}") if done % 10 == 0 or done == of else None,
     )
     model.eval()
-    labels = made_up_labels(model.embed, pixels, len(task.label_names), table.labels, table.seed)
-    fit_to_labels(model, list(model.head.parameters()), pixels, labels, table.head_epochs, seed=table.seed)
+    labels = made_up_labels(model.embed, pixels, len(task.label_names), table.made_up_labels, table.public_seed)
+    fit_to_labels(model, list(model.head.parameters()), pixels, labels, table.head_epochs, seed=table.public_seed)
     weights_path, spectrum_path = Path(table.weights_output), Path(table.output)
     for path in (weights_path, spectrum_path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,17 +137,17 @@ def _spectrum(
     operator = CurvatureOperator(model, classification_loss, batches, keep_graphs=True)
     size = int(operator.shape[0])
     report(f"Hessian of {size} parameters on {count} public images: mass of the positive part")
-    positive = positive_part(operator, table.probes, table.lanczos_steps, seed=table.seed)
+    positive = positive_part(operator, table.probes, table.lanczos_steps, seed=table.public_seed)
     wanted = min(table.top, size - 1)
     report(f"the {wanted} largest eigenvalues")
-    top = top_eigenvalues(operator, wanted, seed=table.seed)
+    top = top_eigenvalues(operator, wanted, seed=table.public_seed)
     tail = automatic_tail_index(top.values, positive.mass, size, table.tail_value)
     norms = torch.cat([per_example_norms(model, classification_loss, batch) for batch in batches]).cpu().numpy()
     facts = {
         # How clipping shortens gradients is part of how their sum answers to a change of the weights.
         "gradient_norm_quantiles": [float(q) for q in np.quantile(norms, np.linspace(0, 1, 101))],
         "matrix": "hessian",
-        "loss": f"cross entropy of labels made up as {table.labels}",
+        "loss": f"cross entropy of labels made up as {table.made_up_labels}",
         "public": table.public,
         "public_images": len(public),
         "hessian_images": count,

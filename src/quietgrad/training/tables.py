@@ -129,12 +129,12 @@ class SpectrumTable:
         public: "held-out" (the images set aside by data.public_fraction), or a data source as in data.source.
         output, weights_output: files for the spectrum and the initial weights.
         simclr_epochs, head_epochs: of pretraining, and of the head on made-up labels.
-        labels: how labels are made up: "clusters" of the embedding, or "random" (the paper).
+        made_up_labels: how labels are made up: "clusters" of the embedding, or "random" (the paper).
         top: eigenvalues computed one by one.
         hessian_records: images that the Hessian is taken over.
         probes, lanczos_steps: of the quadrature that measures the positive part's mass.
         tail_value: where the tail ends.
-        seed: of all of it; public.
+        public_seed: of all of it.
     """
 
     public: str = "held-out"
@@ -142,13 +142,13 @@ class SpectrumTable:
     weights_output: str = "public.safetensors"
     simclr_epochs: int = 40
     head_epochs: int = 20
-    labels: str = "clusters"
+    made_up_labels: str = "clusters"
     top: int = 200
     hessian_records: int = 1000
     probes: int = 4
     lanczos_steps: int = 60
     tail_value: float = 1e-6
-    seed: int = 0
+    public_seed: int = 0
 
 
 @dataclass(frozen=True)
