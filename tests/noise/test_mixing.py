@@ -707,3 +707,28 @@ def test_counting_every_step_keeps_each_steps_noise_small() -> None:
     assert every.relative_gap is not None and every.relative_gap < 1e-5
     with pytest.raises(ValueError, match="horizon='next'"):
         Curvature(eigenvalues, 0.2, 60, horizon="next")
+
+
+@pytest.mark.parametrize("bands", [2, 5, 12])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_certificate_is_the_dual_bound_written_out_densely(bands: int, seed: int) -> None:
+    """Every term, near the best matrix, where each counts, against dense matrices: a term left out would leave a bound that looks better than it is."""
+    rng = np.random.default_rng(seed)
+    steps = 12
+    best = mixing_matrix(PrefixSums(steps), bands).banded.columns
+    columns = unit_columns(best + 1e-3 * rng.standard_normal(best.shape))
+    factor = PrefixSums(steps).factor()
+    dense = BandedLower(columns).dense()
+    x = dense.T @ dense
+    inverse = np.linalg.inv(x)
+    g = inverse @ factor @ factor.T @ inverse
+    objective = np.trace(factor.T @ inverse @ factor)
+    lag = np.abs(np.arange(steps)[:, None] - np.arange(steps)[None, :])
+    bounds = []
+    for tau in objective / steps * 10.0 ** np.arange(-10, 1.1, 0.25):
+        offending = np.where((lag > 0) & (lag < bands), g + tau * inverse, 0.0)
+        shift = np.maximum(np.abs(offending).sum(1) - tau / np.abs(x).sum(1), 0).sum()
+        bounds.append(tau * steps + shift + abs((offending * x).sum()))
+    expected = min(min(bounds) / objective, 1.0)
+    assert optimality_gap(BandedLower(columns), factor) == pytest.approx(expected, rel=1e-9)
+    assert expected < 1

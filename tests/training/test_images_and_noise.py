@@ -19,6 +19,7 @@ from quietgrad.facts import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import read_ledger
 from quietgrad.noise import BandedNoise
 from quietgrad.noise.mixing import load_mixing
+from quietgrad.training.comparison import load_comparison, run_comparison
 from quietgrad.training.image_data import load_images, split_images
 from quietgrad.training.prepare import prepare
 from quietgrad.training.spectrum_run import make_spectrum
@@ -162,6 +163,51 @@ def test_bands_are_chosen_from_public_facts_and_drawn(values) -> None:
     assert choice.chosen.error == min(c.error for c in choice.candidates)
     if choice.chosen.bands > 1:
         assert run_dir.bands_figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_choice_of_one_band_is_kept_for_the_resume(values, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = values | {"noise.bands": 0}
+    monkeypatch.setattr("quietgrad.noise.bands.BandCandidate.error", property(lambda self: float(self.bands)))
+    first, _, run_dir = train(values, report=interrupt_at(4))
+    assert first.plan.event.bands == 1 and load_mixing(run_dir.mixing).bands == 1
+    monkeypatch.undo()  # found again, the choice would be another
+    assert prepare(config_of(values)).plan.event.bands > 1
+    resumed, outcome, _ = train(values, resume=True)
+    assert resumed.plan.event == first.plan.event and outcome.result["steps"] == 9
+
+
+def test_a_matrix_of_a_start_that_released_nothing_is_not_kept(values) -> None:
+    folder = Path(values["training.run_dir"])
+    train(values, report=interrupt_at(1))
+    (folder / "ledger.jsonl").unlink()
+    (folder / "checkpoint.pt").unlink()
+    train(values | {"noise.bands": 2}, report=interrupt_at(1))
+    assert load_mixing(folder / "mixing.npz").bands == 2
+
+
+def test_a_comparison_makes_a_matrix_for_every_setting_that_shapes_it(values, tmp_path: Path) -> None:
+    base = {name: value for name, value in values.items() if not name.startswith(("privacy.", "training.run_dir"))}
+    lines = ["[comparison]", "epsilons = [4.0]", "seeds = 1", "tuning_seeds = 1", "learning_rates = [0.2]"]
+    lines += ["protocol_rate = 0.2", 'reference = "short"', "[variants.short]", "training.steps = 6", "[variants.long]"]
+    lines += ["training.steps = 9"]
+    tables: dict[str, list[str]] = {}
+    for name, value in base.items():
+        table, key = name.split(".")
+        tables.setdefault(table, []).append(f"{key} = {json.dumps(value)}")
+    for table, keys in tables.items():
+        lines += [f"[{table}]", *keys]
+    file = tmp_path / "comparison.toml"
+    file.write_text("\n".join(lines) + "\n")
+    made: list[int] = []
+    run_comparison(load_comparison(file), lambda run, record, left: made.append(record["steps"]))
+    assert sorted(made) == [6, 9]
+
+
+def test_the_sketch_that_plan_offers_is_calibrated_for_the_same_bands(quietgrad, values, write_config) -> None:
+    code, out, _ = quietgrad("plan", write_config(values), "--json")
+    offered = json.loads(out)["sketch"]
+    plan = prepare(config_of(values | {"clipping.estimator": "hutch"})).plan
+    assert code == 0 and offered["noise_multiplier"] == plan.noise_multiplier
 
 
 @pytest.mark.parametrize("memory", ["rows", "regenerate"])

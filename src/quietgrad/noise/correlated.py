@@ -54,7 +54,7 @@ class NoiseHistory:
 
 @dataclass(frozen=True)
 class BandedNoise:
-    """Noise of standard deviation sigma C per independent draw, correlated by a banded mixing matrix.
+    """Noise of standard deviation sigma C per independent draw, correlated by a banded mixing matrix. Checking the matrix costs T^2 b once.
 
     Attributes:
         noise_multiplier: sigma, relative to the clipping norm, on the sum of clipped gradients.

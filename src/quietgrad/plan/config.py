@@ -162,7 +162,7 @@ class PrivacyConfig:
             report=epsilon_report(event, delta),
             mixing=mixing,
             band_choice=choice,
-            record_identity="index" if bands > 1 and record_ids is None else "content",
+            record_identity="index" if record_ids is None else "content",
         )
 
     def _mixing(

@@ -56,7 +56,7 @@ class PrivacyPlan:
     report: EpsilonReport
     mixing: MixingMatrix | None = None
     band_choice: BandChoice | None = None
-    record_identity: str = "content"
+    record_identity: str = "index"
 
     def __post_init__(self) -> None:
         # The mechanism that runs is the one accounted for; these can only fail if the plan was put together by hand.
@@ -141,7 +141,8 @@ class PrivacyPlan:
     @property
     def neighbouring(self) -> str:
         """The relation that epsilon is about. Parts dealt by index move when a record is taken out, so its place has to stay, empty."""
-        return "zero-out" if self.record_identity == "index" else NEIGHBOURING
+        cyclic = isinstance(self.sampler, CyclicPoissonSampler)
+        return "zero-out" if cyclic and self.record_identity == "index" else NEIGHBOURING
 
     def _sampling_facts(self) -> dict[str, object]:
         # Not the sizes of the parts: they say more of a record than that it is there.
@@ -179,7 +180,6 @@ class PrivacyPlan:
         return ring, begun[0] if goes_on and begun is not None else step
 
     def _require_same_mechanism(self, header: dict[str, object]) -> None:
-
         planned = {
             "event": replace(self.event, steps=self.event.bands).to_json(),
             "dataset_size": self.dataset_size,

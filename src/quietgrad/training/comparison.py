@@ -352,9 +352,9 @@ class Workbench:
 
     def _plan(self, config: TrainConfig) -> PrivacyPlan | None:
         """The plan; a mixing matrix that an earlier run needed too is not found again."""
-        settings = json.dumps(
-            [config.to_dict()["noise"], config.optimizer.learning_rate, config.privacy.target_epsilon]
-        )
+        tree = config.to_dict()
+        tree["training"].pop("seed", None)  # all that a matrix can depend on, and more; not the seed
+        settings = json.dumps([tree[table] for table in ("noise", "optimizer", "privacy", "clipping", "training")])
         check_spectrum(config, self.model, self.prepared.task.record_ids)
         plan = build_plan(config, self.prepared.task.record_ids, self._mixings.get(settings))
         if plan is not None and plan.mixing is not None:

@@ -81,6 +81,7 @@ def _noise_of_a_sketch(plan: PrivacyPlan) -> dict[str, float]:
         sample_rate=sketched.sample_rate,
         steps=sketched.steps,
         clipping=sketched.clipping,
+        bands=sketched.bands,
     )
     return {"noise_multiplier": sigma}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quietgrad.noise.correlated import BandedNoise
 from quietgrad.noise.mixing import MixingMatrix, load_mixing, save_mixing
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.training.run_dir import RunDir
@@ -12,10 +11,8 @@ from quietgrad.training.run_dir import RunDir
 
 def start_private(plan: PrivacyPlan, run_dir: RunDir) -> PrivateRun:
     """Starts the plan, or goes on with it: correlated noise exactly where it was, as long as the keys are there (or a seed is given)."""
-    if not isinstance(plan.noise, BandedNoise):
-        return plan.start(run_dir.ledger)
-    assert plan.mixing is not None
-    if not run_dir.mixing.exists():
+    # A choice of one band is kept too: found again, within a limit of time, it could come out differently. A matrix without a ledger is of a start that released nothing.
+    if plan.mixing is not None and not run_dir.ledger.exists():
         save_mixing(plan.mixing, run_dir.mixing)
         draw_choice(plan, run_dir.bands_figure)
     return plan.start(run_dir.ledger, run_dir.noise_keys)

@@ -38,7 +38,7 @@ class SpectrumRun:
 
 
 def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> SpectrumRun:
-    """Pretrains on the public images, saves the weights, and computes the spectrum of the Hessian (or Gauss-Newton matrix) there.
+    """Pretrains on the public images, saves the weights, and computes the spectrum of the Hessian there.
 
     Args:
         config: model, data and [spectrum] tables; its private records are read only to refuse public ones among them.
@@ -94,7 +94,7 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
 
 
 def public_images(config: TrainConfig, task: Task) -> LabelledImages:
-    """The images that [spectrum] names: set aside from the training data, or another data set; at most ``records`` of them for pretraining.
+    """The images that [spectrum] names: set aside from the training data, or another data set.
 
     Raises:
         ValueError: if there are none, or they do not have the private images' form.
