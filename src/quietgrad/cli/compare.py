@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ Protocols = dict[str, dict[float, dict[str, "Series"]]]
 def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> None:
     """See ``quietgrad compare --help``."""
     from quietgrad.report.comparison import comparison_figure, markdown, rows
-    from quietgrad.training.comparison import load_comparison, open_runs, read_results, run_comparison
+    from quietgrad.training.comparison import load_comparison, read_results, run_comparison, runs_left
 
     target = console(as_json)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -29,13 +30,13 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
 
         def report(run: Run, record: dict[str, Any], left: int) -> None:
             target.print(
-                f"{run.variant}, epsilon {run.epsilon:g}, rate {run.rate:g}, seed {run.seed}: validation {record['curve'][-1][1]:.4f}, "
+                f"{run.variant}, epsilon {run.epsilon:g}, rate {run.rate:g}{described(run)}, seed {run.seed}: validation {record['curve'][-1][1]:.4f}, "
                 f"{record['seconds']:.0f} s; {left} more known"
             )
 
         run_comparison(comparison, report, _shard(shard))
     results = read_results(comparison)
-    missing = len(open_runs(comparison, results))
+    missing = runs_left(comparison, results)
     protocols = protocols_of(comparison, results)
     tables = {
         name: rows(chosen, comparison.table.reference, comparison.table.shares)
@@ -64,29 +65,33 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
         target.print(f"\nFigure: {comparison.figure}")
 
 
+def described(run: Run) -> str:
+    """The settings that a search found, beside the rate."""
+    return "".join(
+        f", {key.rpartition('.')[2]} {value:g}" if isinstance(value, float) else f", {key.rpartition('.')[2]} {value}"
+        for key, value in run.settings
+    )
+
+
 def protocols_of(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) -> Protocols:
     """Protocol -> epsilon -> variant -> finished runs; epsilons where the reference or a variant has none are left out."""
     from quietgrad.report.comparison import Series
-    from quietgrad.training.comparison import best_rate
+    from quietgrad.training.comparison import Run, chosen_run
 
-    found: Protocols = {"one rate": {}, "tuned": {}}
+    found: Protocols = {"tuned": {}} if comparison.search is not None else {"one rate": {}, "tuned": {}}
     for protocol, chosen in found.items():
         for epsilon in comparison.table.epsilons:
             variants = {}
             for variant in comparison.variants:
-                rate = (
-                    comparison.table.protocol_rate
-                    if protocol == "one rate"
-                    else best_rate(comparison, results, variant, epsilon)
-                )
-                runs = {
-                    r.seed: v for r, v in results.items() if (r.variant, r.epsilon, r.rate) == (variant, epsilon, rate)
-                }
-                if rate is not None and runs:
+                one = Run(variant, epsilon, comparison.table.protocol_rate, 0)
+                best = one if protocol == "one rate" else chosen_run(comparison, results, variant, epsilon)
+                runs = {r.seed: v for r, v in results.items() if best is not None and replace(r, seed=0) == best}
+                if best is not None and runs:
                     variants[variant] = Series(
-                        rate,
+                        best.rate,
                         {s: [(int(a), float(b)) for a, b in v["curve"]] for s, v in runs.items()},
                         {s: v["test"] for s, v in runs.items()},
+                        described(best).removeprefix(", "),
                     )
             if comparison.table.reference in variants:
                 chosen[epsilon] = variants

@@ -12,7 +12,7 @@ from quietgrad.training.config import load_config
 def run_spectrum(config_path: Path | None, overrides: list[str], as_json: bool) -> None:
     """See ``quietgrad spectrum --help``."""
     target = console(as_json)
-    config = load_config(config_path, overrides, ignored=("comparison", "variants"))
+    config = load_config(config_path, overrides, ignored=("comparison", "variants", "search"))
     from quietgrad.report.spectrum import spectrum_figure
     from quietgrad.training.spectrum_run import make_spectrum
 
@@ -28,7 +28,7 @@ def run_spectrum(config_path: Path | None, overrides: list[str], as_json: bool) 
         "tail_value": spectrum.tail_value,
         **{name: value for name, value in facts.items() if name != "environment"},
         "spectrum": str(made.spectrum_path),
-        "weights": str(made.weights_path),
+        "weights": None if made.weights_path is None else str(made.weights_path),
         "figure": str(figure),
     }
     if as_json:
@@ -49,7 +49,10 @@ def run_spectrum(config_path: Path | None, overrides: list[str], as_json: bool) 
             f"ends at rank {spectrum.tail_index:,} with {spectrum.tail_value:g}: there the fitted curve has the positive part's sum",
         ),
         ("spectrum", f"{made.spectrum_path} (noise.spectrum)"),
-        ("weights", f"{made.weights_path} (model.weights)"),
+        (
+            "weights",
+            "none: the body is frozen" if made.weights_path is None else f"{made.weights_path} (model.weights)",
+        ),
         ("figure", str(figure)),
     ]
     print_table(target, "Public spectrum", rows)

@@ -25,11 +25,13 @@ class Series:
         rate: its learning rate.
         curves: seed -> (step, validation accuracy) pairs.
         tests: seed -> test accuracy at the end.
+        settings: what else a search found for it, in words.
     """
 
     rate: float
     curves: Mapping[int, Curve]
     tests: Mapping[int, float]
+    settings: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Row:
         difference: test accuracy minus the reference's, seed by seed; None for the reference.
         steps: first step whose mean validation accuracy reaches each share of the reference's at its end; None where it does not.
         speed_up: steps of the reference over the variant's, per share.
+        settings: what else a search found.
     """
 
     variant: str
@@ -71,6 +74,7 @@ class Row:
     difference: Interval | None
     steps: tuple[float | None, ...]
     speed_up: tuple[float | None, ...]
+    settings: str = ""
 
 
 def steps_to(curve: Curve, accuracy: float) -> float | None:
@@ -115,6 +119,7 @@ def rows(chosen: Mapping[float, Mapping[str, Series]], reference: str, shares: S
                     None if variant == reference else Interval.of(paired),
                     steps,
                     tuple(None if a is None or b is None else b / a for a, b in zip(steps, base_steps, strict=True)),
+                    series.settings,
                 )
             )
     return found
@@ -126,7 +131,8 @@ def markdown(table: Sequence[Row], shares: Sequence[float]) -> str:
     heads += [f"steps to {share:.0%}" for share in shares] + [f"speed-up {share:.0%}" for share in shares]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for row in table:
-        cells = [f"{row.epsilon:g}", row.variant, f"{row.rate:g}", str(row.seeds), f"{row.test:.4f}"]
+        rate = f"{row.rate:g}" + (f", {row.settings}" if row.settings else "")
+        cells = [f"{row.epsilon:g}", row.variant, rate, str(row.seeds), f"{row.test:.4f}"]
         cells.append("" if row.difference is None else f"{row.difference:+.4f}")
         cells += ["never" if s is None else f"{s:.0f}" for s in row.steps]
         cells += ["" if row.difference is None else "-" if s is None else f"{s:.2f}" for s in row.speed_up]

@@ -1,6 +1,6 @@
 """Many runs of one task that differ in a few settings: variants x epsilons x learning rates x seeds, each run one line of a file, so a comparison stops and resumes anywhere.
 
-Two protocols in one set of runs. *One rate*: every variant at the same learning rate. *Tuned*: every variant at its own best rate of the grid, chosen by final validation
+Two protocols in one set of runs (with a [search] table only the second, and Optuna's trials in the place of the grid). *One rate*: every variant at the same learning rate. *Tuned*: every variant at its own best rate of the grid, chosen by final validation
 accuracy over the first seeds. As in the papers, that choice is not part of any epsilon; test accuracy is looked at for the chosen rates only.
 
 Each epsilon is that of its run alone, were its seed secret. Here seeds are known, runs on the same records add up, and no ledger is kept: a comparison is for records that are
@@ -16,35 +16,23 @@ import fcntl
 import hashlib
 import json
 import os
-import time
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from quietgrad.checks import nearest, require_at_least, require_positive
-from quietgrad.clipping.clipped_sum import ClippedSum
-from quietgrad.noise.mixing import MixingMatrix
-from quietgrad.plan import PrivacyPlan
-from quietgrad.tensors import trainable_parameters
 from quietgrad.training.config import TrainConfig, config_from, read_toml
-from quietgrad.training.noise_settings import check_spectrum
-from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
-from quietgrad.training.prefix_cache import PrefixCache
-from quietgrad.training.prepare import build_plan, precision_context, prepare
-from quietgrad.training.records import Records, logits_of, spread
+from quietgrad.training.search import RATE, SearchTable, Settings, propose, search_table
 
-EVALUATION_BATCH = 256
 # Tables and keys that configurations gained after the first results were committed.
 LATER = ("noise", "noise.horizon", "data.image_size", "data.public_fraction", "model.weights", "optimizer.schedule")
 # What a variant may change; the rest is prepared once for all runs.
 VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer")
+FIXED = ("privacy.target_epsilon", "privacy.noise_multiplier", "privacy.target_delta")
 VARIED_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
 
 
@@ -84,12 +72,29 @@ class ComparisonTable:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of a comparison."""
+    """One training run of a comparison.
+
+    Attributes:
+        variant, epsilon, rate, seed: which.
+        settings: what a search found, beside the rate.
+        trial: its number in a search; None on a grid.
+    """
 
     variant: str
     epsilon: float
     rate: float
     seed: int
+    settings: Settings = ()
+    trial: int | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As it is written: what a grid does not have is left out."""
+        return {k: v for k, v in asdict(self).items() if not (k in ("settings", "trial") and self.trial is None)}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Run:
+        settings = tuple((key, value) for key, value in record.get("settings", ()))
+        return cls(record["variant"], record["epsilon"], record["rate"], record["seed"], settings, record.get("trial"))
 
 
 @dataclass(frozen=True)
@@ -101,12 +106,19 @@ class Comparison:
         table: what is compared.
         variants: name -> {"table.key": value} that the variant changes.
         base: nested dictionaries of the settings all runs share.
+        search: what is searched; None for a grid.
     """
 
     path: Path
     table: ComparisonTable
     variants: dict[str, dict[str, Any]]
     base: dict[str, Any]
+    search: SearchTable | None = None
+
+    @property
+    def first(self) -> Run:
+        """A run that every process has: what is prepared for it serves all."""
+        return Run(self.table.reference, self.table.epsilons[0], self.table.protocol_rate, 0)
 
     @property
     def results(self) -> Path:
@@ -119,7 +131,7 @@ class Comparison:
     def config_of(self, run: Run) -> TrainConfig:
         """The whole configuration of one run."""
         tree = {name: dict(values) for name, values in self.base.items()}
-        for name, value in self.variants[run.variant].items():
+        for name, value in (*self.variants[run.variant].items(), *run.settings):
             table, _, key = name.partition(".")
             tree.setdefault(table, {})[key] = value
         optimizer = tree.setdefault("optimizer", {})
@@ -158,8 +170,14 @@ def load_comparison(path: str | Path) -> Comparison:
         raise ValueError(
             f"config={str(file)!r} has no [comparison] or no [variants.NAME] table; `quietgrad train` takes single runs"
         )
-    table = _table(tree.pop("comparison"))
+    given = tree.pop("comparison")
+    table = _table(given)
     variants = {name: _flat(values) for name, values in tree.pop("variants").items()}
+    search = search_table(tree.pop("search"), list(variants)) if "search" in tree else None
+    if search is not None and ("learning_rates" in given or "protocol_rate" in given):
+        raise ValueError(
+            "comparison.learning_rates and protocol_rate are a grid, and [search] takes its place; keep one of the two"
+        )
     if table.reference not in variants:
         raise ValueError(f"comparison.reference={table.reference!r} is no variant{nearest(table.reference, variants)}")
     if table.protocol_rate not in table.learning_rates:
@@ -170,15 +188,18 @@ def load_comparison(path: str | Path) -> Comparison:
     require_at_least("comparison.seeds", table.seeds, table.tuning_seeds, "there are fewer seeds than tuning seeds")
     for value in (*table.epsilons, *table.learning_rates):
         require_positive("comparison.epsilons and learning_rates", value)
-    found = Comparison(file, table, variants, tree)
+    found = Comparison(file, table, variants, tree, search)
     for variant, changed in variants.items():
-        for name in changed:
-            if name.partition(".")[0] not in VARIED_TABLES and name not in VARIED_KEYS:
+        searched = tuple((r.key, (r.choices or (r.low,))[0]) for r in (search.ranges_of(variant) if search else ()))
+        named = [(f"variants.{variant}.{name}", name) for name in changed]
+        for shown, name in named + [(f'search.ranges."{key}"', key) for key, _ in searched]:
+            if name in FIXED or (name.partition(".")[0] not in VARIED_TABLES and name not in VARIED_KEYS):
                 raise ValueError(
-                    f"variants.{variant}.{name} cannot vary: data, model and cached states are shared by all runs; vary one of "
+                    f"{shown} cannot vary: data, model and cached states are shared by all runs; vary one of "
                     f"{', '.join((*VARIED_TABLES, *VARIED_KEYS))}, or make a comparison of its own"
                 )
-        config = found.config_of(Run(variant, table.epsilons[0], table.protocol_rate, 0))
+        settings = tuple((key, value) for key, value in searched if key != RATE)
+        config = found.config_of(Run(variant, table.epsilons[0], table.protocol_rate, 0, settings))
         if not config.privacy.enabled:
             raise ValueError(
                 "privacy.enabled=false: a comparison has an epsilon for every run; use `quietgrad train` for a reference without privacy"
@@ -211,8 +232,9 @@ def read_results(comparison: Comparison) -> dict[Run, dict[str, Any]]:
     if comparison.results.is_file():
         for line in comparison.results.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
-            run = Run(record["variant"], record["epsilon"], record["rate"], record["seed"])
-            if run.variant in comparison.variants and record["key"] == comparison.key_of(run):
+            run = Run.of(record)
+            fits = run.variant in comparison.variants and (run.trial is None) == (comparison.search is None)
+            if fits and record["key"] == comparison.key_of(run):
                 found[run] = record
     return found
 
@@ -231,9 +253,42 @@ def best_rate(
     return max(means, key=means.__getitem__)
 
 
-def open_runs(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) -> list[Run]:
-    """Runs that are still to be made, the grid of the tuning seeds first; the rest once the rates are known."""
+def chosen_run(
+    comparison: Comparison, results: Mapping[Run, dict[str, Any]], variant: str, epsilon: float
+) -> Run | None:
+    """A variant's best settings at an epsilon, as its run of seed 0; None before grid or search are done."""
+    if comparison.search is None:
+        rate = best_rate(comparison, results, variant, epsilon)
+        return None if rate is None else Run(variant, epsilon, rate, 0)
+    trials = _trials(comparison, results, variant, epsilon)
+    if len(trials) < comparison.search.trials:
+        return None
+    return max(trials, key=lambda trial: trial[1])[0]
+
+
+def runs_left(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) -> int:
+    """How many runs are still to be made, those of a search that are not known yet included."""
     table = comparison.table
+    if comparison.search is None:
+        return len(open_runs(comparison, results))
+    left = 0
+    for variant, epsilon in _studies(comparison):
+        trials = comparison.search.trials * table.tuning_seeds
+        tuned = sum(r.seed < table.tuning_seeds for r in results if (r.variant, r.epsilon) == (variant, epsilon))
+        best = chosen_run(comparison, results, variant, epsilon)
+        final = (
+            0 if best is None else sum(_with_seed(best, s) in results for s in range(table.tuning_seeds, table.seeds))
+        )
+        left += trials - tuned + table.seeds - table.tuning_seeds - final
+    return left
+
+
+def open_runs(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) -> list[Run]:
+    """Runs that are still to be made and known now: the grid of the tuning seeds first, the rest once the rates are known; of a search the next trial of every study, or
+    the seeds that are left for its best."""
+    table = comparison.table
+    if comparison.search is not None:
+        return [run for study in _studies(comparison) for run in _open_of_study(comparison, results, *study)]
     grid = [
         Run(variant, epsilon, rate, seed)
         for seed in range(table.tuning_seeds)
@@ -267,22 +322,67 @@ def run_comparison(
         shard: (i, n): of the runs that remain make the i-th of n parts, for several processes at once. A process whose part of the grid is done does not wait for the
             others: rates are chosen once the whole grid is there, so start it again for the seeds that are left.
     """
-    work: Workbench | None = None
+    work: Any = None
     while True:
         todo = open_runs(comparison, read_results(comparison))
-        mine = [run for run in todo if _share_of(run, shard[1]) == shard[0]]
+        mine = [run for run in todo if _share_of(comparison, run, shard[1]) == shard[0]]
         if not mine:
             return
         for left, run in zip(range(len(mine) - 1, -1, -1), mine, strict=True):
             if work is None:
+                from quietgrad.training.workbench import Workbench  # here: it is built on this module
+
                 work = Workbench(comparison)
             record = work.train(run)
             _append(comparison.results, record)
             report(run, record, left)
 
 
-def _share_of(run: Run, count: int) -> int:
-    return hashlib.sha256(json.dumps(asdict(run), sort_keys=True).encode()).digest()[0] % count
+def _studies(comparison: Comparison) -> list[tuple[str, float]]:
+    return [(variant, epsilon) for epsilon in comparison.table.epsilons for variant in comparison.variants]
+
+
+def _trials(
+    comparison: Comparison, results: Mapping[Run, dict[str, Any]], variant: str, epsilon: float
+) -> list[tuple[Run, float]]:
+    """Finished trials of a study in order: the run of seed 0, and the mean of final validation accuracy over the tuning seeds."""
+    by_trial: dict[int, dict[int, Run]] = {}
+    for run in results:
+        if (run.variant, run.epsilon) == (variant, epsilon) and run.trial is not None:
+            by_trial.setdefault(run.trial, {})[run.seed] = run
+    found: list[tuple[Run, float]] = []
+    seeds = range(comparison.table.tuning_seeds)
+    while len(found) in by_trial and all(s in by_trial[len(found)] for s in seeds):
+        runs = by_trial[len(found)]
+        found.append((runs[0], float(np.mean([results[runs[s]]["curve"][-1][1] for s in seeds]))))
+    return found
+
+
+def _open_of_study(
+    comparison: Comparison, results: Mapping[Run, dict[str, Any]], variant: str, epsilon: float
+) -> list[Run]:
+    table, search = comparison.table, comparison.search
+    assert search is not None
+    best = chosen_run(comparison, results, variant, epsilon)
+    if best is not None:
+        rest = [_with_seed(best, seed) for seed in range(table.tuning_seeds, table.seeds)]
+        return [run for run in rest if run not in results]
+    trials = _trials(comparison, results, variant, epsilon)
+    told = [(tuple(sorted({RATE: run.rate, **dict(run.settings)}.items())), value) for run, value in trials]
+    settings = dict(propose(search, variant, told))
+    rate = float(settings.pop(RATE))
+    rest = [Run(variant, epsilon, rate, s, tuple(settings.items()), len(trials)) for s in range(table.tuning_seeds)]
+    return [run for run in rest if run not in results]
+
+
+def _with_seed(run: Run, seed: int) -> Run:
+    return replace(run, seed=seed)
+
+
+def _share_of(comparison: Comparison, run: Run, count: int) -> int:
+    if comparison.search is not None:
+        return _studies(comparison).index((run.variant, run.epsilon)) % count
+    return hashlib.sha256(json.dumps(run.record(), sort_keys=True).encode()).digest()[0] % count
 
 
 def _append(path: Path, record: dict[str, Any]) -> None:
@@ -290,100 +390,3 @@ def _append(path: Path, record: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(json.dumps(record) + "\n")
-
-
-class Workbench:
-    """Data, model and cached states, shared by the runs of one process."""
-
-    def __init__(self, comparison: Comparison) -> None:
-        # The same run in every process, whichever it makes first: its seed initialises the parameters of all.
-        first = Run(comparison.table.reference, comparison.table.epsilons[0], comparison.table.protocol_rate, 0)
-        prepared = prepare(comparison.config_of(first))
-        self.prepared = prepared
-        self.comparison = comparison
-        self.caches = {
-            name: prepared.prefix_cache(texts)
-            for name, texts in (("train", prepared.train), ("validation", prepared.validation), ("test", prepared.test))
-        }
-        train = self.caches["train"]
-        self.model: nn.Module = prepared.model.classifier if train is None else train.upper
-        self.initial = {name: p.detach().clone() for name, p in trainable_parameters(self.model).items()}
-        every = comparison.table.eval_records
-        self.scheduled = spread(prepared.validation, every or len(prepared.validation))
-        self._mixings: dict[str, MixingMatrix] = {}
-
-    def train(self, run: Run) -> dict[str, Any]:
-        """One run from the initial parameters: its line of the results file."""
-        config = self.comparison.config_of(run)
-        plan = self._plan(config)
-        assert plan is not None
-        prepared = replace(self.prepared, config=config, plan=plan, sampler=plan.sampler, steps=plan.steps)
-        with torch.no_grad():
-            for name, parameter in trainable_parameters(self.model).items():
-                parameter.copy_(self.initial[name])
-                parameter.grad = None
-        denoiser = build_denoiser(config.denoising)
-        optimizer, schedule = build_optimizer(self.model, config.optimizer, prepared.steps, denoiser)
-        loss = prepared.loss()
-        curve: list[tuple[int, float]] = []
-        started = time.monotonic()
-        with plan.start() as private:
-            for step, indices in enumerate(private.batches()):
-                total: ClippedSum | None = None
-                for part in self._micro_batches(indices):
-                    clipped = private.clip(self.model, loss, self._collate("train", part))
-                    total = clipped if total is None else total + clipped
-                assert total is not None
-                noisy = private.release(total)
-                schedule(step)
-                step_on_release(optimizer, denoiser, self.model, noisy, plan.expected_batch_size)
-                if (step + 1) % self.comparison.table.eval_every == 0 and step + 1 < plan.steps:
-                    curve.append((step + 1, self._accuracy("validation", self.scheduled)))
-        curve.append((plan.steps, self._accuracy("validation", np.arange(len(prepared.validation)))))
-        return {
-            **asdict(run),
-            "key": self.comparison.key_of(run),
-            "curve": curve,
-            "test": self._accuracy("test", np.arange(len(prepared.test))),
-            "noise_multiplier": plan.noise_multiplier,
-            "steps": plan.steps,
-            "seconds": round(time.monotonic() - started, 1),
-        }
-
-    def _plan(self, config: TrainConfig) -> PrivacyPlan | None:
-        """The plan; a mixing matrix that an earlier run needed too is not found again."""
-        tree = config.to_dict()
-        tree["training"].pop("seed", None)  # all that a matrix can depend on, and more; not the seed
-        settings = json.dumps([tree[table] for table in ("noise", "optimizer", "privacy", "clipping", "training")])
-        check_spectrum(config, self.model, self.prepared.task.record_ids)
-        plan = build_plan(config, self.prepared.task.record_ids, self._mixings.get(settings))
-        if plan is not None and plan.mixing is not None:
-            self._mixings[settings] = plan.mixing
-        return plan
-
-    def _records(self, part: str) -> Records:
-        records: Records = getattr(self.prepared, part)
-        return records
-
-    def _collate(self, part: str, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        cache = self.caches[part]
-        source: PrefixCache | Records = self._records(part) if cache is None else cache
-        return source.collate(indices, self.prepared.device)
-
-    def _micro_batches(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        if not len(indices):
-            yield indices  # an empty batch is a legal step
-        yield from self.prepared.train.micro_batch_indices(
-            indices, self.prepared.config.clipping.max_physical_batch_size
-        )
-
-    def _accuracy(self, part: str, records: NDArray[np.int64]) -> float:
-        self.model.eval()
-        right = 0
-        with torch.no_grad(), precision_context(self.prepared.config, self.prepared.device):
-            for indices in self._records(part).micro_batch_indices(records, EVALUATION_BATCH):
-                batch = self._collate(part, indices)
-                found = logits_of(self.model, batch).argmax(1)
-                right += int((found == batch["labels"]).sum())
-        self.model.train()
-        return right / len(records)

@@ -19,6 +19,8 @@ from quietgrad.randomness import RandomKey
 from quietgrad.sampling import CyclicPoissonSampler, PoissonSampler
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.config import TrainConfig
+from quietgrad.training.feature_cache import FeatureCache, build_feature_cache
+from quietgrad.training.image_data import LabelledImages
 from quietgrad.training.models import LoadedModel
 from quietgrad.training.noise_settings import check_spectrum, noise_settings
 from quietgrad.training.prefix_cache import PrefixCache, build_prefix_cache
@@ -72,13 +74,18 @@ class Prepared:
 
         return loss
 
-    def prefix_cache(self, records: Records | None = None) -> PrefixCache | None:
-        """Hidden states of the training records (or others) below the lowest trainable block, computed once.
+    def prefix_cache(self, records: Records | None = None) -> PrefixCache | FeatureCache | None:
+        """States of the training records (or others) below the lowest trainable part, computed once.
 
         None where that does not apply or is switched off.
         """
         wanted = self.train if records is None else records
-        if not self.config.training.cache_frozen_layers or not isinstance(wanted, TokenisedTexts):
+        if not self.config.training.cache_frozen_layers:
+            return None
+        if isinstance(wanted, LabelledImages):
+            with precision_context(self.config, self.device):
+                return build_feature_cache(self.model.classifier, wanted, self.device)
+        if not isinstance(wanted, TokenisedTexts):
             return None
         assert isinstance(self.validation, TokenisedTexts)
         return build_prefix_cache(

@@ -18,8 +18,16 @@ from quietgrad.curvature.pretraining import fit_to_labels, made_up_labels, simcl
 from quietgrad.curvature.spectrum import record_hash
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.config import TrainConfig
+from quietgrad.training.feature_cache import HeadOnFeatures, embeddings
 from quietgrad.training.image_data import LabelledImages, load_images
-from quietgrad.training.image_models import IMAGE_MODELS, SmallCnn, load_image_classifier
+from quietgrad.training.image_models import (
+    HUGGING_FACE,
+    IMAGE_MODELS,
+    RANDOM_FEATURES,
+    ImageClassifier,
+    is_image_model,
+    load_image_classifier,
+)
 from quietgrad.training.records import classification_loss
 from quietgrad.training.run_dir import environment
 from quietgrad.training.tasks import Task, load_task
@@ -30,11 +38,11 @@ HELD_OUT = "held-out"
 
 @dataclass(frozen=True)
 class SpectrumRun:
-    """What was computed and where it lies."""
+    """What was computed and where it lies. A body that is frozen from the start learns nothing from public images, and there are no weights to save."""
 
     spectrum: Spectrum
     spectrum_path: Path
-    weights_path: Path
+    weights_path: Path | None
 
 
 def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> SpectrumRun:
@@ -48,9 +56,9 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
         ValueError: no public images, or some that are private, before any work.
     """
     table = config.spectrum
-    if config.model.name not in IMAGE_MODELS:
+    if not is_image_model(config.model.name):
         raise ValueError(
-            f"model.name={config.model.name!r}: spectra are computed for image models here ({', '.join(IMAGE_MODELS)}); for others build one with "
+            f"model.name={config.model.name!r}: spectra are computed for image models here ({', '.join(IMAGE_MODELS)}, image:NAME of Hugging Face); for others build one with "
             "quietgrad.curvature.CurvatureOperator and Spectrum.save, or use noise.method='banded'"
         )
     task = load_task(config)
@@ -62,35 +70,51 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
             f"{len(shared)} of the public images are among the private training records; a spectrum of private data is not accounted for: take other images (spectrum.public)"
         )
     torch.manual_seed(table.public_seed)
-    model = load_image_classifier(config.model.name, int(public.pixels.shape[1]), len(task.label_names), "full")
-    assert isinstance(model, SmallCnn)
-    model.to(device)
+    model = _model(config, public, len(task.label_names)).to(device)
     pixels = public.collate(np.arange(len(public)), device)["pixels"]
-    simclr(
-        model.embed,
-        nn.ModuleList([model.features, model.hidden]),
-        pixels,
-        table.simclr_epochs,
-        model.hidden.out_features,
-        seed=table.public_seed,
-        progress=lambda done, of: report(f"SimCLR: epoch {done} of {of}") if done % 10 == 0 or done == of else None,
-    )
+    body = nn.ModuleList(model.body())
+    learns = any(p.requires_grad for p in body.parameters())
+    if learns:
+        simclr(
+            model.embed,
+            body,
+            pixels,
+            table.simclr_epochs,
+            model.width,
+            seed=table.public_seed,
+            progress=lambda done, of: report(f"SimCLR: epoch {done} of {of}") if done % 10 == 0 or done == of else None,
+        )
     model.eval()
-    labels = made_up_labels(model.embed, pixels, len(task.label_names), table.made_up_labels, table.public_seed)
-    fit_to_labels(model, list(model.head.parameters()), pixels, labels, table.head_epochs, seed=table.public_seed)
-    weights_path, spectrum_path = Path(table.weights_output), Path(table.output)
-    for path in (weights_path, spectrum_path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    features, top = embeddings(model, public, device), HeadOnFeatures(model.head)
+    labels = made_up_labels(nn.Identity(), features, len(task.label_names), table.made_up_labels, table.public_seed)
+    fit_to_labels(top, list(model.head.parameters()), features, labels, table.head_epochs, seed=table.public_seed)
+    spectrum_path = Path(table.output)
+    spectrum_path.parent.mkdir(parents=True, exist_ok=True)
+    weights_path = Path(table.weights_output) if learns else None
     started = {name: value.clone() for name, value in model.state_dict().items()}
     # Private training begins with a head of zeros: the made-up labels are not its labels.
     started |= {name: torch.zeros_like(value) for name, value in started.items() if name.startswith("head.")}
-    _save_weights(started, weights_path)
-    if config.model.tune == "head":
-        model.requires_grad_(False)
-        model.head.requires_grad_(True)
-    spectrum = _spectrum(config, model, public, pixels, labels, report)
+    if weights_path is not None:
+        weights_path.parent.mkdir(parents=True, exist_ok=True)
+        _save_weights(started, weights_path)
+    convex = config.model.tune == "head"
+    spectrum = _spectrum(config, top if convex else model, public, features if convex else pixels, labels, report)
     spectrum.save(spectrum_path)
     return SpectrumRun(spectrum, spectrum_path, weights_path)
+
+
+def _model(config: TrainConfig, public: LabelledImages, labels: int) -> ImageClassifier:
+    """The classifier to pretrain: what trains on public images is the whole of our own models, and of a pretrained one what will train privately too."""
+    name = config.model.name
+    own = "head" if name == RANDOM_FEATURES else "full"
+    return load_image_classifier(
+        name,
+        tuple(public.pixels.shape[1:]),
+        labels,
+        config.model.tune if name.startswith(HUGGING_FACE) else own,
+        lora_rank=config.model.lora_rank,
+        lora_targets=config.model.lora_targets or None,
+    )
 
 
 def public_images(config: TrainConfig, task: Task) -> LabelledImages:
@@ -122,18 +146,17 @@ def _spectrum(
     config: TrainConfig,
     model: nn.Module,
     public: LabelledImages,
-    pixels: Tensor,
+    inputs: Tensor,
     labels: np.ndarray[Any, np.dtype[np.int64]],
     report: Callable[[str], None],
 ) -> Spectrum:
     table = config.spectrum
     count = min(table.hessian_records, len(public))
-    targets = torch.from_numpy(labels).to(pixels.device)
+    targets = torch.from_numpy(labels).to(inputs.device)
     batches = [
-        {"pixels": pixels[start : start + BATCH], "labels": targets[start : start + BATCH]}
-        for start in range(0, count, BATCH)
+        {"inputs": x, "labels": y}
+        for x, y in zip(inputs[:count].split(BATCH), targets[:count].split(BATCH), strict=True)
     ]
-    batches[-1] = {name: value[: count - BATCH * (len(batches) - 1)] for name, value in batches[-1].items()}
     operator = CurvatureOperator(model, classification_loss, batches, keep_graphs=True)
     size = int(operator.shape[0])
     report(f"Hessian of {size} parameters on {count} public images: mass of the positive part")

@@ -11,7 +11,7 @@ from torch import nn
 from quietgrad.training.config import TrainConfig
 from quietgrad.training.data import LabelledTexts, Splits, load_texts, split
 from quietgrad.training.image_data import LabelledImages, is_image_source, load_images, split_images
-from quietgrad.training.image_models import IMAGE_MODELS, load_image_classifier
+from quietgrad.training.image_models import IMAGE_MODELS, is_image_model, load_image_classifier
 from quietgrad.training.models import HeadKind, LoadedModel, Tune, load_classifier
 from quietgrad.training.records import Records
 from quietgrad.training.text_batches import tokenise
@@ -45,11 +45,11 @@ def load_task(config: TrainConfig) -> Task:
     Raises:
         ValueError: for data that are not there, or that do not go with the model.
     """
-    images, wanted = is_image_source(config.data.source), config.model.name in IMAGE_MODELS
+    images, wanted = is_image_source(config.data.source), is_image_model(config.model.name)
     if images != wanted:
         raise ValueError(
             f"data.source={config.data.source!r} holds {'images' if images else 'texts'}, and model.name={config.model.name!r} reads {'images' if wanted else 'texts'}; "
-            f"image models are {', '.join(IMAGE_MODELS)}"
+            f"image models are {', '.join(IMAGE_MODELS)} and image:NAME of Hugging Face"
         )
     if images:
         if config.model.public_head_steps:
@@ -72,10 +72,12 @@ def load_model(config: TrainConfig, task: Task, device: torch.device) -> tuple[L
     if isinstance(task.splits.train, LabelledImages):
         classifier = load_image_classifier(
             config.model.name,
-            int(task.splits.train.pixels.shape[1]),
+            tuple(task.splits.train.pixels.shape[1:]),
             len(task.label_names),
             config.model.tune,
             config.model.weights,
+            config.model.lora_rank,
+            config.model.lora_targets or None,
         )
         model = LoadedModel(classifier, None, config.model.name, cast(Tune, config.model.tune), "mean")
         records = list(parts)

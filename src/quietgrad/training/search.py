@@ -1,0 +1,152 @@
+"""Settings found by Optuna, with the same number of trials for every variant and epsilon (papers/002, appendix D.1).
+
+A study is one variant at one epsilon. Its next trial is a function of the trials before it and of the seed alone, so a search stops and resumes anywhere.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quietgrad.checks import nearest, require_at_least
+
+Value = float | int | str
+Settings = tuple[tuple[str, Value], ...]
+DIGITS = 3  # significant ones of a proposed number: enough, and a result's line stays readable
+RATE = "optimizer.learning_rate"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where one setting is looked for.
+
+    Attributes:
+        key: "table.key" of the configuration.
+        low, high: bounds, both included; whole numbers where both are whole.
+        log: uniform in the logarithm.
+        choices: instead of bounds.
+        variants: the variants that have this setting; empty: all.
+    """
+
+    key: str
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    choices: tuple[Value, ...] = ()
+    variants: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SearchTable:
+    """What is searched.
+
+    Attributes:
+        trials: of every variant at every epsilon.
+        startup: trials at random before the sampler (TPE) learns from those before.
+        search_seed: of the proposals.
+        ranges: one a setting.
+    """
+
+    trials: int
+    startup: int = 4
+    search_seed: int = 0
+    ranges: tuple[Range, ...] = field(default_factory=tuple)
+
+    def ranges_of(self, variant: str) -> list[Range]:
+        return [r for r in self.ranges if not r.variants or variant in r.variants]
+
+
+def search_table(values: dict[str, Any], variants: Sequence[str]) -> SearchTable:
+    """The [search] table of a comparison: trials, startup, search_seed, and [search.ranges."table.key"].
+
+    Raises:
+        ValueError: for unknown keys, bounds that are none, or no range of the learning rate.
+    """
+    values = dict(values)
+    ranges = values.pop("ranges", {})
+    for key in values:
+        if key not in ("trials", "startup", "search_seed"):
+            raise ValueError(f"unknown key search.{key}{nearest(key, ['trials', 'startup', 'search_seed', 'ranges'])}")
+    for key in ("trials", "startup", "search_seed"):
+        if not isinstance(values.get(key, 1), int) or isinstance(values.get(key), bool):
+            raise ValueError(f"search.{key}={values[key]!r} must be a whole number")
+    require_at_least("search.trials", values.get("trials", 0), 1, "say how many settings each variant may try")
+    if RATE not in ranges:
+        raise ValueError(
+            f'[search.ranges] has no "{RATE}"; variants compared at one rate are compared at the rate that suits one of them'
+        )
+    return SearchTable(**values, ranges=tuple(_range(key, found, variants) for key, found in ranges.items()))
+
+
+def _range(key: str, values: Any, variants: Sequence[str]) -> Range:
+    name = f'search.ranges."{key}"'
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}={values!r} must be a table of low and high, or of choices")
+    hints = typing.get_type_hints(Range)
+    for found in values:
+        if found not in hints or found == "key":
+            raise ValueError(f"unknown key {name}.{found}{nearest(found, [h for h in hints if h != 'key'])}")
+    for variant in values.get("variants", ()):
+        if variant not in variants:
+            raise ValueError(f"{name}.variants names {variant!r}, which is no variant{nearest(variant, variants)}")
+    if not values.get("choices"):
+        low, high = (values.get(bound) for bound in ("low", "high"))
+        if not _ordered(low, high, bool(values.get("log"))):
+            raise ValueError(f"{name} must have low < high (and low > 0 with log = true), or choices; got {values}")
+    fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return Range(key, **fixed)
+
+
+def _ordered(low: Any, high: Any, log: bool) -> bool:
+    if not isinstance(low, int | float) or not isinstance(high, int | float):
+        return False
+    return low < high and (low > 0 or not log)
+
+
+def propose(table: SearchTable, variant: str, trials: Sequence[tuple[Settings, float]]) -> Settings:
+    """The settings of the next trial.
+
+    Args:
+        table: what is searched.
+        variant: whose study.
+        trials: settings and value (higher is better) of the trials before, in order.
+
+    Raises:
+        ImportError: without optuna, saying how to install it.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError("a [search] needs optuna: pip install 'quietgrad[search]'") from error
+    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    distributions: dict[str, BaseDistribution] = {}
+    for r in table.ranges_of(variant):
+        if r.choices:
+            distributions[r.key] = CategoricalDistribution(r.choices)
+        elif isinstance(r.low, int) and isinstance(r.high, int):
+            distributions[r.key] = IntDistribution(r.low, r.high, log=r.log)
+        else:
+            distributions[r.key] = FloatDistribution(r.low, r.high, log=r.log)
+    # A sampler of its own for each trial: what it proposes depends on the trials told, not on how many were asked for in this process.
+    sampler = optuna.samplers.TPESampler(
+        seed=table.search_seed * 100_003 + len(trials),
+        n_startup_trials=table.startup,
+        multivariate=True,
+        warn_independent_sampling=False,
+    )
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    for settings, value in trials:
+        study.add_trial(optuna.trial.create_trial(params=dict(settings), distributions=distributions, value=value))
+    asked = study.ask(distributions)
+    bounds = {r.key: r for r in table.ranges_of(variant)}
+    return tuple((key, _rounded(value, bounds[key])) for key, value in sorted(asked.params.items()))
+
+
+def _rounded(value: Value, bounds: Range) -> Value:
+    if bounds.choices or not isinstance(value, float):
+        return value
+    return min(max(float(f"{value:.{DIGITS}g}"), bounds.low), bounds.high)
