@@ -51,18 +51,18 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     )
     with Progress(*columns, console=target, refresh_per_second=2) as bar:
         task = bar.add_task("training", total=prepared.steps, spent="")
-        accuracy_text = ""
+        score_text = ""
 
         def report(progress: runner.Progress) -> None:
-            nonlocal accuracy_text
-            if progress.accuracy is not None:
-                accuracy_text = f" | validation accuracy {progress.accuracy:.3f}"
+            nonlocal score_text
+            if progress.score is not None:
+                score_text = f" | validation {prepared.metric.name} {progress.score:.3f}"
                 if not target.is_terminal:
                     target.print(
-                        f"step {progress.step}/{progress.steps}: epsilon spent {progress.epsilon:.3f}{accuracy_text}"
+                        f"step {progress.step}/{progress.steps}: epsilon spent {progress.epsilon:.3f}{score_text}"
                     )
             spent = f"epsilon {progress.epsilon:.3f}" if prepared.plan is not None else "not private"
-            bar.update(task, completed=progress.step, spent=spent + accuracy_text)
+            bar.update(task, completed=progress.step, spent=spent + score_text)
 
         outcome = runner.train(prepared, run_dir, resume, report)
     if outcome.interrupted:
@@ -74,7 +74,7 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
             code=130,
         )
     known = references_for(config)
-    figure.accuracy_figure(run_dir.read_metrics(), outcome.result, known.get("non_private_accuracy"), run_dir.figure)
+    figure.score_figure(run_dir.read_metrics(), outcome.result, known.get("non_private_accuracy"), run_dir.figure)
     result = outcome.result | {"seconds": round(time.monotonic() - started, 1)}
     if as_json:
         print_json(result)
@@ -220,6 +220,8 @@ def _clipping_text(plan: Any) -> str:
 
 
 def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]) -> None:
+    from quietgrad.training.metrics import ACCURACY, MEAN_AUC
+
     rows = []
     if result["private"]:
         rows.append(
@@ -230,9 +232,12 @@ def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]
         )
     else:
         rows.append(("privacy", "none: a reference run"))
-    rows.append(("test accuracy", f"{result['metrics']['accuracy']:.4f}"))
-    rows.append(("validation accuracy", f"{result['metrics']['validation_accuracy']:.4f}"))
-    rows.append(("majority class", f"{result['majority_accuracy']:.4f}"))
+    for key, value in result["metrics"].items():
+        part = "validation" if key.startswith("validation_") else "test"
+        name = (ACCURACY if "majority_accuracy" in result else MEAN_AUC).name
+        rows.append((f"{part} {name}", f"{value:.4f}"))
+    if "majority_accuracy" in result:
+        rows.append(("majority class", f"{result['majority_accuracy']:.4f}"))
     if known.get("non_private_accuracy") is not None:
         rows.append(
             (

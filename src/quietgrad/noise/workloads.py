@@ -107,6 +107,8 @@ class Curvature:
         floor: share of the white part, 0 for theorem 1 as it stands.
         horizon: "final" (theorem 1: the loss after the last step) or "all" (the mean loss after every step: W = (1/T) sum_t W_t with W_t theorem 1's for t steps). Where
             eta mu is small, "all" is prefix sums; it needs no floor, because no step's noise goes uncounted.
+        clamp: largest eta mu that is believed, in (0, 2]. At 2 (the limit of stability) noise that alternates from step to step is never forgotten, and the best X spends
+            itself on that; clipped training does not behave so (docs/noisecurve.md). At 1 sharper directions forget the past at once.
     """
 
     eigenvalues: tuple[float, ...]
@@ -114,6 +116,7 @@ class Curvature:
     steps: int
     floor: float = 0.0
     horizon: str = "final"
+    clamp: float = 2.0
 
     def __post_init__(self) -> None:
         _check_steps(self.steps)
@@ -127,11 +130,13 @@ class Curvature:
             raise ValueError(
                 "eigenvalues holds no positive one, so no direction has curvature; use prefix_sum_workload, or a spectrum of a trained model"
             )
+        if not 0 < self.clamp <= 2:
+            raise ValueError(f"clamp={self.clamp!r} must be in (0, 2]; beyond 2 the powers grow without bound")
         beyond = int((mu > 2 / self.learning_rate).sum())
         if beyond:
             warnings.warn(
                 f"learning_rate={self.learning_rate:g}: {beyond} of {mu.size} eigenvalues exceed 2 / learning_rate = {2 / self.learning_rate:.3g} (the largest is "
-                f"{mu.max():.3g}) and are clamped to it; plain SGD without clipping would diverge there",
+                f"{mu.max():.3g}) and are clamped to {self.clamp / self.learning_rate:.3g}; plain SGD without clipping would diverge there",
                 UserWarning,
                 stacklevel=3,
             )
@@ -146,7 +151,7 @@ class Curvature:
     def measure(self) -> tuple[Floats, Floats]:
         """Nodes 1 - eta mu_i and weights mu_i of the positive eigenvalues, clamped."""
         mu = np.asarray(self.eigenvalues, dtype=np.float64)
-        mu = np.minimum(mu[mu > 0], 2 / self.learning_rate)
+        mu = np.minimum(mu[mu > 0], self.clamp / self.learning_rate)
         return 1 - self.learning_rate * mu, mu
 
     def factor(self) -> Floats:

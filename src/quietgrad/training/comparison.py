@@ -29,7 +29,19 @@ from quietgrad.training.config import TrainConfig, config_from, read_toml
 from quietgrad.training.search import RATE, SearchTable, Settings, propose, search_table
 
 # Tables and keys that configurations gained after the first results were committed.
-LATER = ("noise", "noise.horizon", "data.image_size", "data.public_fraction", "model.weights", "optimizer.schedule")
+LATER = (
+    "noise",
+    "noise.horizon",
+    "noise.clamp",
+    "data.image_size",
+    "data.public_fraction",
+    "data.label_separator",
+    "data.no_label",
+    "model.weights",
+    "optimizer.schedule",
+)
+# What a run of before did, where that is not today's default.
+BEFORE = {"noise.clamp": 2.0}
 # What a variant may change; the rest is prepared once for all runs.
 VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer")
 FIXED = ("privacy.target_epsilon", "privacy.noise_multiplier", "privacy.target_delta")
@@ -150,7 +162,8 @@ class Comparison:
         default = TrainConfig().to_dict()
         for name in LATER:  # at their defaults they change nothing, and results of before they came stay valid
             table, _, key = name.partition(".")
-            if key and tree.get(table, {}).get(key) == default[table].get(key):
+            idle = name == "noise.clamp" and tree.get("noise", {}).get("method") != "noisecurve"
+            if key and (idle or tree.get(table, {}).get(key) == BEFORE.get(name, default[table].get(key))):
                 tree.get(table, {}).pop(key, None)
             elif not key and tree[table] == default[table]:
                 tree.pop(table)

@@ -66,6 +66,8 @@ class TrainConfig:
         _choice("spectrum.made_up_labels", self.spectrum.made_up_labels, LABELS)
         _choice("noise.family", self.noise.family, FAMILIES)
         _choice("noise.horizon", self.noise.horizon, HORIZONS)
+        if not 0 < self.noise.clamp <= 2:
+            raise ValueError(f"noise.clamp={self.noise.clamp!r} must be in (0, 2]; plain SGD is unstable beyond 2")
         _choice("noise.memory", self.noise.memory, MEMORIES)
         if self.noise.method == "noisecurve" and not self.noise.spectrum:
             raise ValueError(
@@ -102,6 +104,7 @@ class TrainConfig:
             ("model.train_layers", self.model.train_layers),
             ("model.public_head_steps", self.model.public_head_steps),
             ("data.image_size", self.data.image_size),
+            ("spectrum.public_images", self.spectrum.public_images),
             ("noise.bands", self.noise.bands),
             ("noise.floor", self.noise.floor),
             ("noise.curvature_factor", self.noise.curvature_factor),

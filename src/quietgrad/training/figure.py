@@ -1,12 +1,14 @@
-"""The run's figure: validation accuracy and privacy spent, against steps."""
+"""The run's figure: validation score and privacy spent, against steps."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from quietgrad.training.metrics import ACCURACY, MEAN_AUC
 
-def accuracy_figure(metrics: list[dict[str, Any]], result: dict[str, Any], reference: float | None, path: Path) -> None:
+
+def score_figure(metrics: list[dict[str, Any]], result: dict[str, Any], reference: float | None, path: Path) -> None:
     """Draws and saves the figure.
 
     Args:
@@ -22,22 +24,21 @@ def accuracy_figure(metrics: list[dict[str, Any]], result: dict[str, Any], refer
 
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
     steps = [m["step"] for m in metrics]
-    accuracy = [m["validation_accuracy"] for m in metrics]
-    axis.plot(steps, accuracy, "o-", color="#1f5fa8", label="validation accuracy")
-    final = result["metrics"].get("accuracy")
+    metric = ACCURACY if "majority_accuracy" in result else MEAN_AUC
+    scores = [m[f"validation_{metric.key}"] for m in metrics]
+    axis.plot(steps, scores, "o-", color="#1f5fa8", label=f"validation {metric.name}")
+    final = result["metrics"].get(metric.key)
     if final is not None:
-        axis.plot([result["steps"]], [final], "D", color="#0b2e59", markersize=8, label=f"test accuracy, {final:.3f}")
+        axis.plot(
+            [result["steps"]], [final], "D", color="#0b2e59", markersize=8, label=f"test {metric.name}, {final:.3f}"
+        )
     if reference is not None:
         axis.axhline(reference, color="#3a7d44", linestyle="--", linewidth=1, label=f"without privacy, {reference:.3f}")
-    axis.axhline(
-        result["majority_accuracy"],
-        color="#888888",
-        linestyle=":",
-        linewidth=1,
-        label=f"majority class, {result['majority_accuracy']:.3f}",
-    )
+    guess = result.get("majority_accuracy", 0.5)
+    words = "majority class" if metric is ACCURACY else "guessing"
+    axis.axhline(guess, color="#888888", linestyle=":", linewidth=1, label=f"{words}, {guess:.3f}")
     axis.set_xlabel("step")
-    axis.set_ylabel("accuracy")
+    axis.set_ylabel(metric.name)
     axis.set_xlim(0, result["planned_steps"] * 1.04)
     axis.grid(alpha=0.25)
     if any("epsilon" in m for m in metrics):

@@ -38,13 +38,13 @@ class LabelledImages:
 
     Attributes:
         pixels: [n, channels, height, width] uint8.
-        labels: [n], indices into ``label_names``.
+        labels: [n], indices into ``label_names``; or [n, labels] of zeros and ones, where a record has several.
         label_names: names, or the numbers as words.
         source: where they came from.
     """
 
     pixels: Tensor
-    labels: NDArray[np.int64]
+    labels: NDArray[Any]
     label_names: tuple[str, ...]
     source: str
 
@@ -62,6 +62,13 @@ class LabelledImages:
             return self
         smooth = F.interpolate(self.pixels.float(), (size, size), mode="bilinear", antialias=True, align_corners=False)
         return LabelledImages(smooth.round().clamp(0, 255).byte(), self.labels, self.label_names, self.source)
+
+    def with_channels(self, channels: int) -> LabelledImages:
+        """Grey images repeated to three channels, or coloured ones averaged to one."""
+        if self.pixels.shape[1] == channels:
+            return self
+        grey = self.pixels.float().mean(dim=1, keepdim=True).round().byte()
+        return LabelledImages(grey.repeat(1, channels, 1, 1), self.labels, self.label_names, self.source)
 
     @cached_property
     def record_ids(self) -> tuple[bytes, ...]:

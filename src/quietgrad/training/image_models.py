@@ -23,7 +23,7 @@ HUGGING_FACE = "image:"
 IMAGE_MODELS = (SMALL_CNN, VGG, RANDOM_FEATURES)
 IMAGE_TUNES = ("full", "head", "lora")
 GROUPS = 8
-FEATURES = 512
+FEATURES = 2048
 FEATURE_SEED = 20  # of the random features: public, and the same in every run
 
 

@@ -42,7 +42,9 @@ def noise_settings(config: TrainConfig, mixing: MixingMatrix | None = None) -> d
         eigenvalues = tuple(float(m) * factor for m in spectrum.eigenvalues())
 
         def workload(steps: int) -> Workload:
-            return Curvature(eigenvalues, config.optimizer.learning_rate, steps, table.floor, table.horizon)
+            return Curvature(
+                eigenvalues, config.optimizer.learning_rate, steps, table.floor, table.horizon, table.clamp
+            )
     else:
         momentum = config.optimizer.momentum if config.optimizer.name == "sgd" else 0.0
 

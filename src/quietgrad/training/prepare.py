@@ -21,6 +21,7 @@ from quietgrad.tensors import trainable_parameters
 from quietgrad.training.config import TrainConfig
 from quietgrad.training.feature_cache import FeatureCache, build_feature_cache
 from quietgrad.training.image_data import LabelledImages
+from quietgrad.training.metrics import Metric, metric_for
 from quietgrad.training.models import LoadedModel
 from quietgrad.training.noise_settings import check_spectrum, noise_settings
 from quietgrad.training.prefix_cache import PrefixCache, build_prefix_cache
@@ -64,6 +65,11 @@ class Prepared:
         if self.plan is not None:
             return self.plan.expected_batch_size
         return self.sampler.sample_rate * self.sampler.dataset_size
+
+    @property
+    def metric(self) -> Metric:
+        """What the classifier is judged by."""
+        return metric_for(self.validation.labels)
 
     def loss(self) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
         """(model, micro-batch) -> [examples], under autocast where the config asks for it; from inputs or cached states alike."""

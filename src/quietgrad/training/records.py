@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ class Records(Protocol):
     """Labelled records that can be cut into batches."""
 
     @property
-    def labels(self) -> NDArray[np.int64]: ...
+    def labels(self) -> NDArray[Any]:
+        """[n] classes, or [n, labels] of zeros and ones."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -42,20 +44,52 @@ def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """[examples] cross entropies."""
-    return F.cross_entropy(logits_of(model, batch).float(), batch["labels"], reduction="none")
+    """[examples] cross entropies; where a record has several labels, the mean over labels of their binary ones."""
+    logits, labels = logits_of(model, batch).float(), batch["labels"]
+    if labels.dim() == 2:
+        return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(1)
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+class Batches(Protocol):
+    """Records as they are, or what is cached of them."""
+
+    def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]: ...
+
+
+def outputs(
+    model: nn.Module,
+    records: Records,
+    size: int,
+    device: torch.device,
+    chosen: NDArray[np.int64] | None = None,
+    source: Batches | None = None,
+) -> NDArray[np.float32]:
+    """[records, labels] logits in the order of the records, in evaluation mode and without gradients.
+
+    Args:
+        model: the classifier, or what goes on from cached states.
+        records: what is evaluated.
+        size: of a batch.
+        device: where the model is.
+        chosen: indices of some records; None: all.
+        source: cached states of the same records.
+    """
+    was_training = model.training
+    model.eval()
+    wanted = np.arange(len(records)) if chosen is None else chosen
+    rows: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for part in records.micro_batch_indices(wanted, size):
+            logits = logits_of(model, (source or records).collate(part, device)).float().cpu()
+            rows |= dict(zip(part.tolist(), logits, strict=True))
+    model.train(was_training)
+    return torch.stack([rows[int(i)] for i in wanted]).numpy()
 
 
 def predictions(model: nn.Module, records: Records, size: int, device: torch.device) -> NDArray[np.int64]:
-    """[records] predicted labels, in the order of the records, in evaluation mode and without gradients."""
-    was_training = model.training
-    model.eval()
-    found = np.empty(len(records), dtype=np.int64)
-    with torch.no_grad():
-        for part in records.micro_batch_indices(np.arange(len(records)), size):
-            found[part] = logits_of(model, records.collate(part, device)).argmax(1).cpu().numpy()
-    model.train(was_training)
-    return found
+    """[records] predicted labels, in the order of the records."""
+    return outputs(model, records, size, device).argmax(1)
 
 
 def spread(records: Records, count: int) -> NDArray[np.int64]:

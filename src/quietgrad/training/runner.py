@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,11 +17,12 @@ from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan import PrivateRun
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import trainable_parameters
+from quietgrad.training.metrics import ACCURACY
 from quietgrad.training.models import parameter_digest, save_classifier, trainable_count
 from quietgrad.training.noise_state import forget_keys, start_private
 from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
 from quietgrad.training.prepare import Prepared, precision_context
-from quietgrad.training.records import Records, predictions, spread
+from quietgrad.training.records import Records, outputs, spread
 from quietgrad.training.run_dir import RunDir, environment
 
 EVALUATION_BATCH = 256
@@ -35,7 +35,7 @@ class Progress:
     step: int
     steps: int
     epsilon: float
-    accuracy: float | None
+    score: float | None
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
                 loop.plain_gradients(indices)
                 loop.advance(step, None)
             done, made = step + 1, made + 1
-            accuracy = loop.evaluate_on_schedule(done, private)
-            report(Progress(done, prepared.steps, shown.at(done), accuracy))
+            score = loop.evaluate_on_schedule(done, private)
+            report(Progress(done, prepared.steps, shown.at(done), score))
             if done % prepared.config.training.checkpoint_every == 0 or stop.requested:
                 loop.save(done)
             if stop.requested and done < prepared.steps:
@@ -158,21 +158,25 @@ class _Loop:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def accuracy(self, part: Records) -> float:
+    def score(self, part: Records) -> float:
         with precision_context(self.prepared.config, self.prepared.device):
-            found = predictions(self.model, part, EVALUATION_BATCH, self.prepared.device)
-        return float((found == part.labels).mean())
+            found = outputs(self.model, part, EVALUATION_BATCH, self.prepared.device)
+        return self.prepared.metric(found, part.labels)
 
     def evaluate_on_schedule(self, done: int, private: PrivateRun | None) -> float | None:
         every = self.prepared.config.training.eval_every
         if not every or (done % every and done != self.prepared.steps):
             return None
-        accuracy = self.accuracy(self.eval_part)
-        record = {"step": done, "validation_accuracy": accuracy, "validation_records": len(self.eval_part)}
+        score = self.score(self.eval_part)
+        record = {
+            "step": done,
+            f"validation_{self.prepared.metric.key}": score,
+            "validation_records": len(self.eval_part),
+        }
         if private is not None:
             record["epsilon"] = private.epsilon()
         self.run_dir.append_metrics(record)
-        return accuracy
+        return score
 
     def save(self, done: int) -> None:
         trainable = {name: p.detach().cpu() for name, p in trainable_parameters(self.model).items()}
@@ -210,7 +214,8 @@ class _Loop:
 
     def finish(self, done: int) -> dict[str, Any]:
         prepared, run_dir = self.prepared, self.run_dir
-        metrics = {"accuracy": self.accuracy(prepared.test), "validation_accuracy": self.accuracy(prepared.validation)}
+        key = prepared.metric.key
+        metrics = {key: self.score(prepared.test), f"validation_{key}": self.score(prepared.validation)}
         save_classifier(prepared.model, prepared.task.label_names, run_dir.model)
         result = _summary(prepared, run_dir, done, metrics)
         run_dir.write_json(run_dir.result, result)
@@ -219,7 +224,7 @@ class _Loop:
 
 def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, float] | None) -> dict[str, Any]:
     plan = prepared.plan
-    majority = int(np.bincount(prepared.validation.labels).argmax())  # of public records
+    guess = prepared.metric.of_guessing(prepared.validation.labels, prepared.test.labels)
     result: dict[str, Any] = {
         "epsilon": None if plan is None else _epsilon_so_far(prepared, done),
         "delta": None if plan is None else plan.delta,
@@ -228,7 +233,7 @@ def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, 
         "planned_steps": prepared.steps,
         "metrics": metrics or {},
         "run_dir": str(run_dir.path),
-        "majority_accuracy": float((prepared.test.labels == majority).mean()),
+        **({"majority_accuracy": guess[1]} if prepared.metric is ACCURACY else {}),
         "trainable_parameters": trainable_count(prepared.model.classifier),
         "records": {"train": len(prepared.train), "validation": len(prepared.validation), "test": len(prepared.test)},
     }

@@ -19,7 +19,7 @@ from quietgrad.curvature.spectrum import record_hash
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.config import TrainConfig
 from quietgrad.training.feature_cache import HeadOnFeatures, embeddings
-from quietgrad.training.image_data import LabelledImages, load_images
+from quietgrad.training.image_data import LabelledImages
 from quietgrad.training.image_models import (
     HUGGING_FACE,
     IMAGE_MODELS,
@@ -30,7 +30,7 @@ from quietgrad.training.image_models import (
 )
 from quietgrad.training.records import classification_loss
 from quietgrad.training.run_dir import environment
-from quietgrad.training.tasks import Task, load_task
+from quietgrad.training.tasks import Task, load_any_images, load_task
 
 BATCH = 250  # images of one product's part
 HELD_OUT = "held-out"
@@ -131,13 +131,17 @@ def public_images(config: TrainConfig, task: Task) -> LabelledImages:
             )
         images = task.public
     else:
-        images, _ = load_images(table.public, config.data.image_size)
+        images, _ = load_any_images(config, table.public)
     train = task.splits.train
     assert isinstance(train, LabelledImages)
+    images = images.with_channels(int(train.pixels.shape[1]))
+    if table.public_images and table.public_images < len(images):
+        order = np.argsort(np.array(images.record_ids, dtype="S32"), kind="stable")
+        images = images.subset(np.sort(order[: table.public_images]))
     if images.pixels.shape[1:] != train.pixels.shape[1:]:
         raise ValueError(
             f"spectrum.public={table.public!r} has images of the form {tuple(images.pixels.shape[1:])}, the private ones {tuple(train.pixels.shape[1:])}; "
-            "set data.image_size, and take images with as many channels"
+            "set data.image_size"
         )
     return images
 

@@ -12,7 +12,8 @@ class ModelTable:
     """Which model, and what of it trains.
 
     Attributes:
-        name: ``packaged:minilm``, a folder, or a Hugging Face model name.
+        name: ``packaged:minilm``, a folder, or a Hugging Face model name; for images ``cnn:groupnorm``, ``vgg:groupnorm``, ``features:random``, or ``image:`` and a
+            folder or Hugging Face name.
         tune: "lora", "full" or "head".
         head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence classifier).
         lora_rank, lora_targets, lora_layers: rank, module names (empty: a default), top layers with adapters (0: all).
@@ -43,9 +44,11 @@ class DataTable:
 
     Attributes:
         source: ``packaged:tweets``, a CSV/TSV/JSONL/JSON/Parquet file, or a Hugging Face data set; for images ``packaged:fashion-mnist``, a folder with files of MNIST's
-            format, or ``torchvision:NAME:FOLDER``.
-        text, label: column names.
+            format, a folder with train.csv and test.csv or with class folders in train and test (or val), or ``torchvision:NAME:FOLDER``.
+        text, label: column names; of an image folder's tables, "text" is the column of file names.
         labels: the labels to expect (empty: those found).
+        label_separator, no_label: for images with several labels, such as "|", and what stands for none; the loss is then the mean of binary cross entropies, the score the
+            mean area under the ROC curve.
         validation_fraction, test_fraction: shares of the records, by a hash of the text; images come with test records.
         image_size: pixels a side that images are brought to (0: as they are).
         public_fraction: share of the training images set aside as public and unlabelled, for ``quietgrad spectrum``.
@@ -55,6 +58,8 @@ class DataTable:
     text: str = "text"
     label: str = "label"
     labels: list[str] = field(default_factory=list)
+    label_separator: str = ""
+    no_label: str = ""
     validation_fraction: float = 0.1
     test_fraction: float = 0.1
     image_size: int = 0
@@ -107,6 +112,7 @@ class NoiseTable:
             min(1, C / norm) over the public images' gradients.
         floor: weight of a white part in the curvature workload, against noise that the quadratic model does not see: see ``quietgrad.noise.Curvature``.
         horizon: "final" (the loss after the last step, as in the paper) or "all" (after every step), see ``quietgrad.noise.Curvature``.
+        clamp: largest learning rate times eigenvalue that the workload believes, see ``quietgrad.noise.Curvature``: 2 is the paper's, 1 was better here.
         family: "auto", "banded" or "toeplitz", see ``quietgrad.noise.mixing_matrix``.
         memory: "rows" (b - 1 copies of the trainable parameters) or "regenerate" (none, more time).
     """
@@ -117,6 +123,7 @@ class NoiseTable:
     curvature_factor: float = 0.0
     floor: float = 1e-2
     horizon: str = "final"
+    clamp: float = 1.0
     family: str = "auto"
     memory: str = "rows"
 
@@ -127,6 +134,7 @@ class SpectrumTable:
 
     Attributes:
         public: "held-out" (the images set aside by data.public_fraction), or a data source as in data.source.
+        public_images: how many of them are used, chosen by a hash of their pixels (0: all).
         output, weights_output: files for the spectrum and the initial weights.
         simclr_epochs, head_epochs: of pretraining, and of the head on made-up labels.
         made_up_labels: how labels are made up: "clusters" of the embedding, or "random" (the paper).
@@ -138,6 +146,7 @@ class SpectrumTable:
     """
 
     public: str = "held-out"
+    public_images: int = 0
     output: str = "spectrum.npz"
     weights_output: str = "public.safetensors"
     simclr_epochs: int = 40

@@ -11,6 +11,7 @@ from torch import nn
 from quietgrad.training.config import TrainConfig
 from quietgrad.training.data import LabelledTexts, Splits, load_texts, split
 from quietgrad.training.image_data import LabelledImages, is_image_source, load_images, split_images
+from quietgrad.training.image_folder import FolderLayout, is_image_folder, load_image_folder
 from quietgrad.training.image_models import IMAGE_MODELS, is_image_model, load_image_classifier
 from quietgrad.training.models import HeadKind, LoadedModel, Tune, load_classifier
 from quietgrad.training.records import Records
@@ -45,7 +46,8 @@ def load_task(config: TrainConfig) -> Task:
     Raises:
         ValueError: for data that are not there, or that do not go with the model.
     """
-    images, wanted = is_image_source(config.data.source), is_image_model(config.model.name)
+    folder = is_image_folder(config.data.source)
+    images, wanted = folder or is_image_source(config.data.source), is_image_model(config.model.name)
     if images != wanted:
         raise ValueError(
             f"data.source={config.data.source!r} holds {'images' if images else 'texts'}, and model.name={config.model.name!r} reads {'images' if wanted else 'texts'}; "
@@ -56,13 +58,32 @@ def load_task(config: TrainConfig) -> Task:
             raise ValueError(
                 "model.public_head_steps is for texts; give an image model public weights (model.weights, from quietgrad spectrum)"
             )
-        train, test = load_images(config.data.source, config.data.image_size)
+        if config.data.label_separator and not folder:
+            raise ValueError(
+                f"data.label_separator={config.data.label_separator!r} is for a folder with train.csv and test.csv; data.source={config.data.source!r} has one label a record"
+            )
+        train, test = load_any_images(config, config.data.source)
         splits, public = split_images(train, test, config.data.validation_fraction, config.data.public_fraction)
         return Task(splits, public)
     if config.model.weights:
         raise ValueError("model.weights is for image models; a text model's folder goes to model.name")
     texts = load_texts(config.data.source, config.data.text, config.data.label, config.data.labels or None)
     return Task(split(texts, config.data.validation_fraction, config.data.test_fraction))
+
+
+def load_any_images(config: TrainConfig, source: str) -> tuple[LabelledImages, LabelledImages]:
+    """Training and test images of a source of either kind, at the configuration's size."""
+    if not is_image_folder(source):
+        return load_images(source, config.data.image_size)
+    data = config.data
+    own = source == data.source
+    layout = FolderLayout(
+        *((data.text, data.label) if (data.text, data.label) != ("text", "label") else ("file", "label")),
+        separator=data.label_separator if own else "",
+        labels=tuple(data.labels) if own else (),
+        no_label=data.no_label,
+    )
+    return load_image_folder(source, layout, data.image_size)
 
 
 def load_model(config: TrainConfig, task: Task, device: torch.device) -> tuple[LoadedModel, list[Records]]:

@@ -24,7 +24,7 @@ from quietgrad.training.noise_settings import check_spectrum
 from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
 from quietgrad.training.prefix_cache import PrefixCache
 from quietgrad.training.prepare import build_plan, precision_context, prepare
-from quietgrad.training.records import Records, logits_of, spread
+from quietgrad.training.records import Records, outputs, spread
 
 EVALUATION_BATCH = 256
 
@@ -74,13 +74,13 @@ class Workbench:
                 schedule(step)
                 step_on_release(optimizer, denoiser, self.model, noisy, plan.expected_batch_size)
                 if (step + 1) % self.comparison.table.eval_every == 0 and step + 1 < plan.steps:
-                    curve.append((step + 1, self._accuracy("validation", self.scheduled)))
-        curve.append((plan.steps, self._accuracy("validation", np.arange(len(prepared.validation)))))
+                    curve.append((step + 1, self._score("validation", self.scheduled)))
+        curve.append((plan.steps, self._score("validation", np.arange(len(prepared.validation)))))
         return {
             **run.record(),
             "key": self.comparison.key_of(run),
             "curve": curve,
-            "test": self._accuracy("test", np.arange(len(prepared.test))),
+            "test": self._score("test", np.arange(len(prepared.test))),
             "noise_multiplier": plan.noise_multiplier,
             "steps": plan.steps,
             "seconds": round(time.monotonic() - started, 1),
@@ -113,13 +113,8 @@ class Workbench:
             indices, self.prepared.config.clipping.max_physical_batch_size
         )
 
-    def _accuracy(self, part: str, records: NDArray[np.int64]) -> float:
-        self.model.eval()
-        right = 0
-        with torch.no_grad(), precision_context(self.prepared.config, self.prepared.device):
-            for indices in self._records(part).micro_batch_indices(records, EVALUATION_BATCH):
-                batch = self._collate(part, indices)
-                found = logits_of(self.model, batch).argmax(1)
-                right += int((found == batch["labels"]).sum())
-        self.model.train()
-        return right / len(records)
+    def _score(self, part: str, records: NDArray[np.int64]) -> float:
+        held = self._records(part)
+        with precision_context(self.prepared.config, self.prepared.device):
+            found = outputs(self.model, held, EVALUATION_BATCH, self.prepared.device, records, self.caches[part])
+        return self.prepared.metric(found, held.labels[records])

@@ -1,0 +1,174 @@
+"""Labelled images in files: class folders, or a table of file names and labels, one label an image or several (ChestX-ray14's form).
+
+All images are read once and kept in memory as bytes, at one size: records x channels x size^2 bytes.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quietgrad.checks import nearest
+from quietgrad.training.image_data import LabelledImages
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
+TEST_PARTS = ("test", "val")
+TINY_IMAGENET = "val_annotations.txt"  # TinyImageNet lists its validation labels there
+
+
+@dataclass(frozen=True)
+class FolderLayout:
+    """How files and labels are named.
+
+    Attributes:
+        file, label: columns of train.csv and test.csv.
+        separator: between the labels of one image ("": one label each).
+        labels: the labels to expect (empty: those found in the training part).
+        no_label: what stands where an image has none, with a separator.
+    """
+
+    file: str = "file"
+    label: str = "label"
+    separator: str = ""
+    labels: tuple[str, ...] = ()
+    no_label: str = ""
+
+
+def is_image_folder(source: str) -> bool:
+    """Whether there is a folder of that name with a train.csv or class folders in train."""
+    folder = Path(source)
+    return (folder / "train.csv").is_file() or (folder / "train").is_dir()
+
+
+def load_image_folder(source: str, layout: FolderLayout, size: int) -> tuple[LabelledImages, LabelledImages]:
+    """Training and test records.
+
+    Args:
+        source: a folder with train.csv and test.csv (files are named relative to it, or found below it by name), or with train/CLASS/... and test/CLASS/... or val/CLASS/....
+        layout: names of columns and labels.
+        size: pixels a side that all are brought to.
+
+    Raises:
+        ValueError: for missing parts, files or labels, naming the first.
+    """
+    folder = Path(source)
+    if not size:
+        raise ValueError(f"data.source={source!r}: files may differ in size; set data.image_size")
+    train = _listed(folder, "train", layout)
+    test_part = next((p for p in TEST_PARTS if (folder / f"{p}.csv").is_file() or (folder / p).is_dir()), None)
+    if test_part is None:
+        raise ValueError(f"data.source={source!r} has no test part: add test.csv, or a folder test or val beside train")
+    test = _listed(folder, test_part, layout)
+    names = layout.labels or tuple(sorted({name for _, found in train for name in found}))
+    if len(names) < 2 and not layout.separator:
+        raise ValueError(
+            f"data.source={source!r} has the single label {names[0]!r}"
+            if names
+            else f"data.source={source!r} has no images"
+        )
+    mode = _mode_of(train[0][0])
+    return tuple(  # type: ignore[return-value]
+        LabelledImages(_pixels([f for f, _ in part], size, mode), _labels(part, names, layout, source), names, source)
+        for part in (train, test)
+    )
+
+
+Listed = list[tuple[Path, tuple[str, ...]]]
+
+
+def _listed(folder: Path, part: str, layout: FolderLayout) -> Listed:
+    table = folder / f"{part}.csv"
+    found = _from_table(folder, table, layout) if table.is_file() else _from_folders(folder / part)
+    if not found:
+        raise ValueError(f"data.source={str(folder)!r}: {part} holds no images ({', '.join(ENDINGS)})")
+    return found
+
+
+def _from_table(folder: Path, table: Path, layout: FolderLayout) -> Listed:
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for key, column in (("data.text", layout.file), ("data.label", layout.label)):
+        if rows and column not in rows[0]:
+            raise ValueError(f"{key}={column!r} is no column of {table.name}{nearest(column, list(rows[0]))}")
+    below: dict[str, Path] | None = None
+    found: Listed = []
+    for row in rows:
+        path = folder / row[layout.file]
+        if not path.is_file():
+            if below is None:
+                below = {p.name: p for p in folder.rglob("*") if p.suffix.lower() in ENDINGS}
+            if row[layout.file] not in below:
+                raise ValueError(f"{table.name} names {row[layout.file]!r}, which is not below {str(folder)!r}")
+            path = below[row[layout.file]]
+        words = row[layout.label].split(layout.separator) if layout.separator else [row[layout.label]]
+        found.append((path, tuple(w.strip() for w in words if w.strip() and w.strip() != layout.no_label)))
+    return found
+
+
+def _from_folders(part: Path) -> Listed:
+    annotations = part / TINY_IMAGENET
+    if annotations.is_file():
+        lines = [line.split("\t") for line in annotations.read_text(encoding="utf-8").splitlines() if line]
+        return [(part / "images" / line[0], (line[1],)) for line in lines]
+    return [
+        (path, (group.name,))
+        for group in sorted(p for p in part.iterdir() if p.is_dir())
+        for path in sorted(group.rglob("*"))
+        if path.suffix.lower() in ENDINGS
+    ]
+
+
+def _labels(part: Listed, names: Sequence[str], layout: FolderLayout, source: str) -> NDArray[Any]:
+    place = {name: i for i, name in enumerate(names)}
+    unknown = next((word for _, words in part for word in words if word not in place), None)
+    if unknown is not None:
+        hint = (
+            f"{nearest(unknown, names)}; if it says that an image has none, set data.no_label"
+            if layout.separator
+            else nearest(unknown, names)
+        )
+        raise ValueError(f"data.source={source!r}: label {unknown!r} is not among the labels expected{hint}")
+    if layout.separator:
+        several = np.zeros((len(part), len(names)), dtype=np.float32)
+        for row, (_, words) in enumerate(part):
+            several[row, [place[w] for w in words]] = 1
+        return several
+    empty = next((path for path, words in part if len(words) != 1), None)
+    if empty is not None:
+        raise ValueError(f"data.source={source!r}: {empty.name} has no label")
+    return np.array([place[words[0]] for _, words in part], dtype=np.int64)
+
+
+def _mode_of(path: Path) -> str:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return "L" if image.mode in ("1", "L", "I", "I;16", "F") else "RGB"
+
+
+def _pixels(paths: Sequence[Path], size: int, mode: str) -> torch.Tensor:
+    from PIL import Image
+
+    channels = 1 if mode == "L" else 3
+    found = torch.empty(len(paths), channels, size, size, dtype=torch.uint8)
+
+    def read(index: int) -> None:
+        try:
+            with Image.open(paths[index]) as image:
+                small = image.convert(mode).resize((size, size), Image.Resampling.BILINEAR)
+        except OSError as error:
+            raise ValueError(f"data.source: {str(paths[index])!r} cannot be read: {error}") from error
+        array = torch.from_numpy(np.array(small))
+        found[index] = array[None] if mode == "L" else array.permute(2, 0, 1)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(read, range(len(paths))))
+    return found
