@@ -47,6 +47,9 @@ ROOMS["training"] = (
         "matplotlib",
         "tomli",
         "torchvision",
+        "PIL",
+        "optuna",
+        "scipy",
     },
 )
 ROOMS["cli"] = (set(ROOMS) - {"research"}, {"typer", "rich"})
