@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from quietgrad.report.comparison import Interval, Series, markdown, rows, steps_to
-from quietgrad.training.comparison import Run, best_rate, load_comparison, open_runs, read_results
+from quietgrad.training.comparison import best_rate, open_runs, read_results
+from quietgrad.training.comparison_table import Run, load_comparison
 
 WriteComparison = Callable[..., Path]
 

@@ -19,7 +19,8 @@ from quietgrad.facts import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import read_ledger
 from quietgrad.noise import BandedNoise
 from quietgrad.noise.mixing import load_mixing
-from quietgrad.training.comparison import load_comparison, run_comparison
+from quietgrad.training.comparison import run_comparison
+from quietgrad.training.comparison_table import load_comparison
 from quietgrad.training.image_data import load_images, split_images
 from quietgrad.training.prepare import prepare
 from quietgrad.training.spectrum_run import make_spectrum

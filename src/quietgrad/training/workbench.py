@@ -17,7 +17,7 @@ from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.noise.mixing import MixingMatrix
 from quietgrad.plan import PrivacyPlan
 from quietgrad.tensors import trainable_parameters
-from quietgrad.training.comparison import Comparison, Run
+from quietgrad.training.comparison_table import Comparison, Run
 from quietgrad.training.config import TrainConfig
 from quietgrad.training.feature_cache import FeatureCache
 from quietgrad.training.noise_settings import check_spectrum
