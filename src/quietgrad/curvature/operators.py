@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quietgrad.checks import require_word
 from quietgrad.tensors import batch_size_of, trainable_parameters
@@ -78,10 +79,11 @@ class CurvatureOperator(LinearOperator):
         direction = self._split(np.asarray(vector).reshape(-1))
         total = [torch.zeros_like(p) for p in self.parameters]
         product = self._hessian if self.kind == "hessian" else self._gauss_newton
-        for index, batch in enumerate(self.batches):
-            for sum_, part in zip(total, product(index, batch, direction), strict=True):
-                if part is not None:
-                    sum_ += part.detach()
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+            for index, batch in enumerate(self.batches):
+                for sum_, part in zip(total, product(index, batch, direction), strict=True):
+                    if part is not None:
+                        sum_ += part.detach()
         flat = torch.cat([t.reshape(-1) for t in total]).double().cpu().numpy()
         return flat / self.examples
 

@@ -63,7 +63,10 @@ def load_image_folder(source: str, layout: FolderLayout, size: int) -> tuple[Lab
     if not size:
         raise ValueError(f"data.source={source!r}: files may differ in size; set data.image_size")
     train = _listed(folder, "train", layout)
-    test_part = next((p for p in TEST_PARTS if (folder / f"{p}.csv").is_file() or (folder / p).is_dir()), None)
+    parts = sorted(
+        TEST_PARTS, key=lambda p: not (folder / p / TINY_IMAGENET).is_file()
+    )  # its test folder has no labels
+    test_part = next((p for p in parts if (folder / f"{p}.csv").is_file() or (folder / p).is_dir()), None)
     if test_part is None:
         raise ValueError(f"data.source={source!r} has no test part: add test.csv, or a folder test or val beside train")
     test = _listed(folder, test_part, layout)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad.checks import nearest
+from quietgrad.training.models import quiet_loading
 
 SMALL_CNN = "cnn:groupnorm"
 VGG = "vgg:groupnorm"
@@ -230,14 +231,11 @@ def _pretrained(name: str, num_labels: int) -> PretrainedImageClassifier:
     import transformers
 
     path = name.removeprefix(HUGGING_FACE)
-    try:
+    with quiet_loading(name):
         try:
             backbone = transformers.AutoModel.from_pretrained(path, add_pooling_layer=False)
         except TypeError:
             backbone = transformers.AutoModel.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()
-        raise ValueError(f"model.name={name!r} cannot be loaded: {first[0] if first else error}") from error
     config = backbone.config
     width = getattr(config, "hidden_size", None) or (getattr(config, "hidden_sizes", None) or [None])[-1]
     if getattr(backbone, "main_input_name", "") != "pixel_values" or width is None:

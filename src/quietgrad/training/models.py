@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -135,11 +137,7 @@ def load_classifier(
     import transformers
 
     path = model_path(name)
-    quiet = transformers.utils.logging
-    verbosity = quiet.get_verbosity()
-    quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
-    try:
+    with quiet_loading(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         if head == "auto":
             inner = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -148,12 +146,6 @@ def load_classifier(
         else:
             # The pooling layer of BERT-like encoders is not used by the mean, so it is left out where the class allows it.
             inner = _encoder(transformers, path, attention)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()
-        raise ValueError(f"model.name={name!r} cannot be loaded: {first[0] if first else error}") from error
-    finally:
-        quiet.set_verbosity(verbosity)
-        quiet.enable_progress_bar()
     if tune == "lora":
         inner = _with_lora(inner, name, lora_rank, lora_targets, lora_layers, head)
     elif tune == "head" and head == "mean":
@@ -169,6 +161,29 @@ def load_classifier(
     else:
         classifier = MeanPooledClassifier(inner, inner.config.hidden_size, num_labels)
     return LoadedModel(classifier, tokenizer, name, tune, head)
+
+
+@contextlib.contextmanager
+def quiet_loading(name: str) -> Iterator[None]:
+    """Without transformers' reports and progress bars; what it cannot load is an error that names ``model.name``.
+
+    Raises:
+        ValueError: if loading fails.
+    """
+    import transformers
+
+    quiet = transformers.utils.logging
+    verbosity = quiet.get_verbosity()
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()
+        raise ValueError(f"model.name={name!r} cannot be loaded: {first[0] if first else error}") from error
+    finally:
+        quiet.set_verbosity(verbosity)
+        quiet.enable_progress_bar()
 
 
 def _encoder(transformers: Any, path: str, attention: str | None = None) -> nn.Module:

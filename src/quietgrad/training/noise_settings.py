@@ -24,7 +24,7 @@ def noise_settings(config: TrainConfig, mixing: MixingMatrix | None = None) -> d
         mixing: a matrix found earlier, on resume: it takes the place of solving again.
     """
     table = config.noise
-    if table.method == "independent":
+    if table.method == "independent" or table.bands == 1:  # one band is independent noise: a search may come to it
         return {}
     if mixing is not None:
         return {"mixing": mixing, "noise_memory": table.memory}

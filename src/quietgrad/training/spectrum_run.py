@@ -32,7 +32,7 @@ from quietgrad.training.records import classification_loss
 from quietgrad.training.run_dir import environment
 from quietgrad.training.tasks import Task, load_any_images, load_task
 
-BATCH = 250  # images of one product's part
+BATCH = 250  # images of one product's part; of a pretrained model clipping.max_physical_batch_size, if that is less
 HELD_OUT = "held-out"
 
 
@@ -81,6 +81,7 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
             pixels,
             table.simclr_epochs,
             model.width,
+            batch_size=_part(config),
             seed=table.public_seed,
             progress=lambda done, of: report(f"SimCLR: epoch {done} of {of}") if done % 10 == 0 or done == of else None,
         )
@@ -101,6 +102,12 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
     spectrum = _spectrum(config, top if convex else model, public, features if convex else pixels, labels, report)
     spectrum.save(spectrum_path)
     return SpectrumRun(spectrum, spectrum_path, weights_path)
+
+
+def _part(config: TrainConfig) -> int:
+    if config.model.name.startswith(HUGGING_FACE):
+        return min(BATCH, config.clipping.max_physical_batch_size)
+    return BATCH
 
 
 def _model(config: TrainConfig, public: LabelledImages, labels: int) -> ImageClassifier:
@@ -159,9 +166,11 @@ def _spectrum(
     targets = torch.from_numpy(labels).to(inputs.device)
     batches = [
         {"inputs": x, "labels": y}
-        for x, y in zip(inputs[:count].split(BATCH), targets[:count].split(BATCH), strict=True)
+        for x, y in zip(inputs[:count].split(_part(config)), targets[:count].split(_part(config)), strict=True)
     ]
-    operator = CurvatureOperator(model, classification_loss, batches, keep_graphs=True)
+    # First derivatives of all images at once: too much where a large body takes part.
+    keep = config.model.tune == "head" or not config.model.name.startswith(HUGGING_FACE)
+    operator = CurvatureOperator(model, classification_loss, batches, keep_graphs=keep)
     size = int(operator.shape[0])
     report(f"Hessian of {size} parameters on {count} public images: mass of the positive part")
     positive = positive_part(operator, table.probes, table.lanczos_steps, seed=table.public_seed)

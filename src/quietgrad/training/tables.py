@@ -106,7 +106,7 @@ class NoiseTable:
 
     Attributes:
         method: "independent", "banded" (correlated for prefix sums: DP-BandMF) or "noisecurve" (for the curvature of public data).
-        bands: b; 0 chooses b from public facts.
+        bands: b; 0 chooses b from public facts, 1 is independent noise.
         spectrum: file that ``quietgrad spectrum`` wrote, for "noisecurve".
         curvature_factor: what the spectrum's eigenvalues are multiplied by, because clipped gradients change less than gradients do; 0 takes the mean of
             min(1, C / norm) over the public images' gradients.

@@ -35,6 +35,12 @@ class Workbench:
     def __init__(self, comparison: Comparison) -> None:
         # The same run in every process, whichever it makes first: its seed initialises the parameters of all.
         prepared = prepare(comparison.config_of(comparison.first))
+        for variant in comparison.variants:  # before any run: a spectrum that is missing or does not fit
+            check_spectrum(
+                comparison.config_of(replace(comparison.first, variant=variant)),
+                prepared.model.classifier,
+                prepared.task.record_ids,
+            )
         self.prepared = prepared
         self.comparison = comparison
         self.caches = {

@@ -1,0 +1,415 @@
+"""Settings found by Optuna: proposals, refusals, studies that stop and resume anywhere, and a small search from the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_images import write_class_folders
+
+from quietgrad.training.comparison import chosen_run, open_runs, read_results, run_comparison, runs_left
+from quietgrad.training.comparison_table import Comparison, Run, load_comparison
+from quietgrad.training.search import RATE, Range, SearchTable, Settings, propose, search_table
+
+pytest.importorskip("optuna")
+pytestmark = pytest.mark.filterwarnings("ignore:.warn_independent_sampling. has been deprecated:FutureWarning")
+
+ROOT = Path(__file__).resolve().parents[2]
+LEARNING_RATE = Range(RATE, 1e-4, 1.0, log=True)
+NORM = Range("privacy.max_grad_norm", 0.1, 10.0, log=True)
+BANDS = Range("noise.bands", 1, 20, variants=("banded",))
+METHOD = Range("denoising.method", choices=("none", "spectral", "paper"))
+EVERYTHING = (LEARNING_RATE, NORM, METHOD, BANDS)
+
+
+def table(*ranges: Range, **settings: int) -> SearchTable:
+    return SearchTable(**({"trials": 25} | settings), ranges=ranges)
+
+
+def study(searched: SearchTable, variant: str, value: Callable[[dict], float], count: int) -> list:
+    """``count`` trials, one after another."""
+    trials: list[tuple[Settings, float]] = []
+    for _ in range(count):
+        proposed = propose(searched, variant, trials)
+        trials.append((proposed, value(dict(proposed))))
+    return trials
+
+
+def peak(found: dict) -> float:
+    """Best at a learning rate of 0.03."""
+    return -(math.log(found[RATE] / 0.03) ** 2)
+
+
+def test_the_next_trial_depends_on_the_trials_before_it_and_the_seed_alone() -> None:
+    searched = table(*EVERYTHING)
+    trials = study(searched, "banded", peak, 8)
+    for told in (0, 3, 4, 7):
+        propose(searched, "other", [])  # what else this process asks for does not matter
+        assert propose(searched, "banded", trials[:told]) == trials[told][0]
+    turned = [(proposed, -value) for proposed, value in trials]
+    assert propose(searched, "banded", turned) != propose(searched, "banded", trials)
+    assert propose(table(*EVERYTHING, search_seed=1), "banded", trials) != propose(searched, "banded", trials)
+    assert len({proposed for proposed, _ in trials}) == len(trials)
+
+
+def test_another_process_makes_the_same_trials() -> None:
+    trials = study(table(*EVERYTHING), "banded", peak, 6)
+    code = f"from quietgrad.training.search import *\nprint(propose({table(*EVERYTHING)!r}, 'banded', {trials!r}))"
+    made = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert made.stdout.strip() == repr(propose(table(*EVERYTHING), "banded", trials))
+
+
+def test_a_variant_is_asked_for_its_own_settings_within_their_bounds() -> None:
+    for variant in ("banded", "other"):
+        for proposed, _ in study(table(*EVERYTHING), variant, peak, 12):
+            found = dict(proposed)
+            assert set(found) == {r.key for r in EVERYTHING} - (set() if variant == "banded" else {"noise.bands"})
+            assert 1e-4 <= found[RATE] <= 1.0 and 0.1 <= found["privacy.max_grad_norm"] <= 10
+            assert found["denoising.method"] in METHOD.choices
+            bands = found.get("noise.bands", 1)
+            assert isinstance(bands, int) and 1 <= bands <= 20
+            assert proposed == tuple(sorted(proposed))
+
+
+def test_random_trials_of_two_variants_agree_on_what_they_share() -> None:
+    searched = table(*EVERYTHING, startup=3)
+    one, two = (study(searched, variant, peak, 5) for variant in ("banded", "other"))
+    for (banded, _), (other, _) in zip(one[:3], two[:3], strict=True):
+        assert dict(other).items() <= dict(banded).items()
+    # Not so what they learn from.
+    worse = study(searched, "other", lambda found: -peak(found), 5)
+    assert [t for t, _ in worse[:3]] == [t for t, _ in two[:3]] and worse[3][0] != two[3][0]
+
+
+def test_trials_are_random_until_the_last_of_the_startup() -> None:
+    searched = table(LEARNING_RATE, startup=4)
+    trials = study(searched, "other", peak, 6)
+    turned = [(proposed, -value) for proposed, value in trials]
+    same = [propose(searched, "other", trials[:n]) == propose(searched, "other", turned[:n]) for n in range(6)]
+    assert same == [True, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_sampler_learns_from_earlier_trials(seed: int) -> None:
+    values = [v for _, v in study(table(LEARNING_RATE, search_seed=seed), "other", peak, 25)]
+    assert max(values[4:]) > max(values[:4])
+    random = [v for _, v in study(table(LEARNING_RATE, search_seed=seed, startup=25), "other", peak, 25)]
+    # Half of what is learnt lies within a factor of 5.6 of the best rate; of what is not, the half within a factor of 10.
+    assert np.median(values[4:]) > -3 > np.median(random[4:])
+
+
+@given(
+    low=st.floats(1e-6, 1e3),
+    ratio=st.floats(1.00001, 1e4),
+    log=st.booleans(),
+    negative=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=60)
+def test_rounding_keeps_the_bounds(low: float, ratio: float, log: bool, negative: bool, seed: int) -> None:
+    high = low * ratio
+    if negative and not log:
+        low, high = -high, -low
+    searched = table(Range("a.b", low, high, log=log), search_seed=seed, startup=2)
+    for proposed, _ in study(searched, "x", lambda found: found["a.b"], 4):
+        value = dict(proposed)["a.b"]
+        assert low <= value <= high
+        assert value in (low, high) or value == float(f"{value:.3g}")
+
+
+@given(low=st.integers(1, 50), width=st.integers(1, 50), log=st.booleans(), seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=30)
+def test_whole_numbers_stay_whole_and_reach_both_bounds(low: int, width: int, log: bool, seed: int) -> None:
+    searched = table(Range("a.b", low, low + width, log=log), search_seed=seed, startup=2)
+    for proposed, _ in study(searched, "x", lambda found: found["a.b"], 4):
+        value = dict(proposed)["a.b"]
+        assert isinstance(value, int) and low <= value <= low + width
+
+
+def test_both_bounds_of_whole_numbers_are_tried() -> None:
+    found = {dict(p)["a.b"] for p, _ in study(table(Range("a.b", 1, 2), startup=12), "x", lambda found: 0.0, 12)}
+    assert found == {1, 2}
+
+
+def test_a_table_is_read_as_written() -> None:
+    values = {
+        "trials": 7,
+        "search_seed": 3,
+        "ranges": {
+            RATE: {"low": 1e-4, "high": 1.0, "log": True},
+            "denoising.method": {"choices": ["none", "spectral", "paper"]},
+            "noise.bands": {"low": 1, "high": 20, "variants": ["banded"]},
+        },
+    }
+    found = search_table(values, ["other", "banded"])
+    assert found == SearchTable(7, 4, 3, (LEARNING_RATE, METHOD, BANDS))
+    assert [r.key for r in found.ranges_of("other")] == [RATE, "denoising.method"]
+    assert "ranges" in values  # the caller's table is left as it was
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trials": 0}, "search.trials=0"),
+        ({"trials": None}, "search.trials"),
+        ({"trials": 2.5}, "search.trials=2.5 must be a whole number"),
+        ({"trials": True}, "search.trials=True must be a whole number"),
+        ({"startup": "two"}, "search.startup='two' must be a whole number"),
+        ({"search_seed": 0.5}, "search.search_seed=0.5"),
+        ({"trails": 3}, "unknown key search.trails; did you mean 'trials'"),
+        ({"ranges": {}}, 'has no "optimizer.learning_rate"'),
+        ({"ranges": None}, 'has no "optimizer.learning_rate"'),
+        ({"ranges": {"noise.bands": {"low": 1, "high": 4}}}, 'has no "optimizer.learning_rate"'),
+    ],
+    ids=str,
+)
+def test_a_bad_search_is_refused(changes: dict, message: str) -> None:
+    values = {"trials": 4, "ranges": {RATE: {"low": 0.1, "high": 1.0}}} | changes
+    with pytest.raises(ValueError, match=message):
+        search_table({name: value for name, value in values.items() if value is not None}, ["banded"])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"low": 1.0, "high": 1.0}, "must have low < high"),
+        ({"low": 2.0, "high": 1.0}, "must have low < high"),
+        ({"low": 0.0, "high": 1.0, "log": True}, "low > 0 with log = true"),
+        ({"low": -1.0, "high": 1.0, "log": True}, "low > 0 with log = true"),
+        ({"low": 1.0}, "must have low < high"),
+        ({"high": 1.0}, "must have low < high"),
+        ({"low": "a", "high": "b"}, "must have low < high"),
+        ({}, "must have low < high"),
+        ({"choices": []}, "or choices"),
+        ({"low": 0.1, "height": 1.0}, 'unknown key search.ranges."optimizer.learning_rate".height; did you mean'),
+        ({"key": "a.b", "low": 0.1, "high": 1.0}, 'unknown key search.ranges."optimizer.learning_rate".key'),
+        ({"low": 0.1, "high": 1.0, "variants": ["bandit"]}, "names 'bandit', which is no variant; did you mean 'banded'"),
+        (0.5, "=0.5 must be a table"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_bad_range_is_refused(values: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        search_table({"trials": 4, "ranges": {RATE: values}}, ["banded"])
+
+
+WriteComparison = Callable[..., Path]
+RATES = '[search.ranges."optimizer.learning_rate"]\nlow = 0.01\nhigh = 1.0\nlog = true'
+NORMS = '[search.ranges."privacy.max_grad_norm"]\nlow = 0.1\nhigh = 10.0\nlog = true'
+ONE_METHOD = '[search.ranges."denoising.kappa"]\nlow = 1.0\nhigh = 3.0\nvariants = ["denoised"]'
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_class_folders(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture
+def write_comparison(pictures: Path, tmp_path: Path) -> WriteComparison:
+    def write(search: str = "", name: str = "comparison", **changed: Any) -> Path:
+        values: dict[str, Any] = {
+            "results": f"{name}.jsonl", "figure": f"{name}.png", "epsilons": [4.0], "seeds": 3, "tuning_seeds": 2,
+            "eval_every": 2,
+        } | changed  # fmt: skip
+        path = tmp_path / f"{name}.toml"
+        path.write_text(
+            "\n".join(
+                [
+                    "[comparison]",
+                    *(f"{k} = {json.dumps(v)}" for k, v in values.items()),
+                    '[variants.baseline]\n[variants.denoised]\ndenoising.method = "spectral"',
+                    search or f"[search]\ntrials = 3\nstartup = 2\n{RATES}\n{NORMS}\n{ONE_METHOD}",
+                    '[model]\nname = "features:random"\ntune = "head"',
+                    f"[data]\nsource = {json.dumps(str(pictures))}\nimage_size = 8\nvalidation_fraction = 0.3",
+                    '[optimizer]\nname = "sgd"\nmomentum = 0.5',
+                    '[training]\nexpected_batch_size = 24\nsteps = 4\nprecision = "float32"',
+                ]
+            )
+            + "\n"
+        )
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("extra", "changed", "message"),
+    [
+        ("", {"learning_rates": [0.1], "protocol_rate": 0.1}, r"are a grid, and \[search\] takes its place"),
+        ("", {"learning_rates": [1e-3]}, r"are a grid, and \[search\] takes its place"),
+        ("", {"protocol_rate": 1e-3}, r"are a grid, and \[search\] takes its place"),
+        ('[search.ranges."model.lora_rank"]\nlow = 2\nhigh = 8', {}, '"model.lora_rank" cannot vary'),
+        ('[search.ranges."data.image_size"]\nchoices = [8, 16]', {}, '"data.image_size" cannot vary'),
+        ('[search.ranges."training.seed"]\nlow = 1\nhigh = 9', {}, '"training.seed" cannot vary'),
+        ('[search.ranges."privacy.target_epsilon"]\nlow = 1.0\nhigh = 8.0', {}, '"privacy.target_epsilon" cannot vary'),
+        ('[search.ranges."privacy.target_delta"]\nlow = 0.1\nhigh = 0.2', {}, '"privacy.target_delta" cannot vary'),
+        ('[search.ranges."privacy.noise_multiplier"]\nlow = 1.0\nhigh = 2.0', {}, '"privacy.noise_multiplier" cannot'),
+        ('[search.ranges."speed"]\nlow = 1.0\nhigh = 2.0', {}, '"speed" cannot vary'),
+        ('[search.ranges."optimizer.speed"]\nlow = 1.0\nhigh = 2.0', {}, "unknown key optimizer.speed"),
+        ('[search.ranges."denoising.kappa"]\nlow = 0.5\nhigh = 2.0', {}, "denoising.kappa=0.5"),
+        ('[search.ranges."denoising.method"]\nchoices = ["papr", "none"]', {}, "denoising.method='papr'"),
+        ('[search.ranges."noise.bands"]\nlow = 1\nhigh = 4\nvariants = ["denoise"]', {}, "'denoise', which is no variant"),
+        ('[search.ranges."noise.bands"]\nlow = 4\nhigh = 1', {}, "low < high"),
+    ],
+)  # fmt: skip
+def test_bad_searches_are_refused_before_any_work(
+    write_comparison: WriteComparison, extra: str, changed: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_comparison(write_comparison(f"[search]\ntrials = 3\n{RATES}\n{extra}", **changed))
+
+
+def test_a_search_without_learning_rates_is_refused(quietgrad: Any, write_comparison: WriteComparison) -> None:
+    code, _, err = quietgrad("compare", write_comparison(f"[search]\ntrials = 3\n{NORMS}"))
+    assert code == 2 and 'has no "optimizer.learning_rate"' in err and err.count("\n") == 1
+
+
+def line_of(comparison: Comparison, run: Run) -> dict[str, Any]:
+    """A finished run that nobody trained: better near a rate of 0.1, and at greater clipping norms."""
+    norm = dict(run.settings).get("privacy.max_grad_norm", 1.0)
+    score = math.exp(-(math.log10(run.rate / 0.1) ** 2)) * norm / (1 + norm) + 0.01 * run.seed
+    return run.record() | {"key": comparison.key_of(run), "curve": [[2, 0.5], [4, score]], "test": score}
+
+
+def append(comparison: Comparison, run: Run) -> None:
+    with comparison.results.open("a") as file:
+        file.write(json.dumps(line_of(comparison, run)) + "\n")
+
+
+def test_however_a_search_is_stopped_its_trials_are_the_same(write_comparison: WriteComparison) -> None:
+    search = f"[search]\ntrials = 6\nstartup = 2\n{RATES}\n{NORMS}\n{ONE_METHOD}"
+    rng = np.random.default_rng(0)
+    made = []
+    for attempt in range(3):
+        comparison = load_comparison(write_comparison(search, f"attempt{attempt}", epsilons=[2.0, 4.0]))
+        left = runs_left(comparison, {})
+        assert left == 2 * 2 * (6 * 2 + 1)
+        while todo := open_runs(comparison, read_results(comparison)):
+            # One run at a time, in any order, each time read from the file: as if the process had died after it.
+            append(comparison, todo[0 if attempt == 0 else rng.integers(len(todo))])
+            left -= 1
+            assert runs_left(comparison, read_results(comparison)) == left
+        assert left == 0
+        made.append(set(read_results(comparison)))
+    assert made[0] == made[1] == made[2]
+
+
+def test_every_variant_gets_as_many_trials_and_its_best_gets_the_other_seeds(write_comparison: WriteComparison) -> None:
+    comparison = load_comparison(write_comparison(epsilons=[2.0, 4.0]))
+    while todo := open_runs(comparison, read_results(comparison)):
+        assert {run.trial for run in todo} <= {0, 1, 2}
+        append(comparison, todo[0])
+    results = read_results(comparison)
+    for variant in ("baseline", "denoised"):
+        for epsilon in (2.0, 4.0):
+            runs = [run for run in results if (run.variant, run.epsilon) == (variant, epsilon)]
+            assert sorted((run.trial, run.seed) for run in runs if run.seed < 2) == [
+                (trial, seed) for trial in range(3) for seed in range(2)
+            ]
+            means = {t: np.mean([results[r]["curve"][-1][1] for r in runs if (r.trial == t and r.seed < 2)]) for t in range(3)}  # fmt: skip
+            best = max(means, key=means.__getitem__)
+            assert [run.trial for run in runs if run.seed == 2] == [best]
+            chosen = chosen_run(comparison, results, variant, epsilon)
+            assert chosen is not None and (chosen.trial, chosen.seed) == (best, 0) and chosen in results
+            assert ("denoising.kappa" in dict(chosen.settings)) == (variant == "denoised")
+    some = {run: record for run, record in results.items() if run.trial != 2}
+    assert chosen_run(comparison, some, "baseline", 2.0) is None
+
+
+def test_settings_reach_the_configuration_of_their_run(write_comparison: WriteComparison) -> None:
+    comparison = load_comparison(write_comparison())
+    run = Run("denoised", 4.0, 0.25, 1, (("denoising.kappa", 1.5), ("privacy.max_grad_norm", 0.3)), 2)
+    config = comparison.config_of(run)
+    assert (config.denoising.kappa, config.denoising.method) == (1.5, "spectral")
+    assert (config.privacy.max_grad_norm, config.privacy.target_epsilon) == (0.3, 4.0)
+    assert (config.optimizer.learning_rate, config.training.seed) == (0.25, 1)
+    other = Run("denoised", 4.0, 0.25, 1, (("denoising.kappa", 1.5), ("privacy.max_grad_norm", 0.4)), 2)
+    assert comparison.key_of(run) != comparison.key_of(other)
+    assert Run.of(json.loads(json.dumps(run.record()))) == run
+
+
+class Stopped(Exception):
+    pass
+
+
+def facts(comparison: Comparison) -> dict[Run, tuple]:
+    """What does not depend on how fast the machine is."""
+    return {run: (r["curve"], r["test"], r["noise_multiplier"]) for run, r in read_results(comparison).items()}
+
+
+def test_a_real_search_stops_resumes_is_shared_and_reported(quietgrad: Any, write_comparison: WriteComparison) -> None:
+    whole = load_comparison(write_comparison(name="whole", tuning_seeds=1, seeds=2))
+    made: list[Run] = []
+    run_comparison(whole, lambda run, record, left: made.append(run))
+    assert len(made) == len(set(made)) == 2 * (3 + 1) and runs_left(whole, read_results(whole)) == 0
+    for line in map(json.loads, whole.results.read_text().splitlines()):
+        wanted = {"privacy.max_grad_norm"} | ({"denoising.kappa"} if line["variant"] == "denoised" else set())
+        assert set(dict(line["settings"])) == wanted and line["trial"] in (0, 1, 2)
+    # Learning rates and clipping norms of the random trials are shared, and differ from trial to trial.
+    shared = [{(r.trial, r.rate) for r in made if r.variant == v and r.trial < 2} for v in ("baseline", "denoised")]
+    assert shared[0] == shared[1] and len({rate for _, rate in shared[0]}) == 2
+
+    stopped = load_comparison(write_comparison(name="stopped", tuning_seeds=1, seeds=2))
+
+    def stop(run: Run, record: dict[str, Any], left: int) -> None:
+        if len(stopped.results.read_text().splitlines()) in (1, 4):
+            raise Stopped
+
+    for lines in (1, 4):
+        with pytest.raises(Stopped):
+            run_comparison(stopped, stop)
+        assert len(read_results(stopped)) == lines
+    code, out, _ = quietgrad("compare", stopped.path, "--report", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["missing_runs"] == 4 and len(read_results(stopped)) == 4
+    run_comparison(stopped, stop)
+    assert facts(stopped) == facts(whole)
+
+    parts = load_comparison(write_comparison(name="parts", tuning_seeds=1, seeds=2))
+    for shard in ((0, 2), (1, 2)):
+        run_comparison(parts, lambda run, record, left: None, shard)
+        assert len({run.variant for run in read_results(parts)}) == shard[0] + 1
+    assert facts(parts) == facts(whole) and runs_left(parts, read_results(parts)) == 0
+
+    code, out, err = quietgrad("compare", whole.path, "--report", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["missing_runs"] == 0 and set(report["tables"]) == {"tuned"}
+    assert Path(report["figure"]).read_bytes().startswith(b"\x89PNG")
+    rows = report["tables"]["tuned"].splitlines()[2:]
+    for variant, row in zip(("baseline", "denoised"), rows, strict=True):
+        best = chosen_run(whole, read_results(whole), variant, 4.0)
+        assert best is not None
+        found = ", ".join(f"{k.rpartition('.')[2]} {v:g}" for k, v in best.settings)
+        assert f"| 4 | {variant} | {best.rate:g}, {found} | 2 | " in row and "max_grad_norm" in found
+    code, out, _ = quietgrad("compare", whole.path, "--report")
+    assert code == 0 and rows[0] in out and rows[1] in out
+
+
+def test_lines_of_a_grid_are_as_before_and_no_trials(write_comparison: WriteComparison) -> None:
+    grid = load_comparison(write_comparison("[privacy]", learning_rates=[1e-3, 1e-2]))
+    run = open_runs(grid, {})[0]
+    assert set(run.record()) == {"variant", "epsilon", "rate", "seed"}
+    append(grid, run)
+    assert read_results(grid) == {run: line_of(grid, run)} and runs_left(grid, {run: {}}) == 7
+    searched = load_comparison(write_comparison())  # the same results file
+    assert read_results(searched) == {} and grid.results == searched.results
+    trial = open_runs(searched, {})[0]
+    append(searched, trial)
+    assert set(read_results(searched)) == {trial} and set(read_results(grid)) == {run}
+
+
+@pytest.mark.parametrize("recipe", ["denoising", "noisecurve", "noisecurve_more"])
+def test_results_of_before_there_were_searches_are_still_those_of_their_recipe(recipe: str) -> None:
+    comparison = load_comparison(ROOT / "recipes" / f"{recipe}.toml")
+    lines = [json.loads(line) for line in comparison.results.read_text().splitlines()]
+    assert lines and not any({"settings", "trial"} & set(line) for line in lines)
+    assert set(read_results(comparison)) == {Run.of(line) for line in lines}
