@@ -44,6 +44,7 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
         for name, chosen in protocols.items()
         if chosen
     }
+    words = next((r["metric"] for r in results.values() if "metric" in r), "accuracy")
     if any(protocols.values()):
         comparison_figure({k: v for k, v in protocols.items() if v}, comparison.table.title, comparison.figure)
     if as_json:
@@ -52,13 +53,13 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
                 "missing_runs": missing,
                 "guarantee": GUARANTEE,
                 "figure": str(comparison.figure),
-                "tables": {k: markdown(v, comparison.table.shares) for k, v in tables.items()},
+                "tables": {k: markdown(v, comparison.table.shares, words) for k, v in tables.items()},
             }
         )
         return
     for name, table in tables.items():
         target.print(f"\n{name}\n", markup=False)
-        target.print(markdown(table, comparison.table.shares), markup=False, soft_wrap=True)
+        target.print(markdown(table, comparison.table.shares, words), markup=False, soft_wrap=True)
     if missing:
         target.print(f"\n{missing} runs are missing; the same command without --report makes them.")
     target.print(f"\n{GUARANTEE}")
@@ -94,6 +95,7 @@ def protocols_of(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) 
                         {s: [(int(a), float(b)) for a, b in v["curve"]] for s, v in runs.items()},
                         {s: v["test"] for s, v in runs.items()},
                         described(best).removeprefix(", "),
+                        next(iter(runs.values())).get("metric", "accuracy"),
                     )
             if comparison.table.reference in variants:
                 chosen[epsilon] = variants

@@ -26,12 +26,14 @@ class Series:
         curves: seed -> (step, validation accuracy) pairs.
         tests: seed -> test accuracy at the end.
         settings: what else a search found for it, in words.
+        metric: what the scores are, in words.
     """
 
     rate: float
     curves: Mapping[int, Curve]
     tests: Mapping[int, float]
     settings: str = ""
+    metric: str = "accuracy"
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,10 @@ def rows(chosen: Mapping[float, Mapping[str, Series]], reference: str, shares: S
     return found
 
 
-def markdown(table: Sequence[Row], shares: Sequence[float]) -> str:
+def markdown(table: Sequence[Row], shares: Sequence[float], metric: str = "accuracy") -> str:
     """The table for a document."""
-    heads = ["epsilon", "variant", "learning rate", "seeds", "test accuracy", "minus reference"]
+    rate = "learning rate" + (" and what else was found" if any(row.settings for row in table) else "")
+    heads = ["epsilon", "variant", rate, "seeds", f"test {metric}", "minus reference"]
     heads += [f"steps to {share:.0%}" for share in shares] + [f"speed-up {share:.0%}" for share in shares]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for row in table:
@@ -168,7 +171,7 @@ def comparison_figure(protocols: Mapping[str, Mapping[float, Mapping[str, Series
                 _draw(axis, series, variant, colour)
             axis.set_title(f"epsilon {epsilon:g}, {protocol}", fontsize=10)
             axis.set_xlabel("step")
-            axis.set_ylabel("validation accuracy")
+            axis.set_ylabel(f"validation {next(iter(variants.values())).metric}")
             axis.grid(alpha=0.25)
             axis.legend(fontsize=8, loc="lower right")
     figure.suptitle(title, fontsize=11)

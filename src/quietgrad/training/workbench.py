@@ -21,6 +21,7 @@ from quietgrad.training.comparison_table import Comparison, Run
 from quietgrad.training.config import TrainConfig
 from quietgrad.training.feature_cache import FeatureCache
 from quietgrad.training.noise_settings import check_spectrum
+from quietgrad.training.metrics import ACCURACY
 from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
 from quietgrad.training.prefix_cache import PrefixCache
 from quietgrad.training.prepare import build_plan, precision_context, prepare
@@ -89,6 +90,7 @@ class Workbench:
             "test": self._score("test", np.arange(len(prepared.test))),
             "noise_multiplier": plan.noise_multiplier,
             "steps": plan.steps,
+            **({} if prepared.metric is ACCURACY else {"metric": prepared.metric.name}),
             "seconds": round(time.monotonic() - started, 1),
         }
 
