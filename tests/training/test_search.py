@@ -1,4 +1,4 @@
-"""Settings found by Optuna: proposals, refusals, studies that stop and resume anywhere, and a small search from the command line."""
+"""Settings found by Optuna: proposals, refusals, studies that stop and resume anywhere, and a small real search."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_sampler_learns_from_earlier_trials(seed: int) -> None:
     values = [v for _, v in study(table(LEARNING_RATE, search_seed=seed), "other", peak, 25)]
     assert max(values[4:]) > max(values[:4])
     random = [v for _, v in study(table(LEARNING_RATE, search_seed=seed, startup=25), "other", peak, 25)]
-    # Half of what is learnt lies within a factor of 5.6 of the best rate; of what is not, the half within a factor of 10.
+    # Half of what is learnt lies within a factor of 5.6 of the best rate; of random ones, half within a factor of 10.
     assert np.median(values[4:]) > -3 > np.median(random[4:])
 
 
@@ -114,7 +114,7 @@ def test_the_sampler_learns_from_earlier_trials(seed: int) -> None:
     negative=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=150)
 def test_rounding_keeps_the_bounds(low: float, ratio: float, log: bool, negative: bool, seed: int) -> None:
     high = low * ratio
     if negative and not log:
@@ -192,7 +192,7 @@ def test_a_bad_search_is_refused(changes: dict, message: str) -> None:
         ({"choices": []}, "or choices"),
         ({"low": 0.1, "height": 1.0}, 'unknown key search.ranges."optimizer.learning_rate".height; did you mean'),
         ({"key": "a.b", "low": 0.1, "high": 1.0}, 'unknown key search.ranges."optimizer.learning_rate".key'),
-        ({"low": 0.1, "high": 1.0, "variants": ["bandit"]}, "names 'bandit', which is no variant; did you mean 'banded'"),
+        ({"low": 0.1, "high": 1.0, "variants": ["bandit"]}, "'bandit', which is no variant; did you mean 'banded'"),
         (0.5, "=0.5 must be a table"),
     ],
     ids=str,
@@ -257,7 +257,7 @@ def write_comparison(pictures: Path, tmp_path: Path) -> WriteComparison:
         ('[search.ranges."optimizer.speed"]\nlow = 1.0\nhigh = 2.0', {}, "unknown key optimizer.speed"),
         ('[search.ranges."denoising.kappa"]\nlow = 0.5\nhigh = 2.0', {}, "denoising.kappa=0.5"),
         ('[search.ranges."denoising.method"]\nchoices = ["papr", "none"]', {}, "denoising.method='papr'"),
-        ('[search.ranges."noise.bands"]\nlow = 1\nhigh = 4\nvariants = ["denoise"]', {}, "'denoise', which is no variant"),
+        ('[search.ranges."noise.bands"]\nlow = 1\nhigh = 4\nvariants = ["denoise"]', {}, "'denoise', which is no"),
         ('[search.ranges."noise.bands"]\nlow = 4\nhigh = 1', {}, "low < high"),
     ],
 )  # fmt: skip
@@ -274,9 +274,9 @@ def test_a_search_without_learning_rates_is_refused(quietgrad: Any, write_compar
 
 
 def line_of(comparison: Comparison, run: Run) -> dict[str, Any]:
-    """A finished run that nobody trained: better near a rate of 0.1, and at greater clipping norms."""
+    """A finished run that nobody trained: better near a rate of 0.1 and at large norms, and different by seed."""
     norm = dict(run.settings).get("privacy.max_grad_norm", 1.0)
-    score = math.exp(-(math.log10(run.rate / 0.1) ** 2)) * norm / (1 + norm) + 0.01 * run.seed
+    score = math.exp(-(math.log10(run.rate / 0.1) ** 2)) * norm / (1 + norm) + 0.5 * math.sin(90 * run.rate + run.seed)
     return run.record() | {"key": comparison.key_of(run), "curve": [[2, 0.5], [4, score]], "test": score}
 
 
@@ -286,13 +286,13 @@ def append(comparison: Comparison, run: Run) -> None:
 
 
 def test_however_a_search_is_stopped_its_trials_are_the_same(write_comparison: WriteComparison) -> None:
-    search = f"[search]\ntrials = 6\nstartup = 2\n{RATES}\n{NORMS}\n{ONE_METHOD}"
+    search = f"[search]\ntrials = 5\nstartup = 2\n{RATES}\n{NORMS}\n{ONE_METHOD}"
     rng = np.random.default_rng(0)
     made = []
     for attempt in range(3):
-        comparison = load_comparison(write_comparison(search, f"attempt{attempt}", epsilons=[2.0, 4.0]))
+        comparison = load_comparison(write_comparison(search, f"attempt{attempt}"))
         left = runs_left(comparison, {})
-        assert left == 2 * 2 * (6 * 2 + 1)
+        assert left == 2 * (5 * 2 + 1)
         while todo := open_runs(comparison, read_results(comparison)):
             # One run at a time, in any order, each time read from the file: as if the process had died after it.
             append(comparison, todo[0 if attempt == 0 else rng.integers(len(todo))])
@@ -315,7 +315,8 @@ def test_every_variant_gets_as_many_trials_and_its_best_gets_the_other_seeds(wri
             assert sorted((run.trial, run.seed) for run in runs if run.seed < 2) == [
                 (trial, seed) for trial in range(3) for seed in range(2)
             ]
-            means = {t: np.mean([results[r]["curve"][-1][1] for r in runs if (r.trial == t and r.seed < 2)]) for t in range(3)}  # fmt: skip
+            final = {(r.trial, r.seed): results[r]["curve"][-1][1] for r in runs}
+            means = {trial: (final[trial, 0] + final[trial, 1]) / 2 for trial in range(3)}
             best = max(means, key=means.__getitem__)
             assert [run.trial for run in runs if run.seed == 2] == [best]
             chosen = chosen_run(comparison, results, variant, epsilon)
@@ -380,7 +381,7 @@ def test_a_real_search_stops_resumes_is_shared_and_reported(quietgrad: Any, writ
         assert len({run.variant for run in read_results(parts)}) == shard[0] + 1
     assert facts(parts) == facts(whole) and runs_left(parts, read_results(parts)) == 0
 
-    code, out, err = quietgrad("compare", whole.path, "--report", "--json")
+    code, out, _ = quietgrad("compare", whole.path, "--report", "--json")
     report = json.loads(out)
     assert code == 0 and report["missing_runs"] == 0 and set(report["tables"]) == {"tuned"}
     assert Path(report["figure"]).read_bytes().startswith(b"\x89PNG")

@@ -23,7 +23,8 @@ from quietgrad.training.run_dir import open_run_dir
 from quietgrad.training.text_batches import tokenise
 
 RESULT_KEYS = {
-    "epsilon", "delta", "private", "steps", "planned_steps", "metrics", "run_dir", "majority_accuracy", "trainable_parameters",
+    "epsilon", "delta", "private", "steps", "planned_steps", "metrics", "run_dir", "majority_accuracy",
+    "metric", "trainable_parameters",
     "records", "noise_multiplier", "sample_rate", "neighbouring", "seed_warning",
 }  # fmt: skip
 METRICS_KEYS = {"step", "validation_accuracy", "validation_records", "epsilon"}

@@ -1,4 +1,4 @@
-"""Helpers of the image tests: a small data set of files, and Hugging Face models of a few thousand random parameters."""
+"""Helpers of the image tests: small data sets of files, and Hugging Face models of a few thousand parameters."""
 
 from __future__ import annotations
 
@@ -35,6 +35,22 @@ def write_class_folders(folder: Path, train: int = 120, test: int = 24, seed: in
         for i, picture in enumerate(stripes(kinds, which)):
             pixels = np.stack([picture, 255 - picture, picture // 2], axis=-1) if coloured else picture
             write_picture(folder / part / ("across", "down")[kinds[i]] / f"{part}{i:03}.png", pixels)
+    return folder
+
+
+FINDINGS = ("Across", "Down", "Across|Down", "No Finding")
+
+
+def write_findings(folder: Path, train: int = 160, test: int = 60, seed: int = 0) -> Path:
+    """Stripes in the form of ChestX-ray14: bare names in a table, files in subfolders, no label or several."""
+    for part, count, which in (("train", train, seed), ("test", test, seed + 1000)):
+        kinds = np.random.default_rng(which).integers(0, 4, count)
+        lines = ["Image Index,Finding Labels"]
+        for i, picture in enumerate(stripes(kinds, which)):
+            name = f"{part}_{i:03}.png"
+            write_picture(folder / f"images_{i % 3:03}" / "images" / name, picture)
+            lines.append(f"{name},{FINDINGS[kinds[i]]}")
+        (folder / f"{part}.csv").write_text("\n".join(lines) + "\n")
     return folder
 
 

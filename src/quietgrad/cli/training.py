@@ -220,7 +220,7 @@ def _clipping_text(plan: Any) -> str:
 
 
 def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]) -> None:
-    from quietgrad.training.metrics import ACCURACY, MEAN_AUC
+    from quietgrad.training.metrics import BY_KEY
 
     rows = []
     if result["private"]:
@@ -233,9 +233,9 @@ def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]
     else:
         rows.append(("privacy", "none: a reference run"))
     for key, value in result["metrics"].items():
-        part = "validation" if key.startswith("validation_") else "test"
-        name = (ACCURACY if "majority_accuracy" in result else MEAN_AUC).name
-        rows.append((f"{part} {name}", f"{value:.4f}"))
+        plain = key.removeprefix("validation_")
+        name = BY_KEY[plain].name if plain in BY_KEY else plain.replace("_", " ")
+        rows.append((f"{'test' if plain == key else 'validation'} {name}", f"{value:.4f}"))
     if "majority_accuracy" in result:
         rows.append(("majority class", f"{result['majority_accuracy']:.4f}"))
     if known.get("non_private_accuracy") is not None:

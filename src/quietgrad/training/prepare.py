@@ -20,8 +20,9 @@ from quietgrad.sampling import CyclicPoissonSampler, PoissonSampler
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.config import TrainConfig
 from quietgrad.training.feature_cache import FeatureCache, build_feature_cache
+from quietgrad.training.generation import answer_loss
 from quietgrad.training.image_data import LabelledImages
-from quietgrad.training.metrics import Metric, metric_for
+from quietgrad.training.metrics import TOKEN_ACCURACY, Metric, metric_for
 from quietgrad.training.models import LoadedModel
 from quietgrad.training.noise_settings import check_spectrum, noise_settings
 from quietgrad.training.prefix_cache import PrefixCache, build_prefix_cache
@@ -69,14 +70,21 @@ class Prepared:
     @property
     def metric(self) -> Metric:
         """What the classifier is judged by."""
-        return metric_for(self.validation.labels)
+        return TOKEN_ACCURACY if self.config.task.kind == "generate" else metric_for(self.validation.labels)
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Records of a batch without gradients: of a language model no more than in training, for its outputs are as wide as its vocabulary."""
+        return self.config.clipping.max_physical_batch_size if self.config.task.kind == "generate" else 256
 
     def loss(self) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
         """(model, micro-batch) -> [examples], under autocast where the config asks for it; from inputs or cached states alike."""
 
+        per_example = answer_loss if self.config.task.kind == "generate" else classification_loss
+
         def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             with precision_context(self.config, self.device):
-                return classification_loss(model, batch)
+                return per_example(model, batch)
 
         return loss
 

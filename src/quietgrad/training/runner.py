@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,15 +18,14 @@ from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan import PrivateRun
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import trainable_parameters
+from quietgrad.training.evaluation import final_metrics, score_of
 from quietgrad.training.metrics import ACCURACY
 from quietgrad.training.models import parameter_digest, save_classifier, trainable_count
 from quietgrad.training.noise_state import forget_keys, start_private
 from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
-from quietgrad.training.prepare import Prepared, precision_context
-from quietgrad.training.records import Records, outputs, spread
+from quietgrad.training.prepare import Prepared
+from quietgrad.training.records import Records, spread
 from quietgrad.training.run_dir import RunDir, environment
-
-EVALUATION_BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,7 @@ class _Loop:
             self.optimizer.zero_grad()
 
     def score(self, part: Records) -> float:
-        with precision_context(self.prepared.config, self.prepared.device):
-            found = outputs(self.model, part, EVALUATION_BATCH, self.prepared.device)
-        return self.prepared.metric(found, part.labels)
+        return score_of(self.prepared, self.model, part)
 
     def evaluate_on_schedule(self, done: int, private: PrivateRun | None) -> float | None:
         every = self.prepared.config.training.eval_every
@@ -214,8 +212,7 @@ class _Loop:
 
     def finish(self, done: int) -> dict[str, Any]:
         prepared, run_dir = self.prepared, self.run_dir
-        key = prepared.metric.key
-        metrics = {key: self.score(prepared.test), f"validation_{key}": self.score(prepared.validation)}
+        metrics = final_metrics(prepared)
         save_classifier(prepared.model, prepared.task.label_names, run_dir.model)
         result = _summary(prepared, run_dir, done, metrics)
         run_dir.write_json(run_dir.result, result)
@@ -224,7 +221,6 @@ class _Loop:
 
 def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, float] | None) -> dict[str, Any]:
     plan = prepared.plan
-    guess = prepared.metric.of_guessing(prepared.validation.labels, prepared.test.labels)
     result: dict[str, Any] = {
         "epsilon": None if plan is None else _epsilon_so_far(prepared, done),
         "delta": None if plan is None else plan.delta,
@@ -233,7 +229,8 @@ def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, 
         "planned_steps": prepared.steps,
         "metrics": metrics or {},
         "run_dir": str(run_dir.path),
-        **({"majority_accuracy": guess[1]} if prepared.metric is ACCURACY else {}),
+        "metric": prepared.metric.key,
+        **_guessing(prepared),
         "trainable_parameters": trainable_count(prepared.model.classifier),
         "records": {"train": len(prepared.train), "validation": len(prepared.validation), "test": len(prepared.test)},
     }
@@ -246,6 +243,14 @@ def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, 
                 "the noise is reproducible from the seed: the guarantee holds only if the seed stays secret and serves one run"
             )
     return result
+
+
+def _guessing(prepared: Prepared) -> dict[str, float]:
+    """What the class most frequent among validation records, which are public, would score."""
+    if prepared.metric is not ACCURACY:
+        return {}
+    most = np.bincount(prepared.validation.labels).argmax()
+    return {"majority_accuracy": float((prepared.test.labels == most).mean())}
 
 
 def _epsilon_so_far(prepared: Prepared, done: int) -> float:

@@ -12,11 +12,11 @@ class ModelTable:
     """Which model, and what of it trains.
 
     Attributes:
-        name: ``packaged:minilm``, a folder, or a Hugging Face model name; for images ``cnn:groupnorm``, ``vgg:groupnorm``, ``features:random``, or ``image:`` and a
+        name: ``packaged:minilm``, a folder, or a Hugging Face model name; to generate, ``packaged:smollm2`` or a causal language model; for images ``cnn:groupnorm``, ``vgg:groupnorm``, ``features:random``, or ``image:`` and a
             folder or Hugging Face name.
         tune: "lora", "full" or "head".
         head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence classifier).
-        lora_rank, lora_targets, lora_layers: rank, module names (empty: a default), top layers with adapters (0: all).
+        lora_rank, lora_alpha, lora_targets, lora_layers: rank, scale (0: twice the rank), module names (empty: a default), top layers with adapters (0: all).
         train_layers: with tune = "full", top layers that train; embeddings and the layers below are frozen (0: everything trains).
         public_head_steps: fit the head to half of the validation records, which are public, in so many steps before private training, and freeze it; the other half
             validates (0: the head trains privately).
@@ -29,6 +29,7 @@ class ModelTable:
     tune: str = "lora"
     head: str = "mean"
     lora_rank: int = 16
+    lora_alpha: int = 0
     lora_targets: list[str] = field(default_factory=list)
     lora_layers: int = 0
     train_layers: int = 0
@@ -39,12 +40,34 @@ class ModelTable:
 
 
 @dataclass(frozen=True)
+class TaskTable:
+    """What is learnt from a record.
+
+    Attributes:
+        kind: "classify", or "generate": a causal language model learns the answers; the loss is the mean cross entropy over a record's answer tokens, the score the share of
+            them predicted right.
+        prompt, answer: templates with column names in braces, for "generate".
+        max_answer_length: tokens kept of an answer; the prompt has the rest of model.max_length.
+        decoded: at the end, also let the model write answers (greedily) and compare them: "rouge1", "exact_match", or "none".
+        decoded_records: how many test records are answered so.
+    """
+
+    kind: str = "classify"
+    prompt: str = "{text}"
+    answer: str = " {label}"
+    max_answer_length: int = 32
+    decoded: str = "none"
+    decoded_records: int = 200
+
+
+@dataclass(frozen=True)
 class DataTable:
     """Which records. Validation and test records are declared public: their accuracy is published without noise.
 
     Attributes:
         source: ``packaged:tweets``, a CSV/TSV/JSONL/JSON/Parquet file, or a Hugging Face data set; for images ``packaged:fashion-mnist``, a folder with files of MNIST's
             format, a folder with train.csv and test.csv or with class folders in train and test (or val), or ``torchvision:NAME:FOLDER``.
+        test_source: test records in a file or data set of their own ("": a share of ``source``); for texts.
         text, label: column names; of an image folder's tables, "text" is the column of file names.
         labels: the labels to expect (empty: those found).
         label_separator, no_label: for images with several labels, such as "|", and what stands for none; the loss is then the mean of binary cross entropies, the score the
@@ -55,6 +78,7 @@ class DataTable:
     """
 
     source: str = "packaged:tweets"
+    test_source: str = ""
     text: str = "text"
     label: str = "label"
     labels: list[str] = field(default_factory=list)

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from quietgrad.training.config import TrainConfig
-from quietgrad.training.data import LabelledTexts, Splits, load_texts, split
+from quietgrad.training.data import LabelledTexts, Splits, load_texts, split, split_with_test
 from quietgrad.training.image_data import LabelledImages, is_image_source, load_images, split_images
 from quietgrad.training.image_folder import FolderLayout, is_image_folder, load_image_folder
 from quietgrad.training.image_models import IMAGE_MODELS, is_image_model, load_image_classifier
-from quietgrad.training.models import HeadKind, LoadedModel, Tune, load_classifier
+from quietgrad.training.models import HeadKind, LoadedModel, Tune, load_classifier, load_generator
+from quietgrad.training.pairs import TextPairs, load_pairs, tokenise_pairs
 from quietgrad.training.records import Records
 from quietgrad.training.text_batches import tokenise
 
@@ -27,7 +28,7 @@ class Task:
         public: images set aside as public and unlabelled; None for texts.
     """
 
-    splits: Splits[LabelledTexts] | Splits[LabelledImages]
+    splits: Splits[LabelledTexts] | Splits[TextPairs] | Splits[LabelledImages]
     public: LabelledImages | None = None
 
     @property
@@ -54,6 +55,8 @@ def load_task(config: TrainConfig) -> Task:
             f"image models are {', '.join(IMAGE_MODELS)} and image:NAME of Hugging Face"
         )
     if images:
+        if config.task.kind == "generate" or config.data.test_source:
+            raise ValueError("task.kind='generate' and data.test_source are for texts; images come with test records")
         if config.model.public_head_steps:
             raise ValueError(
                 "model.public_head_steps is for texts; give an image model public weights (model.weights, from quietgrad spectrum)"
@@ -67,8 +70,22 @@ def load_task(config: TrainConfig) -> Task:
         return Task(splits, public)
     if config.model.weights:
         raise ValueError("model.weights is for image models; a text model's folder goes to model.name")
-    texts = load_texts(config.data.source, config.data.text, config.data.label, config.data.labels or None)
-    return Task(split(texts, config.data.validation_fraction, config.data.test_fraction))
+    return _text_task(config)
+
+
+def _text_task(config: TrainConfig) -> Task:
+    data, task = config.data, config.task
+
+    def read(source: str, names: list[str] | None) -> Any:
+        if task.kind == "generate":
+            return load_pairs(source, task.prompt, task.answer)
+        return load_texts(source, data.text, data.label, names)
+
+    texts = read(data.source, data.labels or None)
+    if not data.test_source:
+        return Task(split(texts, data.validation_fraction, data.test_fraction))
+    names = list(texts.label_names)  # the test records' own may be fewer
+    return Task(split_with_test(texts, read(data.test_source, names or None), data.validation_fraction))
 
 
 def load_any_images(config: TrainConfig, source: str) -> tuple[LabelledImages, LabelledImages]:
@@ -99,9 +116,24 @@ def load_model(config: TrainConfig, task: Task, device: torch.device) -> tuple[L
             config.model.weights,
             config.model.lora_rank,
             config.model.lora_targets or None,
+            config.model.lora_alpha,
         )
         model = LoadedModel(classifier, None, config.model.name, cast(Tune, config.model.tune), "mean")
         records = list(parts)
+    elif isinstance(task.splits.train, TextPairs):
+        table = config.model
+        model = load_generator(
+            table.name,
+            cast(Tune, table.tune),
+            table.lora_rank,
+            table.lora_targets or None,
+            table.lora_layers or None,
+            attention="eager" if device.type == "cpu" else None,
+            train_layers=table.train_layers or None,
+            lora_alpha=table.lora_alpha,
+        )
+        pairs = cast(tuple[TextPairs, ...], parts)
+        records = [tokenise_pairs(p, model.tokenizer, table.max_length, config.task.max_answer_length) for p in pairs]
     else:
         model = load_classifier(
             config.model.name,
@@ -114,6 +146,7 @@ def load_model(config: TrainConfig, task: Task, device: torch.device) -> tuple[L
             # Several times faster than the fused kernel for short texts.
             attention="eager" if device.type == "cpu" else None,
             train_layers=config.model.train_layers or None,
+            lora_alpha=config.model.lora_alpha,
         )
         texts = cast(tuple[LabelledTexts, ...], parts)
         records = [tokenise(part, model.tokenizer, config.model.max_length) for part in texts]

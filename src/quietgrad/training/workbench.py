@@ -19,15 +19,14 @@ from quietgrad.plan import PrivacyPlan
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.comparison_table import Comparison, Run
 from quietgrad.training.config import TrainConfig
+from quietgrad.training.evaluation import score_of
 from quietgrad.training.feature_cache import FeatureCache
-from quietgrad.training.noise_settings import check_spectrum
 from quietgrad.training.metrics import ACCURACY
+from quietgrad.training.noise_settings import check_spectrum
 from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
 from quietgrad.training.prefix_cache import PrefixCache
-from quietgrad.training.prepare import build_plan, precision_context, prepare
-from quietgrad.training.records import Records, outputs, spread
-
-EVALUATION_BATCH = 256
+from quietgrad.training.prepare import build_plan, prepare
+from quietgrad.training.records import Records, spread
 
 
 class Workbench:
@@ -122,7 +121,4 @@ class Workbench:
         )
 
     def _score(self, part: str, records: NDArray[np.int64]) -> float:
-        held = self._records(part)
-        with precision_context(self.prepared.config, self.prepared.device):
-            found = outputs(self.model, held, EVALUATION_BATCH, self.prepared.device, records, self.caches[part])
-        return self.prepared.metric(found, held.labels[records])
+        return score_of(self.prepared, self.model, self._records(part), records, self.caches[part])

@@ -1,0 +1,215 @@
+"""Answers learnt by a causal language model: templates, tokens, loss, training, what is saved, scores, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_runs import COMMON, RECORDS, WORDS, config_of, labelled_texts, train, write_records
+
+from quietgrad.training.data import normalised
+from quietgrad.training.generation import answer_loss, answer_scores, exact_match, rouge1
+from quietgrad.training.models import load_saved
+from quietgrad.training.pairs import IGNORED, TextPairs, load_pairs, tokenise_pairs
+from quietgrad.training.prepare import prepare, verify_on_public_records
+
+VOCABULARY = ["<pad>", "<s>", "</s>", "<unk>", ":", *COMMON, *WORDS["good"], *WORDS["bad"], "good", "bad"]
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, tied embeddings, a word a token, <s> before every text."""
+    import transformers
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers.processors import TemplateProcessing
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=len(VOCABULARY),
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=32,
+            tie_word_embeddings=True,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def values(settings: dict[str, Any], tiny_llama: Path) -> dict[str, Any]:
+    return settings | {
+        "model.name": str(tiny_llama),
+        "task.kind": "generate",
+        "task.prompt": "{text} :",
+        "task.answer": "{label}",
+        "task.max_answer_length": 4,
+    }
+
+
+def test_templates_take_any_columns(tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"context": "rain fell", "question": "what fell?", "answer": "rain", "n": null}\n')
+    pairs = load_pairs(str(file), "{context}\n{question}{n} {{}}", " {answer}")
+    assert pairs.texts == ("rain fell\nwhat fell? {}",) and pairs.answers == (" rain",)
+    assert len(set(TextPairs(("a", "a"), ("b", "c"), "here").record_ids)) == 2
+
+
+def test_tokens_of_prompt_and_answer(tiny_llama: Path) -> None:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_llama)
+    ids = {word: i for i, word in enumerate(VOCABULARY)}
+    pairs = TextPairs(("the film was dull :", "a :"), ("good bad good bad", "bad"), "here")
+    found = tokenise_pairs(pairs, tokenizer, max_length=6, max_answer_length=3)
+    # The answer is cut and closed; the prompt keeps what opens every text, and its end.
+    assert [VOCABULARY[i] for i in found.ids[0]] == ["<s>", "dull", ":", "good", "bad", "</s>"]
+    assert [VOCABULARY[i] for i in found.ids[1]] == ["<s>", "a", ":", "bad", "</s>"]
+    assert found.starts.tolist() == [3, 3] and found.labels.tolist() == [3, 2]
+    batch = found.collate(np.array([1, 0]), torch.device("cpu"))
+    assert batch["labels"].tolist() == [
+        [IGNORED] * 3 + [ids["bad"], ids["</s>"], IGNORED],
+        [IGNORED] * 3 + [ids["good"], ids["bad"], ids["</s>"]],
+    ]
+    assert batch["attention_mask"].tolist() == [[1] * 5 + [0], [1] * 6]
+    assert found.collate(np.array([], dtype=np.int64), torch.device("cpu"))["labels"].shape == (0, 2)
+
+
+def test_the_loss_is_the_mean_over_the_answers_own_tokens(values: dict[str, Any]) -> None:
+    prepared = prepare(config_of(values | {"model.tune": "full"}))
+    model, records = prepared.model.classifier.eval(), prepared.train
+    batch = records.collate(np.arange(5), prepared.device)
+    found = answer_loss(model, batch)
+    for row in range(5):
+        length = int(batch["attention_mask"][row].sum())
+        tokens = batch["input_ids"][row, :length]  # without padding
+        logits = model(tokens[None], torch.ones_like(tokens)[None])[0]
+        start = int((batch["labels"][row] == IGNORED)[:length].sum())
+        wanted = F.cross_entropy(logits[start - 1 : length - 1], tokens[start:])
+        assert torch.allclose(found[row], wanted, atol=1e-5)
+    scores = answer_scores(model, records, 7, prepared.device, np.arange(5))
+    together = answer_scores(model, records, 2, prepared.device, np.arange(5))
+    assert scores.perplexity == pytest.approx(together.perplexity)
+    assert scores.token_accuracy == together.token_accuracy
+    # Two tokens each: the mean over records is the mean over tokens.
+    assert scores.perplexity == pytest.approx(found.mean().exp().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("tune", ["full", "lora"])
+def test_per_example_gradients_agree_with_the_oracle(values: dict[str, Any], tune: str) -> None:
+    assert verify_on_public_records(prepare(config_of(values | {"model.tune": tune}))) < 1e-5
+
+
+def test_without_privacy_the_answers_are_learnt(values: dict[str, Any]) -> None:
+    _, outcome, _ = train(
+        values
+        | {
+            "model.tune": "full", "privacy.enabled": False, "training.steps": 150, "training.seed": 0,
+            "task.decoded": "exact_match", "optimizer.learning_rate": 1e-2,
+        }
+    )  # fmt: skip
+    metrics = outcome.result["metrics"]
+    assert metrics["token_accuracy"] > 0.9 and metrics["exact_match"] > 0.8
+    assert 1 <= metrics["perplexity"] < 1.6 < len(VOCABULARY)
+    assert "majority_accuracy" not in outcome.result and outcome.result["metric"] == "token_accuracy"
+
+
+@pytest.mark.parametrize("tune", ["full", "lora"])
+def test_train_saves_a_model_that_loads(values, quietgrad, write_config, tune: str) -> None:
+    changed = values | {"model.tune": tune, "task.decoded": "rouge1", "task.decoded_records": 3}
+    code, out, err = quietgrad("train", write_config(changed), "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert set(result["metrics"]) == {
+        "token_accuracy", "perplexity", "validation_token_accuracy", "validation_perplexity", "rouge1",
+    }  # fmt: skip
+    assert result["private"] and 0 < result["epsilon"] <= 4
+    folder = Path(result["run_dir"])
+    assert (folder / "accuracy.png").is_file()
+    curve = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in curve] == [3, 6] and all("validation_token_accuracy" in r for r in curve)
+
+    model, tokenizer, _ = load_saved(folder / "model")
+    again = prepare(config_of(changed))
+    scores = answer_scores(model, again.test, 8, torch.device("cpu"))
+    assert scores.perplexity == pytest.approx(result["metrics"]["perplexity"], rel=1e-4)
+    assert tokenizer("the film")["input_ids"][0] == 1
+
+
+def test_plan_and_words_for_people(values, quietgrad, write_config) -> None:
+    config = write_config(values)
+    code, out, err = quietgrad("plan", config)
+    assert code == 0 and "guarantee" in out, err
+    code, out, err = quietgrad("train", config)
+    words = " ".join(out.replace("│", " ").split())
+    assert code == 0 and "test token accuracy" in words and "validation perplexity" in words, err
+
+
+def test_test_records_of_their_own(settings: dict[str, Any], tmp_path: Path) -> None:
+    records = labelled_texts()
+    shared = [(text.upper() + "!", label) for text, label in records[:7]]  # the same texts, written otherwise
+    other = write_records(tmp_path / "test.csv", [*shared, ("the plot was quite superb", "good")])
+    prepared = prepare(config_of(settings | {"data.test_source": str(other), "data.validation_fraction": 0.3}))
+    task = prepared.task.splits
+    assert len(task.test) == 8 and len(task.train) + len(task.validation) <= RECORDS - 7
+    held = {normalised(text) for text in task.test.texts}
+    assert not held & {normalised(t) for part in (task.train, task.validation) for t in part.texts}
+    assert task.test.label_names == ("bad", "good")
+    one_class = write_records(tmp_path / "one.csv", [("the actor was superb", "good")])
+    small = prepare(config_of(settings | {"data.test_source": str(one_class)})).task.splits.test
+    assert small.labels.tolist() == [1]  # numbered as in training
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"task.prompt": "{txt} :"}, r"'txt' is not a column of .*did you mean 'text'"),
+        ({"task.prompt": "no column"}, "names no column"),
+        ({"task.answer": "{label"}, "is no template"),
+        ({"task.max_answer_length": 16}, "leaves no room"),
+        ({"task.max_answer_length": 0}, "task.max_answer_length=0"),
+        ({"model.tune": "head"}, "no head to train by itself"),
+        ({"model.public_head_steps": 5}, "no head to train by itself"),
+        ({"task.kind": "translate"}, "task.kind='translate'"),
+        ({"task.decoded": "bleu"}, "task.decoded='bleu'"),
+        ({"model.name": "nowhere/nothing"}, "model.name='nowhere/nothing' cannot be loaded"),
+    ],
+)  # fmt: skip
+def test_refusals(values: dict[str, Any], changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(config_of(values | changed))
+
+
+def test_an_empty_answer_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.csv"
+    file.write_text("text,label\none,two\nthree,\n")
+    with pytest.raises(ValueError, match="record 2 has an empty answer"):
+        load_pairs(str(file), "{text}", "{label}")
+
+
+def test_scores_of_what_was_written() -> None:
+    assert rouge1("the cat sat", "The cat sat down") == pytest.approx(2 * 1 * 0.75 / 1.75)
+    assert rouge1("cat cat cat", "cat") == pytest.approx(0.5)
+    assert rouge1("", "cat") == rouge1("dog", "cat") == 0.0
+    assert exact_match("The Eiffel Tower!", "eiffel tower") == 1.0
+    assert exact_match("Eiffel", "Eiffel Tower") == 0.0
