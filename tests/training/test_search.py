@@ -21,7 +21,6 @@ from quietgrad.training.comparison_table import Comparison, Run, load_comparison
 from quietgrad.training.search import RATE, Range, SearchTable, Settings, propose, search_table
 
 pytest.importorskip("optuna")
-pytestmark = pytest.mark.filterwarnings("ignore:.warn_independent_sampling. has been deprecated:FutureWarning")
 
 ROOT = Path(__file__).resolve().parents[2]
 LEARNING_RATE = Range(RATE, 1e-4, 1.0, log=True)

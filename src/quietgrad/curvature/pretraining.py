@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,19 +121,20 @@ def fit_to_labels(
     model: nn.Module,
     parameters: list[nn.Parameter],
     pixels: Tensor,
-    labels: NDArray[np.int64],
+    labels: NDArray[Any],
     epochs: int,
     batch_size: int = 256,
     learning_rate: float = 2e-3,
     seed: int = 0,
 ) -> None:
-    """Trains the given parameters of a classifier on made-up labels, in place (Adam, cross entropy)."""
+    """Trains the given parameters of a classifier on made-up labels, in place: Adam; cross entropy for [n] labels, the mean of binary ones for [n, labels]."""
+    loss = F.binary_cross_entropy_with_logits if labels.ndim == 2 else F.cross_entropy
     generator = torch.Generator().manual_seed(seed)
     targets = torch.from_numpy(labels).to(pixels.device)
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     for _ in range(epochs):
         for chosen in torch.randperm(len(pixels), generator=generator).split(batch_size):
             optimizer.zero_grad()
-            F.cross_entropy(model(pixels[chosen]), targets[chosen]).backward()
+            loss(model(pixels[chosen]), targets[chosen]).backward()
             optimizer.step()
     model.zero_grad(set_to_none=True)

@@ -75,7 +75,11 @@ def runs_left(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) -> 
     left = 0
     for variant, epsilon in _studies(comparison):
         trials = comparison.search.trials * table.tuning_seeds
-        tuned = sum(r.seed < table.tuning_seeds for r in results if (r.variant, r.epsilon) == (variant, epsilon))
+        tuned = sum(
+            r.seed < table.tuning_seeds and r.trial is not None and r.trial < comparison.search.trials
+            for r in results
+            if (r.variant, r.epsilon) == (variant, epsilon)
+        )
         best = chosen_run(comparison, results, variant, epsilon)
         final = (
             0 if best is None else sum(_with_seed(best, s) in results for s in range(table.tuning_seeds, table.seeds))
@@ -153,7 +157,10 @@ def _trials(
             by_trial.setdefault(run.trial, {})[run.seed] = run
     found: list[tuple[Run, float]] = []
     seeds = range(comparison.table.tuning_seeds)
-    while len(found) in by_trial and all(s in by_trial[len(found)] for s in seeds):
+    most = (
+        comparison.search.trials if comparison.search is not None else 0
+    )  # more may be there, from when more were asked for
+    while len(found) < most and len(found) in by_trial and all(s in by_trial[len(found)] for s in seeds):
         runs = by_trial[len(found)]
         found.append((runs[0], float(np.mean([results[runs[s]]["curve"][-1][1] for s in seeds]))))
     return found

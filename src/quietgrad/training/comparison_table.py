@@ -34,6 +34,7 @@ LATER = (
 BEFORE = {"noise.clamp": 2.0}
 # What a variant may change; the rest is prepared once for all runs.
 VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer")
+HEAD_RATE = "optimizer.head_learning_rate"
 FIXED = ("privacy.target_epsilon", "privacy.noise_multiplier", "privacy.target_delta")
 VARIED_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
 
@@ -159,6 +160,8 @@ class Comparison:
                 tree.pop(table)
         tree.pop("spectrum", None)  # training does not read it
         settings = [tree, self.table.eval_every, self.table.eval_records]
+        if self.search is not None:  # a trial is what it is by those before it
+            settings.append(self.search.signature)
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -191,18 +194,27 @@ def load_comparison(path: str | Path) -> Comparison:
     require_at_least("comparison.seeds", table.seeds, table.tuning_seeds, "there are fewer seeds than tuning seeds")
     for value in (*table.epsilons, *table.learning_rates):
         require_positive("comparison.epsilons and learning_rates", value)
+    if search is not None and table.head_rate and any(r.key == HEAD_RATE for r in search.ranges):
+        raise ValueError(f'comparison.head_rate and search.ranges."{HEAD_RATE}" both set the head\'s rate; keep one')
     found = Comparison(file, table, variants, tree, search)
     for variant, changed in variants.items():
-        searched = tuple((r.key, (r.choices or (r.low,))[0]) for r in (search.ranges_of(variant) if search else ()))
+        ranges = search.ranges_of(variant) if search is not None else []
         named = [(f"variants.{variant}.{name}", name) for name in changed]
-        for shown, name in named + [(f'search.ranges."{key}"', key) for key, _ in searched]:
+        for shown, name in named + [(f'search.ranges."{r.key}"', r.key) for r in ranges]:
             if name in FIXED or (name.partition(".")[0] not in VARIED_TABLES and name not in VARIED_KEYS):
                 raise ValueError(
                     f"{shown} cannot vary: data, model and cached states are shared by all runs; vary one of "
                     f"{', '.join((*VARIED_TABLES, *VARIED_KEYS))}, or make a comparison of its own"
                 )
-        settings = tuple((key, value) for key, value in searched if key != RATE)
-        config = found.config_of(Run(variant, table.epsilons[0], table.protocol_rate, 0, settings))
+        ends = {r.key: (*r.choices, *(() if r.choices else (r.low, r.high))) for r in ranges}
+        least = {key: values[0] for key, values in ends.items()}
+        # A proposal that no configuration takes would end the search each time it is started.
+        tried = [least] + [least | {key: value} for key, values in ends.items() for value in values[1:]]
+        for values in tried:
+            settings = tuple((key, value) for key, value in values.items() if key != RATE)
+            config = found.config_of(
+                Run(variant, table.epsilons[0], float(values.get(RATE, table.protocol_rate)), 0, settings)
+            )
         if not config.privacy.enabled:
             raise ValueError(
                 "privacy.enabled=false: a comparison has an epsilon for every run; use `quietgrad train` for a reference without privacy"

@@ -21,6 +21,7 @@ from quietgrad.training.image_data import LabelledImages
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
 TEST_PARTS = ("test", "val")
+WIDE = ("I", "I;16", "I;16B", "I;16L")  # 16 bits a pixel; Pillow cuts them off at 255 by itself
 TINY_IMAGENET = "val_annotations.txt"  # TinyImageNet lists its validation labels there
 
 
@@ -77,10 +78,24 @@ def load_image_folder(source: str, layout: FolderLayout, size: int) -> tuple[Lab
             if names
             else f"data.source={source!r} has no images"
         )
+    if not names:
+        raise ValueError(f"data.source={source!r}: no training image has a label; check data.label and data.no_label")
     mode = _mode_of(train[0][0])
-    return tuple(  # type: ignore[return-value]
-        LabelledImages(_pixels([f for f, _ in part], size, mode), _labels(part, names, layout, source), names, source)
-        for part in (train, test)
+    labelled = [_labels(part, names, layout, source) for part in (train, test)]  # before the pictures are read
+    pixels = [_pixels([file for file, _ in part], size, mode) for part in (train, test)]
+    return (
+        LabelledImages(pixels[0], labelled[0], names, source),
+        LabelledImages(pixels[1], labelled[1], names, source),
+    )
+
+
+def load_unlabelled_folder(source: str, layout: FolderLayout, size: int) -> LabelledImages:
+    """The training part of a folder whose labels nobody asks for; arguments and errors as of ``load_image_folder``."""
+    if not size:
+        raise ValueError(f"spectrum.public={source!r}: files may differ in size; set data.image_size")
+    files = [file for file, _ in _listed(Path(source), "train", layout)]
+    return LabelledImages(
+        _pixels(files, size, _mode_of(files[0])), np.zeros(len(files), dtype=np.int64), ("none",), source
     )
 
 
@@ -96,21 +111,33 @@ def _listed(folder: Path, part: str, layout: FolderLayout) -> Listed:
 
 
 def _from_table(folder: Path, table: Path, layout: FolderLayout) -> Listed:
-    with table.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        with table.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{str(table)!r} cannot be read as a table in UTF-8: {error}") from error
     for key, column in (("data.text", layout.file), ("data.label", layout.label)):
         if rows and column not in rows[0]:
             raise ValueError(f"{key}={column!r} is no column of {table.name}{nearest(column, list(rows[0]))}")
-    below: dict[str, Path] | None = None
+    below: dict[str, list[Path]] | None = None
     found: Listed = []
-    for row in rows:
+    for number, row in enumerate(rows, start=2):
+        if row[layout.file] is None or row[layout.label] is None:
+            raise ValueError(f"{str(table)!r}: line {number} has too few columns")
         path = folder / row[layout.file]
         if not path.is_file():
             if below is None:
-                below = {p.name: p for p in folder.rglob("*") if p.suffix.lower() in ENDINGS}
+                below = {}
+                for p in folder.rglob("*"):
+                    if p.suffix.lower() in ENDINGS:
+                        below.setdefault(p.name, []).append(p)
+            if len(below.get(row[layout.file], ())) > 1:
+                raise ValueError(
+                    f"{table.name} names {row[layout.file]!r}, and there are {len(below[row[layout.file]])} files of that name below {str(folder)!r}; write paths"
+                )
             if row[layout.file] not in below:
                 raise ValueError(f"{table.name} names {row[layout.file]!r}, which is not below {str(folder)!r}")
-            path = below[row[layout.file]]
+            path = below[row[layout.file]][0]
         words = row[layout.label].split(layout.separator) if layout.separator else [row[layout.label]]
         found.append((path, tuple(w.strip() for w in words if w.strip() and w.strip() != layout.no_label)))
     return found
@@ -153,8 +180,11 @@ def _labels(part: Listed, names: Sequence[str], layout: FolderLayout, source: st
 def _mode_of(path: Path) -> str:
     from PIL import Image
 
-    with Image.open(path) as image:
-        return "L" if image.mode in ("1", "L", "I", "I;16", "F") else "RGB"
+    try:
+        with Image.open(path) as image:
+            return "L" if image.mode in ("1", "L", *WIDE) else "RGB"
+    except OSError as error:
+        raise ValueError(f"data.source: {str(path)!r} cannot be read: {error}") from error
 
 
 def _pixels(paths: Sequence[Path], size: int, mode: str) -> torch.Tensor:
@@ -166,7 +196,9 @@ def _pixels(paths: Sequence[Path], size: int, mode: str) -> torch.Tensor:
     def read(index: int) -> None:
         try:
             with Image.open(paths[index]) as image:
-                small = image.convert(mode).resize((size, size), Image.Resampling.BILINEAR)
+                grey = image.mode in WIDE
+                narrow = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8)) if grey else image
+                small = narrow.convert(mode).resize((size, size), Image.Resampling.BILINEAR)
         except OSError as error:
             raise ValueError(f"data.source: {str(paths[index])!r} cannot be read: {error}") from error
         array = torch.from_numpy(np.array(small))

@@ -152,6 +152,8 @@ class PretrainedImageClassifier(ImageClassifier):
 
     def embed(self, pixels: Tensor) -> Tensor:
         mean, std = cast(Tensor, self.mean), cast(Tensor, self.std)
+        if pixels.shape[1] > mean.shape[1]:
+            pixels = pixels.mean(dim=1, keepdim=True)
         pixels = pixels.expand(-1, mean.shape[1], -1, -1)
         if self.size and pixels.shape[-2:] != (self.size, self.size):
             pixels = F.interpolate(pixels, (self.size, self.size), mode="bilinear", align_corners=False, antialias=True)
@@ -198,6 +200,7 @@ def load_image_classifier(
     if tune == "lora":
         _add_lora(cast(PretrainedImageClassifier, model), name, lora_rank, lora_targets, lora_alpha)
     if weights:
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         if not Path(weights).is_file():
@@ -206,6 +209,8 @@ def load_image_classifier(
             model.load_state_dict(load_file(weights))
         except RuntimeError as error:
             raise ValueError(f"model.weights={weights!r} are of another model: {error}") from error
+        except SafetensorError as error:
+            raise ValueError(f"model.weights={weights!r} is not a safetensors file: {error}") from error
     if tune == "head":
         model.requires_grad_(False)
         model.head.requires_grad_(True)
@@ -255,12 +260,13 @@ def _preprocessing(path: str, config: Any) -> dict[str, Any]:
     size = stated.get("crop_size") or stated.get("size") or getattr(config, "image_size", 0)
     if isinstance(size, dict):
         size = size.get("height") or size.get("shortest_edge") or 0
-    half = [0.5] * channels
-    return {
-        "size": size or 0,
-        "mean": stated.get("image_mean") or half,
-        "std": stated.get("image_std") or half,
-    }
+    plain = stated.get("do_normalize") is False  # then pixels are between 0 and 1
+
+    def each(name: str, otherwise: float) -> list[float]:
+        value = otherwise if plain else stated.get(name, 0.5)
+        return [float(v) for v in value] if isinstance(value, list) else [float(value)] * channels
+
+    return {"size": size or 0, "mean": each("image_mean", 0.0), "std": each("image_std", 1.0)}
 
 
 def _add_lora(model: PretrainedImageClassifier, name: str, rank: int, targets: list[str] | None, alpha: int) -> None:

@@ -42,6 +42,12 @@ def metric_for(labels: Labels) -> Metric:
     return ACCURACY if labels.ndim == 1 else MEAN_AUC
 
 
+def dividing(labels: Labels) -> NDArray[np.bool_]:
+    """[labels] whether some records have each of [n, labels], and some have not."""
+    has = labels > 0
+    return np.asarray(has.any(axis=0) & ~has.all(axis=0), dtype=np.bool_)
+
+
 def mean_auc(scores: NDArray[np.float32], labels: Labels) -> float:
     """Mean over labels of the area under the ROC curve, by ranks (Mann-Whitney; ties count a half); labels that all or no records have are left out.
 

@@ -342,6 +342,10 @@ def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
         )
     description = json.loads((folder / DESCRIPTION_FILE).read_text())
     labels = description["labels"]
+    if "head" not in description:
+        raise ValueError(
+            f"folder={str(folder)!r} holds an image model; give its {WEIGHTS_FILE} to model.weights, or to quietgrad.training.image_models.load_image_classifier"
+        )
     import transformers
 
     adapted = description["tune"] == "lora"

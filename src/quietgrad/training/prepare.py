@@ -22,12 +22,12 @@ from quietgrad.training.config import TrainConfig
 from quietgrad.training.feature_cache import FeatureCache, build_feature_cache
 from quietgrad.training.generation import answer_loss
 from quietgrad.training.image_data import LabelledImages
-from quietgrad.training.metrics import TOKEN_ACCURACY, Metric, metric_for
+from quietgrad.training.metrics import MEAN_AUC, TOKEN_ACCURACY, Metric, dividing, metric_for
 from quietgrad.training.models import LoadedModel
 from quietgrad.training.noise_settings import check_spectrum, noise_settings
 from quietgrad.training.prefix_cache import PrefixCache, build_prefix_cache
 from quietgrad.training.public_head import fit_public_head
-from quietgrad.training.records import Records, classification_loss
+from quietgrad.training.records import Records, classification_loss, spread
 from quietgrad.training.tasks import Task, load_model, load_task
 from quietgrad.training.text_batches import TokenisedTexts, every_other
 
@@ -170,7 +170,14 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
     trainable_parameters(model.classifier)
     refuse_cross_example_layers(model.classifier)
     check_spectrum(config, model.classifier, task.record_ids)
-    return Prepared(config, task, train, validation, test, model, plan, sampler, steps, device)
+    prepared = Prepared(config, task, train, validation, test, model, plan, sampler, steps, device)
+    if prepared.metric is MEAN_AUC:
+        every = config.training.eval_records
+        scheduled = validation.subset(spread(validation, every)) if every else validation
+        for name, part in (("validation records (training.eval_records)", scheduled), ("test records", test)):
+            if not dividing(part.labels).any():
+                raise ValueError(f"no label divides the {len(part)} {name}, so they have no mean AUC; use more")
+    return prepared
 
 
 def build_plan(

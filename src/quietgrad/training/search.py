@@ -5,9 +5,12 @@ A study is one variant at one epsilon. Its next trial is a function of the trial
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quietgrad.checks import nearest, require_at_least
@@ -55,7 +58,15 @@ class SearchTable:
     ranges: tuple[Range, ...] = field(default_factory=tuple)
 
     def ranges_of(self, variant: str) -> list[Range]:
-        return [r for r in self.ranges if not r.variants or variant in r.variants]
+        """Those shared by all variants first: random trials then agree on them."""
+        mine = [r for r in self.ranges if not r.variants or variant in r.variants]
+        return sorted(mine, key=lambda r: bool(r.variants))
+
+    @property
+    def signature(self) -> str:
+        """Of all that decides which settings are tried; not of how many are."""
+        text = json.dumps([self.startup, self.search_seed, [asdict(r) for r in self.ranges]], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def search_table(values: dict[str, Any], variants: Sequence[str]) -> SearchTable:
@@ -64,6 +75,8 @@ def search_table(values: dict[str, Any], variants: Sequence[str]) -> SearchTable
     Raises:
         ValueError: for unknown keys, bounds that are none, or no range of the learning rate.
     """
+    if not isinstance(values, dict) or not isinstance(values.get("ranges", {}), dict):
+        raise ValueError('[search] must be a table with trials and [search.ranges."table.key"] tables')
     values = dict(values)
     ranges = values.pop("ranges", {})
     for key in values:
@@ -73,11 +86,16 @@ def search_table(values: dict[str, Any], variants: Sequence[str]) -> SearchTable
         if not isinstance(values.get(key, 1), int) or isinstance(values.get(key), bool):
             raise ValueError(f"search.{key}={values[key]!r} must be a whole number")
     require_at_least("search.trials", values.get("trials", 0), 1, "say how many settings each variant may try")
+    require_at_least("search.startup", values.get("startup", 4), 1, "the sampler learns from at least one trial")
+    require_at_least("search.search_seed", values.get("search_seed", 0), 0, "use a whole number of at least 0")
     if RATE not in ranges:
         raise ValueError(
             f'[search.ranges] has no "{RATE}"; variants compared at one rate are compared at the rate that suits one of them'
         )
-    return SearchTable(**values, ranges=tuple(_range(key, found, variants) for key, found in ranges.items()))
+    found = tuple(_range(key, value, variants) for key, value in ranges.items())
+    if any(r.key == RATE and r.variants for r in found):
+        raise ValueError(f'search.ranges."{RATE}".variants: every variant needs a rate of its own; leave variants out')
+    return SearchTable(**values, ranges=found)
 
 
 def _range(key: str, values: Any, variants: Sequence[str]) -> Range:
@@ -88,6 +106,9 @@ def _range(key: str, values: Any, variants: Sequence[str]) -> Range:
     for found in values:
         if found not in hints or found == "key":
             raise ValueError(f"unknown key {name}.{found}{nearest(found, [h for h in hints if h != 'key'])}")
+    for found in ("choices", "variants"):
+        if not isinstance(values.get(found, []), list):
+            raise ValueError(f"{name}.{found}={values[found]!r} must be a list")
     for variant in values.get("variants", ()):
         if variant not in variants:
             raise ValueError(f"{name}.variants names {variant!r}, which is no variant{nearest(variant, variants)}")
@@ -102,7 +123,7 @@ def _range(key: str, values: Any, variants: Sequence[str]) -> Range:
 def _ordered(low: Any, high: Any, log: bool) -> bool:
     if not isinstance(low, int | float) or not isinstance(high, int | float):
         return False
-    return low < high and (low > 0 or not log)
+    return math.isfinite(low) and math.isfinite(high) and low < high and (low > 0 or not log)
 
 
 def propose(table: SearchTable, variant: str, trials: Sequence[tuple[Settings, float]]) -> Settings:
@@ -136,7 +157,6 @@ def propose(table: SearchTable, variant: str, trials: Sequence[tuple[Settings, f
         seed=table.search_seed * 100_003 + len(trials),
         n_startup_trials=table.startup,
         multivariate=True,
-        warn_independent_sampling=False,
     )
     study = optuna.create_study(direction="maximize", sampler=sampler)
     for settings, value in trials:

@@ -30,7 +30,7 @@ from quietgrad.training.image_models import (
 )
 from quietgrad.training.records import classification_loss
 from quietgrad.training.run_dir import environment
-from quietgrad.training.tasks import Task, load_any_images, load_task
+from quietgrad.training.tasks import Task, load_task, load_unlabelled_images
 
 BATCH = 250  # images of one product's part; of a pretrained model clipping.max_physical_batch_size, if that is less
 HELD_OUT = "held-out"
@@ -87,7 +87,12 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
         )
     model.eval()
     features, top = embeddings(model, public, device), HeadOnFeatures(model.head)
-    labels = made_up_labels(nn.Identity(), features, len(task.label_names), table.made_up_labels, table.public_seed)
+    labels: np.ndarray[Any, Any] = made_up_labels(
+        nn.Identity(), features, len(task.label_names), table.made_up_labels, table.public_seed
+    )
+    assert isinstance(task.splits.train, LabelledImages)
+    if task.splits.train.labels.ndim == 2:  # several labels a record: the loss is another, and so is its Hessian
+        labels = np.eye(len(task.label_names), dtype=np.float32)[labels]
     fit_to_labels(top, list(model.head.parameters()), features, labels, table.head_epochs, seed=table.public_seed)
     spectrum_path = Path(table.output)
     spectrum_path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +143,7 @@ def public_images(config: TrainConfig, task: Task) -> LabelledImages:
             )
         images = task.public
     else:
-        images, _ = load_any_images(config, table.public)
+        images = load_unlabelled_images(config, table.public)
     train = task.splits.train
     assert isinstance(train, LabelledImages)
     images = images.with_channels(int(train.pixels.shape[1]))
@@ -158,7 +163,7 @@ def _spectrum(
     model: nn.Module,
     public: LabelledImages,
     inputs: Tensor,
-    labels: np.ndarray[Any, np.dtype[np.int64]],
+    labels: np.ndarray[Any, Any],
     report: Callable[[str], None],
 ) -> Spectrum:
     table = config.spectrum
@@ -183,7 +188,7 @@ def _spectrum(
         # How clipping shortens gradients is part of how their sum answers to a change of the weights.
         "gradient_norm_quantiles": [float(q) for q in np.quantile(norms, np.linspace(0, 1, 101))],
         "matrix": "hessian",
-        "loss": f"cross entropy of labels made up as {table.made_up_labels}",
+        "loss": f"{'binary cross entropies' if labels.ndim == 2 else 'cross entropy'} of labels made up as {table.made_up_labels}",
         "public": table.public,
         "public_images": len(public),
         "hessian_images": count,

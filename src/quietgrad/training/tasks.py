@@ -11,7 +11,7 @@ from torch import nn
 from quietgrad.training.config import TrainConfig
 from quietgrad.training.data import LabelledTexts, Splits, load_texts, split, split_with_test
 from quietgrad.training.image_data import LabelledImages, is_image_source, load_images, split_images
-from quietgrad.training.image_folder import FolderLayout, is_image_folder, load_image_folder
+from quietgrad.training.image_folder import FolderLayout, is_image_folder, load_image_folder, load_unlabelled_folder
 from quietgrad.training.image_models import IMAGE_MODELS, is_image_model, load_image_classifier
 from quietgrad.training.models import HeadKind, LoadedModel, Tune, load_classifier, load_generator
 from quietgrad.training.pairs import TextPairs, load_pairs, tokenise_pairs
@@ -88,19 +88,29 @@ def _text_task(config: TrainConfig) -> Task:
     return Task(split_with_test(texts, read(data.test_source, names or None), data.validation_fraction))
 
 
+def load_unlabelled_images(config: TrainConfig, source: str) -> LabelledImages:
+    """Training images of a source of either kind, at the configuration's size; their labels are not looked at."""
+    if not is_image_folder(source):
+        return load_images(source, config.data.image_size)[0]
+    return load_unlabelled_folder(source, _layout(config), config.data.image_size)
+
+
+def _layout(config: TrainConfig) -> FolderLayout:
+    data = config.data
+    named = (data.text, data.label) != ("text", "label")  # the defaults are those of texts
+    return FolderLayout(
+        *((data.text, data.label) if named else ("file", "label")),
+        separator=data.label_separator,
+        labels=tuple(data.labels),
+        no_label=data.no_label,
+    )
+
+
 def load_any_images(config: TrainConfig, source: str) -> tuple[LabelledImages, LabelledImages]:
     """Training and test images of a source of either kind, at the configuration's size."""
     if not is_image_folder(source):
         return load_images(source, config.data.image_size)
-    data = config.data
-    own = source == data.source
-    layout = FolderLayout(
-        *((data.text, data.label) if (data.text, data.label) != ("text", "label") else ("file", "label")),
-        separator=data.label_separator if own else "",
-        labels=tuple(data.labels) if own else (),
-        no_label=data.no_label,
-    )
-    return load_image_folder(source, layout, data.image_size)
+    return load_image_folder(source, _layout(config), config.data.image_size)
 
 
 def load_model(config: TrainConfig, task: Task, device: torch.device) -> tuple[LoadedModel, list[Records]]:
