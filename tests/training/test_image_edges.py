@@ -1,0 +1,199 @@
+"""Image files and searches at their edges: what is damaged, ambiguous, or of another depth than eight bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_images import save_tiny_vit, write_class_folders, write_findings, write_picture
+from tiny_runs import config_of
+
+from quietgrad.curvature import load_spectrum
+from quietgrad.training.comparison_table import load_comparison
+from quietgrad.training.image_folder import FolderLayout, load_image_folder, load_unlabelled_folder
+from quietgrad.training.image_models import load_image_classifier
+from quietgrad.training.models import load_saved
+from quietgrad.training.prepare import prepare
+from quietgrad.training.search import RATE, Range, SearchTable, propose
+from quietgrad.training.spectrum_run import make_spectrum
+
+SEVERAL = FolderLayout(separator="|", no_label="No Finding")
+CHEST = FolderLayout("Image Index", "Finding Labels", separator="|", no_label="No Finding")
+
+
+def table_of(folder: Path, rows: str) -> Path:
+    for part in ("train", "test"):
+        (folder / f"{part}.csv").write_text("file,label\n" + rows, encoding="utf-8")
+    return folder
+
+
+def test_sixteen_bits_a_pixel_keep_their_shades(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for name, value in (("a", 3000), ("b", 20000), ("c", 65535)):
+        Image.fromarray(np.full((4, 4), value, dtype=np.uint16)).save(tmp_path / f"{name}.png")
+    table_of(tmp_path, "a.png,dark\nb.png,grey\nc.png,white\n")
+    train, _ = load_image_folder(str(tmp_path), FolderLayout(), 4)
+    assert train.pixels[:, 0, 0, 0].tolist() == [round(3000 / 257), round(20000 / 257), 255]
+
+
+def test_a_first_picture_that_cannot_be_read(tmp_path: Path) -> None:
+    write_class_folders(tmp_path, train=4, test=2)
+    next(iter(sorted((tmp_path / "train").rglob("*.png")))).write_bytes(b"no")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_image_folder(str(tmp_path), FolderLayout(), 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("x.png,one\nother.png,two\n", "there are 2 files of that name"),
+        ("other.png\none/x.png,two\n", "line 2 has too few columns"),
+    ],
+)
+def test_tables_that_leave_something_open(tmp_path: Path, rows: str, message: str) -> None:
+    for name in ("one/x.png", "two/x.png", "other.png"):
+        write_picture(tmp_path / name, np.zeros((4, 4), dtype=np.uint8))
+    with pytest.raises(ValueError, match=message):
+        load_image_folder(str(table_of(tmp_path, rows)), FolderLayout(), 4)
+
+
+def test_a_table_of_another_encoding(tmp_path: Path) -> None:
+    write_picture(tmp_path / "x.png", np.zeros((4, 4), dtype=np.uint8))
+    (tmp_path / "train.csv").write_bytes("file,label\nx.png,grün\n".encode("latin-1"))
+    (tmp_path / "test.csv").write_bytes(b"file,label\nx.png,a\n")
+    with pytest.raises(ValueError, match=r"train\.csv.* cannot be read as a table in UTF-8"):
+        load_image_folder(str(tmp_path), FolderLayout(), 4)
+
+
+def test_several_labels_need_one(tmp_path: Path) -> None:
+    write_picture(tmp_path / "x.png", np.zeros((4, 4), dtype=np.uint8))
+    with pytest.raises(ValueError, match="no training image has a label"):
+        load_image_folder(str(table_of(tmp_path, "x.png,No Finding\n")), SEVERAL, 4)
+
+
+def findings(folder: Path, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model.name": "cnn:groupnorm", "model.tune": "full",
+        "data.source": str(folder), "data.label_separator": "|", "data.no_label": "No Finding", "data.text": CHEST.file, "data.label": CHEST.label, "data.image_size": 8,
+        "privacy.target_epsilon": 8.0, "optimizer.name": "sgd", "optimizer.schedule": "constant",
+        "training.expected_batch_size": 16, "training.steps": 2, "training.run_dir": str(tmp_path / "run"),
+        "spectrum.public": str(folder.parent / "public"), "spectrum.output": str(tmp_path / "s.npz"),
+        "spectrum.weights_output": str(tmp_path / "w.safetensors"), "spectrum.simclr_epochs": 0,
+        "spectrum.head_epochs": 3, "spectrum.top": 5, "spectrum.hessian_records": 20,
+    }  # fmt: skip
+
+
+def test_too_few_records_for_a_curve_are_found_before_training(tmp_path: Path) -> None:
+    folder = tmp_path / "private"
+    write_findings(folder)
+    with pytest.raises(ValueError, match=r"no label divides the 1 validation records \(training.eval_records\)"):
+        prepare(config_of(findings(folder, tmp_path) | {"training.eval_records": 1}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_labels_have_a_spectrum_of_their_own_loss(tmp_path: Path) -> None:
+    folder = tmp_path / "private"
+    write_findings(folder)
+    write_findings(tmp_path / "public", train=30, test=4, seed=7)  # its labels are not looked at
+    values = findings(folder, tmp_path)
+    made = make_spectrum(config_of(values | {"model.tune": "head"}), lambda line: None)
+    assert load_spectrum(made.spectrum_path).facts["loss"].startswith("binary cross entropies")
+    # Of a linear head the mean of binary cross entropies has one block for each label: curvature at most 1/4 of the features' second moment, over the labels.
+    labels = len(prepare(config_of(values)).task.label_names)
+    model = load_image_classifier("cnn:groupnorm", (1, 8, 8), labels, "head", str(made.weights_path))
+    images = load_unlabelled_folder(values["spectrum.public"], CHEST, 8)
+    with torch.no_grad():
+        features = model.embed(images.collate(np.arange(20), torch.device("cpu"))["pixels"])
+    extended = torch.cat([features, torch.ones(20, 1)], dim=1).double()
+    limit = torch.linalg.eigvalsh(extended.T @ extended / 20)[-1] / 4 / labels
+    assert 0.5 * limit < made.spectrum.top[0] <= limit * (1 + 1e-6)
+
+
+def test_weights_that_are_no_safetensors_file(tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        load_image_classifier("cnn:groupnorm", (1, 8, 8), 2, "full", str(tmp_path / "w.safetensors"))
+
+
+def test_preprocessing_as_the_model_states_it(tmp_path: Path) -> None:
+    path = save_tiny_vit(tmp_path / "plain")
+    (path / "preprocessor_config.json").write_text(json.dumps({"do_normalize": False, "image_mean": [0.5] * 3}))
+    plain: Any = load_image_classifier(f"image:{path}", (3, 16, 16), 2, "head")
+    assert plain.mean.flatten().tolist() == [0.0] * 3 and plain.std.flatten().tolist() == [1.0] * 3
+    (path / "preprocessor_config.json").write_text(json.dumps({"image_mean": 0.25, "image_std": 0.5}))
+    one: Any = load_image_classifier(f"image:{path}", (1, 16, 16), 2, "head")
+    assert one.mean.flatten().tolist() == [0.25] * 3
+    assert one(torch.zeros(2, 1, 16, 16)).shape == (2, 2)
+
+
+def test_a_grey_model_reads_coloured_images(tmp_path: Path) -> None:
+    model = load_image_classifier(f"image:{save_tiny_vit(tmp_path / 'grey', num_channels=1)}", (3, 16, 16), 2, "head")
+    grey = torch.rand(2, 1, 16, 16)
+    assert torch.allclose(model.embed(grey.expand(-1, 3, -1, -1)), model.embed(grey), atol=1e-6)
+
+
+def test_a_saved_image_model_says_how_it_is_loaded(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(1)}, str(tmp_path / "model.safetensors"))
+    (tmp_path / "quietgrad.json").write_text(json.dumps({"base": "cnn:groupnorm", "tune": "full", "labels": ["a"]}))
+    with pytest.raises(ValueError, match=r"holds an image model; give its model\.safetensors to model\.weights"):
+        load_saved(tmp_path)
+
+
+def test_random_trials_agree_whatever_the_order_of_ranges() -> None:
+    rate, norm = Range(RATE, 1e-3, 1.0, log=True), Range("privacy.max_grad_norm", 0.1, 10.0)
+    bands = Range("noise.bands", 1, 20, variants=("b",))
+    table = SearchTable(5, ranges=(bands, rate, norm))
+    assert dict(propose(table, "a", [])).items() <= dict(propose(table, "b", [])).items()
+    assert table.signature == SearchTable(9, ranges=(bands, rate, norm)).signature  # more trials go on from fewer
+    assert table.signature != SearchTable(5, ranges=(rate, norm)).signature
+
+
+RECIPE = """
+[comparison]
+reference = "plain"
+[variants.plain]
+[search]
+trials = 2
+[search.ranges."optimizer.learning_rate"]
+low = 0.1
+high = 1.0
+{}
+[model]
+name = "cnn:groupnorm"
+tune = "full"
+[training]
+expected_batch_size = 8
+steps = 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("range_", "message"),
+    [
+        ('[search.ranges."noise.clamp"]\nlow = 1.0\nhigh = 5.0', "noise.clamp=5.0 must be in"),
+        ('[search.ranges."denoising.method"]\nchoices = ["none", "papr"]', "denoising.method='papr'"),
+        ('[search.ranges."noise.bands"]\nlow = 1\nhigh = 4.5', "noise.bands=4.5 must be of type int"),
+        ('[search.ranges."noise.bands"]\nchoices = "none"', "choices='none' must be a list"),
+        ('[search.ranges."noise.floor"]\nlow = 0.0\nhigh = inf', "low < high"),
+        ('variants = ["plain"]', "every variant needs a rate of its own"),
+    ],
+)
+def test_what_no_run_could_take_is_refused_before_the_first(tmp_path: Path, range_: str, message: str) -> None:
+    path = tmp_path / "compare.toml"
+    path.write_text(RECIPE.format(range_))
+    with pytest.raises(ValueError, match=message):
+        load_comparison(path)
+
+
+def test_the_head_has_one_rate(tmp_path: Path) -> None:
+    text = RECIPE.format('[search.ranges."optimizer.head_learning_rate"]\nlow = 0.1\nhigh = 1.0')
+    path = tmp_path / "compare.toml"
+    path.write_text(text.replace('reference = "plain"', 'reference = "plain"\nhead_rate = 2.0'))
+    with pytest.raises(ValueError, match="both set the head's rate"):
+        load_comparison(path)
