@@ -1,4 +1,4 @@
-"""Every recipe is a configuration that today's commands take; those with committed results are complete."""
+"""Every recipe is a configuration that today's commands take, and committed results are of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quietgrad.training.comparison import read_results, runs_left
+from quietgrad.training.comparison import read_results
 from quietgrad.training.comparison_table import load_comparison
 from quietgrad.training.config import load_config, read_toml
 
@@ -32,4 +32,4 @@ def test_committed_results_are_of_the_recipe_beside_them(path: Path) -> None:
     if not comparison.results.is_file():
         return
     results = read_results(comparison)
-    assert len(results) == len(comparison.results.read_text().splitlines()) and runs_left(comparison, results) == 0
+    assert len(results) == len(comparison.results.read_text().splitlines())
