@@ -11,8 +11,6 @@ from quietgrad.training.pairs import TokenisedPairs
 from quietgrad.training.prepare import Prepared, precision_context
 from quietgrad.training.records import Batches, Records, outputs
 
-EVALUATION_BATCH = 256
-
 
 def score_of(
     prepared: Prepared,

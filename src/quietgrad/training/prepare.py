@@ -31,6 +31,7 @@ from quietgrad.training.records import Records, classification_loss, spread
 from quietgrad.training.tasks import Task, load_model, load_task
 from quietgrad.training.text_batches import TokenisedTexts, every_other
 
+EVALUATION_BATCH = 256
 # The fast path may differ from the slow oracle by rounding only.
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 1e-1}
 
@@ -75,7 +76,7 @@ class Prepared:
     @property
     def evaluation_batch(self) -> int:
         """Records of a batch without gradients: of a language model no more than in training, for its outputs are as wide as its vocabulary."""
-        return self.config.clipping.max_physical_batch_size if self.config.task.kind == "generate" else 256
+        return self.config.clipping.max_physical_batch_size if self.config.task.kind == "generate" else EVALUATION_BATCH
 
     def loss(self) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
         """(model, micro-batch) -> [examples], under autocast where the config asks for it; from inputs or cached states alike."""
