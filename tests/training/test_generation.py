@@ -258,3 +258,37 @@ def test_a_data_set_of_the_hub_has_configurations_and_splits(monkeypatch: pytest
         ("owner/name", "part", "validation"),
         ("owner/name", None, "test"),
     ]
+
+
+def test_templates_take_values_as_they_stand(tmp_path: Path) -> None:
+    import pandas as pd
+
+    table = pd.DataFrame(
+        {"q.x": ["a", "b"], "0": ["c", "d"], "n": pd.array([1, 2], dtype="float64"), "gap": [3.0, None]}
+    )
+    table.to_parquet(tmp_path / "t.parquet")
+    source = str(tmp_path / "t.parquet")
+    assert load_pairs(source, "{q.x} {0} {gap}:", "{n}").texts == ("a c 3:", "b d :")
+    assert load_pairs(source, "{0}", " {n}").answers == (" 1", " 2")
+    for prompt, answer, message in [
+        ("{n:d}", "{n}", r"write \{n\} alone"),
+        ("{n!r}", "{n}", r"write \{n\} alone"),
+        ("{0}", "Summary: {gap}", r"record 2 has an empty answer \(gap\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_pairs(source, prompt, answer)
+
+
+def test_dropout_is_off_wherever_it_hides(values: dict[str, Any], tiny_llama: Path, tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        vocab_size=len(VOCABULARY), hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=32, word_embed_proj_dim=16, dropout=0.4, attention_dropout=0.4,
+    )  # fmt: skip
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    transformers.AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "opt")
+    prepared = prepare(config_of(values | {"model.name": str(tmp_path / "opt"), "model.tune": "full"}))
+    model, batch = prepared.model.classifier, prepared.train.collate(np.arange(4), prepared.device)
+    assert model.training and torch.equal(answer_loss(model, batch), answer_loss(model, batch))

@@ -107,7 +107,7 @@ def test_several_labels_have_a_spectrum_of_their_own_loss(tmp_path: Path) -> Non
     # Of a linear head the mean of binary cross entropies has one block for each label: curvature at most 1/4 of the features' second moment, over the labels.
     labels = len(prepare(config_of(values)).task.label_names)
     model = load_image_classifier("cnn:groupnorm", (1, 8, 8), labels, "head", str(made.weights_path))
-    images = load_unlabelled_folder(values["spectrum.public"], CHEST, 8)
+    images = load_unlabelled_folder(values["spectrum.public"], CHEST, 8, channels=1)
     with torch.no_grad():
         features = model.embed(images.collate(np.arange(20), torch.device("cpu"))["pixels"])
     extended = torch.cat([features, torch.ones(20, 1)], dim=1).double()
@@ -197,3 +197,53 @@ def test_the_head_has_one_rate(tmp_path: Path) -> None:
     path.write_text(text.replace('reference = "plain"', 'reference = "plain"\nhead_rate = 2.0'))
     with pytest.raises(ValueError, match="both set the head's rate"):
         load_comparison(path)
+
+
+def test_a_private_picture_does_not_change_how_the_others_are_read(tmp_path: Path) -> None:
+    write_class_folders(tmp_path, train=6, test=2, coloured=True)
+    before, _ = load_image_folder(str(tmp_path), FolderLayout(), 8)
+    write_picture(tmp_path / "train" / "across" / "aaa.png", np.zeros((8, 8), dtype=np.uint8))  # grey, and the first
+    after, _ = load_image_folder(str(tmp_path), FolderLayout(), 8)
+    assert after.pixels.shape[1] == 3 and set(before.record_ids) < set(after.record_ids)
+
+
+def test_private_pictures_among_the_public_are_found_whatever_else_lies_there(tmp_path: Path) -> None:
+    private, public = tmp_path / "private", tmp_path / "public"
+    write_class_folders(private, train=30, test=4)
+    write_class_folders(public, train=30, test=4, coloured=True)
+    shared = sorted((public / "train").rglob("*.png"))
+    for i, file in enumerate(shared[5:9]):  # coloured files among grey ones
+        (private / "train" / "down" / f"zz{i}.png").write_bytes(file.read_bytes())
+    values = {
+        "model.name": "cnn:groupnorm", "model.tune": "full", "data.source": str(private), "data.image_size": 8,
+        "spectrum.public": str(public), "spectrum.output": str(tmp_path / "s.npz"),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="of the public images are among the private training records"):
+        make_spectrum(config_of(values), lambda line: None)
+
+
+def test_a_spectrum_of_images_of_another_size_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "private"
+    write_findings(folder)
+    write_findings(tmp_path / "public", train=30, test=4, seed=7)
+    values = findings(folder, tmp_path)
+    make_spectrum(config_of(values), lambda line: None)
+    used = values | {"noise.method": "noisecurve", "noise.spectrum": values["spectrum.output"], "noise.bands": 2}
+    prepare(config_of(used))
+    with pytest.raises(ValueError, match=r"images of the form \[1, 8, 8\], the private ones have \[1, 12, 12\]"):
+        prepare(config_of(used | {"data.image_size": 12}))
+
+
+def test_without_a_class_token_the_embedding_is_the_mean(tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=2
+    )
+    transformers.SwinModel(config).save_pretrained(tmp_path / "swin")
+    model = load_image_classifier(f"image:{tmp_path / 'swin'}", (3, 16, 16), 2, "head").eval()
+    pixels = torch.rand(1, 3, 16, 16)
+    corner = pixels.clone()
+    corner[..., 8:, 8:] = 0
+    assert not torch.allclose(model.embed(pixels), model.embed(corner), atol=1e-4)

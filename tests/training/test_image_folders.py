@@ -123,15 +123,14 @@ def test_tiny_imagenet_as_it_is_unpacked(tmp_path: Path) -> None:
     assert test.labels.tolist() == [0, 1, 0] and test.pixels[:, 0, 0, 0].tolist() == [80, 0, 40]
 
 
-def test_the_first_training_image_says_whether_all_are_grey_or_coloured(folder: Path) -> None:
-    first = folder / "train" / "bird" / "trainbird0.png"
-    write_picture(folder / "test" / "cat" / "testcat0.png", coloured(200, 100, 0))
+def test_the_first_test_image_says_whether_all_are_grey_or_coloured(folder: Path) -> None:
+    write_picture(folder / "train" / "bird" / "trainbird0.png", coloured(1, 2, 3))  # private: it says nothing
     training, test = load_image_folder(str(folder), FolderLayout(), 4)
     assert training.pixels.shape[1] == test.pixels.shape[1] == 1
-    write_picture(first, coloured(1, 2, 3))
+    write_picture(folder / "test" / "bird" / "testbird0.png", coloured(200, 100, 0))
     training, test = load_image_folder(str(folder), FolderLayout(), 4)
     assert training.pixels[0, :, 0, 0].tolist() == [1, 2, 3]
-    assert training.pixels[1, :, 0, 0].tolist() == [5, 5, 5] and test.pixels[3, :, 0, 0].tolist() == [200, 100, 0]
+    assert training.pixels[1, :, 0, 0].tolist() == [5, 5, 5] and test.pixels[0, :, 0, 0].tolist() == [200, 100, 0]
 
 
 def test_all_images_are_brought_to_one_size(folder: Path) -> None:

@@ -122,9 +122,9 @@ def _labelled(
     if len(texts) == 0:
         raise ValueError(f"data.source={source!r} holds no records")
     for i, (text, label) in enumerate(zip(texts, labels, strict=True)):
-        if not isinstance(text, str) or not text.strip() or _missing(label):
+        if not isinstance(text, str) or not text.strip() or missing(label):
             raise ValueError(f"data.source={source!r}: record {i + 1} lacks a text or a label; remove such records")
-    words = [_label_word(label) for label in labels]
+    words = [label_word(label) for label in labels]
     names = tuple(label_names) if label_names else tuple(sorted(set(words)))
     unknown = sorted(set(words) - set(names))
     if unknown:
@@ -137,11 +137,13 @@ def _labelled(
     return LabelledTexts(tuple(texts), np.array([index[w] for w in words], dtype=np.int64), names, source)
 
 
-def _missing(label: Any) -> bool:
+def missing(label: Any) -> bool:
+    """Whether a cell is empty."""
     return label is None or label == "" or (isinstance(label, float) and np.isnan(label))
 
 
-def _label_word(label: Any) -> str:
+def label_word(label: Any) -> str:
+    """A cell as a word; a whole number that a table keeps as a float is one without a point."""
     return str(int(label)) if isinstance(label, float | np.floating) and float(label).is_integer() else str(label)
 
 

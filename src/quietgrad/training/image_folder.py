@@ -80,7 +80,9 @@ def load_image_folder(source: str, layout: FolderLayout, size: int) -> tuple[Lab
         )
     if not names:
         raise ValueError(f"data.source={source!r}: no training image has a label; check data.label and data.no_label")
-    mode = _mode_of(train[0][0])
+    mode = _mode_of(
+        test[0][0]
+    )  # test records are declared public: one private file more or less must not change how the others are read
     labelled = [_labels(part, names, layout, source) for part in (train, test)]  # before the pictures are read
     pixels = [_pixels([file for file, _ in part], size, mode) for part in (train, test)]
     return (
@@ -89,13 +91,16 @@ def load_image_folder(source: str, layout: FolderLayout, size: int) -> tuple[Lab
     )
 
 
-def load_unlabelled_folder(source: str, layout: FolderLayout, size: int) -> LabelledImages:
-    """The training part of a folder whose labels nobody asks for; arguments and errors as of ``load_image_folder``."""
+def load_unlabelled_folder(source: str, layout: FolderLayout, size: int, channels: int) -> LabelledImages:
+    """The training part of a folder whose labels nobody asks for, read as images of so many channels; else as ``load_image_folder``.
+
+    A file that is a private record too comes out with the same pixels, so the check for overlaps finds it.
+    """
     if not size:
         raise ValueError(f"spectrum.public={source!r}: files may differ in size; set data.image_size")
     files = [file for file, _ in _listed(Path(source), "train", layout)]
     return LabelledImages(
-        _pixels(files, size, _mode_of(files[0])), np.zeros(len(files), dtype=np.int64), ("none",), source
+        _pixels(files, size, "L" if channels == 1 else "RGB"), np.zeros(len(files), dtype=np.int64), ("none",), source
     )
 
 

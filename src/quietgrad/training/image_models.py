@@ -134,7 +134,7 @@ class RandomFeatures(ImageClassifier):
 class PretrainedImageClassifier(ImageClassifier):
     """A Hugging Face vision model under a linear head.
 
-    The embedding is the first token of a transformer and the mean over positions of a convolutional network. Images are brought to the size and the normalisation that the
+    The embedding is a transformer's class token, and the mean over positions where there is none. Images are brought to the size and the normalisation that the
     model was trained with, grey ones to three channels, as part of the forward pass: a batch costs memory at that size, the data set does not.
     """
 
@@ -143,6 +143,7 @@ class PretrainedImageClassifier(ImageClassifier):
         self.backbone = backbone
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        self.has_class_token = any(n.rpartition(".")[2] == "cls_token" for n, _ in backbone.named_parameters())
         self.size = int(settings["size"])
         for name in ("mean", "std"):
             self.register_buffer(name, torch.tensor(settings[name]).view(1, -1, 1, 1), persistent=False)
@@ -158,7 +159,9 @@ class PretrainedImageClassifier(ImageClassifier):
         if self.size and pixels.shape[-2:] != (self.size, self.size):
             pixels = F.interpolate(pixels, (self.size, self.size), mode="bilinear", align_corners=False, antialias=True)
         states = self.backbone(pixel_values=((pixels + 1) / 2 - mean) / std).last_hidden_state
-        return states[:, 0] if states.dim() == 3 else states.mean(dim=(2, 3))
+        if states.dim() == 4:
+            return states.mean(dim=(2, 3))
+        return states[:, 0] if self.has_class_token else states.mean(dim=1)
 
 
 def is_image_model(name: str) -> bool:

@@ -203,6 +203,11 @@ def load_generator(
         inner: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             path, attn_implementation=attention, **extra
         )
+    if extra:  # expanded to ordinary weights, but still marked as quantized, which cannot be saved
+        loaded = cast(Any, inner)
+        loaded.hf_quantizer = None
+        if hasattr(loaded.config, "quantization_config"):
+            del loaded.config.quantization_config
     if tune == "lora":
         inner = _with_lora(inner, name, lora_rank, lora_alpha, lora_targets, lora_layers, GENERATE)
     elif train_layers is not None:

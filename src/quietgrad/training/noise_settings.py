@@ -73,8 +73,13 @@ def clipping_factor(spectrum: Spectrum, max_grad_norm: float) -> float:
     return float(np.minimum(1.0, max_grad_norm / np.maximum(quantiles, 1e-12)).mean())
 
 
-def check_spectrum(config: TrainConfig, classifier: nn.Module, private_ids: Iterable[bytes]) -> None:
-    """Refuses a spectrum of other parameters, or of data that overlap the private ones.
+def check_spectrum(
+    config: TrainConfig,
+    classifier: nn.Module,
+    private_ids: Iterable[bytes],
+    image_shape: tuple[int, ...] | None = None,
+) -> None:
+    """Refuses a spectrum of other parameters, of data that overlap the private ones, or of images whose form is another, so that no overlap could be found.
 
     Raises:
         ValueError: naming what differs.
@@ -83,4 +88,10 @@ def check_spectrum(config: TrainConfig, classifier: nn.Module, private_ids: Iter
         return
     spectrum = load_spectrum(config.noise.spectrum)
     spectrum.require_same_parameters({n: tuple(p.shape) for n, p in trainable_parameters(classifier).items()})
+    known = spectrum.facts.get("image_shape")
+    if image_shape is not None and tuple(known or ()) != image_shape:
+        raise ValueError(
+            f"noise.spectrum={config.noise.spectrum!r} is of images of the form {known or 'that it does not say'}, the private ones have {list(image_shape)}: images are known by "
+            "their pixels, so private ones among the public could not be told; make the spectrum again with this data.image_size"
+        )
     spectrum.require_disjoint(record_hash(i) for i in private_ids)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quietgrad.checks import nearest
-from quietgrad.training.data import read_columns
+from quietgrad.training.data import label_word, missing, read_columns
 
 IGNORED = -100  # label of a token that is not learnt
 
@@ -79,20 +79,34 @@ def load_pairs(source: str, prompt: str, answer: str) -> TextPairs:
 
 def _filled(name: str, template: str, columns: dict[str, list[Any]], source: str) -> list[str]:
     try:
-        fields = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
+        parts = list(Formatter().parse(template))
     except ValueError as error:
         raise ValueError(
             f"task.{name}={template!r} is no template: {error}; write a brace itself as {{{{ or }}}}"
         ) from error
+    fields = [field for _, field, _, _ in parts if field is not None]
     if not fields:
         raise ValueError(f"task.{name}={template!r} names no column; write one in braces, such as {{text}}")
-    for field in fields:
-        if field not in columns:
+    for _, field, form, conversion in parts:
+        if field is not None and field not in columns:
             raise ValueError(
                 f"task.{name}={template!r}: {field!r} is not a column of {source!r}{nearest(field, columns)}"
             )
-    rows = zip(*(columns[field] for field in fields), strict=True)
-    return [template.format(**{f: "" if v is None else v for f, v in zip(fields, row, strict=True)}) for row in rows]
+        if form or conversion:
+            raise ValueError(f"task.{name}={template!r}: write {{{field}}} alone; values are taken as they stand")
+    filled = []
+    for row in range(len(columns[fields[0]])):
+        pieces = []
+        for literal, field, _, _ in parts:
+            value = None if field is None else columns[field][row]
+            gap = field is not None and missing(value)
+            if gap and name == "answer":
+                raise ValueError(
+                    f"data.source={source!r}: record {row + 1} has an empty answer ({field}); remove such records"
+                )
+            pieces.append(literal + ("" if field is None or gap else label_word(value)))
+        filled.append("".join(pieces))
+    return filled
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
             fit_public_head(model.classifier, fitted, device, config.model.public_head_steps)
     trainable_parameters(model.classifier)
     refuse_cross_example_layers(model.classifier)
-    check_spectrum(config, model.classifier, task.record_ids)
+    check_spectrum(config, model.classifier, task.record_ids, task.image_shape)
     prepared = Prepared(config, task, train, validation, test, model, plan, sampler, steps, device)
     if prepared.metric is MEAN_AUC:
         every = config.training.eval_records

@@ -126,6 +126,7 @@ def _model(config: TrainConfig, public: LabelledImages, labels: int) -> ImageCla
         config.model.tune if name.startswith(HUGGING_FACE) else own,
         lora_rank=config.model.lora_rank,
         lora_targets=config.model.lora_targets or None,
+        lora_alpha=config.model.lora_alpha,
     )
 
 
@@ -136,6 +137,7 @@ def public_images(config: TrainConfig, task: Task) -> LabelledImages:
         ValueError: if there are none, or they do not have the private images' form.
     """
     table = config.spectrum
+    assert isinstance(task.splits.train, LabelledImages)
     if table.public == HELD_OUT:
         if task.public is None or not len(task.public):
             raise ValueError(
@@ -143,10 +145,8 @@ def public_images(config: TrainConfig, task: Task) -> LabelledImages:
             )
         images = task.public
     else:
-        images = load_unlabelled_images(config, table.public)
+        images = load_unlabelled_images(config, table.public, int(task.splits.train.pixels.shape[1]))
     train = task.splits.train
-    assert isinstance(train, LabelledImages)
-    images = images.with_channels(int(train.pixels.shape[1]))
     if table.public_images and table.public_images < len(images):
         order = np.argsort(np.array(images.record_ids, dtype="S32"), kind="stable")
         images = images.subset(np.sort(order[: table.public_images]))
@@ -191,6 +191,7 @@ def _spectrum(
         "loss": f"{'binary cross entropies' if labels.ndim == 2 else 'cross entropy'} of labels made up as {table.made_up_labels}",
         "public": table.public,
         "public_images": len(public),
+        "image_shape": list(public.pixels.shape[1:]),
         "hessian_images": count,
         "products": top.products + table.probes * table.lanczos_steps,
         "parameters": size,

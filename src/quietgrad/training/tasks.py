@@ -18,6 +18,8 @@ from quietgrad.training.pairs import TextPairs, load_pairs, tokenise_pairs
 from quietgrad.training.records import Records
 from quietgrad.training.text_batches import tokenise
 
+DROPOUT_RATES = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "dropout_prob", "drop_prob")
+
 
 @dataclass(frozen=True)
 class Task:
@@ -34,6 +36,12 @@ class Task:
     @property
     def label_names(self) -> tuple[str, ...]:
         return self.splits.train.label_names
+
+    @property
+    def image_shape(self) -> tuple[int, ...] | None:
+        """[channels, height, width] of the records; None for texts."""
+        train = self.splits.train
+        return tuple(train.pixels.shape[1:]) if isinstance(train, LabelledImages) else None
 
     @property
     def record_ids(self) -> tuple[bytes, ...]:
@@ -90,11 +98,11 @@ def _text_task(config: TrainConfig) -> Task:
     return Task(split_with_test(texts, read(data.test_source, names or None), data.validation_fraction))
 
 
-def load_unlabelled_images(config: TrainConfig, source: str) -> LabelledImages:
-    """Training images of a source of either kind, at the configuration's size; their labels are not looked at."""
+def load_unlabelled_images(config: TrainConfig, source: str, channels: int) -> LabelledImages:
+    """Training images of a source of either kind, at the configuration's size and with so many channels; their labels are not looked at."""
     if not is_image_folder(source):
-        return load_images(source, config.data.image_size)[0]
-    return load_unlabelled_folder(source, _layout(config), config.data.image_size)
+        return load_images(source, config.data.image_size)[0].with_channels(channels)
+    return load_unlabelled_folder(source, _layout(config), config.data.image_size, channels)
 
 
 def _layout(config: TrainConfig) -> FolderLayout:
@@ -165,5 +173,8 @@ def load_model(config: TrainConfig, task: Task, device: torch.device) -> tuple[L
     for module in model.classifier.modules():
         if isinstance(module, nn.Dropout):
             module.p = config.model.dropout
+        for name in DROPOUT_RATES:  # modules that call F.dropout, and those that drop whole paths
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, config.model.dropout)
     model.classifier.to(device).train()
     return model, records

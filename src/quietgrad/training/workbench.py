@@ -40,6 +40,7 @@ class Workbench:
                 comparison.config_of(replace(comparison.first, variant=variant)),
                 prepared.model.classifier,
                 prepared.task.record_ids,
+                prepared.task.image_shape,
             )
         self.prepared = prepared
         self.comparison = comparison
@@ -98,7 +99,8 @@ class Workbench:
         tree = config.to_dict()
         tree["training"].pop("seed", None)  # all that a matrix can depend on, and more; not the seed
         settings = json.dumps([tree[table] for table in ("noise", "optimizer", "privacy", "clipping", "training")])
-        check_spectrum(config, self.model, self.prepared.task.record_ids)
+        task = self.prepared.task
+        check_spectrum(config, self.model, task.record_ids, task.image_shape)
         plan = build_plan(config, self.prepared.task.record_ids, self._mixings.get(settings))
         if plan is not None and plan.mixing is not None:
             self._mixings[settings] = plan.mixing
