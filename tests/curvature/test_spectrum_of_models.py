@@ -260,8 +260,10 @@ def test_coloured_public_images_stand_for_grey_private_ones(values: dict, colour
     from PIL import Image
 
     pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()).convert("L") for image in theirs.pixels]
-    shades = {np.asarray(picture).tobytes() for picture in pictures}
-    assert shades and shades <= {image.tobytes() for image in public.pixels[:, 0].numpy()}
+    grey = public.pixels[:, 0].int()
+    # Made smaller before or after the colours are mixed: the same but for rounding.
+    nearest = [(grey - torch.from_numpy(np.array(p)).int()).abs().flatten(1).amax(1).min().item() for p in pictures]
+    assert nearest and max(nearest) <= 2
     made = spectrum_of(values)
     assert made.spectrum.facts["public"] == str(coloured) and made.spectrum.facts["public_images"] == 50
     _, outcome = train(curved(values))
