@@ -6,6 +6,7 @@ Intervals are 95 % Student intervals over seeds. A variant is compared with the 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +175,7 @@ def comparison_figure(protocols: Mapping[str, Mapping[float, Mapping[str, Series
             axis.set_ylabel(f"validation {next(iter(variants.values())).metric}")
             axis.grid(alpha=0.25)
             axis.legend(fontsize=8, loc="lower right")
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(textwrap.fill(title, 52 * columns), fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
