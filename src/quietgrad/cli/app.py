@@ -84,7 +84,7 @@ def compare(
     ] = "0/1",
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Trains variants side by side, tunes each, and makes a table and a figure; stops and resumes anywhere."""
+    """Trains variants side by side, tunes each (a grid of rates, or with [search] Optuna), and makes a table and a figure; stops and resumes anywhere."""
     from quietgrad.cli.compare import run_compare
 
     run_compare(config, only_report, shard, as_json)
