@@ -102,7 +102,10 @@ def test_kill_loses_no_event(path: Path) -> None:
     assert child.stdout is not None
     reported = [int(child.stdout.readline()) for _ in range(30)]
     child.kill()  # SIGKILL: no handler, no flush
-    rest = child.communicate(timeout=60)[0].split("\n")
+    # Not communicate(): it reads past what readline() has taken into its buffer.
+    rest = child.stdout.read().split("\n")
+    child.stdout.close()
+    child.wait(timeout=60)
     reported += [int(line) for line in rest[:-1]]  # a line without its end may be cut off
     assert reported == list(range(1, len(reported) + 1))
     assert len(reported) <= read_ledger(path).releases <= len(reported) + 2
