@@ -413,3 +413,9 @@ def test_results_of_before_there_were_searches_are_still_those_of_their_recipe(r
     lines = [json.loads(line) for line in comparison.results.read_text().splitlines()]
     assert lines and not any({"settings", "trial"} & set(line) for line in lines)
     assert set(read_results(comparison)) == {Run.of(line) for line in lines}
+
+
+def test_without_optuna_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ValueError, match=r"pip install 'quietgrad\[search\]'"):
+        propose(table(LEARNING_RATE), "other", [])

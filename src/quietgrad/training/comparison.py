@@ -157,9 +157,8 @@ def _trials(
             by_trial.setdefault(run.trial, {})[run.seed] = run
     found: list[tuple[Run, float]] = []
     seeds = range(comparison.table.tuning_seeds)
-    most = (
-        comparison.search.trials if comparison.search is not None else 0
-    )  # more may be there, from when more were asked for
+    # More may be there, from when more were asked for.
+    most = comparison.search.trials if comparison.search is not None else 0
     while len(found) < most and len(found) in by_trial and all(s in by_trial[len(found)] for s in seeds):
         runs = by_trial[len(found)]
         found.append((runs[0], float(np.mean([results[runs[s]]["curve"][-1][1] for s in seeds]))))

@@ -64,9 +64,8 @@ def load_image_folder(source: str, layout: FolderLayout, size: int) -> tuple[Lab
     if not size:
         raise ValueError(f"data.source={source!r}: files may differ in size; set data.image_size")
     train = _listed(folder, "train", layout)
-    parts = sorted(
-        TEST_PARTS, key=lambda p: not (folder / p / TINY_IMAGENET).is_file()
-    )  # its test folder has no labels
+    # TinyImageNet's test folder has no labels: its val comes first.
+    parts = sorted(TEST_PARTS, key=lambda p: not (folder / p / TINY_IMAGENET).is_file())
     test_part = next((p for p in parts if (folder / f"{p}.csv").is_file() or (folder / p).is_dir()), None)
     if test_part is None:
         raise ValueError(f"data.source={source!r} has no test part: add test.csv, or a folder test or val beside train")
@@ -80,9 +79,8 @@ def load_image_folder(source: str, layout: FolderLayout, size: int) -> tuple[Lab
         )
     if not names:
         raise ValueError(f"data.source={source!r}: no training image has a label; check data.label and data.no_label")
-    mode = _mode_of(
-        test[0][0]
-    )  # test records are declared public: one private file more or less must not change how the others are read
+    # Test records are declared public: one private file more or less must not change how the others are read.
+    mode = _mode_of(test[0][0])
     labelled = [_labels(part, names, layout, source) for part in (train, test)]  # before the pictures are read
     pixels = [_pixels([file for file, _ in part], size, mode) for part in (train, test)]
     return (

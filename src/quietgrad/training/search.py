@@ -135,12 +135,12 @@ def propose(table: SearchTable, variant: str, trials: Sequence[tuple[Settings, f
         trials: settings and value (higher is better) of the trials before, in order.
 
     Raises:
-        ImportError: without optuna, saying how to install it.
+        ValueError: without optuna, saying how to install it.
     """
     try:
         import optuna
     except ImportError as error:
-        raise ImportError("a [search] needs optuna: pip install 'quietgrad[search]'") from error
+        raise ValueError("a [search] needs optuna: pip install 'quietgrad[search]'") from error
     from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
