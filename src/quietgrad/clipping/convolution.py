@@ -35,18 +35,44 @@ def _padded(x: Tensor, geometry: Geometry) -> Tensor:
     return F.pad(x, [side for width in reversed(geometry.padding) for side in (width, width)])
 
 
+def _windows(x: Tensor, geometry: Geometry) -> Tensor:
+    """[b, channels, *out, *kernel] what lies under the kernel at each output position: a view of the padded input."""
+    windows = _padded(x, geometry)
+    for axis, (kernel, stride, dilation) in enumerate(
+        zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)
+    ):
+        windows = windows.unfold(2 + axis, (kernel - 1) * dilation + 1, stride)[..., ::dilation]
+    return windows
+
+
 def patches(x: Tensor, geometry: Geometry) -> Tensor:
     """[b, g, t, d] patches of an input [b, channels, *spatial]."""
-    padded = _padded(x, geometry)
+    windows = _windows(x, geometry)
     dims = len(geometry.kernel)
-    for axis in range(dims):
-        span = (geometry.kernel[axis] - 1) * geometry.dilation[axis] + 1
-        padded = padded.unfold(2 + axis, span, geometry.stride[axis])[..., :: geometry.dilation[axis]]
-    b, channels = padded.shape[:2]
-    grouped = padded.reshape(b, geometry.groups, channels // geometry.groups, *padded.shape[2:])
+    b, channels = windows.shape[:2]
+    grouped = windows.reshape(b, geometry.groups, channels // geometry.groups, *windows.shape[2:])
     spatial = list(range(3, 3 + dims))
     kernel = list(range(3 + dims, 3 + 2 * dims))
     return grouped.permute(0, 1, *spatial, 2, *kernel).flatten(2 + dims).flatten(2, 1 + dims)
+
+
+def patch_columns(x: Tensor, geometry: Geometry, examples: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """[n g, d, t] transposed patches of ``examples`` examples at a time, all in one piece of memory: the next overwrites the last.
+
+    Copied in runs of output positions, and into memory that is in the processor's cache already: fresh memory costs as much as the product.
+    """
+    dims = len(geometry.kernel)
+    if geometry.taps == 1 and not any(geometry.padding) and set(geometry.stride) == {1}:
+        for some in x.split(examples):  # each pixel is its patch
+            yield some.to(dtype).reshape(len(some) * geometry.groups, -1, some.shape[2:].numel())
+        return
+    windows = _windows(x, geometry)
+    order = (0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
+    windows = windows.permute(order)
+    scratch = x.new_empty(min(examples, len(x)), *windows.shape[1:], dtype=dtype)
+    t = windows.shape[2 + dims :].numel()
+    for some in windows.split(examples):
+        yield scratch[: len(some)].copy_(some).view(len(some) * geometry.groups, -1, t)
 
 
 def weight_gradient(x: Tensor, grad: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
@@ -72,38 +98,40 @@ def weight_gradients_one_by_one(x: Tensor, grad: Tensor, shape: torch.Size, geom
 
 
 def patch_gram(x: Tensor, geometry: Geometry) -> Tensor:
-    """[b, g, t, t] inner products of patches, from those of single input positions: no patch is formed.
+    """[b g, t, t] inner products of patches, from those of single input positions: no patch is formed.
 
     A patch is the concatenation of the positions under the kernel's taps, so its Gram matrix is the sum over taps of shifted copies of the
     positions' Gram matrix. Multiplications u^2 c against t^2 c taps with patches formed.
     """
-    padded = _padded(x, geometry)
-    b, channels, *size = padded.shape
-    g = geometry.groups
-    pixels = padded.reshape(b * g, channels // g, -1).transpose(1, 2).contiguous()
-    gram = (pixels @ pixels.transpose(1, 2)).reshape(b * g, *size, *size)
-    out = out_size(size, geometry)
-    total: Tensor | None = None
+    b, channels, *size = x.shape
+    g, out = geometry.groups, out_size(size, geometry)
+    pixels = x.reshape(b * g, channels // g, -1)
+    gram = torch.bmm(pixels.transpose(1, 2), pixels).reshape(b * g, *size, *size)
+    total = gram.new_zeros(b * g, *out, *out)
     for tap in product(*(range(k) for k in geometry.kernel)):
-        shifted = gram
-        for axis, offset in enumerate(tap):
-            start, step = offset * geometry.dilation[axis], geometry.stride[axis]
-            stop = start + (out[axis] - 1) * step + 1
-            for dim in (1 + axis, 1 + len(size) + axis):
-                shifted = shifted[(slice(None),) * dim + (slice(start, stop, step),)]
-        total = shifted.clone() if total is None else total.add_(shifted)
-    assert total is not None
-    return total.reshape(b, g, prod(out), prod(out))
+        # The padding's zeros add nothing: only outputs whose position under this tap lies inside the input are touched.
+        spans = [_inside(axis, offset, size, out, geometry) for axis, offset in enumerate(tap)]
+        outputs, inputs = (tuple(side) for side in zip(*spans, strict=True))
+        every = (slice(None),)
+        total[every + outputs + outputs] += gram[every + inputs + inputs]
+    return total.view(b * g, prod(out), prod(out))
 
 
-def out_size(padded_size: list[int], geometry: Geometry) -> list[int]:
-    """Output positions per dimension of an input that is padded already."""
+def _inside(axis: int, offset: int, size: list[int], out: list[int], geometry: Geometry) -> tuple[slice, slice]:
+    """Outputs along an axis whose position under a tap lies inside the input, and those positions."""
+    stride, shift = geometry.stride[axis], offset * geometry.dilation[axis] - geometry.padding[axis]
+    first = max(0, -(shift // stride))
+    last = min(out[axis] - 1, (size[axis] - 1 - shift) // stride)
+    if last < first:
+        return slice(0, 0), slice(0, 0)
+    return slice(first, last + 1), slice(first * stride + shift, last * stride + shift + 1, stride)
+
+
+def out_size(size: list[int], geometry: Geometry) -> list[int]:
+    """Output positions per dimension of an input of ``size``."""
     return [
-        (n - dilation * (k - 1) - 1) // stride + 1
-        for n, k, stride, dilation in zip(padded_size, geometry.kernel, geometry.stride, geometry.dilation, strict=True)
+        (n + 2 * pad - dilation * (k - 1) - 1) // stride + 1
+        for n, k, stride, pad, dilation in zip(
+            size, geometry.kernel, geometry.stride, geometry.padding, geometry.dilation, strict=True
+        )
     ]
-
-
-def padded_positions(x: Tensor, geometry: Geometry) -> int:
-    """u: padded input positions of one example."""
-    return prod(n + 2 * pad for n, pad in zip(x.shape[2:], geometry.padding, strict=True))

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.convolution import patch_gram, weight_gradients_one_by_one
+from quietgrad.clipping.convolution import patch_columns, patch_gram, weight_gradients_one_by_one
 from quietgrad.clipping.factors import (
     ConvolutionFactors,
     DenseFactors,
@@ -32,6 +32,7 @@ from quietgrad.clipping.factors import (
 
 HEAD_ROWS = 2048  # of the head of Hutch++ that are formed at once
 BLOCK_ELEMENTS = 8 * 1024 * 1024  # no temporary grows past this many entries (32 MiB in float32) if it can be cut
+CACHED_ELEMENTS = 1280 * 1024  # of patches that are formed at once on a processor: 5 MiB in float32
 
 # Not part of torch's public interface: used where it is there.
 _HAS_THIN_LINEAR = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -39,15 +40,37 @@ _HAS_THIN_LINEAR = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mk
 Unfolded = DenseFactors | OneHotFactors
 
 
-def native_gradients(use: ConvolutionFactors, dtype: torch.dtype) -> tuple[Tensor, ListedGradients]:
+def kernel_gradients(use: ConvolutionFactors, dtype: torch.dtype) -> tuple[Tensor, ListedGradients]:
     """[b] squared norms and per-example gradients of a convolution's kernel on a processor, where they are left as they come."""
+    some, norms = [], []
+    for gradients in _kernel_gradients(use, dtype):
+        some.append(gradients)
+        norms.append(torch.linalg.vector_norm(gradients, dim=1))  # at once: they still lie in the processor's cache
+    return torch.cat(norms).square_(), ListedGradients(tuple(some))
+
+
+def _kernel_gradients(use: ConvolutionFactors, dtype: torch.dtype) -> Iterator[Tensor]:
+    """[n, g p d] per-example gradients on a processor, n examples at a time.
+
+    From patches where those of a few examples fit the processor's cache; else by the native routine, one example a call: it forms no
+    patches, but each call costs tens of microseconds beside the work.
+    """
+    s, examples = use.sizes, examples_in_cache(use)
+    if examples == 1:
+        shape = torch.Size((s.g * s.p, s.d // use.geometry.taps, *use.geometry.kernel))
+        for gradient in weight_gradients_one_by_one(use.x.to(dtype), use.grad.to(dtype), shape, use.geometry):
+            yield gradient.reshape(1, -1)
+        return
+    left = use.grad.reshape(s.b, s.g, s.p, s.t)
+    columns = patch_columns(use.x, use.geometry, examples, dtype)
+    for some, right in zip(left.split(examples), columns, strict=True):
+        yield torch.bmm(some.flatten(0, 1).to(dtype), right.transpose(1, 2)).view(len(some), -1)
+
+
+def examples_in_cache(use: ConvolutionFactors) -> int:
+    """How many examples' patches are formed at once on a processor; 1 where not even two fit, and the native routine is faster."""
     s = use.sizes
-    shape = torch.Size((s.g * s.p, s.d // use.geometry.taps, *use.geometry.kernel))
-    each, norms = [], []
-    for gradient in weight_gradients_one_by_one(use.x.to(dtype), use.grad.to(dtype), shape, use.geometry):
-        each.append(gradient)
-        norms.append(torch.linalg.vector_norm(gradient))  # at once: it still lies in the processor's cache
-    return torch.stack(norms).square_(), ListedGradients(tuple(each))
+    return max(1, min(CACHED_ELEMENTS // max(1, s.g * s.t * s.d), BLOCK_ELEMENTS // max(1, s.g * s.p * s.d)))
 
 
 def materialized_gradients(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> DirectGradients:
@@ -64,10 +87,7 @@ def materialized_gradients(uses: Sequence[MatrixFactors], dtype: torch.dtype) ->
 def _whole_gradients(use: MatrixFactors, dtype: torch.dtype) -> Tensor:
     s = use.sizes
     if isinstance(use, ConvolutionFactors) and not use.x.is_cuda:
-        # On a processor the native routine, one example at a time, beats patches and a batched product.
-        shape = torch.Size((s.g * s.p, s.d // use.geometry.taps, *use.geometry.kernel))
-        each = weight_gradients_one_by_one(use.x.to(dtype), use.grad.to(dtype), shape, use.geometry)
-        return torch.stack(tuple(each)).view(s.b, -1)
+        return torch.cat(tuple(_kernel_gradients(use, dtype)))
     return _gradient_rows(unfolded(use), 0, s.p, dtype).reshape(s.b, -1)
 
 
@@ -77,10 +97,7 @@ def materialized_norms(
     """[b] squared norms by forming the per-example gradients, a block of examples and rows at a time."""
     s = uses[0].sizes
     if len(uses) == 1 and isinstance(uses[0], ConvolutionFactors) and not uses[0].x.is_cuda:
-        convolution = uses[0]
-        return torch.cat(
-            [squared_norms(_whole_gradients(examples_of(convolution, slice(i, i + 1)), dtype)) for i in range(s.b)]
-        )
+        return torch.cat([squared_norms(gradients) for gradients in _kernel_gradients(uses[0], dtype)])
     patch_elements = max((s.g * u.sizes.t * s.d for u in uses if isinstance(u, ConvolutionFactors)), default=0)
     rows = max(1, min(s.p, block_elements // max(1, s.d * s.g)))
     examples = max(1, min(s.b, block_elements // max(1, rows * s.d * s.g, patch_elements)))
@@ -131,8 +148,11 @@ def _products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 def ghost_norms(uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int = BLOCK_ELEMENTS) -> Tensor:
     """[b] squared norms from Gram matrices over positions, a tile of positions and a block of examples at a time."""
-    if len(uses) == 1 and isinstance(uses[0], ConvolutionFactors) and pixel_gram_pays(uses[0], block_elements):
-        return _convolution_ghost(uses[0], dtype, block_elements)
+    if len(uses) == 1 and isinstance(uses[0], ConvolutionFactors):
+        s = uses[0].sizes
+        in_one_piece = not uses[0].x.is_cuda and s.g * s.t * max(s.t, s.d) <= block_elements
+        if in_one_piece or pixel_gram_pays(uses[0], block_elements):
+            return _convolution_ghost(uses[0], dtype, block_elements)
     reference = uses[0].grad if isinstance(uses[0], ConvolutionFactors) else uses[0].right_bgtd
     result = reference.new_zeros(uses[0].sizes.b, dtype=dtype)
     patch_elements = max(
@@ -151,7 +171,7 @@ def ghost_norms(uses: Sequence[MatrixFactors], dtype: torch.dtype, block_element
 
 def pixel_gram_pays(use: ConvolutionFactors, block_elements: int = BLOCK_ELEMENTS) -> bool:
     """Whether the Gram matrix of patches is cheaper from single positions than from patches."""
-    s, u = use.sizes, use.padded_positions
+    s, u = use.sizes, use.input_positions
     channels = s.d // use.geometry.taps
     fits = s.g * u * u <= block_elements
     return fits and u * u * channels + 2 * s.t * s.t * use.geometry.taps < s.t * s.t * s.d
@@ -159,14 +179,17 @@ def pixel_gram_pays(use: ConvolutionFactors, block_elements: int = BLOCK_ELEMENT
 
 def _convolution_ghost(use: ConvolutionFactors, dtype: torch.dtype, block_elements: int) -> Tensor:
     s = use.sizes
-    examples = max(1, min(s.b, block_elements // max(1, s.g * use.padded_positions**2)))
+    if pixel_gram_pays(use, block_elements):
+        examples = max(1, block_elements // (s.g * max(use.input_positions, s.t) ** 2))
+        grams = (patch_gram(some.to(dtype), use.geometry) for some in use.x.split(examples))
+    else:
+        examples = max(1, min(block_elements, CACHED_ELEMENTS) // (s.g * s.t * max(s.t, s.d)))
+        grams = (c.transpose(1, 2) @ c for c in patch_columns(use.x, use.geometry, examples, dtype))
     parts = []
-    for i in range(0, s.b, examples):
-        span = slice(i, i + examples)
-        grad = use.grad[span].to(dtype).flatten(2).unflatten(1, (s.g, s.p))
-        left = grad.transpose(2, 3).contiguous()
-        gram = _products(left, left.transpose(2, 3), dtype)
-        parts.append(_inner_products(gram, patch_gram(use.x[span].to(dtype), use.geometry)))
+    for some, gram in zip(use.grad.reshape(s.b, s.g, s.p, s.t).split(examples), grams, strict=True):
+        rows = some.flatten(0, 1).to(dtype)
+        inner = _inner_products(torch.bmm(rows.transpose(1, 2), rows), gram)
+        parts.append(inner.view(len(some), s.g).sum(1))
     return torch.cat(parts).clamp_min_(0)
 
 

@@ -6,12 +6,13 @@ Shape legend: b examples, g diagonal blocks (groups of a convolution; 1 elsewher
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.convolution import Geometry, padded_positions, patches, weight_gradient
+from quietgrad.clipping.convolution import Geometry, patches, weight_gradient
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ class ConvolutionFactors:
         return Sizes(b, g, self.grad.shape[2:].numel(), out // g, self.x.shape[1] // g * self.geometry.taps)
 
     @property
-    def padded_positions(self) -> int:
-        """Padded input positions of one example."""
-        return padded_positions(self.x, self.geometry)
+    def input_positions(self) -> int:
+        """u: input positions of one example."""
+        return self.x.shape[2:].numel()
 
     def unfolded(self) -> DenseFactors:
         """The same with patches formed: memory t x d per example."""
@@ -104,9 +105,13 @@ class DirectGradients:
 
 @dataclass(frozen=True)
 class ListedGradients:
-    """Per-example gradients one by one, each in the parameter's shape: as the routine that made them left them, without a copy."""
+    """Per-example gradients in pieces, [n, entries] for n examples each: as the routine that made them left them, without a copy."""
 
     values: tuple[Tensor, ...]
+
+    def pieces_of(self, per_example_b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each piece with its part of a vector over examples."""
+        yield from zip(self.values, per_example_b.split([len(v) for v in self.values]), strict=True)
 
 
 MatrixFactors = DenseFactors | OneHotFactors | ConvolutionFactors
@@ -142,8 +147,8 @@ def keep_examples(contribution: Kept, keep_b: Tensor) -> Kept:
     if isinstance(contribution, ConvolutionFactors):
         return ConvolutionFactors(zero(contribution.x), zero(contribution.grad), contribution.geometry)
     if isinstance(contribution, ListedGradients):
-        pairs = zip(contribution.values, keep_b.tolist(), strict=True)
-        return ListedGradients(tuple(value if keep else torch.zeros_like(value) for value, keep in pairs))
+        pieces = contribution.pieces_of(keep_b)
+        return ListedGradients(tuple(torch.where(keep.unsqueeze(1), values, 0.0) for values, keep in pieces))
     return DirectGradients(zero(contribution.values_bn))
 
 
@@ -161,8 +166,8 @@ def weighted_sum(
     """
     if isinstance(contribution, ListedGradients):
         into = torch.zeros(shape, dtype=dtype, device=weights_b.device) if into is None else into
-        for value, weight in zip(contribution.values, weights_b.tolist(), strict=True):
-            into.add_(value, alpha=weight)
+        for values, weights in contribution.pieces_of(weights_b.to(dtype)):
+            into.view(-1).addmv_(values.T, weights)
         return into
     if isinstance(contribution, DirectGradients):
         values = contribution.values_bn.to(dtype)

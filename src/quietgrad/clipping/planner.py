@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from quietgrad.clipping.estimators import BLOCK_ELEMENTS, pixel_gram_pays
+from quietgrad.clipping.estimators import BLOCK_ELEMENTS, examples_in_cache, pixel_gram_pays
 from quietgrad.clipping.factors import ConvolutionFactors, MatrixFactors, OneHotFactors
 from quietgrad.clipping.throughput import Throughput
 
@@ -23,6 +23,8 @@ Estimator = Literal["auto", "exact", "materialized", "ghost", "hutch", "hutch++"
 ESTIMATORS: tuple[Estimator, ...] = ("auto", "exact", "materialized", "ghost", "hutch", "hutch++")
 SKETCHES: tuple[Estimator, ...] = ("hutch", "hutch++")
 DEFAULT_SKETCH_DIM = 32
+CACHE_OVER_MEMORY = 4.0  # speed of copies within a processor's cache over that of memory
+CALLS_PER_PIECE = 3  # routines called for each piece of a convolution's per-example gradients
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Cost:
         blocks: g, diagonal blocks (groups of a convolution).
         one_hot: an embedding table in all its uses.
         gram_columns: multiplications of the right Gram matrix per pair of positions, where cheaper than d (convolutions).
-        native_per_example: per-example gradients cost one call each (convolutions on a processor).
+        examples_a_call: for convolutions on a processor: how many examples' gradients are formed at once; 0 elsewhere.
     """
 
     examples: int
@@ -46,7 +48,7 @@ class Cost:
     blocks: int = 1
     one_hot: bool = False
     gram_columns: float | None = None
-    native_per_example: bool = False
+    examples_a_call: int = 0
 
     @property
     def gradient_entries(self) -> int:
@@ -77,8 +79,12 @@ class Cost:
         if estimator == "materialized":
             # Kept: written, read for the norm, read for the sum, which is read and written once for all examples.
             traffic = self.gradient_entries * (3.0 + 2.0 / self.examples if kept else 1.0)
-            if self.native_per_example:
-                traffic += 3 * self.examples * speed.call_overhead * speed.entries_per_second
+            if self.examples_a_call:
+                calls = CALLS_PER_PIECE * -(-self.examples // self.examples_a_call)
+                traffic += calls * speed.call_overhead * speed.entries_per_second
+            if self.examples_a_call > 1:
+                patches = self.examples * self.blocks * self.positions * self.columns
+                traffic += patches / CACHE_OVER_MEMORY
             if kept:
                 work = 0.0
         elif estimator == "ghost":
@@ -152,11 +158,11 @@ def cost_of(uses: Sequence[MatrixFactors]) -> Cost:
     s = uses[0].sizes
     t = sum(u.sizes.t for u in uses)
     one_hot = all(isinstance(u, OneHotFactors) for u in uses)
-    gram_columns, native = None, False
+    gram_columns, examples_a_call = None, 0
     if len(uses) == 1 and isinstance(uses[0], ConvolutionFactors):
         use = uses[0]
-        native = not use.x.is_cuda
+        examples_a_call = 0 if use.x.is_cuda else examples_in_cache(use)
         if pixel_gram_pays(use):
             taps = use.geometry.taps
-            gram_columns = (use.padded_positions / t) ** 2 * s.d / taps + 2 * taps
-    return Cost(s.b, t, s.p, s.d, s.g, one_hot, gram_columns, native)
+            gram_columns = (use.input_positions / t) ** 2 * s.d / taps + 2 * taps
+    return Cost(s.b, t, s.p, s.d, s.g, one_hot, gram_columns, examples_a_call)

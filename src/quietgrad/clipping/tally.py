@@ -17,9 +17,9 @@ from quietgrad.clipping.estimators import (
     ghost_norms,
     hutch_norms,
     hutch_plus_plus_norms,
+    kernel_gradients,
     materialized_gradients,
     materialized_norms,
-    native_gradients,
     squared_norms,
 )
 from quietgrad.clipping.factors import (
@@ -151,7 +151,7 @@ def settle(
         return squared_norms(total), [DirectGradients(total)]
     choice = policy.choose(cost_of(matrices))
     if choice.kept and len(matrices) == 1 and isinstance(matrices[0], ConvolutionFactors) and not matrices[0].x.is_cuda:
-        squared, listed = native_gradients(matrices[0], dtype)
+        squared, listed = kernel_gradients(matrices[0], dtype)
         return squared, [listed]
     if choice.kept:
         gradients = materialized_gradients(matrices, dtype)

@@ -1,0 +1,91 @@
+"""Per-example gradients and Gram matrices of convolutions, every way they are formed, against autograd over random geometries."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quietgrad.clipping import estimators
+from quietgrad.clipping.convolution import Geometry, patch_columns, patch_gram, patches
+from quietgrad.clipping.factors import ConvolutionFactors, weighted_sum
+
+EXAMPLES = 5
+CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@st.composite
+def _uses(draw: st.DrawFn) -> tuple[ConvolutionFactors, Tensor]:
+    """One use of a random kernel, and its per-example gradients by autograd, [b, entries]."""
+    dims = draw(st.integers(1, 3))
+    per_axis = st.tuples(*[st.integers(1, 3)] * dims)
+    kernel, stride, dilation = draw(per_axis), draw(per_axis), draw(per_axis)
+    padding = draw(st.tuples(*[st.integers(0, 2)] * dims))
+    groups = draw(st.sampled_from([1, 2]))
+    spans = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
+    size = [max(1, span - 2 * pad) + draw(st.integers(0, 3)) for span, pad in zip(spans, padding, strict=True)]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    x = torch.randn(EXAMPLES, 3 * groups, *size, generator=generator, dtype=torch.float64)
+    weight = torch.randn(2 * groups, 3, *kernel, generator=generator, dtype=torch.float64, requires_grad=True)
+    y = CONVOLUTIONS[dims](x, weight, None, stride, padding, dilation, groups)
+    grad = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    each = [
+        torch.autograd.grad((y[i] * grad[i]).sum(), weight, retain_graph=True)[0].flatten() for i in range(EXAMPLES)
+    ]
+    return ConvolutionFactors(x, grad, Geometry(kernel, stride, padding, dilation, groups)), torch.stack(each)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_uses())
+def test_transposed_patches_and_gram_matrices_are_those_of_patches(case: tuple[ConvolutionFactors, Tensor]) -> None:
+    use, _ = case
+    expected = patches(use.x, use.geometry).flatten(0, 1)
+    columns = [c.clone() for c in patch_columns(use.x, use.geometry, 2, torch.float64)]
+    torch.testing.assert_close(torch.cat(columns).transpose(1, 2), expected)
+    torch.testing.assert_close(patch_gram(use.x, use.geometry), expected @ expected.transpose(1, 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(_uses())
+def test_every_way_gives_autograds_gradients_and_norms(case: tuple[ConvolutionFactors, Tensor]) -> None:
+    use, expected = case
+    squared = expected.square().sum(dim=1)
+    weights = torch.linspace(-1.0, 1.0, EXAMPLES, dtype=torch.float64)
+    s = use.sizes
+    kernel = torch.Size((s.g * s.p, s.d // use.geometry.taps, *use.geometry.kernel))
+    # One example a call by the native routine; two at a time from patches; all at once.
+    for cached in (0, 2 * s.g * s.t * s.d, 10**6):
+        with mock.patch.object(estimators, "CACHED_ELEMENTS", cached):
+            norms, kept = estimators.kernel_gradients(use, torch.float64)
+            torch.testing.assert_close(norms, squared)
+            torch.testing.assert_close(torch.cat(kept.values), expected)
+            total = weighted_sum(kept, weights, kernel, torch.float64)
+            torch.testing.assert_close(total.flatten(), weights @ expected)
+            torch.testing.assert_close(estimators.materialized_norms([use], torch.float64), squared)
+            for pixels in (True, False):
+                with mock.patch.object(estimators, "pixel_gram_pays", lambda *_, pays=pixels: pays):
+                    torch.testing.assert_close(estimators.ghost_norms([use], torch.float64), squared)
+
+
+@pytest.mark.parametrize("cached", [0, 10**6])
+def test_gradients_of_half_precision_factors_are_summed_in_float32(cached: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, 9, 9, generator=generator).bfloat16()
+    grad = torch.randn(3, 6, 7, 7, generator=generator).bfloat16()
+    use = ConvolutionFactors(x, grad, Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1))
+    wide = ConvolutionFactors(x.double(), grad.double(), use.geometry)
+    expected = estimators.materialized_norms([wide], torch.float64)
+    with mock.patch.object(estimators, "CACHED_ELEMENTS", cached):
+        for norms in (
+            estimators.kernel_gradients(use, torch.float32)[0],
+            estimators.materialized_norms([use], torch.float32),
+            estimators.ghost_norms([use], torch.float32),
+        ):
+            assert norms.dtype == torch.float32
+            # Products of bfloat16 entries are exact in float32; accumulated in bfloat16 they would be 1e-2 off.
+            torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0.0)
