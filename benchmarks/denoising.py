@@ -6,7 +6,7 @@ Overhead: the denoiser's time over that of the step's gradient work (clipping of
 releases in which nothing stands out (the certified test alone), and with three spikes of 1.5, 2 and 4 detection thresholds in every matrix (test, search and update everywhere, the dearest
 case). "naive" is a full singular value decomposition of every matrix, as a first implementation would have it. Random weights and token ids: times do not depend on their values.
 
-RoBERTa's steps take minutes here at batch 1024, so a micro-batch of 32 is timed and multiplied; the others run whole.
+Where a step takes a minute or more here (RoBERTa at batch 1024, the Llama at 128), a micro-batch is timed and multiplied; the others run whole.
 
 Noise: pure noise through ``SpectralDenoiser.paper()`` at kappa = 1.02, how many of a thousand draws are changed.
 """
@@ -58,6 +58,7 @@ REGIMES = {
     "minilm-full": Regime(384, 6, 1536, 1024, 32, 1024, 128),
     "minilm-lora": Regime(384, 6, 1536, 1024, 32, 1024, 128, lora=16),
     "llama": Regime(512, 4, 1536, 2, 512, 2, 2, causal=True),
+    "llama-128": Regime(512, 4, 1536, 128, 512, 2, 2, causal=True),
     "roberta-base": Regime(768, 12, 3072, 1024, 32, 32, 32),
     "roberta-base-lora": Regime(768, 12, 3072, 1024, 32, 32, 32, lora=16),
     "roberta-large": Regime(1024, 24, 4096, 1024, 32, 16, 16),
