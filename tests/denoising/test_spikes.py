@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quietgrad.denoising import spikes
 from quietgrad.denoising.formulas import bulk_edge, detection_threshold, shrink
 from quietgrad.denoising.spikes import DENSE_SIDE, MISSED, Spikes, degree_of_test, find_spikes, has_spike
 
@@ -122,3 +123,37 @@ def test_a_strong_signal_does_not_overflow_the_test(times: float) -> None:
 
 def test_small_matrices_are_always_looked_at() -> None:
     assert bool(has_spike(torch.randn(3, DENSE_SIDE, 500), 1.0, 1.02).all())
+
+
+@pytest.mark.parametrize("shape", [(100, 300), (200, 200)])
+def test_the_formed_operator_is_the_one_applied_factor_by_factor(shape: tuple[int, int]) -> None:
+    stack = 0.1 * spiked(shape, [4.0, 1.5], seed=4, count=2)
+    block = torch.randn(2, 5, shape[0], generator=torch.Generator().manual_seed(5))
+    thin, formed = spikes._Operator(stack, 0.1), spikes._Operator(stack, 0.1, form=True)
+    torch.testing.assert_close(formed.apply(block, 2.0), thin.apply(block, 2.0), rtol=1e-4, atol=1e-4)
+    # Both map the edges of the bulk to -1 and 1: those of G G^T lie at s^2 (sqrt(n) -+ sqrt(m))^2.
+    m, n = shape
+    assert formed.x_lmm is not None
+    for side, x in ((-1, -1.0), (1, 1.0)):
+        assert (0.1**2 * (n**0.5 + side * m**0.5) ** 2 - thin.centre) / thin.half_width == pytest.approx(x)
+    gram = stack[0].double() @ stack[0].double().T
+    expected = (gram - thin.centre * torch.eye(m, dtype=torch.float64)) / thin.half_width
+    torch.testing.assert_close(formed.x_lmm[0].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("times", "shape", "formed"), [(3.0, (100, 300), True), (3.0, (200, 200), False), (1e3, (100, 300), False)]
+)
+def test_the_operator_is_formed_for_wide_matrices_without_strong_signals(
+    times: float, shape: tuple[int, int], formed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    class Recorded(spikes._Operator):
+        def __init__(self, stack: Tensor, noise_std: float, form: bool = False) -> None:
+            asked.append(form)
+            super().__init__(stack, noise_std, form)
+
+    monkeypatch.setattr(spikes, "_Operator", Recorded)
+    find_spikes(spiked(shape, [times], seed=6), 1.0)
+    assert asked == [formed]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quietgrad.checks import require_at_least, require_finite, require_word
 from quietgrad.denoising.formulas import bulk_edge, shrink
 from quietgrad.denoising.matrices import matrix_shapes, stacks
-from quietgrad.denoising.spikes import Spikes, find_spikes, has_spike
+from quietgrad.denoising.spikes import Spikes, detect
 from quietgrad.noise.noisy_sum import NoisySum
 
 Target = Literal["gradient", "momentum"]
@@ -115,15 +115,17 @@ class SpectralDenoiser:
 def _denoised(stack: Tensor, noise_std: float, rule: SpectralDenoiser) -> Tensor | None:
     if noise_std == 0:
         return None
-    candidates = has_spike(stack, noise_std, rule.kappa)
-    if not bool(candidates.any()):
+    detected = detect(stack, noise_std, rule.kappa)
+    if detected is None:
         return None
-    some = stack if bool(candidates.all()) else stack[candidates]
-    spikes = find_spikes(some, noise_std)
+    candidates, spikes = detected
+    some = stack if len(spikes.values_lp) == len(stack) else stack[candidates]
     decided = spikes.values_lp[:, 0] >= rule.kappa * bulk_edge(stack.shape[1:], noise_std)
     if not bool(decided.any()):
         return None
-    new = torch.where(decided.view(-1, 1, 1), _combined(some, spikes, noise_std, rule), some)
+    new = _combined(some, spikes, noise_std, rule)
+    if not bool(decided.all()):
+        new = torch.where(decided.view(-1, 1, 1), new, some)
     if some is stack:
         return new
     result = stack.clone()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 # On a processor a stack is cut so that its matrices stay in the cache between passes; on a GPU one call a shape is best.
-CPU_STACK_BYTES = 1 << 20
+CPU_STACK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ value y to x(y) > 1.
   steps with X, and Rayleigh-Ritz. A block that fills up is followed by a wider one.
 - *Fallback.* Small matrices, and those in which more stands out than the widest block holds, go through the eigenvalues of G G^T.
 
-Cost of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side 384 at kappa = 1.02); of the search 80 m n p; of the fallback
-2 m^2 n + O(m^3). Memory: the stack of matrices once, and O((m + n) p) vectors a matrix.
+The search forms X where that is cheaper than 18 applications of G and G^T to thin blocks (``FORMED_SIDE``, ``FORMED_RATIO``), unless what stands out is so strong that its squares would
+drown the bulk in float32 (``FORMED_STRENGTH``). Cost of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side 384 at kappa = 1.02); of the search 80 m n p,
+or 2 m^2 n + 40 m^2 p with X formed; of the fallback 2 m^2 n + O(m^3). Memory: the stack of matrices once, m^2 for each X that is formed, and O((m + n) p) vectors a matrix.
 
 Vectors are rows of their blocks: on a processor a thin product from the left is three times as fast as one from the right.
 
@@ -37,6 +38,11 @@ HIGHEST_DEGREE = 40  # a test that needs more (kappa close to 1) is left out: th
 DENSE_SIDE = 64  # up to this side the eigenvalues of G G^T are cheaper than the search
 STRONG = 3.0  # Ritz values x beyond this are projected out of the filter
 ROUNDS = (4, 8)  # degrees of the search's filters
+FORMED_SIDE = 1024  # X is formed up to this m,
+FORMED_RATIO = 2  # from this n / m,
+FORMED_STRENGTH = (
+    100.0  # and up to singular values of so many edges: their squares are rounded at 1e4 * 6e-8 of the edge's
+)
 
 
 @dataclass(frozen=True)
@@ -63,21 +69,50 @@ def find_spikes(stack_lmn: Tensor, noise_std: float) -> Spikes:
         stack_lmn: [l, m, n] matrices in float32 or float64.
         noise_std: s, standard deviation of the noise in every entry; positive.
     """
+    return _as_given(_find(_wide(stack_lmn), noise_std, BLOCKS), stack_lmn)
+
+
+def detect(stack_lmn: Tensor, noise_std: float, kappa: float) -> tuple[Tensor, Spikes] | None:
+    """Test, and search where it finds something: ([l] which matrices, their triplets above the edge), or None for no matrix at all.
+
+    Args:
+        stack_lmn, noise_std: as for ``find_spikes``.
+        kappa: as for ``has_spike``.
+    """
+    candidates = has_spike(stack_lmn, noise_std, kappa)
+    if not bool(candidates.any()):
+        return None
+    some = stack_lmn if bool(candidates.all()) else stack_lmn[candidates]
+    return candidates, find_spikes(some, noise_std)
+
+
+def _wide(stack_lmn: Tensor) -> Tensor:
+    return stack_lmn.transpose(1, 2) if stack_lmn.shape[1] > stack_lmn.shape[2] else stack_lmn
+
+
+def _as_given(found: Spikes, stack_lmn: Tensor) -> Spikes:
     if stack_lmn.shape[1] > stack_lmn.shape[2]:
-        found = find_spikes(stack_lmn.transpose(1, 2), noise_std)
         return Spikes(found.values_lp, found.right_lnp, found.left_lmp)
-    return _find(stack_lmn, noise_std, BLOCKS)
+    return found
 
 
 def _find(stack_lmn: Tensor, noise_std: float, blocks: tuple[int, ...]) -> Spikes:
-    m = stack_lmn.shape[1]
+    _, m, n = stack_lmn.shape
     if not blocks or m <= DENSE_SIDE or 4 * blocks[0] >= m:
         return _by_eigenvalues(stack_lmn, noise_std)
-    found = _search(_Operator(stack_lmn, noise_std), _start(stack_lmn, blocks[0]))
+    form = m <= FORMED_SIDE and n >= FORMED_RATIO * m and not bool(_are_strong(stack_lmn, noise_std).any())
+    found = _search(_Operator(stack_lmn, noise_std, form), _start(stack_lmn, blocks[0]))
     full = found.values_lp[:, blocks[0] - ROOM] > 0
     if not bool(full.any()):
         return found
     return _replaced(found, full, _find(stack_lmn[full], noise_std, blocks[1:]))
+
+
+def _are_strong(stack_lmn: Tensor, noise_std: float) -> Tensor:
+    """[l] False only where no singular value is above about ``FORMED_STRENGTH`` edges: of the sum of squares, m n s^2 is noise."""
+    m, n = stack_lmn.shape[1:]
+    squared = torch.linalg.vector_norm(stack_lmn, dim=(1, 2)).double().square()
+    return ~(squared <= m * n * noise_std**2 + (FORMED_STRENGTH * bulk_edge((m, n), noise_std)) ** 2)
 
 
 def has_spike(stack_lmn: Tensor, noise_std: float, kappa: float) -> Tensor:
@@ -85,16 +120,12 @@ def has_spike(stack_lmn: Tensor, noise_std: float, kappa: float) -> Tensor:
 
     Pure noise gives False unless its largest singular value strays above the edge by more than about half of kappa - 1.
     """
-    if stack_lmn.shape[1] > stack_lmn.shape[2]:
-        stack_lmn = stack_lmn.transpose(1, 2)
-    l, m, _ = stack_lmn.shape
-    if m <= DENSE_SIDE:
-        return torch.ones(l, dtype=torch.bool, device=stack_lmn.device)
-    degree, longest = degree_of_test(stack_lmn.shape[1:], kappa)
-    if degree > HIGHEST_DEGREE:
-        return torch.ones(l, dtype=torch.bool, device=stack_lmn.device)
-    operator = _Operator(stack_lmn, noise_std)
-    filtered_lpm = operator.chebyshev(_start(stack_lmn, VECTORS), degree)
+    wide = _wide(stack_lmn)
+    l, m, _ = wide.shape
+    degree, longest = degree_of_test(wide.shape[1:], kappa)
+    if m <= DENSE_SIDE or degree > HIGHEST_DEGREE:
+        return torch.ones(l, dtype=torch.bool, device=wide.device)
+    filtered_lpm = _Operator(wide, noise_std).chebyshev(_start(wide, VECTORS), degree)
     # Not "longer than": a signal strong enough to overflow the polynomial leaves what compares with nothing.
     return ~(torch.linalg.vector_norm(filtered_lpm, dim=2) <= longest).all(dim=1)
 
@@ -121,18 +152,25 @@ def _position(ratio: float, m: int, n: int) -> float:
 
 
 class _Operator:
-    """X of a stack, applied to blocks of row vectors [l, p, m]."""
+    """X of a stack, applied to blocks of row vectors [l, p, m]; as [l, m, m] matrices where ``form`` says so."""
 
-    def __init__(self, stack_lmn: Tensor, noise_std: float) -> None:
+    def __init__(self, stack_lmn: Tensor, noise_std: float, form: bool = False) -> None:
         m, n = stack_lmn.shape[1:]
         s2 = noise_std**2
         self.stack = stack_lmn
         self.noise_std = noise_std
         self.centre = (m + n) * s2
         self.half_width = 2 * math.sqrt(m * n) * s2
+        self.x_lmm: Tensor | None = None
+        if form:
+            x = torch.bmm(stack_lmn, stack_lmn.transpose(1, 2))
+            x.diagonal(dim1=1, dim2=2).sub_(self.centre)
+            self.x_lmm = x.div_(self.half_width)
 
     def apply(self, w: Tensor, scale: float = 1.0) -> Tensor:
         """scale X w."""
+        if self.x_lmm is not None:
+            return torch.bmm(w, self.x_lmm).mul_(scale)
         g = self.stack
         y = torch.bmm(torch.bmm(w, g), g.transpose(1, 2))
         return y.sub_(w, alpha=self.centre).mul_(scale / self.half_width)
@@ -157,11 +195,17 @@ def _start(stack_lmn: Tensor, vectors: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Ritz:
-    """Approximate triplets, largest first, vectors as rows."""
+    """Approximate values and left vectors (rows), largest first, and what the right vectors follow from."""
 
     values_lp: Tensor
     left_lpm: Tensor
-    right_lpn: Tensor
+    projected_lpn: Tensor
+    rotation_lpp: Tensor
+
+    def right_lpn(self) -> Tensor:
+        """Right vectors, as rows."""
+        right = torch.bmm(self.rotation_lpp, self.projected_lpn)
+        return right / self.values_lp.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
 
 
 def _search(operator: _Operator, start_lpm: Tensor) -> Spikes:
@@ -177,7 +221,7 @@ def _search(operator: _Operator, start_lpm: Tensor) -> Spikes:
         ritz = _rayleigh_ritz(operator, _two_steps(operator, kept + filtered / lengths))
     edge = bulk_edge(operator.stack.shape[1:], operator.noise_std)
     values = torch.where(ritz.values_lp > edge, ritz.values_lp, 0.0)
-    return Spikes(values, ritz.left_lpm.transpose(1, 2), ritz.right_lpn.transpose(1, 2))
+    return Spikes(values, ritz.left_lpm.transpose(1, 2), ritz.right_lpn().transpose(1, 2))
 
 
 def _two_steps(operator: _Operator, block: Tensor) -> Tensor:
@@ -205,13 +249,12 @@ def _replaced(found: Spikes, which: Tensor, better: Spikes) -> Spikes:
 
 def _rayleigh_ritz(operator: _Operator, q_lpm: Tensor) -> _Ritz:
     """Triplets in the span of orthonormal rows."""
-    # In float64, since squares halve the digits of the small ones.
-    b_lpn = torch.bmm(q_lpm, operator.stack).double()
-    squares, vectors = torch.linalg.eigh(torch.bmm(b_lpn, b_lpn.transpose(1, 2)))
-    values = squares.clamp(min=0).sqrt().flip(1)
-    rotation = vectors.flip(2).transpose(1, 2)
-    right = torch.bmm(rotation, b_lpn) / values.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
-    return _Ritz(values.to(q_lpm), torch.bmm(rotation.to(q_lpm), q_lpm), right.to(q_lpm))
+    b_lpn = torch.bmm(q_lpm, operator.stack)
+    wide = b_lpn.double()  # squares halve the digits of the small ones
+    squares, vectors = torch.linalg.eigh(torch.bmm(wide, wide.transpose(1, 2)))
+    values = squares.clamp(min=0).sqrt().flip(1).to(q_lpm)
+    rotation = vectors.flip(2).transpose(1, 2).to(q_lpm)
+    return _Ritz(values, torch.bmm(rotation, q_lpm), b_lpn, rotation)
 
 
 def _orthonormal(block_lpm: Tensor) -> Tensor:
