@@ -45,7 +45,7 @@ from quietgrad import PrivacyConfig
 from quietgrad.plan import PrivateRun
 from quietgrad.randomness import RandomKey
 from quietgrad.training.data import LabelledTexts, split
-from quietgrad.training.models import PACKAGED_MINILM, load_classifier, mean_over_tokens
+from quietgrad.training.models import PACKAGED_MINILM, Tuning, load_classifier, mean_over_tokens
 from quietgrad.training.text_batches import TokenisedTexts, tokenise
 
 RESULTS = Path(__file__).with_name("results") / "rc_experiment.jsonl"
@@ -166,7 +166,7 @@ def prepare(corpus: Path, settings: Settings, cache: Path) -> Task:
     """Reads the documents and computes their hidden states, or reads those of an earlier call."""
     documents = load_documents(corpus)
     digest = hashlib.sha256("\0".join(documents.texts).encode()).hexdigest()[:16]
-    loaded = load_classifier(PACKAGED_MINILM, len(CLASSES), "head", "mean", attention="eager")
+    loaded = load_classifier(PACKAGED_MINILM, len(CLASSES), Tuning("head"), "mean", attention="eager")
     classifier = cast(Any, loaded.classifier.eval())
     block = classifier.encoder.encoder.layer[-1]
     parts = split(documents, settings.validation_fraction, settings.test_fraction)

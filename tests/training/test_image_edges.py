@@ -17,7 +17,7 @@ from quietgrad.curvature import load_spectrum
 from quietgrad.training.comparison_table import load_comparison
 from quietgrad.training.image_folder import FolderLayout, load_image_folder, load_unlabelled_folder
 from quietgrad.training.image_models import load_image_classifier
-from quietgrad.training.models import load_saved
+from quietgrad.training.models import Tuning, load_saved
 from quietgrad.training.prepare import prepare
 from quietgrad.training.search import RATE, Range, SearchTable, propose
 from quietgrad.training.spectrum_run import make_spectrum
@@ -106,7 +106,7 @@ def test_several_labels_have_a_spectrum_of_their_own_loss(tmp_path: Path) -> Non
     assert load_spectrum(made.spectrum_path).facts["loss"].startswith("binary cross entropies")
     # Of a linear head the mean of binary cross entropies has one block for each label: curvature at most 1/4 of the features' second moment, over the labels.
     labels = len(prepare(config_of(values)).task.label_names)
-    model = load_image_classifier("cnn:groupnorm", (1, 8, 8), labels, "head", str(made.weights_path))
+    model = load_image_classifier("cnn:groupnorm", (1, 8, 8), labels, Tuning("head"), str(made.weights_path))
     images = load_unlabelled_folder(values["spectrum.public"], CHEST, 8, channels=1)
     with torch.no_grad():
         features = model.embed(images.collate(np.arange(20), torch.device("cpu"))["pixels"])
@@ -118,22 +118,24 @@ def test_several_labels_have_a_spectrum_of_their_own_loss(tmp_path: Path) -> Non
 def test_weights_that_are_no_safetensors_file(tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="is not a safetensors file"):
-        load_image_classifier("cnn:groupnorm", (1, 8, 8), 2, "full", str(tmp_path / "w.safetensors"))
+        load_image_classifier("cnn:groupnorm", (1, 8, 8), 2, Tuning("full"), str(tmp_path / "w.safetensors"))
 
 
 def test_preprocessing_as_the_model_states_it(tmp_path: Path) -> None:
     path = save_tiny_vit(tmp_path / "plain")
     (path / "preprocessor_config.json").write_text(json.dumps({"do_normalize": False, "image_mean": [0.5] * 3}))
-    plain: Any = load_image_classifier(f"image:{path}", (3, 16, 16), 2, "head")
+    plain: Any = load_image_classifier(f"image:{path}", (3, 16, 16), 2, Tuning("head"))
     assert plain.mean.flatten().tolist() == [0.0] * 3 and plain.std.flatten().tolist() == [1.0] * 3
     (path / "preprocessor_config.json").write_text(json.dumps({"image_mean": 0.25, "image_std": 0.5}))
-    one: Any = load_image_classifier(f"image:{path}", (1, 16, 16), 2, "head")
+    one: Any = load_image_classifier(f"image:{path}", (1, 16, 16), 2, Tuning("head"))
     assert one.mean.flatten().tolist() == [0.25] * 3
     assert one(torch.zeros(2, 1, 16, 16)).shape == (2, 2)
 
 
 def test_a_grey_model_reads_coloured_images(tmp_path: Path) -> None:
-    model = load_image_classifier(f"image:{save_tiny_vit(tmp_path / 'grey', num_channels=1)}", (3, 16, 16), 2, "head")
+    model = load_image_classifier(
+        f"image:{save_tiny_vit(tmp_path / 'grey', num_channels=1)}", (3, 16, 16), 2, Tuning("head")
+    )
     grey = torch.rand(2, 1, 16, 16)
     assert torch.allclose(model.embed(grey.expand(-1, 3, -1, -1)), model.embed(grey), atol=1e-6)
 
@@ -242,7 +244,7 @@ def test_without_a_class_token_the_embedding_is_the_mean(tmp_path: Path) -> None
         image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=2
     )
     transformers.SwinModel(config).save_pretrained(tmp_path / "swin")
-    model = load_image_classifier(f"image:{tmp_path / 'swin'}", (3, 16, 16), 2, "head").eval()
+    model = load_image_classifier(f"image:{tmp_path / 'swin'}", (3, 16, 16), 2, Tuning("head")).eval()
     pixels = torch.rand(1, 3, 16, 16)
     corner = pixels.clone()
     corner[..., 8:, 8:] = 0

@@ -23,6 +23,7 @@ from quietgrad.training.comparison_table import load_comparison
 from quietgrad.training.image_folder import FolderLayout, is_image_folder, load_image_folder
 from quietgrad.training.image_models import load_image_classifier
 from quietgrad.training.metrics import ACCURACY, MEAN_AUC, mean_auc, metric_for
+from quietgrad.training.models import Tuning
 from quietgrad.training.records import classification_loss
 from quietgrad.training.tasks import load_task
 
@@ -329,7 +330,7 @@ def test_a_run_with_several_labels_reports_its_mean_auc(quietgrad: Any, values: 
     assert set(result["metrics"]) == {"mean_auc", "validation_mean_auc"} and "majority_accuracy" not in result
     _, test = load_image_folder(values["data.source"], CHEST, SIZE)
     weights = str(folder / "model" / "model.safetensors")
-    model = load_image_classifier("cnn:groupnorm", (1, SIZE, SIZE), 2, "full", weights).eval()
+    model = load_image_classifier("cnn:groupnorm", (1, SIZE, SIZE), 2, Tuning("full"), weights).eval()
     scores = model(test.collate(np.arange(len(test)), torch.device("cpu"))["pixels"]).detach().numpy()
     areas = [area_by_pairs(scores[:, j], test.labels[:, j] > 0) for j in range(2)]
     assert result["metrics"]["mean_auc"] == pytest.approx(np.mean(areas), abs=1e-3) and min(areas) < 1

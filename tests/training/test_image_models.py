@@ -28,7 +28,7 @@ from quietgrad.training.image_models import (
     is_image_model,
     load_image_classifier,
 )
-from quietgrad.training.models import LoadedModel, save_classifier
+from quietgrad.training.models import LoadedModel, Tuning, save_classifier
 from quietgrad.training.prepare import prepare
 from quietgrad.training.records import classification_loss, logits_of
 
@@ -55,10 +55,12 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_of(vit: Path, resnet: Path) -> Any:
     """Builds "vit", "resnet" or one of our own models for images of a shape, with three labels."""
 
-    def build(name: str, tune: str, shape: tuple[int, ...] = (1, 8, 8), **changes: Any) -> Any:
+    def build(name: str, tune: Any, shape: tuple[int, ...] = (1, 8, 8), weights: str = "", **changes: Any) -> Any:
         torch.manual_seed(0)
         folders = {"vit": f"image:{vit}", "resnet": f"image:{resnet}"}
-        return load_image_classifier(folders.get(name, name), shape, 3, tune, **({"lora_rank": 2} | changes))
+        return load_image_classifier(
+            folders.get(name, name), shape, 3, Tuning(tune, **({"lora_rank": 2} | changes)), weights
+        )
 
     return build
 
@@ -135,7 +137,7 @@ def test_adapters_need_layers_that_are_there(model_of: Any) -> None:
 
 def test_a_text_model_reads_no_images(tiny_bert: Path) -> None:
     with pytest.raises(ValueError, match=r"does not read images \(pixel_values\); use a vision model"):
-        load_image_classifier(f"image:{tiny_bert}", (1, 8, 8), 2, "head")
+        load_image_classifier(f"image:{tiny_bert}", (1, 8, 8), 2, Tuning("head"))
 
 
 def test_names_of_image_models() -> None:
@@ -223,7 +225,7 @@ def test_the_stated_size_is_the_models(tmp_path: Path, stated: dict | None, size
     folder = save_tiny_vit(tmp_path)
     if stated is not None:
         (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "X"} | stated))
-    model = load_image_classifier(f"image:{folder}", (1, 8, 8), 3, "head")
+    model = load_image_classifier(f"image:{folder}", (1, 8, 8), 3, Tuning("head"))
     assert isinstance(model, PretrainedImageClassifier) and model.size == size
     for half in (model.mean, model.std):
         assert torch.equal(half.flatten(), torch.full((3,), 0.5))
@@ -461,4 +463,4 @@ def test_weights_of_other_channels_or_labels_are_refused(model_of: Any, tmp_path
     with pytest.raises(ValueError, match="are of another model"):
         model_of("cnn:groupnorm", "full", (3, 8, 8), weights=weights)
     with pytest.raises(ValueError, match="are of another model"):
-        load_image_classifier("cnn:groupnorm", (1, 8, 8), 4, "full", weights)
+        load_image_classifier("cnn:groupnorm", (1, 8, 8), 4, Tuning("full"), weights)

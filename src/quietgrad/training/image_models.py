@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad.checks import nearest
-from quietgrad.training.models import quiet_loading
+from quietgrad.training.models import Tuning, quiet_loading
 
 SMALL_CNN = "cnn:groupnorm"
 VGG = "vgg:groupnorm"
@@ -173,11 +173,8 @@ def load_image_classifier(
     name: str,
     shape: tuple[int, ...],
     num_labels: int,
-    tune: str,
+    tuning: Tuning,
     weights: str = "",
-    lora_rank: int = 16,
-    lora_targets: list[str] | None = None,
-    lora_alpha: int = 0,
 ) -> ImageClassifier:
     """Builds a classifier, and fills it with public weights where a file is given.
 
@@ -185,23 +182,22 @@ def load_image_classifier(
         name: one of ``IMAGE_MODELS``, or ``image:`` and a folder or Hugging Face name, such as ``image:google/vit-base-patch16-224-in21k`` or ``image:microsoft/resnet-152``.
         shape: of one image, [channels, height, width].
         num_labels: of the data.
-        tune: "full", "head" (the linear head alone: a convex problem), or "lora" (adapters in a Hugging Face transformer, and the head).
+        tuning: what trains; "head" makes a convex problem, "lora" is for Hugging Face transformers (no ``lora_targets``: query and value).
         weights: safetensors file, such as ``quietgrad spectrum`` writes ("": random, or the pretrained ones).
-        lora_rank, lora_targets, lora_alpha: of the adapters; None: query and value, 0: twice the rank.
 
     Raises:
-        ValueError: unknown name or tune, or weights of another model.
+        ValueError: unknown name or tuning, or weights of another model.
     """
     if not is_image_model(name):
         raise ValueError(
             f"model.name={name!r} is no image model; use one of {', '.join(IMAGE_MODELS)}, or image:NAME of Hugging Face{nearest(name, IMAGE_MODELS)}"
         )
     fitting = _fitting_tunes(name)
-    if tune not in fitting:
-        raise ValueError(f"model.tune={tune!r} does not fit {name!r}; use {' or '.join(map(repr, fitting))}")
+    if tuning.how not in fitting:
+        raise ValueError(f"model.tune={tuning.how!r} does not fit {name!r}; use {' or '.join(map(repr, fitting))}")
     model = _built(name, shape, num_labels)
-    if tune == "lora":
-        _add_lora(cast(PretrainedImageClassifier, model), name, lora_rank, lora_targets, lora_alpha)
+    if tuning.how == "lora":
+        _add_lora(cast(PretrainedImageClassifier, model), name, tuning)
     if weights:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -214,7 +210,7 @@ def load_image_classifier(
             raise ValueError(f"model.weights={weights!r} are of another model: {error}") from error
         except SafetensorError as error:
             raise ValueError(f"model.weights={weights!r} is not a safetensors file: {error}") from error
-    if tune == "head":
+    if tuning.how == "head":
         model.requires_grad_(False)
         model.head.requires_grad_(True)
     return model.train() if model.training else model
@@ -272,10 +268,10 @@ def _preprocessing(path: str, config: Any) -> dict[str, Any]:
     return {"size": size or 0, "mean": each("image_mean", 0.0), "std": each("image_std", 1.0)}
 
 
-def _add_lora(model: PretrainedImageClassifier, name: str, rank: int, targets: list[str] | None, alpha: int) -> None:
+def _add_lora(model: PretrainedImageClassifier, name: str, tuning: Tuning) -> None:
     import peft
 
-    wanted = targets or [
+    wanted = list(tuning.lora_targets) or [
         found
         for names in (("query", "value"), ("q_proj", "v_proj"))
         for found in names
@@ -288,7 +284,12 @@ def _add_lora(model: PretrainedImageClassifier, name: str, rank: int, targets: l
     try:
         adapted = peft.get_peft_model(
             cast(Any, model.backbone),
-            peft.LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, lora_dropout=0.0, target_modules=wanted),
+            peft.LoraConfig(
+                r=tuning.lora_rank,
+                lora_alpha=tuning.lora_alpha or 2 * tuning.lora_rank,
+                lora_dropout=0.0,
+                target_modules=wanted,
+            ),
         )
     except ValueError as error:
         raise ValueError(

@@ -30,6 +30,26 @@ WEIGHTS_FILE = "model.safetensors"
 DESCRIPTION_FILE = "quietgrad.json"
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """What of a pretrained model trains.
+
+    Attributes:
+        how: "lora" (adapters and head), "full" (everything), "head" (the rest is frozen).
+        lora_rank, lora_alpha: of adapters; their scale (0: twice the rank).
+        lora_targets: names of the modules that get one (empty: peft's default for the architecture; MiniLM: query, value, and both feed-forward layers).
+        lora_layers: number of top layers that get one (0: all).
+        train_layers: with "full", number of top layers that train beside the head (0: everything).
+    """
+
+    how: Tune
+    lora_rank: int = 16
+    lora_alpha: int = 0
+    lora_targets: tuple[str, ...] = ()
+    lora_layers: int = 0
+    train_layers: int = 0
+
+
 class MeanPooledClassifier(nn.Module):
     """Encoder, mean over the tokens that are not padding, standardisation of the mean, linear head.
 
@@ -109,27 +129,18 @@ def model_path(name: str) -> str:
 def load_classifier(
     name: str,
     num_labels: int,
-    tune: Tune,
+    tuning: Tuning,
     head: HeadKind,
-    lora_rank: int = 16,
-    lora_targets: list[str] | None = None,
-    lora_layers: int | None = None,
     attention: str | None = None,
-    train_layers: int | None = None,
-    lora_alpha: int = 0,
 ) -> LoadedModel:
     """Loads an encoder and puts a head on it.
 
     Args:
         name: ``packaged:minilm``, a folder, or a Hugging Face model name.
         num_labels: classes.
-        tune: "lora" (adapters and head), "full" (everything), "head" (encoder frozen).
+        tuning: what of it trains.
         head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence classifier).
-        lora_rank, lora_targets, lora_layers: adapters' rank, module names (None: peft's default for the architecture; MiniLM: query, value,
-            and both feed-forward layers), and number of top layers that get one (None: all).
         attention: transformers' attention implementation; None leaves its choice.
-        train_layers: with "full", the number of top layers that train beside the head (None: everything).
-        lora_alpha: scale of the adapters (0: twice the rank).
 
     Raises:
         ValueError: if the model cannot be loaded, or its layers cannot be told.
@@ -146,21 +157,21 @@ def load_classifier(
         else:
             # The pooling layer of BERT-like encoders is not used by the mean, so it is left out where the class allows it.
             inner = _encoder(transformers, path, attention)
-    if tune == "lora":
-        inner = _with_lora(inner, name, lora_rank, lora_alpha, lora_targets, lora_layers, head)
-    elif tune == "head" and head == "mean":
+    if tuning.how == "lora":
+        inner = _with_lora(inner, name, tuning, head)
+    elif tuning.how == "head" and head == "mean":
         inner.requires_grad_(False)
-    elif tune == "full" and train_layers is not None:
-        _freeze_below(inner, name, train_layers)
+    elif tuning.how == "full" and tuning.train_layers:
+        _freeze_below(inner, name, tuning.train_layers)
     classifier: nn.Module
     if head == "auto":
-        if tune == "head":
+        if tuning.how == "head":
             for parameter in inner.base_model.parameters():
                 parameter.requires_grad_(False)
         classifier = LogitsClassifier(inner)
     else:
         classifier = MeanPooledClassifier(inner, inner.config.hidden_size, num_labels)
-    return LoadedModel(classifier, tokenizer, name, tune, head)
+    return LoadedModel(classifier, tokenizer, name, tuning.how, head)
 
 
 class CausalLanguageModel(nn.Module):
@@ -175,16 +186,7 @@ class CausalLanguageModel(nn.Module):
         return self.encoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
-def load_generator(
-    name: str,
-    tune: Tune,
-    lora_rank: int = 16,
-    lora_targets: list[str] | None = None,
-    lora_layers: int | None = None,
-    attention: str | None = None,
-    train_layers: int | None = None,
-    lora_alpha: int = 0,
-) -> LoadedModel:
+def load_generator(name: str, tuning: Tuning, attention: str | None = None) -> LoadedModel:
     """Loads a causal language model; arguments as of ``load_classifier``.
 
     Raises:
@@ -203,11 +205,11 @@ def load_generator(
         loaded.hf_quantizer = None
         if hasattr(loaded.config, "quantization_config"):
             del loaded.config.quantization_config
-    if tune == "lora":
-        inner = _with_lora(inner, name, lora_rank, lora_alpha, lora_targets, lora_layers, GENERATE)
-    elif train_layers is not None:
-        _freeze_below(inner, name, train_layers)
-    return LoadedModel(CausalLanguageModel(inner), tokenizer, name, tune, GENERATE)
+    if tuning.how == "lora":
+        inner = _with_lora(inner, name, tuning, GENERATE)
+    elif tuning.train_layers:
+        _freeze_below(inner, name, tuning.train_layers)
+    return LoadedModel(CausalLanguageModel(inner), tokenizer, name, tuning.how, GENERATE)
 
 
 def _generator_path(name: str) -> tuple[str, dict[str, str]]:
@@ -249,28 +251,21 @@ def _encoder(transformers: Any, path: str, attention: str | None = None) -> nn.M
         return transformers.AutoModel.from_pretrained(path, attn_implementation=attention)
 
 
-def _with_lora(
-    inner: nn.Module,
-    name: str,
-    rank: int,
-    alpha: int,
-    targets: list[str] | None,
-    top_layers: int | None,
-    head: str,
-) -> nn.Module:
+def _with_lora(inner: nn.Module, name: str, tuning: Tuning, head: str) -> nn.Module:
     import peft
 
-    if targets is None and name == PACKAGED_MINILM:
+    targets = list(tuning.lora_targets)
+    if not targets and name == PACKAGED_MINILM:
         targets = ["query", "value", "intermediate.dense", "output.dense"]
     config: dict[str, Any] = {
-        "r": rank,
-        "lora_alpha": alpha or 2 * rank,
+        "r": tuning.lora_rank,
+        "lora_alpha": tuning.lora_alpha or 2 * tuning.lora_rank,
         "lora_dropout": 0.0,
-        "target_modules": targets,
+        "target_modules": targets or None,
     }
-    if top_layers is not None:
+    if tuning.lora_layers:
         depth = int(cast(Any, inner).config.num_hidden_layers)
-        config["layers_to_transform"] = list(range(max(0, depth - top_layers), depth))
+        config["layers_to_transform"] = list(range(max(0, depth - tuning.lora_layers), depth))
     if head == "auto":
         config["task_type"] = peft.TaskType.SEQ_CLS
     elif head == GENERATE:

@@ -28,6 +28,7 @@ from quietgrad.training.image_models import (
     is_image_model,
     load_image_classifier,
 )
+from quietgrad.training.models import Tuning
 from quietgrad.training.records import classification_loss
 from quietgrad.training.run_dir import environment
 from quietgrad.training.tasks import Task, load_task, load_unlabelled_images
@@ -118,16 +119,9 @@ def _part(config: TrainConfig) -> int:
 def _model(config: TrainConfig, public: LabelledImages, labels: int) -> ImageClassifier:
     """The classifier to pretrain: what trains on public images is the whole of our own models, and of a pretrained one what will train privately too."""
     name = config.model.name
-    own = "head" if name == RANDOM_FEATURES else "full"
-    return load_image_classifier(
-        name,
-        tuple(public.pixels.shape[1:]),
-        labels,
-        config.model.tune if name.startswith(HUGGING_FACE) else own,
-        lora_rank=config.model.lora_rank,
-        lora_targets=config.model.lora_targets or None,
-        lora_alpha=config.model.lora_alpha,
-    )
+    own = Tuning("head" if name == RANDOM_FEATURES else "full")
+    tuning = config.model.tuning if name.startswith(HUGGING_FACE) else own
+    return load_image_classifier(name, tuple(public.pixels.shape[1:]), labels, tuning)
 
 
 def public_images(config: TrainConfig, task: Task) -> LabelledImages:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
-from quietgrad.training.models import PACKAGED_MINILM
+from quietgrad.training.models import PACKAGED_MINILM, Tune, Tuning
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,18 @@ class ModelTable:
     weights: str = ""
     max_length: int = 64
     dropout: float = 0.0
+
+    @property
+    def tuning(self) -> Tuning:
+        """What of the model trains."""
+        return Tuning(
+            cast(Tune, self.tune),
+            self.lora_rank,
+            self.lora_alpha,
+            tuple(self.lora_targets),
+            self.lora_layers,
+            self.train_layers,
+        )
 
 
 @dataclass(frozen=True)
