@@ -40,9 +40,7 @@ STRONG = 3.0  # Ritz values x beyond this are projected out of the filter
 ROUNDS = (4, 8)  # degrees of the search's filters
 FORMED_SIDE = 1024  # X is formed up to this m,
 FORMED_RATIO = 2  # from this n / m,
-FORMED_STRENGTH = (
-    100.0  # and up to singular values of so many edges: their squares are rounded at 1e4 * 6e-8 of the edge's
-)
+FORMED_STRENGTH = 100.0  # and up to so many edges: squares are rounded at 1e4 * 6e-8 of the edge's
 
 
 @dataclass(frozen=True)
@@ -195,7 +193,7 @@ def _start(stack_lmn: Tensor, vectors: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Ritz:
-    """Approximate values and left vectors (rows), largest first, and what the right vectors follow from."""
+    """Approximate values and left vectors (rows), largest first, and what the right vectors follow from (the rotation in float64)."""
 
     values_lp: Tensor
     left_lpm: Tensor
@@ -204,8 +202,8 @@ class _Ritz:
 
     def right_lpn(self) -> Tensor:
         """Right vectors, as rows."""
-        right = torch.bmm(self.rotation_lpp, self.projected_lpn)
-        return right / self.values_lp.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
+        right = torch.bmm(self.rotation_lpp, self.projected_lpn.to(self.rotation_lpp))
+        return right.to(self.left_lpm) / self.values_lp.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
 
 
 def _search(operator: _Operator, start_lpm: Tensor) -> Spikes:
@@ -253,8 +251,8 @@ def _rayleigh_ritz(operator: _Operator, q_lpm: Tensor) -> _Ritz:
     wide = b_lpn.double()  # squares halve the digits of the small ones
     squares, vectors = torch.linalg.eigh(torch.bmm(wide, wide.transpose(1, 2)))
     values = squares.clamp(min=0).sqrt().flip(1).to(q_lpm)
-    rotation = vectors.flip(2).transpose(1, 2).to(q_lpm)
-    return _Ritz(values, torch.bmm(rotation, q_lpm), b_lpn, rotation)
+    rotation = vectors.flip(2).transpose(1, 2)
+    return _Ritz(values, torch.bmm(rotation.to(q_lpm), q_lpm), b_lpn, rotation)
 
 
 def _orthonormal(block_lpm: Tensor) -> Tensor:
