@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from quietgrad.clipping import estimators
+from quietgrad.clipping import Clipper, estimators
 from quietgrad.clipping.convolution import Geometry, patch_columns, patch_gram, patches
 from quietgrad.clipping.factors import ConvolutionFactors, weighted_sum
 
@@ -89,3 +91,67 @@ def test_gradients_of_half_precision_factors_are_summed_in_float32(cached: int) 
             assert norms.dtype == torch.float32
             # Products of bfloat16 entries are exact in float32; accumulated in bfloat16 they would be 1e-2 off.
             torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("estimator", ["auto", "materialized", "ghost"])
+def test_images_with_channels_last(estimator: Any) -> None:
+    """With "auto" the first micro-batch keeps factors, whose sum the native routine lays out as the images are, and the smaller one gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(512, 512, 3, padding=1)
+    x = torch.randn(7, 512, 20, 20)
+    clipper = Clipper(1.0, estimator, engine="bookkeeping", micro_batch_size=4)
+    expected = clipper.clip(model, _mean_square, x).gradients
+    model = model.to(memory_format=torch.channels_last)
+    found = clipper.clip(model, _mean_square, x.contiguous(memory_format=torch.channels_last)).gradients
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def _mean_square(model: torch.nn.Module, x: Tensor) -> Tensor:
+    return model(x).flatten(1).square().mean(1)
+
+
+class _Largest(TorchDispatchMode):
+    """Entries of the largest storage that is made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        for made in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in given:
+                self.entries = max(self.entries, made.untyped_storage().nbytes() // made.element_size())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "padding"),
+    [
+        ((256, 64, 32, 32), 3, 1, 1),
+        ((256, 64, 32, 32), 3, 2, 0),
+        ((256, 64, 32, 32), 1, 2, 0),
+        ((2, 64, 4, 4), 3, 1, 40),
+    ],
+    ids=["same", "no-padding", "one-by-one", "much-padding"],
+)
+def test_no_temporary_grows_past_the_stated_size(size: tuple[int, ...], kernel: int, stride: int, padding: int) -> None:
+    """Also where the input itself is larger, and where padding makes far more outputs than there are inputs."""
+    geometry = Geometry((kernel,) * 2, (stride,) * 2, (padding,) * 2, (1, 1), 1)
+    out = (size[2] + 2 * padding - kernel) // stride + 1
+    use = ConvolutionFactors(torch.ones(size), torch.ones(size[0], 8, out, out), geometry)
+    for norms in (estimators.materialized_norms, estimators.ghost_norms):
+        with _Largest() as largest:
+            norms([use], torch.float32)
+        assert 0 < largest.entries <= estimators.BLOCK_ELEMENTS
+
+
+def test_half_precision_is_widened_an_example_at_a_time() -> None:
+    x = torch.ones(24, 64, 96, 96, dtype=torch.bfloat16)
+    use = ConvolutionFactors(x, x[:, :8], Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1))
+    assert estimators.examples_in_cache(use) == 1
+    with _Largest() as largest:
+        estimators.materialized_norms([use], torch.float32)
+    assert largest.entries <= 2 * x[0].numel()

@@ -1,6 +1,6 @@
 """Convolutions of one to three dimensions as products of matrices: patches, kernels' gradients and Gram matrices of patches.
 
-Shape legend: b examples, g groups, c channels of a group, t output positions, u padded input positions, d = c * taps columns.
+Shape legend: b examples, g groups, c channels of a group, t output positions, u input positions, d = c * taps columns.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from math import prod
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+PADDED_ELEMENTS = 4 * 1024 * 1024  # of an input that are padded at once: padding copies
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Geometry:
 
 
 def _padded(x: Tensor, geometry: Geometry) -> Tensor:
+    if not any(geometry.padding):
+        return x
     return F.pad(x, [side for width in reversed(geometry.padding) for side in (width, width)])
 
 
@@ -66,35 +70,40 @@ def patch_columns(x: Tensor, geometry: Geometry, examples: int, dtype: torch.dty
         for some in x.split(examples):  # each pixel is its patch
             yield some.to(dtype).reshape(len(some) * geometry.groups, -1, some.shape[2:].numel())
         return
-    windows = _windows(x, geometry)
     order = (0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
-    windows = windows.permute(order)
-    scratch = x.new_empty(min(examples, len(x)), *windows.shape[1:], dtype=dtype)
-    t = windows.shape[2 + dims :].numel()
-    for some in windows.split(examples):
-        yield scratch[: len(some)].copy_(some).view(len(some) * geometry.groups, -1, t)
+    scratch: Tensor | None = None
+    padded_at_once = examples * max(1, PADDED_ELEMENTS // (examples * x[0].numel()))
+    for block in x.split(padded_at_once):
+        for some in _windows(block, geometry).permute(order).split(examples):
+            if scratch is None:
+                scratch = x.new_empty(some.shape, dtype=dtype)
+            columns = scratch[: len(some)].copy_(some)
+            yield columns.view(len(some) * geometry.groups, -1, some.shape[2 + dims :].numel())
 
 
 def weight_gradient(x: Tensor, grad: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
-    """The kernel's gradient summed over examples, by the same routine as autograd's."""
+    """The kernel's gradient summed over examples, by the same routine as autograd's; contiguous whatever the layout of the images."""
     weight = grad.new_empty(1).expand(shape)  # only its shape is read
     zeros = [0] * len(geometry.kernel)
-    return torch.ops.aten.convolution_backward(
+    product = torch.ops.aten.convolution_backward(
         grad, x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False, zeros, geometry.groups,
         [False, True, False],
     )[1]  # fmt: skip
+    return product.contiguous()
 
 
-def weight_gradients_one_by_one(x: Tensor, grad: Tensor, shape: torch.Size, geometry: Geometry) -> Iterator[Tensor]:
+def weight_gradients_one_by_one(
+    x: Tensor, grad: Tensor, shape: torch.Size, geometry: Geometry, dtype: torch.dtype
+) -> Iterator[Tensor]:
     """Each example's gradient of the kernel, by one call of the native routine per example."""
-    weight = grad.new_empty(1).expand(shape)
+    weight = grad.new_empty(1, dtype=dtype).expand(shape)
     zeros = [0] * len(geometry.kernel)
     settings = (
         geometry.stride, geometry.padding, geometry.dilation, False, zeros, geometry.groups, [False, True, False],
     )  # fmt: skip
     native = torch.ops.aten.convolution_backward.default
     pairs = zip(x.split(1), grad.split(1), strict=True)
-    return (native(one_grad, one_x, weight, None, *settings)[1] for one_x, one_grad in pairs)
+    return (native(one_grad.to(dtype), one_x.to(dtype), weight, None, *settings)[1] for one_x, one_grad in pairs)
 
 
 def patch_gram(x: Tensor, geometry: Geometry) -> Tensor:

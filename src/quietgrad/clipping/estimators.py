@@ -58,7 +58,7 @@ def _kernel_gradients(use: ConvolutionFactors, dtype: torch.dtype) -> Iterator[T
     s, examples = use.sizes, examples_in_cache(use)
     if examples == 1:
         shape = torch.Size((s.g * s.p, s.d // use.geometry.taps, *use.geometry.kernel))
-        for gradient in weight_gradients_one_by_one(use.x.to(dtype), use.grad.to(dtype), shape, use.geometry):
+        for gradient in weight_gradients_one_by_one(use.x, use.grad, shape, use.geometry, dtype):
             yield gradient.reshape(1, -1)
         return
     left = use.grad.reshape(s.b, s.g, s.p, s.t)
@@ -173,7 +173,7 @@ def pixel_gram_pays(use: ConvolutionFactors, block_elements: int = BLOCK_ELEMENT
     """Whether the Gram matrix of patches is cheaper from single positions than from patches."""
     s, u = use.sizes, use.input_positions
     channels = s.d // use.geometry.taps
-    fits = s.g * u * u <= block_elements
+    fits = s.g * max(u, s.t) ** 2 <= block_elements
     return fits and u * u * channels + 2 * s.t * s.t * use.geometry.taps < s.t * s.t * s.d
 
 
