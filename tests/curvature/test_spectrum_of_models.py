@@ -309,7 +309,7 @@ def workload_of(curvature: Curvature) -> np.ndarray:
     return factor @ factor.T
 
 
-@pytest.mark.parametrize("horizon", ["final", "all"])
+@pytest.mark.parametrize("horizon", ["final", "all", "both"])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 @pytest.mark.parametrize("clamp", [0.3, 1.0, 1.5])
 def test_a_clamp_is_that_of_the_eigenvalues(horizon: str, floor: float, clamp: float) -> None:
@@ -329,7 +329,7 @@ def test_at_a_clamp_of_one_sharp_directions_forget_at_once() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("horizon", ["final", "all"])
+@pytest.mark.parametrize("horizon", ["final", "all", "both"])
 def test_without_a_clamp_eigenvalues_count_up_to_the_limit_of_stability(horizon: str) -> None:
     plain = workload_of(Curvature(MU, RATE, STEPS, horizon=horizon))
     np.testing.assert_array_equal(plain, workload_of(Curvature(MU, RATE, STEPS, horizon=horizon, clamp=2.0)))

@@ -174,8 +174,40 @@ def test_the_room_knows_nothing_of_clipping() -> None:
                 assert "clipping" not in str(node.module), path.name
 
 
+@pytest.mark.parametrize("gain", [None, 1.5, 4.0])
+def test_amplification_adds_the_shrunk_spikes_and_takes_nothing_away(gain: float | None) -> None:
+    signal, noise = signal_and_noise((384, 192), [4.0, 2.0], 1)
+    noisy, quiet = signal + noise, 0.95 * noise
+    u, y, vh = torch.linalg.svd(noisy.double(), full_matrices=False)
+    spikes = (u * shrink(y, (384, 192), 1.0)) @ vh
+    denoiser = SpectralDenoiser(target="momentum", amplify=gain)
+    found = denoiser.denoise_all({"spiked": noisy, "quiet": quiet}, 1.0)
+    added = found["spiked"].double() - noisy.double()
+    expected = ((gain or 2.0) - 1) * spikes
+    assert float((added - expected).norm() / expected.norm()) < 0.01
+    assert torch.equal(found["quiet"], quiet)
+    assert cosine(found["spiked"], signal) > cosine(noisy, signal) + 0.02
+
+
+def test_what_is_amplified_by_default() -> None:
+    assert SpectralDenoiser(target="momentum").amplification == 2.0
+    assert SpectralDenoiser(target="gradient").amplification == 1.0
+    assert SpectralDenoiser.paper().amplification == 1.0
+    signal, noise = signal_and_noise((60, 90), [4.0], 0)
+    mixed = SpectralDenoiser(target="momentum", amplify=1.0).denoise_all({"": signal + noise}, 1.0)[""]
+    torch.testing.assert_close(mixed, SpectralDenoiser().denoise_all({"": signal + noise}, 1.0)[""])
+    torch.testing.assert_close(mixed.norm(), (signal + noise).norm())
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"), [({"kappa": 0.9}, "kappa=0.9"), ({"target": "weights"}, "target='weights'")]
+    ("arguments", "message"),
+    [
+        ({"kappa": 0.9}, "kappa=0.9"),
+        ({"target": "weights"}, "target='weights'"),
+        ({"amplify": 0.5}, "amplify=0.5"),
+        ({"amplify": float("nan")}, "amplify=nan"),
+        ({"keep_bulk": 1.0}, "keep_bulk=1.0"),
+    ],
 )
 def test_bad_settings(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -24,7 +24,7 @@ from quietgrad.noise.bands import default_candidates
 from quietgrad.noise.certificate import optimality_gap
 from quietgrad.noise.mixing import MixingMatrix, _square_root, load_mixing, save_mixing
 from quietgrad.noise.solver import objective, unit_columns
-from quietgrad.noise.workloads import DenseWorkload
+from quietgrad.noise.workloads import HORIZONS, DenseWorkload
 
 settings.register_profile("here", deadline=None, max_examples=40)
 settings.load_profile("here")
@@ -692,6 +692,34 @@ def test_the_horizon_all_is_the_mean_of_theorem_ones_workloads(steps: int, eigen
         for t in range(1, steps + 1):
             expected[:t, :t] += curvature_workload(eigenvalues, 0.5, t) / steps
     np.testing.assert_allclose(factor @ factor.T, expected, atol=1e-5 * expected.max())
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.05])
+@pytest.mark.parametrize("steps", [1, 7, 40])
+def test_the_horizon_both_is_the_mean_of_the_other_two(steps: int, floor: float) -> None:
+    eigenvalues = (3.0, 1.0, 0.2, 0.01)
+    final, every, both = (
+        factor @ factor.T
+        for factor in (Curvature(eigenvalues, 0.5, steps, floor, horizon).factor() for horizon in HORIZONS)
+    )
+    np.testing.assert_allclose(both, (final + every) / 2, rtol=1e-9, atol=1e-12 * both.max())
+    assert steps == 1 or np.abs(both - every).max() > 0.1 * every.max()
+
+
+def test_counting_the_last_step_half_beats_prefix_sums_there_and_on_the_way() -> None:
+    # What horizon "all" alone does not do: prefix sums' matrix is kindest to the last iterates.
+    steps, bands, eigenvalues = 80, 8, tuple(8 / np.arange(1, 400) ** 1.2)
+    found = {h: mixing_matrix(Curvature(eigenvalues, 0.1, steps, horizon=h), bands) for h in ("all", "both")}
+    found["sums"] = mixing_matrix(PrefixSums(steps), bands)
+    after = {h: Curvature(eigenvalues, 0.1, steps, horizon=h).factor() for h in ("final", "all")}
+    excess = {
+        (name, h): objective(mixing.banded.columns, factor)
+        for name, mixing in found.items()
+        for h, factor in after.items()
+    }
+    assert excess["both", "final"] < 0.95 * min(excess["sums", "final"], excess["all", "final"])
+    assert excess["both", "all"] < 0.97 * excess["sums", "all"]
+    assert found["both"].relative_gap is not None and found["both"].relative_gap < 1e-4
 
 
 def test_without_curvature_the_horizon_all_is_prefix_sums() -> None:

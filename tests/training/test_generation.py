@@ -191,6 +191,7 @@ def test_test_records_of_their_own(settings: dict[str, Any], tmp_path: Path) -> 
         ({"task.max_answer_length": 0}, "task.max_answer_length=0"),
         ({"model.tune": "head"}, "no head to train by itself"),
         ({"model.public_head_steps": 5}, "no head to train by itself"),
+        ({"model.random_head": True}, "no head to train by itself"),
         ({"task.kind": "translate"}, "task.kind='translate'"),
         ({"task.decoded": "bleu"}, "task.decoded='bleu'"),
         ({"model.name": "nowhere/nothing"}, "model.name='nowhere/nothing' cannot be loaded"),

@@ -1,8 +1,9 @@
-"""A head fitted to public records: better than chance at once, frozen, and refused where it makes no sense."""
+"""A head fitted to public records, or drawn at random: better than chance at once, frozen, and refused where it makes no sense."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from tiny_runs import config_of, train
 
 from quietgrad.training.prepare import prepare
@@ -26,7 +27,27 @@ def test_training_goes_on_above_and_below_it(settings: dict) -> None:
     assert prepared.model.classifier.head.weight.equal(before)
 
 
+def test_a_random_head_has_orthonormal_rows_stays_and_the_body_learns_to_meet_it(settings: dict) -> None:
+    values = settings | {"model.random_head": True, "model.tune": "full", "training.seed": 0, "privacy.enabled": False}
+    values["training.steps"] = 30
+    before = prepare(config_of(values)).model.classifier.head.weight.detach().clone()
+    torch.testing.assert_close(before @ before.T, torch.eye(len(before)), atol=1e-5, rtol=0)
+    prepared, _, _ = train(values)
+    assert prepared.model.classifier.head.weight.equal(before)
+    found = predictions(prepared.model.classifier, prepared.validation, 64, prepared.device)
+    assert (found == prepared.validation.labels).mean() > 0.8
+    assert len(prepared.validation) == len(prepared.task.splits.validation)  # none was fitted to
+    other = prepare(config_of(values | {"training.seed": 1})).model.classifier.head.weight
+    assert (other - before).norm() > 0.5
+
+
 def test_refusals(settings: dict) -> None:
+    with pytest.raises(ValueError, match=r"model\.random_head freezes the head"):
+        config_of({"model.tune": "head", "model.random_head": True})
+    with pytest.raises(ValueError, match="set one of the two"):
+        config_of({"model.random_head": True, "model.public_head_steps": 5})
+    with pytest.raises(ValueError, match="random_head needs the mean-pooled head"):
+        prepare(config_of(settings | {"model.random_head": True, "model.head": "auto"}))
     with pytest.raises(ValueError, match="freezes the head"):
         config_of({"model.tune": "head", "model.public_head_steps": 5})
     with pytest.raises(ValueError, match="mean-pooled head"):

@@ -20,7 +20,7 @@ from quietgrad.checks import require_at_least, require_int, require_positive, re
 Floats = NDArray[np.float64]
 
 DROPPED = 1e-15  # relative to the largest: what a factor leaves out is below the rounding of the rest
-HORIZONS = ("final", "all")
+HORIZONS = ("final", "all", "both")
 ASYMMETRY = 1e-9
 INDEFINITENESS = 1e-9
 
@@ -106,7 +106,8 @@ class Curvature:
         steps: T.
         floor: share of the white part, 0 for theorem 1 as it stands.
         horizon: "final" (theorem 1: the loss after the last step) or "all" (the mean loss after every step: W = (1/T) sum_t W_t with W_t theorem 1's for t steps). Where
-            eta mu is small, "all" is prefix sums; it needs no floor, because no step's noise goes uncounted.
+            eta mu is small, "all" is prefix sums; it needs no floor, because no step's noise goes uncounted. "both" is the mean of the two: the last step, whose model
+            is released, counts half, and the way there the other half.
         clamp: largest eta mu that is believed, in (0, 2]. At 2 (the limit of stability) noise that alternates from step to step is never forgotten, and the best X spends
             itself on that; clipped training does not behave so (docs/noisecurve.md). At 1 sharper directions forget the past at once.
     """
@@ -143,7 +144,7 @@ class Curvature:
 
     @property
     def name(self) -> str:
-        after = "the last step" if self.horizon == "final" else "every step"
+        after = {"final": "the last step", "all": "every step", "both": "every step, the last one half"}[self.horizon]
         return (
             f"curvature ({len(self.eigenvalues)} eigenvalues, learning rate {self.learning_rate:g}, loss after {after})"
         )
@@ -155,16 +156,20 @@ class Curvature:
         return 1 - self.learning_rate * mu, mu
 
     def factor(self) -> Floats:
-        """With the final horizon never forms W: the measure is replaced by its Gauss rule, whose moments are the same to rounding. Cost: p n^2 + T n^2, n ~ 5 sqrt(T) nodes."""
+        """With the horizon "final" never forms W: the measure is replaced by its Gauss rule, whose moments are the same to rounding. Cost: p n^2 + T n^2, n ~ 5 sqrt(T) nodes."""
         nodes, weights = self.measure()
         # x^k is within 1e-16 of a polynomial of degree sqrt(2 k ln(2e16)) on [-1, 1]; n nodes integrate degree 2n - 1.
         enough = int(np.ceil(0.5 * np.sqrt(4 * self.steps * np.log(2e16)))) + 8
         if len(nodes) > enough:
             nodes, weights = _gauss_rule(nodes, weights, enough)
-        if self.horizon == "all":
-            return DenseWorkload(_mean_over_horizons(nodes, weights, self.steps, self.floor)).factor()
-        powers = nodes[None, :] ** np.arange(self.steps - 1, -1, -1)[:, None]
-        factor = _truncated(powers * np.sqrt(weights))
+        last = nodes[None, :] ** np.arange(self.steps - 1, -1, -1)[:, None] * np.sqrt(weights)
+        if self.horizon != "final":
+            matrix = _mean_over_horizons(nodes, weights, self.steps)
+            if self.horizon == "both":
+                matrix = (matrix + last @ last.T) / 2
+            matrix += self.floor * np.trace(matrix) / self.steps * np.eye(self.steps)
+            return DenseWorkload(matrix).factor()
+        factor = _truncated(last)
         if not self.floor:
             return factor
         white = np.sqrt(self.floor * np.vdot(factor, factor) / self.steps) * np.eye(self.steps)
@@ -285,7 +290,7 @@ def _check_steps(steps: int) -> None:
     require_at_least("steps", steps, 1, "a run has at least one step")
 
 
-def _mean_over_horizons(nodes: Floats, weights: Floats, steps: int, floor: float) -> Floats:
+def _mean_over_horizons(nodes: Floats, weights: Floats, steps: int) -> Floats:
     """[T, T] (1/T) sum over t of sum_i mu_i x_i^(2t - 2 - j - l), t > max(j, l): a geometric sum, Toeplitz minus Hankel, O(T n + T^2)."""
     x = np.clip(nodes, -1 + 1e-7, 1 - 1e-12)  # at -1 the quotient below is 0 / 0; its limit is reached to 1e-7 T
     share = weights / (1 - x**2) / steps
@@ -293,7 +298,6 @@ def _mean_over_horizons(nodes: Floats, weights: Floats, steps: int, floor: float
     sequence = np.array([float(share @ x**lag) for lag in lags])
     j = np.arange(steps)
     out = sequence[np.abs(j[:, None] - j[None, :])] - sequence[2 * steps - j[:, None] - j[None, :]]
-    out[j, j] += floor * np.trace(out) / steps
     return np.asarray(out, dtype=np.float64)
 
 

@@ -21,9 +21,11 @@ LATER = (
     "data.test_source",
     "data.text_pair",
     "model.lora_alpha",
+    "model.random_head",
     "noise",
     "noise.horizon",
     "noise.clamp",
+    "denoising.amplify",
     "data.image_size",
     "data.public_fraction",
     "data.label_separator",
@@ -32,7 +34,9 @@ LATER = (
     "optimizer.schedule",
 )
 # What a run of before did, where that is not today's default.
-BEFORE = {"noise.clamp": 2.0}
+BEFORE = {"noise.clamp": 2.0, "denoising.amplify": 1.0}
+# Keys that only this method reads.
+ACTIVE = {"noise.clamp": "noisecurve", "denoising.amplify": "spectral"}
 # What a variant may change; the rest is prepared once for all runs.
 VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer")
 HEAD_RATE = "optimizer.head_learning_rate"
@@ -154,7 +158,7 @@ class Comparison:
         default = TrainConfig().to_dict()
         for name in LATER:  # at their defaults they change nothing, and results of before they came stay valid
             table, _, key = name.partition(".")
-            idle = name == "noise.clamp" and tree.get("noise", {}).get("method") != "noisecurve"
+            idle = name in ACTIVE and tree.get(table, {}).get("method") != ACTIVE[name]
             if key and (idle or tree.get(table, {}).get(key) == BEFORE.get(name, default[table].get(key))):
                 tree.get(table, {}).pop(key, None)
             elif not key and tree[table] == default[table]:
@@ -162,7 +166,7 @@ class Comparison:
         tree.pop("spectrum", None)  # training does not read it
         settings = [tree, self.table.eval_every, self.table.eval_records]
         if self.search is not None:  # a trial is what it is by those before it
-            settings.append(self.search.signature)
+            settings.append(self.search.signature_of(run.variant))
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -83,13 +83,25 @@ class TrainConfig:
         require_at_least(
             "denoising.kappa", self.denoising.kappa, 1.0, "below the edge of the bulk noise counts as signal"
         )
-        if self.task.kind == "generate" and (self.model.tune == "head" or self.model.public_head_steps):
+        if self.denoising.amplify:
+            require_at_least("denoising.amplify", self.denoising.amplify, 1.0, "1 amplifies nothing, 0 is the default")
+        if self.task.kind == "generate" and (
+            self.model.tune == "head" or self.model.public_head_steps or self.model.random_head
+        ):
             raise ValueError(
-                "task.kind='generate' has no head to train by itself (model.tune='head', model.public_head_steps); use model.tune = 'lora' or 'full'"
+                "task.kind='generate' has no head to train by itself (model.tune='head', model.public_head_steps, model.random_head); use model.tune = 'lora' or 'full'"
             )
-        if self.model.public_head_steps and self.model.tune == "head":
+        for name, frozen in (
+            ("public_head_steps", self.model.public_head_steps),
+            ("random_head", self.model.random_head),
+        ):
+            if frozen and self.model.tune == "head":
+                raise ValueError(
+                    f"model.{name} freezes the head, and with model.tune = 'head' nothing else trains; set one of the two"
+                )
+        if self.model.public_head_steps and self.model.random_head:
             raise ValueError(
-                "model.public_head_steps freezes the head, and with model.tune = 'head' nothing else trains; set one of the two"
+                "model.public_head_steps fits the head and model.random_head draws it at random; set one of the two"
             )
         if self.model.train_layers and self.model.tune != "full":
             raise ValueError(

@@ -35,7 +35,12 @@ def build_denoiser(table: DenoisingTable) -> SpectralDenoiser | None:
         return None
     if table.method == "paper":
         return SpectralDenoiser.paper(kappa=table.kappa, embeddings=table.embeddings)
-    return SpectralDenoiser(kappa=table.kappa, target=table.target, embeddings=table.embeddings)  # type: ignore[arg-type]
+    return SpectralDenoiser(
+        kappa=table.kappa,
+        target=table.target,  # type: ignore[arg-type]
+        embeddings=table.embeddings,
+        amplify=table.amplify or None,
+    )
 
 
 def step_on_release(

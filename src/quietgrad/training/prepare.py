@@ -26,7 +26,7 @@ from quietgrad.training.metrics import MEAN_AUC, TOKEN_ACCURACY, Metric, dividin
 from quietgrad.training.models import LoadedModel
 from quietgrad.training.noise_settings import check_spectrum, noise_settings
 from quietgrad.training.prefix_cache import PrefixCache, build_prefix_cache
-from quietgrad.training.public_head import fit_public_head
+from quietgrad.training.public_head import draw_random_head, fit_public_head
 from quietgrad.training.records import Records, classification_loss, spread
 from quietgrad.training.tasks import Task, load_model, load_task
 from quietgrad.training.text_batches import TokenisedTexts, every_other
@@ -168,6 +168,8 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
         fitted, validation = every_other(validation)  # accuracy on records that the head was fitted to would say little
         with precision_context(config, device):
             fit_public_head(model.classifier, fitted, device, config.model.public_head_steps)
+    if config.model.random_head:
+        draw_random_head(model.classifier)
     trainable_parameters(model.classifier)
     refuse_cross_example_layers(model.classifier)
     check_spectrum(config, model.classifier, task.record_ids, task.image_shape)

@@ -1,7 +1,8 @@
-"""A head fitted to public records before private training begins, and frozen.
+"""A head that does not train privately: fitted to public records before private training begins, or drawn at random; and frozen.
 
 A head that starts from zero lets no gradient through to the layers below, and then takes nearly all of the clipping norm for itself. Fitted to records that are public anyway (the validation
-part is declared so), it leaves the whole clipping norm to the layers that train privately.
+part is declared so), it leaves the whole clipping norm to the layers that train privately. Without such records a random one serves: the layers below learn to meet it
+(Hoffer, Hubara and Soudry 2018, "Fix your classifier").
 """
 
 from __future__ import annotations
@@ -46,6 +47,22 @@ def fit_public_head(classifier: torch.nn.Module, public: TokenisedTexts, device:
     head.requires_grad_(False)
     for parameter in head.parameters():
         parameter.grad = None
+
+
+def draw_random_head(classifier: torch.nn.Module) -> None:
+    """Gives the linear head orthonormal rows from torch's random state and no bias, and freezes it.
+
+    Args:
+        classifier: with a mean-pooled head.
+
+    Raises:
+        ValueError: for another kind of classifier.
+    """
+    if not isinstance(classifier, MeanPooledClassifier):
+        raise ValueError("model.random_head needs the mean-pooled head; set model.head = 'mean'")
+    torch.nn.init.orthogonal_(classifier.head.weight)
+    torch.nn.init.zeros_(classifier.head.bias)
+    classifier.head.requires_grad_(False)
 
 
 def _features(classifier: MeanPooledClassifier, texts: TokenisedTexts, device: torch.device) -> tuple[Tensor, Tensor]:

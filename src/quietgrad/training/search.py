@@ -62,10 +62,10 @@ class SearchTable:
         mine = [r for r in self.ranges if not r.variants or variant in r.variants]
         return sorted(mine, key=lambda r: bool(r.variants))
 
-    @property
-    def signature(self) -> str:
-        """Of all that decides which settings are tried; not of how many are."""
-        text = json.dumps([self.startup, self.search_seed, [asdict(r) for r in self.ranges]], sort_keys=True)
+    def signature_of(self, variant: str) -> str:
+        """Of all that decides which settings of a variant are tried; not of how many are, nor of what other variants try."""
+        ranges = [{k: v for k, v in asdict(r).items() if k != "variants"} for r in self.ranges_of(variant)]
+        text = json.dumps([self.startup, self.search_seed, ranges], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -21,6 +21,7 @@ class ModelTable:
         train_layers: with tune = "full", top layers that train; embeddings and the layers below are frozen (0: everything trains).
         public_head_steps: fit the head to half of the validation records, which are public, in so many steps before private training, and freeze it; the other half
             validates (0: the head trains privately).
+        random_head: draw the head at random and freeze it; the layers below learn to meet it, and have the whole clipping norm.
         weights: for an image model, file of public initial weights, such as ``quietgrad spectrum`` writes ("": random).
         max_length: tokens kept of a text.
         dropout: probability of every dropout layer; the noise regularises enough, so the default is 0.
@@ -35,6 +36,7 @@ class ModelTable:
     lora_layers: int = 0
     train_layers: int = 0
     public_head_steps: int = 0
+    random_head: bool = False
     weights: str = ""
     max_length: int = 64
     dropout: float = 0.0
@@ -150,7 +152,7 @@ class NoiseTable:
         curvature_factor: what the spectrum's eigenvalues are multiplied by, because clipped gradients change less than gradients do; 0 takes the mean of
             min(1, C / norm) over the public images' gradients.
         floor: weight of a white part in the curvature workload, against noise that the quadratic model does not see: see ``quietgrad.noise.Curvature``.
-        horizon: "final" (the loss after the last step, as in the paper) or "all" (after every step), see ``quietgrad.noise.Curvature``.
+        horizon: "final" (the loss after the last step, as in the paper), "all" (after every step) or "both" (the mean of the two), see ``quietgrad.noise.Curvature``.
         clamp: largest learning rate times eigenvalue that the workload believes, see ``quietgrad.noise.Curvature``: 2 is the paper's, 1 was better here.
         family: "auto", "banded" or "toeplitz", see ``quietgrad.noise.mixing_matrix``.
         memory: "rows" (b - 1 copies of the trainable parameters) or "regenerate" (none, more time).
@@ -208,12 +210,15 @@ class DenoisingTable:
         target: "gradient" or "momentum": what "spectral" acts on.
         kappa: how far above the noise a layer's largest singular value must be, in edges of the bulk.
         embeddings: whether embedding tables are treated as matrices too.
+        amplify: by how much "spectral" lengthens the step along what stands out, all else as released; 1 for the rule that mixes released and published, 0 for what the
+            target is best served by (2 on the momentum, 1 on the gradient).
     """
 
     method: str = "none"
     target: str = "momentum"
     kappa: float = 1.02
     embeddings: bool = False
+    amplify: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,9 @@ def load_task(config: TrainConfig) -> Task:
             raise ValueError(
                 "task.kind='generate', data.test_source and data.text_pair are for texts; images come with test records"
             )
-        if config.model.public_head_steps:
+        if config.model.public_head_steps or config.model.random_head:
             raise ValueError(
-                "model.public_head_steps is for texts; give an image model public weights (model.weights, from quietgrad spectrum)"
+                "model.public_head_steps and model.random_head are for texts; give an image model public weights (model.weights, from quietgrad spectrum)"
             )
         if config.data.label_separator and not folder:
             raise ValueError(
