@@ -407,7 +407,14 @@ def test_lines_of_a_grid_are_as_before_and_no_trials(write_comparison: WriteComp
     assert set(read_results(searched)) == {trial} and set(read_results(grid)) == {run}
 
 
-@pytest.mark.parametrize("recipe", ["denoising", "noisecurve", "noisecurve_more"])
+@pytest.mark.parametrize("recipe", ["noisecurve_search", "noisecurve_convex"])
+def test_committed_searches_go_on_from_their_results(recipe: str) -> None:
+    comparison = load_comparison(ROOT / "recipes" / f"{recipe}.toml")
+    lines = [json.loads(line) for line in comparison.results.read_text().splitlines()]
+    assert lines and set(read_results(comparison)) == {Run.of(line) for line in lines}
+
+
+@pytest.mark.parametrize("recipe", ["denoising_public_head", "noisecurve", "noisecurve_more"])
 def test_results_of_before_there_were_searches_are_still_those_of_their_recipe(recipe: str) -> None:
     comparison = load_comparison(ROOT / "recipes" / f"{recipe}.toml")
     lines = [json.loads(line) for line in comparison.results.read_text().splitlines()]
