@@ -63,6 +63,7 @@ def solve(name: str) -> dict[str, Any]:
         "mib_before": before // 1024,
         "over_independent": found.objective / found.independent,
         "relative_gap": found.relative_gap,
+        "kkt_residual": found.kkt_residual,
         "largest_step_noise": found.banded.largest_inverse_row(),
         "unit_columns_error": float(np.abs(found.banded.gram_band()[:, 0] - 1).max()),
     }

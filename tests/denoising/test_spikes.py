@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quietgrad.denoising import spikes
 from quietgrad.denoising.formulas import bulk_edge, detection_threshold, shrink
-from quietgrad.denoising.spikes import DENSE_SIDE, MISSED, Spikes, degree_of_test, find_spikes, has_spike
+from quietgrad.denoising.spikes import DENSE_SIDE, MISSED, Spikes, degree_of_test, detect, find_spikes, has_spike
 
 SHAPES = [(16, 384), (384, 16), (200, 300), (384, 384), (384, 1536), (1536, 384)]
 
@@ -129,7 +129,7 @@ def test_small_matrices_are_always_looked_at() -> None:
 def test_the_formed_operator_is_the_one_applied_factor_by_factor(shape: tuple[int, int]) -> None:
     stack = 0.1 * spiked(shape, [4.0, 1.5], seed=4, count=2)
     block = torch.randn(2, 5, shape[0], generator=torch.Generator().manual_seed(5))
-    thin, formed = spikes._Operator(stack, 0.1), spikes._Operator(stack, 0.1, form=True)
+    thin, formed = spikes._Operator(stack, 0.1), spikes._Operator(stack, 0.1).formed()
     torch.testing.assert_close(formed.apply(block, 2.0), thin.apply(block, 2.0), rtol=1e-4, atol=1e-4)
     # Both map the edges of the bulk to -1 and 1: those of G G^T lie at s^2 (sqrt(n) -+ sqrt(m))^2.
     m, n = shape
@@ -145,15 +145,29 @@ def test_the_formed_operator_is_the_one_applied_factor_by_factor(shape: tuple[in
     ("times", "shape", "formed"), [(3.0, (100, 300), True), (3.0, (200, 200), False), (1e3, (100, 300), False)]
 )
 def test_the_operator_is_formed_for_wide_matrices_without_strong_signals(
-    times: float, shape: tuple[int, int], formed: bool, monkeypatch: pytest.MonkeyPatch
+    times: float, shape: tuple[int, int], formed: bool
 ) -> None:
-    asked: list[bool] = []
+    stack = spiked(shape, [times], seed=6)
+    assert (spikes._Operator.of(stack, 1.0).x_lmm is not None) == formed
+    of_some = spikes._Operator.of(stack.expand(3, -1, -1), 1.0).some(torch.tensor([True, False, True]))
+    assert (of_some.x_lmm is not None) == formed and of_some.stack.shape[0] == 2
 
-    class Recorded(spikes._Operator):
-        def __init__(self, stack: Tensor, noise_std: float, form: bool = False) -> None:
-            asked.append(form)
-            super().__init__(stack, noise_std, form)
 
-    monkeypatch.setattr(spikes, "_Operator", Recorded)
-    find_spikes(spiked(shape, [times], seed=6), 1.0)
-    assert asked == [formed]
+@pytest.mark.parametrize("shape", [(384, 384), (384, 100), (100, 300)])
+def test_a_search_that_goes_on_from_the_test_finds_what_a_decomposition_finds(shape: tuple[int, int]) -> None:
+    """One stack with pure noise, three spikes, six equal ones, seven (a second, wider block), and one that overflows the test's polynomial."""
+    times: tuple[list[float], ...] = ([], [4.0, 2.0, 1.5], [6.0] * 6, [5.0, 4.0, 3.0, 2.5, 2.0, 1.8, 1.6], [1e12])
+    stack = torch.cat([spiked(shape, some, seed=10 + i) for i, some in enumerate(times)])
+    found = detect(stack, 1.0, 1.02)
+    assert found is not None
+    candidates, triplets = found
+    assert candidates.tolist() == [False, True, True, True, True]
+    for row, index in enumerate(candidates.nonzero()[:, 0].tolist()):
+        u, y, vh = torch.linalg.svd(stack[index].double(), full_matrices=False)
+        count = len(times[index])
+        values = triplets.values_lp[row].double()
+        torch.testing.assert_close(values[:count], y[:count], rtol=1e-3, atol=0)
+        if index < 4:  # beside 1e12 nothing else has a digit left
+            best = (u * shrink(y, shape, 1.0)) @ vh
+            ours = (triplets.left_lmp[row].double() * shrink(values, shape, 1.0)) @ triplets.right_lnp[row].double().T
+            assert float((ours - best).norm() / best.norm()) < 0.01

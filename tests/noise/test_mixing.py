@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from quietgrad.noise import Curvature, PrefixSums, choose_bands, curvature_workload, mixing_matrix, prefix_sum_workload
 from quietgrad.noise.banded import BandedLower, Floats, band_of_product, columns_of, inside, reversed_cholesky
 from quietgrad.noise.bands import default_candidates
-from quietgrad.noise.certificate import optimality_gap
+from quietgrad.noise.certificate import kkt_residual, optimality_gap
 from quietgrad.noise.mixing import MixingMatrix, _square_root, load_mixing, save_mixing
 from quietgrad.noise.solver import objective, unit_columns
 from quietgrad.noise.workloads import HORIZONS, DenseWorkload
@@ -201,12 +201,26 @@ def test_certificate_is_above_the_true_distance_at_random_matrices(steps: int, b
 def test_certificate_is_small_at_the_optimum_for_prefix_sums(steps: int, bands: int) -> None:
     found = mixing_matrix(PrefixSums(steps), bands)
     assert 0 <= found.relative_gap < 1e-5
+    assert found.kkt_residual is not None and found.kkt_residual < 1e-4
     # And not because it always is: one per cent away it says so.
     off = found.banded.columns.copy()
     off[:, 1] += 0.2
     value = objective(unit_columns(off), PrefixSums(steps).factor())
     assert value > found.objective * (1 + 1e-3)
     assert optimality_gap(BandedLower(unit_columns(off)), PrefixSums(steps).factor()) >= 1 - found.objective / value
+    assert kkt_residual(BandedLower(unit_columns(off)), PrefixSums(steps).factor()) > 0.05
+
+
+@pytest.mark.parametrize("bands", [2, 4])
+def test_the_residual_is_that_of_the_dense_optimality_conditions(bands: int) -> None:
+    mixing = random_banded(9, bands, 3)
+    factor = np.random.default_rng(4).standard_normal((9, 5))
+    inverse = np.linalg.inv(mixing.dense().T @ mixing.dense())
+    g = inverse @ factor @ factor.T @ inverse
+    relative = np.abs(g) / np.sqrt(np.outer(np.diagonal(g), np.diagonal(g)))
+    lag = np.abs(np.subtract.outer(np.arange(9), np.arange(9)))
+    assert kkt_residual(mixing, factor) == pytest.approx(relative[(lag > 0) & (lag < bands)].max(), rel=1e-9)
+    assert kkt_residual(mixing, 7.0 * factor) == pytest.approx(kkt_residual(mixing, factor), rel=1e-9)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 512])

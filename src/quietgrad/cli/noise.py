@@ -19,6 +19,8 @@ def noise_rows(plan: Any) -> list[tuple[str, str]]:
         return rows + _choice_rows(plan)
     mixing = plan.mixing
     gap = "not computed" if mixing.relative_gap is None else f"at most {100 * mixing.relative_gap:.2g} %"
+    if mixing.kkt_residual is not None:
+        gap += f" (residual of the optimality conditions {mixing.kkt_residual:.1g})"
     return [
         (
             "sampling",
@@ -53,6 +55,7 @@ def noise_record(plan: Any) -> dict[str, Any]:
             "objective": mixing.objective,
             "objective_of_independent_noise": mixing.independent,
             "relative_gap": mixing.relative_gap,
+            "kkt_residual": mixing.kkt_residual,
         }
     if plan.band_choice is not None:
         record["predicted_error_ratio"] = plan.band_choice.error_ratio

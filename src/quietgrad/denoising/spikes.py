@@ -6,13 +6,14 @@ value y to x(y) > 1.
 
 - *Test.* A few Gaussian vectors w are filtered. If a singular value of kappa e or more is there, T_k(X) w is long with probability 1 - ``MISSED``, for the degree
   k chosen here: each vector misses it only by being nearly orthogonal to one direction. Layers whose vectors stay short are passed over.
-- *Search.* Subspace iteration in rounds: what is not strong yet is filtered, with what is strong projected out (else it would drown the weaker), then the whole block takes two
-  steps with X, and Rayleigh-Ritz. A block that fills up is followed by a wider one.
+- *Search.* Subspace iteration in rounds, from the test's filtered vectors, which point towards what stands out already: what is not strong yet is filtered, with what is strong projected
+  out (else it would drown the weaker), then the whole block takes two steps with X, and Rayleigh-Ritz. A block that fills up is followed by a wider one.
 - *Fallback.* Small matrices, and those in which more stands out than the widest block holds, go through the eigenvalues of G G^T.
 
-The search forms X where that is cheaper than 18 applications of G and G^T to thin blocks (``FORMED_SIDE``, ``FORMED_RATIO``), unless what stands out is so strong that its squares would
-drown the bulk in float32 (``FORMED_STRENGTH``). Cost of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side 384 at kappa = 1.02); of the search 80 m n p,
-or 2 m^2 n + 40 m^2 p with X formed; of the fallback 2 m^2 n + O(m^3). Memory: the stack of matrices once, m^2 for each X that is formed, and O((m + n) p) vectors a matrix.
+X is formed, once for both, where that is cheaper than applying G and G^T in turn to thin blocks (``FORMED_SIDE``, ``FORMED_RATIO``), unless what stands out is so strong that its squares
+would drown the bulk in float32 (``FORMED_STRENGTH``). Cost of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side 384 at kappa = 1.02), with X formed
+2 m^2 n + 2 m^2 p k; of the search 80 m n p, or 40 m^2 p with X formed; of the fallback 2 m^2 n + O(m^3). Memory: the stack of matrices once, m^2 for each X that is formed, and
+O((m + n) p) vectors a matrix.
 
 Vectors are rows of their blocks: on a processor a thin product from the left is three times as fast as one from the right.
 
@@ -31,7 +32,7 @@ from torch import Tensor
 from quietgrad.denoising.formulas import bulk_edge
 
 VECTORS = 8  # of the test
-BLOCKS = (8, 24)  # vectors of the search, and of its second attempt
+BLOCKS = (VECTORS, 24)  # vectors of the search, which begins with the test's, and of its second attempt
 ROOM = 3  # a block is full if fewer of its vectors are left over: they are what separates a spike from the bulk
 MISSED = 1e-4  # probability that the test passes over a matrix with a singular value of kappa e
 HIGHEST_DEGREE = 40  # a test that needs more (kappa close to 1) is left out: the search does as well
@@ -67,7 +68,7 @@ def find_spikes(stack_lmn: Tensor, noise_std: float) -> Spikes:
         stack_lmn: [l, m, n] matrices in float32 or float64.
         noise_std: s, standard deviation of the noise in every entry; positive.
     """
-    return _as_given(_find(_wide(stack_lmn), noise_std, BLOCKS), stack_lmn)
+    return _as_given(_find(_Operator.of(_wide(stack_lmn), noise_std)), stack_lmn)
 
 
 def detect(stack_lmn: Tensor, noise_std: float, kappa: float) -> tuple[Tensor, Spikes] | None:
@@ -77,11 +78,15 @@ def detect(stack_lmn: Tensor, noise_std: float, kappa: float) -> tuple[Tensor, S
         stack_lmn, noise_std: as for ``find_spikes``.
         kappa: as for ``has_spike``.
     """
-    candidates = has_spike(stack_lmn, noise_std, kappa)
+    operator = _Operator.of(_wide(stack_lmn), noise_std)
+    candidates, filtered_lpm = _test(operator, kappa)
     if not bool(candidates.any()):
         return None
-    some = stack_lmn if bool(candidates.all()) else stack_lmn[candidates]
-    return candidates, find_spikes(some, noise_std)
+    if bool(candidates.all()):
+        return candidates, _as_given(_find(operator, filtered_lpm), stack_lmn)
+    if filtered_lpm is not None:
+        filtered_lpm = filtered_lpm[candidates]
+    return candidates, _as_given(_find(operator.some(candidates), filtered_lpm), stack_lmn)
 
 
 def _wide(stack_lmn: Tensor) -> Tensor:
@@ -94,16 +99,24 @@ def _as_given(found: Spikes, stack_lmn: Tensor) -> Spikes:
     return found
 
 
-def _find(stack_lmn: Tensor, noise_std: float, blocks: tuple[int, ...]) -> Spikes:
-    _, m, n = stack_lmn.shape
+def _find(operator: _Operator, filtered_lpm: Tensor | None = None, blocks: tuple[int, ...] = BLOCKS) -> Spikes:
+    """``filtered_lpm``: the test's vectors, which point towards what stands out already."""
+    m = operator.stack.shape[1]
     if not blocks or m <= DENSE_SIDE or 4 * blocks[0] >= m:
-        return _by_eigenvalues(stack_lmn, noise_std)
-    form = m <= FORMED_SIDE and n >= FORMED_RATIO * m and not bool(_are_strong(stack_lmn, noise_std).any())
-    found = _search(_Operator(stack_lmn, noise_std, form), _start(stack_lmn, blocks[0]))
+        return _by_eigenvalues(operator.stack, operator.noise_std)
+    start = _start(operator.stack, blocks[0])
+    found = _search(operator, start if filtered_lpm is None else _usable(filtered_lpm, start))
     full = found.values_lp[:, blocks[0] - ROOM] > 0
     if not bool(full.any()):
         return found
-    return _replaced(found, full, _find(stack_lmn[full], noise_std, blocks[1:]))
+    return _replaced(found, full, _find(operator.some(full), None, blocks[1:]))
+
+
+def _usable(filtered_lpm: Tensor, otherwise_lpm: Tensor) -> Tensor:
+    """The filtered vectors at length 1; where a strong signal overflowed the polynomial, the others."""
+    lengths = torch.linalg.vector_norm(filtered_lpm, dim=2, keepdim=True)
+    usable = (torch.isfinite(lengths) & (lengths > 0)).all(dim=1, keepdim=True)
+    return torch.where(usable, filtered_lpm / lengths, otherwise_lpm)
 
 
 def _are_strong(stack_lmn: Tensor, noise_std: float) -> Tensor:
@@ -118,14 +131,18 @@ def has_spike(stack_lmn: Tensor, noise_std: float, kappa: float) -> Tensor:
 
     Pure noise gives False unless its largest singular value strays above the edge by more than about half of kappa - 1.
     """
-    wide = _wide(stack_lmn)
-    l, m, _ = wide.shape
-    degree, longest = degree_of_test(wide.shape[1:], kappa)
+    return _test(_Operator.of(_wide(stack_lmn), noise_std), kappa)[0]
+
+
+def _test(operator: _Operator, kappa: float) -> tuple[Tensor, Tensor | None]:
+    """What ``has_spike`` returns, and the filtered vectors; None where the test is left out."""
+    l, m, n = operator.stack.shape
+    degree, longest = degree_of_test((m, n), kappa)
     if m <= DENSE_SIDE or degree > HIGHEST_DEGREE:
-        return torch.ones(l, dtype=torch.bool, device=wide.device)
-    filtered_lpm = _Operator(wide, noise_std).chebyshev(_start(wide, VECTORS), degree)
+        return torch.ones(l, dtype=torch.bool, device=operator.stack.device), None
+    filtered_lpm = operator.chebyshev(_start(operator.stack, VECTORS), degree)
     # Not "longer than": a signal strong enough to overflow the polynomial leaves what compares with nothing.
-    return ~(torch.linalg.vector_norm(filtered_lpm, dim=2) <= longest).all(dim=1)
+    return ~(torch.linalg.vector_norm(filtered_lpm, dim=2) <= longest).all(dim=1), filtered_lpm
 
 
 def degree_of_test(shape: Sequence[int], kappa: float) -> tuple[int, float]:
@@ -150,20 +167,34 @@ def _position(ratio: float, m: int, n: int) -> float:
 
 
 class _Operator:
-    """X of a stack, applied to blocks of row vectors [l, p, m]; as [l, m, m] matrices where ``form`` says so."""
+    """X of a stack, applied to blocks of row vectors [l, p, m]; from ``x_lmm`` where that is given."""
 
-    def __init__(self, stack_lmn: Tensor, noise_std: float, form: bool = False) -> None:
+    def __init__(self, stack_lmn: Tensor, noise_std: float, x_lmm: Tensor | None = None) -> None:
         m, n = stack_lmn.shape[1:]
         s2 = noise_std**2
         self.stack = stack_lmn
         self.noise_std = noise_std
         self.centre = (m + n) * s2
         self.half_width = 2 * math.sqrt(m * n) * s2
-        self.x_lmm: Tensor | None = None
-        if form:
-            x = torch.bmm(stack_lmn, stack_lmn.transpose(1, 2))
-            x.diagonal(dim1=1, dim2=2).sub_(self.centre)
-            self.x_lmm = x.div_(self.half_width)
+        self.x_lmm = x_lmm
+
+    @classmethod
+    def of(cls, stack_lmn: Tensor, noise_std: float) -> _Operator:
+        """With X formed where that pays and is exact enough."""
+        _, m, n = stack_lmn.shape
+        pays = DENSE_SIDE < m <= FORMED_SIDE and n >= FORMED_RATIO * m
+        thin = cls(stack_lmn, noise_std)
+        return thin.formed() if pays and not bool(_are_strong(stack_lmn, noise_std).any()) else thin
+
+    def formed(self) -> _Operator:
+        """With X as matrices."""
+        x = torch.bmm(self.stack, self.stack.transpose(1, 2))
+        x.diagonal(dim1=1, dim2=2).sub_(self.centre)
+        return _Operator(self.stack, self.noise_std, x.div_(self.half_width))
+
+    def some(self, which: Tensor) -> _Operator:
+        """Of some of the matrices."""
+        return _Operator(self.stack[which], self.noise_std, None if self.x_lmm is None else self.x_lmm[which])
 
     def apply(self, w: Tensor, scale: float = 1.0) -> Tensor:
         """scale X w."""

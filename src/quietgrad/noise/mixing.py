@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from scipy.signal import lfilter
 from quietgrad.checks import require_at_least, require_int, require_positive, require_word
 from quietgrad.noise import solver
 from quietgrad.noise.banded import BandedLower, Floats
-from quietgrad.noise.certificate import optimality_gap
+from quietgrad.noise.certificate import kkt_residual, optimality_gap
 from quietgrad.noise.workloads import PrefixSums, Workload, as_workload
 
 FAMILIES = ("auto", "banded", "toeplitz")
@@ -38,6 +38,7 @@ class MixingMatrix:
         relative_gap: proven upper bound on (objective - smallest possible objective) / objective over all banded matrices; None where it was not computed (Toeplitz family).
         family: "banded" or "toeplitz".
         workload: what W is, in words.
+        kkt_residual: how far the optimality conditions are from being met, from 0 to 1 (``quietgrad.noise.certificate``); None for the Toeplitz family.
     """
 
     banded: BandedLower
@@ -46,6 +47,7 @@ class MixingMatrix:
     relative_gap: float | None
     family: str
     workload: str
+    kkt_residual: float | None = None
 
     @property
     def steps(self) -> int:
@@ -63,7 +65,7 @@ class MixingMatrix:
 
 def save_mixing(mixing: MixingMatrix, path: str | Path) -> None:
     """Writes the matrix and what is known of it to one .npz file, whole or not at all. Public."""
-    known = {name: getattr(mixing, name) for name in ("objective", "independent", "relative_gap", "family", "workload")}
+    known = {f.name: getattr(mixing, f.name) for f in fields(mixing) if f.name != "banded"}
     temporary = Path(path).with_suffix(".tmp.npz")
     np.savez_compressed(temporary, columns=mixing.banded.columns, known=json.dumps(known))
     os.replace(temporary, path)
@@ -120,7 +122,7 @@ def _banded(load: Workload, bands: int, deadline: float) -> MixingMatrix:
     identity = solver.unit_columns(np.tile(np.eye(1, bands)[0], (steps, 1)))
     independent = float(np.vdot(factor, factor))
     if bands == 1:
-        return MixingMatrix(BandedLower(identity), independent, independent, 0.0, "banded", load.name)
+        return MixingMatrix(BandedLower(identity), independent, independent, 0.0, "banded", load.name, 0.0)
     columns = _best_toeplitz(factor, bands, deadline)
     unknowns = (bands - 1) * steps - bands * (bands - 1) // 2
     if unknowns <= solver.NEWTON_UNKNOWNS:
@@ -131,8 +133,8 @@ def _banded(load: Workload, bands: int, deadline: float) -> MixingMatrix:
     value = solver.objective(columns, factor)
     if not value <= independent:
         found, value = BandedLower(identity), independent
-    gap = optimality_gap(found, factor)
-    return MixingMatrix(found, value, independent, gap, "banded", load.name)
+    gap, residual = optimality_gap(found, factor), kkt_residual(found, factor)
+    return MixingMatrix(found, value, independent, gap, "banded", load.name, residual)
 
 
 def _toeplitz(load: Workload, bands: int, deadline: float) -> MixingMatrix:
