@@ -328,8 +328,14 @@ def test_unit_columns_keep_the_gram_matrix_where_a_diagonal_entry_is_negative() 
 
 @pytest.mark.parametrize(
     "workload",
-    [PrefixSums(50), PrefixSums(50, 0.9), Curvature(DECAYING, RATE, 50)],
-    ids=["prefix sums", "momentum", "curvature"],
+    [
+        PrefixSums(50),
+        PrefixSums(50, 0.9),
+        Curvature(DECAYING, RATE, 50),
+        Curvature(DECAYING, RATE, 50, horizon="all"),
+        Curvature(DECAYING, RATE, 50, floor=0.1, horizon="both"),
+    ],
+    ids=["prefix sums", "momentum", "curvature", "every step", "both"],
 )
 @pytest.mark.parametrize("bands", [1, 2, 7, 50])
 def test_toeplitz_reports_the_dense_objective_and_has_alike_columns(workload, bands: int) -> None:

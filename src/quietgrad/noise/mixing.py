@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from quietgrad.checks import require_at_least, require_int, require_positive, re
 from quietgrad.noise import solver
 from quietgrad.noise.banded import BandedLower, Floats
 from quietgrad.noise.certificate import kkt_residual, optimality_gap
-from quietgrad.noise.workloads import PrefixSums, Workload, as_workload
+from quietgrad.noise.workloads import Curvature, PrefixSums, Response, Workload, as_workload
 
 FAMILIES = ("auto", "banded", "toeplitz")
 LARGEST_BANDED = 4096  # steps up to which "auto" takes the whole banded family
@@ -143,22 +144,22 @@ def _toeplitz(load: Workload, bands: int, deadline: float) -> MixingMatrix:
             raise ValueError(
                 "family='toeplitz' treats all steps alike, which a schedule of learning rates does not; use family='banded' (cost T^2 b), or a constant rate"
             )
-        impulse = load.impulse()
-        independent = float(((load.steps - np.arange(load.steps)) * impulse**2).sum())
-
-        def evaluate(coefficients: Floats) -> solver.Evaluation:
-            return _surrogate_sums(coefficients, impulse)
-
-        def exact(coefficients: Floats) -> float:
-            return _exact_sums(coefficients, impulse)
+        responses = [Response(load.impulse()[:, None], np.ones(load.steps))]
+    elif isinstance(load, Curvature) and load.horizon != "final":
+        responses = load.responses()
     else:
         factor = load.factor()
         independent = float(np.vdot(factor, factor))
         columns = _best_toeplitz(factor, bands, deadline)
         value = solver.objective(columns, factor)
         return MixingMatrix(BandedLower(columns), value, independent, None, "toeplitz", load.name)
+
+    def evaluate(coefficients: Floats) -> solver.Evaluation:
+        return _surrogate(coefficients, responses)
+
+    independent = sum(response.independent() for response in responses)
     candidates = [np.eye(1, bands)[0], solver.descend_toeplitz(_square_root(bands), evaluate, deadline)]
-    values = [exact(c) for c in candidates]
+    values = [sum(_exact(c, response) for response in responses) for c in candidates]
     best = int(np.argmin(values))
     columns = solver.unit_columns(np.tile(candidates[best], (load.steps, 1)))
     return MixingMatrix(BandedLower(columns), values[best], independent, None, "toeplitz", load.name)
@@ -187,39 +188,44 @@ def _square_root(bands: int) -> Floats:
     return np.concatenate([[1.0], np.cumprod(ratios)])
 
 
-def _surrogate_sums(coefficients: Floats, impulse: Floats) -> solver.Evaluation:
-    """log n^2 |A K|^2 and its gradient: all columns counted as if none was cut at the last step (there are b - 1 such). K inverse of the Toeplitz matrix, n a column's norm.
+def _surrogate(coefficients: Floats, responses: Sequence[Response]) -> solver.Evaluation:
+    """log of n^2 times the responses to K, and its gradient: all columns counted as if none was cut at the last step (there are b - 1 such). K inverse of the Toeplitz
+    matrix, n a column's norm.
 
-    Cost T b. d(1 / c(x)) / d c_m = - x^m / c(x)^2.
+    Cost T b r. d(1 / c(x)) / d c_m = - x^m / c(x)^2.
     """
-    steps = len(impulse)
+    bands = len(coefficients)
     n2 = float((coefficients**2).sum())
+    value, slope = 0.0, np.zeros(bands)
     with np.errstate(all="ignore"):
-        sums = lfilter([1.0], coefficients, impulse)  # first column of A K
-        slopes = lfilter([1.0], coefficients, sums)
-        weights = (steps - np.arange(steps)) * sums
-        value = float((weights * sums).sum())
-        slope = np.array([-2 * (weights[m:] * slopes[: steps - m]).sum() for m in range(len(coefficients))])
+        for response in responses:
+            steps = len(response.lagged)
+            sums = lfilter([1.0], coefficients, response.lagged, axis=0)  # first column of the response to K
+            slopes = lfilter([1.0], coefficients, sums, axis=0)
+            weighted = response.lag_weights()[:, None] * sums
+            value += float((weighted * sums).sum())
+            slope += [-2 * float(np.vdot(weighted[m:], slopes[: steps - m])) for m in range(bands)]
     if not (np.isfinite(value) and np.isfinite(slope).all()):
         return solver.TOO_BAD, np.zeros_like(coefficients)
     return float(np.log(n2 * value)), slope / value + 2 * coefficients / n2
 
 
-def _exact_sums(coefficients: Floats, impulse: Floats) -> float:
-    """|A N K|^2 with the norms N of all columns, the cut ones too: only the last b - 1 rows differ from n A K. Cost T b^2."""
-    steps, bands = len(impulse), len(coefficients)
+def _exact(coefficients: Floats, response: Response) -> float:
+    """The response to N K with the norms N of all columns, the cut ones too: only the last b - 1 rows differ from n K. Cost T b^2 r."""
+    steps, bands = len(response.lagged), len(coefficients)
     unit = np.zeros(steps)
     unit[0] = 1.0
     inverse = lfilter([1.0], coefficients, unit)
-    sums = lfilter([1.0], coefficients, impulse)
+    sums = lfilter([1.0], coefficients, response.lagged, axis=0)
     lengths = np.minimum(bands, steps - np.arange(steps))
     norms = np.sqrt(np.cumsum(coefficients**2))[lengths - 1]
     first_cut = max(0, steps - bands + 1)
     whole = norms[0]
-    total = whole**2 * float((np.maximum(first_cut - np.arange(steps), 0) * sums**2).sum())
+    uncut = np.cumsum(response.steps[:first_cut][::-1])[::-1]  # by lag
+    total = whole**2 * float(uncut @ (sums[:first_cut] ** 2).sum(axis=1))
     for t in range(first_cut, steps):
         row = whole * sums[: t + 1]  # by lag t - j
         for s in range(first_cut, t + 1):
-            row[t - s :] += impulse[t - s] * (norms[s] - whole) * inverse[: s + 1]
-        total += float((row**2).sum())
+            row[t - s :] += (norms[s] - whole) * inverse[: s + 1, None] * response.lagged[t - s]
+        total += float(response.steps[t] * (row**2).sum())
     return total

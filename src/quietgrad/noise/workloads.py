@@ -157,13 +157,9 @@ class Curvature:
 
     def factor(self) -> Floats:
         """With the horizon "final" never forms W: the measure is replaced by its Gauss rule, whose moments are the same to rounding. Cost: p n^2 + T n^2, n ~ 5 sqrt(T) nodes."""
-        nodes, weights = self.measure()
-        # x^k is within 1e-16 of a polynomial of degree sqrt(2 k ln(2e16)) on [-1, 1]; n nodes integrate degree 2n - 1.
-        enough = int(np.ceil(0.5 * np.sqrt(4 * self.steps * np.log(2e16)))) + 8
-        if len(nodes) > enough:
-            nodes, weights = _gauss_rule(nodes, weights, enough)
-        last = nodes[None, :] ** np.arange(self.steps - 1, -1, -1)[:, None] * np.sqrt(weights)
-        if self.horizon != "final":
+        nodes, weights = self._nodes()
+        last = _powers(nodes, weights, self.steps)[::-1]
+        if self.horizon != "final":  # T^2 memory, T^3 time; ``responses`` has what the Toeplitz family needs instead
             matrix = _mean_over_horizons(nodes, weights, self.steps)
             if self.horizon == "both":
                 matrix = (matrix + last @ last.T) / 2
@@ -174,6 +170,47 @@ class Curvature:
             return factor
         white = np.sqrt(self.floor * np.vdot(factor, factor) / self.steps) * np.eye(self.steps)
         return np.concatenate([factor, white], axis=1)
+
+    def _nodes(self) -> tuple[Floats, Floats]:
+        """The measure, or the Gauss rule that is the same for powers up to 2T."""
+        nodes, weights = self.measure()
+        # x^k is within 1e-16 of a polynomial of degree sqrt(2 k ln(2e16)) on [-1, 1]; n nodes integrate degree 2n - 1.
+        enough = int(np.ceil(0.5 * np.sqrt(4 * self.steps * np.log(2e16)))) + 8
+        return _gauss_rule(nodes, weights, enough) if len(nodes) > enough else (nodes, weights)
+
+    def responses(self) -> list[Response]:
+        """The workload as sums over steps of squared responses to the noise before them. Cost and memory T r for a rank r of a few dozens, whatever the horizon."""
+        lagged = _truncated(_powers(*self._nodes(), self.steps))
+        shares = {"final": (1.0, 0.0), "all": (0.0, 1.0), "both": (0.5, 0.5)}[self.horizon]
+        steps = np.full(self.steps, shares[1] / self.steps)
+        steps[-1] += shares[0]
+        found = [Response(lagged, steps)]
+        if self.floor:
+            impulse = np.zeros((self.steps, 1))
+            impulse[0] = 1.0
+            found.append(Response(impulse, np.full(self.steps, self.floor * found[0].independent() / self.steps)))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    """sum_t p_t |sum_{u <= t} R[t - u] z_u|^2: what noise z does after each step, weighed.
+
+    Attributes:
+        lagged: R [T, r], the effect of a unit of noise so many steps later.
+        steps: p [T], weight of each step.
+    """
+
+    lagged: Floats
+    steps: Floats
+
+    def lag_weights(self) -> Floats:
+        """[T] sum of p_t over the steps that have so many before them."""
+        return np.cumsum(self.steps[::-1])[::-1]
+
+    def independent(self) -> float:
+        """The sum for independent noise of unit variance: tr(W)."""
+        return float(self.lag_weights() @ (self.lagged**2).sum(axis=1))
 
 
 @dataclass(frozen=True)
@@ -319,6 +356,11 @@ def _gauss_rule(nodes: Floats, weights: Floats, count: int) -> tuple[Floats, Flo
         basis[k + 1] = next_one / size
     found, vectors = eigh_tridiagonal(np.array(diagonal), np.array(off))
     return found, total * vectors[0] ** 2
+
+
+def _powers(nodes: Floats, weights: Floats, steps: int) -> Floats:
+    """[T, n] sqrt(mu) x^k: what a step's noise does k steps later."""
+    return nodes[None, :] ** np.arange(steps)[:, None] * np.sqrt(weights)
 
 
 def _truncated(factor: Floats) -> Floats:

@@ -23,6 +23,7 @@ LATER = (
     "model.lora_alpha",
     "model.random_head",
     "noise",
+    "noise.floor",
     "noise.horizon",
     "noise.clamp",
     "denoising.amplify",
@@ -34,9 +35,14 @@ LATER = (
     "optimizer.schedule",
 )
 # What a run of before did, where that is not today's default.
-BEFORE = {"noise.clamp": 2.0, "denoising.amplify": 1.0}
+BEFORE = {"noise.clamp": 2.0, "noise.horizon": "final", "denoising.amplify": 1.0}
 # Keys that only this method reads.
-ACTIVE = {"noise.clamp": "noisecurve", "denoising.amplify": "spectral"}
+ACTIVE = {
+    "noise.floor": "noisecurve",
+    "noise.horizon": "noisecurve",
+    "noise.clamp": "noisecurve",
+    "denoising.amplify": "spectral",
+}
 # What a variant may change; the rest is prepared once for all runs.
 VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer")
 HEAD_RATE = "optimizer.head_learning_rate"

@@ -162,8 +162,8 @@ class NoiseTable:
     bands: int = 0
     spectrum: str = ""
     curvature_factor: float = 0.0
-    floor: float = 1e-2
-    horizon: str = "final"
+    floor: float = 0.0
+    horizon: str = "both"
     clamp: float = 1.0
     family: str = "auto"
     memory: str = "rows"
