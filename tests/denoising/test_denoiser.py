@@ -207,6 +207,8 @@ def test_what_is_amplified_by_default() -> None:
         ({"amplify": 0.5}, "amplify=0.5"),
         ({"amplify": float("nan")}, "amplify=nan"),
         ({"keep_bulk": 1.0}, "keep_bulk=1.0"),
+        ({"target": "momentum", "keep_bulk": 0.0}, "keep_bulk=0.0 .* set amplify=1"),
+        ({"amplify": 4.0, "norm_correction": False}, "norm_correction=False .* set amplify=1"),
     ],
 )
 def test_bad_settings(arguments: dict[str, object], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tiny_runs import config_of, interrupt_at, train, weights
 
 from quietgrad import PrivacyConfig
 from quietgrad.denoising import SpectralDenoiser
+from quietgrad.training.config import load_saved_config, require_same_settings
 from quietgrad.training.optimizers import build_denoiser
 
 VARIANTS = {
@@ -93,11 +95,32 @@ def test_configurations() -> None:
     assert build_denoiser(config_of({"denoising.method": "paper"}).denoising) == SpectralDenoiser.paper()
     found = build_denoiser(config_of({"denoising.method": "spectral", "denoising.kappa": 1.1}).denoising)
     assert found == SpectralDenoiser(kappa=1.1, target="momentum")
-    for name, value in (("method", "magic"), ("target", "weights"), ("kappa", 0.5)):
+    for gain, expected in ((0, None), (1, 1.0), (4.0, 4.0)):
+        found = build_denoiser(config_of({"denoising.method": "spectral", "denoising.amplify": float(gain)}).denoising)
+        assert found == SpectralDenoiser(target="momentum", amplify=expected)
+    for name, value in (
+        ("method", "magic"),
+        ("target", "weights"),
+        ("kappa", 0.5),
+        ("amplify", 0.5),
+        ("amplify", math.inf),
+    ):
         with pytest.raises(ValueError, match=f"denoising.{name}={value!r}"):
             config_of({f"denoising.{name}": value})
     with pytest.raises(ValueError, match="train_layers"):
         config_of({"model.train_layers": 1, "model.tune": "lora"})
+
+
+def test_a_run_that_is_older_than_a_setting_resumes_as_it_began(settings: dict, tmp_path: Path) -> None:
+    now = config_of(settings | {"denoising.method": "spectral"})
+    saved = tmp_path / "config.toml"
+    saved.write_text("\n".join(line for line in now.to_toml().splitlines() if not line.startswith("amplify")))
+    before = load_saved_config(saved)
+    assert before.denoising.amplify == 1.0
+    with pytest.raises(ValueError, match=r"denoising\.amplify was 1\.0 and is now 0\.0"):
+        require_same_settings(before, now)
+    saved.write_text(now.to_toml())
+    assert load_saved_config(saved) == now
 
 
 def test_only_the_top_layers_train(settings: dict) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_runs import config_of, train
+from tiny_runs import config_of, interrupt_at, train
 
 from quietgrad.training.prepare import prepare
 from quietgrad.training.records import predictions
@@ -39,6 +39,17 @@ def test_a_random_head_has_orthonormal_rows_stays_and_the_body_learns_to_meet_it
     assert len(prepared.validation) == len(prepared.task.splits.validation)  # none was fitted to
     other = prepare(config_of(values | {"training.seed": 1})).model.classifier.head.weight
     assert (other - before).norm() > 0.5
+
+
+def test_a_resumed_run_goes_on_under_the_head_that_it_began_with(settings: dict) -> None:
+    """Without a seed the head is drawn from the operating system's entropy: it cannot be drawn again."""
+    values = settings | {"model.random_head": True, "model.tune": "full", "training.checkpoint_every": 1}
+    prepared, first, _ = train(values, report=interrupt_at(3))
+    assert first.interrupted
+    head = prepared.model.classifier.head.weight.detach().clone()
+    assert (prepare(config_of(values)).model.classifier.head.weight - head).norm() > 0.5
+    again, second, _ = train(values, resume=True)
+    assert not second.interrupted and again.model.classifier.head.weight.equal(head)
 
 
 def test_refusals(settings: dict) -> None:

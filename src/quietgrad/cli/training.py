@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quietgrad.cli.noise import noise_record, noise_rows
 from quietgrad.cli.output import console, fail, print_json, print_table
-from quietgrad.training.config import TrainConfig, load_config, require_same_settings
+from quietgrad.training.config import TrainConfig, load_config, load_saved_config, require_same_settings
 from quietgrad.training.references import references_for
 
 
@@ -25,7 +25,7 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
 
     run_dir = open_run_dir(config.training.run_dir, resume)
     if resume:
-        require_same_settings(load_config(run_dir.config), config)
+        require_same_settings(load_saved_config(run_dir.config), config)
     from quietgrad.training.noise_state import saved_mixing
 
     prepared, started = _prepare(config, target, saved_mixing(run_dir) if resume else None)
@@ -162,7 +162,7 @@ def _config_to_run(path: Path | None, overrides: list[str], resume: bool) -> Tra
 
         saved = RunDir(Path(config.training.run_dir)).config
         if saved.is_file():
-            return load_config(saved, overrides)
+            return load_saved_config(saved, overrides)
     return config
 
 

@@ -20,6 +20,7 @@ from quietgrad.noise.noisy_sum import NoisySum
 
 Target = Literal["gradient", "momentum"]
 AMPLIFICATION = 2.0
+KEEP_BULK = 0.5
 TARGETS: tuple[Target, ...] = ("gradient", "momentum")
 
 
@@ -32,9 +33,8 @@ class SpectralDenoiser:
     below the threshold of detection, which later steps live on, is never thrown away. Both raise the cosine with the clean gradient whenever the published
     rule does (Theorem 1: a sum of two vectors of one norm is no worse aligned than the worse of them).
 
-    On the momentum nothing is taken away, so there is no norm to correct: the result is the noisy matrix plus g - 1 times the shrunk spikes (``amplify`` = g). A rate that suits
-    the noisy gradient is at least a factor of two from diverging along its spikes, which is why g is 2 by default; where the rate is known to be small, 4 was better
-    (docs/denoising.md).
+    On the momentum nothing is taken away, so there is no norm to correct: the result is the noisy matrix plus g - 1 times the shrunk spikes (``amplify`` = g). The larger g, the
+    smaller the best learning rate; 2 was faster at small rates and level at the baseline's best, 4 faster still and not level everywhere (docs/denoising.md).
 
     Attributes:
         kappa: a layer is touched if its largest singular value is at least so many edges of the bulk.
@@ -51,7 +51,7 @@ class SpectralDenoiser:
     kappa: float = 1.02
     norm_correction: bool = True
     target: Target = "gradient"
-    keep_bulk: float = 0.5
+    keep_bulk: float = KEEP_BULK
     embeddings: bool = False
     amplify: float | None = None
 
@@ -62,6 +62,11 @@ class SpectralDenoiser:
         if self.amplify is not None:
             require_finite("amplify", self.amplify)
             require_at_least("amplify", self.amplify, 1.0, "1 amplifies nothing; what stands out is never made smaller")
+        if self.amplification > 1 and not (self.norm_correction and self.keep_bulk == KEEP_BULK):
+            raise ValueError(
+                f"keep_bulk={self.keep_bulk!r} and norm_correction={self.norm_correction!r} are for the rule that takes away, and amplification by {self.amplification:g} takes nothing "
+                "away; set amplify=1"
+            )
         if not 0 <= self.keep_bulk < 1:
             raise ValueError(
                 f"keep_bulk={self.keep_bulk!r} must be in [0, 1): 0 drops the bulk, 1 would change nothing"

@@ -10,7 +10,7 @@ value y to x(y) > 1.
   out (else it would drown the weaker), then the whole block takes two steps with X, and Rayleigh-Ritz. A block that fills up is followed by a wider one.
 - *Fallback.* Small matrices, and those in which more stands out than the widest block holds, go through the eigenvalues of G G^T.
 
-X is formed, once for both, where that is cheaper than applying G and G^T in turn to thin blocks (``FORMED_SIDE``, ``FORMED_RATIO``), unless what stands out is so strong that its squares
+X is formed where that is cheaper than applying G and G^T in turn to thin blocks (``FORMED_SIDE_TEST`` for both, ``FORMED_SIDE`` for the search alone, ``FORMED_RATIO``), unless what stands out is so strong that its squares
 would drown the bulk in float32 (``FORMED_STRENGTH``). Cost of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side 384 at kappa = 1.02), with X formed
 2 m^2 n + 2 m^2 p k; of the search 80 m n p, or 40 m^2 p with X formed; of the fallback 2 m^2 n + O(m^3). Memory: the stack of matrices once, m^2 for each X that is formed, and
 O((m + n) p) vectors a matrix.
@@ -39,7 +39,8 @@ HIGHEST_DEGREE = 40  # a test that needs more (kappa close to 1) is left out: th
 DENSE_SIDE = 64  # up to this side the eigenvalues of G G^T are cheaper than the search
 STRONG = 3.0  # Ritz values x beyond this are projected out of the filter
 ROUNDS = (4, 8)  # degrees of the search's filters
-FORMED_SIDE = 1024  # X is formed up to this m,
+FORMED_SIDE = 1024  # X is formed for the search up to this m,
+FORMED_SIDE_TEST = 400  # for the test, too, up to this,
 FORMED_RATIO = 2  # from this n / m,
 FORMED_STRENGTH = 100.0  # and up to so many edges: squares are rounded at 1e4 * 6e-8 of the edge's
 
@@ -78,15 +79,16 @@ def detect(stack_lmn: Tensor, noise_std: float, kappa: float) -> tuple[Tensor, S
         stack_lmn, noise_std: as for ``find_spikes``.
         kappa: as for ``has_spike``.
     """
-    operator = _Operator.of(_wide(stack_lmn), noise_std)
+    operator = _Operator.of(_wide(stack_lmn), noise_std, FORMED_SIDE_TEST)
     candidates, filtered_lpm = _test(operator, kappa)
     if not bool(candidates.any()):
         return None
-    if bool(candidates.all()):
-        return candidates, _as_given(_find(operator, filtered_lpm), stack_lmn)
-    if filtered_lpm is not None:
-        filtered_lpm = filtered_lpm[candidates]
-    return candidates, _as_given(_find(operator.some(candidates), filtered_lpm), stack_lmn)
+    if not bool(candidates.all()):
+        operator = operator.some(candidates)
+        filtered_lpm = None if filtered_lpm is None else filtered_lpm[candidates]
+    if operator.x_lmm is None:
+        operator = _Operator.of(operator.stack, noise_std)
+    return candidates, _as_given(_find(operator, filtered_lpm), stack_lmn)
 
 
 def _wide(stack_lmn: Tensor) -> Tensor:
@@ -131,7 +133,7 @@ def has_spike(stack_lmn: Tensor, noise_std: float, kappa: float) -> Tensor:
 
     Pure noise gives False unless its largest singular value strays above the edge by more than about half of kappa - 1.
     """
-    return _test(_Operator.of(_wide(stack_lmn), noise_std), kappa)[0]
+    return _test(_Operator.of(_wide(stack_lmn), noise_std, FORMED_SIDE_TEST), kappa)[0]
 
 
 def _test(operator: _Operator, kappa: float) -> tuple[Tensor, Tensor | None]:
@@ -179,10 +181,10 @@ class _Operator:
         self.x_lmm = x_lmm
 
     @classmethod
-    def of(cls, stack_lmn: Tensor, noise_std: float) -> _Operator:
+    def of(cls, stack_lmn: Tensor, noise_std: float, largest_side: int = FORMED_SIDE) -> _Operator:
         """With X formed where that pays and is exact enough."""
         _, m, n = stack_lmn.shape
-        pays = DENSE_SIDE < m <= FORMED_SIDE and n >= FORMED_RATIO * m
+        pays = DENSE_SIDE < m <= largest_side and n >= FORMED_RATIO * m
         thin = cls(stack_lmn, noise_std)
         return thin.formed() if pays and not bool(_are_strong(stack_lmn, noise_std).any()) else thin
 
@@ -246,8 +248,10 @@ def _search(operator: _Operator, start_lpm: Tensor) -> Spikes:
         strong = (x > STRONG).to(start_lpm.dtype).unsqueeze(2)
         kept = ritz.left_lpm * strong
         filtered = operator.chebyshev(ritz.left_lpm * (1 - strong), degree, kept)
-        lengths = torch.linalg.vector_norm(filtered, dim=2, keepdim=True).clamp(min=tiny)
-        ritz = _rayleigh_ritz(operator, _two_steps(operator, kept + filtered / lengths))
+        lengths = torch.linalg.vector_norm(filtered, dim=2, keepdim=True)
+        # Beside a signal of 1e5 edges or more its rounding, filtered, can overflow: then those vectors stay as they were.
+        weak = torch.where(torch.isfinite(lengths), filtered / lengths.clamp(min=tiny), ritz.left_lpm * (1 - strong))
+        ritz = _rayleigh_ritz(operator, _two_steps(operator, kept + weak))
     edge = bulk_edge(operator.stack.shape[1:], operator.noise_std)
     values = torch.where(ritz.values_lp > edge, ritz.values_lp, 0.0)
     return Spikes(values, ritz.left_lpm.transpose(1, 2), ritz.right_lpn().transpose(1, 2))

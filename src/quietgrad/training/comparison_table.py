@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.checks import nearest, require_at_least, require_positive
-from quietgrad.training.config import TrainConfig, config_from, read_toml
+from quietgrad.training.config import BEFORE, TrainConfig, config_from, read_toml
+from quietgrad.training.optimizers import build_denoiser
 from quietgrad.training.search import RATE, SearchTable, Settings, search_table
 
 # Tables and keys that configurations gained after the first results were committed.
@@ -34,8 +35,6 @@ LATER = (
     "model.weights",
     "optimizer.schedule",
 )
-# What a run of before did, where that is not today's default.
-BEFORE = {"noise.clamp": 2.0, "noise.horizon": "final", "denoising.amplify": 1.0}
 # Keys that only this method reads.
 ACTIVE = {
     "noise.floor": "noisecurve",
@@ -162,6 +161,9 @@ class Comparison:
         """Changes with every setting that can change the outcome."""
         tree = self.config_of(run).to_dict()
         default = TrainConfig().to_dict()
+        denoiser = build_denoiser(self.config_of(run).denoising)
+        if denoiser is not None:  # what 0 stands for may change
+            tree["denoising"]["amplify"] = denoiser.amplification
         for name in LATER:  # at their defaults they change nothing, and results of before they came stay valid
             table, _, key = name.partition(".")
             idle = name in ACTIVE and tree.get(table, {}).get("method") != ACTIVE[name]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quietgrad.checks import nearest, require_at_least, require_positive
+from quietgrad.checks import nearest, require_at_least, require_finite, require_positive
 from quietgrad.clipping.planner import ESTIMATORS
 from quietgrad.curvature.pretraining import LABELS
 from quietgrad.denoising.denoiser import TARGETS
@@ -39,6 +39,8 @@ else:
     import tomli as tomllib
 
 
+# What a run did before there was a key for it, where that is not today's default.
+BEFORE = {"noise.clamp": 2.0, "noise.horizon": "final", "denoising.amplify": 1.0}
 DENOISING_METHODS = ("none", "spectral", "paper")
 NOISE_METHODS = ("independent", "banded", "noisecurve")
 SCHEDULES = ("linear", "constant")
@@ -84,6 +86,7 @@ class TrainConfig:
             "denoising.kappa", self.denoising.kappa, 1.0, "below the edge of the bulk noise counts as signal"
         )
         if self.denoising.amplify:
+            require_finite("denoising.amplify", self.denoising.amplify)
             require_at_least("denoising.amplify", self.denoising.amplify, 1.0, "1 amplifies nothing, 0 is the default")
         if self.task.kind == "generate" and (
             self.model.tune == "head" or self.model.public_head_steps or self.model.random_head
@@ -180,6 +183,15 @@ def load_config(
     tree = read_toml(default_config_path() if path is None else path)
     for table in ignored:
         tree.pop(table, None)
+    return config_from(_with_overrides(tree, overrides))
+
+
+def load_saved_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> TrainConfig:
+    """The configuration that a run directory holds; what it does not say because it is older is what it was then."""
+    tree = read_toml(path)
+    for name, value in BEFORE.items():
+        table, _, key = name.partition(".")
+        tree.get(table, {}).setdefault(key, value)
     return config_from(_with_overrides(tree, overrides))
 
 

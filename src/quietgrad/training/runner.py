@@ -181,6 +181,7 @@ class _Loop:
         state = {
             "step": done,
             "trainable": trainable,
+            "fixed_head": {name: p.detach().cpu() for name, p in _fixed_head(self.model).items()},
             "optimizer": self.optimizer.state_dict(),
             "torch_rng": torch.get_rng_state(),
         }
@@ -201,6 +202,8 @@ class _Loop:
         with torch.no_grad():
             for name, value in state["trainable"].items():
                 parameters[name].copy_(value)
+            for name, value in state.get("fixed_head", {}).items():
+                _fixed_head(self.model)[name].copy_(value)
         try:
             self.optimizer.load_state_dict(state["optimizer"])
         except (KeyError, ValueError) as error:
@@ -217,6 +220,14 @@ class _Loop:
         result = _summary(prepared, run_dir, done, metrics)
         run_dir.write_json(run_dir.result, result)
         return result
+
+
+def _fixed_head(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of a frozen head: drawn at random or fitted before training began, so that a resumed run could not make them again."""
+    head = getattr(model, "head", None)
+    if not isinstance(head, nn.Module):
+        return {}
+    return {name: p for name, p in head.named_parameters() if not p.requires_grad}
 
 
 def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, float] | None) -> dict[str, Any]:
