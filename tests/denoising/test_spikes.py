@@ -199,4 +199,4 @@ def test_the_search_begins_with_the_vectors_of_the_test(monkeypatch: pytest.Monk
     assert detect(stack, 1.0, 1.02) is not None
     (start,) = starts
     top = torch.linalg.svd(stack[1].double(), full_matrices=False).U[:, 0]
-    assert start.shape[0] == 1 and bool((torch.abs(start[0].double() @ top) > 0.95).all())  # a random one is at 0.05
+    assert start.shape[0] == 1 and float((start[0].double() @ top).norm()) > 0.999  # eight random vectors: 0.14

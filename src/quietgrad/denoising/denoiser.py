@@ -162,15 +162,18 @@ def _combined(stack: Tensor, spikes: Spikes, noise_std: float, rule: SpectralDen
         return torch.baddbmm(stack, spikes.left_lmp * weights.unsqueeze(1), right, alpha=rule.amplification - 1)
     norms = torch.linalg.vector_norm(stack.flatten(1), dim=1)
     if rule.norm_correction:
-        kept = torch.linalg.vector_norm(weights, dim=1).clamp(min=torch.finfo(stack.dtype).tiny)
-        weights = weights * (norms / kept).unsqueeze(1)
-    left = spikes.left_lmp * weights.unsqueeze(1)
+        length = torch.linalg.vector_norm(weights, dim=1).clamp(min=torch.finfo(stack.dtype).tiny)
+        weights = weights * (norms / length).unsqueeze(1)
     if not rule.keep_bulk:
-        return torch.bmm(left, right)
-    mixed = torch.baddbmm(stack, left, right, beta=rule.keep_bulk, alpha=1 - rule.keep_bulk)
-    if rule.norm_correction:
-        mixed *= (norms / torch.linalg.vector_norm(mixed.flatten(1), dim=1)).view(-1, 1, 1)
-    return mixed
+        return torch.bmm(spikes.left_lmp * weights.unsqueeze(1), right)
+    kept, added = rule.keep_bulk, (1 - rule.keep_bulk) * weights
+    if not rule.norm_correction:
+        return torch.baddbmm(stack, spikes.left_lmp * added.unsqueeze(1), right, beta=kept)
+    # The norm of the sum without another pass over it: the triplets are orthonormal, and u^T G v is the singular value.
+    squared = (kept * norms) ** 2 + (2 * kept * added * spikes.values_lp + added**2).sum(dim=1)
+    scale = norms / squared.sqrt()
+    left = spikes.left_lmp * (scale.unsqueeze(1) * added).unsqueeze(1)
+    return torch.baddbmm(stack * (kept * scale).view(-1, 1, 1), left, right)
 
 
 def denoise_matrix(matrix: Tensor, noise_std: float, kappa: float = 1.02, norm_correction: bool = True) -> Tensor:

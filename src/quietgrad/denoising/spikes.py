@@ -107,7 +107,8 @@ def _find(operator: _Operator, filtered_lpm: Tensor | None = None, blocks: tuple
     if not blocks or m <= DENSE_SIDE or 4 * blocks[0] >= m:
         return _by_eigenvalues(operator.stack, operator.noise_std)
     start = _start(operator.stack, blocks[0])
-    found = _search(operator, start if filtered_lpm is None else _usable(filtered_lpm, start))
+    block = _two_steps(operator, start) if filtered_lpm is None else _orthonormal(_usable(filtered_lpm, start))
+    found = _search(operator, block)
     full = found.values_lp[:, blocks[0] - ROOM] > 0
     if not bool(full.any()):
         return found
@@ -239,13 +240,14 @@ class _Ritz:
         return right.to(self.left_lpm) / self.values_lp.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
 
 
-def _search(operator: _Operator, start_lpm: Tensor) -> Spikes:
-    ritz = _rayleigh_ritz(operator, _two_steps(operator, start_lpm))
-    tiny = torch.finfo(start_lpm.dtype).tiny
+def _search(operator: _Operator, block_lpm: Tensor) -> Spikes:
+    """``block_lpm``: orthonormal rows to begin with."""
+    ritz = _rayleigh_ritz(operator, block_lpm)
+    tiny = torch.finfo(block_lpm.dtype).tiny
     for degree in ROUNDS:
         # No branch depends on values: nothing waits for the device.
         x = (ritz.values_lp.square() - operator.centre) / operator.half_width
-        strong = (x > STRONG).to(start_lpm.dtype).unsqueeze(2)
+        strong = (x > STRONG).to(block_lpm.dtype).unsqueeze(2)
         kept = ritz.left_lpm * strong
         filtered = operator.chebyshev(ritz.left_lpm * (1 - strong), degree, kept)
         lengths = torch.linalg.vector_norm(filtered, dim=2, keepdim=True)
