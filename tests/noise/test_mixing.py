@@ -726,6 +726,14 @@ def test_the_horizon_both_is_the_mean_of_the_other_two(steps: int, floor: float)
     assert steps == 1 or np.abs(both - every).max() > 0.1 * every.max()
 
 
+@pytest.mark.parametrize("family", ["toeplitz", "auto"])
+def test_bands_for_many_steps_are_chosen_without_a_dense_workload(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = Curvature((3.0, 1.0, 0.2, 0.01), 0.5, 5000 if family == "auto" else 300, horizon="both")
+    monkeypatch.setattr(Curvature, "factor", lambda self: pytest.fail("a dense workload was formed"))
+    choice = choose_bands(workload, lambda b: 1.0 + 0.01 * b, (1, 4), family, max_seconds=4.0)
+    assert choice.chosen.bands == 4 and choice.error_ratio < 1 and choice.chosen.mixing.family == "toeplitz"
+
+
 def test_counting_the_last_step_half_beats_prefix_sums_there_and_on_the_way() -> None:
     # What horizon "all" alone does not do: prefix sums' matrix is kindest to the last iterates.
     steps, bands, eigenvalues = 80, 8, tuple(8 / np.arange(1, 400) ** 1.2)

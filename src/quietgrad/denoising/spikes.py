@@ -10,8 +10,8 @@ value y to x(y) > 1.
   out (else it would drown the weaker), then the whole block takes two steps with X, and Rayleigh-Ritz. A block that fills up is followed by a wider one.
 - *Fallback.* Small matrices, and those in which more stands out than the widest block holds, go through the eigenvalues of G G^T.
 
-X is formed where that is cheaper than applying G and G^T in turn to thin blocks (``FORMED_SIDE_TEST`` for both, ``FORMED_SIDE`` for the search alone, ``FORMED_RATIO``), unless what stands out is so strong that its squares
-would drown the bulk in float32 (``FORMED_STRENGTH``). Cost of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side 384 at kappa = 1.02), with X formed
+X is formed where that is cheaper than applying G and G^T in turn to thin blocks (``FORMED_SIDE_TEST`` for both, ``FORMED_SIDE`` for the search alone, ``FORMED_RATIO``), unless what
+stands out is so strong that its squares would drown the bulk in float32 (``FORMED_STRENGTH``). Cost of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side 384 at kappa = 1.02), with X formed
 2 m^2 n + 2 m^2 p k; of the search 80 m n p, or 40 m^2 p with X formed; of the fallback 2 m^2 n + O(m^3). Memory: the stack of matrices once, m^2 for each X that is formed, and
 O((m + n) p) vectors a matrix.
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quietgrad.noise.mixing import SECONDS, MixingMatrix, mixing_matrix
-from quietgrad.noise.workloads import Factored, PrefixSums, Workload, as_workload
+from quietgrad.noise.mixing import SECONDS, MixingMatrix, mixing_matrix, solved_without_a_factor
+from quietgrad.noise.workloads import Factored, Workload, as_workload
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def choose_bands(
         ValueError, TypeError: as ``mixing_matrix``.
     """
     load = as_workload(workload)
-    if not isinstance(load, PrefixSums):  # which the Toeplitz family solves without a factor
-        load = Factored(load.factor(), load.name)
+    if not solved_without_a_factor(load, family):
+        load = Factored(load.factor(), load.name)  # once for all candidates
     wanted = sorted({1, *(default_candidates(load.steps) if candidates is None else candidates)})
     # All of them: with curvature the error can rise before it falls, since two bands already cost amplification.
     tried = tuple(

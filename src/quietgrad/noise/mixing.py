@@ -118,6 +118,14 @@ def mixing_matrix(
     return _banded(load, bands, deadline)
 
 
+def solved_without_a_factor(load: Workload, family: str) -> bool:
+    """Whether the Toeplitz family is found from responses to single steps, so that nothing of size T^2 is formed. Prefix sums count as such in any family: their factor is cheap."""
+    if isinstance(load, PrefixSums):
+        return True
+    toeplitz = family == "toeplitz" or (family == "auto" and load.steps > LARGEST_BANDED)
+    return toeplitz and isinstance(load, Curvature) and load.horizon != "final"
+
+
 def _banded(load: Workload, bands: int, deadline: float) -> MixingMatrix:
     factor, steps = load.factor(), load.steps
     identity = solver.unit_columns(np.tile(np.eye(1, bands)[0], (steps, 1)))
@@ -145,7 +153,7 @@ def _toeplitz(load: Workload, bands: int, deadline: float) -> MixingMatrix:
                 "family='toeplitz' treats all steps alike, which a schedule of learning rates does not; use family='banded' (cost T^2 b), or a constant rate"
             )
         responses = [Response(load.impulse()[:, None], np.ones(load.steps))]
-    elif isinstance(load, Curvature) and load.horizon != "final":
+    elif isinstance(load, Curvature) and solved_without_a_factor(load, "toeplitz"):
         responses = load.responses()
     else:
         factor = load.factor()
