@@ -159,6 +159,10 @@ def test_random_trials_agree_whatever_the_order_of_ranges() -> None:
     assert table.signature_of("b") != narrower.signature_of("b")
     without = SearchTable(5, ranges=(rate, norm))  # what others search is nothing to a variant
     assert table.signature_of("a") == without.signature_of("a") != table.signature_of("b")
+    shared = SearchTable(5, ranges=(replace(bands, variants=("b", "c")), rate, norm))
+    assert table.signature_of("b") == shared.signature_of("b") == shared.signature_of("c")
+    renamed = SearchTable(5, ranges=(rate, replace(norm, key="optimizer.momentum")))
+    assert table.signature_of("a") != renamed.signature_of("a")
 
 
 RECIPE = """
