@@ -28,7 +28,7 @@ RESULT_KEYS = {
     "records", "noise_multiplier", "sample_rate", "neighbouring", "seed_warning",
 }  # fmt: skip
 METRICS_KEYS = {"step", "validation_accuracy", "validation_records", "epsilon"}
-CHECKPOINT_KEYS = {"step", "trainable", "optimizer", "torch_rng"}
+CHECKPOINT_KEYS = {"fixed_head", "step", "trainable", "optimizer", "torch_rng"}
 
 
 def test_command_line_from_plan_to_epsilon(quietgrad, settings, write_config) -> None:
@@ -85,7 +85,9 @@ def test_nothing_private_is_written(settings) -> None:
     metrics = run_dir.read_metrics()
     assert [m["step"] for m in metrics] == [3, 6]
     assert all(set(m) <= METRICS_KEYS for m in metrics)
-    assert set(torch.load(run_dir.checkpoint, weights_only=True)) == CHECKPOINT_KEYS
+    saved = torch.load(run_dir.checkpoint, weights_only=True)
+    assert set(saved) == CHECKPOINT_KEYS
+    assert saved["fixed_head"] == {}  # of a head that trains there is one copy, among the trainable
     known = {
         "config.toml",
         "ledger.jsonl",
