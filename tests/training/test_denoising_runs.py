@@ -121,6 +121,9 @@ def test_a_run_that_is_older_than_a_setting_resumes_as_it_began(settings: dict, 
         require_same_settings(before, now)
     saved.write_text(now.to_toml())
     assert load_saved_config(saved) == now
+    plain = config_of(settings)  # what a run does not read is no reason to refuse it
+    saved.write_text("\n".join(line for line in plain.to_toml().splitlines() if not line.startswith("amplify")))
+    require_same_settings(load_saved_config(saved), plain)
 
 
 def test_only_the_top_layers_train(settings: dict) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.checks import nearest, require_at_least, require_positive
-from quietgrad.training.config import BEFORE, TrainConfig, config_from, read_toml
+from quietgrad.training.config import ACTIVE, BEFORE, TrainConfig, config_from, read_toml
 from quietgrad.training.optimizers import build_denoiser
 from quietgrad.training.search import RATE, SearchTable, Settings, search_table
 
@@ -35,13 +35,6 @@ LATER = (
     "model.weights",
     "optimizer.schedule",
 )
-# Keys that only this method reads.
-ACTIVE = {
-    "noise.floor": "noisecurve",
-    "noise.horizon": "noisecurve",
-    "noise.clamp": "noisecurve",
-    "denoising.amplify": "spectral",
-}
 # What a variant may change; the rest is prepared once for all runs.
 VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer")
 HEAD_RATE = "optimizer.head_learning_rate"

@@ -41,6 +41,13 @@ else:
 
 # What a run did before there was a key for it, where that is not today's default.
 BEFORE = {"noise.clamp": 2.0, "noise.horizon": "final", "denoising.amplify": 1.0}
+# Keys that only this method of their table reads.
+ACTIVE = {
+    "noise.floor": "noisecurve",
+    "noise.horizon": "noisecurve",
+    "noise.clamp": "noisecurve",
+    "denoising.amplify": "spectral",
+}
 DENOISING_METHODS = ("none", "spectral", "paper")
 NOISE_METHODS = ("independent", "banded", "noisecurve")
 SCHEDULES = ("linear", "constant")
@@ -191,7 +198,8 @@ def load_saved_config(path: str | Path, overrides: typing.Sequence[str] = ()) ->
     tree = read_toml(path)
     for name, value in BEFORE.items():
         table, _, key = name.partition(".")
-        tree.get(table, {}).setdefault(key, value)
+        if tree.get(table, {}).get("method") == ACTIVE[name]:
+            tree[table].setdefault(key, value)
     return config_from(_with_overrides(tree, overrides))
 
 
