@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from quietgrad.accounting.spending import EpsilonReport
 from quietgrad.clipping.engine import Clipper
 from quietgrad.facts import PoissonGaussian
@@ -131,6 +133,7 @@ class PrivacyPlan:
                     dataset_size=self.dataset_size,
                     max_grad_norm=self.config.max_grad_norm,
                     **self._sampling_facts(),
+                    **self._part_sizes(),
                 )
             ring, block = self._begin_session(writer, contents, key, None if keys is None else Path(keys))
         except BaseException:
@@ -145,13 +148,18 @@ class PrivacyPlan:
         return "zero-out" if cyclic and self.record_identity == "index" else NEIGHBOURING
 
     def _sampling_facts(self) -> dict[str, object]:
-        # Not the sizes of the parts: they say more of a record than that it is there.
         cyclic = isinstance(self.sampler, CyclicPoissonSampler)
         facts: dict[str, object] = {
             "sampler": "cyclic-poisson" if cyclic else "poisson",
             "neighbouring": self.neighbouring,
         }
         return facts | ({"record_identity": self.record_identity} if cyclic else {})
+
+    def _part_sizes(self) -> dict[str, list[int]]:
+        """[b], where they follow from N and b alone. Dealt by content they say more of a record than that it is there, and are kept nowhere."""
+        if not isinstance(self.sampler, CyclicPoissonSampler) or self.record_identity != "index":
+            return {}
+        return {"part_sizes": np.bincount(self.sampler.parts, minlength=self.sampler.bands).tolist()}
 
     def _begin_session(
         self, writer: LedgerWriter, contents: LedgerContents, key: RandomKey, keys: Path | None

@@ -42,7 +42,7 @@ class CyclicPoissonSampler:
         dataset_size: N, records.
         sample_rate: q = B / N; within its part a record is drawn at rate min(1, b q).
         bands: b.
-        parts: [N] from ``deal``. Private, and so are their sizes: with contents as identities they say more of a record than that it is there.
+        parts: [N] from ``deal``. With contents as identities private, and so are their sizes: they say more of a record than that it is there. Dealt by index they follow from N and b.
     """
 
     dataset_size: int
