@@ -94,6 +94,14 @@ def test_theorem_1(seed: int, shapes: list[tuple[int, int]], strengths: list[flo
     assert cosine(whole[2], whole[0]) >= cosine(whole[1], whole[0]) - 1e-6
 
 
+@pytest.mark.parametrize("shape", [(768, 3072), (8000, 384)])
+@pytest.mark.parametrize("denoiser", [SpectralDenoiser.paper(), SpectralDenoiser()], ids=["paper", "default"])
+def test_norms_of_large_matrices_stay(shape: tuple[int, int], denoiser: SpectralDenoiser) -> None:
+    signal, noise = signal_and_noise(shape, [3.0], 0)
+    found = denoiser.denoise(NoisySum({"w": signal + noise}, 1.0)).gradients["w"]
+    assert float(found.double().norm() / (signal + noise).double().norm()) == pytest.approx(1.0, abs=1e-5)
+
+
 @pytest.mark.parametrize(("shape", "draws", "allowed"), [((300, 200), 400, 8), ((768, 3072), 4, 0)])
 def test_pure_noise_passes_through(shape: tuple[int, int], draws: int, allowed: int) -> None:
     """Tracy and Widom: the largest singular value of 300 x 200 noise exceeds 1.02 edges in 0.35 % of draws (expected 1.4 of 400; more than 8 has

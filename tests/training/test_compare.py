@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from quietgrad.report.comparison import Interval, Series, markdown, rows, steps_to
 from quietgrad.training.comparison import best_rate, open_runs, read_results
 from quietgrad.training.comparison_table import Run, load_comparison
+from quietgrad.training.workbench import Workbench
 
 WriteComparison = Callable[..., Path]
 
@@ -66,6 +69,32 @@ def test_two_shards_make_each_run_once(quietgrad: Any, write_comparison: WriteCo
         made.append(len(read_results(load_comparison(path))))
     lines = load_comparison(path).results.read_text().splitlines()
     assert made[-1] == len(lines) == 4
+
+
+def test_distinct_counts_equal_inputs_once(quietgrad: Any, write_comparison: WriteComparison, csv_file: Path) -> None:
+    """Evaluated on one of each, and runs of the other protocol are not taken for it."""
+    lines = csv_file.read_text().splitlines()
+    csv_file.write_text("\n".join([*lines, *lines[1:41]]) + "\n")  # 40 records a second time
+    few: dict[str, Any] = {"epsilons": [2.0], "seeds": 1, "tuning_seeds": 1, "learning_rates": [1e-3]}
+    path = write_comparison(**few)
+    assert quietgrad("compare", path, "--json")[0] == 0
+    everything = read_results(load_comparison(path))
+    path = write_comparison(**few, distinct=True)
+    comparison = load_comparison(path)
+    assert len(open_runs(comparison, read_results(comparison))) == 2
+    bench = Workbench(comparison)
+    for name, kept in bench.counted.items():
+        part = getattr(bench.prepared, name)
+        inputs = [
+            tuple(part.collate(np.array([i]), torch.device("cpu"))["input_ids"][0].tolist()) for i in range(len(part))
+        ]
+        assert len(set(inputs)) == len({inputs[i] for i in kept}) == len(kept) < len(part)
+    run = next(iter(everything))
+    found = bench.train(run)
+    for value, count in ((found["curve"][-1][1], bench.counted["validation"]), (found["test"], bench.counted["test"])):
+        assert value * len(count) == pytest.approx(round(value * len(count)), abs=1e-6)
+    with pytest.raises(ValueError, match=r"comparison\.distinct=1 must be of type bool"):
+        load_comparison(write_comparison(**few, distinct=1))
 
 
 def test_seeds_pair_the_variants(quietgrad: Any, write_comparison: WriteComparison) -> None:

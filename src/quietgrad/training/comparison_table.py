@@ -59,6 +59,7 @@ class ComparisonTable:
         reference: the variant that the others are compared with.
         shares: of the reference's final accuracy, whose first crossing is counted in steps.
         eval_every, eval_records: steps between evaluations, validation records used for them (0: all).
+        distinct: whether validation and test count equal inputs once: a message that many passed on would else decide the rate.
     """
 
     title: str = ""
@@ -74,6 +75,7 @@ class ComparisonTable:
     shares: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eval_every: int = 5
     eval_records: int = 0
+    distinct: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,9 @@ class Comparison:
             elif not key and tree[table] == default[table]:
                 tree.pop(table)
         tree.pop("spectrum", None)  # training does not read it
-        settings = [tree, self.table.eval_every, self.table.eval_records]
+        settings: list[Any] = [tree, self.table.eval_every, self.table.eval_records]
+        if self.table.distinct:
+            settings.append("distinct")
         if self.search is not None:  # a trial is what it is by those before it
             settings.append(self.search.signature_of(run.variant))
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
@@ -234,7 +238,9 @@ def _table(values: dict[str, Any]) -> ComparisonTable:
         if key not in hints:
             raise ValueError(f"unknown key comparison.{key}{nearest(key, hints)}")
         wanted = typing.get_origin(hints[key]) or hints[key]
-        if isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted):
+        if isinstance(value, bool) != (wanted is bool) or not isinstance(
+            value, (int, float) if wanted is float else wanted
+        ):
             raise ValueError(f"comparison.{key}={value!r} must be of type {getattr(wanted, '__name__', wanted)}")
     return ComparisonTable(**values)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sized
 from typing import Any, Protocol
 
 import numpy as np
@@ -92,6 +93,19 @@ def predictions(model: nn.Module, records: Records, size: int, device: torch.dev
     return outputs(model, records, size, device).argmax(1)
 
 
-def spread(records: Records, count: int) -> NDArray[np.int64]:
+def distinct(records: Records) -> NDArray[np.int64]:
+    """Indices of the records whose input no earlier one has, as the model sees it: cut short, many copies of a message are one. Cost: each is collated alone."""
+    first: dict[bytes, int] = {}
+    for i in range(len(records)):
+        inputs = records.collate(np.array([i]), torch.device("cpu"))
+        digest = hashlib.blake2b(digest_size=16)
+        for name, value in inputs.items():
+            if name != "labels":
+                digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+        first.setdefault(digest.digest(), i)
+    return np.array(list(first.values()), dtype=np.int64)
+
+
+def spread(records: Sized, count: int) -> NDArray[np.int64]:
     """At most ``count`` indices, evenly spread: files are often sorted by source or label."""
     return np.unique(np.linspace(0, len(records) - 1, min(count, len(records))).astype(int))

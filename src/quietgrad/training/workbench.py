@@ -26,7 +26,7 @@ from quietgrad.training.noise_settings import check_spectrum
 from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
 from quietgrad.training.prefix_cache import PrefixCache
 from quietgrad.training.prepare import build_plan, prepare
-from quietgrad.training.records import Records, spread
+from quietgrad.training.records import Records, distinct, spread
 
 
 class Workbench:
@@ -51,8 +51,10 @@ class Workbench:
         train = self.caches["train"]
         self.model: nn.Module = prepared.model.classifier if train is None else train.upper
         self.initial = {name: p.detach().clone() for name, p in trainable_parameters(self.model).items()}
-        every = comparison.table.eval_records
-        self.scheduled = spread(prepared.validation, every or len(prepared.validation))
+        everything = distinct if comparison.table.distinct else (lambda records: np.arange(len(records)))
+        self.counted = {name: everything(self._records(name)) for name in ("validation", "test")}
+        validation, every = self.counted["validation"], comparison.table.eval_records
+        self.scheduled = validation[spread(validation, every or len(validation))]
         self._mixings: dict[str, MixingMatrix] = {}
 
     def train(self, run: Run) -> dict[str, Any]:
@@ -82,12 +84,12 @@ class Workbench:
                 step_on_release(optimizer, denoiser, self.model, noisy, plan.expected_batch_size)
                 if (step + 1) % self.comparison.table.eval_every == 0 and step + 1 < plan.steps:
                     curve.append((step + 1, self._score("validation", self.scheduled)))
-        curve.append((plan.steps, self._score("validation", np.arange(len(prepared.validation)))))
+        curve.append((plan.steps, self._score("validation", self.counted["validation"])))
         return {
             **run.record(),
             "key": self.comparison.key_of(run),
             "curve": curve,
-            "test": self._score("test", np.arange(len(prepared.test))),
+            "test": self._score("test", self.counted["test"]),
             "noise_multiplier": plan.noise_multiplier,
             "steps": plan.steps,
             **({} if prepared.metric is ACCURACY else {"metric": prepared.metric.name}),
