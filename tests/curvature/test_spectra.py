@@ -5,6 +5,10 @@ Statistical: the quadrature's estimates are held to 5 of their own standard erro
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -271,3 +275,25 @@ def test_a_spectrum_of_other_parameters_or_private_data_is_refused() -> None:
     one.require_disjoint([record_hash(b"c")])
     with pytest.raises(ValueError, match="1 of the spectrum's public records"):
         one.require_disjoint([record_hash(b"c"), record_hash(b"b")])
+
+
+@pytest.mark.parametrize("damage", ["cut", "format", "key"])
+def test_a_damaged_spectrum_is_refused(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "s.npz"
+    spectrum().save(path)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-200])
+    else:
+        with np.load(path) as held:
+            described, arrays = json.loads(str(held["described"])), {k: held[k] for k in ("top", "residuals")}
+        described |= {"format": 99} if damage == "format" else {}
+        if damage == "key":
+            described.pop("tail_index")
+        np.savez(path, **arrays, described=json.dumps(described))
+    with pytest.raises(ValueError, match=r"s\.npz' is not a whole spectrum file: .*; make it again"):
+        load_spectrum(path)
+
+
+def test_a_spectrum_that_names_no_records_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not name its public records"):
+        replace(spectrum(), record_hashes=()).require_disjoint([record_hash(b"c")])

@@ -88,6 +88,7 @@ def values(pictures: Path, tmp_path: Path) -> dict[str, Any]:
         "optimizer.name": "sgd",
         "optimizer.learning_rate": 0.5,
         "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 0,
         "noise.bands": 2,
         "training.expected_batch_size": 16,
         "training.steps": 4,

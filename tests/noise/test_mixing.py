@@ -301,7 +301,8 @@ def test_a_matrix_is_read_back_bit_by_bit(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mixing.npz"]
     (tmp_path / "torn.npz").write_bytes((tmp_path / "mixing.npz").read_bytes()[:200])
     np.savez(tmp_path / "other.npz", weights=np.ones(3))
-    for name in ("missing.npz", "other.npz"):
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "mixing.npz").read_bytes()[:-100])
+    for name in ("missing.npz", "other.npz", "torn.npz", "cut.npz"):
         with pytest.raises(ValueError, match=f"mixing=.*{name}' is no mixing matrix"):
             load_mixing(tmp_path / name)
 
@@ -467,7 +468,9 @@ def test_a_floor_keeps_the_noise_of_every_step_in_bounds() -> None:
 
 @pytest.mark.parametrize("make", [lambda mu: Curvature(mu, 0.5, 6), lambda mu: curvature_workload(mu, 0.5, 6)])
 def test_eigenvalues_beyond_the_stable_rate_are_clamped_with_a_warning_that_counts_them(make) -> None:
-    with pytest.warns(UserWarning, match="2 of 4 eigenvalues exceed 2 / learning_rate = 4 .*largest is 1e.06"):
+    with pytest.warns(
+        UserWarning, match="2 of 4 eigenvalues exceed 2 / learning_rate = 4 .*largest is 1e.06.* 2 are clamped to 4"
+    ):
         found = make((1e6, 5.0, 4.0, 1.0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

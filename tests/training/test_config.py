@@ -91,6 +91,12 @@ def test_whole_numbers_are_numbers() -> None:
         ("clipping.max_physical_batch_size", 0, "clipping.max_physical_batch_size=0"),
         ("training.checkpoint_every", 0, "training.checkpoint_every=0"),
         ("training.eval_every", -1, "training.eval_every=-1"),
+        ("spectrum.top", 1, "spectrum.top=1"),
+        ("spectrum.probes", 1, "spectrum.probes=1"),
+        ("spectrum.lanczos_steps", 1, "spectrum.lanczos_steps=1"),
+        ("spectrum.tail_value", 0.0, "spectrum.tail_value=0.0"),
+        ("spectrum.head_epochs", -1, "spectrum.head_epochs=-1"),
+        ("spectrum.simclr_epochs", -1, "spectrum.simclr_epochs=-1"),
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_runs import config_of, crash_at, interrupt_at, train, weights
 
 from quietgrad.accounting import epsilon
@@ -18,7 +19,8 @@ from quietgrad.curvature import load_spectrum
 from quietgrad.facts import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import read_ledger
 from quietgrad.noise import BandedNoise
-from quietgrad.noise.mixing import load_mixing
+from quietgrad.noise.mixing import load_mixing, mixing_matrix
+from quietgrad.noise.workloads import PrefixSums
 from quietgrad.training.comparison import run_comparison
 from quietgrad.training.comparison_table import load_comparison
 from quietgrad.training.image_data import load_images, split_images
@@ -300,12 +302,62 @@ def test_spectrum_then_noisecurve(quietgrad, values, write_config, tmp_path: Pat
         prepare(config_of(curved | {"model.tune": "head"}))
     # With nothing set aside, the images that the spectrum saw are private now.
     with pytest.raises(ValueError, match="among the private training records"):
-        prepare(config_of(curved | {"data.public_fraction": 0.0}))
+        prepare(config_of(curved | {"data.public_fraction": 0.0, "model.weights": ""}))
     with pytest.warns(UserWarning, match="plain SGD"):
         prepare(config_of(curved | {"optimizer.name": "adamw", "optimizer.learning_rate": 1e-3}))
     curvature = curved | {"noise.curvature_factor": 1.0, "optimizer.learning_rate": 1e4}
     with pytest.warns(UserWarning, match="eigenvalues exceed"):
         prepare(config_of(curvature))
+
+
+def test_weights_know_the_images_that_they_are_from(values, tmp_path: Path) -> None:
+    """Whatever the noise: no epsilon accounts for what was fitted to private images before."""
+    made = make_spectrum(config_of(values), lambda line: None)
+    weights = {"model.weights": str(made.weights_path)}
+    for noise in ({}, {"noise.method": "independent", "noise.bands": 0}):
+        prepare(config_of(values | weights | noise))
+        for changed in ({"data.public_fraction": 0.0}, {"data.public_fraction": 0.1}):
+            with pytest.raises(
+                ValueError, match=r"model.weights='.*' were trained without privacy on \d+ of the private"
+            ):
+                prepare(config_of(values | weights | noise | changed))
+        with pytest.raises(ValueError, match=r"of the form \[1, 8, 8\], the private ones have \[1, 6, 6\]"):
+            prepare(config_of(values | weights | noise | {"data.image_size": 6}))
+    # Weights of other origin say nothing of their data, and a header that was tampered with is no reason to believe them.
+    tensors = load_file(str(made.weights_path))
+    plain, odd = tmp_path / "plain.safetensors", tmp_path / "odd.safetensors"
+    save_file(tensors, str(plain))
+    save_file(tensors, str(odd), {"quietgrad": "{}"})
+    prepare(config_of(values | {"model.weights": str(plain), "data.public_fraction": 0.0}))
+    with pytest.raises(ValueError, match="does not say which images it is from"):
+        prepare(config_of(values | {"model.weights": str(odd)}))
+
+
+def test_plan_says_what_is_not_read_and_compares_at_the_same_epsilon(quietgrad, values, write_config) -> None:
+    code, out, err = quietgrad("plan", write_config(values | {"noise.clamp": 1.5, "denoising.kappa": 3.0}), "--json")
+    said = " ".join(err.split())
+    assert code == 0 and said.count("is without effect") == 2
+    assert "noise.clamp=1.5 is without effect: noise.method='banded'" in said
+    assert "denoising.kappa=3.0 is without effect: denoising.method='none'" in said
+    planned = json.loads(out)
+    plain = prepare(config_of(values | {"noise.method": "independent", "noise.bands": 0})).plan
+    expected = (planned["noise_multiplier"] / plain.noise_multiplier) ** 2
+    expected *= planned["objective"] / planned["objective_of_independent_noise"]
+    assert planned["predicted_error_ratio"] == pytest.approx(expected)
+    code, _, err = quietgrad("plan", write_config(values))
+    assert code == 0 and "without effect" not in err
+
+
+def test_banded_noise_follows_the_schedule(values) -> None:
+    constant = prepare(config_of(values)).plan.mixing
+    falling = prepare(config_of(values | {"optimizer.schedule": "linear", "optimizer.warmup_steps": 2})).plan.mixing
+    rates = tuple((1.0, 2.0, *[3.0] * 7)[t] / 3 * (1 - 0.95 * t / 9) for t in range(9))
+    expected = mixing_matrix(PrefixSums(9, 0.0, rates), 3)
+    assert falling.objective == pytest.approx(expected.objective, rel=1e-9)
+    np.testing.assert_allclose(falling.banded.columns, expected.banded.columns, atol=1e-6)
+    assert np.abs(falling.banded.columns - constant.banded.columns).max() > 0.01
+    alike = {"optimizer.schedule": "linear", "noise.family": "toeplitz"}
+    assert prepare(config_of(values | alike)).plan.mixing.workload == "prefix sums"
 
 
 def test_public_data_may_not_be_the_private_ones(values, images: Path) -> None:

@@ -15,6 +15,7 @@ from quietgrad.cli.noise import noise_record, noise_rows
 from quietgrad.cli.output import console, fail, print_json, print_table
 from quietgrad.training.config import TrainConfig, load_config, load_saved_config, require_same_settings
 from quietgrad.training.references import references_for
+from quietgrad.training.unread import unread_settings
 
 
 def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_json: bool) -> None:
@@ -23,6 +24,7 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     config = _config_to_run(config_path, overrides, resume)
     from quietgrad.training.run_dir import open_run_dir
 
+    _say_what_is_unread(config)
     run_dir = open_run_dir(config.training.run_dir, resume)
     if resume:
         require_same_settings(load_saved_config(run_dir.config), config)
@@ -85,6 +87,7 @@ def run_plan(config_path: Path | None, overrides: list[str], as_json: bool) -> N
     """See ``quietgrad plan --help``."""
     target = console(as_json)
     config = load_config(config_path, overrides)
+    _say_what_is_unread(config)
     prepared, _ = _prepare(config, target)
     from quietgrad.training.forecast import forecast
 
@@ -113,6 +116,11 @@ def run_plan(config_path: Path | None, overrides: list[str], as_json: bool) -> N
             ("trainable parameters", f"{record['trainable_parameters']:,} of {record['parameters']:,}"),
         ],
     )
+
+
+def _say_what_is_unread(config: TrainConfig) -> None:
+    for sentence in unread_settings(config):
+        Console(stderr=True).print(f"[bold]Note:[/bold] {sentence}", highlight=False, soft_wrap=True)
 
 
 def _print_clipping(target: Console, record: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +66,11 @@ class Spectrum:
         )
 
     def require_disjoint(self, private_hashes: Iterable[str]) -> None:
-        """Raises ValueError if a private record is among the public ones: the noise is shaped by them without protection."""
+        """Raises ValueError if a private record is among the public ones, or none is named: the noise is shaped by them without protection."""
+        if not self.record_hashes:
+            raise ValueError(
+                "the spectrum does not name its public records, so private ones among them could not be told; save it with their record_hashes (quietgrad.curvature.spectrum.record_hash)"
+            )
         shared = set(self.record_hashes) & set(private_hashes)
         if shared:
             raise ValueError(
@@ -98,20 +103,26 @@ def load_spectrum(path: str | Path) -> Spectrum:
     if not file.is_file():
         raise ValueError(f"spectrum={str(path)!r}: no such file; make one with quietgrad spectrum")
     try:
-        with np.load(file) as held:
+        with (
+            file.open("rb") as opened,
+            np.load(opened) as held,
+        ):  # numpy leaves its own open where the archive is damaged
             described = json.loads(str(held["described"]))
-            top, residuals = held["top"], held["residuals"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"spectrum={str(path)!r} is not a spectrum file: {error}") from error
-    return Spectrum(
-        top=top,
-        residuals=residuals,
-        tail_index=int(described["tail_index"]),
-        tail_value=float(described["tail_value"]),
-        parameters={name: tuple(shape) for name, shape in described["parameters"].items()},
-        record_hashes=tuple(described["record_hashes"]),
-        facts=described["facts"],
-    )
+            if described["format"] != FORMAT:
+                raise ValueError(f"format {described['format']!r}; this version reads {FORMAT}")
+            return Spectrum(
+                top=held["top"],
+                residuals=held["residuals"],
+                tail_index=int(described["tail_index"]),
+                tail_value=float(described["tail_value"]),
+                parameters={name: tuple(shape) for name, shape in described["parameters"].items()},
+                record_hashes=tuple(described["record_hashes"]),
+                facts=described["facts"],
+            )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, BadZipFile) as error:
+        raise ValueError(
+            f"spectrum={str(path)!r} is not a whole spectrum file: {error!r}; make it again with quietgrad spectrum"
+        ) from error
 
 
 def record_hash(content: bytes) -> str:

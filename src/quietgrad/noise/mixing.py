@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,9 +80,9 @@ def load_mixing(path: str | Path) -> MixingMatrix:
         ValueError: if there is no such file, or it is not one.
     """
     try:
-        with np.load(path) as held:
+        with Path(path).open("rb") as opened, np.load(opened) as held:
             return MixingMatrix(BandedLower(held["columns"]), **json.loads(str(held["known"])))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, BadZipFile) as error:
         raise ValueError(f"mixing={str(path)!r} is no mixing matrix: {error}") from error
 
 

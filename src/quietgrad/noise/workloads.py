@@ -133,11 +133,11 @@ class Curvature:
             )
         if not 0 < self.clamp <= 2:
             raise ValueError(f"clamp={self.clamp!r} must be in (0, 2]; beyond 2 the powers grow without bound")
-        beyond = int((mu > 2 / self.learning_rate).sum())
+        beyond, limit = int((mu > 2 / self.learning_rate).sum()), self.clamp / self.learning_rate
         if beyond:
             warnings.warn(
                 f"learning_rate={self.learning_rate:g}: {beyond} of {mu.size} eigenvalues exceed 2 / learning_rate = {2 / self.learning_rate:.3g} (the largest is "
-                f"{mu.max():.3g}) and are clamped to {self.clamp / self.learning_rate:.3g}; plain SGD without clipping would diverge there",
+                f"{mu.max():.3g}), where plain SGD without clipping would diverge; {int((mu > limit).sum())} are clamped to {limit:.3g}",
                 UserWarning,
                 stacklevel=3,
             )

@@ -128,10 +128,16 @@ class TrainConfig:
             ("model.max_length", self.model.max_length),
             ("clipping.max_physical_batch_size", self.clipping.max_physical_batch_size),
             ("training.checkpoint_every", self.training.checkpoint_every),
-            ("spectrum.top", self.spectrum.top),
             ("spectrum.hessian_records", self.spectrum.hessian_records),
         ):
             require_at_least(name, value, 1, "use a whole number of at least 1")
+        for name, value in (
+            ("spectrum.top", self.spectrum.top),
+            ("spectrum.probes", self.spectrum.probes),
+            ("spectrum.lanczos_steps", self.spectrum.lanczos_steps),
+        ):
+            require_at_least(name, value, 2, "a line or an error cannot be told from one value")
+        require_positive("spectrum.tail_value", self.spectrum.tail_value)
         at_least_zero: tuple[tuple[str, float], ...] = (
             ("model.lora_alpha", self.model.lora_alpha),
             ("model.lora_layers", self.model.lora_layers),
@@ -139,6 +145,8 @@ class TrainConfig:
             ("model.public_head_steps", self.model.public_head_steps),
             ("data.image_size", self.data.image_size),
             ("spectrum.public_images", self.spectrum.public_images),
+            ("spectrum.simclr_epochs", self.spectrum.simclr_epochs),
+            ("spectrum.head_epochs", self.spectrum.head_epochs),
             ("noise.bands", self.noise.bands),
             ("noise.floor", self.noise.floor),
             ("noise.curvature_factor", self.noise.curvature_factor),

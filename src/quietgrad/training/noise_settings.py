@@ -10,10 +10,11 @@ import numpy as np
 from torch import nn
 
 from quietgrad.curvature.spectrum import Spectrum, load_spectrum, record_hash
-from quietgrad.noise.mixing import MixingMatrix
+from quietgrad.noise.mixing import LARGEST_BANDED, MixingMatrix
 from quietgrad.noise.workloads import Curvature, PrefixSums, Workload
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.config import TrainConfig
+from quietgrad.training.optimizers import rate_factor
 
 
 def noise_settings(config: TrainConfig, mixing: MixingMatrix | None = None) -> dict[str, Any]:
@@ -30,10 +31,12 @@ def noise_settings(config: TrainConfig, mixing: MixingMatrix | None = None) -> d
         return {"mixing": mixing, "noise_memory": table.memory}
     workload: Callable[[int], Workload]
     if table.method == "noisecurve":
-        if config.optimizer.name != "sgd" or config.optimizer.momentum or config.optimizer.schedule != "constant":
+        optimizer = config.optimizer
+        plain = optimizer.name == "sgd" and not optimizer.momentum and optimizer.head_learning_rate is None
+        if not plain or optimizer.schedule != "constant" or optimizer.warmup_steps:
             warnings.warn(
-                "noise.method='noisecurve' is derived for plain SGD with a constant learning rate (optimizer.name='sgd', momentum=0, schedule='constant'); with other "
-                "optimisers it is as private, but its matrix is not the best one",
+                "noise.method='noisecurve' is derived for plain SGD with one constant learning rate (optimizer.name='sgd', momentum=0, schedule='constant', warmup_steps=0, no "
+                "head_learning_rate); otherwise it is as private, but its matrix is not the best one",
                 UserWarning,
                 stacklevel=2,
             )
@@ -49,7 +52,7 @@ def noise_settings(config: TrainConfig, mixing: MixingMatrix | None = None) -> d
         momentum = config.optimizer.momentum if config.optimizer.name == "sgd" else 0.0
 
         def workload(steps: int) -> Workload:
-            return PrefixSums(steps, momentum)
+            return PrefixSums(steps, momentum, _schedule(config, steps))
 
     return {
         "bands": table.bands if table.bands else "auto",
@@ -57,6 +60,14 @@ def noise_settings(config: TrainConfig, mixing: MixingMatrix | None = None) -> d
         "mixing_family": table.family,
         "noise_memory": table.memory,
     }
+
+
+def _schedule(config: TrainConfig, steps: int) -> tuple[float, ...] | None:
+    """Learning rates by step up to a factor; None for a constant one, and for the Toeplitz family, which treats all steps alike."""
+    if config.noise.family == "toeplitz" or (config.noise.family == "auto" and steps > LARGEST_BANDED):
+        return None
+    rates = tuple(rate_factor(config.optimizer, step, steps) for step in range(steps))
+    return None if len(set(rates)) == 1 else rates
 
 
 def clipping_factor(spectrum: Spectrum, max_grad_norm: float) -> float:

@@ -88,9 +88,14 @@ def build_optimizer(
     base = [float(g["lr"]) for g in optimizer.param_groups]
 
     def schedule(step: int) -> None:
-        warm = min(1.0, (step + 1) / (table.warmup_steps + 1))
-        decay = 1.0 if table.schedule == "constant" else LAST_RATE + (1 - LAST_RATE) * (1 - step / max(steps, 1))
         for group, rate in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = rate * min(warm, 1.0) * decay
+            group["lr"] = rate * rate_factor(table, step, steps)
 
     return optimizer, schedule
+
+
+def rate_factor(table: OptimizerTable, step: int, steps: int) -> float:
+    """What the learning rate is multiplied by at a step (0-based) of ``steps``."""
+    warm = min(1.0, (step + 1) / (table.warmup_steps + 1))
+    decay = 1.0 if table.schedule == "constant" else LAST_RATE + (1 - LAST_RATE) * (1 - step / max(steps, 1))
+    return warm * decay

@@ -27,6 +27,7 @@ from quietgrad.training.models import LoadedModel
 from quietgrad.training.noise_settings import check_spectrum, noise_settings
 from quietgrad.training.prefix_cache import PrefixCache, build_prefix_cache
 from quietgrad.training.public_head import draw_random_head, fit_public_head
+from quietgrad.training.public_weights import check_public_weights
 from quietgrad.training.records import Records, classification_loss, spread
 from quietgrad.training.tasks import Task, load_model, load_task
 from quietgrad.training.text_batches import TokenisedTexts, every_other
@@ -151,6 +152,7 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
     """
     device = _device(config.training.device)
     task = load_task(config)
+    check_public_weights(config.model.weights, task.record_ids, task.image_shape)
     # The plan is built before the model is loaded: its mistakes are cheaper to find.
     plan = build_plan(config, task.record_ids, mixing)
     if plan is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from quietgrad.training.image_models import (
     load_image_classifier,
 )
 from quietgrad.training.models import Tuning
+from quietgrad.training.public_weights import save_public_weights
 from quietgrad.training.records import classification_loss
 from quietgrad.training.run_dir import environment
 from quietgrad.training.tasks import Task, load_task, load_unlabelled_images
@@ -103,7 +103,7 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
     started |= {name: torch.zeros_like(value) for name, value in started.items() if name.startswith("head.")}
     if weights_path is not None:
         weights_path.parent.mkdir(parents=True, exist_ok=True)
-        _save_weights(started, weights_path)
+        save_public_weights(started, weights_path, public.record_ids, public.pixels.shape[1:])
     convex = config.model.tune == "head"
     spectrum = _spectrum(config, top if convex else model, public, features if convex else pixels, labels, report)
     spectrum.save(spectrum_path)
@@ -200,11 +200,3 @@ def _spectrum(
     hashes = tuple(sorted({record_hash(i) for i in public.record_ids}))
     shapes = {name: tuple(p.shape) for name, p in trainable_parameters(model).items()}
     return Spectrum(top.values, top.residuals, tail, shapes, hashes, table.tail_value, facts)
-
-
-def _save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    temporary = path.with_suffix(".tmp")
-    save_file({name: value.detach().contiguous().cpu() for name, value in weights.items()}, str(temporary))
-    os.replace(temporary, path)

@@ -1,0 +1,39 @@
+"""Settings that were changed and that nothing reads, so that nobody believes in noise or denoising that does not run."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from quietgrad.training.config import TrainConfig
+from quietgrad.training.tables import DenoisingTable, NoiseTable
+
+CURVATURE_ONLY = ("spectrum", "curvature_factor", "floor", "horizon", "clamp")
+# Method -> keys of its table that it does not read.
+NOISE = {
+    "independent": tuple(f.name for f in fields(NoiseTable) if f.name != "method"),
+    "banded": CURVATURE_ONLY,
+    "noisecurve": (),
+}
+DENOISING = {
+    "none": tuple(f.name for f in fields(DenoisingTable) if f.name != "method"),
+    "paper": ("target", "amplify"),
+    "spectral": (),
+}
+
+
+def unread_settings(config: TrainConfig) -> list[str]:
+    """One sentence for every key of [noise] and [denoising] that differs from its default and is without effect."""
+    found = []
+    for name, table, unread in (
+        ("noise", config.noise, NOISE[config.noise.method]),
+        ("denoising", config.denoising, DENOISING[config.denoising.method]),
+    ):
+        default = type(table)()
+        changed = [key for key in unread if getattr(table, key) != getattr(default, key)]
+        found += [
+            f"{name}.{key}={getattr(table, key)!r} is without effect: {name}.method={table.method!r} does not read it"
+            for key in changed
+        ]
+        if table.method != default.method and not config.privacy.enabled:
+            found.append(f"{name}.method={table.method!r} is without effect: privacy.enabled=false adds no noise")
+    return found
