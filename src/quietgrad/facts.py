@@ -183,3 +183,14 @@ def _phase_from_json(record: dict[str, Any]) -> PoissonGaussian:
         bands=record.get("bands", 1),
         clipping=RandomizedClipping(**sketch) if sketch else ExactClipping(),
     )
+
+
+@dataclass(frozen=True)
+class NotPrivate:
+    """Leave to look at values that no noise covers (``quietgrad.research``). ``PrivateRun.give_up_privacy`` gives it, and the run has no epsilon from then on.
+
+    Attributes:
+        reason: why there is nothing to protect, such as "synthetic data"; of a run it is written to the ledger.
+    """
+
+    reason: str

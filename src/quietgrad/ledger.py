@@ -29,6 +29,7 @@ class LedgerContents:
         header: the last mechanism line: facts such as dataset size and target delta.
         noise_block: for correlated noise, the step at which the last block began and the digest of its mixing matrix.
         noise_sessions: first step and public name of every session that drew from that block.
+        not_private: why the run gave up privacy (``PrivateRun.give_up_privacy``): no epsilon covers it; None for any other.
     """
 
     event: PrivacyEvent | None
@@ -36,6 +37,7 @@ class LedgerContents:
     header: dict[str, Any]
     noise_block: tuple[int, str] | None = None
     noise_sessions: tuple[tuple[int, str], ...] = ()
+    not_private: str | None = None
 
 
 def ledger_path(path: str | Path) -> Path:
@@ -63,6 +65,7 @@ def read_ledger(path: str | Path) -> LedgerContents:
     header: dict[str, Any] = {}
     block: tuple[int, str] | None = None
     sessions: list[tuple[int, str]] = []
+    given_up: str | None = None
     lines = file.read_bytes().split(b"\n")
     complete, torn = lines[:-1], lines[-1]
     for number, line in enumerate(complete, start=1):
@@ -72,10 +75,10 @@ def read_ledger(path: str | Path) -> LedgerContents:
             record = json.loads(line)
             kind = record["type"]
             if kind == "mechanism":
-                event = event_from_json(record["event"])
-                if not isinstance(event, PoissonGaussian):
+                stated = event_from_json(record["event"])
+                if not isinstance(stated, PoissonGaussian):
                     raise ValueError("a mechanism line holds one mechanism")
-                phases.append(event)
+                phases.append(stated)
                 counts.append(0)
                 header = record
             elif kind == "release":
@@ -84,6 +87,8 @@ def read_ledger(path: str | Path) -> LedgerContents:
                 block, sessions = (int(record["step"]), str(record["mixing"])), []
             elif kind == "noise-session":
                 sessions.append((int(record["step"]), str(record["name"])))
+            elif kind == "not-private":
+                given_up = str(record["reason"])
             else:
                 raise ValueError(f"type {kind!r} is unknown to this version, which cannot count it")
         except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -94,9 +99,10 @@ def read_ledger(path: str | Path) -> LedgerContents:
         counts[-1] += 1  # a release whose line was cut off: counted, because its noise may exist
     spent = tuple(p.after(n) for p, n in zip(phases, counts, strict=True) if n)
     total = sum(counts)
-    if not spent:
-        return LedgerContents(None, 0, header, block, tuple(sessions))
-    return LedgerContents(spent[0] if len(spent) == 1 else EventSequence(spent), total, header, block, tuple(sessions))
+    event: PrivacyEvent | None = None
+    if spent:
+        event = spent[0] if len(spent) == 1 else EventSequence(spent)
+    return LedgerContents(event, total, header, block, tuple(sessions), given_up)
 
 
 class LedgerWriter:
@@ -133,6 +139,10 @@ class LedgerWriter:
     def release(self, step: int) -> None:
         """Says that release number ``step`` is about to be made."""
         self._append({"type": "release", "step": step})
+
+    def not_private(self, reason: str) -> None:
+        """Says that values which no noise covers are looked at from here on: the run has no epsilon."""
+        self._append({"type": "not-private", "reason": reason})
 
     def close(self) -> None:
         self._file.close()

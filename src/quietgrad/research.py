@@ -1,7 +1,7 @@
 """Measurements that need the clipped gradient before its noise: for understanding denoisers on data that are not private.
 
-What is returned here depends on private values that no noise covers. Every function asks for ``not_private=True``, every record says so, and nothing else in the library
-calls them. A run that used them has no epsilon. Source: Gradient Matrix Denoising, section 3.1 (Improvement(t)) and its per-layer form.
+What is returned here depends on private values that no noise covers. Every function asks for a ``NotPrivate``, which ``PrivateRun.give_up_privacy`` gives: from then on the run's epsilon is
+infinite and its ledger says why. Every record says that it is not private, and nothing else in the library calls these functions. Source: Gradient Matrix Denoising, section 3.1 (Improvement(t)) and its per-layer form.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.denoising.denoiser import SpectralDenoiser
 from quietgrad.denoising.formulas import bulk_edge
 from quietgrad.denoising.matrices import matrix_shapes
+from quietgrad.facts import NotPrivate
 from quietgrad.noise.noisy_sum import NoisySum
 
 
@@ -65,7 +66,7 @@ def alignment(
     denoiser: SpectralDenoiser,
     model: nn.Module | None = None,
     *,
-    not_private: bool = False,
+    not_private: NotPrivate,
 ) -> Alignment:
     """How much closer to the clipped gradient denoising brings a release, as a whole and layer by layer. Private: see the module.
 
@@ -73,10 +74,10 @@ def alignment(
         clipped, noisy: the sum before and after its noise.
         denoiser: with target="gradient".
         model: tells embeddings and experts from other weights.
-        not_private: must be True.
+        not_private: from ``run.give_up_privacy(reason)``; ``NotPrivate(reason)`` for values that are of no run.
 
     Raises:
-        ValueError: without ``not_private=True``.
+        TypeError: without it.
     """
     _require_switch(not_private)
     denoised = denoiser.denoise(noisy, model).gradients
@@ -95,7 +96,7 @@ def alignment(
 
 
 def singular_values(
-    clipped: ClippedSum, noisy: NoisySum, name: str, *, not_private: bool = False
+    clipped: ClippedSum, noisy: NoisySum, name: str, *, not_private: NotPrivate
 ) -> tuple[Tensor, Tensor, float]:
     """(before, after the noise, edge of the bulk) for one parameter, seen as rows x the rest. Private: see the module."""
     _require_switch(not_private)
@@ -103,11 +104,11 @@ def singular_values(
     return torch.linalg.svdvals(clean), torch.linalg.svdvals(loud), bulk_edge(clean.shape, noisy.noise_std)
 
 
-def _require_switch(not_private: bool) -> None:
-    if not_private is not True:
-        raise ValueError(
-            "not_private=False: this looks at clipped gradients before their noise, so what it returns is private and a run that uses it has no epsilon; pass "
-            "not_private=True on data that need no protection"
+def _require_switch(not_private: NotPrivate) -> None:
+    if not isinstance(not_private, NotPrivate):
+        raise TypeError(
+            f"not_private={not_private!r}: this looks at clipped gradients before their noise, so what it returns is private and a run that uses it has no epsilon; on data that need no "
+            "protection pass not_private=run.give_up_privacy(reason)"
         )
 
 

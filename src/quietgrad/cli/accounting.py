@@ -93,6 +93,12 @@ def _from_ledger(path: Path, delta: float | None, as_json: bool) -> None:
     require_delta("delta", at)
     relation = contents.header.get("neighbouring", "add-remove")
     extra = {"releases": contents.releases, "ledger": str(path), "neighbouring": relation}
+    if contents.not_private is not None:
+        if as_json:
+            print_json({"epsilon": None, "delta": at, "not_private": contents.not_private, **extra})
+        else:
+            console(False).print(f"No epsilon: this run gave up privacy ({contents.not_private}).", markup=False)
+        return
     if contents.event is None:
         record = {"epsilon": 0.0, "delta": at, **extra}
         if as_json:

@@ -139,7 +139,7 @@ class PrivacyPlan:
         except BaseException:
             writer.close()
             raise
-        return PrivateRun(self, ring, writer, contents.releases, block)
+        return PrivateRun(self, ring, writer, contents.releases, block, contents.not_private is not None)
 
     @property
     def neighbouring(self) -> str:

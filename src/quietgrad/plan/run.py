@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from torch import nn
 from quietgrad.accounting import epsilon_report
 from quietgrad.clipping.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum
-from quietgrad.facts import RandomizedClipping
+from quietgrad.facts import NotPrivate, RandomizedClipping
 from quietgrad.keyring import KeyRing
 from quietgrad.ledger import LedgerWriter
 from quietgrad.noise.correlated import NoiseHistory
@@ -30,7 +31,13 @@ class PrivateRun:
     """A plan in progress: which release comes next, and the streams. Never makes more releases than the plan has steps."""
 
     def __init__(
-        self, plan: PrivacyPlan, ring: KeyRing, writer: LedgerWriter | None, released: int, block: int = 0
+        self,
+        plan: PrivacyPlan,
+        ring: KeyRing,
+        writer: LedgerWriter | None,
+        released: int,
+        block: int = 0,
+        given_up: bool = False,
     ) -> None:
         self.plan = plan
         self._ring = ring
@@ -38,6 +45,7 @@ class PrivateRun:
         self._writer = writer
         self._released = released
         self._block = block
+        self._given_up = given_up
         self._history: NoiseHistory | None = None
         self._open_batch: int | None = None
         self._projection_stream: tuple[int, torch.Generator] | None = None
@@ -124,11 +132,26 @@ class PrivateRun:
         return noisy
 
     def epsilon(self) -> float:
-        """Privacy spent so far at the plan's delta; 0 before the first release."""
+        """Privacy spent so far at the plan's delta; 0 before the first release, infinite once privacy was given up."""
+        if self._given_up:
+            return math.inf
         if self._released == 0:
             return 0.0
 
         return epsilon_report(self.plan.event.after(self._released), self.plan.delta).epsilon
+
+    def give_up_privacy(self, reason: str) -> NotPrivate:
+        """Leave for ``quietgrad.research`` to look at clipped gradients before their noise, for data that need no protection. The ledger says so for good; epsilon is infinite.
+
+        Raises:
+            ValueError: without a reason.
+        """
+        if not isinstance(reason, str) or not reason.strip():
+            raise ValueError(f"reason={reason!r}: say why these data need no protection; the ledger keeps it")
+        if self._writer is not None:
+            self._writer.not_private(reason)
+        self._given_up = True
+        return NotPrivate(reason)
 
     def close(self) -> None:
         """Closes the ledger."""
