@@ -3,7 +3,7 @@
     python benchmarks/denoising.py [--regimes minilm-full minilm-lora llama ...] [--parts overhead noise] [--output benchmarks/results/denoising.json]
 
 Overhead: the denoiser's time over that of the step's gradient work (clipping of the whole batch, noise, mean; no optimiser), taken in turn, medians and ranges over rounds. Twice: on
-releases in which nothing stands out (the certified test alone), and with three spikes of 1.5, 2 and 4 detection thresholds in every matrix (test, search and update everywhere, the dearest
+releases in which nothing stands out (the certified test alone), and with three spikes of 1.5, 2 and 4 detection thresholds in every matrix (test, search and update everywhere, a dear
 case). "naive" is a full singular value decomposition of every matrix, as a first implementation would have it. Random weights and token ids: times do not depend on their values.
 
 Where a step takes a minute or more here (RoBERTa at batch 1024, the Llama at 128), a micro-batch is timed and multiplied; the others run whole.

@@ -200,3 +200,18 @@ def test_the_search_begins_with_the_vectors_of_the_test(monkeypatch: pytest.Monk
     (start,) = starts
     top = torch.linalg.svd(stack[1].double(), full_matrices=False).U[:, 0]
     assert start.shape[0] == 1 and float((start[0].double() @ top).norm()) > 0.999  # eight random vectors: 0.14
+
+
+@pytest.mark.parametrize("strongest", [4.0, 8.0, 12.0, 20.0, 30.0, 50.0, 200.0])
+@pytest.mark.parametrize("shape", [(384, 384), (420, 900)])
+def test_a_strong_spike_hides_no_weak_ones(shape: tuple[int, int], strongest: float) -> None:
+    """Three equal ones just above the edge beside it, as the test's vectors lead to them and without."""
+    for seed in range(3):
+        noisy = spiked(shape, [strongest, 1.3, 1.3, 1.3], seed)
+        exact = torch.linalg.svdvals(noisy[0].double())
+        exact = exact[exact > 1.02 * bulk_edge(shape, 1.0)]
+        detected = detect(noisy, 1.0, 1.02)
+        assert detected is not None
+        for spikes in (detected[1], find_spikes(noisy, 1.0)):
+            found = spikes.values_lp[0, : len(exact)].double()
+            torch.testing.assert_close(found, exact, rtol=2e-3, atol=0)
