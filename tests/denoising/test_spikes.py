@@ -212,6 +212,6 @@ def test_a_strong_spike_hides_no_weak_ones(shape: tuple[int, int], strongest: fl
         exact = exact[exact > 1.02 * bulk_edge(shape, 1.0)]
         detected = detect(noisy, 1.0, 1.02)
         assert detected is not None
-        for spikes in (detected[1], find_spikes(noisy, 1.0)):
-            found = spikes.values_lp[0, : len(exact)].double()
+        for one in (detected[1], find_spikes(noisy, 1.0)):
+            found = one.values_lp[0, : len(exact)].double()
             torch.testing.assert_close(found, exact, rtol=2e-3, atol=0)
