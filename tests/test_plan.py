@@ -6,6 +6,7 @@ import math
 import warnings
 from dataclasses import FrozenInstanceError, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.accounting import epsilon
 from quietgrad.accounting.calibrate import EPSILON_TOLERANCE
 from quietgrad.clipping import Clipper
+from quietgrad.denoising import SpectralDenoiser
 from quietgrad.facts import ExactClipping, RandomizedClipping
 from quietgrad.noise import GaussianNoise
 from quietgrad.plan import PrivateRun
@@ -308,3 +310,27 @@ def test_projections_differ_between_micro_batches_and_releases() -> None:
         norms += [float(part.gradients["weight"].norm()) for part in parts]
         run.release(parts[0] + parts[1])
     assert len(set(norms)) == len(norms)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ids", "error", "message"),
+    [
+        (
+            {"mixing": np.eye(10)},
+            None,
+            TypeError,
+            "mixing must be what quietgrad.noise.mixing_matrix returned, not ndarray",
+        ),
+        ({"denoiser": "paper"}, None, TypeError, r"denoiser must be a SpectralDenoiser\(\.\.\.\), not 'paper'"),
+        ({"denoiser": SpectralDenoiser}, None, TypeError, "denoiser must be a SpectralDenoiser"),
+        ({"mixing_family": "wide"}, None, ValueError, "mixing_family='wide' is unknown"),
+        ({"noise_memory": "none"}, None, ValueError, "noise_memory='none' is unknown"),
+        ({"bands": 2}, ["a", "b"] * 50, TypeError, "record_ids holds 'a', of type str; give bytes"),
+    ],
+)
+def test_what_is_of_another_type_is_named(
+    changes: dict[str, Any], ids: Any, error: type[Exception], message: str
+) -> None:
+    config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, expected_batch_size=10, steps=10, **changes)
+    with pytest.raises(error, match=message):
+        config.build(100, ids)

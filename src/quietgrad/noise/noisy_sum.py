@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from quietgrad.checks import require_positive
+from quietgrad.checks import require_at_least, require_finite, require_positive
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class NoisySum:
     noise_std: float
     mixing_row: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
     denoised: bool = False
+
+    def __post_init__(self) -> None:
+        require_finite("noise_std", self.noise_std)
+        require_at_least("noise_std", self.noise_std, 0, "pass the standard deviation of the noise that was added")
 
     def mean(self, expected_batch_size: float) -> dict[str, Tensor]:
         """Gradients divided by the expected batch size, never by the realised one, which is private (erratum E1)."""

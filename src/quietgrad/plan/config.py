@@ -18,9 +18,9 @@ from quietgrad.clipping.thresholds import SCALINGS
 from quietgrad.denoising.denoiser import SpectralDenoiser
 from quietgrad.facts import PoissonGaussian
 from quietgrad.noise.bands import BandChoice, choose_bands, default_candidates
-from quietgrad.noise.correlated import BandedNoise
+from quietgrad.noise.correlated import MEMORIES, BandedNoise
 from quietgrad.noise.gaussian import GaussianNoise
-from quietgrad.noise.mixing import MixingMatrix, mixing_matrix
+from quietgrad.noise.mixing import FAMILIES, MixingMatrix, mixing_matrix
 from quietgrad.noise.workloads import PrefixSums, Workload, as_workload
 from quietgrad.plan.plan import PrivacyPlan
 from quietgrad.randomness import RandomKey
@@ -95,6 +95,14 @@ class PrivacyConfig:
         require_at_least("dataset_size", dataset_size, 1, "there is nothing to train on")
         if self.seed is not None:
             RandomKey.from_seed(self.seed)
+        require_word("mixing_family", self.mixing_family, FAMILIES)
+        require_word("noise_memory", self.noise_memory, MEMORIES)
+        if self.mixing is not None and not isinstance(self.mixing, MixingMatrix):
+            raise TypeError(
+                f"mixing must be what quietgrad.noise.mixing_matrix returned, not {type(self.mixing).__name__}; for a matrix of your own give its workload and bands"
+            )
+        if self.denoiser is not None and not isinstance(self.denoiser, SpectralDenoiser):
+            raise TypeError(f"denoiser must be a SpectralDenoiser(...), not {self.denoiser!r}")
         if self.denoiser is not None and self.denoiser.target != "gradient":
             raise ValueError(
                 f"denoiser.target={self.denoiser.target!r} acts inside the optimiser: pass that denoiser to quietgrad.denoising.SpectralAdamW or SpectralSGD, and "
