@@ -239,3 +239,15 @@ def test_the_shrinker_is_what_is_applied() -> None:
     expected = (u * shrink(y, (384, 384), 1.0)) @ vh
     found = denoise_matrix(noisy, 1.0, norm_correction=False).double()
     assert float((found - expected).norm() / expected.norm()) < 0.01
+
+
+def test_a_model_that_was_not_clipped_is_refused() -> None:
+    """Its parameters have other names, so embeddings could not be told from other weights."""
+    inner = torch.nn.Embedding(100, 80)
+    released = NoisySum({"weight": torch.randn(100, 80)}, 1.0)
+    assert SpectralDenoiser.paper().denoise(released, inner).gradients["weight"] is released.gradients["weight"]
+    with pytest.raises(ValueError, match="the model has no parameter named 'weight'; pass the model that was clipped"):
+        SpectralDenoiser.paper().denoise(released, torch.nn.Sequential(inner))
+    for noise_std in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match="noise_std="):
+            NoisySum({"w": torch.ones(2)}, noise_std)

@@ -90,7 +90,7 @@ class SpectralDenoiser:
 
         Args:
             noisy: a released sum.
-            model: tells embeddings and experts from other weights.
+            model: tells embeddings and experts from other weights; without it embeddings are matrices like others.
 
         Raises:
             TypeError: for anything that was not released.

@@ -32,8 +32,16 @@ def matrix_shapes(gradients: Mapping[str, Tensor], model: nn.Module | None, embe
         gradients: parameter name -> gradient.
         model: tells embeddings and experts apart from other weights; without it every weight of two or more dimensions counts, seen as rows x the rest.
         embeddings: whether embedding tables count (with a model).
+
+    Raises:
+        ValueError: if the model lacks one of the parameters.
     """
     owners = {} if model is None else _owners(model)
+    strange = next((name for name in gradients if model is not None and name not in owners), None)
+    if strange is not None:  # its embeddings could not be told
+        raise ValueError(
+            f"the model has no parameter named {strange!r}; pass the model that was clipped, not a part or a wrapper of it"
+        )
     found = {}
     for name, gradient in gradients.items():
         owner = owners.get(name)

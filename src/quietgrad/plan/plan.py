@@ -108,7 +108,8 @@ class PrivacyPlan:
         """Begins to run the plan, or goes on with it if the ledger already holds releases of the same mechanism.
 
         Correlated noise goes on exactly where its earlier draws can be made again: with the same seed, or ``keys``, and the same matrix. Otherwise it begins anew (a new
-        block): as private, a little less well correlated.
+        block): as private, a little less well correlated. Nothing here knows the dtype of the gradients, the kind of device or another seed: keep them between the sessions of a run.
+        With others it draws other numbers, which is as private, but is not correlated across the stop, and ``NoisySum.mixing_row`` does not say so.
 
         Args:
             ledger: file to record every release in before it is made; None keeps count in memory only.
