@@ -71,15 +71,24 @@ def test_two_shards_make_each_run_once(quietgrad: Any, write_comparison: WriteCo
     assert made[-1] == len(lines) == 4
 
 
-def test_distinct_counts_equal_inputs_once(quietgrad: Any, write_comparison: WriteComparison, csv_file: Path) -> None:
+def test_distinct_counts_equal_inputs_once(
+    quietgrad: Any, write_comparison: WriteComparison, csv_file: Path, tmp_path: Path
+) -> None:
     """Evaluated on one of each, and runs of the other protocol are not taken for it."""
     lines = csv_file.read_text().splitlines()
-    csv_file.write_text("\n".join([*lines, *lines[1:41]]) + "\n")  # 40 records a second time
+    repeated = tmp_path / "repeated.csv"
+    repeated.write_text("\n".join([*lines, *lines[1:41]]) + "\n")  # 40 records a second time
+
+    def write(**table: Any) -> Path:
+        path = write_comparison(**table)
+        path.write_text(path.read_text().replace(str(csv_file), str(repeated)))
+        return path
+
     few: dict[str, Any] = {"epsilons": [2.0], "seeds": 1, "tuning_seeds": 1, "learning_rates": [1e-3]}
-    path = write_comparison(**few)
+    path = write(**few)
     assert quietgrad("compare", path, "--json")[0] == 0
     everything = read_results(load_comparison(path))
-    path = write_comparison(**few, distinct=True)
+    path = write(**few, distinct=True)
     comparison = load_comparison(path)
     assert len(open_runs(comparison, read_results(comparison))) == 2
     bench = Workbench(comparison)
@@ -94,7 +103,7 @@ def test_distinct_counts_equal_inputs_once(quietgrad: Any, write_comparison: Wri
     for value, count in ((found["curve"][-1][1], bench.counted["validation"]), (found["test"], bench.counted["test"])):
         assert value * len(count) == pytest.approx(round(value * len(count)), abs=1e-6)
     with pytest.raises(ValueError, match=r"comparison\.distinct=1 must be of type bool"):
-        load_comparison(write_comparison(**few, distinct=1))
+        load_comparison(write(**few, distinct=1))
 
 
 def test_seeds_pair_the_variants(quietgrad: Any, write_comparison: WriteComparison) -> None:

@@ -82,7 +82,7 @@ def findings(folder: Path, tmp_path: Path) -> dict[str, Any]:
     return {
         "model.name": "cnn:groupnorm", "model.tune": "full",
         "data.source": str(folder), "data.label_separator": "|", "data.no_label": "No Finding", "data.text": CHEST.file, "data.label": CHEST.label, "data.image_size": 8,
-        "privacy.target_epsilon": 8.0, "optimizer.name": "sgd", "optimizer.schedule": "constant",
+        "privacy.target_epsilon": 8.0, "optimizer.name": "sgd", "optimizer.schedule": "constant", "optimizer.warmup_steps": 0,
         "training.expected_batch_size": 16, "training.steps": 2, "training.run_dir": str(tmp_path / "run"),
         "spectrum.public": str(folder.parent / "public"), "spectrum.output": str(tmp_path / "s.npz"),
         "spectrum.weights_output": str(tmp_path / "w.safetensors"), "spectrum.simclr_epochs": 0,
