@@ -319,8 +319,13 @@ def test_the_state_of_another_optimiser_is_refused_and_an_older_one_goes_on() ->
     theirs.step()
     optimizer = ours(network, "adam")
     optimizer.load_state_dict(theirs.state_dict())
-    with pytest.raises(ValueError, match="without its noise level"):
-        optimizer.step(second, B)
+    for frozen in (False, True):  # what is frozen keeps its level, so it needs one
+        network[0].requires_grad_(not frozen)
+        before = parameters_after(network)
+        with pytest.raises(ValueError, match="without its noise level"):
+            optimizer.step(second, B)
+        assert torch.equal(before, parameters_after(network))
+    network[0].requires_grad_(True)
     optimizer = ours(network, "adam")
     optimizer.step(first, B)
     state = optimizer.state_dict()

@@ -117,14 +117,15 @@ class _MomentOptimizer(torch.optim.Optimizer):
     def _histories(self, group: Group, named: Named) -> list[tuple[MomentNoise, Named]]:
         """Parameters by what their moments have received so far."""
         levels = _levels_of(group)
+        begun = [self.state[p] for p in group["params"] if self.state.get(p)]  # frozen ones too: they keep a level
+        if any(state.get("history", 0) >= len(levels) for state in begun):
+            raise ValueError(
+                "a moment comes from a state without its noise level, as of another optimiser's; load what this optimiser's state_dict gave, or begin anew"
+            )
         found: dict[int | None, Named] = {}
         for name, parameter in named.items():
             state = self.state.get(parameter, {})
             index = state.get("history", 0) if state else None
-            if index is not None and index >= len(levels):
-                raise ValueError(
-                    f"the moment of {name!r} comes from a state without its noise level, as of another optimiser's; load what this optimiser's state_dict gave, or begin anew"
-                )
             found.setdefault(index, {})[name] = parameter
         return [(MomentNoise() if i is None else _noise_of(levels[i]), of_level) for i, of_level in found.items()]
 
