@@ -168,6 +168,22 @@ def test_bands_are_chosen_from_public_facts_and_drawn(values) -> None:
         assert run_dir.bands_figure.read_bytes().startswith(b"\x89PNG")
 
 
+def test_plan_draws_the_choice_of_bands_before_anything_runs(quietgrad, values, write_config, tmp_path: Path) -> None:
+    figure = tmp_path / "bands.png"
+    chosen = values | {"noise.bands": 0}
+    code, out, err = quietgrad("plan", write_config(chosen), "--figure", figure, "--json")
+    assert code == 0, err
+    assert json.loads(out)["figure"] == str(figure) and figure.read_bytes().startswith(b"\x89PNG")
+    for settings, file, part in (
+        (values, figure, "noise.bands=3 leaves none"),
+        (chosen | {"noise.method": "independent"}, figure, "noise.method='independent'"),
+        (chosen, tmp_path / "bands.pdf", "must end in .png"),
+        (chosen, tmp_path / "none" / "bands.png", "no such folder"),
+    ):
+        code, out, err = quietgrad("plan", write_config(settings), "--figure", file, "--json")
+        assert code == 2 and part in err and not out, err
+
+
 def test_a_choice_of_one_band_is_kept_for_the_resume(values, monkeypatch: pytest.MonkeyPatch) -> None:
     values = values | {"noise.bands": 0}
     monkeypatch.setattr("quietgrad.noise.bands.BandCandidate.error", property(lambda self: float(self.bands)))

@@ -56,11 +56,21 @@ def train(
 
 
 @app.command()
-def plan(config: ConfigPath = None, overrides: Overrides = None, as_json: accounting.AsJson = False) -> None:
+def plan(
+    config: ConfigPath = None,
+    overrides: Overrides = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            "--figure", metavar="FILE.png", help="Draw what the number of bands was chosen by (noise.bands = 0)."
+        ),
+    ] = None,
+    as_json: accounting.AsJson = False,
+) -> None:
     """Says what ``train`` would run: guarantee, noise, estimator per layer, predicted time and memory. Trains nothing."""
     from quietgrad.cli.training import run_plan
 
-    run_plan(config, overrides or [], as_json)
+    run_plan(config, overrides or [], figure, as_json)
 
 
 @app.command()

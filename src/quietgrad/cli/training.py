@@ -83,10 +83,12 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     _print_result(target, result, known)
 
 
-def run_plan(config_path: Path | None, overrides: list[str], as_json: bool) -> None:
+def run_plan(config_path: Path | None, overrides: list[str], figure: Path | None, as_json: bool) -> None:
     """See ``quietgrad plan --help``."""
     target = console(as_json)
     config = load_config(config_path, overrides)
+    if figure is not None:
+        _require_choice_to_draw(config, figure)
     _say_what_is_unread(config)
     prepared, _ = _prepare(config, target)
     from quietgrad.training.forecast import forecast
@@ -94,6 +96,11 @@ def run_plan(config_path: Path | None, overrides: list[str], as_json: bool) -> N
     record = forecast(prepared)
     if prepared.plan is not None:
         record |= noise_record(prepared.plan)
+    if figure is not None and prepared.plan is not None:
+        from quietgrad.training.noise_state import draw_choice
+
+        draw_choice(prepared.plan, figure)
+        record["figure"] = str(figure)
     if as_json:
         print_json(record)
         return
@@ -114,8 +121,22 @@ def run_plan(config_path: Path | None, overrides: list[str], as_json: bool) -> N
             ),
             ("memory", f"about {record['predicted_memory_mib']:.0f} MiB at the peak"),
             ("trainable parameters", f"{record['trainable_parameters']:,} of {record['parameters']:,}"),
+            *([] if figure is None else [("figure", str(figure))]),
         ],
     )
+
+
+def _require_choice_to_draw(config: TrainConfig, figure: Path) -> None:
+    """Before any work: that there will be a choice of bands, and a place for its figure."""
+    if figure.suffix.lower() != ".png":
+        fail(f"--figure={str(figure)!r} must end in .png: the figure is a PNG file", 2)
+    if not figure.absolute().parent.is_dir():
+        fail(f"--figure={str(figure)!r}: no such folder; make it, or name a file in one that is there", 2)
+    if config.noise.method == "independent" or config.noise.bands != 0 or not config.privacy.enabled:
+        fail(
+            f"--figure draws a choice of bands, and noise.method={config.noise.method!r} with noise.bands={config.noise.bands} leaves none; set noise.method=banded (or noisecurve) and noise.bands=0",
+            2,
+        )
 
 
 def _say_what_is_unread(config: TrainConfig) -> None:
