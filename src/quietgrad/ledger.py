@@ -29,6 +29,7 @@ class LedgerContents:
         header: the last mechanism line: facts such as dataset size and target delta.
         noise_block: for correlated noise, the step at which the last block began and the digest of its mixing matrix.
         noise_sessions: first step and public name of every session that drew from that block.
+        noise_drawn: how that block's noise is drawn: dtype, library and device; None before its first release.
         not_private: why the run gave up privacy (``PrivateRun.give_up_privacy``): no epsilon covers it; None for any other.
     """
 
@@ -37,6 +38,7 @@ class LedgerContents:
     header: dict[str, Any]
     noise_block: tuple[int, str] | None = None
     noise_sessions: tuple[tuple[int, str], ...] = ()
+    noise_drawn: str | None = None
     not_private: str | None = None
 
 
@@ -65,6 +67,7 @@ def read_ledger(path: str | Path) -> LedgerContents:
     header: dict[str, Any] = {}
     block: tuple[int, str] | None = None
     sessions: list[tuple[int, str]] = []
+    drawn: str | None = None
     given_up: str | None = None
     lines = file.read_bytes().split(b"\n")
     complete, torn = lines[:-1], lines[-1]
@@ -84,9 +87,11 @@ def read_ledger(path: str | Path) -> LedgerContents:
             elif kind == "release":
                 counts[-1] += 1
             elif kind == "noise-block":
-                block, sessions = (int(record["step"]), str(record["mixing"])), []
+                block, sessions, drawn = (int(record["step"]), str(record["mixing"])), [], None
             elif kind == "noise-session":
                 sessions.append((int(record["step"]), str(record["name"])))
+            elif kind == "noise-drawn":
+                drawn = str(record["as"])
             elif kind == "not-private":
                 given_up = str(record["reason"])
             else:
@@ -102,7 +107,7 @@ def read_ledger(path: str | Path) -> LedgerContents:
     event: PrivacyEvent | None = None
     if spent:
         event = spent[0] if len(spent) == 1 else EventSequence(spent)
-    return LedgerContents(event, total, header, block, tuple(sessions), given_up)
+    return LedgerContents(event, total, header, block, tuple(sessions), drawn, given_up)
 
 
 class LedgerWriter:
@@ -135,6 +140,10 @@ class LedgerWriter:
     def noise_session(self, step: int, name: str) -> None:
         """Says that the draws from ``step`` on have roots of their own, known under ``name`` to those who keep them."""
         self._append({"type": "noise-session", "step": step, "name": name})
+
+    def noise_drawn(self, how: str) -> None:
+        """Says how the block's noise is drawn: with another dtype, library or device the same keys give other numbers."""
+        self._append({"type": "noise-drawn", "as": how})
 
     def release(self, step: int) -> None:
         """Says that release number ``step`` is about to be made."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import stat
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
@@ -79,9 +80,9 @@ def releases(
     return made
 
 
-def of_run(run: PrivateRun, count: int, entries: int = 3) -> list[NoisySum]:
+def of_run(run: PrivateRun, count: int, entries: int = 3, dtype: torch.dtype = torch.float32) -> list[NoisySum]:
     """The next releases of a run, of nothing: the noise."""
-    clipped = ClippedSum({"w": torch.zeros(entries)}, run.plan.clipper.claim)
+    clipped = ClippedSum({"w": torch.zeros(entries, dtype=dtype)}, run.plan.clipper.claim)
     batches, made = run.batches(), []
     for _ in range(count):
         next(batches)
@@ -422,6 +423,47 @@ def test_whole_training_goes_on_after_a_stop(path: Path) -> None:
                 made.append(run.step(model, loss, (x[indices], y[indices])))
     for one, two in zip(uninterrupted, made, strict=True):
         assert all(torch.equal(g, two.gradients[name]) for name, g in one.gradients.items())
+
+
+@pytest.mark.parametrize("seed", [0, None])
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_another_dtype_begins_a_new_block_and_says_so(
+    path: Path, tmp_path: Path, seed: int | None, memory: str
+) -> None:
+    # The same keys give other numbers in double precision: noise "correlated" with those would be correlated with nothing, and mixing_row and noise_std would be wrong.
+    plan, keys, inverse = plan_of(noise_memory=memory, seed=seed), tmp_path / "keys", None
+    with plan.start(path, keys) as run:
+        of_run(run, 4)
+    for start, dtype in ((4, torch.float64), (7, torch.float32)):
+        with plan.start(path, keys) as run:
+            with pytest.warns(UserWarning, match=f"not correlated with the steps before {start}"):
+                first = of_run(run, 1, dtype=dtype)
+            made = first + of_run(run, 1, dtype=dtype)
+        with plan.start(path, keys) as run, warnings.catch_warnings():  # a further session of the same kind goes on
+            warnings.simplefilter("error")
+            made += of_run(run, 1, dtype=dtype)
+        inverse = np.linalg.inv(block_matrix(plan.mixing.matrix, start))
+        for t, noisy in enumerate(made, start=start):
+            np.testing.assert_allclose(noisy.mixing_row, inverse[t, : t + 1], rtol=0, atol=1e-12)
+            assert noisy.noise_std == pytest.approx(SIGMA * CLIP * np.linalg.norm(inverse[t]))
+    assert blocks_in(path) == [0, 4, 7]
+    contents = read_ledger(path)
+    assert contents.releases == 10 and contents.noise_drawn is not None
+    assert contents.noise_drawn.startswith("float32 by numpy")
+    assert contents.noise_sessions
+
+
+@pytest.mark.statistical
+def test_noise_after_a_change_of_dtype_has_the_covariance_of_its_block(path: Path, entropy: None) -> None:
+    plan, entries, keys = plan_of(seed=None), 40_000, path.with_suffix(".keys")
+    with plan.start(path, keys) as run:
+        before = of_run(run, 5, entries)
+    with plan.start(path, keys) as run, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        after = of_run(run, PLAN_STEPS - 5, entries, torch.float64)
+    rows = rows_of(before + after)
+    assert not rejected(rows, block_matrix(plan.mixing.matrix, 5))
+    assert rejected(rows, plan.mixing.matrix)
 
 
 @pytest.fixture

@@ -337,7 +337,8 @@ def test_ledger_says_how_records_are_dealt_and_nothing_private_of_the_parts(
     path = tmp_path / "ledger.jsonl"
     release(plan, path, 3)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["type"] for line in lines] == ["mechanism", "noise-block", "noise-session", *["release"] * 3]
+    said = [line["type"] for line in lines]
+    assert said == ["mechanism", "noise-block", "noise-session", "noise-drawn", *["release"] * 3]
     header = read_ledger(path).header
     assert (header["sampler"], header["record_identity"], header["neighbouring"]) == (
         "cyclic-poisson",
@@ -346,7 +347,7 @@ def test_ledger_says_how_records_are_dealt_and_nothing_private_of_the_parts(
     )
     assert plan.neighbouring == neighbouring
     assert lines[1] == {"type": "noise-block", "step": 0, "mixing": plan.noise.digest}
-    assert all(set(line) == {"type", "step"} for line in lines[3:])
+    assert all(set(line) == {"type", "step"} for line in lines[4:])
     sizes = np.bincount(plan.sampler.parts).tolist()
     assert header.get("part_sizes") == (sizes if identity == "index" else None)
     if identity == "index":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +42,24 @@ class GaussianNoise:
         std = self.noise_multiplier * clipped.claim.max_grad_norm
         noisy = {name: g + normal(g, key, step, name).mul_(std) for name, g in clipped.gradients.items()}
         return NoisySum(noisy, std)
+
+
+def how_drawn(like: Mapping[str, Tensor]) -> str:
+    """What ``normal`` depends on beside key, step and name: a public fact. Where it differs, equal keys give other numbers.
+
+    Args:
+        like: tensors in the dtype and on the device of the gradients.
+    """
+    ways = set()
+    for tensor in like.values():
+        kind = tensor.device.type
+        if kind == "cpu":
+            source = f"numpy {np.__version__}"
+        else:  # a GPU's numbers depend on how many processors share the work
+            model = torch.cuda.get_device_name(tensor.device) if kind == "cuda" else kind
+            source = f"torch {torch.__version__} on {model}"
+        ways.add(f"{str(tensor.dtype).removeprefix('torch.')} by {source}")
+    return ", ".join(sorted(ways))
 
 
 def normal(like: Tensor, key: RandomKey, step: int, name: str) -> Tensor:

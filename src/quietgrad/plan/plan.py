@@ -108,8 +108,9 @@ class PrivacyPlan:
         """Begins to run the plan, or goes on with it if the ledger already holds releases of the same mechanism.
 
         Correlated noise goes on exactly where its earlier draws can be made again: with the same seed, or ``keys``, and the same matrix. Otherwise it begins anew (a new
-        block): as private, a little less well correlated. Nothing here knows the dtype of the gradients, the kind of device or another seed: keep them between the sessions of a run.
-        With others it draws other numbers, which is as private, but is not correlated across the stop, and ``NoisySum.mixing_row`` does not say so.
+        block): as private, a little less well correlated. So it does, with a warning at the first release, where the dtype of the gradients, the device or the library that draws is
+        another than before. Nothing here knows another seed: keep it between the sessions of a run. With another the numbers are others, which is as private, but not correlated
+        across the stop, and ``NoisySum.mixing_row`` does not say so.
 
         Args:
             ledger: file to record every release in before it is made; None keeps count in memory only.
@@ -136,11 +137,11 @@ class PrivacyPlan:
                     **self._sampling_facts(),
                     **self._part_sizes(),
                 )
-            ring, block = self._begin_session(writer, contents, key, None if keys is None else Path(keys))
+            ring, block, drawn = self._begin_session(writer, contents, key, None if keys is None else Path(keys))
         except BaseException:
             writer.close()
             raise
-        return PrivateRun(self, ring, writer, contents.releases, block, contents.not_private is not None)
+        return PrivateRun(self, ring, writer, contents.releases, block, drawn, contents.not_private is not None)
 
     @property
     def neighbouring(self) -> str:
@@ -164,8 +165,8 @@ class PrivacyPlan:
 
     def _begin_session(
         self, writer: LedgerWriter, contents: LedgerContents, key: RandomKey, keys: Path | None
-    ) -> tuple[KeyRing, int]:
-        """Roots by step, and the first step of the block that goes on, or begins here.
+    ) -> tuple[KeyRing, int, str | None]:
+        """Roots by step, the first step of the block that goes on or begins here, and how its noise was drawn so far.
 
         A seed draws all steps; else this session draws with a fresh root, and older ones only make earlier noise again.
         """
@@ -173,7 +174,7 @@ class PrivacyPlan:
         seeded = self.config.seed is not None
         session = Session(0, SEEDED, key) if seeded else Session(step, secrets.token_hex(8), key)
         if not isinstance(self.noise, BandedNoise):
-            return KeyRing((session,)), 0
+            return KeyRing((session,)), 0, None
         # Roots that a ledger without releases knows nothing of are another run's.
         earlier = KeyRing(()) if keys is None or not step or seeded else read_ring(keys)
         known = KeyRing((session,)) if seeded else earlier
@@ -186,7 +187,7 @@ class PrivacyPlan:
             writer.noise_block(step, digest)
         if not (goes_on and seeded):
             writer.noise_session(session.step, session.name)
-        return ring, begun[0] if goes_on and begun is not None else step
+        return (ring, begun[0], contents.noise_drawn) if goes_on and begun is not None else (ring, step, None)
 
     def _require_same_mechanism(self, header: dict[str, object]) -> None:
         planned = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from quietgrad.accounting import epsilon_report
 from quietgrad.clipping.backward import PerExampleLoss
@@ -17,8 +18,8 @@ from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.facts import NotPrivate, RandomizedClipping
 from quietgrad.keyring import KeyRing
 from quietgrad.ledger import LedgerWriter
-from quietgrad.noise.correlated import NoiseHistory
-from quietgrad.noise.gaussian import GaussianNoise
+from quietgrad.noise.correlated import BandedNoise, NoiseHistory
+from quietgrad.noise.gaussian import GaussianNoise, how_drawn
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.sampling.cyclic import CyclicPoissonSampler
 from quietgrad.tensors import Batch
@@ -37,6 +38,7 @@ class PrivateRun:
         writer: LedgerWriter | None,
         released: int,
         block: int = 0,
+        drawn: str | None = None,
         given_up: bool = False,
     ) -> None:
         self.plan = plan
@@ -45,6 +47,7 @@ class PrivateRun:
         self._writer = writer
         self._released = released
         self._block = block
+        self._drawn = drawn
         self._given_up = given_up
         self._history: NoiseHistory | None = None
         self._open_batch: int | None = None
@@ -107,17 +110,39 @@ class PrivateRun:
             raise ValueError(
                 f"the clipped sum claims {clipped.claim}, but the plan accounts for {self.plan.clipper.claim}"
             )
+        step, noise = self._released, self.plan.noise
+        rejoins = (
+            self._history is None or self._history.step != step
+        )  # the first release here, or the one before failed
+        if isinstance(noise, BandedNoise) and rejoins:
+            self._history = self._rejoin(noise, clipped.gradients, step)
         if self._writer is not None:
-            self._writer.release(self._released)
-        step = self._released
+            self._writer.release(step)
         self._released += 1
-        noise = self.plan.noise
         if isinstance(noise, GaussianNoise):
             return noise.release(clipped, self._key, step)
-        if self._history is None or self._history.step != step:  # the first release here, or the one before failed
-            self._history = noise.replay(clipped.gradients, self._ring.key_of, self._block, step)
+        assert self._history is not None
         noisy, self._history = noise.release(clipped, self._key, step, self._history, self._ring.key_of)
         return noisy
+
+    def _rejoin(self, noise: BandedNoise, like: Mapping[str, Tensor], step: int) -> NoiseHistory:
+        """The block's noise up to here, made again. Where the same keys would give other numbers a new block begins: as private, and ``NoisySum.mixing_row`` tells the truth."""
+        how = how_drawn(like)
+        if self._drawn not in (None, how):
+            self._block = step
+            if self._writer is not None:
+                session = self._ring.sessions[-1]
+                self._writer.noise_block(step, noise.digest)
+                self._writer.noise_session(session.step, session.name)
+            warnings.warn(
+                f"the noise so far was drawn as {self._drawn}, and this session draws as {how}: its noise is not correlated with the steps before {step}, as private, and a little "
+                "less accurate; go on where the run began to avoid that",
+                stacklevel=4,
+            )
+        if self._drawn != how and self._writer is not None:
+            self._writer.noise_drawn(how)
+        self._drawn = how
+        return noise.replay(like, self._ring.key_of, self._block, step)
 
     def step(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> NoisySum:
         """Clips, records and releases one batch, and writes the mean gradients to ``model`` for the optimiser, denoised if the plan has a denoiser.
