@@ -86,7 +86,8 @@ def test_distinct_counts_equal_inputs_once(
 
     few: dict[str, Any] = {"epsilons": [2.0], "seeds": 1, "tuning_seeds": 1, "learning_rates": [1e-3]}
     path = write(**few)
-    assert quietgrad("compare", path, "--json")[0] == 0
+    code, out, _ = quietgrad("compare", path, "--json")
+    assert code == 0 and set(json.loads(out)["tables"]) == {"one rate"}  # one rate leaves nothing to tune
     everything = read_results(load_comparison(path))
     path = write(**few, distinct=True)
     comparison = load_comparison(path)

@@ -363,7 +363,7 @@ def test_a_comparison_scores_several_labels_as_a_run_does(quietgrad: Any, values
     path.write_text("\n".join(lines) + "\n")
     code, out, err = quietgrad("compare", path, "--json")
     assert code == 0, err
-    assert "test mean AUC" in json.loads(out)["tables"]["tuned"]
+    assert "test mean AUC" in json.loads(out)["tables"]["one rate"]
     (record,) = read_results(load_comparison(path)).values()
     _, outcome, _ = train(values)
     metrics = outcome.result["metrics"]

@@ -81,7 +81,10 @@ def protocols_of(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) 
     from quietgrad.training.comparison import chosen_run
     from quietgrad.training.comparison_table import Run
 
-    found: Protocols = {"tuned": {}} if comparison.search is not None else {"one rate": {}, "tuned": {}}
+    names = ("tuned",) if comparison.search is not None else ("one rate", "tuned")
+    if comparison.search is None and len(comparison.table.learning_rates) == 1:
+        names = ("one rate",)  # there is nothing to tune
+    found: Protocols = {name: {} for name in names}
     for protocol, chosen in found.items():
         for epsilon in comparison.table.epsilons:
             variants = {}
