@@ -213,6 +213,8 @@ def test_what_is_amplified_by_default() -> None:
         ({"kappa": 0.9}, "kappa=0.9"),
         ({"target": "weights"}, "target='weights'"),
         ({"amplify": 0.5}, "amplify=0.5"),
+        ({"delay": 3}, "a release does not know its step"),
+        ({"target": "momentum", "delay": -1}, "delay=-1"),
         ({"amplify": float("nan")}, "amplify=nan"),
         ({"keep_bulk": 1.0}, "keep_bulk=1.0"),
         ({"target": "momentum", "keep_bulk": 0.0}, "keep_bulk=0.0 .* set amplify=1"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quietgrad.denoising import MomentNoise, SpectralAdamW, SpectralDenoiser, SpectralSGD, bulk_edge
 from quietgrad.noise import NoisySum
 
-MOMENTUM = SpectralDenoiser(target="momentum")
+MOMENTUM = SpectralDenoiser(target="momentum", delay=0)
 B = 10.0
 
 
@@ -60,6 +60,33 @@ def test_torchs_update_where_nothing_stands_out(kind: str) -> None:
         noisy.write_gradients(other, B)
         reference.step()
     torch.testing.assert_close(parameters_after(one), parameters_after(other), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize(("delay", "expected"), [(3, 3), (0, 0), (None, 8)])
+def test_the_rule_begins_after_the_delay(kind: str, delay: int | None, expected: int) -> None:
+    """Also across a resume, and for a layer that begins later: its own moment has to settle."""
+    denoiser = SpectralDenoiser(target="momentum", delay=delay)
+    never = SpectralDenoiser(target="momentum", kappa=1e6)
+    one, other = model(), model()
+    mine, plain = ours(one, kind, denoiser), ours(other, kind, never)
+    begun, thawed = {}, 2  # the second layer is frozen for two steps
+    for step, noisy in enumerate(releases(one, 14)):
+        for network in (one, other):
+            network[1].requires_grad_(step >= thawed)
+            network.load_state_dict(model().state_dict())  # what differs is this step's
+        noisy.gradients["0.weight"] += 3.0
+        noisy.gradients["1.weight"] += 3.0
+        if step == 2:
+            again = ours(one, kind, denoiser)
+            again.load_state_dict(mine.state_dict())
+            mine = again
+        mine.step(noisy, B)
+        plain.step(noisy, B)
+        for i in range(2):
+            if not torch.equal(one[i].weight, other[i].weight):
+                begun.setdefault(i, step)
+    assert begun == {0: expected, 1: expected + thawed}
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])

@@ -19,7 +19,7 @@ VARIANTS = {
     "none": {},
     "paper": {"denoising.method": "paper"},
     "gradient": {"denoising.method": "spectral", "denoising.target": "gradient"},
-    "momentum": {"denoising.method": "spectral", "denoising.target": "momentum"},
+    "momentum": {"denoising.method": "spectral", "denoising.target": "momentum", "denoising.delay": 2},
 }
 # Little noise, so that much stands out of it.
 LOUD = {"privacy.noise_multiplier": 0.3, "training.seed": 5, "model.tune": "full"}
@@ -104,9 +104,14 @@ def test_configurations() -> None:
         ("kappa", 0.5),
         ("amplify", 0.5),
         ("amplify", math.inf),
+        ("delay", -2),
     ):
         with pytest.raises(ValueError, match=f"denoising.{name}={value!r}"):
             config_of({f"denoising.{name}": value})
+    found = build_denoiser(config_of({"denoising.method": "spectral", "denoising.delay": 3}).denoising)
+    assert found == SpectralDenoiser(target="momentum", delay=3)
+    with pytest.raises(ValueError, match=r"denoising\.delay=3 is for denoising\.target='momentum'"):
+        config_of({"denoising.method": "spectral", "denoising.delay": 3, "denoising.target": "gradient"})
     with pytest.raises(ValueError, match="train_layers"):
         config_of({"model.train_layers": 1, "model.tune": "lora"})
 
@@ -114,9 +119,10 @@ def test_configurations() -> None:
 def test_a_run_that_is_older_than_a_setting_resumes_as_it_began(settings: dict, tmp_path: Path) -> None:
     now = config_of(settings | {"denoising.method": "spectral"})
     saved = tmp_path / "config.toml"
-    saved.write_text("\n".join(line for line in now.to_toml().splitlines() if not line.startswith("amplify")))
+    added = ("amplify", "delay")
+    saved.write_text("\n".join(line for line in now.to_toml().splitlines() if not line.startswith(added)))
     before = load_saved_config(saved)
-    assert before.denoising.amplify == 1.0
+    assert before.denoising.amplify == 1.0 and before.denoising.delay == 0
     with pytest.raises(ValueError, match=r"denoising\.amplify was 1\.0 and is now 0\.0"):
         require_same_settings(before, now)
     saved.write_text(now.to_toml())

@@ -287,7 +287,9 @@ def test_the_three_methods_compose(values) -> None:
     plain = prepare(config_of(values)).plan
     folder = values["training.run_dir"]
     denoised, _, _ = train(
-        values | {"denoising.method": "spectral", "optimizer.momentum": 0.9, "training.run_dir": folder + "-denoised"}
+        values
+        | {"denoising.method": "spectral", "denoising.delay": 2, "optimizer.momentum": 0.9}
+        | {"training.run_dir": folder + "-denoised"}
     )
     assert (denoised.plan.event, denoised.plan.epsilon) == (plain.event, plain.epsilon)  # post-processing is free
     sketched, _, run_dir = train(values | {"clipping.estimator": "hutch", "training.run_dir": folder + "-sketched"})
@@ -360,7 +362,9 @@ def test_plan_says_what_is_not_read_and_compares_at_the_same_epsilon(quietgrad, 
     expected = (planned["noise_multiplier"] / plain.noise_multiplier) ** 2
     expected *= planned["objective"] / planned["objective_of_independent_noise"]
     assert planned["predicted_error_ratio"] == pytest.approx(expected)
-    code, _, err = quietgrad("plan", write_config(values))
+    code, _, err = quietgrad("plan", write_config(values | {"denoising.method": "spectral", "training.steps": 8}))
+    assert code == 0 and "leaves the first 8 steps as they are, and there are 8" in " ".join(err.split())
+    code, _, err = quietgrad("plan", write_config(values | {"denoising.method": "spectral", "training.steps": 9}))
     assert code == 0 and "without effect" not in err
 
 

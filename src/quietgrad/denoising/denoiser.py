@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from quietgrad.checks import require_at_least, require_finite, require_word
+from quietgrad.checks import require_at_least, require_finite, require_int, require_word
 from quietgrad.denoising.formulas import bulk_edge, shrink
 from quietgrad.denoising.matrices import matrix_shapes, stacks
 from quietgrad.denoising.spikes import Spikes, detect
@@ -20,6 +20,7 @@ from quietgrad.noise.noisy_sum import NoisySum
 
 Target = Literal["gradient", "momentum"]
 AMPLIFICATION = 2.0
+DELAY = 8
 KEEP_BULK = 0.5
 TARGETS: tuple[Target, ...] = ("gradient", "momentum")
 
@@ -43,6 +44,8 @@ class SpectralDenoiser:
         target: "gradient" (a release; ``denoise``) or "momentum" (the optimiser's first moment; ``SpectralAdamW``, ``SpectralSGD``).
         keep_bulk: share a of the noisy matrix in the result, in [0, 1); without amplification.
         amplify: g, by how much a step along the spikes is longer than along the rest; 1 for the rules that take away. None: 2 on the momentum, 1 on the gradient.
+        delay: how many steps of an optimiser go along the moment as it is before the rule begins; on the gradient 0, since a release does not know its step. None: 8 where the
+            momentum is amplified, 0 elsewhere.
         embeddings: whether embedding tables are treated as matrices too.
 
     Raises:
@@ -55,6 +58,7 @@ class SpectralDenoiser:
     keep_bulk: float = KEEP_BULK
     embeddings: bool = False
     amplify: float | None = None
+    delay: int | None = None
 
     def __post_init__(self) -> None:
         require_finite("kappa", self.kappa)
@@ -68,6 +72,13 @@ class SpectralDenoiser:
                 f"keep_bulk={self.keep_bulk!r} and norm_correction={self.norm_correction!r} are for the rule that takes away, and amplification by {self.amplification:g} takes nothing "
                 "away; set amplify=1"
             )
+        if self.delay is not None:
+            require_int("delay", self.delay)
+            require_at_least("delay", self.delay, 0, "pass a number of steps")
+        if self.delay and self.target == "gradient":
+            raise ValueError(
+                f"delay={self.delay}: a release does not know its step; use target='momentum', or release the first {self.delay} steps without denoising them"
+            )
         if not 0 <= self.keep_bulk < 1:
             raise ValueError(
                 f"keep_bulk={self.keep_bulk!r} must be in [0, 1): 0 drops the bulk, 1 would change nothing"
@@ -79,6 +90,13 @@ class SpectralDenoiser:
         if self.amplify is not None:
             return self.amplify
         return AMPLIFICATION if self.target == "momentum" else 1.0
+
+    @property
+    def first_steps(self) -> int:
+        """How many steps of an optimiser are not denoised."""
+        if self.delay is not None:
+            return self.delay
+        return DELAY if self.target == "momentum" and self.amplification > 1 else 0
 
     @classmethod
     def paper(cls, kappa: float = 1.02, embeddings: bool = False) -> SpectralDenoiser:

@@ -23,10 +23,12 @@ class MomentNoise:
     Attributes:
         variance: of every entry, of releases with independent noise.
         row: coefficients of the mechanism's draws, of releases with correlated noise; grows by one a step.
+        releases: how many went into it.
     """
 
     variance: float = 0.0
     row: NDArray[np.float64] | None = None
+    releases: int = 0
 
     @property
     def std(self) -> float:
@@ -57,7 +59,7 @@ class MomentNoise:
                 raise ValueError(
                     "mixing_row=None after releases with correlated noise: one mechanism releases all gradients of a run; begin a new optimiser with a new run"
                 )
-            return MomentNoise(decay**2 * self.variance + (gain * noise_std) ** 2)
+            return MomentNoise(decay**2 * self.variance + (gain * noise_std) ** 2, None, self.releases + 1)
         if self.variance:
             raise ValueError(
                 "mixing_row is given after releases with independent noise: one mechanism releases all gradients of a run; begin a new optimiser with a new run"
@@ -69,4 +71,4 @@ class MomentNoise:
         norm = float(np.linalg.norm(row))
         new = gain * noise_std / norm * row if norm else np.zeros_like(row)
         new[: len(before)] += decay * before
-        return MomentNoise(0.0, new)
+        return MomentNoise(0.0, new, self.releases + 1)

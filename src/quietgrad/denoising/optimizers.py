@@ -24,6 +24,7 @@ from quietgrad.noise.noisy_sum import NoisySum
 
 Group = dict[str, Any]
 Named = dict[str, nn.Parameter]
+ENOUGH = 1 << 30  # states of before did not count releases, and their rules had begun
 
 
 class _MomentOptimizer(torch.optim.Optimizer):
@@ -136,7 +137,9 @@ class _MomentOptimizer(torch.optim.Optimizer):
             for name, parameter in named.items():
                 self._receive(parameter, noisy.gradients[name] / divisor, group)
             moments = {name: self.state[p]["exp_avg"] for name, p in named.items()}
-            for name, direction in self._denoiser.denoise_all(moments, noise.std, self._model).items():
+            if noise.releases > self._denoiser.first_steps:
+                moments = self._denoiser.denoise_all(moments, noise.std, self._model)
+            for name, direction in moments.items():
                 self._move(named[name], direction, group)
         self._keep_levels(group, levels)
 
@@ -177,11 +180,13 @@ def _levels_of(group: Group) -> list[dict[str, Any]]:
 
 
 def _noise_of(saved: dict[str, Any]) -> MomentNoise:
-    return MomentNoise(saved["variance"], None if saved["row"] is None else np.array(saved["row"]))
+    row = None if saved["row"] is None else np.array(saved["row"])
+    return MomentNoise(saved["variance"], row, saved.get("releases", ENOUGH))
 
 
 def _saved(noise: MomentNoise) -> dict[str, Any]:
-    return {"variance": noise.variance, "row": None if noise.row is None else noise.row.tolist()}
+    row = None if noise.row is None else noise.row.tolist()
+    return {"variance": noise.variance, "row": row, "releases": noise.releases}
 
 
 class SpectralSGD(_MomentOptimizer):

@@ -40,13 +40,14 @@ else:
 
 
 # What a run did before there was a key for it, where that is not today's default.
-BEFORE = {"noise.clamp": 2.0, "noise.horizon": "final", "denoising.amplify": 1.0}
+BEFORE = {"noise.clamp": 2.0, "noise.horizon": "final", "denoising.amplify": 1.0, "denoising.delay": 0}
 # Keys that only this method of their table reads.
 ACTIVE = {
     "noise.floor": "noisecurve",
     "noise.horizon": "noisecurve",
     "noise.clamp": "noisecurve",
     "denoising.amplify": "spectral",
+    "denoising.delay": "spectral",
 }
 DENOISING_METHODS = ("none", "spectral", "paper")
 NOISE_METHODS = ("independent", "banded", "noisecurve")
@@ -95,6 +96,12 @@ class TrainConfig:
         if self.denoising.amplify:
             require_finite("denoising.amplify", self.denoising.amplify)
             require_at_least("denoising.amplify", self.denoising.amplify, 1.0, "1 amplifies nothing, 0 is the default")
+        if self.denoising.delay < -1:
+            raise ValueError(f"denoising.delay={self.denoising.delay} must be a number of steps, or -1 for the default")
+        if self.denoising.delay > 0 and self.denoising.target == "gradient":
+            raise ValueError(
+                f"denoising.delay={self.denoising.delay} is for denoising.target='momentum'; set denoising.delay=0 on the gradient"
+            )
         if self.task.kind == "generate" and (
             self.model.tune == "head" or self.model.public_head_steps or self.model.random_head
         ):

@@ -40,6 +40,7 @@ def build_denoiser(table: DenoisingTable) -> SpectralDenoiser | None:
         target=table.target,  # type: ignore[arg-type]
         embeddings=table.embeddings,
         amplify=table.amplify or None,
+        delay=None if table.delay < 0 else table.delay,
     )
 
 

@@ -212,6 +212,7 @@ class DenoisingTable:
         embeddings: whether embedding tables are treated as matrices too.
         amplify: by how much "spectral" lengthens the step along what stands out, all else as released; 1 for the rule that mixes released and published, 0 for what the
             target is best served by (2 on the momentum, 1 on the gradient).
+        delay: how many steps "spectral" leaves as they are before it begins on the momentum; -1 for the default (8 where it amplifies).
     """
 
     method: str = "none"
@@ -219,6 +220,7 @@ class DenoisingTable:
     kappa: float = 1.02
     embeddings: bool = False
     amplify: float = 0.0
+    delay: int = -1
 
 
 @dataclass(frozen=True)

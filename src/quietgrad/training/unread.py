@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from quietgrad.training.config import TrainConfig
+from quietgrad.training.optimizers import build_denoiser
 from quietgrad.training.tables import DenoisingTable, NoiseTable
 
 CURVATURE_ONLY = ("spectrum", "curvature_factor", "floor", "horizon", "clamp")
@@ -16,7 +17,7 @@ NOISE = {
 }
 DENOISING = {
     "none": tuple(f.name for f in fields(DenoisingTable) if f.name != "method"),
-    "paper": ("target", "amplify"),
+    "paper": ("target", "amplify", "delay"),
     "spectral": (),
 }
 
@@ -36,4 +37,9 @@ def unread_settings(config: TrainConfig) -> list[str]:
         ]
         if table.method != default.method and not config.privacy.enabled:
             found.append(f"{name}.method={table.method!r} is without effect: privacy.enabled=false adds no noise")
+    denoiser, steps = build_denoiser(config.denoising), config.training.steps
+    if denoiser is not None and steps is not None and denoiser.first_steps >= steps:
+        found.append(
+            f"denoising.method={config.denoising.method!r} is without effect: it leaves the first {denoiser.first_steps} steps as they are, and there are {steps}; set denoising.delay"
+        )
     return found
