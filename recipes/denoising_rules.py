@@ -1,7 +1,7 @@
 """Which rule to make of what stands out of the noise: a study on a model small enough to try many, across learning rates.
 
     pip install 'quietgrad[demo]'
-    python recipes/denoising_rules.py                # about 75 minutes of one core; stops and resumes anywhere
+    python recipes/denoising_rules.py                # about 90 minutes of one core; stops and resumes anywhere
     python recipes/denoising_rules.py --part 0/2     # and --part 1/2 in a second process
     python recipes/denoising_rules.py --report       # table and docs/denoising_rules.png of the runs that are there
 
@@ -98,8 +98,8 @@ class VarianceCorrected(SpectralAdamW):
         parameter.addcdiv_(direction, corrected.sqrt(), value=-group["lr"] / first)
 
 
-def amplified(gain: float) -> SpectralDenoiser:
-    return SpectralDenoiser(target="momentum", amplify=gain)
+def amplified(gain: float, delay: int = 0) -> SpectralDenoiser:
+    return SpectralDenoiser(target="momentum", amplify=gain, delay=delay)
 
 
 NOTHING = SpectralDenoiser(target="momentum", kappa=1e9)
@@ -111,14 +111,25 @@ RULES: dict[str, tuple[SpectralDenoiser | None, bool]] = {
     "amplified by 2": (amplified(2.0), False),
     "amplified by 4": (amplified(4.0), False),
     "amplified by 8": (amplified(8.0), False),
-    "amplified, from the noise ratio": (Studied(target="momentum", kind="ratio"), False),
-    "amplified, from the noise energy": (Studied(target="momentum", kind="energy"), False),
-    "Wiener weight for the rest": (Studied(target="momentum", kind="wiener"), False),
+    "amplified, from the noise ratio": (Studied(target="momentum", delay=0, kind="ratio"), False),
+    "amplified, from the noise energy": (Studied(target="momentum", delay=0, kind="energy"), False),
+    "Wiener weight for the rest": (Studied(target="momentum", delay=0, kind="wiener"), False),
     "none, v - s^2": (NOTHING, True),
     "amplified by 4, v - s^2": (amplified(4.0), True),
 }
-DRAWN = ("none", "published, on the gradient", "half published, on the momentum", "amplified by 2", "amplified by 4")
-LASTING = ("none", "published, on the gradient", "amplified by 2", "amplified by 4")
+# After eight steps of the plain moment; runs of their own at the end of the list.
+DELAYED: dict[str, tuple[SpectralDenoiser | None, bool]] = {
+    f"amplified by {gain}, after 8 steps": (amplified(float(gain), 8), False) for gain in (2, 4, 8)
+}
+DRAWN = (
+    "none",
+    "published, on the gradient",
+    "amplified by 2",
+    "amplified by 4",
+    "amplified by 2, after 8 steps",
+    "amplified by 4, after 8 steps",
+)
+LASTING = DRAWN
 
 
 class Run(NamedTuple):
@@ -152,7 +163,7 @@ class Study:
         plan = PrivacyConfig(
             target_epsilon=wanted.epsilon, target_delta=1e-5, expected_batch_size=BATCH, steps=steps, seed=wanted.seed
         ).build(len(features))
-        denoiser, corrected = RULES[wanted.rule]
+        denoiser, corrected = (RULES | DELAYED)[wanted.rule]
         on_moment = denoiser is not None and denoiser.target == "momentum"
         optimizer: torch.optim.Optimizer
         if wanted.optimizer == "Adam":
@@ -201,7 +212,15 @@ def wanted() -> list[Run]:
         for rate in rates
         if not (corrected and name == "SGD")
     ]
-    return short + [
+    delayed = [
+        Run(name, epsilon, rule, rate, seed)
+        for seed in range(SEEDS)
+        for name, rates in RATES.items()
+        for epsilon in EPSILONS
+        for rule in DELAYED
+        for rate in rates
+    ]
+    return [*short, *delayed] + [
         Run("Adam", epsilon, rule, rate, seed, LONG)
         for seed in range(SEEDS)
         for epsilon in EPSILONS
@@ -224,14 +243,14 @@ def report(results: dict[Run, dict[str, Any]]) -> None:
         groups[run._replace(seed=0)].append(results[run]["test"])
     means = {run: float(np.mean(values)) for run, values in groups.items()}
     for name, epsilon, steps in PANELS:
-        rates, rules = (LONG_RATES, LASTING) if steps == LONG else (RATES[name], tuple(RULES))
+        rates, rules = (LONG_RATES, LASTING) if steps == LONG else (RATES[name], (*RULES, *DELAYED))
         print(f"\n{name}, epsilon {epsilon:g}, {steps} steps\n")
         print(
             "| rule | " + " | ".join(f"{rate:g}" for rate in rates) + " | best |\n| --- |" + " --- |" * (len(rates) + 1)
         )
         for rule in rules:
             found = [means.get(Run(name, epsilon, rule, rate, 0, steps), math.nan) for rate in rates]
-            if not (RULES[rule][1] and name == "SGD"):
+            if not ((RULES | DELAYED)[rule][1] and name == "SGD"):
                 print(f"| {rule} | " + " | ".join(f"{value:.3f}" for value in (*found, np.nanmax(found))) + " |")
     draw(groups)
 
