@@ -34,9 +34,9 @@ class SpectralDenoiser:
     below the threshold of detection, which later steps live on, is never thrown away. Both raise the cosine with the clean gradient whenever the published
     rule does (Theorem 1: a sum of two vectors of one norm is no worse aligned than the worse of them).
 
-    On the momentum nothing is taken away, so there is no norm to correct: the result is the noisy matrix plus g - 1 times the shrunk spikes (``amplify`` = g). The larger g, the
-    smaller the best learning rate. 2 was twice as fast as no denoising where the learning rate is small for the task. At tuned rates it was level with SGD and one to two points
-    below no denoising with Adam: it is a rule for rates that cannot be tuned (docs/denoising.md).
+    On the momentum nothing is taken away, so there is no norm to correct: the result is the noisy matrix plus g - 1 times the shrunk spikes (``amplify`` = g). It begins after
+    ``delay`` steps: Adam's first ones are as long as the learning rate allows whatever the signal, and twice as long along the spikes ends one to four points lower. With the
+    delay it ended level with no denoising at tuned rates, and one to three points above it at rates that are small for the task (docs/denoising.md).
 
     Attributes:
         kappa: a layer is touched if its largest singular value is at least so many edges of the bulk.
