@@ -277,7 +277,7 @@ def draw(groups: dict[Run, list[float]]) -> None:
         axis.set_xlabel("learning rate")
     for axis in axes[:, 0]:
         axis.set_ylabel("test accuracy")
-    axes[0, 0].legend(fontsize=7, loc="lower right")
+    axes[0, 2].legend(fontsize=8, loc="lower right")
     figure.savefig(FIGURE, dpi=110)
     print(f"\nFigure: {FIGURE}")
 
