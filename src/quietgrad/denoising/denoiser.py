@@ -20,7 +20,7 @@ from quietgrad.noise.noisy_sum import NoisySum
 
 Target = Literal["gradient", "momentum"]
 AMPLIFICATION = 2.0
-DELAY = 8
+DELAY = 8  # Adam's moment then holds 0.36 of a release's noise, and its steps are short enough to bear a gain of 8 (docs/denoising.md)
 KEEP_BULK = 0.5
 TARGETS: tuple[Target, ...] = ("gradient", "momentum")
 

@@ -111,10 +111,8 @@ class PrivateRun:
                 f"the clipped sum claims {clipped.claim}, but the plan accounts for {self.plan.clipper.claim}"
             )
         step, noise = self._released, self.plan.noise
-        rejoins = (
-            self._history is None or self._history.step != step
-        )  # the first release here, or the one before failed
-        if isinstance(noise, BandedNoise) and rejoins:
+        # Nothing at hand: the first release here, or the one before failed.
+        if isinstance(noise, BandedNoise) and (self._history is None or self._history.step != step):
             self._history = self._rejoin(noise, clipped.gradients, step)
         if self._writer is not None:
             self._writer.release(step)
