@@ -325,7 +325,7 @@ def test_projections_differ_between_micro_batches_and_releases() -> None:
         ({"denoiser": SpectralDenoiser}, None, TypeError, "denoiser must be a SpectralDenoiser"),
         ({"mixing_family": "wide"}, None, ValueError, "mixing_family='wide' is unknown"),
         ({"noise_memory": "none"}, None, ValueError, "noise_memory='none' is unknown"),
-        ({"bands": 2}, ["a", "b"] * 50, TypeError, "record_ids holds 'a', of type str; give bytes"),
+        ({"bands": 2}, ["a", "b"] * 50, TypeError, "record_ids holds a record of type str; give bytes"),
     ],
 )
 def test_what_is_of_another_type_is_named(

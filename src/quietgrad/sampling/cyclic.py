@@ -25,11 +25,9 @@ def deal(record_ids: Sequence[bytes], bands: int) -> NDArray[np.int64]:
         record_ids: what identifies each record, such as its content; equal ones fall into the same part.
         bands: b.
     """
-    other = next((record for record in record_ids if not isinstance(record, bytes)), None)
-    if other is not None:
-        raise TypeError(
-            f"record_ids holds {other!r}, of type {type(other).__name__}; give bytes, such as text.encode()"
-        )
+    other = next((type(record) for record in record_ids if not isinstance(record, bytes)), None)
+    if other is not None:  # never the record itself: it is private
+        raise TypeError(f"record_ids holds a record of type {other.__name__}; give bytes, such as text.encode()")
     hashes = (hashlib.blake2b(record, digest_size=8, key=PARTS_KEY).digest() for record in record_ids)
     return np.array([int.from_bytes(h, "little") % bands for h in hashes], dtype=np.int64)
 
