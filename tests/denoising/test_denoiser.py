@@ -188,7 +188,7 @@ def test_amplification_adds_the_shrunk_spikes_and_takes_nothing_away(gain: float
     noisy, quiet = signal + noise, 0.95 * noise
     u, y, vh = torch.linalg.svd(noisy.double(), full_matrices=False)
     spikes = (u * shrink(y, (384, 192), 1.0)) @ vh
-    denoiser = SpectralDenoiser(target="momentum", amplify=gain)
+    denoiser = SpectralDenoiser(target="momentum", amplify=gain, persistence=False)
     found = denoiser.denoise_all({"spiked": noisy, "quiet": quiet}, 1.0)
     added = found["spiked"].double() - noisy.double()
     expected = ((gain or 2.0) - 1) * spikes
@@ -198,7 +198,8 @@ def test_amplification_adds_the_shrunk_spikes_and_takes_nothing_away(gain: float
 
 
 def test_what_is_amplified_by_default() -> None:
-    assert SpectralDenoiser(target="momentum").amplification == 2.0
+    assert SpectralDenoiser(target="momentum").amplification == 8.0
+    assert SpectralDenoiser(target="momentum", persistence=False).amplification == 2.0
     assert SpectralDenoiser(target="gradient").amplification == 1.0
     assert SpectralDenoiser.paper().amplification == 1.0
     signal, noise = signal_and_noise((60, 90), [4.0], 0)

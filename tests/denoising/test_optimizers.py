@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from quietgrad.denoising import MomentNoise, SpectralAdamW, SpectralDenoiser, SpectralSGD, bulk_edge
 from quietgrad.noise import NoisySum
 
-MOMENTUM = SpectralDenoiser(target="momentum", delay=0)
+MOMENTUM = SpectralDenoiser(target="momentum")
+EVERYTHING = SpectralDenoiser(target="momentum", persistence=False, delay=0)
 B = 10.0
 
 
@@ -63,10 +64,13 @@ def test_torchs_update_where_nothing_stands_out(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
-@pytest.mark.parametrize(("delay", "expected"), [(3, 3), (0, 0), (None, 8)])
-def test_the_rule_begins_after_the_delay(kind: str, delay: int | None, expected: int) -> None:
-    """Also across a resume, and for a layer that begins later: its own moment has to settle."""
-    denoiser = SpectralDenoiser(target="momentum", delay=delay)
+@pytest.mark.parametrize(
+    ("persistence", "delay", "expected"),
+    [(False, 3, 3), (False, 0, 0), (False, None, 8), (True, None, 1), (True, 3, 3)],
+)
+def test_the_rule_begins_after_the_delay(kind: str, persistence: bool, delay: int | None, expected: int) -> None:
+    """Also across a resume, and for a layer that begins later: its own moment has to settle. What persists takes two releases to be seen."""
+    denoiser = SpectralDenoiser(target="momentum", delay=delay, persistence=persistence)
     never = SpectralDenoiser(target="momentum", kappa=1e6)
     one, other = model(), model()
     mine, plain = ours(one, kind, denoiser), ours(other, kind, never)
@@ -92,7 +96,7 @@ def test_the_rule_begins_after_the_delay(kind: str, delay: int | None, expected:
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_the_direction_is_the_denoised_moment_and_the_moment_is_not(kind: str) -> None:
     one, other = model(), model()
-    mine, reference = ours(one, kind), torchs(other, kind)
+    mine, reference = ours(one, kind, EVERYTHING), torchs(other, kind)
     spike = torch.outer(torch.ones(60), torch.ones(90)) * 0.6
     for noisy in releases(one, 6):
         noisy.gradients["0.weight"] += spike
@@ -105,7 +109,7 @@ def test_the_direction_is_the_denoised_moment_and_the_moment_is_not(kind: str) -
     moment = mine.state[one[0].weight]["exp_avg"]
     torch.testing.assert_close(moment, reference.state[other[0].weight][name], rtol=1e-5, atol=1e-7)
     # The last step went along what the denoiser makes of it, at the moment's own noise level.
-    direction = MOMENTUM.denoise_all({"w": moment}, _std_of(mine))["w"]
+    direction = EVERYTHING.denoise_all({"w": moment}, _std_of(mine))["w"]
     assert not torch.equal(direction, moment)
     moved = before - one[0].weight.detach()
     expected = 0.1 * direction
@@ -167,12 +171,15 @@ def test_more_stands_out_of_the_moment_than_of_a_release() -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("correlated", [False, True])
-def test_resumed_from_state_dict(kind: str, correlated: bool) -> None:
+@pytest.mark.parametrize("rule", [MOMENTUM, EVERYTHING])
+def test_resumed_from_state_dict(kind: str, correlated: bool, rule: SpectralDenoiser) -> None:
     network = model()
     stream = releases(network, 8, scale=0.5)
+    for noisy in stream:
+        noisy.gradients["0.weight"] += 1.0
     if correlated:
         stream = [NoisySum(n.gradients, n.noise_std, np.ones(t + 1)) for t, n in enumerate(stream)]
-    optimizer = ours(network, kind)
+    optimizer = ours(network, kind, rule)
     for noisy in stream[:4]:
         optimizer.step(noisy, B)
     saved = {"model": {k: v.clone() for k, v in network.state_dict().items()}}
@@ -181,11 +188,12 @@ def test_resumed_from_state_dict(kind: str, correlated: bool) -> None:
         optimizer.step(noisy, B)
     again = model()
     again.load_state_dict(saved["model"])
-    resumed = ours(again, kind)
+    resumed = ours(again, kind, rule)
     resumed.load_state_dict(state)
     for noisy in stream[4:]:
         resumed.step(noisy, B)
     assert torch.equal(parameters_after(network), parameters_after(again))
+    assert rule is EVERYTHING or float(optimizer.state[network[0].weight]["gain"]) > 1  # there was something to keep
 
 
 def _through_a_file(state: object) -> Any:

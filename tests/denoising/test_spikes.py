@@ -182,7 +182,7 @@ def test_a_signal_of_any_strength_is_found_and_harms_no_other_matrix(shape: tupl
     y = torch.linalg.svdvals(stack.double())
     torch.testing.assert_close(found[1].values_lp[0, 0].double(), y[0, 0], rtol=1e-3, atol=0)
     torch.testing.assert_close(found[1].values_lp[1, :2].double(), y[1, :2], rtol=1e-3, atol=0)
-    changed = SpectralDenoiser(target="momentum").denoise_stack(stack, 1.0)
+    changed = SpectralDenoiser(target="momentum", persistence=False).denoise_stack(stack, 1.0)
     assert changed is not None and bool(torch.isfinite(changed).all())
 
 
@@ -215,3 +215,16 @@ def test_a_strong_spike_hides_no_weak_ones(shape: tuple[int, int], strongest: fl
         for one in (detected[1], find_spikes(noisy, 1.0)):
             found = one.values_lp[0, : len(exact)].double()
             torch.testing.assert_close(found, exact, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_matrices_of_a_run_that_diverged_are_passed_over(bad: float) -> None:
+    """No error of the decomposition, and their neighbours in the stack are treated as ever."""
+    stack = spiked((200, 300), [3.0], seed=0, count=3)
+    alone = detect(stack[:1], 1.0, 1.02)
+    stack[1, 3, 5] = bad
+    found = detect(stack, 1.0, 1.02)
+    assert found is not None and alone is not None
+    assert found[0].tolist() == [True, False, True]
+    torch.testing.assert_close(found[1].values_lp[0, 0], alone[1].values_lp[0, 0], rtol=1e-4, atol=1e-4)
+    assert detect(stack[1:2], 1.0, 1.02) is None

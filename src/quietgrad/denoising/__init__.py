@@ -11,6 +11,7 @@ from quietgrad.denoising.formulas import (
 )
 from quietgrad.denoising.moment import MomentNoise
 from quietgrad.denoising.optimizers import SpectralAdamW, SpectralSGD
+from quietgrad.denoising.persistence import persistent_part
 
 __all__ = [
     "MomentNoise",
@@ -21,6 +22,7 @@ __all__ = [
     "denoise_matrix",
     "detection_threshold",
     "observed_singular_values",
+    "persistent_part",
     "shrink",
     "signal_singular_values",
     "squared_overlaps",

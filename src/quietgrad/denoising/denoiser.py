@@ -19,8 +19,11 @@ from quietgrad.denoising.spikes import Spikes, detect
 from quietgrad.noise.noisy_sum import NoisySum
 
 Target = Literal["gradient", "momentum"]
-AMPLIFICATION = 2.0
-DELAY = 8  # Adam's moment then holds 0.36 of a release's noise, and its steps are short enough to bear a gain of 8 (docs/denoising.md)
+AMPLIFICATION = 8.0  # of what persists (docs/denoising.md has the study of gains)
+ALL_AMPLIFICATION = 2.0  # of all that stands out,
+ALL_DELAY = (
+    8  # and after how many steps: Adam's moment then holds 0.36 of a release's noise, and its steps are short enough
+)
 KEEP_BULK = 0.5
 TARGETS: tuple[Target, ...] = ("gradient", "momentum")
 
@@ -34,18 +37,20 @@ class SpectralDenoiser:
     below the threshold of detection, which later steps live on, is never thrown away. Both raise the cosine with the clean gradient whenever the published
     rule does (Theorem 1: a sum of two vectors of one norm is no worse aligned than the worse of them).
 
-    On the momentum nothing is taken away, so there is no norm to correct: the result is the noisy matrix plus g - 1 times the shrunk spikes (``amplify`` = g). It begins after
-    ``delay`` steps: Adam's first ones are as long as the learning rate allows whatever the signal, and twice as long along the spikes ends one to four points lower. With the
-    delay it ended level with no denoising at tuned rates, and one to three points above it at rates that are small for the task (docs/denoising.md).
+    On the momentum nothing is taken away, so there is no norm to correct: the result is the momentum plus g - 1 times what stood out of it before the last release, shrunk, as far as that
+    release shows it again (``amplify`` = g, ``persistence``; ``persistent_part``). At rates that are small for the task what stands out stays, and the step along it is g times as
+    long; at large ones it swings from step to step, and nothing is amplified. With ``persistence=False`` the shrunk spikes of the momentum itself are amplified, whether they
+    stay or swing: that begins after ``delay`` steps, since Adam's first ones are as long as the learning rate allows whatever the signal.
 
     Attributes:
         kappa: a layer is touched if its largest singular value is at least so many edges of the bulk.
         norm_correction: whether the result has the noisy matrix's Frobenius norm; without amplification.
         target: "gradient" (a release; ``denoise``) or "momentum" (the optimiser's first moment; ``SpectralAdamW``, ``SpectralSGD``).
         keep_bulk: share a of the noisy matrix in the result, in [0, 1); without amplification.
-        amplify: g, by how much a step along the spikes is longer than along the rest; 1 for the rules that take away. None: 2 on the momentum, 1 on the gradient.
+        amplify: g, by how much a step along the spikes is longer than along the rest; 1 for the rules that take away. None: on the momentum 8, without persistence 2; on the gradient 1.
         delay: how many steps of an optimiser go along the moment as it is before the rule begins; on the gradient 0, since a release does not know its step. None: 8 where the
-            momentum is amplified, 0 elsewhere.
+            momentum is amplified without persistence, 0 elsewhere.
+        persistence: whether only what the next release shows again is amplified; on the momentum, with ``amplify`` > 1. None: wherever that is so.
         embeddings: whether embedding tables are treated as matrices too.
 
     Raises:
@@ -59,6 +64,7 @@ class SpectralDenoiser:
     embeddings: bool = False
     amplify: float | None = None
     delay: int | None = None
+    persistence: bool | None = None
 
     def __post_init__(self) -> None:
         require_finite("kappa", self.kappa)
@@ -79,6 +85,10 @@ class SpectralDenoiser:
             raise ValueError(
                 f"delay={self.delay}: a release does not know its step; use target='momentum', or release the first {self.delay} steps without denoising them"
             )
+        if self.persistence and not (self.target == "momentum" and self.amplification > 1):
+            raise ValueError(
+                f"persistence=True is for what amplifies on the momentum, not target={self.target!r} with amplification by {self.amplification:g}; leave it out"
+            )
         if not 0 <= self.keep_bulk < 1:
             raise ValueError(
                 f"keep_bulk={self.keep_bulk!r} must be in [0, 1): 0 drops the bulk, 1 would change nothing"
@@ -89,14 +99,21 @@ class SpectralDenoiser:
         """g; 1 where the rule takes away instead."""
         if self.amplify is not None:
             return self.amplify
-        return AMPLIFICATION if self.target == "momentum" else 1.0
+        if self.target == "gradient":
+            return 1.0
+        return ALL_AMPLIFICATION if self.persistence is False else AMPLIFICATION
+
+    @property
+    def persistent(self) -> bool:
+        """Whether only what the next release shows again is amplified."""
+        return self.target == "momentum" and self.amplification > 1 and self.persistence is not False
 
     @property
     def first_steps(self) -> int:
         """How many steps of an optimiser are not denoised."""
         if self.delay is not None:
             return self.delay
-        return DELAY if self.target == "momentum" and self.amplification > 1 else 0
+        return ALL_DELAY if self.target == "momentum" and self.amplification > 1 and not self.persistent else 0
 
     @classmethod
     def paper(cls, kappa: float = 1.02, embeddings: bool = False) -> SpectralDenoiser:
@@ -138,7 +155,14 @@ class SpectralDenoiser:
 
         Returns:
             New tensors where something changed, the given ones elsewhere.
+
+        Raises:
+            ValueError: for a rule of what persists, which needs the next release too (``persistent_part``).
         """
+        if self.persistent:
+            raise ValueError(
+                "what persists is seen in the next release, not in the momentum alone: step with SpectralAdamW or SpectralSGD, call persistent_part, or set persistence=False"
+            )
         result = dict(values)
         for names, stack in stacks(values, matrix_shapes(values, model, self.embeddings)):
             changed = self.denoise_stack(stack, noise_std)

@@ -1,6 +1,6 @@
 """SGD with momentum, Adam and AdamW that step along a denoised first moment.
 
-The updates are those of ``torch.optim`` with one change: the direction is what the denoiser makes of the first moment. The moment itself goes on undenoised, so noise still
+The updates are those of ``torch.optim`` with one change: the direction is what the denoiser makes of the first moment and of the release that went into it last. The moment itself goes on undenoised, so noise still
 cancels across steps, and its noise level follows from that of the releases (``MomentNoise``): one level for all parameters that took part in the same steps, so layers may be
 frozen and thawed. Parameter groups, learning rate schedules and ``state_dict`` are torch's. Steps take a ``NoisySum``, never ``.grad``: what was not released cannot get in.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +20,20 @@ from torch import Tensor, nn
 from quietgrad.checks import require_at_least, require_finite, require_positive
 from quietgrad.denoising.denoiser import SpectralDenoiser
 from quietgrad.denoising.moment import MomentNoise
+from quietgrad.denoising.persistence import persistent_part
 from quietgrad.noise.noisy_sum import NoisySum
 
 Group = dict[str, Any]
 Named = dict[str, nn.Parameter]
 ENOUGH = 1 << 30  # states of before did not count releases, and their rules had begun
+
+
+class _Level(NamedTuple):
+    """Parameters whose moments have received the same releases, and their noise before and after one more."""
+
+    before: MomentNoise
+    after: MomentNoise
+    named: Named
 
 
 class _MomentOptimizer(torch.optim.Optimizer):
@@ -103,7 +112,8 @@ class _MomentOptimizer(torch.optim.Optimizer):
             )
         levels = [
             [
-                (
+                _Level(
+                    noise,
                     noise.after(*self._recursion(group), noisy.noise_std / expected_batch_size, noisy.mixing_row),
                     of_level,
                 )
@@ -128,27 +138,44 @@ class _MomentOptimizer(torch.optim.Optimizer):
             state = self.state.get(parameter, {})
             index = state.get("history", 0) if state else None
             found.setdefault(index, {})[name] = parameter
-        return [(MomentNoise() if i is None else _noise_of(levels[i]), of_level) for i, of_level in found.items()]
+        recursion = self._recursion(group)
+        return [
+            (MomentNoise() if i is None else _noise_of(levels[i], *recursion), of_level)
+            for i, of_level in found.items()
+        ]
 
-    def _step_group(
-        self, group: Group, levels: list[tuple[MomentNoise, Named]], noisy: NoisySum, divisor: float
-    ) -> None:
-        for noise, named in levels:
-            for name, parameter in named.items():
-                self._receive(parameter, noisy.gradients[name] / divisor, group)
-            moments = {name: self.state[p]["exp_avg"] for name, p in named.items()}
-            if noise.releases > self._denoiser.first_steps:
-                moments = self._denoiser.denoise_all(moments, noise.std, self._model)
-            for name, direction in moments.items():
-                self._move(named[name], direction, group)
+    def _step_group(self, group: Group, levels: list[_Level], noisy: NoisySum, divisor: float) -> None:
+        for level in levels:
+            for name, direction in self._directions(level, group, noisy, divisor).items():
+                self._move(level.named[name], direction, group)
         self._keep_levels(group, levels)
 
-    def _keep_levels(self, group: Group, levels: list[tuple[MomentNoise, Named]]) -> None:
+    def _directions(self, level: _Level, group: Group, noisy: NoisySum, divisor: float) -> dict[str, Tensor]:
+        """The release goes into the moments; returns what they are denoised to."""
+        rule, named = self._denoiser, level.named
+        begun = level.after.releases > rule.first_steps
+        added: dict[str, Tensor] = {}
+        if begun and rule.persistent and level.before.releases:
+            moments = {name: self.state[p]["exp_avg"] for name, p in named.items()}
+            gains = {name: self.state[p]["gain"] for name, p in named.items() if "gain" in self.state[p]}
+            added, gains = persistent_part(moments, level.before, noisy, divisor, rule, gains, self._model)
+            for name, gain in gains.items():
+                self.state[named[name]]["gain"] = gain
+        for name, parameter in named.items():
+            self._receive(parameter, noisy.gradients[name] / divisor, group)
+        moments = {name: self.state[p]["exp_avg"] for name, p in named.items()}
+        if begun and not rule.persistent:
+            return rule.denoise_all(moments, level.after.std, self._model)
+        for name, part in added.items():
+            moments[name] = part.add_(moments[name])
+        return moments
+
+    def _keep_levels(self, group: Group, levels: list[_Level]) -> None:
         """Writes them to the group, where ``state_dict`` finds them; frozen parameters keep the level they had."""
         before = _levels_of(group)
-        kept = [_saved(noise) for noise, _ in levels]
+        kept = [_saved(level.after) for level in levels]
         moved: dict[int, int] = {}
-        stepped = {id(p) for _, named in levels for p in named.values()}
+        stepped = {id(p) for level in levels for p in level.named.values()}
         for parameter in group["params"]:
             state = self.state.get(parameter)
             if state and id(parameter) not in stepped:
@@ -157,8 +184,8 @@ class _MomentOptimizer(torch.optim.Optimizer):
                     moved[old] = len(kept)
                     kept.append(before[old])
                 state["history"] = moved[old]
-        for index, (_, named) in enumerate(levels):
-            for parameter in named.values():
+        for index, level in enumerate(levels):
+            for parameter in level.named.values():
                 self.state[parameter]["history"] = index
         group["moment_noise"] = kept
 
@@ -179,14 +206,16 @@ def _levels_of(group: Group) -> list[dict[str, Any]]:
     return [saved] if isinstance(saved, dict) else list(saved or [])
 
 
-def _noise_of(saved: dict[str, Any]) -> MomentNoise:
+def _noise_of(saved: dict[str, Any], decay: float, gain: float) -> MomentNoise:
     row = None if saved["row"] is None else np.array(saved["row"])
-    return MomentNoise(saved["variance"], row, saved.get("releases", ENOUGH))
+    releases = saved.get("releases", ENOUGH)
+    mass = saved.get("mass", gain * (1 - decay**releases) / (1 - decay))  # states of before have none
+    return MomentNoise(saved["variance"], row, releases, mass)
 
 
 def _saved(noise: MomentNoise) -> dict[str, Any]:
     row = None if noise.row is None else noise.row.tolist()
-    return {"variance": noise.variance, "row": row, "releases": noise.releases}
+    return {"variance": noise.variance, "row": row, "releases": noise.releases, "mass": noise.mass}
 
 
 class SpectralSGD(_MomentOptimizer):

@@ -40,6 +40,7 @@ DENSE_SIDE = 64  # up to this side the eigenvalues of G G^T are cheaper than the
 STRONG = 3.0  # Ritz values x beyond this are projected out of the filter
 ROUNDS = (4, 8)  # degrees of the search's filters
 VERY_STRONG = 60.0  # beside a Ritz value x beyond this (some six edges) the first vectors say nothing of weaker ones, and the search gets another round
+DIVERGED = 1e15  # a matrix of a norm of so many noise levels is passed over
 FORMED_SIDE = 1024  # X is formed for the search up to this m,
 FORMED_SIDE_TEST = 400  # for the test, too, up to this,
 FORMED_RATIO = 2  # from this n / m,
@@ -82,6 +83,8 @@ def detect(stack_lmn: Tensor, noise_std: float, kappa: float) -> tuple[Tensor, S
     """
     operator = _Operator.of(_wide(stack_lmn), noise_std, FORMED_SIDE_TEST)
     candidates, filtered_lpm = _test(operator, kappa)
+    if bool(candidates.any()):
+        candidates = candidates & _are_finite(operator.stack, noise_std)
     if not bool(candidates.any()):
         return None
     if not bool(candidates.all()):
@@ -128,6 +131,11 @@ def _are_strong(stack_lmn: Tensor, noise_std: float) -> Tensor:
     m, n = stack_lmn.shape[1:]
     squared = torch.linalg.vector_norm(stack_lmn, dim=(1, 2)).double().square()
     return ~(squared <= m * n * noise_std**2 + (FORMED_STRENGTH * bulk_edge((m, n), noise_std)) ** 2)
+
+
+def _are_finite(stack_lmn: Tensor, noise_std: float) -> Tensor:
+    """[l] False for matrices of a run that has diverged, whose squares overflow: there is nothing to tell apart in them."""
+    return torch.linalg.vector_norm(stack_lmn, dim=(1, 2)) <= DIVERGED * noise_std
 
 
 def has_spike(stack_lmn: Tensor, noise_std: float, kappa: float) -> Tensor:

@@ -29,6 +29,7 @@ LATER = (
     "noise.clamp",
     "denoising.amplify",
     "denoising.delay",
+    "denoising.persistence",
     "data.image_size",
     "data.public_fraction",
     "data.label_separator",
@@ -159,7 +160,11 @@ class Comparison:
         default = TrainConfig().to_dict()
         denoiser = build_denoiser(self.config_of(run).denoising)
         if denoiser is not None:  # what 0 stands for may change
-            tree["denoising"] |= {"amplify": denoiser.amplification, "delay": denoiser.first_steps}
+            tree["denoising"] |= {
+                "amplify": denoiser.amplification,
+                "delay": denoiser.first_steps,
+                "persistence": denoiser.persistent,
+            }
         for name in LATER:  # at their defaults they change nothing, and results of before they came stay valid
             table, _, key = name.partition(".")
             idle = name in ACTIVE and tree.get(table, {}).get("method") != ACTIVE[name]

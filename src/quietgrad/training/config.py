@@ -40,7 +40,13 @@ else:
 
 
 # What a run did before there was a key for it, where that is not today's default.
-BEFORE = {"noise.clamp": 2.0, "noise.horizon": "final", "denoising.amplify": 1.0, "denoising.delay": 0}
+BEFORE = {
+    "noise.clamp": 2.0,
+    "noise.horizon": "final",
+    "denoising.amplify": 1.0,
+    "denoising.delay": 0,
+    "denoising.persistence": False,
+}
 # Keys that only this method of their table reads.
 ACTIVE = {
     "noise.floor": "noisecurve",
@@ -48,6 +54,7 @@ ACTIVE = {
     "noise.clamp": "noisecurve",
     "denoising.amplify": "spectral",
     "denoising.delay": "spectral",
+    "denoising.persistence": "spectral",
 }
 DENOISING_METHODS = ("none", "spectral", "paper")
 NOISE_METHODS = ("independent", "banded", "noisecurve")

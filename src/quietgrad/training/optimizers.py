@@ -41,6 +41,7 @@ def build_denoiser(table: DenoisingTable) -> SpectralDenoiser | None:
         embeddings=table.embeddings,
         amplify=table.amplify or None,
         delay=None if table.delay < 0 else table.delay,
+        persistence=None if table.persistence else False,
     )
 
 

@@ -211,8 +211,9 @@ class DenoisingTable:
         kappa: how far above the noise a layer's largest singular value must be, in edges of the bulk.
         embeddings: whether embedding tables are treated as matrices too.
         amplify: by how much "spectral" lengthens the step along what stands out, all else as released; 1 for the rule that mixes released and published, 0 for what the
-            target is best served by (2 on the momentum, 1 on the gradient).
-        delay: how many steps "spectral" leaves as they are before it begins on the momentum; -1 for the default (8 where it amplifies).
+            target is best served by (on the momentum at most 8, without persistence 2; on the gradient 1).
+        delay: how many steps "spectral" leaves as they are before it begins on the momentum; -1 for the default (8 where it amplifies without persistence, else 0).
+        persistence: whether "spectral" amplifies only what the next release shows again (on the momentum), rather than all that stands out.
     """
 
     method: str = "none"
@@ -221,6 +222,7 @@ class DenoisingTable:
     embeddings: bool = False
     amplify: float = 0.0
     delay: int = -1
+    persistence: bool = True
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ NOISE = {
 }
 DENOISING = {
     "none": tuple(f.name for f in fields(DenoisingTable) if f.name != "method"),
-    "paper": ("target", "amplify", "delay"),
+    "paper": ("target", "amplify", "delay", "persistence"),
     "spectral": (),
 }
 

@@ -1,0 +1,120 @@
+"""What stood out of the momentum and is seen again in the next release: the part that is amplified, and by how much.
+
+A learning rate that is large for the task makes the strongest directions of a gradient swing: each release pulls back what the last step overshot. Those directions are what stands
+out of the noise, so a longer step along them makes them swing more; along directions that releases agree on it is what saves steps. Released values tell which is which, so the
+gain of a matrix grows while they agree and falls back when they do not, as the learning rates of delta-bar-delta do (Jacobs 1988). docs/denoising.md has what was measured.
+
+Symbols: M the momentum before a release, y, u, v its singular triplets above the bulk's edge, w = shrink(y); G the release, in the units of those that went into M. The shrunk value w
+is u^T S v for the signal S of M (eq. 8: the optimal coefficient of u v^T), so a gradient that has stayed the same shows u^T G v = w / mass: M holds it mass times. The ratio of
+the two is the persistence r of a spike: 1 for a gradient that stays, negative for one that turns round. u and v come from M alone, so fresh noise has mean zero in it. Correlated noise has not:
+the share of M's noise that G holds is known (``MomentNoise.share_in``), u^T N v = y - w of M's noise N, and that is taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad.denoising.denoiser import SpectralDenoiser
+from quietgrad.denoising.formulas import bulk_edge, shrink
+from quietgrad.denoising.matrices import matrix_shapes, stacks
+from quietgrad.denoising.moment import MomentNoise
+from quietgrad.denoising.spikes import Spikes, detect
+from quietgrad.noise.noisy_sum import NoisySum
+
+GROWTH = 2.0  # of the gain, at a release that shows all of what stood out again: from 1 to 8 in three steps
+FALL = 0.25  # and at one that shows as much turned round
+
+
+def persistent_part(
+    moments: Mapping[str, Tensor],
+    noise: MomentNoise,
+    noisy: NoisySum,
+    expected_batch_size: float,
+    rule: SpectralDenoiser,
+    gains: Mapping[str, Tensor],
+    model: nn.Module | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What is added to the momentum, and the gains that go with it.
+
+    Of every matrix (g - 1) sum_i min(1, max(0, r_i)) w_i u_i v_i^T, with the gain g = g_before GROWTH^r for r > 0, g_before FALL^|r| else, r the persistence of all its spikes (weighted by w^2, cut
+    to [-1, 1]), and g kept between 1 and ``rule.amplification``. Where nothing stands out, nothing is added and the gain stays.
+
+    Cost: as for the denoiser's own rule, and m n operations a spike. Memory: one tensor for every parameter of which something is amplified.
+
+    Args:
+        moments: parameter name -> running average of releases, before ``noisy``; each divided by ``expected_batch_size``.
+        noise: what is known of the averages' noise.
+        noisy: the release that comes next.
+        expected_batch_size: B.
+        rule: threshold, largest gain, and whether embeddings count.
+        gains: parameter name -> [number of matrices] gain before this release; 1 where there is none.
+        model: tells embeddings and experts from other weights.
+
+    Returns:
+        Name -> tensor in the parameter's shape, for parameters of which something is amplified; name -> new gains, for those of which something stands out.
+    """
+    added: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    if noise.std == 0 or not noise.mass:
+        return added, found
+    share = noise.share_in(noisy.noise_std / expected_batch_size, noisy.mixing_row)
+    for names, stack in stacks(moments, matrix_shapes(moments, model, rule.embeddings)):
+        detected = detect(stack, noise.std, rule.kappa)
+        if detected is None:
+            continue
+        which, spikes = detected
+        each = len(stack) // len(names)
+        released = torch.cat([noisy.gradients[name].reshape(-1, *stack.shape[1:]) for name in names])[which]
+        before = torch.cat([gains[name] if name in gains else stack.new_ones(each) for name in names])
+        weights_lp, new = _weights(released.to(stack), spikes, noise, share, expected_batch_size, before[which], rule)
+        after = before.clone()
+        after[which] = new
+        touched = which.clone()
+        touched[which] = weights_lp.any(dim=1)
+        part = _spread(_product(spikes, weights_lp), which) if bool(touched.any()) else None
+        for i, name in enumerate(names):
+            of_name = slice(i * each, (i + 1) * each)
+            found[name] = after[of_name]
+            if part is not None and bool(touched[of_name].any()):
+                added[name] = part[of_name].reshape(moments[name].shape).to(moments[name].dtype)
+    return added, found
+
+
+def _weights(
+    released_lmn: Tensor,
+    spikes: Spikes,
+    noise: MomentNoise,
+    share: float,
+    divisor: float,
+    gain_l: Tensor,
+    rule: SpectralDenoiser,
+) -> tuple[Tensor, Tensor]:
+    """([l, p] (g - 1) min(1, max(0, r)) w, [l] g)."""
+    shape, values = released_lmn.shape[1:], spikes.values_lp
+    decided = values[:, :1] >= rule.kappa * bulk_edge(shape, noise.std)
+    w = torch.where(decided, shrink(values, shape, noise.std), 0.0)
+    right = spikes.right_lnp.transpose(1, 2)
+    seen = (torch.bmm(spikes.left_lmp.transpose(1, 2), released_lmn) * right).sum(dim=2) / divisor
+    rw = noise.mass * (seen - share * (values - w)) * (w > 0)
+    squares = w.square().sum(dim=1)
+    r = ((rw * w).sum(dim=1) / squares.clamp(min=torch.finfo(w.dtype).tiny)).clamp(-1, 1)
+    gain = (gain_l * torch.where(r > 0, GROWTH ** r.clamp(min=0), FALL ** (-r).clamp(min=0))).clamp(
+        1.0, rule.amplification
+    )
+    return (gain - 1).unsqueeze(1) * rw.clamp(min=0).minimum(w), gain
+
+
+def _product(spikes: Spikes, weights_lp: Tensor) -> Tensor:
+    return torch.bmm(spikes.left_lmp * weights_lp.unsqueeze(1), spikes.right_lnp.transpose(1, 2))
+
+
+def _spread(part: Tensor, which: Tensor) -> Tensor:
+    """Rows of ``part`` where ``which`` is true, zeros elsewhere."""
+    if len(part) == len(which):
+        return part
+    whole = part.new_zeros(len(which), *part.shape[1:])
+    whole[which] = part
+    return whole

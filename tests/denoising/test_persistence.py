@@ -1,0 +1,238 @@
+"""What is amplified is what stood out before and is seen again: its size, its sign, the noise that releases share, and what that is for."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quietgrad.denoising import (
+    MomentNoise,
+    SpectralAdamW,
+    SpectralDenoiser,
+    SpectralSGD,
+    bulk_edge,
+    persistent_part,
+    shrink,
+)
+from quietgrad.noise import NoisySum
+
+SHAPE = (120, 200)
+B = 10.0
+RULE = SpectralDenoiser(target="momentum")
+LARGEST = RULE.amplification
+
+
+def unit(size: int, seed: int) -> Tensor:
+    vector = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    return vector / vector.norm()
+
+
+def spike(edges: float, seed: int = 0) -> Tensor:
+    """Rank one, of so many edges of noise with unit entries."""
+    return edges * bulk_edge(SHAPE, 1.0) * torch.outer(unit(SHAPE[0], seed), unit(SHAPE[1], seed + 1))
+
+
+def noise_of(seed: int) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def part_of(
+    moment: Tensor, release: Tensor, level: MomentNoise, mixing_row: Any = None, gain: float = LARGEST
+) -> tuple[Tensor, float]:
+    """What is added and the new gain, for a moment whose noise has unit entries; the release is not divided by B yet."""
+    noisy = NoisySum({"w": B * release}, B, mixing_row)
+    added, gains = persistent_part({"w": moment}, level, noisy, B, RULE, {"w": torch.tensor([gain])})
+    return added.get("w", torch.zeros(SHAPE)), float(gains.get("w", gain))
+
+
+def share_of(part: Tensor, moment: Tensor) -> float:
+    """Of the shrunk spike of the moment."""
+    left, values, right = torch.linalg.svd(moment)
+    return float(left[:, 0] @ part @ right[0]) / float(shrink(values[:1], SHAPE, 1.0)[0])
+
+
+@pytest.mark.parametrize("mass", [1.0, 0.3])
+@pytest.mark.parametrize("again", [1.6, 0.8, 0.5, 0.0, -0.5])
+def test_as_much_of_a_spike_as_is_seen_again(again: float, mass: float) -> None:
+    """A release with this multiple of the moment's signal adds that share of the shrunk spike, times gain - 1, and moves the gain by that power. Mean of 40 draws: u^T N v of fresh noise is
+    normal, at mass 0.3 with 0.5 % of the spike as the standard deviation of the mean, which makes a share of 0 one of 0.01 to 0.02 and one of 1 that much less."""
+    signal, shares, gains = spike(3.0), [], []
+    level = MomentNoise(variance=1.0, releases=1, mass=mass)
+    for seed in range(40):
+        moment = signal + noise_of(2 * seed + 1)
+        part, gain = part_of(moment, again / mass * signal + noise_of(2 * seed + 2), level, gain=4.0)
+        shares.append(share_of(part, moment) / (gain - 1))
+        gains.append(gain)
+    power = (math.log(2) if again > 0 else math.log(4)) * min(again, 1.0)
+    expected = 4 * math.exp(power) if again else 4.0
+    assert np.mean(shares) == pytest.approx(min(max(again, 0.0), 1.0), abs=0.03)
+    assert np.mean(gains) == pytest.approx(expected, rel=0.04 if again else 0.1)
+
+
+def test_the_gain_stays_between_one_and_the_largest() -> None:
+    signal, level = spike(3.0), MomentNoise(variance=1.0, releases=1, mass=1.0)
+    moment = signal + noise_of(1)
+    for release, gain, expected in ((signal, 0.9 * LARGEST, LARGEST), (-signal, 2.0, 1.0), (-5 * signal, 8.0, 2.0)):
+        assert part_of(moment, release, level, gain=gain)[1] == pytest.approx(expected, rel=1e-3)
+    part, gain = part_of(noise_of(1), 5 * signal, level, gain=3.0)  # nothing stands out of the moment: nothing is known
+    assert gain == 3.0 and not part.any()
+    # Another spike than the moment's is not its confirmation.
+    part, gain = part_of(moment, spike(5.0, seed=7), level, gain=3.0)
+    assert gain == pytest.approx(3.0, rel=0.3) and share_of(part, moment) < 0.3
+
+
+@pytest.mark.parametrize("correlation", [-0.9, 0.9])
+def test_noise_that_releases_share_is_taken_off(correlation: float) -> None:
+    """Half of the signal is seen again: half of the spike, although the release holds a share of the moment's noise. Without the correction it would be off by a tenth of the spike or more."""
+    signal, shares, uncorrected = spike(1.5), [], []
+    mixing_row = np.array([correlation, math.sqrt(1 - correlation**2)])
+    level = MomentNoise().after(0.0, 1.0, 1.0, np.array([1.0]))
+    for seed in range(40):
+        first, second = noise_of(2 * seed + 1), noise_of(2 * seed + 2)
+        moment, release = signal + first, 0.5 * signal + mixing_row[0] * first + mixing_row[1] * second
+        for row, found in ((mixing_row, shares), (None, uncorrected)):
+            part, gain = part_of(moment, release, level, row, gain=4.0)
+            found.append(share_of(part, moment) / (gain - 1) if gain > 1 else 0.0)
+    assert np.mean(shares) == pytest.approx(0.5, abs=0.03)
+    assert abs(np.mean(uncorrected) - 0.5) > 0.1
+
+
+def test_matrices_have_gains_of_their_own() -> None:
+    """Stacked layers, and experts in one tensor: what one sees is no reason for another."""
+    signal = spike(3.0)
+    level = MomentNoise(variance=1.0, releases=1, mass=1.0)
+    moments = {"a": signal + noise_of(1), "b": signal + noise_of(2), "quiet": noise_of(3)}
+    seen = {"a": B * signal, "b": -B * signal, "quiet": B * signal}
+    gains = {"a": torch.tensor([2.0]), "b": torch.tensor([4.0])}
+    added, new = persistent_part(moments, level, NoisySum(seen, B), B, RULE, gains)
+    assert float(new["a"]) == pytest.approx(4.0, rel=0.05) and float(new["b"]) == pytest.approx(1.0, rel=0.05)
+    assert set(added) == {"a"} and float(new["quiet"]) == 1.0
+    for name in ("a", "b"):
+        alone = persistent_part({name: moments[name]}, level, NoisySum({name: seen[name]}, B), B, RULE, gains)
+        torch.testing.assert_close(alone[1][name], new[name], rtol=1e-4, atol=1e-4)
+    experts = nn.ParameterDict({"w": nn.Parameter(torch.zeros(3, *SHAPE))})
+    together = {"w": torch.stack(list(moments.values()))}
+    release = NoisySum({"w": torch.stack([seen[name] for name in moments])}, B)
+    of_three, gain = persistent_part(together, level, release, B, RULE, {"w": torch.tensor([2.0, 4.0, 1.0])}, experts)
+    torch.testing.assert_close(gain["w"], torch.cat([new[name] for name in moments]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(of_three["w"][0], added["a"], rtol=1e-3, atol=1e-4)
+    assert not of_three["w"][1:].any()
+
+
+def test_the_share_is_the_regression_on_the_average() -> None:
+    rng = np.random.default_rng(0)
+    mixing = np.linalg.inv(np.eye(5) + 0.6 * np.eye(5, k=-1))
+    level = MomentNoise()
+    for t in range(4):
+        level = level.after(0.8, 0.2, float(np.linalg.norm(mixing[t])), mixing[t, : t + 1])
+    draws = rng.standard_normal((5, 200_000))
+    weights = 0.2 * 0.8 ** np.arange(3, -1, -1)
+    average, release = weights @ (mixing[:4] @ draws), mixing[4] @ draws
+    share = level.share_in(float(np.linalg.norm(mixing[4])), mixing[4])
+    slope = float(average @ release) / float(average @ average)
+    assert share == pytest.approx(slope, abs=5 * float(release.std() / average.std()) / np.sqrt(200_000))
+    assert abs(slope) > 0.1
+    assert MomentNoise(variance=1.0).share_in(1.0, None) == 0.0
+
+
+@pytest.mark.parametrize(("decay", "gain"), [(0.9, 0.1), (0.8, 1.0)])
+def test_mass_is_what_a_constant_gradient_leaves(decay: float, gain: float) -> None:
+    level, average = MomentNoise(), 0.0
+    for _ in range(6):
+        level, average = level.after(decay, gain, 1.0), decay * average + gain
+        assert level.mass == pytest.approx(average)
+
+
+def network_and(kind: str, denoiser: SpectralDenoiser, **settings: Any) -> tuple[nn.Linear, Any]:
+    network = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+    nn.init.zeros_(network.weight)
+    if kind == "sgd":
+        return network, SpectralSGD(network, denoiser, **({"lr": 0.1, "momentum": 0.8} | settings))
+    return network, SpectralAdamW(network, denoiser, **({"lr": 0.1, "betas": (0.8, 0.95)} | settings))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_the_direction_is_the_moment_and_what_persists_of_the_one_before(kind: str) -> None:
+    rule = SpectralDenoiser(target="momentum", amplify=3.0)
+    network, optimizer = network_and(kind, rule)
+    gain = 1.0 if kind == "sgd" else 0.2
+    moment, second, level = torch.zeros(SHAPE), torch.zeros(SHAPE), MomentNoise()
+    gains: dict[str, Tensor] = {}
+    for step in range(6):
+        sign = -1 if step == 4 else 1
+        noisy = NoisySum({"weight": B * (sign * spike(2.0) + noise_of(step))}, B)
+        added, new = persistent_part({"weight": moment}, level, noisy, B, rule, gains)
+        gains |= new
+        gradient = noisy.gradients["weight"] / B
+        moment = 0.8 * moment + gain * gradient
+        second = 0.95 * second + 0.05 * gradient**2
+        level = level.after(0.8, gain, 1.0)
+        direction = moment + added.get("weight", 0)
+        if kind == "adam":
+            direction = direction / (1 - 0.8 ** (step + 1)) / ((second / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
+        before = network.weight.detach().clone()
+        optimizer.step(noisy, B)
+        torch.testing.assert_close(before - network.weight.detach(), 0.1 * direction, rtol=1e-4, atol=1e-5)
+        assert ("weight" in added) == (step not in (0, 4))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_state_without_mass_or_gains_goes_on(kind: str) -> None:
+    """States of before the rule: the mass follows from the decay, and gains begin at 1."""
+    (network, optimizer), (other, again) = network_and(kind, RULE), network_and(kind, RULE)
+    stream = [NoisySum({"weight": B * (spike(2.0) + noise_of(i))}, B) for i in range(4)]
+    for noisy in stream[:3]:
+        optimizer.step(noisy, B)
+    state = copy.deepcopy(optimizer.state_dict())
+    other.load_state_dict(network.state_dict())
+    for saved in state["param_groups"][0]["moment_noise"]:
+        del saved["mass"]
+    for saved in state["state"].values():
+        assert float(saved.pop("gain")) > 1.5
+    again.load_state_dict(state)
+    optimizer.state[network.weight]["gain"] = torch.ones(1)
+    for one in (optimizer, again):
+        one.step(stream[3], B)
+    torch.testing.assert_close(network.weight, other.weight)
+
+
+def distance_after(steps: int, denoiser: SpectralDenoiser | None, rate: float, edges: float = 3.0) -> float:
+    """Of a quadratic in one direction, h/2 (u^T W v - 1)^2, whose slope is so many edges of the noise at the start; SGD with momentum 0.9, so that swinging begins at h rate 0.01 and
+    divergence at h rate 3.8."""
+    never = SpectralDenoiser(target="momentum", kappa=1e6)
+    network, optimizer = network_and("sgd", denoiser or never, lr=rate, momentum=0.9)
+    u, v = unit(SHAPE[0], 0), unit(SHAPE[1], 1)
+    scale = edges * bulk_edge(SHAPE, 1.0)
+    for step in range(steps):
+        slope = float(u @ network.weight.detach() @ v) - 1
+        optimizer.step(NoisySum({"weight": B * (scale * slope * torch.outer(u, v) + noise_of(step))}, B), B)
+    return abs(float(u @ network.weight.detach() @ v) - 1)
+
+
+def test_slow_directions_get_faster_and_swinging_ones_no_wilder() -> None:
+    """What the rule is for, on one direction: at a small rate it gets there sooner; at a large one the rule that amplifies all that stands out diverges, and this one goes the plain way."""
+    everything = SpectralDenoiser(target="momentum", persistence=False, delay=0, amplify=4.0)
+    curvature = 3.0 * bulk_edge(SHAPE, 1.0)
+    slow, fast = 1e-3 / curvature, 2.5 / curvature
+    plain, ours = (distance_after(30, rule, slow) for rule in (None, RULE))
+    assert plain > 0.7 and ours < 0.3
+    plain, all_of_it, ours = (distance_after(40, rule, fast) for rule in (None, everything, RULE))
+    assert plain < 1 and all_of_it > 100 and ours < 1
+
+
+def test_what_is_amplified_and_refusals() -> None:
+    assert RULE.persistent and RULE.first_steps == 0
+    with pytest.raises(ValueError, match="what persists is seen in the next release"):
+        RULE.denoise_all({"w": spike(3.0)}, 1.0)
+    before = SpectralDenoiser(target="momentum", persistence=False)
+    assert (before.persistent, before.amplification, before.first_steps) == (False, 2.0, 8)
+    assert not SpectralDenoiser().persistent and not SpectralDenoiser(target="momentum", amplify=1.0).persistent
+    for settings in ({}, {"target": "momentum", "amplify": 1.0}):
+        with pytest.raises(ValueError, match="persistence=True is for what amplifies on the momentum"):
+            SpectralDenoiser(persistence=True, **settings)  # type: ignore[arg-type]
