@@ -200,7 +200,7 @@ class Study:
                 if (step + 1) % EVERY == 0:
                     curve.append(round(self.accuracy(model, "validation"), 4))
                 if denoiser is not None and denoiser.persistent:
-                    gains.append(round(float(optimizer.state[model[0].weight].get("gain", 1.0)), 2))
+                    gains.append(round(optimizer.state[model[0].weight].get("gain", [1.0])[0], 2))
         found = {"curve": curve, "test": round(self.accuracy(model, "test"), 4)}
         return wanted._asdict() | found | ({"gains": gains} if gains else {})
 

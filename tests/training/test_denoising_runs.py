@@ -122,13 +122,17 @@ def test_a_run_that_is_older_than_a_setting_resumes_as_it_began(settings: dict, 
     added = ("amplify", "delay", "persistence")
     saved.write_text("\n".join(line for line in now.to_toml().splitlines() if not line.startswith(added)))
     before = load_saved_config(saved)
-    assert before.denoising.amplify == 1.0 and before.denoising.delay == 0 and not before.denoising.persistence
+    assert before.denoising.amplify == 1.0 and before.denoising.delay == 0
     with pytest.raises(ValueError, match=r"denoising\.amplify was 1\.0 and is now 0\.0"):
         require_same_settings(before, now)
     saved.write_text("\n".join(line for line in now.to_toml().splitlines() if not line.startswith("persistence")))
     assert build_denoiser(load_saved_config(saved).denoising) == SpectralDenoiser(target="momentum", persistence=False)
     with pytest.raises(ValueError, match=r"denoising\.persistence was False and is now True"):
         require_same_settings(load_saved_config(saved), now)
+    for other in ({"denoising.target": "gradient"}, {"denoising.amplify": 1.0}):  # nothing persists: nothing differs
+        same = config_of(settings | {"denoising.method": "spectral"} | other)
+        saved.write_text("\n".join(line for line in same.to_toml().splitlines() if not line.startswith("persistence")))
+        require_same_settings(load_saved_config(saved), same)
     saved.write_text(now.to_toml())
     assert load_saved_config(saved) == now
     plain = config_of(settings)  # what a run does not read is no reason to refuse it

@@ -47,7 +47,7 @@ class SpectralDenoiser:
         norm_correction: whether the result has the noisy matrix's Frobenius norm; without amplification.
         target: "gradient" (a release; ``denoise``) or "momentum" (the optimiser's first moment; ``SpectralAdamW``, ``SpectralSGD``).
         keep_bulk: share a of the noisy matrix in the result, in [0, 1); without amplification.
-        amplify: g, by how much a step along the spikes is longer than along the rest; 1 for the rules that take away. None: on the momentum 8, without persistence 2; on the gradient 1.
+        amplify: g, by how much a step along the spikes is longer than along the rest (at most, where persistence is asked for); 1 for the rules that take away. None: on the momentum 8, without persistence 2; on the gradient 1.
         delay: how many steps of an optimiser go along the moment as it is before the rule begins; on the gradient 0, since a release does not know its step. None: 8 where the
             momentum is amplified without persistence, 0 elsewhere.
         persistence: whether only what the next release shows again is amplified; on the momentum, with ``amplify`` > 1. None: wherever that is so.
@@ -85,6 +85,8 @@ class SpectralDenoiser:
             raise ValueError(
                 f"delay={self.delay}: a release does not know its step; use target='momentum', or release the first {self.delay} steps without denoising them"
             )
+        if self.persistence is not None and not isinstance(self.persistence, bool):
+            raise TypeError(f"persistence={self.persistence!r} must be True, False or None")
         if self.persistence and not (self.target == "momentum" and self.amplification > 1):
             raise ValueError(
                 f"persistence=True is for what amplifies on the momentum, not target={self.target!r} with amplification by {self.amplification:g}; leave it out"
@@ -159,10 +161,6 @@ class SpectralDenoiser:
         Raises:
             ValueError: for a rule of what persists, which needs the next release too (``persistent_part``).
         """
-        if self.persistent:
-            raise ValueError(
-                "what persists is seen in the next release, not in the momentum alone: step with SpectralAdamW or SpectralSGD, call persistent_part, or set persistence=False"
-            )
         result = dict(values)
         for names, stack in stacks(values, matrix_shapes(values, model, self.embeddings)):
             changed = self.denoise_stack(stack, noise_std)
@@ -173,7 +171,11 @@ class SpectralDenoiser:
         return result
 
     def denoise_stack(self, stack_lmn: Tensor, noise_std: float) -> Tensor | None:
-        """The denoised stack, or None where nothing in it changes."""
+        """The denoised stack, or None where nothing in it changes; ``ValueError`` as ``denoise_all``."""
+        if self.persistent:
+            raise ValueError(
+                "what persists is seen in the next release, not in the momentum alone: step with SpectralAdamW or SpectralSGD, call persistent_part, or set persistence=False"
+            )
         return _denoised(stack_lmn, noise_std, self)
 
 

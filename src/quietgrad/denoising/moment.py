@@ -82,10 +82,17 @@ class MomentNoise:
 
         Args:
             noise_std, mixing_row: of that release, as for ``after``. Without correlation the share is 0.
+
+        Raises:
+            ValueError: if the row is shorter than an earlier one.
         """
         if mixing_row is None or self.row is None or not self.row.any():
             return 0.0
         row = np.asarray(mixing_row, dtype=np.float64)
+        if len(row) < len(self.row):
+            raise ValueError(
+                f"mixing_row has {len(row)} entries after one of {len(self.row)}: rows grow with the steps"
+            )
         norm = float(np.linalg.norm(row))
         if not norm:
             return 0.0

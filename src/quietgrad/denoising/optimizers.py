@@ -1,16 +1,18 @@
 """SGD with momentum, Adam and AdamW that step along a denoised first moment.
 
-The updates are those of ``torch.optim`` with one change: the direction is what the denoiser makes of the first moment and of the release that went into it last. The moment itself goes on undenoised, so noise still
+The updates are those of ``torch.optim`` with one change: the direction D(m) is what the denoiser makes of the first moment m, or m and what persists of the one before it in the release that went into it last
+(``persistent_part``). The moment itself goes on undenoised, so noise still
 cancels across steps, and its noise level follows from that of the releases (``MomentNoise``): one level for all parameters that took part in the same steps, so layers may be
 frozen and thawed. Parameter groups, learning rate schedules and ``state_dict`` are torch's. Steps take a ``NoisySum``, never ``.grad``: what was not released cannot get in.
 
-Memory: the moments, as in torch, and one group's denoised moment. Time: the denoiser's.
+Memory: the moments, as in torch, and one group's denoised moment (with weight decay in SGD, one group's gradients too). Time: the denoiser's.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,6 +112,11 @@ class _MomentOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"the released sum has no gradient of {missing[0]!r}; clip and step with the same trainable parameters"
             )
+        for name, parameter in (item for group in named for item in group.items()):
+            if noisy.gradients[name].shape != parameter.shape:
+                raise ValueError(
+                    f"the released sum has {tuple(noisy.gradients[name].shape)} for {name!r}, and the parameter is {tuple(parameter.shape)}; clip and step with the same model"
+                )
         levels = [
             [
                 _Level(
@@ -158,7 +165,8 @@ class _MomentOptimizer(torch.optim.Optimizer):
         if begun and rule.persistent and level.before.releases:
             moments = {name: self.state[p]["exp_avg"] for name, p in named.items()}
             gains = {name: self.state[p]["gain"] for name, p in named.items() if "gain" in self.state[p]}
-            added, gains = persistent_part(moments, level.before, noisy, divisor, rule, gains, self._model)
+            received = self._received(named, group, noisy, divisor)
+            added, gains = persistent_part(moments, level.before, received, divisor, rule, gains, self._model)
             for name, gain in gains.items():
                 self.state[named[name]]["gain"] = gain
         for name, parameter in named.items():
@@ -193,6 +201,10 @@ class _MomentOptimizer(torch.optim.Optimizer):
         """(decay, gain) of the first moment."""
         raise NotImplementedError
 
+    def _received(self, named: Named, group: Group, noisy: NoisySum, divisor: float) -> NoisySum:
+        """What goes into the moments, times ``divisor``: the release, and what is known without it."""
+        return noisy
+
     def _receive(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
         raise NotImplementedError
 
@@ -209,7 +221,8 @@ def _levels_of(group: Group) -> list[dict[str, Any]]:
 def _noise_of(saved: dict[str, Any], decay: float, gain: float) -> MomentNoise:
     row = None if saved["row"] is None else np.array(saved["row"])
     releases = saved.get("releases", ENOUGH)
-    mass = saved.get("mass", gain * (1 - decay**releases) / (1 - decay))  # states of before have none
+    # States of before the rule have none.
+    mass = saved["mass"] if "mass" in saved else gain * (1 - decay**releases) / (1 - decay)
     return MomentNoise(saved["variance"], row, releases, mass)
 
 
@@ -258,6 +271,13 @@ class SpectralSGD(_MomentOptimizer):
         state["exp_avg"].mul_(group["momentum"]).add_(gradient)
         if group["weight_decay"]:
             state["exp_avg"].add_(parameter, alpha=group["weight_decay"])
+
+    def _received(self, named: Named, group: Group, noisy: NoisySum, divisor: float) -> NoisySum:
+        decay = float(group["weight_decay"])
+        if not decay:
+            return noisy
+        gradients = {name: torch.add(noisy.gradients[name], p, alpha=decay * divisor) for name, p in named.items()}
+        return replace(noisy, gradients=gradients)
 
     def _move(self, parameter: nn.Parameter, direction: Tensor, group: Group) -> None:
         parameter.add_(direction, alpha=-float(group["lr"]))

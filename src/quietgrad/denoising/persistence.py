@@ -12,11 +12,12 @@ the share of M's noise that G holds is known (``MomentNoise.share_in``), u^T N v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from quietgrad.checks import require_positive
 from quietgrad.denoising.denoiser import SpectralDenoiser
 from quietgrad.denoising.formulas import bulk_edge, shrink
 from quietgrad.denoising.matrices import matrix_shapes, stacks
@@ -34,30 +35,35 @@ def persistent_part(
     noisy: NoisySum,
     expected_batch_size: float,
     rule: SpectralDenoiser,
-    gains: Mapping[str, Tensor],
+    gains: Mapping[str, Sequence[float]],
     model: nn.Module | None = None,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
     """What is added to the momentum, and the gains that go with it.
 
     Of every matrix (g - 1) sum_i min(1, max(0, r_i)) w_i u_i v_i^T, with the gain g = g_before GROWTH^r for r > 0, g_before FALL^|r| else, r the persistence of all its spikes (weighted by w^2, cut
     to [-1, 1]), and g kept between 1 and ``rule.amplification``. Where nothing stands out, nothing is added and the gain stays.
 
-    Cost: as for the denoiser's own rule, and m n operations a spike. Memory: one tensor for every parameter of which something is amplified.
+    Cost: as for the denoiser's own rule, and m n operations a spike. Memory: one tensor for every parameter of which something is amplified, and one stack of releases at a time.
 
     Args:
         moments: parameter name -> running average of releases, before ``noisy``; each divided by ``expected_batch_size``.
         noise: what is known of the averages' noise.
-        noisy: the release that comes next.
+        noisy: the release that comes next; not denoised.
         expected_batch_size: B.
-        rule: threshold, largest gain, and whether embeddings count.
-        gains: parameter name -> [number of matrices] gain before this release; 1 where there is none.
+        rule: threshold, largest gain, and whether embeddings count; on the momentum, with persistence.
+        gains: parameter name -> gain of each of its matrices before this release; 1 where there is none.
         model: tells embeddings and experts from other weights.
 
     Returns:
-        Name -> tensor in the parameter's shape, for parameters of which something is amplified; name -> new gains, for those of which something stands out.
+        Name -> tensor in the parameter's shape, for parameters of which something is amplified; name -> new gains, for those that may have changed.
+
+    Raises:
+        TypeError: for anything that was not released.
+        ValueError: if it was denoised, lacks a parameter or has it in another shape, or the rule is another.
     """
+    _check(moments, noisy, expected_batch_size, rule)
     added: dict[str, Tensor] = {}
-    found: dict[str, Tensor] = {}
+    found: dict[str, list[float]] = {}
     if noise.std == 0 or not noise.mass:
         return added, found
     share = noise.share_in(noisy.noise_std / expected_batch_size, noisy.mixing_row)
@@ -68,19 +74,40 @@ def persistent_part(
         which, spikes = detected
         each = len(stack) // len(names)
         released = torch.cat([noisy.gradients[name].reshape(-1, *stack.shape[1:]) for name in names])[which]
-        before = torch.cat([gains[name] if name in gains else stack.new_ones(each) for name in names])
-        weights_lp, new = _weights(released.to(stack), spikes, noise, share, expected_batch_size, before[which], rule)
-        after = before.clone()
-        after[which] = new
+        gain = stack.new_tensor([g for name in names for g in gains.get(name, [1.0] * each)])
+        weights_lp, gain[which] = _weights(
+            released.to(stack), spikes, noise, share, expected_batch_size, gain[which], rule
+        )
         touched = which.clone()
         touched[which] = weights_lp.any(dim=1)
-        part = _spread(_product(spikes, weights_lp), which) if bool(touched.any()) else None
+        new, changes = gain.tolist(), touched.tolist()
+        part = _spread(_product(spikes, weights_lp), which) if any(changes) else None
         for i, name in enumerate(names):
             of_name = slice(i * each, (i + 1) * each)
-            found[name] = after[of_name]
-            if part is not None and bool(touched[of_name].any()):
-                added[name] = part[of_name].reshape(moments[name].shape).to(moments[name].dtype)
+            found[name] = new[of_name]
+            if part is not None and any(changes[of_name]):
+                # A copy where there are others beside it: a view would keep the whole stack.
+                own = part if len(names) == 1 else part[of_name].clone()
+                added[name] = own.reshape(moments[name].shape).to(moments[name].dtype)
     return added, found
+
+
+def _check(moments: Mapping[str, Tensor], noisy: NoisySum, expected_batch_size: float, rule: SpectralDenoiser) -> None:
+    if not isinstance(noisy, NoisySum):
+        raise TypeError(f"noisy must be a NoisySum, not {type(noisy).__name__}: release the clipped sum first")
+    if noisy.denoised:
+        raise ValueError("noisy was denoised before: its noise level is not known any more; pass the released one")
+    if not rule.persistent:
+        raise ValueError(
+            f"rule.target={rule.target!r} with rule.persistence={rule.persistence!r} amplifies nothing that persists; pass SpectralDenoiser(target='momentum')"
+        )
+    require_positive("expected_batch_size", expected_batch_size, "pass plan.expected_batch_size")
+    for name, moment in moments.items():
+        if name not in noisy.gradients or noisy.gradients[name].shape != moment.shape:
+            there = tuple(noisy.gradients[name].shape) if name in noisy.gradients else "nothing"
+            raise ValueError(
+                f"noisy has {there} for {name!r}, and its moment {tuple(moment.shape)}; pass the release that goes into these moments"
+            )
 
 
 def _weights(
@@ -98,12 +125,12 @@ def _weights(
     w = torch.where(decided, shrink(values, shape, noise.std), 0.0)
     right = spikes.right_lnp.transpose(1, 2)
     seen = (torch.bmm(spikes.left_lmp.transpose(1, 2), released_lmn) * right).sum(dim=2) / divisor
-    rw = noise.mass * (seen - share * (values - w)) * (w > 0)
+    # A release that overflowed says nothing.
+    rw = torch.nan_to_num(torch.where(w > 0, noise.mass * (seen - share * (values - w)), 0.0))
     squares = w.square().sum(dim=1)
-    r = ((rw * w).sum(dim=1) / squares.clamp(min=torch.finfo(w.dtype).tiny)).clamp(-1, 1)
-    gain = (gain_l * torch.where(r > 0, GROWTH ** r.clamp(min=0), FALL ** (-r).clamp(min=0))).clamp(
-        1.0, rule.amplification
-    )
+    r = ((rw * w).sum(dim=1) / squares.clamp(min=torch.finfo(w.dtype).tiny)).nan_to_num().clamp(-1, 1)
+    factor = torch.where(r > 0, GROWTH ** r.clamp(min=0), FALL ** (-r).clamp(min=0))
+    gain = (gain_l * factor).clamp(1.0, rule.amplification)
     return (gain - 1).unsqueeze(1) * rw.clamp(min=0).minimum(w), gain
 
 

@@ -220,8 +220,12 @@ def load_saved_config(path: str | Path, overrides: typing.Sequence[str] = ()) ->
     tree = read_toml(path)
     for name, value in BEFORE.items():
         table, _, key = name.partition(".")
-        if tree.get(table, {}).get("method") == ACTIVE[name]:
-            tree[table].setdefault(key, value)
+        of_table = tree.get(table, {})
+        read = of_table.get("method") == ACTIVE[name]
+        if name == "denoising.persistence":  # rules that do not amplify on the momentum have nothing that persists
+            read &= of_table.get("target", "momentum") == "momentum" and of_table.get("amplify") != 1.0
+        if read:
+            of_table.setdefault(key, value)
     return config_from(_with_overrides(tree, overrides))
 
 

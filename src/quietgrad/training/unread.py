@@ -38,6 +38,11 @@ def unread_settings(config: TrainConfig) -> list[str]:
         if table.method != default.method and not config.privacy.enabled:
             found.append(f"{name}.method={table.method!r} is without effect: privacy.enabled=false adds no noise")
     denoiser, steps = build_denoiser(config.denoising), config.training.steps
+    amplifies = denoiser is not None and denoiser.target == "momentum" and denoiser.amplification > 1
+    if config.denoising.method == "spectral" and not config.denoising.persistence and not amplifies:
+        found.append(
+            "denoising.persistence=False is without effect: only what is amplified on the momentum can persist"
+        )
     if denoiser is not None and steps is not None and denoiser.first_steps >= steps:
         found.append(
             f"denoising.method={config.denoising.method!r} is without effect: it leaves the first {denoiser.first_steps} steps as they are, and there are {steps}; set denoising.delay"
