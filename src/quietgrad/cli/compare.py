@@ -46,7 +46,12 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
     }
     words = next((r["metric"] for r in results.values() if "metric" in r), "accuracy")
     if any(protocols.values()):
-        comparison_figure({k: v for k, v in protocols.items() if v}, comparison.table.title, comparison.figure)
+        comparison_figure(
+            {k: v for k, v in protocols.items() if v},
+            comparison.table.title,
+            comparison.figure,
+            bool(comparison.table.eval_records),
+        )
     if as_json:
         print_json(
             {

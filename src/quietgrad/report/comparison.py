@@ -144,13 +144,16 @@ def markdown(table: Sequence[Row], shares: Sequence[float], metric: str = "accur
     return "\n".join(lines)
 
 
-def comparison_figure(protocols: Mapping[str, Mapping[float, Mapping[str, Series]]], title: str, path: Path) -> None:
+def comparison_figure(
+    protocols: Mapping[str, Mapping[float, Mapping[str, Series]]], title: str, path: Path, end_apart: bool = False
+) -> None:
     """Validation accuracy against steps: a row a protocol, a column an epsilon; mean over seeds and 95 % interval.
 
     Args:
         protocols: name -> epsilon -> variant -> runs.
         title: above all panels.
         path: PNG to write.
+        end_apart: whether the last evaluation is on other records than those before it: a dot, not a piece of the line.
     """
     import matplotlib
 
@@ -169,9 +172,9 @@ def comparison_figure(protocols: Mapping[str, Mapping[float, Mapping[str, Series
     for axis_row, (protocol, epsilons) in zip(axes, protocols.items(), strict=True):
         for axis, (epsilon, variants) in zip(axis_row, epsilons.items(), strict=False):
             for (variant, series), colour in zip(variants.items(), COLOURS * 3, strict=False):
-                _draw(axis, series, variant, colour)
+                _draw(axis, series, variant, colour, end_apart)
             axis.set_title(f"epsilon {epsilon:g}, {protocol}", fontsize=10)
-            axis.set_xlabel("step")
+            axis.set_xlabel("step (dots: on all validation records)" if end_apart else "step")
             axis.set_ylabel(f"validation {next(iter(variants.values())).metric}")
             axis.grid(alpha=0.25)
             axis.legend(fontsize=8, loc="lower right")
@@ -181,12 +184,15 @@ def comparison_figure(protocols: Mapping[str, Mapping[float, Mapping[str, Series
     plt.close(figure)
 
 
-def _draw(axis: object, series: Series, variant: str, colour: str) -> None:
+def _draw(axis: object, series: Series, variant: str, colour: str, end_apart: bool) -> None:
     points = mean_curve(series)
     steps = [s for s, _ in points]
     by_seed = [dict(curve) for curve in series.curves.values()]
     intervals = [Interval.of([c[s] for c in by_seed]) for s in steps]
     means = np.array([i.mean for i in intervals])
     halves = np.nan_to_num(np.array([i.half for i in intervals]))
+    if end_apart and len(steps) > 1:
+        axis.errorbar(steps[-1:], means[-1:], halves[-1:], color=colour, fmt="o", markersize=3.5, elinewidth=1)  # type: ignore[attr-defined]
+        steps, means, halves = steps[:-1], means[:-1], halves[:-1]
     axis.plot(steps, means, color=colour, linewidth=1.6, label=f"{variant} (rate {series.rate:g})")  # type: ignore[attr-defined]
     axis.fill_between(steps, means - halves, means + halves, color=colour, alpha=0.18, linewidth=0)  # type: ignore[attr-defined]
