@@ -128,7 +128,7 @@ DELAYED: dict[str, tuple[SpectralDenoiser | None, bool]] = {
 }
 PERSISTENT: dict[str, tuple[SpectralDenoiser | None, bool]] = {
     f"what persists, by up to {gain}": (SpectralDenoiser(target="momentum", amplify=float(gain)), False)
-    for gain in (8, 4, 16)
+    for gain in (8, 4)
 }
 EVERY_RULE = RULES | DELAYED | PERSISTENT
 DRAWN = (
