@@ -280,11 +280,14 @@ def draw(groups: dict[Run, list[float]]) -> None:
         for rule in DRAWN:
             if steps == LONG and rule not in LASTING:
                 continue
-            of_rates = [groups[Run(name, epsilon, rule, rate, 0, steps)] for rate in rates]
+            there = [rate for rate in rates if Run(name, epsilon, rule, rate, 0, steps) in groups]
+            of_rates = [groups[Run(name, epsilon, rule, rate, 0, steps)] for rate in there]
             color, width = ("black", 2.0) if rule == "none" else (f"C{DRAWN.index(rule)}", 1.5)
+            if rule in PERSISTENT:
+                color, width = "C0", 2.0
             means, low, high = ([pick(values) for values in of_rates] for pick in (np.mean, min, max))
-            axis.plot(rates, means, marker="o", markersize=3, color=color, linewidth=width, label=rule)
-            axis.fill_between(rates, low, high, alpha=0.12, color=color, linewidth=0)
+            axis.plot(there, means, marker="o", markersize=3, color=color, linewidth=width, label=rule)
+            axis.fill_between(there, low, high, alpha=0.12, color=color, linewidth=0)
         axis.set(xscale="log", title=f"{name}, epsilon {epsilon:g}, {steps} steps", ylim=(0.62, 0.76))
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axis.minorticks_off()
@@ -310,8 +313,8 @@ def draw_gains(results: dict[Run, dict[str, Any]]) -> None:
             if curves:
                 mean = np.mean(curves, axis=0)
                 axis.plot(range(1, len(mean) + 1), mean, color=plt.cm.viridis(i / len(RATES[name])), label=f"{rate:g}")
-        axis.set(title=f"{name}, epsilon {epsilon:g}", ylim=(0, 8.4))
-        axis.legend(title="learning rate", fontsize=8, title_fontsize=8)
+        axis.set(title=f"{name}, epsilon {epsilon:g}", ylim=(0, 11))
+        axis.legend(title="learning rate", fontsize=8, title_fontsize=8, loc="upper center", ncols=len(RATES[name]))
     for axis in axes[-1]:
         axis.set_xlabel("step")
     for axis in axes[:, 0]:
