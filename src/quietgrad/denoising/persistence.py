@@ -73,7 +73,8 @@ def persistent_part(
             continue
         which, spikes = detected
         each = len(stack) // len(names)
-        released = torch.cat([noisy.gradients[name].reshape(-1, *stack.shape[1:]) for name in names])[which]
+        released = torch.cat([noisy.gradients[name].reshape(-1, *stack.shape[1:]) for name in names])
+        released = released if len(spikes.values_lp) == len(which) else released[which]
         gain = stack.new_tensor([g for name in names for g in gains.get(name, [1.0] * each)])
         weights_lp, gain[which] = _weights(
             released.to(stack), spikes, noise, share, expected_batch_size, gain[which], rule
@@ -86,8 +87,8 @@ def persistent_part(
             of_name = slice(i * each, (i + 1) * each)
             found[name] = new[of_name]
             if part is not None and any(changes[of_name]):
-                # A copy where there are others beside it: a view would keep the whole stack.
-                own = part if len(names) == 1 else part[of_name].clone()
+                # A copy where the stack has others that are not used: a view would keep them.
+                own = part[of_name] if all(changes) else part[of_name].clone()
                 added[name] = own.reshape(moments[name].shape).to(moments[name].dtype)
     return added, found
 
