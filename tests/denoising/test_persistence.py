@@ -143,6 +143,21 @@ def test_the_share_is_the_regression_on_the_average() -> None:
     assert MomentNoise(variance=1.0).share_in(1.0, None) == 0.0
 
 
+@pytest.mark.parametrize("swings", [False, True])
+def test_layers_of_a_stack_get_their_own_part(swings: bool) -> None:
+    """Other spikes in each of three layers; all seen again, or one of them turned round."""
+    level = MomentNoise(variance=1.0, releases=1, mass=1.0)
+    signals = {name: spike(3.0, seed=10 * i) for i, name in enumerate("abc")}
+    moments = {name: signal + noise_of(i) for i, (name, signal) in enumerate(signals.items())}
+    seen = {name: (-B if swings and name == "b" else B) * signal for name, signal in signals.items()}
+    added, _ = persistent_part(moments, level, NoisySum(seen, B), B, RULE, {})
+    assert set(added) == ({"a", "c"} if swings else {"a", "b", "c"})
+    for name, part in added.items():
+        alone, _ = persistent_part({name: moments[name]}, level, NoisySum({name: seen[name]}, B), B, RULE, {})
+        torch.testing.assert_close(part, alone[name], rtol=1e-3, atol=1e-4)
+        assert float((part * signals[name]).sum() / part.norm() / signals[name].norm()) > 0.9
+
+
 @pytest.mark.parametrize(("decay", "gain"), [(0.9, 0.1), (0.8, 1.0)])
 def test_mass_is_what_a_constant_gradient_leaves(decay: float, gain: float) -> None:
     level, average = MomentNoise(), 0.0

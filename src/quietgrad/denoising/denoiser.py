@@ -21,9 +21,7 @@ from quietgrad.noise.noisy_sum import NoisySum
 Target = Literal["gradient", "momentum"]
 AMPLIFICATION = 8.0  # of what persists (docs/denoising.md has the study of gains)
 ALL_AMPLIFICATION = 2.0  # of all that stands out,
-ALL_DELAY = (
-    8  # and after how many steps: Adam's moment then holds 0.36 of a release's noise, and its steps are short enough
-)
+ALL_DELAY = 8  # after so many steps: Adam's moment then holds 0.36 of a release's noise, and its steps are short
 KEEP_BULK = 0.5
 TARGETS: tuple[Target, ...] = ("gradient", "momentum")
 
@@ -50,10 +48,11 @@ class SpectralDenoiser:
         amplify: g, by how much a step along the spikes is longer than along the rest (at most, where persistence is asked for); 1 for the rules that take away. None: on the momentum 8, without persistence 2; on the gradient 1.
         delay: how many steps of an optimiser go along the moment as it is before the rule begins; on the gradient 0, since a release does not know its step. None: 8 where the
             momentum is amplified without persistence, 0 elsewhere.
-        persistence: whether only what the next release shows again is amplified; on the momentum, with ``amplify`` > 1. None: wherever that is so.
+        persistence: whether only what the next release shows again is amplified; only on the momentum, with ``amplify`` > 1. None: yes there, and no elsewhere.
         embeddings: whether embedding tables are treated as matrices too.
 
     Raises:
+        TypeError: for a ``persistence`` that is no truth value.
         ValueError: for settings out of range.
     """
 
