@@ -1,15 +1,17 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+SEED := $(or $(SEED),$(shell $(PYTHON) -c "import secrets; print(secrets.randbelow(10**9))"))
+TIMES ?= 20
 
 # The folders with Python code that exist in this checkout.
 CODE := $(wildcard src tests benchmarks scripts)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint typecheck format clean
+.PHONY: help setup demo test test-random lint typecheck format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## create the environment and install everything (PYTHON=python3.11 picks the interpreter)
 	@$(PYTHON) scripts/bootstrap.py --venv $(VENV)
@@ -20,6 +22,12 @@ demo: setup ## train with the default recipe; ARGS="..." is passed on to `quietg
 # OMP_NUM_THREADS: two workers that each start a thread per core would fight over the cores.
 test: setup lint typecheck ## lint, types and all tests
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup
+
+# Other examples in every campaign, and TIMES as many; with the seed that is printed, the same again.
+test-random: setup ## a random campaign over the tests that draw examples; SEED=... repeats one, TIMES=... sets its size
+	@echo "random campaign: make test-random SEED=$(SEED) TIMES=$(TIMES)"
+	HYPOTHESIS_PROFILE=random HYPOTHESIS_TIMES=$(TIMES) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --timeout 0 \
+		--hypothesis-seed=$(SEED) -m hypothesis tests
 
 lint: setup ## ruff: rules and formatting
 	$(VENV)/bin/ruff check $(CODE)

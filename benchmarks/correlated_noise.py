@@ -30,7 +30,7 @@ import torch
 
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.facts import SensitivityClaim
-from quietgrad.noise import BandedNoise, Curvature, GaussianNoise, PrefixSums, mixing_matrix
+from quietgrad.noise import Curvature, GaussianNoise, PrefixSums, mixing_matrix
 from quietgrad.randomness import RandomKey
 
 KEY = RandomKey.from_seed(0)
@@ -75,13 +75,13 @@ def stream() -> list[dict[str, Any]]:
     gradients = {name: torch.zeros(shape) for name, shape in shapes.items()}
     clipped = ClippedSum(gradients, SensitivityClaim(1.0))
     mixing = mixing_matrix(PrefixSums(64), 8).banded
-    plain, rows, again = GaussianNoise(1.0), BandedNoise(1.0, mixing), BandedNoise(1.0, mixing, "regenerate")
+    plain, rows, again = GaussianNoise(1.0), GaussianNoise(1.0, mixing), GaussianNoise(1.0, mixing, "regenerate")
     kept = rows.replay(gradients, lambda step: KEY, 0, 8)
     bare = again.replay(gradients, lambda step: KEY, 0, 63)
     work = {
-        "independent": lambda: plain.release(clipped, KEY, 8),
-        "rows kept, b = 8": lambda: rows.release(clipped, KEY, 8, kept),
-        "regenerated, b = 8, step 63": lambda: again.release(clipped, KEY, 63, bare),
+        "independent": lambda: plain.update(clipped, lambda _: KEY, plain.init(8)),
+        "rows kept, b = 8": lambda: rows.update(clipped, lambda _: KEY, kept),
+        "regenerated, b = 8, step 63": lambda: again.update(clipped, lambda _: KEY, bare),
     }
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for round_ in range(ROUNDS):

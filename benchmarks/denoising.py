@@ -4,11 +4,11 @@
 
 Overhead: the denoiser's time over that of the step's gradient work (clipping of the whole batch, noise, mean; no optimiser), taken in turn, medians and ranges over rounds. Twice: on
 releases in which nothing stands out (the certified test alone), and with three spikes of 1.5, 2 and 4 detection thresholds in every matrix (test, search and update everywhere, a dear
-case); each for the rule of the gradient and for the default one of the momentum. "naive" is a full singular value decomposition of every matrix, as a first implementation would have it. Random weights and token ids: times do not depend on their values.
+case); each for ``SpikesWithBulk`` on the gradient and ``PersistentAmplification`` on the momentum. "naive" is a full singular value decomposition of every matrix, as a first implementation would have it. Random weights and token ids: times do not depend on their values.
 
 Where a step takes a minute or more here (RoBERTa at batch 1024, the Llama at 128), a micro-batch is timed and multiplied; the others run whole.
 
-Noise: pure noise through ``SpectralDenoiser.paper()`` at kappa = 1.02, how many of a thousand draws are changed.
+Noise: pure noise through the published rule at kappa = 1.02, how many of a thousand draws are changed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.clipped_sum import ClippedSum
-from quietgrad.denoising import MomentNoise, SpectralDenoiser, detection_threshold, persistent_part, shrink
+from quietgrad.denoising import (
+    MomentNoise,
+    PersistentAmplification,
+    SpikesWithBulk,
+    denoise_matrix,
+    detection_threshold,
+    shrink,
+)
 from quietgrad.denoising.matrices import matrix_shapes
 from quietgrad.noise import GaussianNoise, NoisySum
 from quietgrad.randomness import RandomKey
@@ -99,7 +106,7 @@ def step_of(model: nn.Module, spec: Regime) -> tuple[Callable[[], ClippedSum], C
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 8000, (spec.measured, spec.length), generator=generator)
     labels = torch.randint(0, 3, (spec.measured,), generator=generator)
-    clipper, noise = Clipper(1.0, micro_batch_size=spec.micro_batch), GaussianNoise(1.0)
+    noise = GaussianNoise(1.0)
 
     def loss(network: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=_has_bfloat16()):
@@ -110,12 +117,15 @@ def step_of(model: nn.Module, spec: Regime) -> tuple[Callable[[], ClippedSum], C
             )
         return F.cross_entropy(logits.float(), batch["y"], reduction="none")
 
-    return lambda: clipper.clip(model, loss, {"ids": ids, "y": labels}), lambda clipped: noise.release(clipped, KEY, 0)
+    bound = Clipper(1.0, micro_batch_size=spec.micro_batch).bind(model, loss)
+    return lambda: bound.clip({"ids": ids, "y": labels}), lambda clipped: noise.update(
+        clipped, lambda _: KEY, noise.init()
+    )[0]
 
 
 def _has_bfloat16() -> bool:
-    from quietgrad.training.config import TrainConfig
-    from quietgrad.training.prepare import precision_of
+    from quietgrad.training.precision import precision_of
+    from quietgrad.training.settings.config import TrainConfig
 
     return precision_of(TrainConfig(), torch.device("cpu")) == "bfloat16"
 
@@ -141,9 +151,9 @@ def with_spikes(noisy: NoisySum, model: nn.Module) -> NoisySum:
 
 
 def on_the_momentum(noisy: NoisySum, model: nn.Module) -> dict[str, Tensor]:
-    """The default rule of the momentum, for a release that shows all of what stands out again: the dearest case."""
-    rule, level = SpectralDenoiser(target="momentum"), MomentNoise(variance=1.0, releases=1, mass=1.0)
-    added, _ = persistent_part(noisy.gradients, level, noisy, 1.0, rule, {}, model)
+    """What persists in the momentum, for a release that shows all of what stands out again: the dearest case."""
+    rule, level = PersistentAmplification(), MomentNoise(variance=1.0, releases=1, mass=1.0)
+    added, _ = rule.added(noisy.gradients, level, noisy, 1.0, {}, model)
     return {name: part.add_(noisy.gradients[name]) for name, part in added.items()}
 
 
@@ -171,10 +181,10 @@ def overhead(name: str, rounds: int) -> dict[str, Any]:
     clipped = clip()
     quiet = pure_noise(model)
     loud = with_spikes(quiet, model)
-    denoiser = SpectralDenoiser(target="gradient")
+    rule = SpikesWithBulk()
     methods: dict[str, Callable[[], object]] = {
-        "nothing_stands_out": lambda: denoiser.denoise(quiet, model),
-        "three_spikes_everywhere": lambda: denoiser.denoise(loud, model),
+        "nothing_stands_out": lambda: rule.denoise(quiet, model),
+        "three_spikes_everywhere": lambda: rule.denoise(loud, model),
         "momentum_nothing_stands_out": lambda: on_the_momentum(quiet, model),
         "momentum_three_spikes_everywhere": lambda: on_the_momentum(loud, model),
     }
@@ -212,11 +222,9 @@ def overhead(name: str, rounds: int) -> dict[str, Any]:
 
 
 def false_alarms(shape: tuple[int, int], draws: int) -> dict[str, Any]:
-    denoiser = SpectralDenoiser.paper()
     generator = torch.Generator().manual_seed(11)
-    changed = sum(
-        denoiser.denoise_stack(torch.randn(1, *shape, generator=generator), 1.0) is not None for _ in range(draws)
-    )
+    noises = (torch.randn(shape, generator=generator) for _ in range(draws))
+    changed = sum(denoise_matrix(noise, 1.0) is not noise for noise in noises)
     print(f"pure noise {shape}: {changed} of {draws} draws changed", flush=True)
     return {"draws": draws, "changed": changed}
 

@@ -160,10 +160,11 @@ def quietgrad(estimator: str | None) -> Callable[[nn.Module, Batch], tuple[Step,
         from quietgrad.clipping import Clipper
 
         clipper = planners_choice() if estimator is None else Clipper(1.0, estimator)  # type: ignore[arg-type]
+        bound = clipper.bind(model, per_example_loss)
 
         def step() -> None:
             model.zero_grad(set_to_none=True)
-            clipper.clip(model, per_example_loss, batch)
+            bound.clip(batch)
 
         return step, plain_step(model, batch)
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from quietgrad.curvature import load_spectrum
 from quietgrad.noise import Curvature, PrefixSums, mixing_matrix
-from quietgrad.noise.mixing import MixingMatrix
-from quietgrad.noise.solver import objective
-from quietgrad.training.noise_settings import clipping_factor
+from quietgrad.noise.correlation.mixing import MixingMatrix
+from quietgrad.noise.correlation.solver import objective
+from quietgrad.training.settings.noise import clipping_factor
 
 ROOT = Path(__file__).parent.parent
 SPECTRUM = ROOT / "recipes" / "noisecurve" / "held-out.npz"

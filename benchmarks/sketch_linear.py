@@ -39,8 +39,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from quietgrad.clipping.estimators import ghost_norms, hutch_norms, hutch_plus_plus_norms, materialized_norms
-from quietgrad.clipping.factors import DenseFactors
+from quietgrad.clipping.norms.factors import DenseFactors
+from quietgrad.clipping.norms.ghost import ghost_norms
+from quietgrad.clipping.norms.hutch import hutch_norms
+from quietgrad.clipping.norms.hutch_plus_plus import hutch_plus_plus_norms
+from quietgrad.clipping.norms.materialized import materialized_norms
+from quietgrad.clipping.norms.projections import Projections
 
 B, T, K = 2, 4096, 32
 SHAPES = [(2048, 512), (2048, 2048), (8192, 2048)]  # rows p, columns d
@@ -76,11 +80,11 @@ def unblocked_ghost(factors: DenseFactors) -> Tensor:
 
 METHODS: dict[str, Callable[[DenseFactors], Tensor]] = {
     BASELINE: unblocked_materialized,
-    "materialized": lambda f: materialized_norms([f], torch.float32),
+    "materialized": lambda f: materialized_norms([f], torch.float32).squared,
     "ghost-unblocked": unblocked_ghost,
-    "ghost": lambda f: ghost_norms([f], torch.float32),
-    "hutch": lambda f: hutch_norms([f], K, None, torch.float32),
-    "hutch++": lambda f: hutch_plus_plus_norms([f], K, None, torch.float32),
+    "ghost": lambda f: ghost_norms([f], torch.float32).squared,
+    "hutch": lambda f: hutch_norms([f], "weight", K, Projections.fresh(), torch.float32).squared,
+    "hutch++": lambda f: hutch_plus_plus_norms([f], "weight", K, Projections.fresh(), torch.float32).squared,
 }
 
 
@@ -311,7 +315,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
     growth = report["growth"]
     colours = {"materialized": "#3a7d44", "ghost": "#b5651d", "hutch": "#1f5fa8"}
-    labels = {"materialized": "materialised, row blocks", "ghost": "ghost, tiles", "hutch": f"Hutch, k = {K}"}
+    labels = {"materialized": "materialized, row blocks", "ghost": "ghost, tiles", "hutch": f"Hutch, k = {K}"}
     figure, axes = plt.subplots(1, 2, figsize=(9.6, 4), layout="constrained")
     for m, entry in growth["methods"].items():
         lengths = [point["positions"] for point in entry["points"]]

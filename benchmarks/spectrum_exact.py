@@ -26,8 +26,8 @@ from spectrum_tail import textures
 
 from quietgrad.curvature import CurvatureOperator, top_eigenvalues
 from quietgrad.curvature.pretraining import fit_to_labels
-from quietgrad.training.image_models import SmallCnn
-from quietgrad.training.records import classification_loss
+from quietgrad.training.tasks.images.models import SmallCnn
+from quietgrad.training.tasks.records import classification_loss
 
 TOP = 200
 

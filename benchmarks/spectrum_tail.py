@@ -34,9 +34,9 @@ from quietgrad.curvature import (
 )
 from quietgrad.curvature.pretraining import fit_to_labels
 from quietgrad.noise import Curvature, mixing_matrix
-from quietgrad.noise.solver import objective
-from quietgrad.training.image_models import SmallCnn
-from quietgrad.training.records import classification_loss
+from quietgrad.noise.correlation.solver import objective
+from quietgrad.training.tasks.images.models import SmallCnn
+from quietgrad.training.tasks.records import classification_loss
 
 STEPS, BANDS = 500, 8
 TOPS = {"part": (20, 50, 100, 200, 500, 1000), "whole": (20, 50, 100, 200, 500, 1000, 2000, 3000)}

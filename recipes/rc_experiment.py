@@ -44,9 +44,11 @@ from torch import Tensor, nn
 from quietgrad import PrivacyConfig
 from quietgrad.plan import PrivateRun
 from quietgrad.randomness import RandomKey
-from quietgrad.training.data import LabelledTexts, split
-from quietgrad.training.models import PACKAGED_MINILM, Tuning, load_classifier, mean_over_tokens
-from quietgrad.training.text_batches import TokenisedTexts, tokenise
+from quietgrad.training.tasks.loaded import Tuning
+from quietgrad.training.tasks.splits import split
+from quietgrad.training.tasks.text.batches import TokenisedTexts, tokenise
+from quietgrad.training.tasks.text.data import LabelledTexts
+from quietgrad.training.tasks.text.models import PACKAGED_MINILM, load_classifier, mean_over_tokens
 
 RESULTS = Path(__file__).with_name("results") / "rc_experiment.jsonl"
 FIGURE = Path(__file__).parents[1] / "docs" / "rc_experiment.png"
@@ -203,7 +205,7 @@ def privacy_config(method: str, seed: int, s: Settings) -> PrivacyConfig:
     estimator, _, k = method.rpartition("-") if "hutch" in method else ("exact", "", "32")
     config = PrivacyConfig(
         target_epsilon=s.epsilon, target_delta=s.delta, max_grad_norm=s.max_grad_norm, expected_batch_size=s.batch_size, steps=s.steps,
-        estimator=estimator, sketch_dim=int(k), seed=seed,
+        estimator=estimator, sketch_dim=int(k), seed=seed, data_are_public=True,
     )  # fmt: skip
     return replace(config, target_epsilon=None, noise_multiplier=1.0) if method == REFERENCE else config
 
@@ -257,10 +259,7 @@ def write_gradients(
         for part in parts:
             (per_example_loss(model, train.collate(part)).sum() / settings.batch_size).backward()
         return
-    total = run.clip(model, per_example_loss, train.collate(parts[0]))
-    for part in parts[1:]:
-        total = total + run.clip(model, per_example_loss, train.collate(part))
-    run.release(total).write_gradients(model, run.plan.expected_batch_size)
+    run.backward(model, per_example_loss, map(train.collate, parts))
 
 
 def read_results() -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from quietgrad.report.accounting_figures import plot_envelopes, plot_sigma_against_sketch_dim
-from quietgrad.training.config import load_config
+from quietgrad.training.settings.config import load_config
 
 DOCS = Path("docs")
 DEMO_RECORDS = 30276  # training records of the embedded default

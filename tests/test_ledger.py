@@ -16,18 +16,21 @@ import torch
 from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.accounting import epsilon
 from quietgrad.clipping import ClippedSum
-from quietgrad.facts import EventSequence, PoissonGaussian, RandomizedClipping
-from quietgrad.ledger import LedgerWriter, read_ledger
+from quietgrad.facts import PoissonGaussian, RandomizedClipping
+from quietgrad.ledger import LedgerWriter, SessionStart, read_ledger
+from quietgrad.ledger.chain import SLOT, START, count_path, create_count, encoded
+from quietgrad.ledger.records import Mechanism, NoiseBlock, NoiseDrawn, PrivacyGivenUp, Release, record_from_json
 from quietgrad.noise import GaussianNoise
 from quietgrad.plan import PrivateRun
 
-CONFIG = PrivacyConfig(noise_multiplier=1.1, expected_batch_size=8, steps=12, seed=3)
+CONFIG = PrivacyConfig(noise_multiplier=1.1, expected_batch_size=8, steps=12, seed=3, data_are_public=True)
 RECORDS = 80
 EVENT = PoissonGaussian(1.1, 0.1, 1)
 
 # What may stand in a ledger: public facts of the mechanism. A new key has to be added here on purpose.
 PUBLIC_KEYS = {
-    "type", "format", "event", "planned_steps", "delta", "dataset_size", "max_grad_norm", "neighbouring", "sampler", "step",
+    "type", "format", "event", "planned_steps", "delta", "dataset_size", "max_grad_norm", "neighbouring", "sampler", "step", "data_declared_public",
+    "line", "chain", "seeded", "name", "seal", "source", "noise_source",
     "kind", "noise_multiplier", "sample_rate", "steps", "bands", "randomized_clipping", "sketch_dim", "envelope", "total_rank",
 }  # fmt: skip
 
@@ -36,12 +39,14 @@ def plan_of(**changes: object) -> PrivacyPlan:
     return replace(CONFIG, **changes).build(RECORDS)
 
 
-def some_sum(plan: PrivacyPlan) -> ClippedSum:
-    return ClippedSum({"w": torch.zeros(3)}, plan.clipper.claim)
+def some_sum(run: PrivateRun) -> ClippedSum:
+    """Nothing, of all records of the next batch."""
+    examples = len(next(run.batches()))
+    return run.contribution({"w": torch.zeros(examples, 3)}, examples)
 
 
 def release(run: PrivateRun, count: int) -> list[torch.Tensor]:
-    return [run.release(some_sum(run.plan)).gradients["w"] for _ in range(count)]
+    return [run.release(some_sum(run)).gradients["w"] for _ in range(count)]
 
 
 def released_batches(run: PrivateRun) -> list[np.ndarray]:
@@ -50,6 +55,11 @@ def released_batches(run: PrivateRun) -> list[np.ndarray]:
         release(run, 1)
         found.append(indices)
     return found
+
+
+def slots_of(path: Path) -> list[bytes]:
+    counts = count_path(path).read_bytes()
+    return [counts[:SLOT], counts[SLOT:]]
 
 
 @pytest.fixture
@@ -64,35 +74,42 @@ def test_event_is_on_disk_before_the_noise_is_drawn(path: Path, monkeypatch) -> 
         seen.append(read_ledger(path).releases)  # through another file descriptor: flushed, not only buffered
         raise OSError("killed while drawing")
 
-    monkeypatch.setattr(GaussianNoise, "release", no_noise)
+    monkeypatch.setattr(GaussianNoise, "update", no_noise)
     with plan_of().start(path) as run:
         for expected in (1, 2):
             with pytest.raises(OSError, match="killed while drawing"):
-                run.release(some_sum(run.plan))
+                run.release(some_sum(run))
             assert seen[-1] == expected
             assert run.released == expected
     assert read_ledger(path).releases == 2
 
 
-def test_every_line_is_synced_to_disk(path: Path, monkeypatch) -> None:
+def test_line_and_count_are_synced_to_disk_in_this_order(path: Path, monkeypatch) -> None:
+    # Line, count, noise. Two syncs a release, however long the ledger is.
     synced = []
     right = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), right(fd)))
+    inodes = {}
+
+    def noting(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, path.stat().st_size))
+        right(descriptor)
+
     with plan_of().start(path) as run:
+        inodes = {"line": path.stat().st_ino, "count": count_path(path).stat().st_ino}
+        monkeypatch.setattr(os, "fsync", noting)
         for count in range(3):
             release(run, 1)
-            assert synced[-1] == path.stat().st_size
-            assert len(synced) == count + 2  # and one for the mechanism
+            size = path.stat().st_size
+            assert synced[2 * count :] == [(inodes["line"], size), (inodes["count"], size)]
 
 
 KILLED = """
 import sys, torch
 from quietgrad import PrivacyConfig
-from quietgrad.clipping import ClippedSum
 plan = PrivacyConfig(noise_multiplier=1.1, expected_batch_size=8, steps=1_000_000).build(80)
 run = plan.start(sys.argv[1])
-while True:
-    run.release(ClippedSum({"w": torch.zeros(3)}, plan.clipper.claim))
+for batch in run.batches():
+    run.release(run.contribution({"w": torch.zeros(len(batch), 3)}, len(batch)))
     print(run.released, flush=True)
 """
 
@@ -125,15 +142,41 @@ def test_torn_last_line_is_counted(path: Path, left: int) -> None:
 
 
 def test_no_cut_of_the_file_undercounts(path: Path) -> None:
-    # Release n is drawn after its line was synced, so a file cut anywhere inside line n may say n or n - 1, but never less.
+    # Whatever is cut off at the end: the ledger is refused, or it still counts all that was released.
     with plan_of().start(path) as run:
         release(run, 3)
-    whole = path.read_bytes()
+    whole, counted = path.read_bytes(), count_path(path).read_bytes()
     lines = whole.splitlines(keepends=True)
-    for cut in range(len(lines[0]), len(whole) + 1):
+    last = len(whole) - len(lines[-1])
+    for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
-        begun = sum(cut > len(b"".join(lines[: n + 1])) for n in range(3))
-        assert read_ledger(path).releases == begun
+        if cut > last:
+            assert read_ledger(path).releases == 3
+        else:
+            with pytest.raises(ValueError, match="was shortened"):
+                read_ledger(path)
+    assert count_path(path).read_bytes() == counted  # reading changes nothing
+
+
+@pytest.mark.parametrize("released", [0, 1, 3])
+def test_every_state_that_a_power_cut_can_leave_counts_the_release(path: Path, released: int) -> None:
+    # A line is written and synced, then its count: any part of the line may be there, then all of it, then any part of the slot of the count.
+    with plan_of().start(path) as run:
+        release(run, released)
+        ledger, count = path.read_bytes(), count_path(path).read_bytes()
+        release(run, 1)
+    after, counted = path.read_bytes(), count_path(path).read_bytes()
+    changed = [i for i in range(len(count)) if count[i] != counted[i]]
+    states = [(after[:cut], count) for cut in range(len(ledger) + 1, len(after) + 1, 5)] + [(after, count)]
+    states += [(after, counted[:cut] + count[cut:]) for cut in range(changed[0], changed[-1] + 2, 7)]
+    for ledger_then, count_then in states:
+        path.write_bytes(ledger_then)
+        count_path(path).write_bytes(count_then)
+        assert read_ledger(path).releases == released + 1
+        with plan_of().start(path) as run:
+            assert run.released == released + 1
+            release(run, 2)
+        assert read_ledger(path).releases == released + 3
 
 
 @pytest.mark.parametrize(
@@ -154,14 +197,32 @@ def test_a_line_of_unknown_type_is_refused(path: Path) -> None:
     # It may stand for a release that this version does not know how to count.
     with plan_of().start(path) as run:
         release(run, 2)
-    path.write_bytes(path.read_bytes() + b'{"type": "release-v2", "step": 2}\n')
-    with pytest.raises(ValueError, match="line 4"):
+
+    class Unknown:
+        def to_json(self) -> dict[str, object]:
+            return {"type": "release-v2", "step": 2}
+
+    lines = path.read_bytes().splitlines()
+    before = json.loads(lines[-1])["chain"]
+    line, _ = encoded(len(lines) + 1, Unknown(), before)  # type: ignore[arg-type]
+    path.write_bytes(path.read_bytes() + line)
+    with pytest.raises(ValueError, match="damaged at line 5: type 'release-v2' is unknown"):
         read_ledger(path)
 
 
 def test_release_before_any_mechanism_is_refused(path: Path) -> None:
-    path.write_text('{"type": "release", "step": 0}\n')
-    with pytest.raises(ValueError, match="damaged at line 1"):
+    create_count(count_path(path))
+    path.write_bytes(encoded(1, Release(0), START)[0])
+    with pytest.raises(ValueError, match="damaged at line 1: it comes before the mechanism line"):
+        read_ledger(path)
+
+
+def test_a_ledger_of_another_version_is_refused(path: Path) -> None:
+    path.write_text('{"type": "mechanism", "format": 1}\n{"type": "release", "step": 0}\n')
+    with pytest.raises(ValueError, match="lacks its count file"):
+        read_ledger(path)
+    create_count(count_path(path))
+    with pytest.raises(ValueError, match="not a line of a ledger of this version"):
         read_ledger(path)
 
 
@@ -180,11 +241,11 @@ def test_writer_that_waited_for_another_sees_its_releases(path: Path, monkeypatc
     # would mean the same noise on two sums.
     right = LedgerWriter.__init__
 
-    def late(self: LedgerWriter, where: Path) -> None:
+    def late(self: LedgerWriter, where: Path, resume: bool | None = None) -> None:
         monkeypatch.setattr(LedgerWriter, "__init__", right)
         with plan_of().start(where) as other:
             release(other, 2)
-        right(self, where)
+        right(self, where, resume)
 
     monkeypatch.setattr(LedgerWriter, "__init__", late)
     with plan_of().start(path) as run:
@@ -200,7 +261,7 @@ def test_resume_counts_on_and_ends_at_the_plan(path: Path) -> None:
         rest = [release(run, 1)[0] for _ in run.batches()]
         assert len(rest) == 7
         with pytest.raises(RuntimeError, match="all 12 releases"):
-            release(run, 1)
+            run.release(run.contribution({"w": torch.zeros(3)}))
     assert all(torch.equal(a, b) for a, b in zip(uninterrupted, first + rest, strict=True))
     with plan_of().start(path) as run:
         assert list(run.batches()) == []
@@ -260,10 +321,12 @@ def test_nothing_private_is_written(path: Path) -> None:
         assert len(released_batches(run)) == 12
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert {k for line in lines for k in keys_of(line)} <= PUBLIC_KEYS
-    assert [line["type"] for line in lines] == ["mechanism"] + ["release"] * 12
-    assert [set(line) for line in lines[1:]] == [
-        {"type", "step"}
-    ] * 12  # the number of the release, and nothing about its batch
+    assert [line["type"] for line in lines] == ["mechanism", "session"] + ["release"] * 12
+    assert [line["line"] for line in lines] == list(range(1, 15))
+    # The number of the release, and nothing about its batch.
+    assert [set(line) for line in lines[2:]] == [{"line", "type", "step", "chain"}] * 12
+    counts = [json.loads(slot.strip().rsplit(b" ", 1)[0]) for slot in slots_of(path)]
+    assert [set(count) for count in counts] == [{"lines", "releases", "chain"}] * 2
 
 
 @pytest.mark.parametrize("estimator", ["exact", "hutch"])
@@ -278,17 +341,43 @@ def test_ledger_of_a_whole_run_replays_to_the_plans_epsilon(path: Path, estimato
     assert read_ledger(path.parent) == contents  # a run directory stands for its ledger
 
 
-def test_phases_compose(path: Path) -> None:
+def test_a_second_mechanism_is_refused(path: Path) -> None:
     other = PoissonGaussian(2.0, 0.2, 1, RandomizedClipping(16))
     with LedgerWriter(path) as writer:
-        for event, count in ((EVENT, 3), (other, 4)):
-            writer.mechanism(event)
-            for step in range(count):
-                writer.release(step)
-    contents = read_ledger(path)
-    assert contents.event == EventSequence((replace(EVENT, steps=3), replace(other, steps=4)))
-    assert contents.releases == 7
-    assert epsilon(contents.event, 1e-5) > max(epsilon(e, 1e-5) for e in contents.event.events)
+        writer.mechanism(EVENT)
+        writer.release(0)
+        with pytest.raises(ValueError, match="states its mechanism already"):
+            writer.mechanism(other)
+    lines = path.read_bytes().splitlines()
+    line, _ = encoded(3, Mechanism(other), json.loads(lines[-1])["chain"])
+    path.write_bytes(path.read_bytes() + line)
+    with pytest.raises(ValueError, match="damaged at line 3: a second mechanism"):
+        read_ledger(path)
+
+
+def test_releases_are_numbered_by_what_is_in_the_ledger(path: Path) -> None:
+    with LedgerWriter(path) as writer:
+        writer.mechanism(EVENT)
+        writer.release(0)
+        for wrong in (0, 2, -1):
+            with pytest.raises(ValueError, match="release 1 comes next"):
+                writer.release(wrong)
+        writer.release(1)
+    assert read_ledger(path).releases == 2
+
+
+def test_records_read_back() -> None:
+    every = [
+        Mechanism(EVENT, {"delta": 1e-5}),
+        SessionStart(3, "name", "seal", "seed"),
+        NoiseBlock(4, "digest"),
+        NoiseDrawn("float32 by numpy"),
+        Release(5),
+        Release(5, torn=True),
+        PrivacyGivenUp("synthetic"),
+    ]
+    for record in every:
+        assert record_from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
 def test_nothing_released_is_no_event(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import FrozenInstanceError, replace
 from itertools import pairwise
 from typing import Any
@@ -17,8 +16,8 @@ from torch import nn
 from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.accounting import epsilon
 from quietgrad.accounting.calibrate import EPSILON_TOLERANCE
-from quietgrad.clipping import Clipper
-from quietgrad.denoising import SpectralDenoiser
+from quietgrad.clipping import ClippedSum, Clipper
+from quietgrad.denoising import PersistentAmplification, SpikesWithBulk
 from quietgrad.facts import ExactClipping, RandomizedClipping
 from quietgrad.noise import GaussianNoise
 from quietgrad.plan import PrivateRun
@@ -29,7 +28,8 @@ CONFIG = PrivacyConfig(noise_multiplier=1.2, expected_batch_size=6, steps=8)
 
 
 def plan_of(dataset_size: int = RECORDS, **changes: object) -> PrivacyPlan:
-    return replace(CONFIG, **changes).build(dataset_size)
+    """Made-up data are public, so short seeds are allowed."""
+    return replace(CONFIG, data_are_public=True, **changes).build(dataset_size)
 
 
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -55,9 +55,11 @@ def train(plan: PrivacyPlan) -> tuple[nn.Module, list[np.ndarray]]:
     return model, batches
 
 
-def clip(run: PrivateRun, examples: int = 4):
+def clip(run: PrivateRun):
+    """The sum of the next batch."""
+    indices = next(run.batches())
     x, y = data()
-    return run.clip(nn.Linear(5, 3), loss, (x[:examples], y[:examples]))
+    return run.clip(nn.Linear(5, 3), loss, (x[indices], y[indices]))
 
 
 @pytest.mark.parametrize(
@@ -85,23 +87,25 @@ def test_rates_steps_and_epochs() -> None:
 
 
 def test_delta_defaults_below_one_over_n() -> None:
-    for n in (10, 1000, 1_000_000):
+    for n in (100, 1000, 1_000_000):
         assert plan_of(n).delta == pytest.approx(n**-1.1)
-    assert 0 < plan_of(1, expected_batch_size=1).delta < 1
+    for n in (1, 2, 10, RECORDS):  # of few records: a run that publishes them all once in a hundred times is none
+        assert plan_of(n, expected_batch_size=1).delta == 0.01
     assert plan_of(target_delta=1e-5).delta == 1e-5
 
 
-@pytest.mark.parametrize("delta", [1 / RECORDS, 0.5])
-def test_delta_of_one_over_n_and_more_warns(delta: float) -> None:
-    with pytest.warns(UserWarning, match=f"target_delta={delta} is not below 1/{RECORDS}.*use at most"):
-        plan = plan_of(target_delta=delta)
-    assert plan.delta == delta
+@pytest.mark.parametrize(
+    ("records", "delta"),
+    [(RECORDS, 1 / RECORDS), (RECORDS, 0.5), (RECORDS, 0.9), (2, 0.5), (2, 0.2), (1, 0.9), (1, 0.1)],
+)
+def test_delta_of_one_over_n_and_more_is_refused(records: int, delta: float) -> None:
+    with pytest.raises(ValueError, match=rf"target_delta={delta} is not below .*use at most 0\.01"):
+        plan_of(records, expected_batch_size=1, target_delta=delta)
 
 
-def test_delta_below_one_over_n_does_not_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plan_of(target_delta=0.99 / RECORDS)
+def test_delta_below_one_over_n_is_taken() -> None:
+    assert plan_of(target_delta=0.99 / RECORDS).delta == 0.99 / RECORDS
+    assert plan_of(1, expected_batch_size=1, target_delta=0.09).delta == 0.09
 
 
 @pytest.mark.parametrize(
@@ -150,7 +154,7 @@ def test_plans_and_configurations_are_frozen() -> None:
     plan = plan_of()
     for frozen, field in (
         (plan, "noise"),
-        (plan.config, "seed"),
+        (CONFIG, "seed"),
         (plan.noise, "noise_multiplier"),
         (plan.event, "steps"),
     ):
@@ -195,8 +199,9 @@ def test_run_makes_no_more_releases_than_planned() -> None:
     run = plan_of(steps=3).start()
     for _ in range(3):
         run.release(clip(run))
+    last = ClippedSum({}, run.plan.clipper.claim)
     with pytest.raises(RuntimeError, match="all 3 releases of the plan are made"):
-        run.release(clip(run))
+        run.release(last)
     assert run.released == 3
     assert list(run.batches()) == []
 
@@ -212,21 +217,22 @@ def test_skipping_a_batch_is_an_error() -> None:
 def test_releasing_a_batch_twice_is_an_error() -> None:
     # The accountant takes every release's batch to be drawn afresh; the same records in two releases are not covered.
     run = plan_of().start()
-    batches = run.batches()
-    next(batches)
-    run.release(clip(run))
-    with pytest.raises(RuntimeError):
-        run.release(clip(run))
+    clipped = clip(run)
+    run.release(clipped)
+    with pytest.raises(RuntimeError, match="released already"):
+        run.release(clipped)
 
 
 def test_clipped_sum_with_another_claim_is_refused() -> None:
     run = plan_of().start()
+    next(run.batches())
     x, y = data()
     for other in (Clipper(2.0), Clipper(1.0, "hutch"), Clipper(0.5)):
         with pytest.raises(ValueError, match="the plan accounts for"):
             run.release(other.clip(nn.Linear(5, 3), loss, (x, y)))
     assert run.released == 0
-    run.release(Clipper(1.0, "ghost", micro_batch_size=2).clip(nn.Linear(5, 3), loss, (x, y)))  # the same claim
+    with pytest.raises(RuntimeError, match="was not made by this run"):  # the same claim
+        run.release(Clipper(1.0, "ghost", micro_batch_size=2).clip(nn.Linear(5, 3), loss, (x, y)))
 
 
 def test_noise_follows_the_clipping_norm() -> None:
@@ -295,20 +301,25 @@ def test_entropy_seeded_runs_ignore_torchs_seed() -> None:
         torch.manual_seed(0)
         np.random.seed(0)
         run = plan_of(estimator="hutch").start()
-        noises.append(run.release(clip(run, examples=0)).gradients["weight"])
+        indices = next(run.batches())
+        nothing = run.contribution({"weight": torch.zeros(len(indices), 3, 5)}, len(indices))
+        noises.append(run.release(nothing).gradients["weight"])
     assert not torch.equal(*noises)
 
 
-def test_projections_differ_between_micro_batches_and_releases() -> None:
+def test_projections_differ_between_releases_and_not_between_micro_batches() -> None:
     torch.manual_seed(0)
     run = plan_of(estimator="hutch", sketch_dim=8, max_grad_norm=1e-3, seed=1).start()
     model, (x, y) = nn.Linear(5, 3), data()
     one_example = (x[:1], y[:1])
     norms = []  # of the contribution of one and the same example: C / sqrt(R), R random
     for _ in range(3):
+        indices = next(run.batches())
         parts = [run.clip(model, loss, one_example) for _ in range(2)]
-        norms += [float(part.gradients["weight"].norm()) for part in parts]
-        run.release(parts[0] + parts[1])
+        found = {float(part.gradients["weight"].norm()) for part in parts}
+        assert len(found) == 1
+        norms += found
+        run.release(run.clip(model, loss, (x[indices], y[indices])))
     assert len(set(norms)) == len(norms)
 
 
@@ -321,8 +332,9 @@ def test_projections_differ_between_micro_batches_and_releases() -> None:
             TypeError,
             "mixing must be what quietgrad.noise.mixing_matrix returned, not ndarray",
         ),
-        ({"denoiser": "paper"}, None, TypeError, r"denoiser must be a SpectralDenoiser\(\.\.\.\), not 'paper'"),
-        ({"denoiser": SpectralDenoiser}, None, TypeError, "denoiser must be a SpectralDenoiser"),
+        ({"denoiser": "paper"}, None, TypeError, "denoiser='paper' is no rule"),
+        ({"denoiser": SpikesWithBulk}, None, TypeError, "is no rule; pass one, such as SpikesWithBulk"),
+        ({"denoiser": PersistentAmplification()}, None, TypeError, "denoiser=.* acts inside the optimiser"),
         ({"mixing_family": "wide"}, None, ValueError, "mixing_family='wide' is unknown"),
         ({"noise_memory": "none"}, None, ValueError, "noise_memory='none' is unknown"),
         ({"bands": 2}, ["a", "b"] * 50, TypeError, "record_ids holds a record of type str; give bytes"),
@@ -334,3 +346,33 @@ def test_what_is_of_another_type_is_named(
     config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, expected_batch_size=10, steps=10, **changes)
     with pytest.raises(error, match=message):
         config.build(100, ids)
+
+
+def gradients_after(run: PrivateRun, how: str) -> list[torch.Tensor]:
+    """What ``.grad`` holds after the next batch, taken whole or in micro-batches."""
+    torch.manual_seed(0)
+    model, (x, y) = nn.Linear(5, 3), data()
+    indices = next(run.batches())
+    if how == "whole":
+        noisy = run.backward(model, loss, (x[indices], y[indices]))
+    else:
+        noisy = run.backward(model, loss, ((x[i : i + 1], y[i : i + 1]) for i in indices))
+    assert noisy.expected_batch_size == run.plan.expected_batch_size
+    found = [p.grad for p in model.parameters()]
+    for gradient, mean in zip(found, noisy.mean().values(), strict=True):
+        assert torch.equal(gradient, mean)
+    return found
+
+
+def test_backward_takes_a_batch_or_its_micro_batches() -> None:
+    whole, parts = (gradients_after(plan_of(seed=3).start(), how) for how in ("whole", "parts"))
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)  # the sum's rounding; the same noise
+
+
+def test_an_iterator_without_a_micro_batch_is_refused_before_anything_is_released() -> None:
+    run = plan_of().start()
+    next(run.batches())
+    with pytest.raises(ValueError, match=r"gave no micro-batch; .* give one empty micro-batch"):
+        run.backward(nn.Linear(5, 3), loss, iter(()))
+    assert run.released == 0

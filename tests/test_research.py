@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from quietgrad import PrivacyConfig
 from quietgrad.cli.app import app
 from quietgrad.clipping.clipped_sum import ClippedSum
-from quietgrad.denoising import SpectralDenoiser, detection_threshold
+from quietgrad.denoising import PublishedShrinkage, detection_threshold
 from quietgrad.facts import NotPrivate, SensitivityClaim
 from quietgrad.ledger import read_ledger
 from quietgrad.noise import NoisySum
@@ -35,7 +35,7 @@ def test_the_switch_must_be_given() -> None:
     clipped, noisy = example()
     for wrong in (True, False, None, "yes"):
         with pytest.raises(TypeError, match=r"not_private=run\.give_up_privacy\(reason\)"):
-            alignment(clipped, noisy, SpectralDenoiser.paper(), not_private=wrong)  # type: ignore[arg-type]
+            alignment(clipped, noisy, PublishedShrinkage(), not_private=wrong)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"not_private=run\.give_up_privacy\(reason\)"):
             singular_values(clipped, noisy, "w", not_private=wrong)  # type: ignore[arg-type]
 
@@ -45,7 +45,8 @@ def test_a_run_that_is_looked_into_has_no_epsilon(tmp_path: Path, capsys: pytest
     ledger, private = tmp_path / "ledger.jsonl", tmp_path / "private.jsonl"
     for path in (ledger, private):
         with plan.start(path) as run:
-            run.release(ClippedSum({"w": torch.zeros(3, 3)}, plan.clipper.claim))
+            examples = len(next(run.batches()))
+            run.release(run.contribution({"w": torch.zeros(examples, 3, 3)}, examples))
             assert 0 < run.epsilon() < math.inf
             if path == ledger:
                 for nothing in ("", "  ", None):
@@ -68,7 +69,7 @@ def test_a_run_that_is_looked_into_has_no_epsilon(tmp_path: Path, capsys: pytest
 
 def test_improvement_is_positive_where_a_spike_stands_out() -> None:
     clipped, noisy = example()
-    found = alignment(clipped, noisy, SpectralDenoiser.paper(), not_private=SYNTHETIC)
+    found = alignment(clipped, noisy, PublishedShrinkage(), not_private=SYNTHETIC)
     assert found.improvement > 0.1 and "not private" in found.private
     (layer,) = found.layers
     assert layer.name == "w" and layer.after > layer.before and layer.ratio > 1.02

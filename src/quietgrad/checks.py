@@ -11,6 +11,10 @@ from typing import TypeVar
 Word = TypeVar("Word", bound=str)
 
 
+class SettingsWarning(UserWarning):
+    """Settings that run as asked and are as private, but serve less well than others would."""
+
+
 def require_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r} must be a whole number")
@@ -19,6 +23,11 @@ def require_int(name: str, value: object) -> None:
 def require_finite(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(float(value)):
         raise ValueError(f"{name}={value!r} must be a finite number")
+
+
+def require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be True or False")
 
 
 def require_positive(name: str, value: object, remedy: str = "pass a number above 0") -> None:
@@ -42,6 +51,32 @@ def require_delta(name: str, value: object) -> None:
     require_finite(name, value)
     if not 0 < float(value) < 1:  # type: ignore[arg-type]
         raise ValueError(f"{name}={value!r} must be in (0, 1); a usual choice is below 1 over the number of records")
+
+
+# Of a delta for any number of records: with probability delta a mechanism may publish everything.
+LARGEST_DELTA = 0.1
+
+
+def require_delta_for(name: str, value: object, dataset_size: int) -> None:
+    """That a delta is of use for so many records.
+
+    Raises:
+        ValueError: for delta of at least 1/N, which a mechanism meets that publishes one record outright (at "epsilon 0"), or of at least 0.1.
+    """
+    require_delta(name, value)
+    limit = min(1 / dataset_size, LARGEST_DELTA)
+    if float(value) >= limit:  # type: ignore[arg-type]
+        why = (
+            f"1/{dataset_size}, one over the number of records: a mechanism that publishes one record outright would meet it"
+            if limit < LARGEST_DELTA
+            else f"{LARGEST_DELTA}: with that probability a mechanism may publish everything"
+        )
+        raise ValueError(f"{name}={value!r} is not below {why}; use at most {default_delta(dataset_size):.2g}")
+
+
+def default_delta(dataset_size: int) -> float:
+    """1 / N^1.1, and at most 0.01 where there are few records."""
+    return min(dataset_size**-1.1, LARGEST_DELTA / 10)
 
 
 def require_word(name: str, value: object, valid: tuple[Word, ...]) -> Word:

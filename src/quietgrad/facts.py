@@ -72,10 +72,12 @@ class SensitivityClaim:
     Attributes:
         max_grad_norm: C; the contribution's norm is at most C (exact) or C * R^(-1/2) (randomized).
         clipping: which of the two, with the sketch facts that the accountant needs.
+        rounding: unit roundoff of the sum itself, relative to C: adding n contributions in floating point moves the sum by about n times this (docs/privacy.md, section 3).
     """
 
     max_grad_norm: float
     clipping: ClippingClaim = ExactClipping()
+    rounding: float = 2.0**-24
 
     def __post_init__(self) -> None:
         require_positive("max_grad_norm", self.max_grad_norm)

@@ -1,18 +1,19 @@
-"""The secret roots of a run's random streams, one a session, kept in a file while the run lasts.
+"""The secret roots of a run's random streams, one a session, and the file that keeps them (or the seed they follow from) while the run lasts.
 
 Correlated noise goes on after a stop from draws that were made before it, so their roots have to be kept. A root that is kept never draws a new step: every session
-draws with a fresh one, or a copied or restored run directory would release two sums with the same noise.
+draws with a fresh one, or a copied or restored run directory would release two sums with the same noise. That holds with a seed too: a session's root follows from the seed
+and the session's own random name. Only where the data were declared public does a seed alone fix the root.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+import stat
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from quietgrad.durable import temporary_of, write_whole
 from quietgrad.randomness import RandomKey
 
 
@@ -24,68 +25,82 @@ class Session:
         step: the first that it draws.
         name: public and random; the ledger holds it too, so that roots are not taken for those of other draws.
         root: secret.
+        source: what the root follows from: "entropy", "seed" (and the name), or "public seed" (the seed alone).
     """
 
     step: int
     name: str
     root: RandomKey
+    source: str = "entropy"
 
 
 @dataclass(frozen=True)
 class KeyRing:
     """Sessions in order, first steps not decreasing."""
 
-    sessions: tuple[Session, ...]
+    sessions: tuple[Session, ...] = ()
 
     def key_of(self, step: int) -> RandomKey:
         """The root that drew ``step``."""
         return next(session.root for session in reversed(self.sessions) if session.step <= step)
-
-    def covers(self, recorded: Iterable[tuple[int, str]]) -> bool:
-        """Whether the roots of all recorded sessions, (first step, name), are here. One that drew nothing is not asked for."""
-        in_order = list(recorded)
-        drew = [session for session, after in pairwise(in_order) if after[0] > session[0]] + in_order[-1:]
-        return set(drew) <= {(session.step, session.name) for session in self.sessions}
 
     def with_session(self, session: Session) -> KeyRing:
         """With a session that begins now. Those that drew nothing are dropped."""
         return KeyRing((*(old for old in self.sessions if old.step < session.step), session))
 
 
-def read_ring(path: Path) -> KeyRing:
-    """Roots of earlier sessions; none where there is no file.
+@dataclass(frozen=True)
+class Secrets:
+    """What the secret file of a run holds: a seed as it was given, if one was, and roots that follow from none."""
+
+    seed: int | str | None = field(default=None, repr=False)
+    ring: KeyRing = KeyRing()
+
+
+def read_secrets(path: Path) -> Secrets:
+    """What earlier sessions kept; nothing where there is no file.
 
     Raises:
-        ValueError: if the file is damaged.
+        ValueError: if the file is damaged, no file, or one that others may read. The message holds nothing of its contents.
     """
     if not path.exists():
-        return KeyRing(())
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return KeyRing(
-            tuple(Session(int(x["step"]), str(x["name"]), RandomKey(bytes.fromhex(x["root"]), False)) for x in lines)
+        return Secrets()
+    if not path.is_file():
+        raise ValueError(f"keys={str(path)!r} is no file; move what is there, and give the place of a file")
+    if os.name == "posix" and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ValueError(
+            f"keys={str(path)!r} may be read or written by others than its owner, and who reads it can take the noise off; if nobody else did, run chmod 600 on it; "
+            "if somebody may have, what was released so far must be taken as not private"
         )
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        seed, sessions = record["seed"], []
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | str)):
+            raise TypeError("its seed is no seed")
+        for line in record["sessions"]:
+            sessions.append(
+                Session(int(line["step"]), str(line["name"]), RandomKey(bytes.fromhex(line["root"]), False))
+            )
+        return Secrets(seed, KeyRing(tuple(sessions)))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"keys={str(path)!r} is damaged: {error}; remove it: the noise then begins a new block, as private as before"
-        ) from error
+            f"keys={str(path)!r} is damaged ({type(error).__name__}); remove it: the noise then begins a new block, as private as before"
+        ) from None
 
 
-def write_ring(ring: KeyRing, path: Path) -> None:
+def write_secrets(kept: Secrets, path: Path) -> None:
     """Writes the file whole, readable by its owner alone, and synced to disk before the call returns."""
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.writelines(
-            json.dumps({"step": s.step, "name": s.name, "root": s.root.root.hex()}) + "\n" for s in ring.sessions
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    if hasattr(os, "O_DIRECTORY"):  # the new name, too, has to outlast a power cut
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    lines = [{"step": s.step, "name": s.name, "root": s.root.root.hex()} for s in kept.ring.sessions]
+    write_whole(path, (json.dumps({"seed": kept.seed, "sessions": lines}, indent=1) + "\n").encode(), secret=True)
+
+
+def rows_path(keys: Path) -> Path:
+    """Beside the secret file: the last rows of correlated noise, as secret."""
+    return keys.with_name(keys.name + ".rows")
+
+
+def forget_secrets(keys: Path) -> None:
+    """Removes the secret files, and what a kill may have left of them."""
+    for path in (keys, rows_path(keys)):
+        path.unlink(missing_ok=True)
+        temporary_of(path).unlink(missing_ok=True)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.clipped_sum import ClippedSum
-from quietgrad.denoising.denoiser import SpectralDenoiser
 from quietgrad.denoising.formulas import bulk_edge
 from quietgrad.denoising.matrices import matrix_shapes
+from quietgrad.denoising.rules.protocols import GradientRule
 from quietgrad.facts import NotPrivate
 from quietgrad.noise.noisy_sum import NoisySum
 
@@ -63,26 +63,28 @@ class Alignment:
 def alignment(
     clipped: ClippedSum,
     noisy: NoisySum,
-    denoiser: SpectralDenoiser,
+    rule: GradientRule,
     model: nn.Module | None = None,
     *,
+    embeddings: bool = False,
     not_private: NotPrivate,
 ) -> Alignment:
     """How much closer to the clipped gradient denoising brings a release, as a whole and layer by layer. Private: see the module.
 
     Args:
         clipped, noisy: the sum before and after its noise.
-        denoiser: with target="gradient".
+        rule: such as ``PublishedShrinkage()``.
         model: tells embeddings and experts from other weights.
+        embeddings: whether embedding tables are among the layers.
         not_private: from ``run.give_up_privacy(reason)``; ``NotPrivate(reason)`` for values that are of no run.
 
     Raises:
         TypeError: without it.
     """
     _require_switch(not_private)
-    denoised = denoiser.denoise(noisy, model).gradients
+    denoised = rule.denoise(noisy, model).gradients
     layers = []
-    for name, shape in matrix_shapes(noisy.gradients, model, denoiser.embeddings).items():
+    for name, shape in matrix_shapes(noisy.gradients, model, embeddings).items():
         if shape.count > 1:
             continue
         clean, loud = clipped.gradients[name], noisy.gradients[name]

@@ -54,8 +54,9 @@ def batch_size_of(batch: Batch) -> int:
             "batch holds no tensor; pass tensors, or dicts and tuples of tensors, whose first dimension is the example"
         )
     if len(sizes) > 1 or -1 in sizes:
+        # Not the sizes themselves: how many records a batch holds is private.
         raise ValueError(
-            f"batch holds tensors with different first dimensions {sorted(sizes)}; every tensor's first dimension must be the "
+            "batch holds tensors with different first dimensions; every tensor's first dimension must be the "
             "example (close constants over the loss function instead of passing them in the batch)"
         )
     return sizes.pop()
@@ -83,3 +84,27 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Norms and sums are accumulated in float32 at least."""
     return dtype if dtype == torch.float64 else torch.float32
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Products of float32 tensors inside the block are float32 products: no autocast, no TF32 on a GPU, no bfloat16 on a processor, whatever the user set for the model's own."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        for holder, name, exact in _precision_settings():
+            before = getattr(holder, name)
+            if before != exact:
+                setattr(holder, name, exact)
+                stack.callback(setattr, holder, name, before)
+        yield
+
+
+def _precision_settings() -> list[tuple[Any, str, object]]:
+    """Where torch keeps the precision of float32 products, and what is exact there. torch 2.9 and later have a setting for each library and kind of product."""
+    backends: Any = torch.backends
+    if hasattr(backends.mkldnn, "matmul"):
+        holders = (backends.mkldnn.matmul, backends.mkldnn.conv, backends.cuda.matmul, backends.cudnn.conv)
+        return [(holder, "fp32_precision", "ieee") for holder in holders]
+    return [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]

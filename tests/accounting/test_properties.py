@@ -22,7 +22,7 @@ GRID = 3e-4
 
 
 def few(examples):
-    return settings(max_examples=examples, derandomize=True, deadline=None)
+    return settings(max_examples=examples)
 
 
 def logarithmic(low, high):

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from cases import VOCABULARY, Case, classification, cross_entropy, language_modelling, text_batch
 from torch import Tensor, nn
 
-from quietgrad.clipping import clipped_gradients, per_example_norms
-from quietgrad.clipping.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
+from quietgrad.clipping import Clipper
+from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
 
 # ------------------------------------------------------------------------------------------------ transformers
 
@@ -259,9 +259,12 @@ def assert_equal_to(
     tolerance: float = 1e-5,
 ) -> None:
     """The checks of ``assert_equal_to_oracle``, for an oracle that was asked before, or about another model."""
-    norms = per_example_norms(model, loss, batch, micro_batch_size=micro_batch_size)
+    bound = Clipper(expected.clip, "exact", micro_batch_size=micro_batch_size).bind(
+        model, loss
+    )  # one look of the guard for both
+    norms = bound.norms(batch, step=0)
     torch.testing.assert_close(norms.double(), expected.norms.double(), rtol=tolerance, atol=0)
-    actual = clipped_gradients(model, loss, batch, expected.clip, "exact", micro_batch_size=micro_batch_size).gradients
+    actual = bound.clip(batch, step=0).gradients
     assert actual.keys() == expected.gradients.keys()
     size = max(float(g.norm()) for g in expected.gradients.values())
     for name, g in expected.gradients.items():

@@ -7,8 +7,8 @@ import torch
 from cases import CASES, Case
 from torch import nn
 
-from quietgrad.clipping import clipped_gradients, per_example_norms
-from quietgrad.clipping.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
+from quietgrad.clipping import Clipper, clipped_gradients
+from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
 from quietgrad.tensors import batch_size_of
 
 EXACT = ["exact", "materialized", "ghost"]
@@ -19,8 +19,10 @@ def assert_equal_to_oracle(model, loss, batch, *, estimator="exact", micro_batch
     norms = oracle_norms(gradients)
     clip = float(norms.median())  # some examples clipped, some not
     expected = oracle_clipped_sum(gradients, clip)
-    actual = clipped_gradients(model, loss, batch, clip, estimator, micro_batch_size=micro_batch_size)
-    fast_norms = per_example_norms(model, loss, batch, estimator, micro_batch_size=micro_batch_size)
+    bound = Clipper(clip, estimator, micro_batch_size=micro_batch_size).bind(
+        model, loss
+    )  # one look of the guard for both
+    actual, fast_norms = bound.clip(batch, step=0), bound.norms(batch, step=0)
     torch.testing.assert_close(fast_norms.double(), norms.double(), rtol=tolerance, atol=0)
     assert actual.gradients.keys() == expected.keys()
     size = max(float(g.norm()) for g in expected.values())

@@ -12,10 +12,12 @@ from test_against_oracle import assert_equal_to_oracle
 from torch import Tensor, nn
 
 from quietgrad.clipping import ClippedSum, clipped_gradients, per_example_norms
-from quietgrad.clipping.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
-from quietgrad.clipping.planner import ESTIMATORS
-from quietgrad.clipping.verify import verify_clipping
+from quietgrad.clipping.norms.choice import ESTIMATORS
+from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
+from quietgrad.clipping.soundness.verify import verify_clipping
 from quietgrad.facts import RandomizedClipping, SensitivityClaim
+from quietgrad.randomness import RandomKey
 
 SMALL = [
     c for c in CASES if c.name in ("mlp", "mlp-positions", "cnn-groupnorm", "bare-parameters", "recurrent-attention")
@@ -24,6 +26,10 @@ SMALL = [
 
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+def projections() -> Projections:
+    return Projections(RandomKey.from_seed(0))
 
 
 def case(name: str) -> tuple:
@@ -86,8 +92,8 @@ def test_nonfinite_example_contributes_zero_and_leaves_the_others_alone(estimato
     weights = [1.0, poison, 2.0, 0.5]
     dirty, clean = poisoned_batch(weights), poisoned_batch([1.0, 0.0, 2.0, 0.5])  # a weight of zero: gradient zero
     arguments = {"max_grad_norm": 0.4, "estimator": estimator, "micro_batch_size": micro_batch_size}
-    actual = clipped_gradients(model, poisoned_loss, dirty, **arguments, generator=generator())
-    expected = clipped_gradients(model, poisoned_loss, clean, **arguments, generator=generator())
+    actual = clipped_gradients(model, poisoned_loss, dirty, **arguments, projections=projections())
+    expected = clipped_gradients(model, poisoned_loss, clean, **arguments, projections=projections())
     for name, g in expected.gradients.items():
         assert g.any()
         torch.testing.assert_close(actual.gradients[name], g, rtol=1e-5, atol=1e-7)

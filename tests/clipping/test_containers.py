@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad.clipping import clipped_gradients
-from quietgrad.clipping.oracle import oracle_clipped_sum, oracle_gradients
+from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_gradients
 from quietgrad.tensors import batch_size_of, map_tensors, slice_batch
 
 Pair = namedtuple("Pair", ["x", "y"])

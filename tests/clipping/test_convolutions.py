@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quietgrad.clipping import Clipper, estimators
-from quietgrad.clipping.convolution import Geometry, patch_columns, patch_gram, patches
-from quietgrad.clipping.factors import ConvolutionFactors, weighted_sum
+from quietgrad.clipping import Clipper
+from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS, ConvolutionFactors, convolution
+from quietgrad.clipping.norms.factors.patches import Geometry, patch_columns, patch_gram, patches
+from quietgrad.clipping.norms.ghost import ghost_norms
+from quietgrad.clipping.norms.materialized import kept_gradients, materialized_norms
 
 EXAMPLES = 5
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -62,16 +64,16 @@ def test_every_way_gives_autograds_gradients_and_norms(case: tuple[ConvolutionFa
     kernel = torch.Size((s.g * s.p, s.d // use.geometry.taps, *use.geometry.kernel))
     # One example a call by the native routine; two at a time from patches; all at once.
     for cached in (0, 2 * s.g * s.t * s.d, 10**6):
-        with mock.patch.object(estimators, "CACHED_ELEMENTS", cached):
-            norms, kept = estimators.kernel_gradients(use, torch.float64)
-            torch.testing.assert_close(norms, squared)
+        with mock.patch.object(convolution, "CACHED_ELEMENTS", cached):
+            norms, kept = kept_gradients([use], torch.float64)
+            torch.testing.assert_close(norms.squared, squared)
             torch.testing.assert_close(torch.cat(kept.values), expected)
-            total = weighted_sum(kept, weights, kernel, torch.float64)
+            total = kept.weighted_sum(weights, kernel, torch.float64)
             torch.testing.assert_close(total.flatten(), weights @ expected)
-            torch.testing.assert_close(estimators.materialized_norms([use], torch.float64), squared)
+            torch.testing.assert_close(materialized_norms([use], torch.float64).squared, squared)
             for pixels in (True, False):
-                with mock.patch.object(estimators, "pixel_gram_pays", lambda *_, pays=pixels: pays):
-                    torch.testing.assert_close(estimators.ghost_norms([use], torch.float64), squared)
+                with mock.patch.object(convolution, "pixel_gram_pays", lambda *_, pays=pixels: pays):
+                    torch.testing.assert_close(ghost_norms([use], torch.float64).squared, squared)
 
 
 @pytest.mark.parametrize("cached", [0, 10**6])
@@ -81,16 +83,15 @@ def test_gradients_of_half_precision_factors_are_summed_in_float32(cached: int) 
     grad = torch.randn(3, 6, 7, 7, generator=generator).bfloat16()
     use = ConvolutionFactors(x, grad, Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1))
     wide = ConvolutionFactors(x.double(), grad.double(), use.geometry)
-    expected = estimators.materialized_norms([wide], torch.float64)
-    with mock.patch.object(estimators, "CACHED_ELEMENTS", cached):
+    expected = materialized_norms([wide], torch.float64).squared
+    with mock.patch.object(convolution, "CACHED_ELEMENTS", cached):
         for norms in (
-            estimators.kernel_gradients(use, torch.float32)[0],
-            estimators.materialized_norms([use], torch.float32),
-            estimators.ghost_norms([use], torch.float32),
+            kept_gradients([use], torch.float32)[0],
+            materialized_norms([use], torch.float32),
+            ghost_norms([use], torch.float32),
         ):
-            assert norms.dtype == torch.float32
             # Products of bfloat16 entries are exact in float32; accumulated in bfloat16 they would be 1e-2 off.
-            torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0.0)
+            torch.testing.assert_close(norms.squared, expected, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("estimator", ["auto", "materialized", "ghost"])
@@ -142,16 +143,16 @@ def test_no_temporary_grows_past_the_stated_size(size: tuple[int, ...], kernel: 
     geometry = Geometry((kernel,) * 2, (stride,) * 2, (padding,) * 2, (1, 1), 1)
     out = (size[2] + 2 * padding - kernel) // stride + 1
     use = ConvolutionFactors(torch.ones(size), torch.ones(size[0], 8, out, out), geometry)
-    for norms in (estimators.materialized_norms, estimators.ghost_norms):
+    for norms in (materialized_norms, ghost_norms):
         with _Largest() as largest:
             norms([use], torch.float32)
-        assert 0 < largest.entries <= estimators.BLOCK_ELEMENTS
+        assert 0 < largest.entries <= BLOCK_ELEMENTS
 
 
 def test_half_precision_is_widened_an_example_at_a_time() -> None:
     x = torch.ones(24, 64, 96, 96, dtype=torch.bfloat16)
     use = ConvolutionFactors(x, x[:, :8], Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1))
-    assert estimators.examples_in_cache(use) == 1
+    assert use.examples_in_cache == 1
     with _Largest() as largest:
-        estimators.materialized_norms([use], torch.float32)
+        materialized_norms([use], torch.float32)
     assert largest.entries <= 2 * x[0].numel()

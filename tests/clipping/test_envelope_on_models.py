@@ -11,8 +11,10 @@ from cases import CASES
 
 from quietgrad.accounting import envelope_cdf
 from quietgrad.clipping import Clipper
-from quietgrad.clipping.planner import SKETCHES
+from quietgrad.clipping.norms.choice import SKETCHES
+from quietgrad.clipping.norms.projections import Projections
 from quietgrad.facts import RandomizedClipping
+from quietgrad.randomness import RandomKey
 
 DRAWS = 1200
 # Dvoretzky-Kiefer-Wolfowitz: an empirical distribution of so many draws is further off than this once in a million tests.
@@ -28,9 +30,9 @@ def ratios(estimator: str, k: int) -> np.ndarray:
     gradient = Clipper(1e9).clip(model, loss, one).gradients["model.layers.1.mlp.down_proj.weight"]
     values = torch.linalg.svdvals(gradient)
     assert values[1] < 1e-5 * values[0]
-    clipper = Clipper(1.0, estimator, k, engine="bookkeeping")
-    generator = torch.Generator().manual_seed(17)
-    drawn = [float(clipper.norms(model, loss, one, generator)) for _ in range(DRAWS)]
+    bound = Clipper(1.0, estimator, k, engine="bookkeeping").bind(model, loss)
+    key = RandomKey.from_seed(17)
+    drawn = [float(bound.norms(one, Projections(key, step), step)) for step in range(DRAWS)]
     return (np.array(drawn) / float(gradient.norm())) ** 2
 
 

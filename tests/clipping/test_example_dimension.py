@@ -9,9 +9,10 @@ from cases import cross_entropy
 from test_against_oracle import assert_equal_to_oracle
 from torch import Tensor, nn
 
-from quietgrad.clipping import clipped_gradients, per_example_norms
+from quietgrad.clipping import Clipper, clipped_gradients
 
 EXAMPLES = 4
+BOOKKEEPING = Clipper(1.0, engine="bookkeeping")
 
 
 def batch_of(*shape: int, examples: int = EXAMPLES) -> dict[str, Tensor]:
@@ -65,12 +66,11 @@ def test_inputs_with_one_row_for_all_examples_are_expanded(table, micro_batch_si
 
 @pytest.mark.parametrize("length", [5, EXAMPLES], ids=["other-length", "length-equals-batch-size"])
 @pytest.mark.parametrize("table", [lambda: nn.Embedding(8, 6), OwnTable], ids=["rule", "fallback"])
-@pytest.mark.parametrize("function", [clipped_gradients, per_example_norms])
+@pytest.mark.parametrize("function", [Clipper.clip, Clipper.norms])
 def test_inputs_without_an_example_dimension_are_refused(function, table, length: int) -> None:
     # With as many positions as examples, every shape looks right.
-    arguments = (1.0,) if function is clipped_gradients else ()
     with pytest.raises(ValueError, match=r"layer 'positions'.*not the example.*example dimension"):
-        function(Positions((), table()), cross_entropy, ids_of(length), *arguments)
+        function(BOOKKEEPING, Positions((), table()), cross_entropy, ids_of(length))
 
 
 class SoftPrompt(nn.Module):
@@ -98,7 +98,7 @@ class Table(nn.Module):
 @pytest.mark.parametrize("length", [5, EXAMPLES], ids=["other-length", "length-equals-batch-size"])
 def test_module_called_without_inputs_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match="layer 'prompt'"):
-        clipped_gradients(SoftPrompt(length), cross_entropy, batch_of(length, 6), 1.0)
+        BOOKKEEPING.clip(SoftPrompt(length), cross_entropy, batch_of(length, 6))
 
 
 def test_frozen_layer_without_an_example_dimension_is_allowed() -> None:
@@ -117,7 +117,7 @@ def test_time_first_inputs_are_refused() -> None:
 
     for length in (6, EXAMPLES):
         with pytest.raises(ValueError, match=r"layer 'layer'.*not the example"):
-            clipped_gradients(TimeFirst(), cross_entropy, batch_of(length, 5), 1.0)
+            BOOKKEEPING.clip(TimeFirst(), cross_entropy, batch_of(length, 5))
 
 
 @pytest.mark.parametrize("layer", ["rnn", "attention"])
@@ -134,7 +134,7 @@ def test_modules_with_time_first_are_refused(layer: str) -> None:
 
     for length in (5, EXAMPLES):
         with pytest.raises(ValueError, match="layer 'rnn'"):
-            clipped_gradients(Model(), cross_entropy, batch_of(length, 6), 1.0)
+            BOOKKEEPING.clip(Model(), cross_entropy, batch_of(length, 6))
 
 
 def test_dropout_in_a_fallback_module_is_refused_in_training_only() -> None:

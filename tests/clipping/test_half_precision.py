@@ -18,7 +18,7 @@ from cases import CASES, Case
 from torch import Tensor, nn
 
 from quietgrad.clipping import clipped_gradients, per_example_norms
-from quietgrad.clipping.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
+from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
 
 TOLERANCE = 2e-2
 CHOSEN = [c for c in CASES if c.name in ("mlp", "cnn-groupnorm", "bert", "roberta", "llama")]

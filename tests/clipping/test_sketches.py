@@ -15,12 +15,21 @@ import torch
 from scipy import special
 from torch import Tensor, nn
 
-from quietgrad.clipping import clipped_gradients, estimators, per_example_norms, tally
+from quietgrad.clipping import Clipper, clipped_gradients, per_example_norms
+from quietgrad.clipping.norms import projections
+from quietgrad.clipping.norms.cost import Sketch
+from quietgrad.clipping.norms.hutch import hutch_norms
+from quietgrad.clipping.norms.hutch_plus_plus import HutchPlusPlus
+from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.rounding import SHARE, Measured
+from quietgrad.clipping.norms.sketches import project_columns, project_rows
 from quietgrad.facts import ExactClipping, RandomizedClipping, SensitivityClaim
+from quietgrad.randomness import RandomKey
 
 REPEATS = 1500
 ERRORS = 6.0
 SKETCHES = ["hutch", "hutch++"]
+KEY = RandomKey.from_seed(0)
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -42,8 +51,8 @@ def linear_of_rank(
 def ratios(rank: int, estimator: str, sketch_dim: int, rows: int = 20, columns: int = 24) -> np.ndarray:
     """[REPEATS] estimated over true norms."""
     model, batch = linear_of_rank(rank, rows, columns)
-    generator = torch.Generator().manual_seed(0)
-    found = [per_example_norms(model, loss, batch, estimator, sketch_dim, generator=generator) for _ in range(REPEATS)]
+    bound = Clipper(1.0, estimator, sketch_dim).bind(model, loss)
+    found = [bound.norms(batch, Projections(KEY, step), step) for step in range(REPEATS)]
     return torch.cat(found).double().numpy() / math.sqrt(rank)
 
 
@@ -89,30 +98,29 @@ def test_hutch_plus_plus_is_unbiased_above_its_rank(rank: int) -> None:
 @pytest.mark.statistical
 @pytest.mark.parametrize("mutant", ["no-tail", "probe-of-the-range", "no-scaling"])
 def test_hutch_plus_plus_with_wrong_projections_is_rejected(mutant: str, monkeypatch) -> None:
-    right, drawn = estimators._gaussian, []
+    right = Projections.gaussian
 
-    def gaussian(*arguments: object) -> Tensor:
-        drawn.append(right(*arguments))
-        probes_the_tail = len(drawn) % 2 == 0  # drawn second
-        if mutant == "no-tail" and probes_the_tail:
-            return torch.zeros_like(drawn[-1])
-        if mutant == "probe-of-the-range" and probes_the_tail:
-            return drawn[-2]
-        return drawn[-1] * 2 if mutant == "no-scaling" else drawn[-1]
+    def gaussian(self: Projections, parameter: str, role: str, rows: int, columns: int) -> Tensor:
+        if mutant == "no-tail" and role == "tail":
+            return torch.zeros(rows, columns)
+        if mutant == "probe-of-the-range" and role == "tail":
+            return right(self, parameter, "range", rows, columns)
+        return right(self, parameter, role, rows, columns) * (2 if mutant == "no-scaling" else 1)
 
-    monkeypatch.setattr(estimators, "_gaussian", gaussian)
+    monkeypatch.setattr(projections.Projections, "gaussian", gaussian)
     assert not unbiased(ratios(16, "hutch++", 4))
 
 
 @pytest.mark.statistical
 def test_hutch_plus_plus_that_counts_the_range_twice_is_rejected(monkeypatch) -> None:
-    def not_deflated(uses, k: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        range_finder = estimators._gaussian(24, k, uses[0].right_bgtd, generator, dtype)
-        basis = torch.linalg.qr(estimators._project_columns(uses, range_finder, dtype)).Q
-        head = estimators._project_rows(uses, basis, dtype).pow(2).sum(dim=(1, 2, 3))
-        return head + estimators.hutch_norms(uses, k, generator, dtype)
+    def not_deflated(self, uses, sketch: Sketch, dtype: torch.dtype) -> Measured:
+        name, k, drawn = sketch
+        basis = torch.linalg.qr(project_columns(uses, drawn.gaussian(name, "range", 24, k), dtype)).Q
+        head = project_rows(uses, basis, dtype).pow(2).sum(dim=(1, 2, 3))
+        tail = hutch_norms(uses, name, k, drawn, dtype)
+        return Measured(head + tail.squared, tail.slack, tail.margin)
 
-    monkeypatch.setattr(tally, "hutch_plus_plus_norms", not_deflated)
+    monkeypatch.setattr(HutchPlusPlus, "norms", not_deflated)
     assert not unbiased(ratios(16, "hutch++", 4))
 
 
@@ -120,19 +128,18 @@ def test_hutch_plus_plus_that_counts_the_range_twice_is_rejected(monkeypatch) ->
 def test_hutch_plus_plus_is_exact_below_its_rank(rank: int) -> None:
     model, batch = linear_of_rank(rank, examples=3)
     for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        norms = per_example_norms(model, loss, batch, "hutch++", 8, generator=generator)
+        norms = per_example_norms(model, loss, batch, "hutch++", 8, projections=Projections(KEY, seed))
         torch.testing.assert_close(norms, torch.full((3,), math.sqrt(rank)), rtol=1e-4, atol=0)
-    inexact = per_example_norms(model, loss, batch, "hutch", 8, generator=torch.Generator().manual_seed(0))
+    inexact = per_example_norms(model, loss, batch, "hutch", 8, projections=Projections(KEY))
     assert float((inexact / math.sqrt(rank) - 1).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("estimator", SKETCHES)
-def test_projections_differ_between_calls_and_repeat_with_the_seed(estimator: str) -> None:
+def test_projections_differ_between_releases_and_repeat_with_the_key(estimator: str) -> None:
     model, batch = linear_of_rank(16)
-    generator = torch.Generator().manual_seed(0)
-    first, second = (per_example_norms(model, loss, batch, estimator, 4, generator=generator) for _ in range(2))
-    again = per_example_norms(model, loss, batch, estimator, 4, generator=torch.Generator().manual_seed(0))
+    first, second, again = (
+        per_example_norms(model, loss, batch, estimator, 4, projections=Projections(KEY, step)) for step in (0, 1, 0)
+    )
     assert not torch.equal(first, second)
     assert torch.equal(first, again)
     unkeyed = [per_example_norms(model, loss, batch, estimator, 4) for _ in range(2)]
@@ -140,10 +147,11 @@ def test_projections_differ_between_calls_and_repeat_with_the_seed(estimator: st
 
 
 @pytest.mark.parametrize("estimator", SKETCHES)
-def test_micro_batches_of_one_call_use_different_projections(estimator: str) -> None:
+def test_micro_batches_of_one_release_meet_the_same_projections(estimator: str) -> None:
+    """Otherwise one record more shifts the cut, and with it what every other record contributes (erratum E14)."""
     model, batch = linear_of_rank(16, examples=4)  # four equal examples
     norms = per_example_norms(model, loss, batch, estimator, 4, micro_batch_size=1)
-    assert len(set(norms.tolist())) == 4
+    assert len(set(norms.tolist())) == 1
 
 
 @pytest.mark.parametrize("estimator", SKETCHES)
@@ -151,13 +159,12 @@ def test_layers_use_different_projections(estimator: str) -> None:
     # Two layers with the same gradient: a shared projection would double the estimate's variance.
     model, batch = linear_of_rank(16)
     twice = nn.ModuleList([model, nn.Linear(24, 20, bias=False)])
-    generator = torch.Generator().manual_seed(0)
 
     def sum_of_layers(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return sum(loss(layer, batch) for layer in model)
 
-    both = per_example_norms(twice, sum_of_layers, batch, estimator, 4, generator=generator)
-    alone = per_example_norms(model, loss, batch, estimator, 4, generator=torch.Generator().manual_seed(0))
+    both = per_example_norms(twice, sum_of_layers, batch, estimator, 4, projections=Projections(KEY))
+    alone = per_example_norms(model, loss, batch, estimator, 4, projections=Projections(KEY))
     assert not torch.allclose(both, alone * 2**0.5, rtol=1e-4)
 
 
@@ -175,10 +182,9 @@ def test_sketches_claim_to_be_randomized_and_exact_ones_do_not(estimator: str) -
 def test_contributions_follow_the_estimated_norm(estimator: str) -> None:
     # C / estimate times the gradient: above C where the estimate is too small, which is what the envelope accounts for.
     model, batch = linear_of_rank(16)
-    generator = torch.Generator().manual_seed(0)
-    estimate = per_example_norms(model, loss, batch, estimator, 4, generator=generator)
-    clipped = clipped_gradients(model, loss, batch, 0.5, estimator, 4, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(clipped.gradients["weight"].norm(), 0.5 * 4 / estimate[0])
+    estimate = per_example_norms(model, loss, batch, estimator, 4, projections=Projections(KEY))
+    clipped = clipped_gradients(model, loss, batch, 0.5, estimator, 4, projections=Projections(KEY))
+    torch.testing.assert_close(clipped.gradients["weight"].norm() * (1 + SHARE), 0.5 * 4 / estimate[0])
 
 
 def test_biases_and_normalisation_weights_are_never_sketched() -> None:

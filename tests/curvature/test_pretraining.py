@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quietgrad.curvature.pretraining import augmented, fit_to_labels, made_up_labels, simclr
-from quietgrad.training.image_models import SmallCnn
+from quietgrad.training.tasks.images.models import SmallCnn
 
 
 def shapes(n: int = 48) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from quietgrad.curvature import load_spectrum
 from quietgrad.curvature.pretraining import fit_to_labels, made_up_labels
 from quietgrad.curvature.spectrum import record_hash
-from quietgrad.noise.workloads import Curvature, curvature_workload
+from quietgrad.noise.correlation.workloads import Curvature, curvature_workload
 from quietgrad.tensors import trainable_parameters
-from quietgrad.training import image_models, runner
-from quietgrad.training.config import TrainConfig, config_from
-from quietgrad.training.feature_cache import HeadOnFeatures, embeddings
-from quietgrad.training.image_models import RandomFeatures
-from quietgrad.training.noise_settings import check_spectrum, noise_settings
+from quietgrad.training import runner
+from quietgrad.training.files.run_dir import open_run_dir
 from quietgrad.training.prepare import Prepared, prepare
-from quietgrad.training.run_dir import open_run_dir
+from quietgrad.training.settings.config import TrainConfig, config_from
+from quietgrad.training.settings.noise import check_spectrum, noise_settings
 from quietgrad.training.spectrum_run import SpectrumRun, make_spectrum, public_images
-from quietgrad.training.tasks import load_task
+from quietgrad.training.tasks.images import models as image_models
+from quietgrad.training.tasks.images.feature_cache import HeadOnFeatures, embeddings
+from quietgrad.training.tasks.images.models import RandomFeatures
+from quietgrad.training.tasks.registry import load_task
 
 CPU = torch.device("cpu")
 SIZE, WIDTH = 8, 40
@@ -80,6 +81,7 @@ def values(pictures: Path, tmp_path: Path) -> dict[str, Any]:
         "model.name": "features:random",
         "model.tune": "head",
         "model.lora_rank": 2,
+        "data.public": True,
         "data.source": str(pictures),
         "data.image_size": SIZE,
         "data.validation_fraction": 0.2,

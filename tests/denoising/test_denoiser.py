@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,12 @@ from torch import Tensor, nn
 import quietgrad.denoising
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.denoising import (
-    SpectralDenoiser,
+    ConstantAmplification,
+    GradientRule,
+    OnMomentum,
+    PersistentAmplification,
+    PublishedShrinkage,
+    SpikesWithBulk,
     bulk_edge,
     denoise_matrix,
     detection_threshold,
@@ -86,7 +92,7 @@ def test_theorem_1(seed: int, shapes: list[tuple[int, int]], strengths: list[flo
     pairs = [signal_and_noise(s, [t], seed + i) for i, (s, t) in enumerate(zip(shapes, strengths, strict=False))]
     clean = {str(i): scale * signal for i, (signal, _) in enumerate(pairs)}
     noisy = {str(i): scale * (signal + noise) for i, (signal, noise) in enumerate(pairs)}
-    found = SpectralDenoiser.paper().denoise(NoisySum(noisy, scale)).gradients
+    found = PublishedShrinkage().denoise(NoisySum(noisy, scale)).gradients
     for name in noisy:
         assert cosine(found[name], clean[name]) >= cosine(noisy[name], clean[name]) - 1e-6
         torch.testing.assert_close(found[name].norm(), noisy[name].norm(), rtol=1e-5, atol=0)
@@ -95,10 +101,10 @@ def test_theorem_1(seed: int, shapes: list[tuple[int, int]], strengths: list[flo
 
 
 @pytest.mark.parametrize("shape", [(768, 3072), (8000, 384)])
-@pytest.mark.parametrize("denoiser", [SpectralDenoiser.paper(), SpectralDenoiser()], ids=["paper", "default"])
-def test_norms_of_large_matrices_stay(shape: tuple[int, int], denoiser: SpectralDenoiser) -> None:
+@pytest.mark.parametrize("rule", [PublishedShrinkage(), SpikesWithBulk()], ids=["published", "bulk"])
+def test_norms_of_large_matrices_stay(shape: tuple[int, int], rule: GradientRule) -> None:
     signal, noise = signal_and_noise(shape, [3.0], 0)
-    found = denoiser.denoise(NoisySum({"w": signal + noise}, 1.0)).gradients["w"]
+    found = rule.denoise(NoisySum({"w": signal + noise}, 1.0)).gradients["w"]
     assert float(found.double().norm() / (signal + noise).double().norm()) == pytest.approx(1.0, abs=1e-5)
 
 
@@ -107,18 +113,17 @@ def test_pure_noise_passes_through(shape: tuple[int, int], draws: int, allowed: 
     """Tracy and Widom: the largest singular value of 300 x 200 noise exceeds 1.02 edges in 0.35 % of draws (expected 1.4 of 400; more than 8 has
     probability 1e-5), of 768 x 3072 practically never. benchmarks/denoising.py counts in a thousand draws of each."""
     generator = torch.Generator().manual_seed(7)
-    denoiser = SpectralDenoiser.paper()
     changed = 0
     for _ in range(draws):
-        noise = torch.randn(1, *shape, generator=generator)
-        changed += denoiser.denoise_stack(noise, 1.0) is not None
+        noise = torch.randn(shape, generator=generator)
+        changed += denoise_matrix(noise, 1.0) is not noise
     assert changed <= allowed
 
 
 def test_a_layer_is_left_alone_or_replaced() -> None:
     signal, noise = signal_and_noise((60, 90), [4.0], 0)
     gradients = {"spiked": signal + noise, "quiet": 0.95 * noise, "bias": torch.randn(60), "scalar": torch.randn(())}
-    found = SpectralDenoiser.paper().denoise(NoisySum(gradients, 1.0))
+    found = PublishedShrinkage().denoise(NoisySum(gradients, 1.0))
     for name in ("quiet", "bias", "scalar"):
         assert torch.equal(found.gradients[name], gradients[name])
     assert torch.linalg.matrix_rank(found.gradients["spiked"], rtol=1e-4) == 1
@@ -132,7 +137,7 @@ def test_without_noise_nothing_changes() -> None:
 
 def test_orientation_and_stacks_do_not_matter() -> None:
     matrices = [sum(signal_and_noise((70, 110), [3.0, 2.0], seed), torch.zeros(())) for seed in range(3)]
-    together = SpectralDenoiser.paper().denoise(NoisySum({str(i): m for i, m in enumerate(matrices)}, 1.0)).gradients
+    together = PublishedShrinkage().denoise(NoisySum({str(i): m for i, m in enumerate(matrices)}, 1.0)).gradients
     for i, matrix in enumerate(matrices):
         torch.testing.assert_close(together[str(i)], denoise_matrix(matrix, 1.0), rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(denoise_matrix(matrix.T, 1.0).T, denoise_matrix(matrix, 1.0), rtol=1e-3, atol=1e-4)
@@ -154,13 +159,13 @@ def test_convolutions_experts_and_embeddings() -> None:
         "table.weight": one,
     }
     expected = denoise_matrix(one, 1.0)
-    found = SpectralDenoiser.paper().denoise(NoisySum(gradients, 1.0), model).gradients
+    found = PublishedShrinkage().denoise(NoisySum(gradients, 1.0), model).gradients
     torch.testing.assert_close(found["conv.weight"].reshape(60, 90), expected)
     torch.testing.assert_close(
         found["experts.weight"], torch.stack([expected, 0.95 * noise, expected]), rtol=1e-3, atol=1e-4
     )
     assert found["table.weight"] is one
-    asked = SpectralDenoiser.paper(embeddings=True).denoise(NoisySum(gradients, 1.0), model).gradients
+    asked = PublishedShrinkage(embeddings=True).denoise(NoisySum(gradients, 1.0), model).gradients
     torch.testing.assert_close(asked["table.weight"], expected)
 
 
@@ -168,63 +173,80 @@ def test_only_released_values_are_taken() -> None:
     claim = SensitivityClaim(1.0, ExactClipping())
     clipped = ClippedSum({"weight": torch.randn(40, 50)}, claim)
     with pytest.raises(TypeError, match="ClippedSum"):
-        SpectralDenoiser.paper().denoise(clipped)  # type: ignore[arg-type]
-    once = SpectralDenoiser.paper().denoise(NoisySum({"weight": torch.randn(40, 50)}, 1.0))
+        PublishedShrinkage().denoise(clipped)  # type: ignore[arg-type]
+    once = PublishedShrinkage().denoise(NoisySum({"weight": torch.randn(40, 50)}, 1.0))
     with pytest.raises(ValueError, match="denoised before"):
-        SpectralDenoiser.paper().denoise(once)
+        PublishedShrinkage().denoise(once)
 
 
 def test_the_room_knows_nothing_of_clipping() -> None:
     """No module of the room can even name what was not released."""
-    for path in Path(str(quietgrad.denoising.__file__)).parent.glob("*.py"):
+    for path in Path(str(quietgrad.denoising.__file__)).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 assert "clipping" not in str(node.module), path.name
 
 
-@pytest.mark.parametrize("gain", [None, 1.5, 4.0])
-def test_amplification_adds_the_shrunk_spikes_and_takes_nothing_away(gain: float | None) -> None:
+@pytest.mark.parametrize("gain", [1.5, 2.0, 4.0])
+def test_amplification_adds_the_shrunk_spikes_and_takes_nothing_away(gain: float) -> None:
     signal, noise = signal_and_noise((384, 192), [4.0, 2.0], 1)
     noisy, quiet = signal + noise, 0.95 * noise
     u, y, vh = torch.linalg.svd(noisy.double(), full_matrices=False)
     spikes = (u * shrink(y, (384, 192), 1.0)) @ vh
-    denoiser = SpectralDenoiser(target="momentum", amplify=gain, persistence=False)
-    found = denoiser.denoise_all({"spiked": noisy, "quiet": quiet}, 1.0)
+    found = ConstantAmplification(gain=gain).amplified({"spiked": noisy, "quiet": quiet}, 1.0)
     added = found["spiked"].double() - noisy.double()
-    expected = ((gain or 2.0) - 1) * spikes
+    expected = (gain - 1) * spikes
     assert float((added - expected).norm() / expected.norm()) < 0.01
     assert torch.equal(found["quiet"], quiet)
     assert cosine(found["spiked"], signal) > cosine(noisy, signal) + 0.02
 
 
-def test_what_is_amplified_by_default() -> None:
-    assert SpectralDenoiser(target="momentum").amplification == 8.0
-    assert SpectralDenoiser(target="momentum", persistence=False).amplification == 2.0
-    assert SpectralDenoiser(target="gradient").amplification == 1.0
-    assert SpectralDenoiser.paper().amplification == 1.0
+def test_defaults_are_what_was_measured() -> None:
+    assert ConstantAmplification() == ConstantAmplification(kappa=1.02, gain=2.0, delay=8, embeddings=False)
+    assert PersistentAmplification() == PersistentAmplification(1.02, largest_gain=8.0, delay=0, embeddings=False)
+    assert PublishedShrinkage() == PublishedShrinkage(1.02, norm_correction=True, embeddings=False)
+    assert SpikesWithBulk() == SpikesWithBulk(1.02, keep_bulk=0.5, embeddings=False)
+    assert OnMomentum(SpikesWithBulk()).delay == 0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2])
+def test_a_share_of_the_bulk_is_kept(share: float) -> None:
+    """The rule against its definition: share x noisy + (1 - share) x published, at the noisy norm."""
     signal, noise = signal_and_noise((60, 90), [4.0], 0)
-    mixed = SpectralDenoiser(target="momentum", amplify=1.0).denoise_all({"": signal + noise}, 1.0)[""]
-    torch.testing.assert_close(mixed, SpectralDenoiser().denoise_all({"": signal + noise}, 1.0)[""])
-    torch.testing.assert_close(mixed.norm(), (signal + noise).norm())
+    noisy = signal + noise
+    mixed = share * noisy + (1 - share) * denoise_matrix(noisy, 1.0)
+    found = SpikesWithBulk(keep_bulk=share).denoise(NoisySum({"w": noisy}, 1.0)).gradients["w"]
+    torch.testing.assert_close(found, mixed * noisy.norm() / mixed.norm(), rtol=1e-4, atol=1e-5)
+    assert float((found - denoise_matrix(noisy, 1.0)).norm()) > 0.1 * float(noisy.norm())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("rule", "arguments", "error", "message"),
     [
-        ({"kappa": 0.9}, "kappa=0.9"),
-        ({"target": "weights"}, "target='weights'"),
-        ({"amplify": 0.5}, "amplify=0.5"),
-        ({"delay": 3}, "a release does not know its step"),
-        ({"target": "momentum", "delay": -1}, "delay=-1"),
-        ({"amplify": float("nan")}, "amplify=nan"),
-        ({"keep_bulk": 1.0}, "keep_bulk=1.0"),
-        ({"target": "momentum", "keep_bulk": 0.0}, "keep_bulk=0.0 .* set amplify=1"),
-        ({"amplify": 4.0, "norm_correction": False}, "norm_correction=False .* set amplify=1"),
+        (PublishedShrinkage, {"kappa": 0.9}, ValueError, "kappa=0.9"),
+        (PublishedShrinkage, {"norm_correction": None}, TypeError, "norm_correction=None must be True or False"),
+        (PublishedShrinkage, {"embeddings": 1}, TypeError, "embeddings=1 must be True or False"),
+        (SpikesWithBulk, {"kappa": float("nan")}, ValueError, "kappa=nan"),
+        (SpikesWithBulk, {"keep_bulk": 1.0}, ValueError, r"keep_bulk=1.0 must be in \(0, 1\)"),
+        (SpikesWithBulk, {"keep_bulk": 0.0}, ValueError, "to drop the bulk use the published rule"),
+        (ConstantAmplification, {"kappa": 0.9}, ValueError, "kappa=0.9"),
+        (ConstantAmplification, {"gain": 0.5}, ValueError, "gain=0.5"),
+        (ConstantAmplification, {"gain": float("nan")}, ValueError, "gain=nan"),
+        (ConstantAmplification, {"delay": -1}, ValueError, "delay=-1"),
+        (ConstantAmplification, {"delay": 0.5}, TypeError, "delay=0.5 must be a whole number"),
+        (PersistentAmplification, {"kappa": 0.9}, ValueError, "kappa=0.9"),
+        (PersistentAmplification, {"largest_gain": 0.5}, ValueError, "largest_gain=0.5"),
+        (PersistentAmplification, {"largest_gain": float("inf")}, ValueError, "largest_gain=inf"),
+        (PersistentAmplification, {"delay": -1}, ValueError, "delay=-1"),
+        (OnMomentum, {"rule": SpikesWithBulk(), "delay": -1}, ValueError, "delay=-1"),
+        (OnMomentum, {"rule": None}, TypeError, "rule=None is no rule"),
+        (OnMomentum, {"rule": SpikesWithBulk}, TypeError, "is no rule; pass one, such as"),
+        (OnMomentum, {"rule": PersistentAmplification()}, TypeError, "acts inside the optimiser"),
     ],
 )
-def test_bad_settings(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SpectralDenoiser(**arguments)  # type: ignore[arg-type]
+def test_bad_settings(rule: Any, arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        rule(**arguments)
 
 
 def test_half_precision_is_decomposed_in_single() -> None:
@@ -248,9 +270,9 @@ def test_a_model_that_was_not_clipped_is_refused() -> None:
     """Its parameters have other names, so embeddings could not be told from other weights."""
     inner = torch.nn.Embedding(100, 80)
     released = NoisySum({"weight": torch.randn(100, 80)}, 1.0)
-    assert SpectralDenoiser.paper().denoise(released, inner).gradients["weight"] is released.gradients["weight"]
+    assert PublishedShrinkage().denoise(released, inner).gradients["weight"] is released.gradients["weight"]
     with pytest.raises(ValueError, match="the model has no parameter named 'weight'; pass the model that was clipped"):
-        SpectralDenoiser.paper().denoise(released, torch.nn.Sequential(inner))
+        PublishedShrinkage().denoise(released, torch.nn.Sequential(inner))
     for noise_std in (float("nan"), float("inf"), -1.0):
         with pytest.raises(ValueError, match="noise_std="):
             NoisySum({"w": torch.ones(2)}, noise_std)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import math
 import types
@@ -14,20 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.denoising import (
+    ConstantAmplification,
     MomentNoise,
+    MomentumRule,
+    PersistentAmplification,
     SpectralAdamW,
-    SpectralDenoiser,
     SpectralSGD,
     bulk_edge,
-    persistent_part,
     shrink,
 )
 from quietgrad.noise import NoisySum
 
 SHAPE = (120, 200)
 B = 10.0
-RULE = SpectralDenoiser(target="momentum")
-LARGEST = RULE.amplification
+RULE = PersistentAmplification()
+LARGEST = RULE.largest_gain
 
 
 def unit(size: int, seed: int) -> Tensor:
@@ -44,12 +44,16 @@ def noise_of(seed: int) -> Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
+def released(gradients: dict[str, Tensor], std: float) -> NoisySum:
+    return NoisySum(gradients, std, expected_batch_size=B)
+
+
 def part_of(
     moment: Tensor, release: Tensor, level: MomentNoise, mixing_row: Any = None, gain: float = LARGEST
 ) -> tuple[Tensor, float]:
     """What is added and the new gain, for a moment whose noise has unit entries; the release is not divided by B yet."""
     noisy = NoisySum({"w": B * release}, B, mixing_row)
-    added, gains = persistent_part({"w": moment}, level, noisy, B, RULE, {"w": [gain]})
+    added, gains = RULE.added({"w": moment}, level, noisy, B, {"w": [gain]})
     return added.get("w", torch.zeros(SHAPE)), gains.get("w", [gain])[0]
 
 
@@ -82,6 +86,9 @@ def test_the_gain_stays_between_one_and_the_largest() -> None:
     moment = signal + noise_of(1)
     for release, gain, expected in ((signal, 0.9 * LARGEST, LARGEST), (-signal, 2.0, 1.0), (-5 * signal, 8.0, 2.0)):
         assert part_of(moment, release, level, gain=gain)[1] == pytest.approx(expected, rel=1e-3)
+    at_most = PersistentAmplification(largest_gain=3.0)
+    release = NoisySum({"w": B * signal}, B)
+    assert at_most.added({"w": moment}, level, release, B, {"w": [2.0]})[1]["w"] == [3.0]
     part, gain = part_of(noise_of(1), 5 * signal, level, gain=3.0)  # nothing stands out of the moment: nothing is known
     assert gain == 3.0 and not part.any()
     # Another spike than the moment's is not its confirmation.
@@ -112,16 +119,16 @@ def test_matrices_have_gains_of_their_own() -> None:
     moments = {"a": signal + noise_of(1), "b": signal + noise_of(2), "quiet": noise_of(3)}
     seen = {"a": B * signal, "b": -B * signal, "quiet": B * signal}
     gains = {"a": [2.0], "b": [4.0]}
-    added, new = persistent_part(moments, level, NoisySum(seen, B), B, RULE, gains)
+    added, new = RULE.added(moments, level, NoisySum(seen, B), B, gains)
     assert new["a"] == pytest.approx([4.0], rel=0.05) and new["b"] == pytest.approx([1.0], rel=0.05)
     assert set(added) == {"a"} and new["quiet"] == [1.0]
     for name in ("a", "b"):
-        alone = persistent_part({name: moments[name]}, level, NoisySum({name: seen[name]}, B), B, RULE, gains)
+        alone = RULE.added({name: moments[name]}, level, NoisySum({name: seen[name]}, B), B, gains)
         assert alone[1][name] == pytest.approx(new[name], rel=1e-4)
     experts = nn.ParameterDict({"w": nn.Parameter(torch.zeros(3, *SHAPE))})
     together = {"w": torch.stack(list(moments.values()))}
     release = NoisySum({"w": torch.stack([seen[name] for name in moments])}, B)
-    of_three, gain = persistent_part(together, level, release, B, RULE, {"w": [2.0, 4.0, 1.0]}, experts)
+    of_three, gain = RULE.added(together, level, release, B, {"w": [2.0, 4.0, 1.0]}, experts)
     assert gain["w"] == pytest.approx([new[name][0] for name in moments], rel=1e-4)
     torch.testing.assert_close(of_three["w"][0], added["a"], rtol=1e-3, atol=1e-4)
     assert not of_three["w"][1:].any()
@@ -150,10 +157,10 @@ def test_layers_of_a_stack_get_their_own_part(swings: bool) -> None:
     signals = {name: spike(3.0, seed=10 * i) for i, name in enumerate("abc")}
     moments = {name: signal + noise_of(i) for i, (name, signal) in enumerate(signals.items())}
     seen = {name: (-B if swings and name == "b" else B) * signal for name, signal in signals.items()}
-    added, _ = persistent_part(moments, level, NoisySum(seen, B), B, RULE, {})
+    added, _ = RULE.added(moments, level, NoisySum(seen, B), B, {})
     assert set(added) == ({"a", "c"} if swings else {"a", "b", "c"})
     for name, part in added.items():
-        alone, _ = persistent_part({name: moments[name]}, level, NoisySum({name: seen[name]}, B), B, RULE, {})
+        alone, _ = RULE.added({name: moments[name]}, level, NoisySum({name: seen[name]}, B), B, {})
         torch.testing.assert_close(part, alone[name], rtol=1e-3, atol=1e-4)
         assert float((part * signals[name]).sum() / part.norm() / signals[name].norm()) > 0.9
 
@@ -166,25 +173,25 @@ def test_mass_is_what_a_constant_gradient_leaves(decay: float, gain: float) -> N
         assert level.mass == pytest.approx(average)
 
 
-def network_and(kind: str, denoiser: SpectralDenoiser, **settings: Any) -> tuple[nn.Linear, Any]:
+def network_and(kind: str, rule: MomentumRule, **settings: Any) -> tuple[nn.Linear, Any]:
     network = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
     nn.init.zeros_(network.weight)
     if kind == "sgd":
-        return network, SpectralSGD(network, denoiser, **({"lr": 0.1, "momentum": 0.8} | settings))
-    return network, SpectralAdamW(network, denoiser, **({"lr": 0.1, "betas": (0.8, 0.95)} | settings))
+        return network, SpectralSGD(network, rule, **({"lr": 0.1, "momentum": 0.8} | settings))
+    return network, SpectralAdamW(network, rule, **({"lr": 0.1, "betas": (0.8, 0.95)} | settings))
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_the_direction_is_the_moment_and_what_persists_of_the_one_before(kind: str) -> None:
-    rule = SpectralDenoiser(target="momentum", amplify=3.0)
+    rule = PersistentAmplification(largest_gain=3.0)
     network, optimizer = network_and(kind, rule)
     gain = 1.0 if kind == "sgd" else 0.2
     moment, second, level = torch.zeros(SHAPE), torch.zeros(SHAPE), MomentNoise()
     gains: dict[str, list[float]] = {}
     for step in range(6):
         sign = -1 if step == 4 else 1
-        noisy = NoisySum({"weight": B * (sign * spike(2.0) + noise_of(step))}, B)
-        added, new = persistent_part({"weight": moment}, level, noisy, B, rule, gains)
+        noisy = released({"weight": B * (sign * spike(2.0) + noise_of(step))}, B)
+        added, new = rule.added({"weight": moment}, level, noisy, B, gains)
         gains |= new
         gradient = noisy.gradients["weight"] / B
         moment = 0.8 * moment + gain * gradient
@@ -194,29 +201,9 @@ def test_the_direction_is_the_moment_and_what_persists_of_the_one_before(kind: s
         if kind == "adam":
             direction = direction / (1 - 0.8 ** (step + 1)) / ((second / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
         before = network.weight.detach().clone()
-        optimizer.step(noisy, B)
+        optimizer.step(noisy)
         torch.testing.assert_close(before - network.weight.detach(), 0.1 * direction, rtol=1e-4, atol=1e-5)
         assert ("weight" in added) == (step not in (0, 4))
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_a_state_without_mass_or_gains_goes_on(kind: str) -> None:
-    """States of before the rule: the mass follows from the decay, and gains begin at 1."""
-    (network, optimizer), (other, again) = network_and(kind, RULE), network_and(kind, RULE)
-    stream = [NoisySum({"weight": B * (spike(2.0) + noise_of(i))}, B) for i in range(4)]
-    for noisy in stream[:3]:
-        optimizer.step(noisy, B)
-    state = copy.deepcopy(optimizer.state_dict())
-    other.load_state_dict(network.state_dict())
-    for saved in state["param_groups"][0]["moment_noise"]:
-        del saved["mass"]
-    for saved in state["state"].values():
-        assert saved.pop("gain")[0] > 1.5
-    again.load_state_dict(state)
-    optimizer.state[network.weight]["gain"] = [1.0]
-    for one in (optimizer, again):
-        one.step(stream[3], B)
-    torch.testing.assert_close(network.weight, other.weight)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
@@ -233,11 +220,11 @@ def test_gains_keep_their_digits_in_a_state(kind: str, dtype: torch.dtype) -> No
 
     (network, optimizer), (other, again) = new(), new()
     stream = [
-        NoisySum({f"{i}.weight": (B * ((0.5 + t % 2) * spike(2.0) + noise_of(2 * t + i))).to(dtype) for i in (0, 1)}, B)
+        released({f"{i}.weight": (B * ((0.5 + t % 2) * spike(2.0) + noise_of(2 * t + i))).to(dtype) for i in (0, 1)}, B)
         for t in range(6)
     ]
     for noisy in stream[:4]:
-        optimizer.step(noisy, B)
+        optimizer.step(noisy)
     gain = optimizer.state[network[0].weight]["gain"]
     assert gain[0] > 1 and gain[0] != float(torch.tensor(gain[0]).bfloat16())
     file = io.BytesIO()
@@ -248,8 +235,8 @@ def test_gains_keep_their_digits_in_a_state(kind: str, dtype: torch.dtype) -> No
     again.load_state_dict(saved["optimizer"])
     assert again.state[other[0].weight]["gain"] == gain
     for noisy in stream[4:]:
-        optimizer.step(noisy, B)
-        again.step(noisy, B)
+        optimizer.step(noisy)
+        again.step(noisy)
     for one, two in zip(network.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
 
@@ -260,26 +247,26 @@ def test_weight_decay_of_sgd_is_a_part_of_what_is_seen() -> None:
     with torch.no_grad():
         network.weight.copy_(4 * spike(3.0))
     for step in range(5):
-        optimizer.step(NoisySum({"weight": B * (-spike(3.0) + noise_of(step))}, B), B)
+        optimizer.step(released({"weight": B * (-spike(3.0) + noise_of(step))}, B))
     assert optimizer.state[network.weight]["gain"] == [LARGEST]
 
 
-def distance_after(steps: int, denoiser: SpectralDenoiser | None, rate: float, edges: float = 3.0) -> float:
+def distance_after(steps: int, rule: MomentumRule | None, rate: float, edges: float = 3.0) -> float:
     """Of a quadratic in one direction, h/2 (u^T W v - 1)^2, whose slope is so many edges of the noise at the start; SGD with momentum 0.9, so that swinging begins at h rate 0.01 and
     divergence at h rate 3.8."""
-    never = SpectralDenoiser(target="momentum", kappa=1e6)
-    network, optimizer = network_and("sgd", denoiser or never, lr=rate, momentum=0.9)
+    never = PersistentAmplification(kappa=1e6)
+    network, optimizer = network_and("sgd", rule or never, lr=rate, momentum=0.9)
     u, v = unit(SHAPE[0], 0), unit(SHAPE[1], 1)
     scale = edges * bulk_edge(SHAPE, 1.0)
     for step in range(steps):
         slope = float(u @ network.weight.detach() @ v) - 1
-        optimizer.step(NoisySum({"weight": B * (scale * slope * torch.outer(u, v) + noise_of(step))}, B), B)
+        optimizer.step(released({"weight": B * (scale * slope * torch.outer(u, v) + noise_of(step))}, B))
     return abs(float(u @ network.weight.detach() @ v) - 1)
 
 
 def test_slow_directions_get_faster_and_swinging_ones_no_wilder() -> None:
     """What the rule is for, on one direction: at a small rate it gets there sooner; at a large one the rule that amplifies all that stands out diverges, and this one goes the plain way."""
-    everything = SpectralDenoiser(target="momentum", persistence=False, delay=0, amplify=4.0)
+    everything = ConstantAmplification(delay=0, gain=4.0)
     curvature = 3.0 * bulk_edge(SHAPE, 1.0)
     slow, fast = 1e-3 / curvature, 2.5 / curvature
     plain, ours = (distance_after(30, rule, slow) for rule in (None, RULE))
@@ -288,37 +275,22 @@ def test_slow_directions_get_faster_and_swinging_ones_no_wilder() -> None:
     assert plain < 1 and all_of_it > 100 and ours < 1
 
 
-def test_what_is_amplified_and_refusals() -> None:
-    assert RULE.persistent and RULE.first_steps == 0
-    with pytest.raises(ValueError, match="what persists is seen in the next release"):
-        RULE.denoise_all({"w": spike(3.0)}, 1.0)
-    before = SpectralDenoiser(target="momentum", persistence=False)
-    assert (before.persistent, before.amplification, before.first_steps) == (False, 2.0, 8)
-    assert not SpectralDenoiser().persistent and not SpectralDenoiser(target="momentum", amplify=1.0).persistent
-    for settings in ({}, {"target": "momentum", "amplify": 1.0}):
-        with pytest.raises(ValueError, match="persistence=True is for what amplifies on the momentum"):
-            SpectralDenoiser(persistence=True, **settings)  # type: ignore[arg-type]
-
-
 def test_only_releases_get_in() -> None:
     moments, level, noisy = {"w": spike(3.0)}, MomentNoise(1.0, None, 1, 1.0), NoisySum({"w": noise_of(0)}, 1.0)
     loose = types.SimpleNamespace(gradients={"w": noise_of(0)}, noise_std=1.0, mixing_row=None, denoised=False)
     with pytest.raises(TypeError, match="noisy must be a NoisySum, not SimpleNamespace"):
-        persistent_part(moments, level, loose, B, RULE, {})  # type: ignore[arg-type]
-    for release, divisor, rule, message in (
-        (NoisySum({"w": noise_of(0)}, 1.0, denoised=True), B, RULE, "was denoised before"),
-        (noisy, math.nan, RULE, "expected_batch_size=nan"),
-        (noisy, B, SpectralDenoiser(target="momentum", persistence=False), "amplifies nothing that persists"),
-        (NoisySum({"v": noise_of(0)}, 1.0), B, RULE, "has nothing for 'w'"),
-        (NoisySum({"w": noise_of(0).T}, 1.0), B, RULE, r"has \(200, 120\) for 'w'"),
+        RULE.added(moments, level, loose, B, {})  # type: ignore[arg-type]
+    for release, divisor, message in (
+        (NoisySum({"w": noise_of(0)}, 1.0, denoised=True), B, "was denoised before"),
+        (noisy, math.nan, "expected_batch_size=nan"),
+        (NoisySum({"v": noise_of(0)}, 1.0), B, "has nothing for 'w'"),
+        (NoisySum({"w": noise_of(0).T}, 1.0), B, r"has \(200, 120\) for 'w'"),
     ):
         with pytest.raises(ValueError, match=message):
-            persistent_part(moments, level, release, divisor, rule, {})
+            RULE.added(moments, level, release, divisor, {})
     row = MomentNoise().after(0.9, 0.1, 1.0, [0.5, 1.0])
     with pytest.raises(ValueError, match="mixing_row has 1 entries after one of 2"):
         row.share_in(1.0, [1.0])
-    with pytest.raises(TypeError, match="persistence=0 must be True, False or None"):
-        SpectralDenoiser(target="momentum", persistence=0)  # type: ignore[arg-type]
 
 
 def test_a_release_that_overflowed_changes_no_gain() -> None:

@@ -8,7 +8,7 @@ fails one of the statistical tests below with probability under 2e-7 altogether;
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -19,13 +19,14 @@ from torch import nn
 
 from quietgrad import PrivacyConfig
 from quietgrad.clipping import ClippedSum
-from quietgrad.noise import GaussianNoise, NoisySum, gaussian
+from quietgrad.noise import GaussianNoise, NoiseHistory, NoisySum
+from quietgrad.noise.sources import keyed
 from quietgrad.plan import PrivateRun
 from quietgrad.randomness import RandomKey
+from quietgrad.sampling import PoissonSampler
 
 FALSE_ALARM = 1e-8
 SIGMA, CLIP = 1.7, 0.3
-EXAMPLES = 7
 RELEASES = 12  # the smallest parameter has 30 entries: 360 squares a parameter at least
 MICRO_BATCHES = [1, 3, None]
 
@@ -63,6 +64,7 @@ def start(micro_batch_size: int | None = None, seed: int | None = 5, steps: int 
         steps=steps,
         max_physical_batch_size=micro_batch_size,
         seed=seed,
+        data_are_public=True,
     )
     return config.build(100).start()
 
@@ -78,8 +80,8 @@ def noise_of(build: Callable[[], nn.Module], run: PrivateRun) -> dict[str, np.nd
     torch.manual_seed(0)
     model = build()
     parts: dict[str, list[np.ndarray]] = {name: [] for name, p in model.named_parameters() if p.requires_grad}
-    for _ in range(run.plan.steps):
-        clipped = run.clip(model, loss, batch_of(EXAMPLES))
+    for indices in run.batches():
+        clipped = run.clip(model, loss, batch_of(len(indices)))
         noisy = run.release(clipped)
         assert noisy.gradients.keys() == parts.keys()  # frozen parameters get none
         for name, g in noisy.gradients.items():
@@ -115,8 +117,9 @@ def test_every_trainable_parameter_gets_sigma_c_once(build, micro_batch_size) ->
 def test_micro_batches_added_by_hand_get_the_noise_once() -> None:
     run, model = start(), build_full()
     pooled: dict[str, list[np.ndarray]] = {name: [] for name, _ in model.named_parameters()}
-    for _ in range(RELEASES):
-        total = sum_of([run.clip(model, loss, batch_of(size)) for size in (1, 3, 2)])
+    for indices in run.batches():
+        sizes = map(len, np.array_split(indices, 3))
+        total = sum_of([run.clip(model, loss, batch_of(size)) for size in sizes])
         for name, g in run.release(total).gradients.items():
             pooled[name].append((g - total.gradients[name]).flatten().numpy())
     assert wrong_sizes({name: np.stack(rows) for name, rows in pooled.items()}) == set()
@@ -129,30 +132,36 @@ def sum_of(parts: list[ClippedSum]) -> ClippedSum:
     return total
 
 
-def noise_scaled_by(factor: float) -> Callable[..., NoisySum]:
-    def release(self: GaussianNoise, clipped: ClippedSum, key: RandomKey, step: int) -> NoisySum:
-        return RELEASE(replace(self, noise_multiplier=self.noise_multiplier * factor), clipped, key, step)
-
-    return release
+Updated = tuple[NoisySum, NoiseHistory]
+Keys = Callable[[int], RandomKey]
 
 
-def noise_added_twice(self: GaussianNoise, clipped: ClippedSum, key: RandomKey, step: int) -> NoisySum:
-    once = RELEASE(self, clipped, key, step)
-    return RELEASE(self, ClippedSum(once.gradients, clipped.claim), key, step + 10_000)
+def noise_scaled_by(factor: float) -> Callable[..., Updated]:
+    def update(self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory) -> Updated:
+        scaled = replace(self, noise_multiplier=self.noise_multiplier * factor)
+        return UPDATE(scaled, clipped, keys, history)
+
+    return update
 
 
-def noise_without_c(self: GaussianNoise, clipped: ClippedSum, key: RandomKey, step: int) -> NoisySum:
-    return RELEASE(
-        replace(self, noise_multiplier=self.noise_multiplier / clipped.claim.max_grad_norm), clipped, key, step
-    )
+def noise_added_twice(self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory) -> Updated:
+    once, later = UPDATE(self, clipped, keys, history)
+    again = ClippedSum(once.gradients, clipped.claim)
+    return UPDATE(self, again, keys, self.init(history.step + 10_000))[0], later
 
 
-def noise_missing_on_one(self: GaussianNoise, clipped: ClippedSum, key: RandomKey, step: int) -> NoisySum:
-    gradients = RELEASE(self, clipped, key, step).gradients
-    return NoisySum(gradients | {"2.bias": clipped.gradients["2.bias"]}, SIGMA * CLIP)
+def noise_without_c(self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory) -> Updated:
+    sigma = self.noise_multiplier / clipped.claim.max_grad_norm
+    return UPDATE(replace(self, noise_multiplier=sigma), clipped, keys, history)
 
 
-RELEASE = GaussianNoise.release
+def noise_missing_on_one(self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory) -> Updated:
+    noisy, later = UPDATE(self, clipped, keys, history)
+    bare = {"2.bias": clipped.gradients["2.bias"]}
+    return NoisySum(noisy.gradients | bare, SIGMA * CLIP), later
+
+
+UPDATE = GaussianNoise.update
 EVERY_PARAMETER = {name for name, _ in build_full().named_parameters()}
 
 
@@ -169,7 +178,7 @@ EVERY_PARAMETER = {name for name, _ in build_full().named_parameters()}
     ids=["two-thirds", "one-and-a-half", "twice", "without-c", "missing-on-one"],
 )
 def test_wrong_sizes_are_rejected(wrong, caught, monkeypatch) -> None:
-    monkeypatch.setattr(GaussianNoise, "release", wrong)
+    monkeypatch.setattr(GaussianNoise, "update", wrong)
     assert wrong_sizes(noise_of(build_full, start())) == caught
 
 
@@ -184,10 +193,10 @@ def test_noise_of_different_releases_and_parameters_is_uncorrelated(monkeypatch)
         return any(correlated(one, other, len(pairs)) for one, other in pairs)
 
     assert not any_correlation()
-    right = gaussian.normal
-    monkeypatch.setattr(gaussian, "normal", lambda like, key, step, name: right(like, key, 0, name))
+    right = keyed.normal
+    monkeypatch.setattr(keyed, "normal", lambda like, key, step, name: right(like, key, 0, name))
     assert any_correlation()  # the same noise at every release
-    monkeypatch.setattr(gaussian, "normal", lambda like, key, step, name: right(like, key, step, ""))
+    monkeypatch.setattr(keyed, "normal", lambda like, key, step, name: right(like, key, step, ""))
     assert any_correlation()  # the same noise in parameters of one shape
 
 
@@ -206,7 +215,7 @@ def test_noise_is_normal() -> None:
 def test_float64_noise_is_drawn_in_float64() -> None:
     # Float32 draws in a float64 sum would leave 29 low bits of the private sum without noise.
     key = RandomKey.from_seed(1)
-    drawn = gaussian.normal(torch.zeros(1000, dtype=torch.float64), key, 0, "w")
+    drawn = keyed.normal(torch.zeros(1000, dtype=torch.float64), key, 0, "w")
     assert drawn.dtype == torch.float64
     assert not torch.equal(drawn, drawn.float().double())
 
@@ -214,25 +223,25 @@ def test_float64_noise_is_drawn_in_float64() -> None:
 def test_same_key_and_step_give_the_same_noise_and_nothing_else_does() -> None:
     zero = torch.zeros(50)
     key = RandomKey.from_seed(1)
-    first = gaussian.normal(zero, key, 3, "w")
+    first = keyed.normal(zero, key, 3, "w")
     torch.manual_seed(9)
     np.random.seed(9)
-    assert torch.equal(first, gaussian.normal(zero + 1, RandomKey.from_seed(1), 3, "w"))
+    assert torch.equal(first, keyed.normal(zero + 1, RandomKey.from_seed(1), 3, "w"))
     for other in ((RandomKey.from_seed(2), 3, "w"), (key, 4, "w"), (key, 3, "v")):
-        assert not torch.equal(first, gaussian.normal(zero, *other))
+        assert not torch.equal(first, keyed.normal(zero, *other))
 
 
 def test_keys_from_entropy_differ() -> None:
     keys = [RandomKey.from_entropy() for _ in range(20)]
     assert len({key.root for key in keys}) == 20
     assert not any(key.reproducible for key in keys)
-    assert not torch.equal(*(gaussian.normal(torch.zeros(10), key, 0, "w") for key in keys[:2]))
+    assert not torch.equal(*(keyed.normal(torch.zeros(10), key, 0, "w") for key in keys[:2]))
     assert "root" not in repr(keys[0])
 
 
 def test_drawing_noise_leaves_the_global_generators_alone() -> None:
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    gaussian.normal(torch.zeros(10), RandomKey.from_seed(1), 0, "w")
+    keyed.normal(torch.zeros(10), RandomKey.from_seed(1), 0, "w")
     assert torch.equal(torch_state, torch.get_rng_state())
     assert np.array_equal(numpy_state, np.random.get_state()[1])
 
@@ -245,10 +254,22 @@ def test_noise_does_not_depend_on_the_micro_batches() -> None:
             np.testing.assert_allclose(values, other[name], rtol=0, atol=1e-6)
 
 
+@dataclass(frozen=True, eq=False)
+class Realised(PoissonSampler):
+    """Batches of a given size, whatever the coins say."""
+
+    realised: int = 0
+
+    def indices(self, key: RandomKey, step: int) -> np.ndarray:
+        return np.arange(self.realised)
+
+
 @pytest.mark.parametrize("realised", [0, 1, 5, 40])
 def test_sums_are_divided_by_the_expected_batch_size(realised) -> None:
     run, model = start(), build_partly_frozen()
-    noisy = run.step(model, loss, batch_of(realised))
+    drawn = replace(run.plan, sampler=Realised(100, 0.1, realised=realised))
+    run = drawn.start()
+    noisy = run.step(model, loss, batch_of(len(next(run.batches()))))
     assert noisy.noise_std == pytest.approx(SIGMA * CLIP)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -259,14 +280,22 @@ def test_sums_are_divided_by_the_expected_batch_size(realised) -> None:
 
 def test_the_mean_of_a_half_precision_model_keeps_the_parameters_dtype() -> None:
     model = nn.Linear(20, 30).to(torch.bfloat16)
-    noisy = start().step(model, loss, {"x": torch.randn(3, 20, dtype=torch.bfloat16), "y": torch.arange(3)})
+    run = start()
+    batch = batch_of(len(next(run.batches())))
+    noisy = run.step(model, loss, batch | {"x": batch["x"].bfloat16()})
     assert noisy.gradients["weight"].dtype == torch.float32  # summed and noised in float32
     assert model.weight.grad.dtype == torch.bfloat16
 
 
 def test_gradients_of_another_model_are_refused() -> None:
     with pytest.raises(ValueError, match="no parameter named 'weight'"):
-        NoisySum({"weight": torch.zeros(2)}, 1.0).write_gradients(build_full(), 10)
+        NoisySum({"weight": torch.zeros(2)}, 1.0).write_gradients(build_full())
+
+
+@pytest.mark.parametrize("divisor", [0, -5.0, float("nan"), float("inf")])
+def test_an_expected_batch_size_that_nothing_can_be_divided_by_is_refused(divisor) -> None:
+    with pytest.raises(ValueError, match="expected_batch_size="):
+        NoisySum({"weight": torch.zeros(2)}, 1.0, expected_batch_size=divisor)
 
 
 @pytest.mark.parametrize("sigma", [0, -1.0, float("nan"), float("inf")])

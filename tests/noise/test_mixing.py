@@ -18,24 +18,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quietgrad.noise import (
-    Curvature,
-    PrefixSums,
-    choose_bands,
-    curvature_workload,
-    mixing_matrix,
-    prefix_sum_workload,
-    workloads,
+from quietgrad.noise import Curvature, PrefixSums, choose_bands, curvature_workload, mixing_matrix, prefix_sum_workload
+from quietgrad.noise.correlation import workloads
+from quietgrad.noise.correlation.banded import (
+    BandedLower,
+    Floats,
+    band_of_product,
+    columns_of,
+    inside,
+    reversed_cholesky,
 )
-from quietgrad.noise.banded import BandedLower, Floats, band_of_product, columns_of, inside, reversed_cholesky
-from quietgrad.noise.bands import default_candidates
-from quietgrad.noise.certificate import kkt_residual, optimality_gap
-from quietgrad.noise.mixing import MixingMatrix, _square_root, load_mixing, save_mixing
-from quietgrad.noise.solver import objective, unit_columns
-from quietgrad.noise.workloads import HORIZONS, DenseWorkload
-
-settings.register_profile("here", deadline=None, max_examples=40)
-settings.load_profile("here")
+from quietgrad.noise.correlation.bands import default_candidates
+from quietgrad.noise.correlation.certificate import kkt_residual, optimality_gap
+from quietgrad.noise.correlation.mixing import MixingMatrix, _square_root, load_mixing, save_mixing
+from quietgrad.noise.correlation.solver import objective, unit_columns
+from quietgrad.noise.correlation.workloads import HORIZONS, DenseWorkload
 
 DECAYING = tuple(float(8 / i**1.2) for i in range(1, 201))
 RATE = 0.2  # of SGD; 8 * 0.2 < 2: nothing is clamped
@@ -169,7 +166,7 @@ def test_no_random_matrix_of_the_family_is_better(steps: int, bands: int, seed: 
 
 def test_descent_and_newton_find_the_same_curvature_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     best = 49.326195  # by Newton's method, which this size is left to; its certificate allows for 4e-5
-    monkeypatch.setattr("quietgrad.noise.solver.NEWTON_UNKNOWNS", 0)
+    monkeypatch.setattr("quietgrad.noise.correlation.solver.NEWTON_UNKNOWNS", 0)
     found = mixing_matrix(Curvature(DECAYING[:50], RATE, 100), 8, max_seconds=5.0).objective
     assert best * (1 - 4e-5) < found < 1.01 * best
 

@@ -18,23 +18,19 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
 from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.accounting import epsilon
-from quietgrad.clipping import ClippedSum
 from quietgrad.facts import PoissonGaussian
 from quietgrad.ledger import read_ledger
-from quietgrad.noise import BandedNoise, GaussianNoise
+from quietgrad.noise import GaussianNoise
 from quietgrad.randomness import RandomKey
-from quietgrad.sampling import CyclicPoissonSampler, PoissonSampler, deal
-from quietgrad.sampling.cyclic import index_ids
-
-settings.register_profile("here", deadline=None, max_examples=40)
-settings.load_profile("here")
+from quietgrad.sampling import PoissonSampler, deal
+from quietgrad.sampling.parts import index_ids
 
 FALSE_ALARM = 1e-8
 RECORDS, RATE, BANDS = 600, 0.05, 4
@@ -42,8 +38,8 @@ KEY = RandomKey.from_seed(3)
 IDS = st.lists(st.binary(max_size=20), min_size=1, max_size=30)
 
 
-def sampler_of(bands: int = BANDS, rate: float = RATE, records: int = RECORDS) -> CyclicPoissonSampler:
-    return CyclicPoissonSampler(records, rate, bands, deal(index_ids(records), bands))
+def sampler_of(bands: int = BANDS, rate: float = RATE, records: int = RECORDS) -> PoissonSampler:
+    return PoissonSampler(records, rate, bands, deal(index_ids(records), bands))
 
 
 # Parts
@@ -108,7 +104,7 @@ def test_positions_are_different_records(count: int) -> None:
 # Batches
 
 
-def indicators(sampler: CyclicPoissonSampler, steps: int, key: RandomKey = KEY) -> NDArray[np.bool_]:
+def indicators(sampler: PoissonSampler, steps: int, key: RandomKey = KEY) -> NDArray[np.bool_]:
     """[steps, records], whether a record is in a batch."""
     found = np.zeros((steps, sampler.dataset_size), dtype=bool)
     for t in range(steps):
@@ -202,7 +198,7 @@ def test_one_band_is_plain_poisson_sampling() -> None:
 
 
 def test_an_empty_part_makes_empty_batches() -> None:
-    sampler = CyclicPoissonSampler(3, 0.5, 4, np.array([0, 2, 2]))
+    sampler = PoissonSampler(3, 0.5, 4, np.array([0, 2, 2]))
     assert all(sampler.indices(KEY, step).size == 0 for step in (1, 3, 5))
     assert set(np.concatenate([sampler.indices(KEY, step) for step in range(0, 80, 2)])) == {0, 1, 2}
 
@@ -217,6 +213,7 @@ def test_an_empty_part_makes_empty_batches() -> None:
         ({"sample_rate": math.nan}, ValueError, "sample_rate"),
         ({"bands": 0}, ValueError, "bands=0 is below 1"),
         ({"bands": 2.0}, TypeError, "bands"),
+        ({"parts": None}, ValueError, "bands=2 needs parts"),
         ({"parts": np.zeros(4, int)}, ValueError, r"parts has the shape \(4,\) for 5 records"),
         ({"parts": np.zeros((5, 1), int)}, ValueError, "parts has the shape"),
         ({"parts": np.array([0, 1, 2, 0, 1])}, ValueError, r"parts must be in 0 \.\. 1"),
@@ -226,15 +223,17 @@ def test_an_empty_part_makes_empty_batches() -> None:
 )
 def test_bad_samplers_are_refused_by_name(change: dict, error: type[Exception], message: str) -> None:
     right = {"dataset_size": 5, "sample_rate": 0.1, "bands": 2, "parts": np.array([0, 1, 1, 0, 1])}
-    CyclicPoissonSampler(**right)
+    PoissonSampler(**right)
     with pytest.raises(error, match=message):
-        CyclicPoissonSampler(**(right | change))
+        PoissonSampler(**(right | change))
 
 
 # The plan
 
 TEXTS = [f"text {i}".encode() for i in range(RECORDS)]
-CONFIG = PrivacyConfig(noise_multiplier=1.3, expected_batch_size=30, steps=10, bands=BANDS, seed=1)
+CONFIG = PrivacyConfig(
+    noise_multiplier=1.3, expected_batch_size=30, steps=10, bands=BANDS, seed=1, data_are_public=True
+)
 
 
 def plan_of(records: int = RECORDS, ids: list[bytes] | None = None, **changes: object) -> PrivacyPlan:
@@ -244,7 +243,6 @@ def plan_of(records: int = RECORDS, ids: list[bytes] | None = None, **changes: o
 @pytest.mark.parametrize("bands", [2, 4, 10])
 def test_sampler_event_and_noise_of_a_plan_agree(bands: int) -> None:
     plan = plan_of(bands=bands)
-    assert isinstance(plan.sampler, CyclicPoissonSampler) and isinstance(plan.noise, BandedNoise)
     assert plan.sampler.bands == plan.event.bands == plan.noise.bands == plan.mixing.bands == bands
     assert plan.sampler.sample_rate == plan.event.sample_rate == RATE
     assert plan.sampler.participation_rate == plan.event.participation_rate == pytest.approx(bands * RATE)
@@ -257,8 +255,8 @@ def test_sampler_event_and_noise_of_a_plan_agree(bands: int) -> None:
 
 def test_one_band_is_the_plan_without_correlation() -> None:
     plan = plan_of(bands=1)
-    assert isinstance(plan.sampler, PoissonSampler) and isinstance(plan.noise, GaussianNoise)
-    assert plan.event.bands == 1 and plan.mixing is None
+    assert plan.sampler.parts is None and plan.noise.mixing is None
+    assert plan.event.bands == plan.sampler.bands == plan.noise.bands == 1 and plan.mixing is None
 
 
 def test_parts_of_different_plans_are_refused() -> None:
@@ -323,8 +321,8 @@ def release(plan: PrivacyPlan, path: Path, count: int) -> float:
     with plan.start(path) as run:
         batches = run.batches()
         for _ in range(count):
-            next(batches)
-            run.release(ClippedSum({"w": torch.zeros(2)}, plan.clipper.claim))
+            examples = len(next(batches))
+            run.release(run.contribution({"w": torch.zeros(examples, 2)}, examples))
         return run.epsilon()
 
 
@@ -338,7 +336,7 @@ def test_ledger_says_how_records_are_dealt_and_nothing_private_of_the_parts(
     release(plan, path, 3)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     said = [line["type"] for line in lines]
-    assert said == ["mechanism", "noise-block", "noise-session", "noise-drawn", *["release"] * 3]
+    assert said == ["mechanism", "session", "noise-block", "noise-drawn", *["release"] * 3]
     header = read_ledger(path).header
     assert (header["sampler"], header["record_identity"], header["neighbouring"]) == (
         "cyclic-poisson",
@@ -346,8 +344,9 @@ def test_ledger_says_how_records_are_dealt_and_nothing_private_of_the_parts(
         neighbouring,
     )
     assert plan.neighbouring == neighbouring
-    assert lines[1] == {"type": "noise-block", "step": 0, "mixing": plan.noise.digest}
-    assert all(set(line) == {"type", "step"} for line in lines[4:])
+    block = {k: v for k, v in lines[2].items() if k not in ("line", "chain")}
+    assert block == {"type": "noise-block", "step": 0, "mixing": plan.noise.digest}
+    assert all(set(line) == {"line", "type", "step", "chain"} for line in lines[4:])
     sizes = np.bincount(plan.sampler.parts).tolist()
     assert header.get("part_sizes") == (sizes if identity == "index" else None)
     if identity == "index":
@@ -388,10 +387,11 @@ def test_resume_with_records_identified_otherwise_is_refused(tmp_path: Path) -> 
 def test_a_release_needs_the_batch_of_its_turn() -> None:
     # A batch of the caller's own could hold a record that took part a step before.
     run = plan_of().start()
-    nothing = ClippedSum({"w": torch.zeros(2)}, run.plan.clipper.claim)
+    nothing = run.contribution({"w": torch.zeros(0, 2)}, 0)
     with pytest.raises(RuntimeError, match=r"needs the batch that batches\(\) gave for it"):
         run.release(nothing)
-    next(run.batches())
+    examples = len(next(run.batches()))
+    nothing = run.contribution({"w": torch.zeros(examples, 2)}, examples)
     run.release(nothing)
     with pytest.raises(RuntimeError, match="this batch is released already"):
         run.release(nothing)

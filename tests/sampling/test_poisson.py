@@ -129,7 +129,7 @@ def test_noise_and_sampling_do_not_share_a_stream() -> None:
 
 
 def test_empty_batches_occur_and_are_released() -> None:
-    run = PrivacyConfig(noise_multiplier=1.0, sample_rate=0.3, steps=20, seed=0).build(2).start()
+    run = PrivacyConfig(noise_multiplier=1.0, sample_rate=0.3, steps=20, seed=0, data_are_public=True).build(2).start()
     model = nn.Linear(3, 2)
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -47,6 +47,7 @@ def settings(tiny_bert: Path, csv_file: Path, tmp_path: Path) -> dict[str, Any]:
         "model.lora_rank": 2,
         "model.max_length": 16,
         "data.source": str(csv_file),
+        "data.public": True,
         "data.validation_fraction": 0.2,
         "data.test_fraction": 0.2,
         "privacy.target_epsilon": 4.0,

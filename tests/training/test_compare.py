@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from quietgrad.comparing.comparison import best_rate, open_runs, read_results
+from quietgrad.comparing.runner import ComparisonRunner
+from quietgrad.comparing.table import Run, load_comparison
 from quietgrad.report.comparison import Interval, Series, markdown, rows, steps_to
-from quietgrad.training.comparison import best_rate, open_runs, read_results
-from quietgrad.training.comparison_table import Run, load_comparison
-from quietgrad.training.workbench import Workbench
 
 WriteComparison = Callable[..., Path]
 
@@ -27,9 +27,15 @@ def write_comparison(tiny_bert: Path, csv_file: Path, tmp_path: Path) -> WriteCo
             "head_rate": 2.0, "eval_every": 2, "title": "tiny",
         } | changed  # fmt: skip
         lines = ["[comparison]", *(f"{k} = {json.dumps(v)}" for k, v in table.items())]
-        lines += ["[variants.baseline]", "[variants.paper]", 'denoising.method = "paper"', extra]
+        lines += ["[variants.baseline]", "[variants.paper]", 'denoising.method = "published"', extra]
         lines += ["[model]", f"name = {json.dumps(str(tiny_bert))}", "lora_rank = 2", "max_length = 16"]
-        lines += ["[data]", f"source = {json.dumps(str(csv_file))}", "validation_fraction = 0.2", "test_fraction = 0.2"]
+        lines += [
+            "[data]",
+            "public = true",
+            f"source = {json.dumps(str(csv_file))}",
+            "validation_fraction = 0.2",
+            "test_fraction = 0.2",
+        ]
         lines += ["[training]", "expected_batch_size = 24", "steps = 4", 'precision = "float32"']
         path = tmp_path / "comparison.toml"
         path.write_text("\n".join(lines) + "\n")
@@ -92,7 +98,7 @@ def test_distinct_counts_equal_inputs_once(
     path = write(**few, distinct=True)
     comparison = load_comparison(path)
     assert len(open_runs(comparison, read_results(comparison))) == 2
-    bench = Workbench(comparison)
+    bench = ComparisonRunner(comparison)
     for name, kept in bench.counted.items():
         part = getattr(bench.prepared, name)
         inputs = [
@@ -137,7 +143,7 @@ def test_changed_settings_are_run_again(quietgrad: Any, write_comparison: WriteC
         ("[variants.odd]\nmodel.lora_rank = 4", {}, "variants.odd.model.lora_rank cannot vary"),
         ("[variants.odd]\nprivacy.enabled = false", {}, "privacy.enabled=false"),
         ('[variants.odd]\nmethod = "paper"', {}, "must be a key of a table"),
-        ('[variants.odd]\ndenoising.methods = "paper"', {}, "denoising.methods"),
+        ('[variants.odd]\ndenoising.methods = "published"', {}, "denoising.methods"),
         ('[variants.odd]\ndenoising.method = "papr"', {}, "denoising.method='papr'"),
     ],
 )

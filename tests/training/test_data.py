@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quietgrad.training.data import LabelledTexts, load_texts, normalised, split
+from quietgrad.training.tasks.splits import IGNORED, Splits, normalised, split, with_public_labels
+from quietgrad.training.tasks.text.data import LabelledTexts, load_texts
 
 TEXTS = [
     "plain",
@@ -105,28 +106,47 @@ def test_missing_column_names_the_nearest(text: str, label: str, message: str, t
         load_texts(str(path), text, label)
 
 
-def test_label_outside_the_expected_ones_is_refused(tmp_path: Path) -> None:
-    path = str(write(tmp_path / "data.csv", rows_of(TEXTS, LABELS)))
-    with pytest.raises(ValueError, match=r"label 'flat' is not in data.labels"):
-        load_texts(path, "text", "label", ["up", "down"])
-    more = load_texts(path, "text", "label", ["up", "flat", "down", "sideways"])
-    assert more.label_names == ("up", "flat", "down", "sideways")
-    assert more.labels.tolist() == [0, 2, 0, 1, 2, 0, 1]
+def made_public(labels: list, given: tuple[str, ...] = ()) -> Splits[LabelledTexts]:
+    """Splits of one record each: training, validation, test."""
+    names = tuple(sorted({label for label in labels if label is not None}))
+    parts = [
+        LabelledTexts((f"text {i}",), np.array([IGNORED if w is None else names.index(w)]), names, "made up")
+        for i, w in enumerate(labels)
+    ]
+    return with_public_labels(Splits(*parts), given)
+
+
+def test_labels_are_those_of_public_records_or_of_the_setting() -> None:
+    parts = made_public(["up", "down", "up"])
+    assert parts.train.label_names == ("down", "up")
+    assert [p.labels.tolist() for p in (parts.train, parts.validation, parts.test)] == [[1], [0], [1]]
+    parts = made_public(["flat", "down", "up"], ("up", "flat", "down", "sideways"))
+    assert parts.test.label_names == ("up", "flat", "down", "sideways")
+    assert [p.labels.tolist() for p in (parts.train, parts.validation, parts.test)] == [[1], [2], [0]]
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("labels", "given", "message"),
     [
-        (rows_of(["a", "b"], ["same", "same"]), "single label 'same'"),
-        (rows_of(["a", None, "c"], ["x", "y", "x"]), "record 2 lacks a text"),
-        (rows_of(["a", "b", "c"], ["x", "y", None]), "record 3 lacks a text or a label"),
+        (["up", "flat", "up"], ("up", "down"), r"label 'flat' of a validation or test record is not in data\.labels"),
+        (["up", "up", "up"], (), "single label 'up'"),
+        (["up", "down", "down"], (), "single label 'down'"),
+        (["up", None, "down"], (), "a validation or test record lacks a text or a label"),
+        ([None, "up", "down"], (), "no training record has a text and a label"),
+        (["odd", "up", "down"], (), "no training record has a text and a label"),
     ],
-    ids=["single-label", "no-text", "no-label"],
 )
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_records_that_cannot_be_used_are_refused(suffix: str, rows: list[dict], message: str, tmp_path: Path) -> None:
+def test_public_records_that_cannot_be_used_are_refused(labels: list, given: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_texts(str(write(tmp_path / f"data{suffix}", rows)), "text", "label")
+        made_public(labels, given)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_records_without_text_or_label_stay_and_are_ignored(suffix: str, tmp_path: Path) -> None:
+    rows = rows_of(["a", None, "c", "d"], ["x", "y", None, "z"])
+    found = load_texts(str(write(tmp_path / f"data{suffix}", rows)), "text", "label")
+    assert found.texts == ("a", "", "c", "d")
+    assert found.label_names == ("x", "z") and found.labels.tolist() == [0, IGNORED, IGNORED, 1]
 
 
 @pytest.mark.parametrize(

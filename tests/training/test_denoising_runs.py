@@ -11,15 +11,23 @@ import torch
 from tiny_runs import config_of, interrupt_at, train, weights
 
 from quietgrad import PrivacyConfig
-from quietgrad.denoising import SpectralDenoiser
-from quietgrad.training.config import load_saved_config, require_same_settings
-from quietgrad.training.optimizers import build_denoiser
+from quietgrad.denoising import (
+    ConstantAmplification,
+    GradientRule,
+    OnMomentum,
+    PersistentAmplification,
+    PublishedShrinkage,
+    SpikesWithBulk,
+)
+from quietgrad.training.settings.config import load_saved_config, require_same_settings
 
 VARIANTS = {
     "none": {},
-    "paper": {"denoising.method": "paper"},
-    "gradient": {"denoising.method": "spectral", "denoising.target": "gradient"},
-    "momentum": {"denoising.method": "spectral", "denoising.target": "momentum", "denoising.delay": 2},
+    "published": {"denoising.method": "published"},
+    "bulk": {"denoising.method": "bulk"},
+    "amplify": {"denoising.method": "amplify", "denoising.delay": 2},
+    "persistent": {"denoising.method": "persistent", "denoising.delay": 2},
+    "bulk-on-momentum": {"denoising.method": "bulk-on-momentum"},
 }
 # Little noise, so that much stands out of it.
 LOUD = {"privacy.noise_multiplier": 0.3, "training.seed": 5, "model.tune": "full"}
@@ -42,11 +50,11 @@ def test_epsilon_and_ledger_are_identical_and_weights_are_not(settings: dict, op
         assert results[variant]["epsilon"] == results["none"]["epsilon"]
         assert results[variant]["noise_multiplier"] == results["none"]["noise_multiplier"]
     found = {variant: torch.cat([w.flatten() for w in weights(r[0]).values()]) for variant, r in runs.items()}
-    for variant in ("paper", "gradient", "momentum"):
+    for variant in set(VARIANTS) - {"none"}:
         assert not torch.equal(found[variant], found["none"]), variant
 
 
-@pytest.mark.parametrize("variant", ["paper", "momentum"])
+@pytest.mark.parametrize("variant", ["published", "persistent"])
 def test_interrupted_and_resumed_equals_uninterrupted(settings: dict, variant: str) -> None:
     whole, _, _ = run(settings, variant, "-whole")
     _, first, _ = run(settings, variant, "-parts", report=interrupt_at(3))
@@ -61,7 +69,7 @@ def test_a_resume_with_another_denoiser_is_refused(quietgrad, settings, write_co
     code, _, err = quietgrad("train", write_config(settings), "--json")
     assert code == 0, err
     code, _, err = quietgrad(
-        "train", write_config(settings | {"training.steps": 8}), "--resume", "--set", "denoising.method=paper"
+        "train", write_config(settings | {"training.steps": 8}), "--resume", "--set", "denoising.method=published"
     )
     assert code == 2 and "denoising.method" in err
 
@@ -74,70 +82,91 @@ def test_the_plan_denoises_what_it_writes() -> None:
     def loss(network: torch.nn.Module, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return (network(rows[0]) - rows[1]).square().sum(1)
 
-    def step(denoiser: SpectralDenoiser | None) -> tuple[torch.Tensor, torch.Tensor, float]:
-        plan = PrivacyConfig(noise_multiplier=0.02, sample_rate=1.0, steps=1, denoiser=denoiser, seed=1).build(40)
+    def step(denoiser: GradientRule | None) -> tuple[torch.Tensor, torch.Tensor, float]:
+        config = PrivacyConfig(
+            noise_multiplier=0.02, sample_rate=1.0, steps=1, denoiser=denoiser, seed=1, data_are_public=True
+        )
+        plan = config.build(40)
         with plan.start() as private:
             for _ in private.batches():
                 noisy = private.step(model, loss, batch)
         assert model.weight.grad is not None
-        return model.weight.grad.clone(), noisy.mean(40.0)["weight"], plan.epsilon
+        return model.weight.grad.clone(), noisy.mean()["weight"], plan.epsilon
 
     plain, released, spent = step(None)
-    denoised, same, also_spent = step(SpectralDenoiser(target="gradient"))
+    denoised, same, also_spent = step(SpikesWithBulk())
     assert torch.equal(plain, released) and torch.equal(released, same) and spent == also_spent
     assert not torch.equal(denoised, plain)
-    with pytest.raises(ValueError, match="acts inside the optimiser"):
-        step(SpectralDenoiser(target="momentum"))
+    with pytest.raises(TypeError, match="acts inside the optimiser"):
+        step(PersistentAmplification())  # type: ignore[arg-type]
 
 
-def test_configurations() -> None:
-    assert build_denoiser(config_of({}).denoising) is None
-    assert build_denoiser(config_of({"denoising.method": "paper"}).denoising) == SpectralDenoiser.paper()
-    found = build_denoiser(config_of({"denoising.method": "spectral", "denoising.kappa": 1.1}).denoising)
-    assert found == SpectralDenoiser(kappa=1.1, target="momentum")
-    for gain, expected in ((0, None), (1, 1.0), (4.0, 4.0)):
-        found = build_denoiser(config_of({"denoising.method": "spectral", "denoising.amplify": float(gain)}).denoising)
-        assert found == SpectralDenoiser(target="momentum", amplify=expected)
-    for name, value in (
-        ("method", "magic"),
-        ("target", "weights"),
-        ("kappa", 0.5),
-        ("amplify", 0.5),
-        ("amplify", math.inf),
-        ("delay", -2),
-    ):
-        with pytest.raises(ValueError, match=f"denoising.{name}={value!r}"):
-            config_of({f"denoising.{name}": value})
-    found = build_denoiser(config_of({"denoising.method": "spectral", "denoising.delay": 3}).denoising)
-    assert found == SpectralDenoiser(target="momentum", delay=3)
-    with pytest.raises(ValueError, match=r"denoising\.delay=3 is for denoising\.target='momentum'"):
-        config_of({"denoising.method": "spectral", "denoising.delay": 3, "denoising.target": "gradient"})
-    with pytest.raises(ValueError, match="train_layers"):
-        config_of({"model.train_layers": 1, "model.tune": "lora"})
+@pytest.mark.parametrize(
+    ("settings", "of_gradient", "of_momentum"),
+    [
+        ({}, None, None),
+        ({"method": "published"}, PublishedShrinkage(), None),
+        ({"method": "published", "norm_correction": False}, PublishedShrinkage(norm_correction=False), None),
+        ({"method": "bulk", "keep_bulk": 0.2, "kappa": 1.1}, SpikesWithBulk(1.1, 0.2), None),
+        ({"method": "amplify"}, None, ConstantAmplification()),
+        ({"method": "amplify", "gain": 4, "delay": 0}, None, ConstantAmplification(gain=4.0, delay=0)),
+        ({"method": "persistent", "embeddings": True}, None, PersistentAmplification(embeddings=True)),
+        ({"method": "persistent", "largest_gain": 4.0}, None, PersistentAmplification(largest_gain=4.0)),
+        ({"method": "bulk-on-momentum", "delay": 3}, None, OnMomentum(SpikesWithBulk(), 3)),
+    ],
+    ids=str,
+)
+def test_the_method_picks_the_rule(settings: dict, of_gradient: object, of_momentum: object) -> None:
+    table = config_of({f"denoising.{name}": value for name, value in settings.items()}).denoising
+    assert (table.gradient_rule, table.momentum_rule) == (of_gradient, of_momentum)
 
 
-def test_a_run_that_is_older_than_a_setting_resumes_as_it_began(settings: dict, tmp_path: Path) -> None:
-    now = config_of(settings | {"denoising.method": "spectral"})
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "magic"}, "denoising.method='magic' is unknown"),
+        ({"method": "spectral"}, "denoising.method='spectral' is unknown"),
+        ({"kappa": 1.1}, "denoising.kappa=1.1 is no key of denoising.method='none'"),
+        ({"method": "published", "gain": 2.0}, "denoising.gain=2.0 is no key of denoising.method='published'"),
+        ({"method": "published", "delay": 0}, "denoising.delay=0 is no key .* keys are: kappa, norm_correction"),
+        ({"method": "bulk", "norm_correction": False}, "denoising.norm_correction=False is no key"),
+        ({"method": "amplify", "largest_gain": 2.0}, "denoising.largest_gain=2.0 is no key"),
+        ({"method": "persistent", "gain": 2.0}, "denoising.gain=2.0 is no key"),
+        ({"method": "persistent", "keep_bulk": 0.5}, "denoising.keep_bulk=0.5 is no key"),
+        ({"method": "persistent", "target": "momentum"}, "unknown key denoising.target"),
+        ({"method": "bulk", "kappa": 0.5}, "denoising.kappa=0.5"),
+        ({"method": "bulk", "keep_bulk": 0.0}, "denoising.keep_bulk=0.0"),
+        ({"method": "bulk-on-momentum", "keep_bulk": 1.0}, "denoising.keep_bulk=1.0"),
+        ({"method": "amplify", "gain": 0.5}, "denoising.gain=0.5"),
+        ({"method": "amplify", "gain": math.inf}, "denoising.gain=inf"),
+        ({"method": "amplify", "delay": -2}, "denoising.delay=-2"),
+        ({"method": "amplify", "delay": 2.5}, "denoising.delay=2.5 must be of type int"),
+        ({"method": "persistent", "largest_gain": 0.5}, "denoising.largest_gain=0.5"),
+    ],
+    ids=str,
+)
+def test_a_key_of_another_method_and_a_value_out_of_range_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of({f"denoising.{name}": value for name, value in settings.items()})
+
+
+def test_defaults_are_written_down(settings: dict, tmp_path: Path) -> None:
+    """A resume goes on with what the rule's defaults were, and saying them is no change."""
+    now = config_of(settings | {"denoising.method": "amplify"})
+    assert now.to_dict()["denoising"] == {
+        "method": "amplify", "kappa": 1.02, "gain": 2.0, "delay": 8, "embeddings": False
+    }  # fmt: skip
     saved = tmp_path / "config.toml"
-    added = ("amplify", "delay", "persistence")
-    saved.write_text("\n".join(line for line in now.to_toml().splitlines() if not line.startswith(added)))
-    before = load_saved_config(saved)
-    assert before.denoising.amplify == 1.0 and before.denoising.delay == 0
-    with pytest.raises(ValueError, match=r"denoising\.amplify was 1\.0 and is now 0\.0"):
-        require_same_settings(before, now)
-    saved.write_text("\n".join(line for line in now.to_toml().splitlines() if not line.startswith("persistence")))
-    assert build_denoiser(load_saved_config(saved).denoising) == SpectralDenoiser(target="momentum", persistence=False)
-    with pytest.raises(ValueError, match=r"denoising\.persistence was False and is now True"):
-        require_same_settings(load_saved_config(saved), now)
-    for other in ({"denoising.target": "gradient"}, {"denoising.amplify": 1.0}):  # nothing persists: nothing differs
-        same = config_of(settings | {"denoising.method": "spectral"} | other)
-        saved.write_text("\n".join(line for line in same.to_toml().splitlines() if not line.startswith("persistence")))
-        require_same_settings(load_saved_config(saved), same)
     saved.write_text(now.to_toml())
     assert load_saved_config(saved) == now
-    plain = config_of(settings)  # what a run does not read is no reason to refuse it
-    saved.write_text("\n".join(line for line in plain.to_toml().splitlines() if not line.startswith("amplify")))
-    require_same_settings(load_saved_config(saved), plain)
+    require_same_settings(now, config_of(settings | {"denoising.method": "amplify", "denoising.gain": 2.0}))
+    with pytest.raises(ValueError, match=r"denoising\.gain was 2\.0 and is now 3\.0"):
+        require_same_settings(now, config_of(settings | {"denoising.method": "amplify", "denoising.gain": 3.0}))
+
+
+def test_frozen_layers_must_be_left() -> None:
+    with pytest.raises(ValueError, match="train_layers"):
+        config_of({"model.train_layers": 1, "model.tune": "lora"})
 
 
 def test_only_the_top_layers_train(settings: dict) -> None:
@@ -155,6 +184,6 @@ def test_only_the_top_layers_train(settings: dict) -> None:
 
 
 def test_nothing_of_the_denoiser_is_logged(settings: dict) -> None:
-    _, _, run_dir = run(settings, "momentum", "-logged")
+    _, _, run_dir = run(settings, "persistent", "-logged")
     text = (Path(run_dir.path) / "metrics.jsonl").read_text() + json.dumps(json.loads(run_dir.result.read_text()))
     assert not any(word in text for word in ("improvement", "spike", "singular", "cosine"))

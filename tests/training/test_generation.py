@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from tiny_runs import COMMON, RECORDS, WORDS, config_of, labelled_texts, train, write_records
 
-from quietgrad.training.data import load_texts, normalised
-from quietgrad.training.generation import answer_loss, answer_scores, exact_match, rouge1, rouge_l
-from quietgrad.training.models import load_saved
-from quietgrad.training.pairs import IGNORED, TextPairs, load_pairs, tokenise_pairs
 from quietgrad.training.prepare import prepare, verify_on_public_records
+from quietgrad.training.tasks.answers.generation import answer_loss, answer_scores, exact_match, rouge1, rouge_l
+from quietgrad.training.tasks.answers.pairs import TextPairs, load_pairs, tokenise_pairs
+from quietgrad.training.tasks.splits import IGNORED, normalised
+from quietgrad.training.tasks.text.data import load_texts
+from quietgrad.training.tasks.text.models import CausalLanguageModel, load_saved
 
 VOCABULARY = ["<pad>", "<s>", "</s>", "<unk>", ":", *COMMON, *WORDS["good"], *WORDS["bad"], "good", "bad"]
 
@@ -202,11 +203,18 @@ def test_refusals(values: dict[str, Any], changed: dict[str, Any], message: str)
         prepare(config_of(values | changed))
 
 
-def test_an_empty_answer_is_refused(tmp_path: Path) -> None:
+def test_nothing_is_learnt_from_an_empty_answer(tiny_llama: Path, tmp_path: Path) -> None:
+    import transformers
+
     file = tmp_path / "pairs.csv"
-    file.write_text("text,label\none,two\nthree,\n")
-    with pytest.raises(ValueError, match="record 2 has an empty answer"):
-        load_pairs(str(file), "{text}", "{label}")
+    file.write_text("text,label\nthe film,good\na story,\n")
+    pairs = load_pairs(str(file), "{text}", "{label}")
+    assert pairs.answers == ("good", "")
+    found = tokenise_pairs(pairs, transformers.AutoTokenizer.from_pretrained(tiny_llama), 8, 3)
+    assert found.labels.tolist() == [2, 0]  # not even where it ends
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama)
+    losses = answer_loss(CausalLanguageModel(model), found.collate(np.arange(2), torch.device("cpu")))
+    assert losses[0] > 0 and losses[1] == 0
 
 
 def test_scores_of_what_was_written() -> None:
@@ -236,9 +244,11 @@ def test_pairs_of_texts(settings: dict[str, Any], tmp_path: Path) -> None:
     assert replace(texts, seconds=texts.texts).record_ids != texts.record_ids
     with pytest.raises(ValueError, match=r"data\.text_pair='third' is not a column"):
         prepare(config_of(changed | {"data.text_pair": "third"}))
-    file.write_text("first,second,label\na,b,x\nc,,y\n")
-    with pytest.raises(ValueError, match="record 2 lacks its second text"):
-        prepare(config_of(changed))
+    place = prepared.task.splits.train.texts.index(texts.texts[0])
+    gap = next(row for row in rows if row.startswith(f"{texts.texts[0]},"))
+    file.write_text("\n".join(rows).replace(gap, f"{texts.texts[0]},,other") + "\n")
+    beside = prepare(config_of(changed)).task.splits.train
+    assert beside.labels[place] == IGNORED and (beside.labels != IGNORED).sum() == len(texts) - 1
 
 
 def test_a_data_set_of_the_hub_has_configurations_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,10 +281,10 @@ def test_templates_take_values_as_they_stand(tmp_path: Path) -> None:
     source = str(tmp_path / "t.parquet")
     assert load_pairs(source, "{q.x} {0} {gap}:", "{n}").texts == ("a c 3:", "b d :")
     assert load_pairs(source, "{0}", " {n}").answers == (" 1", " 2")
+    assert load_pairs(source, "{0}", "Summary: {gap}").answers == ("Summary: 3", "")  # a part that lacks: no answer
     for prompt, answer, message in [
         ("{n:d}", "{n}", r"write \{n\} alone"),
         ("{n!r}", "{n}", r"write \{n\} alone"),
-        ("{0}", "Summary: {gap}", r"record 2 has an empty answer \(gap\)"),
     ]:
         with pytest.raises(ValueError, match=message):
             load_pairs(source, prompt, answer)

@@ -14,14 +14,15 @@ from safetensors.torch import save_file
 from tiny_images import save_tiny_vit, write_class_folders, write_findings, write_picture
 from tiny_runs import config_of
 
+from quietgrad.comparing.search import RATE, Range, SearchTable, propose
+from quietgrad.comparing.table import load_comparison
 from quietgrad.curvature import load_spectrum
-from quietgrad.training.comparison_table import load_comparison
-from quietgrad.training.image_folder import FolderLayout, load_image_folder, load_unlabelled_folder
-from quietgrad.training.image_models import load_image_classifier
-from quietgrad.training.models import Tuning, load_saved
 from quietgrad.training.prepare import prepare
-from quietgrad.training.search import RATE, Range, SearchTable, propose
 from quietgrad.training.spectrum_run import make_spectrum
+from quietgrad.training.tasks.images.folder import FolderLayout, load_image_folder, load_unlabelled_folder
+from quietgrad.training.tasks.images.models import load_image_classifier
+from quietgrad.training.tasks.loaded import Tuning
+from quietgrad.training.tasks.text.models import load_saved
 
 SEVERAL = FolderLayout(separator="|", no_label="No Finding")
 CHEST = FolderLayout("Image Index", "Finding Labels", separator="|", no_label="No Finding")
@@ -45,7 +46,7 @@ def test_sixteen_bits_a_pixel_keep_their_shades(tmp_path: Path) -> None:
 
 def test_a_first_picture_that_cannot_be_read(tmp_path: Path) -> None:
     write_class_folders(tmp_path, train=4, test=2)
-    next(iter(sorted((tmp_path / "train").rglob("*.png")))).write_bytes(b"no")
+    next(iter(sorted((tmp_path / "test").rglob("*.png")))).write_bytes(b"no")
     with pytest.raises(ValueError, match="cannot be read"):
         load_image_folder(str(tmp_path), FolderLayout(), 4)
 
@@ -74,13 +75,14 @@ def test_a_table_of_another_encoding(tmp_path: Path) -> None:
 
 def test_several_labels_need_one(tmp_path: Path) -> None:
     write_picture(tmp_path / "x.png", np.zeros((4, 4), dtype=np.uint8))
-    with pytest.raises(ValueError, match="no training image has a label"):
+    with pytest.raises(ValueError, match="no test image has a label"):
         load_image_folder(str(table_of(tmp_path, "x.png,No Finding\n")), SEVERAL, 4)
 
 
 def findings(folder: Path, tmp_path: Path) -> dict[str, Any]:
     return {
         "model.name": "cnn:groupnorm", "model.tune": "full",
+        "data.public": True,
         "data.source": str(folder), "data.label_separator": "|", "data.no_label": "No Finding", "data.text": CHEST.file, "data.label": CHEST.label, "data.image_size": 8,
         "privacy.target_epsilon": 8.0, "optimizer.name": "sgd", "optimizer.schedule": "constant", "optimizer.warmup_steps": 0,
         "training.expected_batch_size": 16, "training.steps": 2, "training.run_dir": str(tmp_path / "run"),
@@ -178,6 +180,8 @@ high = 1.0
 [model]
 name = "cnn:groupnorm"
 tune = "full"
+[data]
+public = true
 [training]
 expected_batch_size = 8
 steps = 2
@@ -229,7 +233,7 @@ def test_private_pictures_among_the_public_are_found_whatever_else_lies_there(tm
         "model.name": "cnn:groupnorm", "model.tune": "full", "data.source": str(private), "data.image_size": 8,
         "spectrum.public": str(public), "spectrum.output": str(tmp_path / "s.npz"),
     }  # fmt: skip
-    with pytest.raises(ValueError, match="of the public images are among the private training records"):
+    with pytest.raises(ValueError, match="public images are among the private training records"):
         make_spectrum(config_of(values), lambda line: None)
 
 

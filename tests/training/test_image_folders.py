@@ -18,14 +18,14 @@ from tiny_images import SIZE, write_class_folders, write_findings, write_picture
 from tiny_runs import config_of, train
 from torch import nn
 
-from quietgrad.training.comparison import read_results
-from quietgrad.training.comparison_table import load_comparison
-from quietgrad.training.image_folder import FolderLayout, is_image_folder, load_image_folder
-from quietgrad.training.image_models import load_image_classifier
-from quietgrad.training.metrics import ACCURACY, MEAN_AUC, mean_auc, metric_for
-from quietgrad.training.models import Tuning
-from quietgrad.training.records import classification_loss
-from quietgrad.training.tasks import load_task
+from quietgrad.comparing.comparison import read_results
+from quietgrad.comparing.table import load_comparison
+from quietgrad.training.tasks.images.folder import FolderLayout, is_image_folder, load_image_folder
+from quietgrad.training.tasks.images.models import load_image_classifier
+from quietgrad.training.tasks.loaded import Tuning
+from quietgrad.training.tasks.metrics import ACCURACY, MEAN_AUC, mean_auc, metric_for
+from quietgrad.training.tasks.records import classification_loss
+from quietgrad.training.tasks.registry import load_task
 
 
 def grey(value: int, height: int = 6, width: int = 6) -> np.ndarray:
@@ -53,10 +53,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tables(tmp_path: Path) -> Path:
-    for i in range(4):
+    for i in range(5):
         write_picture(tmp_path / "images" / ("low" if i < 2 else "high") / f"{i}.png", grey(50 * i))
     write_table(tmp_path, "train", "images/low/0.png,cat", "1.png,bird", "2.png,cat")
-    write_table(tmp_path, "test", "3.png,bird")
+    write_table(tmp_path, "test", "3.png,bird", "4.png,cat")
     return tmp_path
 
 
@@ -86,8 +86,8 @@ def test_the_test_part_may_be_called_val(folder: Path) -> None:
 def test_tables_name_files_by_path_or_by_name_alone(tables: Path) -> None:
     assert is_image_folder(str(tables))
     training, test = load_image_folder(str(tables), FolderLayout(), 5)
-    assert values_of(training) == [0, 50, 100] and values_of(test) == [150]
-    assert training.labels.tolist() == [1, 0, 1] and test.labels.tolist() == [0]
+    assert values_of(training) == [0, 50, 100] and values_of(test) == [150, 200]
+    assert training.labels.tolist() == [1, 0, 1] and test.labels.tolist() == [0, 1]
     assert training.label_names == ("bird", "cat")
 
 
@@ -97,6 +97,7 @@ def test_columns_and_labels_are_those_of_the_configuration(tables: Path) -> None
     values = {
         "model.name": "cnn:groupnorm",
         "model.tune": "full",
+        "data.public": True,
         "data.source": str(tables),
         "data.image_size": 4,
         "data.text": "Image Index",
@@ -150,10 +151,13 @@ CHEST = FolderLayout("Image Index", "Finding Labels", separator="|", no_label="N
 def test_one_image_may_have_several_labels_or_none(tables: Path) -> None:
     head = "Image Index,Finding Labels"
     write_table(tables, "train", "0.png,Mass|Effusion", "1.png,No Finding", "2.png,Effusion | Hernia", head=head)
-    write_table(tables, "test", "3.png,Hernia", head=head)
+    write_table(tables, "test", "3.png,Hernia", "4.png,Mass|Effusion", head=head)
     training, test = load_image_folder(str(tables), CHEST, 4)
     assert training.label_names == ("Effusion", "Hernia", "Mass") and training.labels.dtype == np.float32
-    assert training.labels.tolist() == [[1, 0, 1], [0, 0, 0], [1, 1, 0]] and test.labels.tolist() == [[0, 1, 0]]
+    assert training.labels.tolist() == [[1, 0, 1], [0, 0, 0], [1, 1, 0]] and test.labels.tolist() == [
+        [0, 1, 0],
+        [1, 0, 1],
+    ]
     given = FolderLayout("Image Index", "Finding Labels", "|", ("Mass", "Edema", "Hernia", "Effusion"), "No Finding")
     training, _ = load_image_folder(str(tables), given, 4)
     assert training.label_names == given.labels
@@ -171,17 +175,17 @@ Change = Callable[[Path], object]
         (lambda f: (f / "test.csv").unlink(), {}, "has no test part: add test.csv, or a folder test or val"),
         (lambda f: write_table(f, "test"), {}, "test holds no images"),
         (lambda f: write_table(f, "train"), {}, "train holds no images"),
-        (lambda f: write_table(f, "test", "3.png,birt"), {}, "label 'birt' .* did you mean 'bird'"),
+        (lambda f: write_table(f, "test", "3.png,birt"), {"labels": ("bird", "cat")}, "label 'birt' .* did you mean 'bird'"),
         (lambda f: None, {"labels": ("bird", "dog")}, "label 'cat' is not among the labels expected"),
-        (lambda f: write_table(f, "test", "3.png,None"), {"separator": "|"}, "label 'None' .* set data.no_label"),
-        (lambda f: write_table(f, "test", "4.png,bird"), {}, "test.csv names '4.png', which is not below"),
-        (lambda f: write_table(f, "train", "low/0.png,bird", "1.png,cat"), {}, "names 'low/0.png', which is not"),
-        (lambda f: write_table(f, "train", "0.png,cat", "1.png,cat"), {}, "has the single label 'cat'"),
-        (lambda f: write_table(f, "test", '3.png,""'), {}, "3.png has no label"),
-        (lambda f: write_table(f, "test", "3.png,none"), {"no_label": "none"}, "3.png has no label"),
+        (lambda f: write_table(f, "test", "3.png,None"), {"separator": "|", "labels": ("bird", "cat")}, "label 'None' .* set data.no_label"),
+        (lambda f: write_table(f, "test", "9.png,bird", "4.png,cat"), {}, "test.csv names '9.png', which is not below"),
+        (lambda f: write_table(f, "train", "low/0.png,bird", "nowhere.png,cat"), {}, "no training image can be read and"),
+        (lambda f: write_table(f, "test", "3.png,cat", "4.png,cat"), {}, "has the single label 'cat'"),
+        (lambda f: write_table(f, "test", '3.png,""'), {"labels": ("bird", "cat")}, "3.png has no label"),
+        (lambda f: write_table(f, "test", "3.png,none"), {"no_label": "none", "labels": ("bird", "cat")}, "3.png has no label"),
         (lambda f: None, {"file": "fil"}, "data.text='fil' is no column of train.csv; did you mean 'file'"),
         (lambda f: write_table(f, "test", "3.png,cat", head="file,kind"), {}, "data.label='label' is no column"),
-        (lambda f: next(f.rglob("1.png")).write_bytes(b"no image"), {}, "1.png' cannot be read"),
+        (lambda f: next(f.rglob("4.png")).write_bytes(b"no image"), {}, "4.png' cannot be read"),
         (lambda f: next(f.rglob("3.png")).write_bytes(b""), {}, "3.png' cannot be read"),
     ],
 )  # fmt: skip
@@ -195,10 +199,9 @@ def test_tables_and_files_that_do_not_fit_are_refused(tables: Path, change: Chan
     ("change", "message"),
     [
         (lambda f: (f / "test").rename(f / "held"), "has no test part"),
-        (lambda f: (f / "train" / "cat").rename(f / "cat"), "has the single label 'bird'"),
-        (lambda f: (f / "test" / "cat").rename(f / "test" / "cats"), "label 'cats' .* did you mean 'cat'"),
+        (lambda f: (f / "test" / "cat").rename(f / "cat"), "has the single label 'bird'"),
         (lambda f: [p.unlink() for p in (f / "test").rglob("*.png")], "test holds no images"),
-        (lambda f: (f / "train" / "cat" / "traincat1.png").write_bytes(b""), "traincat1.png' cannot be read"),
+        (lambda f: (f / "test" / "cat" / "testcat1.png").write_bytes(b""), "testcat1.png' cannot be read"),
     ],
 )
 def test_class_folders_that_do_not_fit_are_refused(folder: Path, change: Change, message: str) -> None:
@@ -209,9 +212,9 @@ def test_class_folders_that_do_not_fit_are_refused(folder: Path, change: Change,
 
 def test_a_cut_file_is_refused_by_name(folder: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (32, 32), dtype=np.uint8)
-    path = write_picture(folder / "train" / "cat" / "traincat2.png", noise)
+    path = write_picture(folder / "test" / "cat" / "testcat2.png", noise)
     path.write_bytes(path.read_bytes()[:600])
-    with pytest.raises(ValueError, match=r"traincat2.png' cannot be read: image file is truncated"):
+    with pytest.raises(ValueError, match=r"testcat2.png' cannot be read: image file is truncated"):
         load_image_folder(str(folder), FolderLayout(), 4)
 
 
@@ -231,6 +234,7 @@ def test_a_configuration_that_does_not_go_with_the_folder_is_refused(folder: Pat
     values = {
         "model.name": "cnn:groupnorm",
         "model.tune": "full",
+        "data.public": True,
         "data.source": str(folder),
         "data.image_size": 4,
         "data.validation_fraction": 0.5,
@@ -306,6 +310,7 @@ def values(findings: Path, tmp_path: Path) -> dict[str, Any]:
     return {
         "model.name": "cnn:groupnorm",
         "model.tune": "full",
+        "data.public": True,
         "data.source": str(findings),
         "data.text": "Image Index",
         "data.label": "Finding Labels",
@@ -380,7 +385,7 @@ def test_class_folders_are_trained_on(quietgrad: Any, values: dict, write_config
     ]:
         path.unlink()
     keys = {k: v for k, v in values.items() if not k.startswith("data.")}
-    keys |= {"data.source": str(source), "data.image_size": 10, "data.validation_fraction": 0.25}
+    keys |= {"data.public": True, "data.source": str(source), "data.image_size": 10, "data.validation_fraction": 0.25}
     keys |= {"training.expected_batch_size": 12, "training.steps": 2}
     code, out, err = quietgrad("train", write_config(keys), "--json")
     assert code == 0, err

@@ -16,23 +16,25 @@ from tiny_images import save_tiny_resnet, save_tiny_vit, stripes, write_class_fo
 from tiny_runs import config_of, train
 from torch import Tensor, nn
 
-from quietgrad.clipping.refusals import refuse_cross_example_layers
-from quietgrad.clipping.verify import verify_clipping
+from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
+from quietgrad.clipping.soundness.verify import verify_clipping
 from quietgrad.tensors import trainable_parameters
-from quietgrad.training.feature_cache import BLOCK_IMAGES, build_feature_cache, embeddings
-from quietgrad.training.image_data import LabelledImages
-from quietgrad.training.image_models import (
+from quietgrad.training.files.provenance import provenance
+from quietgrad.training.prepare import prepare
+from quietgrad.training.tasks.images.data import LabelledImages
+from quietgrad.training.tasks.images.feature_cache import BLOCK_IMAGES, build_feature_cache, embeddings
+from quietgrad.training.tasks.images.models import (
     FEATURES,
     PretrainedImageClassifier,
     RandomFeatures,
     is_image_model,
     load_image_classifier,
 )
-from quietgrad.training.models import LoadedModel, Tuning, save_classifier
-from quietgrad.training.prepare import prepare
-from quietgrad.training.records import classification_loss, logits_of
+from quietgrad.training.tasks.loaded import LoadedModel, Tuning, save_weights
+from quietgrad.training.tasks.records import classification_loss, logits_of
 
 CPU = torch.device("cpu")
+MADE_UP = provenance("made up", None, data_are_public=True)
 OWN = ("cnn:groupnorm", "vgg:groupnorm", "features:random")
 MEAN, STD = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
 
@@ -288,6 +290,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def values(pictures: Path, tmp_path: Path) -> dict[str, Any]:
     return {
         "model.lora_rank": 2,
+        "data.public": True,
         "data.source": str(pictures),
         "data.image_size": 8,
         "data.validation_fraction": 0.2,
@@ -380,7 +383,7 @@ def test_random_features_are_the_same_in_every_process() -> None:
     two = RandomFeatures((1, 8, 8), 7).project
     assert torch.equal(one.weight, two.weight) and torch.equal(one.bias, two.bias)
     code = (
-        "import torch; from quietgrad.training.image_models import RandomFeatures; "
+        "import torch; from quietgrad.training.tasks.images.models import RandomFeatures; "
         "p = RandomFeatures((1, 8, 8), 3).project; print(p.weight.double().sum().item(), p.bias.double().sum().item())"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -432,7 +435,7 @@ def test_clipping_agrees_with_the_oracle(model_of: Any, name: str, tune: str, se
 @pytest.mark.parametrize(("name", "tune"), [("vgg:groupnorm", "full"), ("vit", "lora"), ("features:random", "head")])
 def test_weights_are_read_back_as_a_run_writes_them(model_of: Any, tmp_path: Path, name: str, tune: str) -> None:
     model = off_zero(model_of(name, tune)).eval()
-    save_classifier(LoadedModel(model, None, name, tune, "mean"), ("a", "b", "c"), tmp_path)  # type: ignore[arg-type]
+    save_weights(LoadedModel(model, None, name, tune, "mean"), ("a", "b", "c"), tmp_path, MADE_UP)  # type: ignore[arg-type]
     weights = str(tmp_path / "model.safetensors")
     torch.manual_seed(9)
     other = model_of(name, tune, weights=weights).eval()
@@ -450,7 +453,7 @@ def test_weights_are_read_back_as_a_run_writes_them(model_of: Any, tmp_path: Pat
 
 
 def test_weights_of_another_way_to_train_are_refused(model_of: Any, tmp_path: Path) -> None:
-    save_classifier(LoadedModel(model_of("vit", "full"), None, "", "full", "mean"), (), tmp_path)
+    save_weights(LoadedModel(model_of("vit", "full"), None, "", "full", "mean"), (), tmp_path, MADE_UP)
     weights = str(tmp_path / "model.safetensors")
     assert set(trainable_parameters(model_of("vit", "head", weights=weights))) == {"head.weight", "head.bias"}
     with pytest.raises(ValueError, match="are of another model"):  # no shape differs, only names
@@ -458,7 +461,7 @@ def test_weights_of_another_way_to_train_are_refused(model_of: Any, tmp_path: Pa
 
 
 def test_weights_of_other_channels_or_labels_are_refused(model_of: Any, tmp_path: Path) -> None:
-    save_classifier(LoadedModel(model_of("cnn:groupnorm", "full"), None, "", "full", "mean"), (), tmp_path)
+    save_weights(LoadedModel(model_of("cnn:groupnorm", "full"), None, "", "full", "mean"), (), tmp_path, MADE_UP)
     weights = str(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="are of another model"):
         model_of("cnn:groupnorm", "full", (3, 8, 8), weights=weights)

@@ -15,17 +15,17 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import config_of, crash_at, interrupt_at, train, weights
 
 from quietgrad.accounting import epsilon
+from quietgrad.comparing.comparison import run_comparison
+from quietgrad.comparing.table import load_comparison
 from quietgrad.curvature import load_spectrum
 from quietgrad.facts import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import read_ledger
-from quietgrad.noise import BandedNoise
-from quietgrad.noise.mixing import load_mixing, mixing_matrix
-from quietgrad.noise.workloads import PrefixSums
-from quietgrad.training.comparison import run_comparison
-from quietgrad.training.comparison_table import load_comparison
-from quietgrad.training.image_data import load_images, split_images
+from quietgrad.noise import GaussianNoise
+from quietgrad.noise.correlation.mixing import load_mixing, mixing_matrix
+from quietgrad.noise.correlation.workloads import PrefixSums
 from quietgrad.training.prepare import prepare
 from quietgrad.training.spectrum_run import make_spectrum
+from quietgrad.training.tasks.images.data import load_images, split_images
 
 SIZE, TRAIN, TEST = 8, 260, 40
 
@@ -63,6 +63,7 @@ def values(images: Path, tmp_path: Path) -> dict[str, Any]:
     return {
         "model.name": "cnn:groupnorm",
         "model.tune": "full",
+        "data.public": True,
         "data.source": str(images),
         "data.validation_fraction": 0.2,
         "data.public_fraction": 0.2,
@@ -155,7 +156,7 @@ def test_plan_and_train_with_banded_noise(quietgrad, values, write_config) -> No
     code, out, _ = quietgrad("epsilon", "--ledger", folder, "--json")
     assert json.loads(out)["epsilon"] == result["epsilon"]
     assert load_mixing(folder / "mixing.npz").bands == 3
-    assert not (folder / "noise.keys").exists()  # nothing secret outlives the run
+    assert not (folder / "secrets.json").exists()  # nothing secret outlives the run
     assert (folder / "model" / "model.safetensors").is_file()
 
 
@@ -186,7 +187,9 @@ def test_plan_draws_the_choice_of_bands_before_anything_runs(quietgrad, values, 
 
 def test_a_choice_of_one_band_is_kept_for_the_resume(values, monkeypatch: pytest.MonkeyPatch) -> None:
     values = values | {"noise.bands": 0}
-    monkeypatch.setattr("quietgrad.noise.bands.BandCandidate.error", property(lambda self: float(self.bands)))
+    monkeypatch.setattr(
+        "quietgrad.noise.correlation.bands.BandCandidate.error", property(lambda self: float(self.bands))
+    )
     first, _, run_dir = train(values, report=interrupt_at(4))
     assert first.plan.event.bands == 1 and load_mixing(run_dir.mixing).bands == 1
     monkeypatch.undo()  # found again, the choice would be another
@@ -198,8 +201,8 @@ def test_a_choice_of_one_band_is_kept_for_the_resume(values, monkeypatch: pytest
 def test_a_matrix_of_a_start_that_released_nothing_is_not_kept(values) -> None:
     folder = Path(values["training.run_dir"])
     train(values, report=interrupt_at(1))
-    (folder / "ledger.jsonl").unlink()
-    (folder / "checkpoint.pt").unlink()
+    for name in ("ledger.jsonl", "ledger.jsonl.count", "secrets.json", "checkpoint.pt"):
+        (folder / name).unlink()
     train(values | {"noise.bands": 2}, report=interrupt_at(1))
     assert load_mixing(folder / "mixing.npz").bands == 2
 
@@ -232,7 +235,7 @@ def test_the_sketch_that_plan_offers_is_calibrated_for_the_same_bands(quietgrad,
 @pytest.mark.parametrize("memory", ["rows", "regenerate"])
 @pytest.mark.parametrize("stop", [1, 5])
 def test_a_seeded_run_goes_on_exactly_where_it_was(values, memory: str, stop: int) -> None:
-    values = values | {"training.seed": 3, "noise.memory": memory}
+    values = values | {"training.seed": 3, "data.public": True, "noise.memory": memory}
     whole, _, _ = train(values | {"training.run_dir": values["training.run_dir"] + "-whole"})
     train(values, report=interrupt_at(stop))
     resumed, _, run_dir = train(values, resume=True)
@@ -246,10 +249,10 @@ def test_without_a_seed_the_keys_are_kept_secret_until_the_end_and_one_block_goe
     with pytest.raises(OSError, match="went away"):
         train(values, report=crash_at(5))
     folder = Path(values["training.run_dir"])
-    keys = folder / "noise.keys"
+    keys = folder / "secrets.json"
     assert stat.S_IMODE(keys.stat().st_mode) == 0o600
     assert read_ledger(folder).noise_block == (0, prepare_noise(values).digest)
-    roots = [json.loads(line)["root"] for line in keys.read_text().splitlines()]
+    roots = [session["root"] for session in json.loads(keys.read_text())["sessions"]]
     for name in ("ledger.jsonl", "config.toml", "environment.json", "metrics.jsonl"):
         text = (folder / name).read_text() if (folder / name).exists() else ""
         assert not any(root in text for root in roots)
@@ -258,16 +261,14 @@ def test_without_a_seed_the_keys_are_kept_secret_until_the_end_and_one_block_goe
     assert not keys.exists()
 
 
-def prepare_noise(values: dict[str, Any]) -> BandedNoise:
-    noise = prepare(config_of(values)).plan.noise
-    assert isinstance(noise, BandedNoise)
-    return noise
+def prepare_noise(values: dict[str, Any]) -> GaussianNoise:
+    return prepare(config_of(values)).plan.noise
 
 
 def test_with_lost_keys_a_new_block_begins(values) -> None:
     train(values, report=interrupt_at(4))
     folder = Path(values["training.run_dir"])
-    (folder / "noise.keys").unlink()
+    (folder / "secrets.json").unlink()
     _, outcome, _ = train(values, resume=True)
     assert read_ledger(folder).noise_block[0] == 4
     assert outcome.result["epsilon"] <= 4.0 and read_ledger(folder).releases == 9
@@ -276,9 +277,12 @@ def test_with_lost_keys_a_new_block_begins(values) -> None:
 def test_no_session_draws_with_the_root_of_another(values) -> None:
     folder = Path(values["training.run_dir"])
     train(values, report=interrupt_at(4))
-    first = [json.loads(line) for line in (folder / "noise.keys").read_text().splitlines()]
+    first = json.loads((folder / "secrets.json").read_text())["sessions"]
     train(values, resume=True, report=interrupt_at(6))
-    second = [json.loads(line) for line in (folder / "noise.keys").read_text().splitlines()]
+    second = json.loads((folder / "secrets.json").read_text())["sessions"]
+    assert stat.S_IMODE((folder / "secrets.json.rows").stat().st_mode) == 0o600
+    train(values, resume=True)
+    assert not list(folder.glob("secrets*"))
     assert [x["step"] for x in first] == [0] and [x["step"] for x in second] == [0, 4]
     assert second[0] == first[0] and second[1]["root"] != first[0]["root"]
 
@@ -288,7 +292,7 @@ def test_the_three_methods_compose(values) -> None:
     folder = values["training.run_dir"]
     denoised, _, _ = train(
         values
-        | {"denoising.method": "spectral", "denoising.delay": 2, "optimizer.momentum": 0.9}
+        | {"denoising.method": "persistent", "denoising.delay": 2, "optimizer.momentum": 0.9}
         | {"training.run_dir": folder + "-denoised"}
     )
     assert (denoised.plan.event, denoised.plan.epsilon) == (plain.event, plain.epsilon)  # post-processing is free
@@ -336,7 +340,7 @@ def test_weights_know_the_images_that_they_are_from(values, tmp_path: Path) -> N
         prepare(config_of(values | weights | noise))
         for changed in ({"data.public_fraction": 0.0}, {"data.public_fraction": 0.1}):
             with pytest.raises(
-                ValueError, match=r"model.weights='.*' were trained without privacy on \d+ of the private"
+                ValueError, match=r"model.weights='.*' were trained without privacy on private training"
             ):
                 prepare(config_of(values | weights | noise | changed))
         with pytest.raises(ValueError, match=r"of the form \[1, 8, 8\], the private ones have \[1, 6, 6\]"):
@@ -352,20 +356,19 @@ def test_weights_know_the_images_that_they_are_from(values, tmp_path: Path) -> N
 
 
 def test_plan_says_what_is_not_read_and_compares_at_the_same_epsilon(quietgrad, values, write_config) -> None:
-    code, out, err = quietgrad("plan", write_config(values | {"noise.clamp": 1.5, "denoising.kappa": 3.0}), "--json")
+    code, out, err = quietgrad("plan", write_config(values | {"noise.clamp": 1.5}), "--json")
     said = " ".join(err.split())
-    assert code == 0 and said.count("is without effect") == 2
+    assert code == 0 and said.count("is without effect") == 1
     assert "noise.clamp=1.5 is without effect: noise.method='banded'" in said
-    assert "denoising.kappa=3.0 is without effect: denoising.method='none'" in said
     planned = json.loads(out)
     plain = prepare(config_of(values | {"noise.method": "independent", "noise.bands": 0})).plan
     expected = (planned["noise_multiplier"] / plain.noise_multiplier) ** 2
     expected *= planned["objective"] / planned["objective_of_independent_noise"]
     assert planned["predicted_error_ratio"] == pytest.approx(expected)
-    late = {"denoising.method": "spectral", "denoising.persistence": False, "training.steps": 8}
+    late = {"denoising.method": "amplify", "training.steps": 8}
     code, _, err = quietgrad("plan", write_config(values | late))
     assert code == 0 and "leaves the first 8 steps as they are, and there are 8" in " ".join(err.split())
-    code, _, err = quietgrad("plan", write_config(values | {"denoising.method": "spectral", "training.steps": 9}))
+    code, _, err = quietgrad("plan", write_config(values | {"denoising.method": "persistent", "training.steps": 9}))
     assert code == 0 and "without effect" not in err
 
 

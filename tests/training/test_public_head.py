@@ -7,7 +7,7 @@ import torch
 from tiny_runs import config_of, interrupt_at, train
 
 from quietgrad.training.prepare import prepare
-from quietgrad.training.records import predictions
+from quietgrad.training.tasks.records import predictions
 
 
 def test_it_is_fitted_to_half_of_the_validation_records_and_frozen(settings: dict) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quietgrad.training.comparison import read_results
-from quietgrad.training.comparison_table import load_comparison
-from quietgrad.training.config import load_config, read_toml
+from quietgrad.comparing.comparison import read_results
+from quietgrad.comparing.table import load_comparison
+from quietgrad.training.settings.config import load_config, read_toml
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))

@@ -16,13 +16,13 @@ import torch
 from tiny_runs import crash_at, interrupt_at, train, weights
 
 from quietgrad.ledger import read_ledger
-from quietgrad.training.run_dir import RunDir
+from quietgrad.training.files.run_dir import RunDir
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_interrupted_and_resumed_equals_uninterrupted(optimizer: str, settings) -> None:
     values = settings | {
-        "training.seed": 3, "optimizer.name": optimizer, "optimizer.momentum": 0.9, "training.steps": 7, "model.dropout": 0.1,
+        "training.seed": 3, "data.public": True, "optimizer.name": optimizer, "optimizer.momentum": 0.9, "training.steps": 7, "model.dropout": 0.1,
     }  # fmt: skip
     whole, _, _ = train(values | {"training.run_dir": settings["training.run_dir"] + "-whole"})
     _, first, run_dir = train(values, report=interrupt_at(3))

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_images import write_class_folders
 
-from quietgrad.training.comparison import chosen_run, open_runs, read_results, run_comparison, runs_left
-from quietgrad.training.comparison_table import Comparison, Run, load_comparison
-from quietgrad.training.search import RATE, Range, SearchTable, Settings, propose, search_table
+from quietgrad.comparing.comparison import chosen_run, open_runs, read_results, run_comparison, runs_left
+from quietgrad.comparing.search import RATE, Range, SearchTable, Settings, propose, search_table
+from quietgrad.comparing.table import Comparison, Run, load_comparison
 
 pytest.importorskip("optuna")
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEARNING_RATE = Range(RATE, 1e-4, 1.0, log=True)
 NORM = Range("privacy.max_grad_norm", 0.1, 10.0, log=True)
 BANDS = Range("noise.bands", 1, 20, variants=("banded",))
-METHOD = Range("denoising.method", choices=("none", "spectral", "paper"))
+METHOD = Range("denoising.method", choices=("none", "persistent", "published"))
 EVERYTHING = (LEARNING_RATE, NORM, METHOD, BANDS)
 
 
@@ -62,7 +62,7 @@ def test_the_next_trial_depends_on_the_trials_before_it_and_the_seed_alone() -> 
 
 def test_another_process_makes_the_same_trials() -> None:
     trials = study(table(*EVERYTHING), "banded", peak, 6)
-    code = f"from quietgrad.training.search import *\nprint(propose({table(*EVERYTHING)!r}, 'banded', {trials!r}))"
+    code = f"from quietgrad.comparing.search import *\nprint(propose({table(*EVERYTHING)!r}, 'banded', {trials!r}))"
     made = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert made.stdout.strip() == repr(propose(table(*EVERYTHING), "banded", trials))
 
@@ -145,7 +145,7 @@ def test_a_table_is_read_as_written() -> None:
         "search_seed": 3,
         "ranges": {
             RATE: {"low": 1e-4, "high": 1.0, "log": True},
-            "denoising.method": {"choices": ["none", "spectral", "paper"]},
+            "denoising.method": {"choices": ["none", "persistent", "published"]},
             "noise.bands": {"low": 1, "high": 20, "variants": ["banded"]},
         },
     }
@@ -225,10 +225,10 @@ def write_comparison(pictures: Path, tmp_path: Path) -> WriteComparison:
                 [
                     "[comparison]",
                     *(f"{k} = {json.dumps(v)}" for k, v in values.items()),
-                    '[variants.baseline]\n[variants.denoised]\ndenoising.method = "spectral"',
+                    '[variants.baseline]\n[variants.denoised]\ndenoising.method = "persistent"',
                     search or f"[search]\ntrials = 3\nstartup = 2\n{RATES}\n{NORMS}\n{ONE_METHOD}",
                     '[model]\nname = "features:random"\ntune = "head"',
-                    f"[data]\nsource = {json.dumps(str(pictures))}\nimage_size = 8\nvalidation_fraction = 0.3",
+                    f"[data]\npublic = true\nsource = {json.dumps(str(pictures))}\nimage_size = 8\nvalidation_fraction = 0.3",
                     '[optimizer]\nname = "sgd"\nmomentum = 0.5',
                     '[training]\nexpected_batch_size = 24\nsteps = 4\nprecision = "float32"',
                 ]
@@ -254,8 +254,9 @@ def write_comparison(pictures: Path, tmp_path: Path) -> WriteComparison:
         ('[search.ranges."privacy.noise_multiplier"]\nlow = 1.0\nhigh = 2.0', {}, '"privacy.noise_multiplier" cannot'),
         ('[search.ranges."speed"]\nlow = 1.0\nhigh = 2.0', {}, '"speed" cannot vary'),
         ('[search.ranges."optimizer.speed"]\nlow = 1.0\nhigh = 2.0', {}, "unknown key optimizer.speed"),
-        ('[search.ranges."denoising.kappa"]\nlow = 0.5\nhigh = 2.0', {}, "denoising.kappa=0.5"),
-        ('[search.ranges."denoising.method"]\nchoices = ["papr", "none"]', {}, "denoising.method='papr'"),
+        ('[search.ranges."denoising.kappa"]\nlow = 0.5\nhigh = 2.0\nvariants = ["denoised"]', {}, "denoising.kappa=0.5"),
+        ('[search.ranges."denoising.kappa"]\nlow = 1.0\nhigh = 2.0', {}, "no key of denoising.method='none'"),
+        ('[search.ranges."denoising.method"]\nchoices = ["publish", "none"]', {}, "denoising.method='publish'"),
         ('[search.ranges."noise.bands"]\nlow = 1\nhigh = 4\nvariants = ["denoise"]', {}, "'denoise', which is no"),
         ('[search.ranges."noise.bands"]\nlow = 4\nhigh = 1', {}, "low < high"),
     ],
@@ -329,7 +330,7 @@ def test_settings_reach_the_configuration_of_their_run(write_comparison: WriteCo
     comparison = load_comparison(write_comparison())
     run = Run("denoised", 4.0, 0.25, 1, (("denoising.kappa", 1.5), ("privacy.max_grad_norm", 0.3)), 2)
     config = comparison.config_of(run)
-    assert (config.denoising.kappa, config.denoising.method) == (1.5, "spectral")
+    assert (config.denoising.kappa, config.denoising.method) == (1.5, "persistent")
     assert (config.privacy.max_grad_norm, config.privacy.target_epsilon) == (0.3, 4.0)
     assert (config.optimizer.learning_rate, config.training.seed) == (0.25, 1)
     other = Run("denoised", 4.0, 0.25, 1, (("denoising.kappa", 1.5), ("privacy.max_grad_norm", 0.4)), 2)

@@ -15,20 +15,21 @@ from quietgrad.accounting import epsilon
 from quietgrad.clipping import per_example_norms
 from quietgrad.ledger import read_ledger
 from quietgrad.training import runner
-from quietgrad.training.models import load_saved
+from quietgrad.training.files.run_dir import open_run_dir
 from quietgrad.training.optimizers import build_optimizer
 from quietgrad.training.prepare import prepare
-from quietgrad.training.records import predictions
-from quietgrad.training.run_dir import open_run_dir
-from quietgrad.training.text_batches import tokenise
+from quietgrad.training.tasks.records import predictions
+from quietgrad.training.tasks.text.batches import tokenise
+from quietgrad.training.tasks.text.models import load_saved
 
 RESULT_KEYS = {
     "epsilon", "delta", "private", "steps", "planned_steps", "metrics", "run_dir", "majority_accuracy",
     "metric", "trainable_parameters",
-    "records", "noise_multiplier", "sample_rate", "neighbouring", "seed_warning",
+    "records", "noise_multiplier", "sample_rate", "neighbouring", "data_declared_public", "seed_warning",
 }  # fmt: skip
-METRICS_KEYS = {"step", "validation_accuracy", "validation_records", "epsilon"}
-CHECKPOINT_KEYS = {"fixed_head", "step", "trainable", "optimizer", "torch_rng"}
+METRICS_KEYS = {"step", "validation_accuracy", "validation_records", "epsilon", "data_declared_public"}
+SEED = "0f2e4d6c8b1a39577e93d5c1f4a6b802"  # of the length that private data ask for
+CHECKPOINT_KEYS = {"fixed_head", "step", "trainable", "optimizer"}  # and no generator's state
 
 
 def test_command_line_from_plan_to_epsilon(quietgrad, settings, write_config) -> None:
@@ -79,7 +80,9 @@ def test_output_for_people_shows_the_guarantee(quietgrad, settings, write_config
 
 
 def test_nothing_private_is_written(settings) -> None:
-    prepared, outcome, run_dir = train(settings | {"training.seed": 1, "training.checkpoint_every": 2})
+    prepared, outcome, run_dir = train(
+        settings | {"training.seed": SEED, "data.public": False, "training.checkpoint_every": 2}
+    )
     assert set(outcome.result) <= RESULT_KEYS
     assert set(json.loads(run_dir.result.read_text())) <= RESULT_KEYS
     metrics = run_dir.read_metrics()
@@ -95,6 +98,9 @@ def test_nothing_private_is_written(settings) -> None:
         "result.json",
         "environment.json",
         "checkpoint.pt",
+        "checkpoint.previous.pt",
+        "ledger.jsonl.count",
+        ".lock",
         "model",
     }
     assert {p.name for p in run_dir.path.iterdir()} <= known
@@ -102,6 +108,8 @@ def test_nothing_private_is_written(settings) -> None:
     for path in run_dir.path.rglob("*.json*"):
         if "tokenizer" not in path.name:
             assert not [word for word in private_words if f'"{word}' in path.read_text()], path
+        assert SEED not in path.read_text()
+    assert SEED not in run_dir.config.read_text() and '"seeded": true' in run_dir.ledger.read_text()
     assert prepared.plan is not None and outcome.result["epsilon"] == prepared.plan.epsilon
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from quietgrad.training import runner
-from quietgrad.training.config import TrainConfig, config_from
-from quietgrad.training.noise_state import saved_mixing
+from quietgrad.training.files.noise_state import saved_mixing, with_kept_seed
+from quietgrad.training.files.run_dir import RunDir, open_run_dir
 from quietgrad.training.prepare import Prepared, prepare
-from quietgrad.training.run_dir import RunDir, open_run_dir
+from quietgrad.training.settings.config import TrainConfig, config_from
 
 WORDS = {"good": ["lovely", "great", "superb", "bright"], "bad": ["awful", "dull", "poor", "grim"]}
 COMMON = ["the", "film", "was", "a", "story", "actor", "very", "and", "quite", "with", "plot", "music"]
@@ -51,6 +51,8 @@ def train(
 ) -> tuple[Prepared, runner.Outcome, RunDir]:
     config = config_of(values)
     run_dir = open_run_dir(config.training.run_dir, resume)
+    if resume:
+        config = with_kept_seed(config, run_dir)
     prepared = prepare(config, saved_mixing(run_dir) if resume else None)
     return prepared, runner.train(prepared, run_dir, resume, report or (lambda progress: None)), run_dir
 

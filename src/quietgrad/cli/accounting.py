@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from quietgrad.accounting import epsilon_report, noise_multiplier
+from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.accounting.spending import EpsilonReport
-from quietgrad.checks import require_at_least, require_delta, require_int, require_positive
+from quietgrad.checks import require_at_least, require_delta, require_delta_for, require_int, require_positive
 from quietgrad.cli.output import console, print_json, print_table
 from quietgrad.facts import (
     ClippingClaim,
@@ -49,7 +49,8 @@ def calibrate(
     """The smallest noise multiplier that meets a target epsilon."""
     q, total = _rate_and_steps(dataset_size, batch_size, steps)
     clipping = _clipping(sketch_dim, envelope, rank)
-    _warn_large_delta(delta, dataset_size)
+    assert dataset_size is not None
+    require_delta_for("delta", delta, dataset_size)
     sigma = noise_multiplier(epsilon, delta, sample_rate=q, steps=total, clipping=clipping, bands=bands)
     event = PoissonGaussian(sigma, q, total, clipping, bands)
     _show("Calibrated noise", event, epsilon_report(event, delta), as_json, {"target_epsilon": epsilon})
@@ -68,31 +69,54 @@ def epsilon(
     rank: Rank = None,
     bands: Bands = 1,
     ledger: Annotated[Path | None, typer.Option(help="A run directory or ledger file: what was really spent.")] = None,
+    expect_releases: Annotated[
+        int | None,
+        typer.Option(help="With --ledger: how many releases the run said it made; a ledger of fewer was rolled back."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The epsilon of a mechanism, or what a run has spent according to its ledger."""
     if ledger is not None:
-        _from_ledger(ledger, delta, as_json)
+        mechanism = (noise_multiplier, dataset_size, batch_size, steps, sketch_dim, rank)
+        if any(value is not None for value in mechanism) or envelope != "mixed" or bands != 1:
+            raise ValueError(
+                "--ledger brings its own mechanism; leave out --noise-multiplier, --dataset-size, --batch-size, --steps, --sketch-dim, --envelope, --rank and --bands, or leave out --ledger"
+            )
+        _from_ledger(ledger, delta, expect_releases, as_json)
         return
+    if expect_releases is not None:
+        raise ValueError("--expect-releases belongs to a ledger; give --ledger RUN_DIR as well")
     if noise_multiplier is None or delta is None:
         raise ValueError(
             "give --noise-multiplier and --delta with --dataset-size, --batch-size and --steps, or give --ledger RUN_DIR"
         )
     q, total = _rate_and_steps(dataset_size, batch_size, steps)
-    _warn_large_delta(delta, dataset_size)
+    assert dataset_size is not None
+    require_delta_for("delta", delta, dataset_size)
     event = PoissonGaussian(noise_multiplier, q, total, _clipping(sketch_dim, envelope, rank), bands)
     _show("Privacy spent", event, epsilon_report(event, delta), as_json, {})
 
 
-def _from_ledger(path: Path, delta: float | None, as_json: bool) -> None:
+def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json: bool) -> None:
     contents = read_ledger(path)
+    if expected is not None and contents.releases < expected:
+        raise ValueError(
+            f"ledger={str(path)!r} holds {contents.releases} releases, and --expect-releases says {expected}: the directory is an earlier state of the run, so its epsilon would be too small; "
+            "restore the newest one"
+        )
     at = contents.header.get("delta") if delta is None else delta
     if at is None:
         raise ValueError("the ledger names no delta; give --delta")
     at = float(at)
-    require_delta("delta", at)
+    size = contents.header.get("dataset_size")
+    if isinstance(size, int) and size > 0:
+        require_delta_for("delta", at, size)
+    else:
+        require_delta("delta", at)
     relation = contents.header.get("neighbouring", "add-remove")
-    extra = {"releases": contents.releases, "ledger": str(path), "neighbouring": relation}
+    extra = {"releases": contents.releases, "ledger": str(path), "neighbouring": relation, "seeded": contents.seeded}
+    if contents.header.get("data_declared_public"):
+        extra["data_declared_public"] = True
     if contents.not_private is not None:
         if as_json:
             print_json({"epsilon": None, "delta": at, "not_private": contents.not_private, **extra})
@@ -131,11 +155,7 @@ def _clipping(sketch_dim: int | None, envelope: str, rank: int | None) -> Clippi
     return RandomizedClipping(sketch_dim, envelope, rank)  # type: ignore[arg-type]
 
 
-def _warn_large_delta(delta: float, dataset_size: int | None) -> None:
-    require_delta("delta", delta)
-    if dataset_size is not None and dataset_size > 1 and delta >= 1 / dataset_size:
-        sys.stderr.write(f"warning: delta={delta} is not below 1/{dataset_size}, one over the number of records\n")
-
+DECLARED_PUBLIC = "the training records were declared public: seeds may be known, and nothing is promised for them"
 
 # Parts that a record's index decides stay as they are only if its place stays, empty.
 RELATIONS = {"add-remove": "add or remove one record", "zero-out": "leave one record's place empty"}
@@ -179,13 +199,14 @@ def _show(title: str, event: PrivacyEvent, report: EpsilonReport, as_json: bool,
     infinite = math.isinf(report.epsilon)
     identity = "content" if record["neighbouring"] == "add-remove" else "index"
     rows = [
-        ("epsilon", f"infinite: {report.reason}" if infinite else f"{report.epsilon:.4f} (an upper bound)"),
-        ("delta", f"{report.delta:g}"),
-        ("noise multiplier", f"{record['noise_multiplier']:.4f}, relative to the clipping norm, on the sum"),
+        ("epsilon", f"infinite: {report.reason}" if infinite else f"{round_up(report.epsilon, 4)} (an upper bound)"),
+        ("delta", round_up_to(report.delta, 6)),
+        ("noise multiplier", f"{round_up(record['noise_multiplier'], 4)}, relative to the clipping norm, on the sum"),
         (
             "steps",
             f"{record['steps']}, as {record['compositions']} compositions at rate {record['participation_rate']:.6g}",
         ),
+        *([("data", DECLARED_PUBLIC)] if record.get("data_declared_public") else []),
         ("neighbouring relation", RELATIONS[str(record["neighbouring"])]),
         (
             "sampler",

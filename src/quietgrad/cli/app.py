@@ -98,3 +98,27 @@ def compare(
     from quietgrad.cli.compare import run_compare
 
     run_compare(config, only_report, shard, as_json)
+
+
+@app.command()
+def audit(
+    config: ConfigPath = None,
+    overrides: Overrides = None,
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="Canaries: 'gradient' (given gradients, one entry each) or 'input' (public records with wrong labels)."
+        ),
+    ] = "gradient",
+    canaries: Annotated[int, typer.Option(help="m, records more, each in or out by a fair coin.")] = 1000,
+    confidence: Annotated[float, typer.Option(help="Of the lower bounds.")] = 0.95,
+    figure: Annotated[
+        Path | None,
+        typer.Option("--figure", metavar="FILE.png", help="Draw the claimed trade-off curve and the attack's errors."),
+    ] = Path("audit.png"),
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Trains once with canaries and attacks the releases: a lower bound on epsilon, to hold the claim against. Never a proof of it."""
+    from quietgrad.cli.audit import run_audit
+
+    run_audit(config, overrides or [], kind, canaries, confidence, figure, as_json)

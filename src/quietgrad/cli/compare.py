@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from quietgrad.cli.output import console, print_json
 
 if TYPE_CHECKING:
+    from quietgrad.comparing.table import Comparison, Run
     from quietgrad.report.comparison import Series
-    from quietgrad.training.comparison_table import Comparison, Run
 
 GUARANTEE = "Each epsilon is that of its run alone, were its seed secret: here seeds are known and the runs add up, so compare on records that are public."
 Protocols = dict[str, dict[float, dict[str, "Series"]]]
@@ -20,9 +20,9 @@ Protocols = dict[str, dict[float, dict[str, "Series"]]]
 
 def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> None:
     """See ``quietgrad compare --help``."""
+    from quietgrad.comparing.comparison import read_results, run_comparison, runs_left
+    from quietgrad.comparing.table import load_comparison
     from quietgrad.report.comparison import comparison_figure, markdown, rows
-    from quietgrad.training.comparison import read_results, run_comparison, runs_left
-    from quietgrad.training.comparison_table import load_comparison
 
     target = console(as_json)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -82,9 +82,9 @@ def described(run: Run) -> str:
 
 def protocols_of(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) -> Protocols:
     """Protocol -> epsilon -> variant -> finished runs; epsilons where the reference or a variant has none are left out."""
+    from quietgrad.comparing.comparison import chosen_run
+    from quietgrad.comparing.table import Run
     from quietgrad.report.comparison import Series
-    from quietgrad.training.comparison import chosen_run
-    from quietgrad.training.comparison_table import Run
 
     names = ("tuned",) if comparison.search is not None else ("one rate", "tuned")
     if comparison.search is None and len(comparison.table.learning_rates) == 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from quietgrad.accounting.rounding import round_up
 
 
 def noise_rows(plan: Any) -> list[tuple[str, str]]:
@@ -14,7 +15,7 @@ def noise_rows(plan: Any) -> list[tuple[str, str]]:
             ("sampling", f"Poisson, rate {event.sample_rate:.5f}, expected batch size {size:.0f}, {plan.steps} steps"),
             (
                 "noise",
-                f"Gaussian, multiplier {plan.noise_multiplier:.4f} on the clipping norm {plan.config.max_grad_norm:g}, independent from step to step",
+                f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping norm {plan.max_grad_norm:g}, independent from step to step",
             ),
         ]
         return rows + _choice_rows(plan)
@@ -30,7 +31,7 @@ def noise_rows(plan: Any) -> list[tuple[str, str]]:
         ),
         (
             "noise",
-            f"Gaussian, multiplier {plan.noise_multiplier:.4f} on the clipping norm {plan.config.max_grad_norm:g}, correlated over {event.bands} bands ({mixing.family}) for "
+            f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping norm {plan.max_grad_norm:g}, correlated over {event.bands} bands ({mixing.family}) for "
             f"{mixing.workload}",
         ),
         (
@@ -38,6 +39,28 @@ def noise_rows(plan: Any) -> list[tuple[str, str]]:
             f"error {mixing.objective / mixing.independent:.4f} of independent noise's at the same multiplier{_at_the_same_epsilon(plan)}; distance to the best matrix: {gap}",
         ),
         *_choice_rows(plan),
+    ]
+
+
+def source_rows(plan: Any, entries: int) -> list[tuple[str, str]]:
+    """What the secure source costs; nothing for the ordinary one.
+
+    Args:
+        plan: the privacy plan.
+        entries: numbers that train, which all get noise.
+    """
+    from quietgrad.noise.sources.grid import rounding_cost
+
+    source = plan.noise.source
+    if source.grid == 0:
+        return []
+    cost = rounding_cost(plan.noise_multiplier, entries, plan.event.bands, source.grid)
+    return [
+        (
+            "noise source",
+            f"{source.name}: AES-256, on a grid of {source.grid:.2g} standard deviations; rounding {entries:,} entries to it raises the sensitivity by a share of {cost:.2g}, and the noise is "
+            "made larger by as much, so the epsilon stands",
+        )
     ]
 
 
@@ -71,10 +94,10 @@ def error_ratio(plan: Any) -> float | None:
     """Predicted error over independent noise's at the same epsilon; None where a noise multiplier was given instead. Cost: one search of the accountant for fixed bands."""
     if plan.band_choice is not None:
         return float(plan.band_choice.error_ratio)
-    if plan.config.target_epsilon is None:
+    independent = plan.multiplier_for(bands=1)
+    if independent is None:
         return None
-    independent = replace(plan.config, bands=1, workload=None, mixing=None).build(plan.dataset_size)
-    amplification = plan.noise_multiplier / independent.noise_multiplier
+    amplification = plan.noise_multiplier / independent
     return float(amplification**2 * plan.mixing.objective / plan.mixing.independent)
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from rich.console import Console
 from rich.table import Table
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def console(as_json: bool) -> Console:
@@ -47,3 +52,18 @@ def fail(message: str, code: int) -> NoReturn:
     """One line on standard error, and the exit code."""
     sys.stderr.write(f"error: {' '.join(message.split())}\n")
     sys.exit(code)
+
+
+def one_line(command: Callable[P, R]) -> Callable[P, R]:
+    """Makes an interruption, or an error of the system (a full disk, a file that went away), one line that says what it was, before the command-line library makes "Aborted." of it."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except KeyboardInterrupt:
+            fail("interrupted; what a private run released is in its ledger, and --resume goes on with it", code=130)
+        except (OSError, EOFError) as error:
+            fail(f"{type(error).__name__}: {error}", code=1)
+
+    return run

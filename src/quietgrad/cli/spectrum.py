@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.cli.output import console, print_json, print_table
-from quietgrad.training.config import load_config
+from quietgrad.training.settings.config import load_config
 
 
 def run_spectrum(config_path: Path | None, overrides: list[str], as_json: bool) -> None:

@@ -5,33 +5,41 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from quietgrad.cli.noise import noise_record, noise_rows
-from quietgrad.cli.output import console, fail, print_json, print_table
-from quietgrad.training.config import TrainConfig, load_config, load_saved_config, require_same_settings
-from quietgrad.training.references import references_for
-from quietgrad.training.unread import unread_settings
+from quietgrad.accounting.rounding import round_up, round_up_to
+from quietgrad.checks import SettingsWarning
+from quietgrad.cli.accounting import DECLARED_PUBLIC, RELATIONS
+from quietgrad.cli.noise import noise_record, noise_rows, source_rows
+from quietgrad.cli.output import console, fail, one_line, print_json, print_table
+from quietgrad.training.files.provenance import start_warnings
+from quietgrad.training.settings.config import TrainConfig, load_config, load_saved_config, require_same_settings
+from quietgrad.training.settings.references import references_for
+from quietgrad.training.settings.unread import unread_settings
 
 
+@one_line
 def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_json: bool) -> None:
     """See ``quietgrad train --help``."""
     target = console(as_json)
     config = _config_to_run(config_path, overrides, resume)
-    from quietgrad.training.run_dir import open_run_dir
+    from quietgrad.training.files.noise_state import saved_mixing, with_kept_seed, without_seed
+    from quietgrad.training.files.run_dir import open_run_dir
 
     _say_what_is_unread(config)
     run_dir = open_run_dir(config.training.run_dir, resume)
     if resume:
-        require_same_settings(load_saved_config(run_dir.config), config)
-    from quietgrad.training.noise_state import saved_mixing
+        config = with_kept_seed(config, run_dir)
+        require_same_settings(without_seed(load_saved_config(run_dir.config)), without_seed(config))
 
     prepared, started = _prepare(config, target, saved_mixing(run_dir) if resume else None)
-    from quietgrad.training import figure, runner
+    from quietgrad.training import runner
+    from quietgrad.training.files import figure
     from quietgrad.training.prepare import verify_on_public_records
 
     if prepared.plan is not None:
@@ -54,6 +62,7 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     with Progress(*columns, console=target, refresh_per_second=2) as bar:
         task = bar.add_task("training", total=prepared.steps, spent="")
         score_text = ""
+        declared = " (data declared public)" if config.data.public else ""
 
         def report(progress: runner.Progress) -> None:
             nonlocal score_text
@@ -61,17 +70,17 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
                 score_text = f" | validation {prepared.metric.name} {progress.score:.3f}"
                 if not target.is_terminal:
                     target.print(
-                        f"step {progress.step}/{progress.steps}: epsilon spent {progress.epsilon:.3f}{score_text}"
+                        f"step {progress.step}/{progress.steps}: epsilon spent {round_up(progress.epsilon, 3)}{declared}{score_text}"
                     )
-            spent = f"epsilon {progress.epsilon:.3f}" if prepared.plan is not None else "not private"
+            spent = f"epsilon {round_up(progress.epsilon, 3)}{declared}" if prepared.plan is not None else "not private"
             bar.update(task, completed=progress.step, spent=spent + score_text)
 
-        outcome = runner.train(prepared, run_dir, resume, report)
+        outcome = runner.train(prepared, run_dir, resume, report, _sayer(target))
     if outcome.interrupted:
         if as_json:
             print_json(outcome.result | {"interrupted": True})
         fail(
-            f"stopped after step {outcome.result['steps']} of {prepared.steps}; everything is saved. "
+            f"stopped after step {outcome.result['steps']} of {prepared.steps}; everything is saved{_count_to_keep(outcome.result)}. "
             f"Go on with: quietgrad train --resume --set training.run_dir={run_dir.path}",
             code=130,
         )
@@ -81,6 +90,17 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     if as_json:
         print_json(result)
     _print_result(target, result, known)
+
+
+def _sayer(target: Console) -> Callable[[str], None]:
+    return lambda line: target.print(f"[yellow]note:[/yellow] {line}", highlight=False, soft_wrap=True)
+
+
+def _count_to_keep(result: dict[str, Any]) -> str:
+    """A directory that was rolled back as a whole looks like an earlier state of itself; only a number kept elsewhere can tell."""
+    if not result["private"]:
+        return ""
+    return f" (keep elsewhere: {result['steps']} releases; quietgrad epsilon --ledger {result['run_dir']} --expect-releases {result['steps']} refuses a directory rolled back)"
 
 
 def run_plan(config_path: Path | None, overrides: list[str], figure: Path | None, as_json: bool) -> None:
@@ -97,7 +117,7 @@ def run_plan(config_path: Path | None, overrides: list[str], figure: Path | None
     if prepared.plan is not None:
         record |= noise_record(prepared.plan)
     if figure is not None and prepared.plan is not None:
-        from quietgrad.training.noise_state import draw_choice
+        from quietgrad.training.files.noise_state import draw_choice
 
         draw_choice(prepared.plan, figure)
         record["figure"] = str(figure)
@@ -106,6 +126,9 @@ def run_plan(config_path: Path | None, overrides: list[str], figure: Path | None
         return
     if prepared.plan is not None:
         _print_guarantee(target, prepared)
+    else:
+        nothing = "none: with privacy.enabled=false nothing protects the training records, and the run has no epsilon"
+        print_table(target, "Privacy plan", [("guarantee", nothing)])
     _print_clipping(target, record)
     print_table(
         target,
@@ -173,7 +196,7 @@ def _print_clipping(target: Console, record: dict[str, Any]) -> None:
             (
                 "sketching",
                 f"hutch with k = {sketch['sketch_dim']} would {_saving(sketch['saves'])} and raise the noise multiplier from "
-                f"{record['noise_multiplier']:.4f} to {sketch['noise_multiplier']:.4f}",
+                f"{round_up(record['noise_multiplier'], 4)} to {round_up(sketch['noise_multiplier'], 4)}",
             )
         )
     print_table(target, "Engines", rows)
@@ -187,7 +210,7 @@ def _config_to_run(path: Path | None, overrides: list[str], resume: bool) -> Tra
     """A resume without CONFIG takes the configuration that the run directory holds."""
     config = load_config(path, overrides)
     if resume and path is None and config.training.run_dir:
-        from quietgrad.training.run_dir import RunDir
+        from quietgrad.training.files.run_dir import RunDir
 
         saved = RunDir(Path(config.training.run_dir)).config
         if saved.is_file():
@@ -195,42 +218,44 @@ def _config_to_run(path: Path | None, overrides: list[str], resume: bool) -> Tra
     return config
 
 
-# Beginnings of this package's own warnings; those of libraries are not for the user.
-_OURS = ("target_delta=", "bands=", "learning_rate=", "noise.method=")
-
-
 def _prepare(config: TrainConfig, target: Console, mixing: Any = None) -> tuple[Any, float]:
     started = time.monotonic()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+        warnings.simplefilter("always", SettingsWarning)
         from quietgrad.training.prepare import prepare
 
         with target.status("loading data and model, calibrating the noise"):
             prepared = prepare(config, mixing)
     for warning in caught:
-        if issubclass(warning.category, UserWarning) and str(warning.message).startswith(_OURS):
+        if issubclass(warning.category, SettingsWarning):  # those of libraries are not for the user
             target.print(f"[yellow]warning:[/yellow] {warning.message}")
     return prepared, started
 
 
 def _print_guarantee(target: Console, prepared: Any) -> None:
+    from quietgrad.tensors import trainable_parameters
+
     plan = prepared.plan
     train = prepared.train
-    delta_note = "" if plan.config.target_delta is not None else " (1 / N^1.1, the default)"
+    delta_note = "" if prepared.config.privacy.target_delta is not None else " (1 / N^1.1, at most 0.01: the default)"
     rows = [
         (
             "guarantee",
-            f"epsilon = {plan.epsilon:.4f} at delta = {plan.delta:.3g}{delta_note}, add or remove one record",
+            f"epsilon = {round_up(plan.epsilon, 4)} at delta = {round_up_to(plan.delta, 3)}{delta_note}, {RELATIONS[plan.neighbouring]}",
         ),
         (
             "records",
-            f"{len(train)} private for training; {len(prepared.validation)} validation and {len(prepared.test)} test, declared public",
+            f"{len(train)} {'declared public' if plan.data_are_public else 'private'} for training; {len(prepared.validation)} validation and {len(prepared.test)} test, declared public",
         ),
         *noise_rows(plan),
+        *source_rows(plan, sum(p.numel() for p in trainable_parameters(prepared.model.classifier).values())),
         ("clipping", _clipping_text(plan)),
     ]
-    if plan.config.seed is not None:
+    if plan.data_are_public:
+        rows.append(("data", DECLARED_PUBLIC))
+    rows += [("start", warning) for warning in start_warnings(prepared.started_from)]
+    if plan.seed is not None and not plan.data_are_public:
         rows.append(
             (
                 "seed",
@@ -249,18 +274,21 @@ def _clipping_text(plan: Any) -> str:
 
 
 def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]) -> None:
-    from quietgrad.training.metrics import BY_KEY
+    from quietgrad.training.tasks.metrics import BY_KEY
 
     rows = []
     if result["private"]:
         rows.append(
             (
                 "privacy",
-                f"epsilon = {result['epsilon']:.4f} at delta = {result['delta']:.3g} (add or remove one record)",
+                f"epsilon = {round_up(result['epsilon'], 4)} at delta = {round_up_to(result['delta'], 3)} ({RELATIONS[result['neighbouring']]})",
             )
         )
     else:
         rows.append(("privacy", "none: a reference run"))
+    if result["private"] and result.get("data_declared_public"):
+        rows.append(("data", DECLARED_PUBLIC))
+    rows += [("start", warning) for warning in result.get("start_warnings", ())]
     for key, value in result["metrics"].items():
         plain = key.removeprefix("validation_")
         name = BY_KEY[plain].name if plain in BY_KEY else plain.replace("_", " ")
@@ -275,7 +303,7 @@ def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]
             )
         )
     rows.append(("time", f"{result['seconds']:.0f} s"))
-    rows.append(("written to", result["run_dir"]))
+    rows.append(("written to", f"{result['run_dir']}{_count_to_keep(result)}"))
     if "seed_warning" in result:
         rows.append(("seed", result["seed_warning"]))
     print_table(target, "Result", rows)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from quietgrad.checks import require_word
-from quietgrad.clipping.backward import PerExampleLoss
+from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum
-from quietgrad.clipping.engine import Clipper
-from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, ESTIMATORS
+from quietgrad.clipping.clipper import Clipper
+from quietgrad.clipping.norms.choice import DEFAULT_SKETCH_DIM, ESTIMATORS
+from quietgrad.clipping.norms.projections import Projections
 from quietgrad.tensors import Batch
 
 
@@ -22,7 +22,7 @@ def clipped_gradients(
     sketch_dim: int = DEFAULT_SKETCH_DIM,
     *,
     micro_batch_size: int | None = None,
-    generator: torch.Generator | None = None,
+    projections: Projections | None = None,
 ) -> ClippedSum:
     """Sum over the batch of per-example gradients, each clipped to norm ``max_grad_norm`` over all trainable parameters together.
 
@@ -35,7 +35,7 @@ def clipped_gradients(
             randomized: their claim carries the sketch dimension, and the accountant must use it.
         sketch_dim: k of the sketches, at least 2.
         micro_batch_size: examples per forward pass; None takes the batch whole.
-        generator: source of random projections.
+        projections: random projections of sketches; the parts of one batch need the same. None draws fresh ones.
 
     Returns:
         ``ClippedSum``: ``.gradients`` maps parameter names to sums, ``.claim`` states the sensitivity. Private until noise is added.
@@ -44,7 +44,7 @@ def clipped_gradients(
         ValueError: naming the layer, parameter or argument, with the remedy.
     """
     clipper = Clipper(max_grad_norm, require_word("estimator", estimator, ESTIMATORS), sketch_dim, micro_batch_size)
-    return clipper.clip(model, per_example_loss, batch, generator)
+    return clipper.clip(model, per_example_loss, batch, projections)
 
 
 def per_example_norms(
@@ -55,11 +55,11 @@ def per_example_norms(
     sketch_dim: int = DEFAULT_SKETCH_DIM,
     *,
     micro_batch_size: int | None = None,
-    generator: torch.Generator | None = None,
+    projections: Projections | None = None,
 ) -> Tensor:
     """[examples] norms (not squared) of the per-example gradients over all trainable parameters together. Private.
 
     Arguments and errors as for ``clipped_gradients``.
     """
     clipper = Clipper(1.0, require_word("estimator", estimator, ESTIMATORS), sketch_dim, micro_batch_size)
-    return clipper.norms(model, per_example_loss, batch, generator)
+    return clipper.norms(model, per_example_loss, batch, projections)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -49,10 +49,6 @@ class Spectrum:
             return self.top[self.top > self.tail_value]
         return extend_spectrum(self.top, self.tail_index, self.tail_value)
 
-    def with_tail(self, tail_index: int) -> Spectrum:
-        """The same with another p_plus."""
-        return replace(self, tail_index=tail_index)
-
     def require_same_parameters(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
         """Raises ValueError unless the spectrum is of exactly these trainable parameters."""
         if dict(parameters) == self.parameters:
@@ -74,7 +70,7 @@ class Spectrum:
         shared = set(self.record_hashes) & set(private_hashes)
         if shared:
             raise ValueError(
-                f"{len(shared)} of the spectrum's public records are among the private training records; a spectrum of private data is not accounted for: "
+                "some of the spectrum's public records are among the private training records; a spectrum of private data is not accounted for: "
                 "compute it on other records, or remove these from the training data"
             )
 

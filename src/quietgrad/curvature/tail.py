@@ -7,16 +7,21 @@ c and a are fitted to the top k by least squares in log mu; p_plus is where the 
 
 from __future__ import annotations
 
+import math
+import warnings
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq, least_squares
 
-from quietgrad.checks import require_at_least, require_int, require_positive
+from quietgrad.checks import SettingsWarning, require_at_least, require_int, require_positive
 
 Floats = NDArray[np.float64]
 
 TAIL_VALUE = 1e-6
 FEWEST = 3
+ROUNDING = 4 * float(np.finfo(np.float64).eps)  # share of the mass that sums of so many terms may err by
+LOG_TOLERANCE = 0.05
 
 
 def extend_spectrum(top: ArrayLike, tail_index: int, tail_value: float = TAIL_VALUE) -> Floats:
@@ -55,21 +60,40 @@ def automatic_tail_index(top: ArrayLike, positive_mass: float, most: int, tail_v
 
     Returns:
         p_plus in k + 1 .. most: the nearer end where no value in between gives the mass.
+
+    Warns:
+        UserWarning: if the top eigenvalues hold so much of the mass that rounding (2e-16 of it) hides what the tail adds: p_plus is then not known to within 5 %. So it is
+            where the tail's share is below about 1e-12; such a tail is below what can be measured, too.
     """
     values = _usable(top, tail_value)
     require_positive("positive_mass", positive_mass)
     fewest = len(values) + 1
     require_at_least("most", most, fewest, "the number of parameters exceeds that of the top eigenvalues")
+    missing = positive_mass - math.fsum(values)  # what the tail has to add: a small difference of large numbers
+    hidden = ROUNDING * positive_mass
 
     def excess(log_index: float) -> float:
-        return float(extend_spectrum(values, round(np.exp(log_index)), tail_value).sum()) - positive_mass
+        return math.fsum(extend_spectrum(values, round(np.exp(log_index)), tail_value)[len(values) :]) - missing
 
-    low, high = np.log(fewest), np.log(most)
-    if excess(low) >= 0:
+    low, high = float(np.log(fewest)), float(np.log(most))
+    at_low, at_high = excess(low), excess(high)
+    if at_low >= hidden:
         return fewest
-    if excess(high) <= 0:
+    if at_high <= -hidden:
         return most
-    return min(most, max(fewest, round(np.exp(brentq(excess, low, high, xtol=1e-4)))))
+    if at_low >= 0 or at_high <= 0:
+        found = low if at_low >= 0 else high
+    else:
+        found = float(brentq(excess, low, high, xtol=1e-4))
+    below, above = found - LOG_TOLERANCE, found + LOG_TOLERANCE
+    if (below > low and excess(below) > -hidden) or (above < high and excess(above) < hidden):
+        warnings.warn(
+            f"the {len(values)} top eigenvalues hold all but a share of {max(missing, 0.0) / positive_mass:.1g} of positive_mass: rounding hides the tail, so where it ends is not "
+            "known to within 5 %; set tail_index yourself, or pass fewer of the top eigenvalues",
+            SettingsWarning,
+            stacklevel=2,
+        )
+    return min(most, max(fewest, round(np.exp(found))))
 
 
 def _usable(top: ArrayLike, tail_value: float) -> Floats:

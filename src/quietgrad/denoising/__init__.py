@@ -1,6 +1,5 @@
 """``NoisySum`` to a better-aligned ``NoisySum``: a function of released values and public facts, so it costs no privacy."""
 
-from quietgrad.denoising.denoiser import SpectralDenoiser, denoise_matrix
 from quietgrad.denoising.formulas import (
     bulk_edge,
     detection_threshold,
@@ -11,18 +10,29 @@ from quietgrad.denoising.formulas import (
 )
 from quietgrad.denoising.moment import MomentNoise
 from quietgrad.denoising.optimizers import SpectralAdamW, SpectralSGD
-from quietgrad.denoising.persistence import persistent_part
+from quietgrad.denoising.rules.bulk import SpikesWithBulk
+from quietgrad.denoising.rules.constant import ConstantAmplification
+from quietgrad.denoising.rules.on_momentum import OnMomentum
+from quietgrad.denoising.rules.persistent import PersistentAmplification
+from quietgrad.denoising.rules.protocols import GradientRule, MomentStep, MomentumRule
+from quietgrad.denoising.rules.published import PublishedShrinkage, denoise_matrix
 
 __all__ = [
+    "ConstantAmplification",
+    "GradientRule",
     "MomentNoise",
+    "MomentStep",
+    "MomentumRule",
+    "OnMomentum",
+    "PersistentAmplification",
+    "PublishedShrinkage",
     "SpectralAdamW",
-    "SpectralDenoiser",
     "SpectralSGD",
+    "SpikesWithBulk",
     "bulk_edge",
     "denoise_matrix",
     "detection_threshold",
     "observed_singular_values",
-    "persistent_part",
     "shrink",
     "signal_singular_values",
     "squared_overlaps",

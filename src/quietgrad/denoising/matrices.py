@@ -6,7 +6,7 @@ a weight of three dimensions that belongs to no convolution (experts of a mixtur
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -83,3 +83,26 @@ def stacks(gradients: Mapping[str, Tensor], shapes: Mapping[str, MatrixShape]) -
             stack = matrices[0] if len(part) == 1 else torch.cat(matrices)
             # Decompositions are made in float32 at least.
             yield part, stack if dtype == torch.float64 else stack.float()
+
+
+def changed_matrices(
+    values: Mapping[str, Tensor],
+    model: nn.Module | None,
+    embeddings: bool,
+    change: Callable[[Tensor], Tensor | None],
+) -> dict[str, Tensor]:
+    """What ``change`` makes of every matrix; the given tensors where it gives none, and elsewhere.
+
+    Args:
+        values: parameter name -> tensor in the parameter's shape.
+        model, embeddings: as for ``matrix_shapes``.
+        change: a stack [l, m, n] to a new one, or None where nothing in it changes.
+    """
+    result = dict(values)
+    for names, stack in stacks(values, matrix_shapes(values, model, embeddings)):
+        changed = change(stack)
+        if changed is None:
+            continue
+        for name, value in zip(names, changed.chunk(len(names)), strict=True):
+            result[name] = value.reshape(values[name].shape).to(values[name].dtype)
+    return result

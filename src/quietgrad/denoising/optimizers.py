@@ -1,11 +1,14 @@
-"""SGD with momentum, Adam and AdamW that step along a denoised first moment.
+"""SGD with momentum, Adam and AdamW whose direction a denoising rule decides.
 
-The updates are those of ``torch.optim`` with one change: the direction D(m) is what the denoiser makes of the first moment m, or m and what persists of the one before it in the release that went into it last
-(``persistent_part``). The moment itself goes on undenoised, so noise still
-cancels across steps, and its noise level follows from that of the releases (``MomentNoise``): one level for all parameters that took part in the same steps, so layers may be
-frozen and thawed. Parameter groups, learning rate schedules and ``state_dict`` are torch's. Steps take a ``NoisySum``, never ``.grad``: what was not released cannot get in.
+The updates are those of ``torch.optim`` with one change: the direction is what the rule makes of
+the first moment (``MomentumRule``). The moment itself goes on undenoised, so noise still cancels
+across steps, and its noise level follows from that of the releases (``MomentNoise``): one level for
+all parameters that took part in the same steps, so layers may be frozen and thawed. Parameter
+groups, learning rate schedules and ``state_dict`` are torch's. Steps take a ``NoisySum``, never
+``.grad``: what was not released cannot get in.
 
-Memory: the moments, as in torch, and one group's denoised moment (with weight decay in SGD, one group's gradients too). Time: the denoiser's.
+Memory: the moments, as in torch, and one group's directions (with weight decay in SGD, one group's
+gradients too). Time: the rule's.
 """
 
 from __future__ import annotations
@@ -20,14 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.checks import require_at_least, require_finite, require_positive
-from quietgrad.denoising.denoiser import SpectralDenoiser
 from quietgrad.denoising.moment import MomentNoise
-from quietgrad.denoising.persistence import persistent_part
+from quietgrad.denoising.rules.protocols import MomentStep, MomentumRule, require_momentum_rule
 from quietgrad.noise.noisy_sum import NoisySum
 
 Group = dict[str, Any]
 Named = dict[str, nn.Parameter]
-ENOUGH = 1 << 30  # states of before did not count releases, and their rules had begun
 
 
 class _Level(NamedTuple):
@@ -42,21 +43,19 @@ class _MomentOptimizer(torch.optim.Optimizer):
     """Names, noise bookkeeping and the order of a step; what differs is how a release enters the state, and how the direction is scaled."""
 
     def __init__(
-        self, model: nn.Module, denoiser: SpectralDenoiser, groups: Iterable[Group] | None, defaults: Group
+        self,
+        model: nn.Module,
+        rule: MomentumRule,
+        groups: Iterable[Group] | None,
+        defaults: Group,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"model must be the module that was clipped, not {type(model).__name__}: gradients are known by its parameters' names; pass a part of its parameters as groups"
             )
-        if not isinstance(denoiser, SpectralDenoiser):
-            raise TypeError(f"denoiser must be a SpectralDenoiser, not {denoiser!r}; without one step with torch.optim")
-        if denoiser.target != "momentum":
-            raise ValueError(
-                f"denoiser.target={denoiser.target!r}: this optimiser denoises its first moment; pass SpectralDenoiser(target='momentum'), or denoise the gradient "
-                "and step with torch.optim"
-            )
+        require_momentum_rule("rule", rule)
         self._model = model
-        self._denoiser = denoiser
+        self._rule = rule
         self._last: weakref.ref[NoisySum] | None = None
         trainable = [p for p in model.parameters() if p.requires_grad]
         super().__init__(trainable if groups is None else groups, {**defaults, "moment_noise": None})
@@ -71,7 +70,7 @@ class _MomentOptimizer(torch.optim.Optimizer):
             raise ValueError("groups has a parameter that is not model's; pass the model that was clipped, and its own")
 
     def __getstate__(self) -> dict[str, Any]:  # torch's leaves out all but its own attributes
-        return super().__getstate__() | {"_model": self._model, "_denoiser": self._denoiser, "_last": None}
+        return super().__getstate__() | {"_model": self._model, "_rule": self._rule, "_last": None}
 
     @staticmethod
     def _check(group: Group) -> None:
@@ -81,26 +80,25 @@ class _MomentOptimizer(torch.optim.Optimizer):
             require_at_least(name, value, 0, "pass 0 for none" if name == "weight_decay" else "0 stands still")
 
     @torch.no_grad()
-    def step(self, noisy: NoisySum | None = None, expected_batch_size: float | None = None) -> None:  # type: ignore[override]
+    def step(self, noisy: NoisySum | None = None) -> None:  # type: ignore[override]
         """One update from one released sum.
 
         Args:
-            noisy: what ``PrivateRun.release`` or ``PrivateRun.step`` returned, not denoised yet.
-            expected_batch_size: B, the divisor (``plan.expected_batch_size``).
+            noisy: what ``PrivateRun.backward`` or ``release`` returned, not denoised yet.
 
         Raises:
             TypeError: without a ``NoisySum``.
             ValueError: if it was denoised or stepped on before, or lacks a parameter of this optimiser. Nothing has changed then.
         """
-        if not isinstance(noisy, NoisySum) or expected_batch_size is None:
+        if not isinstance(noisy, NoisySum):
             raise TypeError(
-                "call step(noisy, expected_batch_size) with the NoisySum that run.step() returned, not step(): gradients in .grad carry no noise level"
+                "call step(noisy) with the NoisySum that run.backward() returned, not step(): "
+                "gradients in .grad carry no noise level"
             )
         if noisy.denoised:
             raise ValueError(
                 "this sum was denoised before: its noise level is not known any more; pass the released one"
             )
-        require_positive("expected_batch_size", expected_batch_size, "pass plan.expected_batch_size")
         if self._last is not None and self._last() is noisy:
             raise ValueError(
                 "this sum was stepped on before: twice the same noise does not average out, and the moment's noise level would be wrong; step once on a release"
@@ -117,11 +115,12 @@ class _MomentOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"the released sum has {tuple(noisy.gradients[name].shape)} for {name!r}, and the parameter is {tuple(parameter.shape)}; clip and step with the same model"
                 )
+        divisor = noisy.expected_batch_size
         levels = [
             [
                 _Level(
                     noise,
-                    noise.after(*self._recursion(group), noisy.noise_std / expected_batch_size, noisy.mixing_row),
+                    noise.after(*self._recursion(group), noisy.noise_std / divisor, noisy.mixing_row),
                     of_level,
                 )
                 for noise, of_level in self._histories(group, parameters)
@@ -130,7 +129,7 @@ class _MomentOptimizer(torch.optim.Optimizer):
         ]
         self._last = weakref.ref(noisy)
         for group, of_group in zip(self.param_groups, levels, strict=True):
-            self._step_group(group, of_group, noisy, expected_batch_size)
+            self._step_group(group, of_group, noisy, divisor)
 
     def _histories(self, group: Group, named: Named) -> list[tuple[MomentNoise, Named]]:
         """Parameters by what their moments have received so far."""
@@ -145,11 +144,8 @@ class _MomentOptimizer(torch.optim.Optimizer):
             state = self.state.get(parameter, {})
             index = state.get("history", 0) if state else None
             found.setdefault(index, {})[name] = parameter
-        recursion = self._recursion(group)
-        return [
-            (MomentNoise() if i is None else _noise_of(levels[i], *recursion), of_level)
-            for i, of_level in found.items()
-        ]
+        noises = {i: MomentNoise() if i is None else _noise_of(levels[i]) for i in found}
+        return [(noises[i], of_level) for i, of_level in found.items()]
 
     def _step_group(self, group: Group, levels: list[_Level], noisy: NoisySum, divisor: float) -> None:
         for level in levels:
@@ -158,25 +154,29 @@ class _MomentOptimizer(torch.optim.Optimizer):
         self._keep_levels(group, levels)
 
     def _directions(self, level: _Level, group: Group, noisy: NoisySum, divisor: float) -> dict[str, Tensor]:
-        """The release goes into the moments; returns what they are denoised to."""
-        rule, named = self._denoiser, level.named
-        begun = level.after.releases > rule.first_steps
-        added: dict[str, Tensor] = {}
-        if begun and rule.persistent and level.before.releases:
-            moments = {name: self.state[p]["exp_avg"] for name, p in named.items()}
-            gains = {name: self.state[p]["gain"] for name, p in named.items() if "gain" in self.state[p]}
-            received = self._received(named, group, noisy, divisor)
-            added, gains = persistent_part(moments, level.before, received, divisor, rule, gains, self._model)
-            for name, gain in gains.items():
-                self.state[named[name]]["gain"] = gain
-        for name, parameter in named.items():
-            self._receive(parameter, noisy.gradients[name] / divisor, group)
-        moments = {name: self.state[p]["exp_avg"] for name, p in named.items()}
-        if begun and not rule.persistent:
-            return rule.denoise_all(moments, level.after.std, self._model)
-        for name, part in added.items():
-            moments[name] = part.add_(moments[name])
-        return moments
+        """The release goes into the moments; returns what the rule makes of them."""
+        named = level.named
+        states = {name: self.state.get(p, {}) for name, p in named.items()}
+
+        def receive() -> dict[str, Tensor]:
+            for name, parameter in named.items():
+                self._receive(parameter, noisy.gradients[name] / divisor, group)
+            return {name: self.state[p]["exp_avg"] for name, p in named.items()}
+
+        step = MomentStep(
+            before={name: state["exp_avg"] for name, state in states.items() if state},
+            noise_before=level.before,
+            noise_after=level.after,
+            incoming=lambda: self._received(named, group, noisy, divisor),
+            receive=receive,
+            expected_batch_size=divisor,
+            gains={name: state["gain"] for name, state in states.items() if "gain" in state},
+        )
+        directions, gains = self._rule.directions(step, self._model)
+        moments = step.after
+        for name, gain in gains.items():
+            self.state[named[name]]["gain"] = list(gain)
+        return moments | directions
 
     def _keep_levels(self, group: Group, levels: list[_Level]) -> None:
         """Writes them to the group, where ``state_dict`` finds them; frozen parameters keep the level they had."""
@@ -213,17 +213,13 @@ class _MomentOptimizer(torch.optim.Optimizer):
 
 
 def _levels_of(group: Group) -> list[dict[str, Any]]:
-    """One entry a history; states of before had one for the whole group."""
-    saved = group.get("moment_noise")
-    return [saved] if isinstance(saved, dict) else list(saved or [])
+    """One entry a history."""
+    return list(group.get("moment_noise") or [])
 
 
-def _noise_of(saved: dict[str, Any], decay: float, gain: float) -> MomentNoise:
+def _noise_of(saved: dict[str, Any]) -> MomentNoise:
     row = None if saved["row"] is None else np.array(saved["row"])
-    releases = saved.get("releases", ENOUGH)
-    # States of before the rule have none.
-    mass = saved["mass"] if "mass" in saved else gain * (1 - decay**releases) / (1 - decay)
-    return MomentNoise(saved["variance"], row, releases, mass)
+    return MomentNoise(saved["variance"], row, saved["releases"], saved["mass"])
 
 
 def _saved(noise: MomentNoise) -> dict[str, Any]:
@@ -232,29 +228,33 @@ def _saved(noise: MomentNoise) -> dict[str, Any]:
 
 
 class SpectralSGD(_MomentOptimizer):
-    """Stochastic gradient descent with momentum, along the denoised momentum: p <- p - lr D(m), m <- momentum m + g + weight_decay p.
+    """Stochastic gradient descent along what the rule makes of the momentum.
+
+    p <- p - lr D(m), m <- momentum m + g + weight_decay p.
 
     Args:
         model: holds the parameters; those that require a gradient are optimised.
-        denoiser: with target="momentum".
+        rule: what is made of the first moment, such as ``PersistentAmplification()``.
         lr, momentum: as in ``torch.optim.SGD`` (dampening 0, no Nesterov).
         weight_decay: as in ``torch.optim.SGD``: a part of the gradient. It is a function of earlier releases, so the noise level is the same with it.
         groups: parameter groups with settings of their own, as for any torch optimiser; None takes all trainable parameters.
 
     Raises:
-        ValueError: settings out of range, or a denoiser with another target.
+        TypeError: for a rule of the gradient.
+        ValueError: settings out of range.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        denoiser: SpectralDenoiser,
+        rule: MomentumRule,
         lr: float,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         groups: Iterable[Group] | None = None,
     ) -> None:
-        super().__init__(model, denoiser, groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(model, rule, groups, defaults)
 
     @staticmethod
     def _check(group: Group) -> None:
@@ -284,31 +284,34 @@ class SpectralSGD(_MomentOptimizer):
 
 
 class SpectralAdamW(_MomentOptimizer):
-    """AdamW along the denoised first moment: p <- p - lr D(m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps).
+    """AdamW along what the rule makes of the first moment.
 
-    The second moment v is of the gradients as released. ``weight_decay=0`` is Adam.
+    p <- p - lr D(m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). The second moment v is of the
+    gradients as released. ``weight_decay=0`` is Adam.
 
     Args:
         model: holds the parameters; those that require a gradient are optimised.
-        denoiser: with target="momentum".
+        rule: what is made of the first moment, such as ``PersistentAmplification()``.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
         groups: parameter groups with settings of their own, as for any torch optimiser; None takes all trainable parameters.
 
     Raises:
-        ValueError: settings out of range, or a denoiser with another target.
+        TypeError: for a rule of the gradient.
+        ValueError: settings out of range.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        denoiser: SpectralDenoiser,
+        rule: MomentumRule,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         groups: Iterable[Group] | None = None,
     ) -> None:
-        super().__init__(model, denoiser, groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(model, rule, groups, defaults)
 
     @staticmethod
     def _check(group: Group) -> None:

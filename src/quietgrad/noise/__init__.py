@@ -1,23 +1,31 @@
-"""``ClippedSum`` to ``NoisySum``: the only room that releases anything. Independent noise, and noise correlated across steps by a banded mixing matrix."""
+"""``ClippedSum`` to ``NoisySum``: the only room that releases anything.
 
-from quietgrad.noise.bands import BandChoice, choose_bands
-from quietgrad.noise.correlated import BandedNoise, NoiseHistory
-from quietgrad.noise.gaussian import GaussianNoise
-from quietgrad.noise.mixing import MixingMatrix, mixing_matrix
+One mechanism: noise that is independent, or correlated across steps by a banded mixing matrix.
+"""
+
+from quietgrad.noise.correlation.bands import BandChoice, choose_bands
+from quietgrad.noise.correlation.mixing import MixingMatrix, mixing_matrix
+from quietgrad.noise.correlation.workloads import Curvature, PrefixSums, curvature_workload, prefix_sum_workload
+from quietgrad.noise.mechanism import GaussianNoise, NoiseHistory
 from quietgrad.noise.noisy_sum import NoisySum
-from quietgrad.noise.workloads import Curvature, PrefixSums, curvature_workload, prefix_sum_workload
+from quietgrad.noise.sources.keyed import KeyedSource
+from quietgrad.noise.sources.secure import SecureSource
+from quietgrad.noise.sources.source import NoiseSource, noise_source
 
 __all__ = [
     "BandChoice",
-    "BandedNoise",
     "Curvature",
     "GaussianNoise",
+    "KeyedSource",
     "MixingMatrix",
     "NoiseHistory",
+    "NoiseSource",
     "NoisySum",
     "PrefixSums",
+    "SecureSource",
     "choose_bands",
     "curvature_workload",
     "mixing_matrix",
+    "noise_source",
     "prefix_sum_workload",
 ]

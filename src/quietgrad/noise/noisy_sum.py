@@ -22,23 +22,26 @@ class NoisySum:
         mixing_row: for noise that is correlated across steps, this step's coefficients of the mechanism's independent draws, up to a positive factor; None where the noise
             is independent of all other steps'.
         denoised: whether a denoiser has been over it: ``noise_std`` then is what was added, no longer what is there.
+        expected_batch_size: B, what the mean divides by, never the realised size, which is private
+            (erratum E1); 1 for gradients that are no sum over a batch.
     """
 
     gradients: dict[str, Tensor]
     noise_std: float
     mixing_row: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
     denoised: bool = False
+    expected_batch_size: float = 1.0
 
     def __post_init__(self) -> None:
         require_finite("noise_std", self.noise_std)
         require_at_least("noise_std", self.noise_std, 0, "pass the standard deviation of the noise that was added")
+        require_positive("expected_batch_size", self.expected_batch_size, "a plan has it")
 
-    def mean(self, expected_batch_size: float) -> dict[str, Tensor]:
-        """Gradients divided by the expected batch size, never by the realised one, which is private (erratum E1)."""
-        require_positive("expected_batch_size", expected_batch_size)
-        return {name: g / expected_batch_size for name, g in self.gradients.items()}
+    def mean(self) -> dict[str, Tensor]:
+        """Parameter name -> gradient divided by the expected batch size."""
+        return {name: g / self.expected_batch_size for name, g in self.gradients.items()}
 
-    def write_gradients(self, model: nn.Module, expected_batch_size: float) -> None:
+    def write_gradients(self, model: nn.Module) -> None:
         """Sets ``.grad`` of every parameter named here to the mean, in the parameter's dtype, for any ``torch.optim`` optimiser.
 
         Raises:
@@ -48,6 +51,6 @@ class NoisySum:
         missing = [name for name in self.gradients if name not in parameters]
         if missing:
             raise ValueError(f"the model has no parameter named {missing[0]!r}; pass the model that was clipped")
-        for name, g in self.mean(expected_batch_size).items():
+        for name, g in self.mean().items():
             with torch.no_grad():
                 parameters[name].grad = g.to(parameters[name].dtype)

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quietgrad.accounting import epsilon_report, noise_multiplier
-from quietgrad.checks import require_at_least, require_delta, require_int, require_positive, require_rate, require_word
-from quietgrad.clipping.engine import Clipper
-from quietgrad.clipping.engines import ENGINES
-from quietgrad.clipping.planner import DEFAULT_SKETCH_DIM, ESTIMATORS
-from quietgrad.clipping.thresholds import SCALINGS
-from quietgrad.denoising.denoiser import SpectralDenoiser
+from quietgrad.checks import (
+    SettingsWarning,
+    default_delta,
+    require_at_least,
+    require_delta_for,
+    require_int,
+    require_positive,
+    require_rate,
+    require_word,
+)
+from quietgrad.clipping.clipper import Clipper
+from quietgrad.clipping.engines.thresholds import SCALINGS
+from quietgrad.clipping.engines.work import ENGINES
+from quietgrad.clipping.norms.choice import DEFAULT_SKETCH_DIM, ESTIMATORS
+from quietgrad.denoising.rules.protocols import GradientRule, require_gradient_rule
 from quietgrad.facts import PoissonGaussian
-from quietgrad.noise.bands import BandChoice, choose_bands, default_candidates
-from quietgrad.noise.correlated import MEMORIES, BandedNoise
-from quietgrad.noise.gaussian import GaussianNoise
-from quietgrad.noise.mixing import FAMILIES, MixingMatrix, mixing_matrix
-from quietgrad.noise.workloads import PrefixSums, Workload, as_workload
+from quietgrad.noise.correlation.bands import BandChoice, choose_bands, default_candidates
+from quietgrad.noise.correlation.mixing import FAMILIES, MixingMatrix, mixing_matrix
+from quietgrad.noise.correlation.workloads import PrefixSums, Workload, as_workload
+from quietgrad.noise.mechanism import MEMORIES, GaussianNoise
+from quietgrad.noise.sources.source import noise_source
 from quietgrad.plan.plan import PrivacyPlan
-from quietgrad.randomness import RandomKey
-from quietgrad.sampling.cyclic import CyclicPoissonSampler, deal, index_ids
+from quietgrad.plan.seeds import Seed, key_of_seed, require_secret_seed
+from quietgrad.sampling.parts import deal, index_ids
 from quietgrad.sampling.poisson import PoissonSampler
-
-DELTA_EXPONENT = 1.1
 
 
 @dataclass(frozen=True)
@@ -37,23 +44,28 @@ class PrivacyConfig:
     Attributes:
         target_epsilon: calibrate the noise to this epsilon; give this or ``noise_multiplier``.
         noise_multiplier: sigma, relative to the clipping norm, on the sum of clipped gradients.
-        target_delta: default 1 / N^1.1.
+        target_delta: default 1 / N^1.1, at most 0.01; 1/N and more is refused, because a mechanism that publishes a record would meet it.
         max_grad_norm: C.
         expected_batch_size: B; give this or ``sample_rate``.
         sample_rate: q = B / N.
         steps: T; give this or ``epochs``.
         epochs: T = round(epochs / q), at least 1.
         estimator, sketch_dim: see ``quietgrad.clipping.clipped_gradients``.
-        max_physical_batch_size: most examples per forward pass (None: the planner's choice); no effect on privacy.
-        memory_budget: bytes that a step may take over parameters and data; no effect on privacy.
+        augmentation_multiplicity: K views of a record, averaged before they are clipped: every tensor of a batch has the shape [records, K, ...] (``Clipper.views``).
+        max_physical_batch_size: most examples per forward pass (None: the planner's choice); changes a record's contribution by rounding at most.
+        memory_budget: bytes that a step may take over parameters and data; changes a record's contribution by rounding at most.
         clipping_engine, clipping_groups, clipping_scaling, clipping_layers: see ``quietgrad.clipping.Clipper``.
         bands: b of noise correlated across steps; 1 is independent noise, "auto" chooses b from public facts (``quietgrad.noise.choose_bands``).
         workload: what the correlation minimises: ``PrefixSums``, ``Curvature``, a [steps, steps] matrix, or a function from steps to one (None: prefix sums).
         mixing: a matrix already found, instead of ``bands`` and ``workload``.
         mixing_family: see ``quietgrad.noise.mixing_matrix``.
-        noise_memory: "rows" or "regenerate", see ``quietgrad.noise.BandedNoise``.
-        denoiser: what ``PrivateRun.step`` does to a released sum before it is written to ``.grad``; no effect on privacy.
-        seed: makes sampling, projections and noise reproducible; the guarantee then holds only if it stays secret.
+        noise_memory: "rows" or "regenerate", see ``quietgrad.noise.GaussianNoise``.
+        noise_source: "keyed", or "secure" for numbers from a cryptographic stream on a grid (docs/privacy.md); needs the extra ``secure``.
+        denoiser: what ``PrivateRun.backward`` makes of a released sum before it is written to
+            ``.grad``, such as ``quietgrad.denoising.SpikesWithBulk()``; no effect on privacy.
+        seed: makes sampling, projections and noise reproducible; the guarantee then holds only if it stays secret. Where data are private: a string of at least 32 hexadecimal digits
+            (``secrets.token_hex(16)``) or a whole number of at least 2^127, drawn at random, that starts one run.
+        data_are_public: declares that the records need no protection, so that short and repeated seeds are allowed. Every epsilon of such a run is marked so.
     """
 
     target_epsilon: float | None = None
@@ -72,13 +84,16 @@ class PrivacyConfig:
     clipping_groups: str | Mapping[str, float] = "whole"
     clipping_scaling: str = "clip"
     clipping_layers: Mapping[str, str] | None = None
+    augmentation_multiplicity: int = 1
     bands: int | str = 1
     workload: Workload | NDArray[np.float64] | Callable[[int], Workload] | None = None
     mixing: MixingMatrix | None = None
     mixing_family: str = "auto"
     noise_memory: str = "rows"
-    denoiser: SpectralDenoiser | None = None
-    seed: int | None = None
+    noise_source: str = "keyed"
+    denoiser: GradientRule | None = None
+    seed: Seed | None = field(default=None, repr=False)
+    data_are_public: bool = False
 
     def build(self, dataset_size: int, record_ids: Sequence[bytes] | None = None) -> PrivacyPlan:
         """Checks everything, calibrates the noise, and returns the plan.
@@ -93,21 +108,21 @@ class PrivacyConfig:
         """
         require_int("dataset_size", dataset_size)
         require_at_least("dataset_size", dataset_size, 1, "there is nothing to train on")
+        if not isinstance(self.data_are_public, bool):
+            raise TypeError(f"data_are_public={self.data_are_public!r} must be True or False")
         if self.seed is not None:
-            RandomKey.from_seed(self.seed)
+            key_of_seed(self.seed)
+            if not self.data_are_public:
+                require_secret_seed(self.seed)
         require_word("mixing_family", self.mixing_family, FAMILIES)
         require_word("noise_memory", self.noise_memory, MEMORIES)
+        source = noise_source(self.noise_source)
         if self.mixing is not None and not isinstance(self.mixing, MixingMatrix):
             raise TypeError(
                 f"mixing must be what quietgrad.noise.mixing_matrix returned, not {type(self.mixing).__name__}; for a matrix of your own give its workload and bands"
             )
-        if self.denoiser is not None and not isinstance(self.denoiser, SpectralDenoiser):
-            raise TypeError(f"denoiser must be a SpectralDenoiser(...), not {self.denoiser!r}")
-        if self.denoiser is not None and self.denoiser.target != "gradient":
-            raise ValueError(
-                f"denoiser.target={self.denoiser.target!r} acts inside the optimiser: pass that denoiser to quietgrad.denoising.SpectralAdamW or SpectralSGD, and "
-                "leave PrivacyConfig.denoiser unset"
-            )
+        if self.denoiser is not None:
+            require_gradient_rule("denoiser", self.denoiser)
         q = self._rate(dataset_size)
         steps = self._steps(q)
         delta = self._delta(dataset_size)
@@ -120,6 +135,7 @@ class PrivacyConfig:
             groups=self.clipping_groups,
             scaling=require_word("clipping_scaling", self.clipping_scaling, SCALINGS),
             layers=self.clipping_layers or {},
+            views=self.augmentation_multiplicity,
             memory_budget=self.memory_budget,
         )
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
@@ -145,32 +161,34 @@ class PrivacyConfig:
             warnings.warn(
                 f"bands={bands} times the sampling rate {q:.4g} exceeds 1: every batch is a whole part of {dataset_size / bands:.0f} records, fewer than the "
                 f"{q * dataset_size:.0f} asked for; use at most {int(1 / q)} bands",
-                UserWarning,
+                SettingsWarning,
                 stacklevel=2,
             )
-        sampler: PoissonSampler | CyclicPoissonSampler = PoissonSampler(dataset_size, q)
-        noise: GaussianNoise | BandedNoise = GaussianNoise(sigma)
-        if mixing is not None and bands > 1:
+        parts = None
+        if bands > 1:
             ids = index_ids(dataset_size) if record_ids is None else record_ids
             if len(ids) != dataset_size:
                 raise ValueError(
                     f"record_ids has {len(ids)} entries for dataset_size={dataset_size}; give one a record"
                 )
-            sampler = CyclicPoissonSampler(dataset_size, q, bands, deal(ids, bands))
-            noise = BandedNoise(sigma, mixing.banded, self.noise_memory)
+            parts = deal(ids, bands)
+        correlation = None if mixing is None or bands == 1 else mixing.banded
         return PrivacyPlan(
-            config=self,
             dataset_size=dataset_size,
             expected_batch_size=event.participation_rate / bands * dataset_size,
-            sampler=sampler,
+            sampler=PoissonSampler(dataset_size, q, bands, parts),
             clipper=clipper,
-            noise=noise,
+            noise=GaussianNoise(sigma, correlation, self.noise_memory, source),
             event=event,
             delta=delta,
             report=epsilon_report(event, delta),
             mixing=mixing,
             band_choice=choice,
             record_identity="index" if record_ids is None else "content",
+            target_epsilon=self.target_epsilon,
+            denoiser=self.denoiser,
+            seed=self.seed,
+            data_are_public=self.data_are_public,
         )
 
     def _mixing(
@@ -237,13 +255,6 @@ class PrivacyConfig:
 
     def _delta(self, dataset_size: int) -> float:
         if self.target_delta is None:
-            return min(dataset_size**-DELTA_EXPONENT, 0.5)
-        require_delta("target_delta", self.target_delta)
-        if self.target_delta >= 1 / dataset_size and dataset_size > 1:
-            warnings.warn(
-                f"target_delta={self.target_delta} is not below 1/{dataset_size}, one over the number of records: a mechanism that publishes one "
-                f"record outright could meet it; use at most {dataset_size**-DELTA_EXPONENT:.2g}",
-                UserWarning,
-                stacklevel=3,
-            )
+            return default_delta(dataset_size)
+        require_delta_for("target_delta", self.target_delta, dataset_size)
         return float(self.target_delta)

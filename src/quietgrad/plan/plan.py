@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import nn
 
+from quietgrad.accounting import noise_multiplier
 from quietgrad.accounting.spending import EpsilonReport
-from quietgrad.clipping.engine import Clipper
-from quietgrad.facts import PoissonGaussian
-from quietgrad.keyring import KeyRing, Session, read_ring, write_ring
-from quietgrad.ledger import LedgerContents, LedgerWriter, read_ledger
-from quietgrad.noise.bands import BandChoice
-from quietgrad.noise.correlated import BandedNoise
-from quietgrad.noise.gaussian import GaussianNoise
-from quietgrad.noise.mixing import MixingMatrix
+from quietgrad.clipping.clipper import Clipper
+from quietgrad.clipping.soundness.processes import refuse_launcher, refuse_process_group
+from quietgrad.denoising.rules.protocols import GradientRule
+from quietgrad.facts import ClippingClaim, PoissonGaussian
+from quietgrad.keyring import KeyRing, rows_path
+from quietgrad.ledger import LedgerWriter, holds_records
+from quietgrad.noise.correlation.bands import BandChoice
+from quietgrad.noise.correlation.mixing import MixingMatrix
+from quietgrad.noise.mechanism import GaussianNoise
+from quietgrad.noise.noisy_sum import NoisySum
+from quietgrad.plan.noise_session import NoiseSession
 from quietgrad.plan.run import PrivateRun
+from quietgrad.plan.seeds import Seed, SeedUse, claim_seed, root_key
+from quietgrad.plan.sessions import Begun, begin_session, new_session
 from quietgrad.randomness import RandomKey
-from quietgrad.sampling.cyclic import CyclicPoissonSampler
 from quietgrad.sampling.poisson import PoissonSampler
 
-if TYPE_CHECKING:
-    from quietgrad.plan.config import PrivacyConfig
-
 NEIGHBOURING = "add-remove"
-SEEDED = "seed"  # the session of a run whose seed draws all steps; one seed a run (docs/privacy.md)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class PrivacyPlan:
     """Sampler, clipper, noise and event that belong together. Frozen; ``start`` runs it.
 
     Attributes:
-        config: what it was built from.
         dataset_size: N.
         expected_batch_size: B = q N, the divisor of every released sum; N / b where b q exceeds 1.
         sampler, clipper, noise: the mechanism that runs.
@@ -45,20 +44,27 @@ class PrivacyPlan:
         mixing: the mixing matrix of correlated noise, and what is known of it.
         band_choice: how the number of bands was chosen, where it was.
         record_identity: with more than one band, what decides a record's part: "content" (``record_ids`` were given) or "index".
+        target_epsilon: what the noise was calibrated for; None where a noise multiplier was given.
+        denoiser: what is done to a released sum before it is written to ``.grad``.
+        seed: secret unless the data are public; None draws from the operating system.
+        data_are_public: whether the records were declared to need no protection.
     """
 
-    config: PrivacyConfig
     dataset_size: int
     expected_batch_size: float
-    sampler: PoissonSampler | CyclicPoissonSampler
+    sampler: PoissonSampler
     clipper: Clipper
-    noise: GaussianNoise | BandedNoise
+    noise: GaussianNoise
     event: PoissonGaussian
     delta: float
     report: EpsilonReport
     mixing: MixingMatrix | None = None
     band_choice: BandChoice | None = None
     record_identity: str = "index"
+    target_epsilon: float | None = None
+    denoiser: GradientRule | None = None
+    seed: Seed | None = field(default=None, repr=False)
+    data_are_public: bool = False
 
     def __post_init__(self) -> None:
         # The mechanism that runs is the one accounted for; these can only fail if the plan was put together by hand.
@@ -70,16 +76,17 @@ class PrivacyPlan:
             raise ValueError(
                 "the noise multiplier that would run is not the accounted one; build plans with PrivacyConfig.build"
             )
-        running = self.noise.bands if isinstance(self.noise, BandedNoise) else 1
-        dealt = self.sampler.bands if isinstance(self.sampler, CyclicPoissonSampler) else 1
-        if not self.event.bands == running == dealt:
+        if not self.event.bands == self.noise.bands == self.sampler.bands:
             raise ValueError(
-                f"bands={self.event.bands} is accounted for, but the noise that would run has {running} and the sampler {dealt}; "
+                f"bands={self.event.bands} is accounted for, but the noise that would run has "
+                f"{self.noise.bands} and the sampler {self.sampler.bands}; "
                 "build plans with PrivacyConfig.build"
             )
-        if isinstance(self.noise, BandedNoise) and self.noise.mixing.steps < self.event.steps:
+        mixing = self.noise.mixing
+        if mixing is not None and mixing.steps < self.event.steps:
             raise ValueError(
-                f"the mixing matrix has {self.noise.mixing.steps} rows for {self.event.steps} steps; build plans with PrivacyConfig.build"
+                f"the mixing matrix has {mixing.steps} rows for {self.event.steps} steps; "
+                "build plans with PrivacyConfig.build"
             )
         if self.clipper.claim.clipping != self.event.clipping:
             raise ValueError(
@@ -96,6 +103,11 @@ class PrivacyPlan:
         return self.noise.noise_multiplier
 
     @property
+    def max_grad_norm(self) -> float:
+        """C."""
+        return self.clipper.max_grad_norm
+
+    @property
     def steps(self) -> int:
         return self.event.steps
 
@@ -104,96 +116,138 @@ class PrivacyPlan:
         """Epsilon of the whole plan at ``delta``."""
         return self.report.epsilon
 
-    def start(self, ledger: str | Path | None = None, keys: str | Path | None = None) -> PrivateRun:
+    def multiplier_for(
+        self,
+        *,
+        clipping: ClippingClaim | None = None,
+        bands: int | None = None,
+    ) -> float | None:
+        """The noise multiplier that the target would need otherwise; None without a target.
+
+        Args:
+            clipping: what the clipper would claim (None: what it does).
+            bands: b (None: the plan's).
+
+        Returns:
+            sigma, relative to C. Cost: one search of the accountant.
+        """
+        if self.target_epsilon is None:
+            return None
+        return noise_multiplier(
+            self.target_epsilon,
+            self.delta,
+            sample_rate=self.event.sample_rate,
+            steps=self.steps,
+            clipping=self.event.clipping if clipping is None else clipping,
+            bands=self.event.bands if bands is None else bands,
+        )
+
+    def write_gradients(self, noisy: NoisySum, model: nn.Module) -> None:
+        """Post-processes what was released, and sets ``.grad`` of the model to the mean.
+
+        Args:
+            noisy: as it was released. A denoiser of the optimiser's moment is the optimiser's: it
+                needs all releases, and steps on ``noisy`` itself.
+            model: the one that was clipped.
+
+        Raises:
+            ValueError: if it was denoised before, or the model lacks one of the parameters.
+        """
+        denoised = noisy if self.denoiser is None else self.denoiser.denoise(noisy, model)
+        denoised.write_gradients(model)
+
+    def start(
+        self, ledger: str | Path | None = None, keys: str | Path | None = None, resume: bool | None = None
+    ) -> PrivateRun:
         """Begins to run the plan, or goes on with it if the ledger already holds releases of the same mechanism.
+
+        Every start draws with a root of its own, so that none draws another's noise again (``quietgrad.plan.sessions``); with a seed and data that were declared public the seed alone fixes all draws.
 
         Correlated noise goes on exactly where its earlier draws can be made again: with the same seed, or ``keys``, and the same matrix. Otherwise it begins anew (a new
         block): as private, a little less well correlated. So it does, with a warning at the first release, where the dtype of the gradients, the device or the library that draws is
-        another than before. Nothing here knows another seed: keep it between the sessions of a run. With another the numbers are others, which is as private, but not correlated
-        across the stop, and ``NoisySum.mixing_row`` does not say so.
+        another than before.
 
         Args:
-            ledger: file to record every release in before it is made; None keeps count in memory only.
-            keys: file for the secret roots of correlated noise without a seed, one a session; remove it when the run has ended, and never publish it.
+            ledger: file to record every release in before it is made; its count file lies beside it. None keeps count in memory only.
+            keys: file for what has to stay secret: the roots of correlated noise without a seed, or the seed. Remove it when the run has ended, and never publish it.
+            resume: True goes on with a ledger and never creates one; False begins one and never goes on; None does what fits.
 
         Raises:
-            ValueError: if the ledger was written by a different mechanism, or is in use.
+            ValueError: if the ledger was written by a different mechanism, is in use, damaged, shortened or gone, or the seed has started another run.
+            RuntimeError: in one of several processes (a process group, torchrun).
         """
-        key = RandomKey.from_entropy() if self.config.seed is None else RandomKey.from_seed(self.config.seed)
+        refuse_process_group()
+        refuse_launcher()
+        key = root_key(self.seed)
         if ledger is None:
-            return PrivateRun(self, KeyRing((Session(0, SEEDED, key),)), None, 0)
-        writer = LedgerWriter(ledger)  # locked before it is read: nobody else can add releases in between
+            session = new_session(0, self.seed, self.data_are_public)
+            noise = NoiseSession(self.noise, Begun(KeyRing((session,))))
+            return PrivateRun(self, noise, seed_use=self._claim(key, None, 0))
+        secret = None if keys is None else Path(keys)
+        if secret is not None and secret.exists() and not holds_records(Path(ledger)):
+            raise ValueError(
+                f"keys={str(keys)!r} is there, but no ledger of its run at ledger={str(ledger)!r}, so nothing is known of what was released; restore the ledger with its count file, or "
+                "begin in a new run directory"
+            )
+        writer = LedgerWriter(ledger, resume)  # locked before it is read: nobody else can add releases in between
         try:
-            contents = read_ledger(ledger)
+            contents = writer.contents
             if contents.header:
                 self._require_same_mechanism(contents.header)
-            else:
+            use = self._claim(key, ledger, contents.releases)
+            if not contents.header:
                 writer.mechanism(
                     self.event,
                     planned_steps=self.steps,
                     delta=self.delta,
                     dataset_size=self.dataset_size,
-                    max_grad_norm=self.config.max_grad_norm,
+                    max_grad_norm=self.max_grad_norm,
+                    seeded=self.seed is not None,
                     **self._sampling_facts(),
                     **self._part_sizes(),
                 )
-            ring, block, drawn = self._begin_session(writer, contents, key, None if keys is None else Path(keys))
+            session = new_session(contents.releases, self.seed, self.data_are_public)
+            begun = Begun(KeyRing((session,)))
+            if contents.releases < self.steps:  # else nothing is left to draw, and nothing to write down
+                begun = begin_session(session, writer, contents, self.seed, secret, self.noise.digest)
         except BaseException:
             writer.close()
             raise
-        return PrivateRun(self, ring, writer, contents.releases, block, drawn, contents.not_private is not None)
+        rows = None if secret is None else rows_path(secret)
+        noise = NoiseSession(self.noise, begun, writer, rows)
+        given_up = contents.not_private is not None
+        return PrivateRun(self, noise, writer, contents.releases, given_up, use)
+
+    def _claim(self, key: RandomKey, ledger: str | Path | None, releases: int) -> SeedUse | None:
+        secret = self.seed is not None and not self.data_are_public
+        return claim_seed(key, ledger, releases) if secret else None
 
     @property
     def neighbouring(self) -> str:
         """The relation that epsilon is about. Parts dealt by index move when a record is taken out, so its place has to stay, empty."""
-        cyclic = isinstance(self.sampler, CyclicPoissonSampler)
-        return "zero-out" if cyclic and self.record_identity == "index" else NEIGHBOURING
+        return "zero-out" if self.sampler.bands > 1 and self.record_identity == "index" else NEIGHBOURING
 
     def _sampling_facts(self) -> dict[str, object]:
-        cyclic = isinstance(self.sampler, CyclicPoissonSampler)
+        cyclic = self.sampler.bands > 1
         facts: dict[str, object] = {
             "sampler": "cyclic-poisson" if cyclic else "poisson",
             "neighbouring": self.neighbouring,
+            "data_declared_public": self.data_are_public,
+            "noise_source": self.noise.source.name,
         }
         return facts | ({"record_identity": self.record_identity} if cyclic else {})
 
     def _part_sizes(self) -> dict[str, list[int]]:
         """[b], where they follow from N and b alone. Dealt by content they say more of a record than that it is there, and are kept nowhere."""
-        if not isinstance(self.sampler, CyclicPoissonSampler) or self.record_identity != "index":
+        if self.sampler.parts is None or self.record_identity != "index":
             return {}
         return {"part_sizes": np.bincount(self.sampler.parts, minlength=self.sampler.bands).tolist()}
-
-    def _begin_session(
-        self, writer: LedgerWriter, contents: LedgerContents, key: RandomKey, keys: Path | None
-    ) -> tuple[KeyRing, int, str | None]:
-        """Roots by step, the first step of the block that goes on or begins here, and how its noise was drawn so far.
-
-        A seed draws all steps; else this session draws with a fresh root, and older ones only make earlier noise again.
-        """
-        step = contents.releases
-        seeded = self.config.seed is not None
-        session = Session(0, SEEDED, key) if seeded else Session(step, secrets.token_hex(8), key)
-        if not isinstance(self.noise, BandedNoise):
-            return KeyRing((session,)), 0, None
-        # Roots that a ledger without releases knows nothing of are another run's.
-        earlier = KeyRing(()) if keys is None or not step or seeded else read_ring(keys)
-        known = KeyRing((session,)) if seeded else earlier
-        begun, digest = contents.noise_block, self.noise.digest
-        goes_on = begun is not None and begun[1] == digest and known.covers(contents.noise_sessions)
-        ring = (known if goes_on else KeyRing(())).with_session(session)
-        if keys is not None and not seeded:
-            write_ring(ring, keys)
-        if not goes_on:
-            writer.noise_block(step, digest)
-        if not (goes_on and seeded):
-            writer.noise_session(session.step, session.name)
-        return (ring, begun[0], contents.noise_drawn) if goes_on and begun is not None else (ring, step, None)
 
     def _require_same_mechanism(self, header: dict[str, object]) -> None:
         planned = {
             "event": replace(self.event, steps=self.event.bands).to_json(),
             "dataset_size": self.dataset_size,
-            "max_grad_norm": self.config.max_grad_norm,
+            "max_grad_norm": self.max_grad_norm,
             "planned_steps": self.steps,
             "delta": self.delta,
             **self._sampling_facts(),

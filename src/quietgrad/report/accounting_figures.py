@@ -11,6 +11,7 @@ import numpy as np
 from quietgrad.accounting.calibrate import noise_multiplier
 from quietgrad.accounting.envelope import envelope_cdf
 from quietgrad.accounting.hutch_envelope import hutch_envelope
+from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.accounting.scale_mixture import scale_mixture
 from quietgrad.facts import RandomizedClipping
 
@@ -30,7 +31,7 @@ def plot_sigma_against_sketch_dim(
     axis.plot(
         list(sketch_dims), [values[k] for k in sketch_dims], "o-", color="#1f5fa8", label="randomized, mixed envelope"
     )
-    axis.axhline(exact, color="#3a7d44", linestyle="--", label=f"exact clipping, {exact:.3f}")
+    axis.axhline(exact, color="#3a7d44", linestyle="--", label=f"exact clipping, {round_up(exact, 3)}")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(list(sketch_dims), [str(k) for k in sketch_dims])
@@ -40,7 +41,8 @@ def plot_sigma_against_sketch_dim(
     axis.set_xlabel("sketch dimension k")
     axis.set_ylabel("noise multiplier")
     axis.set_title(
-        f"epsilon = {target_epsilon:g}, delta = {target_delta:.0e}, q = {sample_rate:.4f}, T = {steps}", fontsize=10
+        f"epsilon = {target_epsilon:g}, delta = {round_up_to(target_delta, 2)}, q = {sample_rate:.4f}, T = {steps}",
+        fontsize=10,
     )
     axis.grid(alpha=0.25)
     axis.legend()

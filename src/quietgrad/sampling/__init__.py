@@ -1,6 +1,6 @@
 """Index batches together with the facts that the accountant needs."""
 
-from quietgrad.sampling.cyclic import CyclicPoissonSampler, deal
+from quietgrad.sampling.parts import deal
 from quietgrad.sampling.poisson import PoissonSampler
 
-__all__ = ["CyclicPoissonSampler", "PoissonSampler", "deal"]
+__all__ = ["PoissonSampler", "deal"]

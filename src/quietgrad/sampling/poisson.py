@@ -1,8 +1,13 @@
-"""Poisson sampling: every record enters a batch independently with the same probability, as the accountant assumes."""
+"""Poisson sampling: every record enters a batch by a coin of its own, as the accountant assumes.
+
+With more than one part step t draws from part t mod b (cyclic Poisson sampling). Two steps that may
+use the same record are then at least b apart, so with b-banded noise the contributions of one
+record meet disjoint rows of the mixing matrix.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,24 +16,54 @@ from quietgrad.checks import require_at_least, require_int, require_rate
 from quietgrad.randomness import RandomKey
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PoissonSampler:
-    """Batches by independent coin flips.
+    """Batches by independent coin flips, among all records or within the part whose turn it is.
 
     Attributes:
         dataset_size: N, records.
-        sample_rate: q; a batch has q N records on average, and may be empty. Its realised size is private.
+        sample_rate: q = B / N; within its part a record is drawn at rate min(1, b q). A batch may
+            be empty, and its realised size is private.
+        bands: b, parts that take turns; 1 is plain Poisson sampling.
+        parts: [N] from ``deal``; None for one part. With contents as identities private, and so are
+            their sizes: they say more of a record than that it is there. Dealt by index they follow
+            from N and b.
+
+    Raises:
+        ValueError, TypeError: naming the setting and the remedy.
     """
 
     dataset_size: int
     sample_rate: float
+    bands: int = 1
+    parts: NDArray[np.int64] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         require_int("dataset_size", self.dataset_size)
         require_at_least("dataset_size", self.dataset_size, 1, "there is nothing to train on")
         require_rate("sample_rate", self.sample_rate)
+        require_int("bands", self.bands)
+        require_at_least("bands", self.bands, 1, "1 is plain Poisson sampling")
+        if self.parts is None:
+            if self.bands > 1:
+                raise ValueError(f"bands={self.bands} needs parts; use quietgrad.sampling.deal")
+            return
+        if self.parts.shape != (self.dataset_size,):
+            raise ValueError(
+                f"parts has the shape {self.parts.shape} for {self.dataset_size} records; give one part a record"
+            )
+        if self.parts.min() < 0 or self.parts.max() >= self.bands:
+            raise ValueError(f"parts must be in 0 .. {self.bands - 1}; use quietgrad.sampling.deal")
+
+    @property
+    def participation_rate(self) -> float:
+        """min(1, b q)."""
+        return min(1.0, self.bands * self.sample_rate)
 
     def indices(self, key: RandomKey, step: int) -> NDArray[np.int64]:
-        """Sorted indices of step ``step``'s batch; the same for the same key and step. Private. Cost: O(N)."""
+        """Sorted indices of a step's batch; the same for the same key and step. Private. O(N)."""
         coins = key.generator("sampling", step).random(self.dataset_size)
-        return np.flatnonzero(coins < self.sample_rate)
+        drawn = coins < self.participation_rate
+        if self.parts is not None:
+            drawn &= self.parts == step % self.bands
+        return np.flatnonzero(drawn)

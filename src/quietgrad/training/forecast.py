@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from quietgrad.accounting import noise_multiplier
-from quietgrad.clipping.backward import PerExampleLoss
-from quietgrad.clipping.explain import explain
+from quietgrad.clipping.bound import BoundClipper
+from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.clipping.planner.explain import explain
 from quietgrad.facts import RandomizedClipping
 from quietgrad.plan import PrivacyPlan
-from quietgrad.training.models import trainable_count
 from quietgrad.training.prepare import Prepared
+from quietgrad.training.tasks.loaded import trainable_count
 
 
 def forecast(prepared: Prepared) -> dict[str, Any]:
@@ -43,7 +42,9 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
     if prepared.plan is not None:
         clipping = explain(prepared.plan.clipper, model, loss, batch)
         clipping["sketch"] |= _noise_of_a_sketch(prepared.plan)
-    seconds = min(_timed_step(prepared, model, loss, batch) for _ in range(3))
+    bound = None if prepared.plan is None else prepared.plan.clipper.bind(model, loss)
+    # The guard looks at the first one, and at one of five hundred later.
+    seconds = min(_timed_step(prepared, bound, model, loss, batch) for _ in range(3))
     examples = prepared.expected_batch_size * prepared.steps
     record: dict[str, Any] = {
         "private": prepared.plan is not None,
@@ -65,31 +66,29 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
             "noise_multiplier": plan.noise_multiplier,
             "sample_rate": plan.event.sample_rate,
             "neighbouring": plan.neighbouring,
+            "data_declared_public": plan.data_are_public,
         }
     return record
 
 
 def _noise_of_a_sketch(plan: PrivacyPlan) -> dict[str, float]:
     """The noise multiplier that sketched norms would need for the same guarantee; nothing where the multiplier was given."""
-    config = plan.config
-    if config.target_epsilon is None or isinstance(plan.event.clipping, RandomizedClipping):
+    if isinstance(plan.event.clipping, RandomizedClipping):
         return {}
-    sketched = replace(plan.event, clipping=RandomizedClipping(config.sketch_dim))
-    sigma = noise_multiplier(
-        config.target_epsilon,
-        plan.delta,
-        sample_rate=sketched.sample_rate,
-        steps=sketched.steps,
-        clipping=sketched.clipping,
-        bands=sketched.bands,
-    )
-    return {"noise_multiplier": sigma}
+    sigma = plan.multiplier_for(clipping=RandomizedClipping(plan.clipper.sketch_dim))
+    return {} if sigma is None else {"noise_multiplier": sigma}
 
 
-def _timed_step(prepared: Prepared, model: nn.Module, loss: PerExampleLoss, batch: dict[str, torch.Tensor]) -> float:
+def _timed_step(
+    prepared: Prepared,
+    bound: BoundClipper | None,
+    model: nn.Module,
+    loss: PerExampleLoss,
+    batch: dict[str, torch.Tensor],
+) -> float:
     started = time.perf_counter()
-    if prepared.plan is not None:
-        prepared.plan.clipper.clip(model, loss, batch)
+    if bound is not None:
+        bound.clip(batch, step=2)
     else:
         loss(model, batch).sum().backward()
         model.zero_grad()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quietgrad.denoising import SpectralAdamW, SpectralDenoiser, SpectralSGD
+from quietgrad.denoising import MomentumRule, SpectralAdamW, SpectralSGD
 from quietgrad.noise.noisy_sum import NoisySum
-from quietgrad.training.tables import DenoisingTable, OptimizerTable
+from quietgrad.training.settings.tables import OptimizerTable
 
 LAST_RATE = 0.05  # share of the learning rate that is left at the last step
 
@@ -29,43 +29,26 @@ def head_parameter_names(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if id(p) not in below}
 
 
-def build_denoiser(table: DenoisingTable) -> SpectralDenoiser | None:
-    """The denoiser that a configuration asks for; None for none."""
-    if table.method == "none":
-        return None
-    if table.method == "paper":
-        return SpectralDenoiser.paper(kappa=table.kappa, embeddings=table.embeddings)
-    return SpectralDenoiser(
-        kappa=table.kappa,
-        target=table.target,  # type: ignore[arg-type]
-        embeddings=table.embeddings,
-        amplify=table.amplify or None,
-        delay=None if table.delay < 0 else table.delay,
-        persistence=None if table.persistence else False,
-    )
+def step_on_release(optimizer: torch.optim.Optimizer, noisy: NoisySum | None) -> None:
+    """One update from ``.grad``, or from the release where the optimiser denoises its moment.
 
-
-def step_on_release(
-    optimizer: torch.optim.Optimizer,
-    denoiser: SpectralDenoiser | None,
-    model: nn.Module,
-    noisy: NoisySum,
-    expected_batch_size: float,
-) -> None:
-    """One update from one released sum, denoised where and as the denoiser says."""
+    Args:
+        optimizer: from ``build_optimizer``.
+        noisy: what ``PrivateRun.backward`` returned; None without privacy.
+    """
     if isinstance(optimizer, SpectralAdamW | SpectralSGD):
-        optimizer.step(noisy, expected_batch_size)
-        return
-    released = noisy if denoiser is None else denoiser.denoise(noisy, model)
-    released.write_gradients(model, expected_batch_size)
-    optimizer.step()
+        optimizer.step(noisy)
+    else:
+        optimizer.step()
     optimizer.zero_grad()
 
 
 def build_optimizer(
-    model: nn.Module, table: OptimizerTable, steps: int, denoiser: SpectralDenoiser | None = None
+    model: nn.Module, table: OptimizerTable, steps: int, rule: MomentumRule | None = None
 ) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
     """The optimiser, and a function that sets its learning rates for a step (0-based).
+
+    With a ``rule`` the optimiser is one that acts by it.
 
     Linear warm-up over ``warmup_steps``, then linear decay or none; a function of the step number, so a resumed run goes on where it was.
     """
@@ -76,13 +59,12 @@ def build_optimizer(
     head_rate = table.learning_rate if table.head_learning_rate is None else table.head_learning_rate
     groups = [{"params": p, "lr": rate} for p, rate in ((body, table.learning_rate), (head, head_rate)) if p]
     optimizer: torch.optim.Optimizer
-    if denoiser is not None and denoiser.target == "momentum":
+    if rule is not None:
         if table.name == "adamw":
-            optimizer = SpectralAdamW(model, denoiser, weight_decay=table.weight_decay, groups=groups)
+            optimizer = SpectralAdamW(model, rule, weight_decay=table.weight_decay, groups=groups)
         else:
-            optimizer = SpectralSGD(
-                model, denoiser, table.learning_rate, table.momentum, table.weight_decay, groups=groups
-            )
+            rate, momentum, decay = table.learning_rate, table.momentum, table.weight_decay
+            optimizer = SpectralSGD(model, rule, rate, momentum, decay, groups=groups)
     elif table.name == "adamw":
         optimizer = torch.optim.AdamW(groups, weight_decay=table.weight_decay)
     else:

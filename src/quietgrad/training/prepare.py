@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from quietgrad.clipping.refusals import refuse_cross_example_layers
-from quietgrad.clipping.verify import verify_clipping
-from quietgrad.noise.mixing import MixingMatrix
+from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
+from quietgrad.clipping.soundness.verify import verify_clipping
+from quietgrad.noise.correlation.mixing import MixingMatrix
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
-from quietgrad.randomness import RandomKey
-from quietgrad.sampling import CyclicPoissonSampler, PoissonSampler
+from quietgrad.plan.seeds import root_key
+from quietgrad.sampling import PoissonSampler
 from quietgrad.tensors import trainable_parameters
-from quietgrad.training.config import TrainConfig
-from quietgrad.training.feature_cache import FeatureCache, build_feature_cache
-from quietgrad.training.generation import answer_loss
-from quietgrad.training.image_data import LabelledImages
-from quietgrad.training.metrics import MEAN_AUC, TOKEN_ACCURACY, Metric, dividing, metric_for
-from quietgrad.training.models import LoadedModel
-from quietgrad.training.noise_settings import check_spectrum, noise_settings
-from quietgrad.training.prefix_cache import PrefixCache, build_prefix_cache
-from quietgrad.training.public_head import draw_random_head, fit_public_head
-from quietgrad.training.public_weights import check_public_weights
-from quietgrad.training.records import Records, classification_loss, spread
-from quietgrad.training.tasks import Task, load_model, load_task
-from quietgrad.training.text_batches import TokenisedTexts, every_other
+from quietgrad.training.files.provenance import Record, check_start
+from quietgrad.training.precision import precision_context, precision_of
+from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.settings.noise import check_spectrum, noise_settings
+from quietgrad.training.tasks.images.public_weights import check_public_weights
+from quietgrad.training.tasks.loaded import LoadedModel
+from quietgrad.training.tasks.metrics import MEAN_AUC, Metric, dividing
+from quietgrad.training.tasks.records import Records, spread
+from quietgrad.training.tasks.registry import load_task
+from quietgrad.training.tasks.task import Task
 
-EVALUATION_BATCH = 256
 # The fast path may differ from the slow oracle by rounding only.
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 1e-1}
 
@@ -50,6 +47,7 @@ class Prepared:
         sampler: the batches, the same with and without privacy.
         steps: T.
         device: where the model is.
+        started_from: what the outputs of earlier runs that it starts from say of themselves.
     """
 
     config: TrainConfig
@@ -59,9 +57,10 @@ class Prepared:
     test: Records
     model: LoadedModel
     plan: PrivacyPlan | None
-    sampler: PoissonSampler | CyclicPoissonSampler
+    sampler: PoissonSampler
     steps: int
     device: torch.device
+    started_from: tuple[Record, ...] = ()
 
     @property
     def expected_batch_size(self) -> float:
@@ -71,18 +70,17 @@ class Prepared:
 
     @property
     def metric(self) -> Metric:
-        """What the classifier is judged by."""
-        return TOKEN_ACCURACY if self.config.task.kind == "generate" else metric_for(self.validation.labels)
+        """What the model is judged by."""
+        return self.task.metric(self.validation)
 
     @property
     def evaluation_batch(self) -> int:
-        """Records of a batch without gradients: of a language model no more than in training, for its outputs are as wide as its vocabulary."""
-        return self.config.clipping.max_physical_batch_size if self.config.task.kind == "generate" else EVALUATION_BATCH
+        """Records of a batch without gradients."""
+        return self.task.evaluation_batch(self.config)
 
     def loss(self) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
         """(model, micro-batch) -> [examples], under autocast where the config asks for it; from inputs or cached states alike."""
-
-        per_example = answer_loss if self.config.task.kind == "generate" else classification_loss
+        per_example = self.task.loss
 
         def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             with precision_context(self.config, self.device):
@@ -90,58 +88,25 @@ class Prepared:
 
         return loss
 
-    def prefix_cache(self, records: Records | None = None) -> PrefixCache | FeatureCache | None:
+    def prefix_cache(self, records: Records | None = None) -> Any:
         """States of the training records (or others) below the lowest trainable part, computed once.
 
         None where that does not apply or is switched off.
         """
-        wanted = self.train if records is None else records
         if not self.config.training.cache_frozen_layers:
             return None
-        if isinstance(wanted, LabelledImages):
-            with precision_context(self.config, self.device):
-                return build_feature_cache(self.model.classifier, wanted, self.device)
-        if not isinstance(wanted, TokenisedTexts):
-            return None
-        assert isinstance(self.validation, TokenisedTexts)
-        return build_prefix_cache(
-            self.model.classifier,
-            wanted,
-            self.validation,
-            self.device,
-            lambda: precision_context(self.config, self.device),
-        )
+        wanted = self.train if records is None else records
+        return self.task.cache(self.config, self.model.classifier, wanted, self.validation, self.device)
 
-
-def precision_context(config: TrainConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Autocast to bfloat16 where ``training.precision`` asks for it."""
-    if precision_of(config, device) == "bfloat16":
-        return torch.autocast(device.type, torch.bfloat16)
-    return contextlib.nullcontext()
-
-
-def precision_of(config: TrainConfig, device: torch.device) -> str:
-    """What "auto" means on this machine: bfloat16 where the processor multiplies in it."""
-    if config.training.precision != "auto":
-        return config.training.precision
-    if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
-    if device.type == "cpu":
-        return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() and _has_bfloat16_units() else "float32"
-    return "float32"
-
-
-def _has_bfloat16_units() -> bool:
-    # Without them bfloat16 is emulated, and slower than float32.
-    return _cpu_flag("avx512_bf16") or _cpu_flag("amx_bf16")
-
-
-def _cpu_flag(flag: str) -> bool:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return any(flag in line.split() for line in file if line.startswith("flags"))
-    except OSError:
-        return False
+    def micro_batches(self, indices: NDArray[np.int64], cache: Any) -> Iterator[dict[str, Tensor]]:
+        """The training records at ``indices`` in micro-batches that are cheap to make, from their cached
+        states where there are some. For no record one empty micro-batch: it is a step like others."""
+        source = self.train if cache is None else cache
+        if not len(indices):
+            yield source.collate(indices, self.device)
+        size = self.config.clipping.max_physical_batch_size
+        for part in self.train.micro_batch_indices(indices, size):
+            yield source.collate(part, self.device)
 
 
 def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared:
@@ -152,7 +117,8 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
     """
     device = _device(config.training.device)
     task = load_task(config)
-    check_public_weights(config.model.weights, task.record_ids, task.image_shape)
+    check_public_weights(config.model.weights, task.record_ids, task.form)
+    started_from = start_of(config)
     # The plan is built before the model is loaded: its mistakes are cheaper to find.
     plan = build_plan(config, task.record_ids, mixing)
     if plan is None:
@@ -162,20 +128,13 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
         sampler, steps = reference.sampler, reference.steps
     else:
         sampler, steps = plan.sampler, plan.steps
-    key = RandomKey.from_entropy() if config.training.seed is None else RandomKey.from_seed(config.training.seed)
+    key = root_key(config.training.seed)
     torch.manual_seed(key.words("initialisation", 0)[0] & (2**63 - 1))
-    model, (train, validation, test) = load_model(config, task, device)
-    if config.model.public_head_steps:
-        assert isinstance(validation, TokenisedTexts)
-        fitted, validation = every_other(validation)  # accuracy on records that the head was fitted to would say little
-        with precision_context(config, device):
-            fit_public_head(model.classifier, fitted, device, config.model.public_head_steps)
-    if config.model.random_head:
-        draw_random_head(model.classifier)
+    model, (train, validation, test) = task.read(config, device)
     trainable_parameters(model.classifier)
     refuse_cross_example_layers(model.classifier)
-    check_spectrum(config, model.classifier, task.record_ids, task.image_shape)
-    prepared = Prepared(config, task, train, validation, test, model, plan, sampler, steps, device)
+    check_spectrum(config, model.classifier, task.record_ids, task.form)
+    prepared = Prepared(config, task, train, validation, test, model, plan, sampler, steps, device, started_from)
     if prepared.metric is MEAN_AUC:
         every = config.training.eval_records
         scheduled = validation.subset(spread(validation, every)) if every else validation
@@ -183,6 +142,12 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
             if not dividing(part.labels).any():
                 raise ValueError(f"no label divides the {len(part)} {name}, so they have no mean AUC; use more")
     return prepared
+
+
+def start_of(config: TrainConfig) -> tuple[Record, ...]:
+    """What the outputs of earlier runs that a configuration starts from say of themselves; a start that would not be covered is refused."""
+    protect = config.privacy.enabled and not config.data.public
+    return check_start(config.model.name, config.model.weights, config.model.accept_start, protect)
 
 
 def build_plan(
@@ -197,6 +162,7 @@ def build_plan(
 def _privacy_config(config: TrainConfig, mixing: MixingMatrix | None, plain: bool = False) -> PrivacyConfig:
     return PrivacyConfig(
         **({} if plain else noise_settings(config, mixing)),
+        denoiser=None if plain else config.denoising.gradient_rule,
         target_epsilon=config.privacy.target_epsilon,
         target_delta=config.privacy.target_delta,
         noise_multiplier=config.privacy.noise_multiplier,
@@ -208,6 +174,7 @@ def _privacy_config(config: TrainConfig, mixing: MixingMatrix | None, plain: boo
         sketch_dim=config.clipping.sketch_dim,
         max_physical_batch_size=config.clipping.max_physical_batch_size,
         seed=config.training.seed,
+        data_are_public=config.data.public or plain,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.accounting import epsilon
-from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.durable import write_whole
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan import PrivateRun
-from quietgrad.randomness import RandomKey
+from quietgrad.plan.seeds import root_key
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.evaluation import final_metrics, score_of
-from quietgrad.training.metrics import ACCURACY
-from quietgrad.training.models import parameter_digest, save_classifier, trainable_count
-from quietgrad.training.noise_state import forget_keys, start_private
-from quietgrad.training.optimizers import build_denoiser, build_optimizer, step_on_release
+from quietgrad.training.files.checkpoint import restore_checkpoint, save_checkpoint
+from quietgrad.training.files.noise_state import NoiseKeeper, forget_keys, start_private, without_seed
+from quietgrad.training.files.provenance import Record, provenance, start_warnings
+from quietgrad.training.files.run_dir import RunDir, environment
+from quietgrad.training.optimizers import build_optimizer, step_on_release
 from quietgrad.training.prepare import Prepared
-from quietgrad.training.records import Records, spread
-from quietgrad.training.run_dir import RunDir, environment
+from quietgrad.training.tasks.loaded import parameter_digest, trainable_count
+from quietgrad.training.tasks.metrics import ACCURACY
+from quietgrad.training.tasks.records import Records, spread
+
+# Validation records that the clipper's guard examines.
+GUARDED_RECORDS = 32
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,13 @@ class Outcome:
     interrupted: bool
 
 
-def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[Progress], None]) -> Outcome:
+def train(
+    prepared: Prepared,
+    run_dir: RunDir,
+    resume: bool,
+    report: Callable[[Progress], None],
+    say: Callable[[str], None] = warnings.warn,
+) -> Outcome:
     """Runs all steps that remain.
 
     Args:
@@ -54,27 +66,31 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
         run_dir: from ``open_run_dir``.
         resume: go on from the directory's checkpoint; releases that the ledger holds beyond it are spent, and not made up for.
         report: called after every step with public facts.
+        say: called with a line on what a resume found and went on without.
 
     Returns:
         The result record, also written to the run directory.
 
     Raises:
-        ValueError: a resume with changed privacy settings.
-        RuntimeError: if no trainable tensor moved, or a frozen one did.
+        ValueError: a resume with changed privacy settings or without its ledger; a directory that is in use.
+        RuntimeError: if the ledger can no longer be written, no trainable tensor moved, or a frozen one did.
     """
     classifier = prepared.model.classifier
     loop = _Loop(prepared, run_dir)
-    if not resume:
-        run_dir.config.write_text(prepared.config.to_toml(), encoding="utf-8")
-    private = start_private(prepared.plan, run_dir) if prepared.plan is not None else None
     with contextlib.ExitStack() as stack:
+        # Locked first, written after; what was seen before the lock may have changed.
+        stack.enter_context(run_dir.locked())
+        run_dir.require_state(resume)
+        if not resume:
+            write_whole(run_dir.config, without_seed(prepared.config).to_toml().encode())
+        private = start_private(prepared.plan, run_dir, resume) if prepared.plan is not None else None
         if private is not None:
             stack.enter_context(private)
         if resume and private is None and run_dir.ledger.exists():
             raise ValueError(
                 f"cannot resume {str(run_dir.path)!r} without privacy: it is a private run; set privacy.enabled=true, or begin a new run directory"
             )
-        done, made = loop.restore() if resume else 0, 0
+        done, made = loop.restore(say) if resume else 0, 0
         if private is not None:
             if private.released < done:
                 raise ValueError(
@@ -83,15 +99,19 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
                 )
             # Releases that the ledger holds beyond the checkpoint are spent: training goes on at the next number.
             done = max(done, private.released)
+        keeper, seeds = NoiseKeeper(private), model_seeds(prepared, private)
         run_dir.write_json(run_dir.environment, environment())
         before = parameter_digest(classifier)
         stop = stack.enter_context(_stop_on_signal())
         shown = _ShownEpsilon(prepared)
+        if private is not None:
+            loop.guard_on_public_records(private)
         batches = private.batches() if private is not None else _plain_batches(prepared, done)
         for indices in batches:
             step = private.released if private is not None else done
+            torch.manual_seed(seeds(step))
             if private is not None:
-                loop.advance(step, loop.released_gradients(private, indices))
+                loop.advance(step, loop.private_gradients(private, indices))
             else:
                 loop.plain_gradients(indices)
                 loop.advance(step, None)
@@ -100,6 +120,7 @@ def train(prepared: Prepared, run_dir: RunDir, resume: bool, report: Callable[[P
             report(Progress(done, prepared.steps, shown.at(done), score))
             if done % prepared.config.training.checkpoint_every == 0 or stop.requested:
                 loop.save(done)
+                keeper.keep(stop.requested)
             if stop.requested and done < prepared.steps:
                 return Outcome(_summary(prepared, run_dir, done, None), interrupted=True)
         loop.save(done)
@@ -120,43 +141,35 @@ class _Loop:
         self.trained: nn.Module = self.model if self.cache is None else self.cache.upper
         self.loss = prepared.loss()
         config = prepared.config
-        self.denoiser = build_denoiser(config.denoising) if prepared.plan is not None else None
-        self.optimizer, self.schedule = build_optimizer(self.trained, config.optimizer, prepared.steps, self.denoiser)
+        rule = config.denoising.momentum_rule if prepared.plan is not None else None
+        built = build_optimizer(self.trained, config.optimizer, prepared.steps, rule)
+        self.optimizer, self.schedule = built
         every = prepared.config.training.eval_records
         self.eval_part = (
             prepared.validation.subset(spread(prepared.validation, every)) if every else prepared.validation
         )
 
-    def micro_batches(self, indices: Any) -> Iterator[dict[str, Tensor]]:
-        size = self.prepared.config.clipping.max_physical_batch_size
-        for part in self.prepared.train.micro_batch_indices(indices, size):
-            yield self.collate(part)
+    def guard_on_public_records(self, private: PrivateRun) -> None:
+        """The clipper's guard looks at validation records, so that its refusal says nothing of private ones. Where training starts from cached states there are none: the library's own upper part is examined on its batches."""
+        count = min(len(self.prepared.validation), GUARDED_RECORDS)
+        if self.cache is None and count > 1:
+            batch = self.prepared.validation.collate(spread(self.prepared.validation, count), self.prepared.device)
+            private.check(self.trained, self.loss, batch)
 
-    def released_gradients(self, private: PrivateRun, indices: Any) -> NoisySum:
-        total: ClippedSum | None = None
-        for batch in self.micro_batches(indices):
-            part = private.clip(self.trained, self.loss, batch)
-            total = part if total is None else total + part
-        if total is None:  # an empty batch is a legal step: its sum is zero, and it gets noise like any other
-            total = private.clip(self.trained, self.loss, self.collate(indices))
-        return private.release(total)
+    def private_gradients(self, private: PrivateRun, indices: Any) -> NoisySum:
+        batches = self.prepared.micro_batches(indices, self.cache)
+        return private.backward(self.trained, self.loss, batches)
 
     def plain_gradients(self, indices: Any) -> None:
         self.optimizer.zero_grad()
-        for batch in self.micro_batches(indices):
+        if not len(indices):  # no gradient, rather than a zero one: a moment stays as it is
+            return
+        for batch in self.prepared.micro_batches(indices, self.cache):
             (self.loss(self.trained, batch).sum() / self.prepared.expected_batch_size).backward()
-
-    def collate(self, indices: Any) -> dict[str, Tensor]:
-        source = self.prepared.train if self.cache is None else self.cache
-        return source.collate(indices, self.prepared.device)
 
     def advance(self, step: int, noisy: NoisySum | None) -> None:
         self.schedule(step)
-        if noisy is not None:
-            step_on_release(self.optimizer, self.denoiser, self.trained, noisy, self.prepared.expected_batch_size)
-        else:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        step_on_release(self.optimizer, noisy)
 
     def score(self, part: Records) -> float:
         return score_of(self.prepared, self.model, part)
@@ -173,61 +186,34 @@ class _Loop:
         }
         if private is not None:
             record["epsilon"] = private.epsilon()
+            if self.prepared.config.data.public:
+                record["data_declared_public"] = True
         self.run_dir.append_metrics(record)
         return score
 
     def save(self, done: int) -> None:
-        trainable = {name: p.detach().cpu() for name, p in trainable_parameters(self.model).items()}
-        state = {
-            "step": done,
-            "trainable": trainable,
-            "fixed_head": {name: p.detach().cpu() for name, p in _fixed_head(self.model).items()},
-            "optimizer": self.optimizer.state_dict(),
-            "torch_rng": torch.get_rng_state(),
-        }
-        temporary = self.run_dir.checkpoint.with_suffix(".tmp")
-        torch.save(state, temporary)
-        temporary.replace(self.run_dir.checkpoint)
+        save_checkpoint(self.run_dir, self.model, self.optimizer, done)
 
-    def restore(self) -> int:
-        if not self.run_dir.checkpoint.is_file():
-            return 0  # stopped before the first checkpoint: the ledger still counts what was released
-        state = torch.load(self.run_dir.checkpoint, weights_only=True)
-        parameters = trainable_parameters(self.model)
-        shapes = {name: p.shape for name, p in parameters.items()}
-        if shapes != {name: value.shape for name, value in state["trainable"].items()}:
-            raise ValueError(
-                "resume with a changed model: its trainable parameters are not those of the checkpoint; use the settings of the first start"
-            )
-        with torch.no_grad():
-            for name, value in state["trainable"].items():
-                parameters[name].copy_(value)
-            for name, value in state.get("fixed_head", {}).items():
-                _fixed_head(self.model)[name].copy_(value)
-        try:
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (KeyError, ValueError) as error:
-            raise ValueError(
-                "resume with a changed optimiser: its state is not that of the checkpoint; use the settings of the first start"
-            ) from error
-        torch.set_rng_state(state["torch_rng"])
-        return int(state["step"])
+    def restore(self, say: Callable[[str], None]) -> int:
+        return restore_checkpoint(self.run_dir, self.model, self.optimizer, say)
 
     def finish(self, done: int) -> dict[str, Any]:
         prepared, run_dir = self.prepared, self.run_dir
         metrics = final_metrics(prepared)
-        save_classifier(prepared.model, prepared.task.label_names, run_dir.model)
+        prepared.task.save(prepared.model, run_dir.model, trained_on(prepared, done))
         result = _summary(prepared, run_dir, done, metrics)
         run_dir.write_json(run_dir.result, result)
         return result
 
 
-def _fixed_head(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of a frozen head: drawn at random or fitted before training began, so that a resumed run could not make them again."""
-    head = getattr(model, "head", None)
-    if not isinstance(head, nn.Module):
-        return {}
-    return {name: p for name, p in head.named_parameters() if not p.requires_grad}
+def trained_on(prepared: Prepared, done: int) -> Record:
+    """What the saved model says of its training."""
+    plan, config = prepared.plan, prepared.config
+    facts = None
+    if plan is not None:
+        spent = {"epsilon": _epsilon_so_far(prepared, done), "delta": plan.delta, "steps": done}
+        facts = {**spent, "neighbouring": plan.neighbouring}
+    return provenance(config.data.source, facts, config.data.public, prepared.started_from)
 
 
 def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, float] | None) -> dict[str, Any]:
@@ -245,11 +231,16 @@ def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, 
         "trainable_parameters": trainable_count(prepared.model.classifier),
         "records": {"train": len(prepared.train), "validation": len(prepared.validation), "test": len(prepared.test)},
     }
+    if prepared.config.data.public:
+        result["data_declared_public"] = True
+    if prepared.started_from:
+        result["started_from"] = list(prepared.started_from)
+        result["start_warnings"] = start_warnings(prepared.started_from)
     if plan is not None:
         result["noise_multiplier"] = plan.noise_multiplier
         result["sample_rate"] = plan.event.sample_rate
         result["neighbouring"] = plan.neighbouring
-        if plan.config.seed is not None:
+        if plan.seed is not None and not prepared.config.data.public:
             result["seed_warning"] = (
                 "the noise is reproducible from the seed: the guarantee holds only if the seed stays secret and serves one run"
             )
@@ -287,9 +278,20 @@ class _ShownEpsilon:
         return self._known[step]
 
 
+def model_seeds(prepared: Prepared, private: PrivateRun | None) -> Callable[[int], int]:
+    """Step -> what torch's own generators are seeded with before it, for what the model draws (dropout).
+
+    Keyed by step, they hold no state that a resume would have to save: a saved state would give away the masks, and how many were drawn, which is how many records were in the batches.
+    The generators are those of the process, which belongs to the training loop; ``PrivateRun`` itself leaves them alone.
+    """
+    if private is not None:
+        return lambda step: private.model_seed()
+    key = root_key(prepared.config.training.seed)
+    return lambda step: key.words("model", step)[0] >> 1
+
+
 def _plain_batches(prepared: Prepared, done: int) -> Iterator[Any]:
-    seed = prepared.config.training.seed
-    key = RandomKey.from_entropy() if seed is None else RandomKey.from_seed(seed)
+    key = root_key(prepared.config.training.seed)
     for step in range(done, prepared.steps):
         yield prepared.sampler.indices(key, step)
 

@@ -11,15 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quietgrad.clipping import per_example_norms
+from quietgrad.clipping import Clipper
 from quietgrad.curvature import CurvatureOperator, Spectrum, automatic_tail_index, positive_part, top_eigenvalues
 from quietgrad.curvature.pretraining import fit_to_labels, made_up_labels, simclr
 from quietgrad.curvature.spectrum import record_hash
 from quietgrad.tensors import trainable_parameters
-from quietgrad.training.config import TrainConfig
-from quietgrad.training.feature_cache import HeadOnFeatures, embeddings
-from quietgrad.training.image_data import LabelledImages
-from quietgrad.training.image_models import (
+from quietgrad.training.files.run_dir import environment
+from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.tasks.images.data import LabelledImages
+from quietgrad.training.tasks.images.feature_cache import HeadOnFeatures, embeddings
+from quietgrad.training.tasks.images.models import (
     HUGGING_FACE,
     IMAGE_MODELS,
     RANDOM_FEATURES,
@@ -27,11 +28,11 @@ from quietgrad.training.image_models import (
     is_image_model,
     load_image_classifier,
 )
-from quietgrad.training.models import Tuning
-from quietgrad.training.public_weights import save_public_weights
-from quietgrad.training.records import classification_loss
-from quietgrad.training.run_dir import environment
-from quietgrad.training.tasks import Task, load_task, load_unlabelled_images
+from quietgrad.training.tasks.images.public_weights import save_public_weights
+from quietgrad.training.tasks.images.task import ImagesTask, load_unlabelled_images
+from quietgrad.training.tasks.loaded import Tuning
+from quietgrad.training.tasks.records import classification_loss
+from quietgrad.training.tasks.registry import load_task
 
 BATCH = 250  # images of one product's part; of a pretrained model clipping.max_physical_batch_size, if that is less
 HELD_OUT = "held-out"
@@ -63,12 +64,13 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
             "quietgrad.curvature.CurvatureOperator and Spectrum.save, or use noise.method='banded'"
         )
     task = load_task(config)
+    assert isinstance(task, ImagesTask)
     public = public_images(config, task)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shared = set(public.record_ids) & set(task.record_ids)
     if shared:
         raise ValueError(
-            f"{len(shared)} of the public images are among the private training records; a spectrum of private data is not accounted for: take other images (spectrum.public)"
+            "public images are among the private training records; a spectrum of private data is not accounted for: take other images (spectrum.public)"
         )
     torch.manual_seed(table.public_seed)
     model = _model(config, public, len(task.label_names)).to(device)
@@ -91,7 +93,6 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
     labels: np.ndarray[Any, Any] = made_up_labels(
         nn.Identity(), features, len(task.label_names), table.made_up_labels, table.public_seed
     )
-    assert isinstance(task.splits.train, LabelledImages)
     if task.splits.train.labels.ndim == 2:  # several labels a record: the loss is another, and so is its Hessian
         labels = np.eye(len(task.label_names), dtype=np.float32)[labels]
     fit_to_labels(top, list(model.head.parameters()), features, labels, table.head_epochs, seed=table.public_seed)
@@ -124,14 +125,13 @@ def _model(config: TrainConfig, public: LabelledImages, labels: int) -> ImageCla
     return load_image_classifier(name, tuple(public.pixels.shape[1:]), labels, tuning)
 
 
-def public_images(config: TrainConfig, task: Task) -> LabelledImages:
+def public_images(config: TrainConfig, task: ImagesTask) -> LabelledImages:
     """The images that [spectrum] names: set aside from the training data, or another data set.
 
     Raises:
         ValueError: if there are none, or they do not have the private images' form.
     """
     table = config.spectrum
-    assert isinstance(task.splits.train, LabelledImages)
     if table.public == HELD_OUT:
         if task.public is None or not len(task.public):
             raise ValueError(
@@ -177,7 +177,8 @@ def _spectrum(
     report(f"the {wanted} largest eigenvalues")
     top = top_eigenvalues(operator, wanted, seed=table.public_seed)
     tail = automatic_tail_index(top.values, positive.mass, size, table.tail_value)
-    norms = torch.cat([per_example_norms(model, classification_loss, batch) for batch in batches]).cpu().numpy()
+    bound = Clipper(1.0, "exact").bind(model, classification_loss)
+    norms = torch.cat([bound.norms(batch) for batch in batches]).cpu().numpy()
     facts = {
         # How clipping shortens gradients is part of how their sum answers to a change of the weights.
         "gradient_norm_quantiles": [float(q) for q in np.quantile(norms, np.linspace(0, 1, 101))],

@@ -1,0 +1,83 @@
+"""What the many runs of an audit train: a model so small that thousands of runs take seconds, or one of the user's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.plan import PrivacyPlan
+from quietgrad.tensors import Batch, batch_size_of, map_tensors, tensors_of
+
+INPUTS, OUTPUTS = 8, 4
+LENGTH = 10.0  # of every gradient, in units of C
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model, the records that the attacker knows, and the canary.
+
+    Attributes:
+        model, per_example_loss: as for ``PrivateRun.clip``.
+        records: records 0 .. N - 2 of the plan's data set.
+        canary: one example, record N - 1. Read for input canaries; a gradient canary takes its place but not its gradient.
+    """
+
+    model: nn.Module
+    per_example_loss: PerExampleLoss
+    records: Batch
+    canary: Batch
+
+    @property
+    def known(self) -> int:
+        """N - 1, records beside the canary."""
+        return batch_size_of(self.records)
+
+    def require(self, plan: PrivacyPlan) -> None:
+        """Refuses records that are not the plan's."""
+        known, one = self.known, batch_size_of(self.canary)
+        if known != plan.dataset_size - 1 or one != 1:
+            raise ValueError(
+                f"the stage has {known} records and {one} canaries; the plan is for {plan.dataset_size} records, the last of which is the canary: give one fewer, and one canary"
+            )
+
+    def choose(self, indices: Tensor, with_canary: bool) -> Batch:
+        """The records at ``indices``, and the canary after them."""
+        canaries = iter(list(tensors_of(self.canary)))
+
+        def pick(records: Tensor) -> Tensor:
+            canary = next(canaries)
+            chosen = records[indices]
+            return torch.cat([chosen, canary]) if with_canary else chosen
+
+        return map_tensors(self.records, pick)
+
+
+def linear_stage(plan: PrivacyPlan) -> Stage:
+    """One linear layer and a loss that is linear in its output: every record's gradient is one outer product, the same at all weights, ten times as long as C.
+
+    Gradients of rank one, and no parameter beside the layer's weight, are where the sketched norm of a gradient varies most.
+    """
+    if plan.clipper.views > 1:
+        raise ValueError(
+            f"the plan averages {plan.clipper.views} views of a record, and the built-in stage has one; pass a Stage whose tensors have the shape [records, views, ...]"
+        )
+    generator = torch.Generator().manual_seed(0)  # made-up public records
+    model = nn.Linear(INPUTS, OUTPUTS, bias=False)
+    scale = LENGTH * plan.max_grad_norm / (INPUTS * OUTPUTS) ** 0.5
+
+    def made(count: int) -> tuple[Tensor, Tensor]:
+        inputs = torch.randint(0, 2, (count, INPUTS), generator=generator) * 2.0 - 1.0
+        targets = torch.randint(0, 2, (count, OUTPUTS), generator=generator) * 2.0 - 1.0
+        return inputs, targets * scale
+
+    return Stage(model, weighted_outputs, made(plan.dataset_size - 1), made(1))
+
+
+def weighted_outputs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """[examples] sums of outputs times given weights."""
+    inputs, weights = batch
+    product: Tensor = model(inputs) * weights
+    return product.sum(1)

@@ -1,0 +1,101 @@
+"""``quietgrad audit``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from quietgrad.cli.output import console, fail, print_json, print_table
+from quietgrad.training.settings.config import load_config
+
+
+def run_audit(
+    config_path: Path | None,
+    overrides: list[str],
+    kind: str,
+    canaries: int,
+    confidence: float,
+    figure: Path | None,
+    as_json: bool,
+) -> None:
+    """See ``quietgrad audit --help``."""
+    target = console(as_json)
+    if figure is not None:
+        _require_place(figure)
+    config = load_config(config_path, overrides)
+    started = time.monotonic()
+    from quietgrad.auditing.report import MEANING
+    from quietgrad.training.audited_run import audited_run
+
+    columns = (TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=target, refresh_per_second=2) as bar:
+        task = bar.add_task("training with canaries", total=None)
+        run = audited_run(
+            config, canaries, kind, confidence, lambda done, steps: bar.update(task, completed=done, total=steps)
+        )
+    report, plan = run.report, run.plan
+    record: dict[str, Any] = report.to_json() | {
+        "records": run.records,
+        "score": {"metric": run.metric, "value": run.score},
+        "seconds": round(time.monotonic() - started, 1),
+        "figure": None if figure is None else str(figure),
+    }
+    if figure is not None:
+        from quietgrad.report.audit import audit_figure
+
+        points = [
+            (p.false_positive, p.false_positive_limits, p.false_negative, p.false_negative_limits)
+            for p in report.points
+        ]
+        title = f"{kind} canaries: epsilon = {report.claimed:.3g} claimed, above {report.lower_bound:.3g} shown (delta = {report.delta:.2g})"
+        audit_figure(plan.event, points, title, f"boxes: {100 * confidence:g} % limits of each rate", figure)
+    if as_json:
+        print_json(record)
+        return
+    print_table(
+        target,
+        "Audit of one training run",
+        [
+            ("claimed", f"epsilon = {report.claimed:.4f} at delta = {report.delta:.3g}, an upper bound"),
+            ("shown", f"epsilon > {report.lower_bound:.4f} with confidence {confidence:g} over all rows below"),
+            ("verdict", report.verdict),
+            (
+                "canaries",
+                f"{report.trials} ({kind}) beside {run.records} records; every canary in or out by a fair coin",
+            ),
+            ("mechanism", _mechanism(plan)),
+            (f"test {run.metric}", f"{run.score:.4f}, of the model that trained with canaries; it was not kept"),
+            *([] if figure is None else [("figure", str(figure))]),
+        ],
+    )
+    rows = [(f"{f.released}, {f.method}", _bound(f)) for f in report.findings]
+    print_table(target, f"Lower bounds on epsilon (each alone at confidence {confidence:g})", rows)
+    for note in (MEANING, *report.notes):
+        target.print(f"- {note}", markup=False, soft_wrap=True)
+
+
+def _mechanism(plan: Any) -> str:
+    claim = plan.clipper.claim.clipping
+    k = getattr(claim, "sketch_dim", None)
+    clipping = "exact clipping" if k is None else f"{plan.clipper.estimator} with k = {k}"
+    bands = "" if plan.event.bands == 1 else f", {plan.event.bands} bands"
+    return f"noise multiplier {plan.noise_multiplier:.4f}, rate {plan.event.sample_rate:.4f}, {plan.steps} steps, {clipping}{bands}"
+
+
+def _bound(finding: Any) -> str:
+    seen = finding.evidence
+    if hasattr(seen, "guesses"):
+        counts = f"{seen.correct} of {seen.guesses} guesses right, {seen.canaries - seen.guesses} canaries not guessed"
+    else:
+        counts = f"{seen.false_positives} of {seen.absent} absent called present, {seen.false_negatives} of {seen.present} present called absent"
+    return f"{finding.epsilon:.4f}   ({counts})" + ("   ABOVE THE CLAIM" if finding.refutes else "")
+
+
+def _require_place(figure: Path) -> None:
+    if figure.suffix.lower() != ".png":
+        fail(f"--figure={str(figure)!r} must end in .png: the figure is a PNG file", 2)
+    if not figure.absolute().parent.is_dir():
+        fail(f"--figure={str(figure)!r}: no such folder; make it, or name a file in one that is there", 2)

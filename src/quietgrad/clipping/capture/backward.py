@@ -1,0 +1,212 @@
+"""One forward and one backward pass under capture, and plain gradients of a loss, for every kind of gradient checkpointing.
+
+Autograd is asked for the root's gradient only (see ``capture``). Reentrant checkpointing forbids asking for chosen gradients; there the
+parameters are switched off for the pass and everything else is computed, which is the same work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad.clipping.capture.capture import Receiver, Recording, attach_frozen, captured
+from quietgrad.clipping.capture.escapes import never_called, not_expandable
+from quietgrad.clipping.capture.layout import Layout
+from quietgrad.tensors import Batch, batch_size_of
+
+Result = TypeVar("Result")
+
+PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
+
+
+@dataclass
+class Checkpointing:
+    """What was found out about a model's gradient checkpointing.
+
+    Attributes:
+        reentrant: calls of captured modules come without a graph, which is built in the backward pass.
+    """
+
+    reentrant: bool = False
+
+
+class _NeedsPlainBackward(Exception):
+    """Autograd cannot, or must not, be asked for chosen gradients."""
+
+
+def with_any_checkpointing(known: Checkpointing, work: Callable[[bool], Result]) -> Result:
+    """Runs ``work(reentrant)``, a second time with True if the first finds reentrant checkpointing; ``known`` remembers."""
+    if not known.reentrant:
+        try:
+            return work(False)
+        except _NeedsPlainBackward:
+            known.reentrant = True
+    return work(True)
+
+
+@contextlib.contextmanager
+def forward_captured(
+    model: nn.Module,
+    layout: Layout,
+    per_example_loss: PerExampleLoss,
+    batch: Batch,
+    receive: Receiver | None,
+    reentrant: bool,
+    switch_off: bool = True,
+) -> Iterator[tuple[Tensor, Recording]]:
+    """Runs the forward pass; the hooks stay for the backward passes inside the block.
+
+    Under reentrant checkpointing parameters are switched off, unless ``switch_off`` is False and their own gradients are wanted too.
+
+    Yields:
+        ([examples] losses, the recording).
+    """
+    n = batch_size_of(batch)
+    with contextlib.ExitStack() as stack:
+        if reentrant and switch_off:
+            stack.enter_context(_switched_off(layout))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(uncompiled(model))
+        recording = stack.enter_context(captured(layout, n, receive, attach_all=reentrant))
+        try:
+            losses = per_example_loss(model, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if recording.expanded:
+                raise not_expandable(sorted(recording.expanded)[0]) from error
+            raise
+        recording.in_forward = False
+        if recording.hidden and not reentrant:
+            raise _NeedsPlainBackward
+        require_per_example(losses, n)
+        yield losses, recording
+
+
+@contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Modules compiled by ``torch.compile`` run as they were written: hooks see nothing of compiled code."""
+    # Nothing can be compiled in a process that has not imported the compiler.
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is None or not any(_is_compiled(module) for module in model.modules()):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+@contextlib.contextmanager
+def _switched_off(layout: Layout) -> Iterator[None]:
+    try:
+        for parameter in layout.parameters.values():
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in layout.parameters.values():
+            parameter.requires_grad_(True)
+
+
+def visit_captured_calls(losses: Tensor, recording: Recording, layout: Layout, retain_graph: bool = False) -> None:
+    """The backward pass that delivers every captured call and computes no weight gradient.
+
+    Raises:
+        NotCaptured: for a parameter that influences the loss though its module was never called.
+    """
+    if recording.attach_all:
+        losses.sum().backward(retain_graph=retain_graph)
+        return
+    called = {name for s in layout.sites if s.name in recording.calls for name in s.parameters.values()}
+    # A parameter that no captured call accounts for must not influence the loss: asking for its gradient finds out.
+    asked = {name: p for name, p in layout.parameters.items() if name not in called}
+    wanted = [recording.root, *asked.values()]
+    found = grads_of(losses.sum(), wanted, retain_graph)
+    for name, gradient in zip(asked, found[1:], strict=True):
+        if gradient is not None:
+            raise never_called(name)
+
+
+def grads_of(loss: Tensor, wanted: list[Tensor], retain_graph: bool = False) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` where it is allowed to be used."""
+    try:
+        return torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=retain_graph)
+    except RuntimeError as error:
+        if "checkpoint" in str(error).lower() and ".grad()" in str(error):
+            raise _NeedsPlainBackward from error
+        raise
+
+
+def gradients_of_batch(
+    model: nn.Module, layout: Layout, per_example_loss: PerExampleLoss, batch: Batch, reentrant: bool
+) -> dict[str, Tensor | None]:
+    """Parameter name -> gradient of a batch's summed losses, by plain autograd."""
+    hidden: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            if not torch.is_grad_enabled():
+                hidden.append(name)
+
+        return hook
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        if reentrant:
+            handles = attach_frozen(layout, torch.zeros((), requires_grad=True))
+        else:
+            handles = [site.module.register_forward_pre_hook(note(site.name)) for site in layout.sites]
+        for handle in handles:
+            stack.callback(handle.remove)
+        losses = per_example_loss(model, batch)
+        require_per_example(losses, batch_size_of(batch))
+        if hidden:
+            raise _NeedsPlainBackward
+        return plain_gradients(losses.sum(), layout.parameters, reentrant)
+
+
+def plain_gradients(loss: Tensor, parameters: dict[str, nn.Parameter], reentrant: bool) -> dict[str, Tensor | None]:
+    """Parameter name -> gradient of a scalar loss; ``.grad`` fields are left as they were."""
+    if not reentrant:
+        return dict(zip(parameters, grads_of(loss, list(parameters.values())), strict=True))
+    return dict(zip(parameters, accumulated_gradients(loss, parameters), strict=True))
+
+
+def accumulated_gradients(loss: Tensor, parameters: dict[str, nn.Parameter]) -> list[Tensor | None]:
+    """Gradients where autograd refuses to compute chosen ones; ``.grad`` fields are left as they were."""
+    before = {name: p.grad for name, p in parameters.items()}
+    try:
+        for p in parameters.values():
+            p.grad = None
+        loss.backward()
+        return [p.grad for p in parameters.values()]
+    finally:
+        for name, p in parameters.items():
+            p.grad = before[name]
+
+
+def require_per_example(losses: Any, n: int) -> None:
+    """Checks what the user's loss returned; messages do not give the batch's size away.
+
+    Raises:
+        ValueError: unless it is one loss per example, with a gradient.
+    """
+    shape = losses.shape if isinstance(losses, Tensor) else None
+    if shape != (n,):
+        what = type(losses).__name__ if shape is None else f"a tensor of {len(shape)} dimensions"
+        raise ValueError(
+            f"per_example_loss returned {what}; return a tensor of shape (examples,), one loss per example (for torch losses: reduction='none'; "
+            "sum or average over tokens yourself; a loss that compares examples has no per-example form)"
+        )
+    if not losses.requires_grad:
+        raise ValueError(
+            "per_example_loss returned losses without a gradient; check that it does not detach or use torch.no_grad()"
+        )

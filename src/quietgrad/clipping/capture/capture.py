@@ -1,0 +1,293 @@
+"""Capture of layer inputs and of gradients at layer outputs, by forward hooks that are gone when the block ends.
+
+Every captured call's outputs pass through an identity of the autograd graph that hangs on one extra leaf, the root. Asking autograd for the
+root's gradient alone makes the backward pass visit every captured call and compute no weight gradient; each call's output gradient is handed to
+a receiver the moment it is complete, together with the inputs, which autograd keeps exactly as it keeps its own saved tensors: gradient
+checkpointing recomputes them, hooks on saved tensors see them. Memory over a plain backward pass is what the receiver decides to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from quietgrad.clipping.capture.escapes import no_example_dimension, several_inputs
+from quietgrad.clipping.capture.layout import Layout, SharedInputs, Site
+from quietgrad.clipping.capture.units import first_dimension
+from quietgrad.clipping.norms.rules import batched_dims
+from quietgrad.tensors import map_tensors
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of a captured module, with the gradients at its outputs.
+
+    Attributes:
+        site: the module.
+        args, kwargs: its inputs, detached.
+        output_gradients: position among the flattened outputs -> gradient there; outputs that the loss does not depend on are absent.
+        shared: places among the flattened inputs of tensors that all examples share, whatever their shape.
+    """
+
+    site: Site
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output_gradients: dict[int, Tensor]
+    shared: frozenset[int] = frozenset()
+
+
+Receiver = Callable[[Use], None]
+
+
+@dataclass
+class Recording:
+    """What a capture block shares with its hooks.
+
+    Attributes:
+        root: the leaf whose gradient makes the backward pass visit every captured call.
+        receive: called once per captured call during the backward pass; None ignores what arrives.
+        calls: site name -> number of calls seen in the forward pass.
+        in_forward: True until the losses exist; calls of recomputed forward passes are not counted.
+        attach_all: also where no output requires a gradient of its own (parameters switched off for reentrant checkpointing).
+        expanded: names of the modules whose inputs or outputs were expanded to the batch size.
+        hidden: names of the modules that were called without a graph in the forward pass.
+        paused: True while a module is called by the library itself.
+    """
+
+    root: Tensor
+    receive: Receiver | None
+    calls: dict[str, int] = field(default_factory=dict)
+    in_forward: bool = True
+    attach_all: bool = False
+    expanded: set[str] = field(default_factory=set)
+    hidden: set[str] = field(default_factory=set)
+    paused: bool = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """The hooks do nothing inside the block."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What of a call is not a tensor: the inputs' tensors are autograd's to keep."""
+
+    site: Site
+    recording: Recording
+    leaves: tuple[Any, ...]
+    tensor_places: tuple[int, ...]
+    spec: Any  # None: positional tensors and nothing else, as nearly always
+    output_positions: tuple[int, ...]
+    shared: frozenset[int]
+
+    def deliver(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        at_outputs = {p: g for p, g in zip(self.output_positions, gradients, strict=True) if g is not None}
+        if self.recording.receive is None or not at_outputs:
+            return
+        if self.spec is None:
+            self.recording.receive(Use(self.site, tuple(inputs), {}, at_outputs, self.shared))
+            return
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.tensor_places, inputs, strict=True):
+            leaves[place] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        self.recording.receive(Use(self.site, args, kwargs, at_outputs, self.shared))
+
+
+class _Identity(torch.autograd.Function):
+    """Outputs unchanged and without a copy; in the backward pass their gradients are delivered and passed on."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, inputs: list[Tensor], root: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        # ``.data`` is the same memory in a tensor that is no view: later in-place operations (ReLU(inplace=True)) are welcome on it.
+        return tuple(output.data for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.call.deliver(ctx.saved_tensors, gradients)
+        return (None, None, None, *gradients)
+
+
+@contextmanager
+def captured(
+    layout: Layout, batch_size: int, receive: Receiver | None, attach_all: bool = False
+) -> Iterator[Recording]:
+    """Forward and backward passes inside the block deliver every call of the layout's modules to ``receive``.
+
+    On exit, also by an exception, no hook is left. Inputs of size 1 along the example dimension (BERT's default ``position_ids``) are
+    expanded to the batch size on the way in, and so are such outputs of modules without a rule (T5's position bias): the forward pass is
+    the same, and every example gets a gradient of its own.
+
+    Raises:
+        ValueError: from the forward pass, if a captured module gets inputs without an example dimension.
+    """
+    device = next(iter(layout.parameters.values())).device
+    root = torch.zeros((), device=device, requires_grad=True)
+    recording = Recording(root, receive, attach_all=attach_all)
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+    try:
+        for site in layout.sites:
+            expand = _expander(site, recording, batch_size, layout.shared)
+            record = _recorder(site, recording, batch_size, layout.shared)
+            handles.append(site.module.register_forward_pre_hook(expand, with_kwargs=True))
+            handles.append(site.module.register_forward_hook(record, with_kwargs=True))
+        if attach_all:
+            handles += attach_frozen(layout, root)
+        yield recording
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Hang(torch.autograd.Function):
+    """The output unchanged, as something that requires a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, output: Tensor) -> Tensor:
+        return output.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+def attach_frozen(layout: Layout, root: Tensor) -> list[torch.utils.hooks.RemovableHandle]:
+    """Hooks that hang the outputs of frozen modules on the root.
+
+    Reentrant checkpointing builds no graph for a segment whose inputs require no gradient (a frozen embedding below LoRA layers): its trainable
+    layers would get no gradient, without an error.
+    """
+
+    def hang(module: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled() or not isinstance(output, Tensor) or output.requires_grad:
+            return None
+        return _Hang.apply(root, output) if output.is_floating_point() else None
+
+    return [module.register_forward_hook(hang) for module in layout.frozen]
+
+
+def _off(recording: Recording) -> bool:
+    return recording.paused or not torch.is_grad_enabled()
+
+
+def _note_hidden(site: Site, recording: Recording) -> None:
+    # Only reentrant checkpointing, and a user's own no_grad, call modules without a graph while the losses are computed.
+    if recording.in_forward and not recording.paused and not torch.is_grad_enabled():
+        recording.hidden.add(site.name)
+
+
+def _expander(site: Site, recording: Recording, batch_size: int, shared: SharedInputs) -> Callable[..., Any]:
+    def expand(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if batch_size == 1 or _off(recording):
+            return None
+        first = args[0] if args and site.rule is not None else None
+        if first_dimension(first) == batch_size:
+            return None
+        leaves, spec = _flattened(args, kwargs)
+        common = frozenset() if site.rule is not None else shared.places(site.name, leaves, spec, batch_size)
+        if any(first_dimension(x) == batch_size for i, x in enumerate(leaves) if i not in common):
+            return None
+
+        recording.expanded.add(site.name)
+
+        def widen(x: Tensor) -> Tensor:
+            return x.expand(batch_size, *x.shape[1:]) if x.dim() and x.shape[0] == 1 else x
+
+        return map_tensors(args, widen), map_tensors(kwargs, widen)
+
+    return expand
+
+
+def _recorder(site: Site, recording: Recording, batch_size: int, shared: SharedInputs) -> Callable[..., Any]:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if _off(recording):
+            _note_hidden(site, recording)
+            return None
+        simple = isinstance(output, Tensor)
+        outputs, output_spec = ([output], None) if simple else pytree.tree_flatten(output)
+        positions = tuple(i for i, leaf in enumerate(outputs) if _carries_gradient(leaf, recording))
+        if not positions:
+            return None
+        if site.rule is not None:
+            _require_examples_first(site, args, kwargs, batch_size)
+        else:
+            _give_outputs_examples(site, outputs, positions, recording, batch_size)
+        leaves, spec = _flattened(args, kwargs)
+        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        inputs = [leaves[i].detach() for i in places]
+        common = frozenset() if site.rule is not None else shared.places(site.name, leaves, spec, batch_size)
+        for i in places:
+            leaves[i] = None
+        if recording.in_forward:
+            recording.calls[site.name] = recording.calls.get(site.name, 0) + 1
+        call = _Call(site, recording, tuple(leaves), places, spec, positions, common)
+        for i, attached in zip(
+            positions, _Identity.apply(call, inputs, recording.root, *(outputs[i] for i in positions)), strict=True
+        ):
+            outputs[i] = attached
+        return outputs[0] if simple else pytree.tree_unflatten(outputs, output_spec)  # type: ignore[arg-type]
+
+    return record
+
+
+def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Leaves and structure; structure None: positional tensors and nothing else, as nearly always."""
+    if not kwargs and all(isinstance(x, Tensor) for x in args):
+        return list(args), None
+    return pytree.tree_flatten((args, kwargs))
+
+
+def _carries_gradient(leaf: Any, recording: Recording) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.requires_grad or (recording.attach_all and leaf.is_floating_point()))
+
+
+def _give_outputs_examples(
+    site: Site, outputs: list[Any], positions: tuple[int, ...], recording: Recording, batch_size: int
+) -> None:
+    if batch_size == 1:
+        first = outputs[positions[0]]
+        if first.dim() == 0 or first.shape[0] != 1:
+            raise no_example_dimension(site, "returns a tensor")
+        return
+    if site.unit.state_dim:
+        return  # final states are [layers, examples, hidden]
+    for i in positions:
+        if outputs[i].dim() and outputs[i].shape[0] == 1:
+            outputs[i] = outputs[i].expand(batch_size, *outputs[i].shape[1:])
+            recording.expanded.add(site.name)
+
+
+def input_of(use: Use) -> Tensor:
+    """The one tensor input of a module that has a rule."""
+    leaves = tensors_among(use.args, use.kwargs)
+    assert leaves, use.site.name
+    return leaves[0]
+
+
+def tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that are tensors themselves."""
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+
+
+def _require_examples_first(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> None:
+    leaves = tensors_among(args, kwargs)
+    if len(leaves) > 1:  # offsets or weights of bags, a gate: rules read one
+        raise several_inputs(site)
+    if not leaves or leaves[0].dim() < (batched_dims(site.module) or 1) or leaves[0].shape[0] != batch_size:
+        raise no_example_dimension(site, "is called with an input")

@@ -1,0 +1,165 @@
+"""Per-example norms and what is needed for the weighted sum, collected while a micro-batch's backward pass runs.
+
+A parameter is settled when the last of its uses has arrived: its squared norms are added, and either its factors or its per-example gradients
+are kept until the clip factors are known. Memory: what is kept, plus one block of temporaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.capture.capture import Recording, Use, input_of
+from quietgrad.clipping.capture.fallback import fallback_contributions
+from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.norms.choice import ESTIMATOR_OF, Policy
+from quietgrad.clipping.norms.cost import Sketch, cost_of
+from quietgrad.clipping.norms.factors import Contribution, DirectGradients, Kept, MatrixFactors
+from quietgrad.clipping.norms.materialized import kept_gradients, materialized_gradients
+from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct
+from quietgrad.tensors import accumulation_dtype, full_precision
+
+Sums = dict[str, Tensor]
+
+
+@dataclass
+class Accumulator:
+    """One micro-batch's per-example gradients, parameter by parameter.
+
+    Attributes:
+        layout: sites and parameters.
+        examples: b.
+        views: K, rows of the batch that make up one example.
+        policy_of: parameter name -> how its estimator is chosen.
+        group_of: parameter name -> row of ``sums`` that its norms go to.
+        sums: squared norms of what is settled, with what rounding may have done to them.
+        projections: of this release, for sketches.
+        keep: False where only norms are wanted.
+        recording: set before the forward pass.
+    """
+
+    layout: Layout
+    examples: int
+    views: int
+    policy_of: Callable[[str], Policy]
+    group_of: Callable[[str], int]
+    sums: NormSums
+    projections: Projections
+    keep: bool = True
+    recording: Recording | None = None
+    kept: dict[str, list[Kept]] = field(default_factory=dict)
+    _waiting: dict[str, list[Contribution]] = field(default_factory=dict)
+    _expected: dict[str, int] | None = None
+
+    def receive(self, use: Use) -> None:
+        """Takes one call's inputs and output gradients; called from the backward pass."""
+        # In the user's own precision: the fallback repeats the module's forward pass.
+        found = contributions_of(use, self.examples * self.views, self.recording)
+        with full_precision():
+            for name, contribution in found.items():
+                waiting = self._waiting.setdefault(name, [])
+                waiting.append(contribution if self.views == 1 else contribution.merged(self.views))
+                if self._is_last(name, len(waiting)):
+                    self._settle(name)
+
+    def finish(self) -> Norms:
+        """Norms of the whole gradients, once the backward pass is over."""
+        with full_precision():
+            for name in list(self._waiting):
+                self._settle(name)
+        return self.sums.norms()
+
+    def _is_last(self, name: str, arrived: int) -> bool:
+        recording = self.recording
+        # Reentrant checkpointing shows its calls during the backward pass only: how many there will be is not known before the end.
+        if recording is None or recording.attach_all:
+            return False
+        if self._expected is None:
+            self._expected = {}
+            for site in self.layout.sites:
+                for owner in site.parameters.values():
+                    self._expected[owner] = self._expected.get(owner, 0) + recording.calls.get(site.name, 0)
+        return arrived == self._expected.get(name)
+
+    def _settle(self, name: str) -> None:
+        uses = self._waiting.pop(name)
+        parameter = self.layout.parameters[name]
+        dtype = accumulation_dtype(parameter.dtype)
+        measured, kept = settle(uses, name, self.policy_of(name), self.projections, dtype)
+        self.sums.add(self.group_of(name), measured, parameter.numel())
+        if self.keep:
+            # A use of a tied parameter may arrive after the others were settled only if calls were miscounted.
+            assert name not in self.kept, name
+            self.kept[name] = kept
+
+    def gradient_of(self, example: int) -> dict[str, Tensor]:
+        """One example's gradient by parameter, formed from what was kept: what is measured of it is what can be added. Memory: one gradient."""
+        span, weight = slice(example, example + 1), self.sums.squared.new_ones(1)
+        made: Sums = {}
+        with full_precision():
+            for name, uses in self.kept.items():
+                parameter = self.layout.parameters[name]
+                dtype = accumulation_dtype(parameter.dtype)
+                for use in uses:
+                    one = use.examples(span)
+                    made[name] = one.weighted_sum(weight, parameter.shape, dtype, made.get(name))
+        return made
+
+    def add_weighted(self, sums: Sums, weights: Tensor, left_out: Tensor | None) -> None:
+        """Adds sum_i weights_i g_i to ``sums`` and lets go of what was kept; a parameter without a sum yet gets one.
+
+        Args:
+            sums: parameter name -> sum so far.
+            weights: [groups, b] clip factors.
+            left_out: [b] examples that add exactly zero, whatever their gradients hold; None for none.
+        """
+        with full_precision():
+            for name in list(self.kept):
+                parameter = self.layout.parameters[name]
+                dtype = accumulation_dtype(parameter.dtype)
+                row = weights[self.group_of(name)]
+                for use in self.kept.pop(name):
+                    known = use if left_out is None else use.without(left_out)
+                    sums[name] = known.weighted_sum(row, parameter.shape, dtype, sums.get(name))
+
+
+def contributions_of(use: Use, examples: int, recording: Recording | None) -> dict[str, Contribution]:
+    """Parameter name -> per-example gradients of one call, by the module's rule or by the fallback."""
+    site = use.site
+    if site.rule is not None:
+        found = site.rule(site.module, input_of(use), use.output_gradients[0], site.parameters)
+    elif recording is None:
+        found = dict(fallback_contributions(use, examples))
+    else:
+        with recording.pause():
+            found = dict(fallback_contributions(use, examples))
+    return {site.parameters[local]: contribution for local, contribution in found.items()}
+
+
+def settle(
+    uses: list[Contribution], name: str, policy: Policy, projections: Projections, dtype: torch.dtype
+) -> tuple[Measured, list[Kept]]:
+    """Norms of one parameter's per-example gradients, all its uses together, and what to keep of them."""
+    matrices: list[MatrixFactors] = [u for u in uses if not isinstance(u, DirectGradients)]
+    if len(matrices) < len(uses):
+        # One parameter seen by a rule and by the fallback: add before taking the norm.
+        total: Tensor | None = None
+        if matrices:
+            total = materialized_gradients(matrices, dtype).values_bn
+        for use in uses:
+            if isinstance(use, DirectGradients):
+                values = use.values_bn.to(dtype)
+                total = values if total is None else total + values
+        assert total is not None
+        return direct(total), [DirectGradients(total)]
+    choice = policy.choose(cost_of(matrices))
+    if choice.kept:
+        measured, gradients = kept_gradients(matrices, dtype)
+        return measured, [gradients]
+    estimator = ESTIMATOR_OF[choice.estimator]
+    sketch = Sketch(name, choice.sketch_dim, projections)
+    return estimator.norms(matrices, sketch, dtype), list(matrices)

@@ -1,0 +1,89 @@
+"""One example at a time through plain autograd: its gradient is the per-example gradient.
+
+Memory: one example's activations and one more gradient. Exact whatever the layers, and what is
+measured is what is added.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad.clipping.capture.backward import gradients_of_batch, with_any_checkpointing
+from quietgrad.clipping.capture.views import rows_of
+from quietgrad.clipping.engines.accumulator import Sums
+from quietgrad.clipping.engines.thresholds import clip_factors
+from quietgrad.clipping.engines.work import Work
+from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct
+from quietgrad.tensors import Batch, accumulation_dtype, tensors_of
+
+
+def add_one_by_one(work: Work, example: Batch, sums: Sums) -> Tensor:
+    """Adds one example's clipped gradient to ``sums``; returns [1] whether its norm is finite."""
+
+    gradients = gradients_of_one(work, example)
+    with torch.no_grad():
+        norms = norms_of_one(work, gradients, work.views)
+        finite = norms.enlarged.isfinite().all(dim=0)
+        if bool(finite):
+            factors = clip_factors(norms.enlarged, work.limits, work.scaling)[:, 0].tolist()
+            known = _addresses(work.model, example, gradients)
+            for name in list(gradients):
+                gradient = gradients.pop(name)
+                # Nor kept by the user's code: a backward pass of its own may return a tensor that it holds on to.
+                kept = gradient is not None and (sys.getrefcount(gradient) > 2 or gradient._is_view())
+                owned = gradient is not None and not kept and known[gradient.untyped_storage().data_ptr()] == 1
+                add_scaled(sums, {name: gradient}, factors[work.thresholds.group_of[name]] / work.views, owned)
+    return finite
+
+
+def _addresses(model: nn.Module, example: Batch, gradients: dict[str, Tensor | None]) -> Counter[int]:
+    """How many of the gradients, the model's tensors and the batch's lie in each piece of memory: one of its own may be scaled in place."""
+    tensors = [
+        *(g for g in gradients.values() if g is not None),
+        *model.parameters(),
+        *model.buffers(),
+        *tensors_of(example),
+    ]
+    return Counter(t.untyped_storage().data_ptr() for t in tensors)
+
+
+def norms_of_one(work: Work, gradients: Mapping[str, Tensor | None], views: int = 1) -> Norms:
+    """[groups, 1] norms of one example's gradient, given as the sum over so many views. Private."""
+    found = NormSums.empty(len(work.thresholds.values), 1, work.device)
+    scale = float(views) ** -2
+    for name, g in gradients.items():
+        if g is not None:
+            one = direct(g.detach().to(accumulation_dtype(g.dtype)).reshape(1, -1))
+            measured = Measured(one.squared * scale, one.slack * scale, one.margin)
+            found.add(work.thresholds.group_of[name], measured, g.numel())
+    return found.norms()
+
+
+def gradients_of_one(work: Work, example: Batch) -> dict[str, Tensor | None]:
+    """Plain gradients of one example's loss, summed over its views."""
+
+    return with_any_checkpointing(
+        work.checkpointing,
+        lambda reentrant: gradients_of_batch(
+            work.model, work.layout, work.per_example_loss, rows_of(example, work.views), reentrant
+        ),
+    )
+
+
+def add_scaled(sums: Sums, gradients: dict[str, Tensor | None], factor: float, owned: bool = False) -> None:
+    """Adds ``factor`` times one example's gradients to ``sums``; ``owned``: nobody else holds their memory, which may be used."""
+    for name, gradient in gradients.items():
+        if gradient is None:
+            continue
+        wide = accumulation_dtype(gradient.dtype)
+        if name in sums:
+            sums[name].add_(gradient, alpha=factor)
+        elif owned and gradient.dtype == wide and gradient.is_contiguous():
+            sums[name] = gradient.mul_(factor)
+        else:
+            sums[name] = torch.mul(gradient.to(wide), factor).contiguous()

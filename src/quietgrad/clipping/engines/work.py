@@ -1,0 +1,77 @@
+"""What every engine needs to know of a model, a loss and the settings, as one record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad.clipping.capture.backward import Checkpointing, PerExampleLoss
+from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.engines.accumulator import Accumulator
+from quietgrad.clipping.engines.thresholds import STABILITY, Scaling, Thresholds
+from quietgrad.clipping.norms.choice import Policy
+from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.rounding import Norms, NormSums
+
+Engine = Literal["auto", "bookkeeping", "one-example"]
+ENGINES: tuple[Engine, ...] = ("auto", "bookkeeping", "one-example")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every engine needs to know; public settings and the user's own objects.
+
+    Attributes:
+        model, per_example_loss: the user's.
+        layout: sites and trainable parameters.
+        policies: parameter name -> how its estimator is chosen.
+        thresholds: groups of parameters and their clipping norms.
+        scaling: how a norm becomes a factor.
+        projections: of this release, for sketches.
+        sketched: whether any norm is an estimate; then none is measured again.
+        views: K, rows of the batch that make up one example.
+        checkpointing: what is known of the model's.
+    """
+
+    model: nn.Module
+    per_example_loss: PerExampleLoss
+    layout: Layout
+    policies: dict[str, Policy]
+    thresholds: Thresholds
+    scaling: Scaling
+    projections: Projections
+    sketched: bool = False
+    views: int = 1
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.layout.parameters.values())).device
+
+    @property
+    def limits(self) -> Tensor:
+        """[groups] thresholds."""
+        return torch.tensor(self.thresholds.values, dtype=torch.float64, device=self.device)
+
+    def accumulator(self, examples: int, keep: bool) -> Accumulator:
+        """An empty accumulator for one micro-batch."""
+        return Accumulator(
+            self.layout,
+            examples,
+            self.views,
+            self.policies.__getitem__,
+            self.thresholds.group_of.__getitem__,
+            NormSums.empty(len(self.thresholds.values), examples, self.device),
+            self.projections,
+            keep,
+        )
+
+    def doubtful(self, norms: Norms) -> Tensor | None:
+        """[b] examples to be taken alone; None for none."""
+        if self.sketched:
+            return None
+        found = norms.doubtful(self.limits, STABILITY if self.scaling == "automatic" else 0.0)
+        return found if bool(found.any()) else None

@@ -1,0 +1,97 @@
+"""Which norm estimator each parameter gets, and whether its per-example gradients are kept: the cheapest by modelled time.
+
+Modelled costs per example over the non-private step (docs/clipping.md; design of the methods, section 1), in multiplications and in memory traffic:
+
+    ghost               t^2 (p + d)              the weighted product stays to be done
+    materialized        t p d                    likewise; row blocks bound the memory
+    materialized, kept  3 p d entries of traffic the weighted product becomes a sum of p d entries: nothing is computed twice
+    hutch, hutch++      t k (p + d), three times that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from quietgrad.clipping.norms.cost import Cost, NormEstimator, Throughput, seconds
+from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS
+from quietgrad.clipping.norms.ghost import Ghost
+from quietgrad.clipping.norms.hutch import Hutch
+from quietgrad.clipping.norms.hutch_plus_plus import HutchPlusPlus
+from quietgrad.clipping.norms.materialized import Materialized
+
+Estimator = Literal["auto", "exact", "materialized", "ghost", "hutch", "hutch++"]
+ESTIMATORS: tuple[Estimator, ...] = ("auto", "exact", "materialized", "ghost", "hutch", "hutch++")
+SKETCHES: tuple[Estimator, ...] = ("hutch", "hutch++")
+DEFAULT_SKETCH_DIM = 32
+
+# An estimator is one file, with its cost and its norms, and one line here.
+ESTIMATOR_OF: Mapping[str, NormEstimator] = {
+    "materialized": Materialized(),
+    "ghost": Ghost(),
+    "hutch": Hutch(),
+    "hutch++": HutchPlusPlus(),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one parameter gets in one micro-batch.
+
+    Attributes:
+        estimator: "materialized", "ghost", "hutch" or "hutch++".
+        kept: the per-example gradients are kept and summed by their weights; else the factors are kept and multiplied once more.
+        seconds: modelled cost over the non-private step.
+        sketch_dim: k, of sketches.
+    """
+
+    estimator: Estimator
+    kept: bool
+    seconds: float
+    sketch_dim: int = DEFAULT_SKETCH_DIM
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How estimators are chosen.
+
+    Attributes:
+        estimator: "auto" and "exact" take the cheapest exact one; the other words are taken literally.
+        sketch_dim: k of sketches.
+        speed: of the device.
+        kept_entries: per-example gradients of one parameter may be kept up to this many entries, or up to the size of the factors
+            they replace, whichever is more.
+        may_keep: False for engines that have no use for kept gradients.
+    """
+
+    estimator: Estimator
+    sketch_dim: int
+    speed: Throughput
+    kept_entries: int = BLOCK_ELEMENTS
+    may_keep: bool = True
+
+    def choose(self, cost: Cost) -> Choice:
+        """The estimator for one parameter, all its uses together. Sketches are never chosen unasked: they change the noise multiplier."""
+        return _choice(self, cost)
+
+    def _choose(self, cost: Cost) -> Choice:
+        limit = max(self.kept_entries, cost.factor_entries)
+        fits = self.may_keep and cost.gradient_entries <= limit
+        materialized = Choice("materialized", fits, self._seconds("materialized", cost, fits), self.sketch_dim)
+        if self.estimator == "materialized":
+            return materialized
+        name: Estimator = "ghost" if self.estimator in ("auto", "exact") else self.estimator
+        other = Choice(name, False, self._seconds(name, cost, False), self.sketch_dim)
+        if self.estimator in ("auto", "exact") and cost.positions > 1 and materialized.seconds < other.seconds:
+            return materialized
+        return other
+
+    def _seconds(self, name: Estimator, cost: Cost, kept: bool) -> float:
+        return seconds(ESTIMATOR_OF[name], cost, kept, self.sketch_dim, self.speed)
+
+
+@lru_cache(maxsize=4096)
+def _choice(policy: Policy, cost: Cost) -> Choice:
+    return policy._choose(cost)

@@ -1,0 +1,170 @@
+"""Factors of a convolution's kernel: positions are output pixels, columns are patches, formed only where needed.
+
+Shape legend: b examples, g groups, t output positions, p rows, d columns = channels of a group times taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.norms.factors.dense import DenseFactors
+from quietgrad.clipping.norms.factors.matrix import BLOCK_ELEMENTS, Grams, Sizes
+from quietgrad.clipping.norms.factors.patches import (
+    Geometry,
+    patch_columns,
+    patch_gram,
+    patches,
+    weight_gradient,
+    weight_gradients_one_by_one,
+)
+from quietgrad.clipping.norms.factors.products import zeroed
+from quietgrad.clipping.norms.factors.rows import SpreadSums, norms_from_squares
+
+CACHED_ELEMENTS = 1280 * 1024  # of patches that are formed at once on a processor: 5 MiB in float32
+
+
+@dataclass(frozen=True)
+class ConvolutionFactors:
+    """One use of a convolution's kernel.
+
+    Attributes:
+        x: [b, in_channels, *spatial] input, with any padding that is not symmetric zeros already applied.
+        grad: [b, out_channels, *out_spatial] gradient at the output.
+        geometry: kernel, stride, padding, dilation, groups.
+    """
+
+    x: Tensor
+    grad: Tensor
+    geometry: Geometry
+
+    @property
+    def sizes(self) -> Sizes:
+        g, taps = self.geometry.groups, self.geometry.taps
+        b, out = self.grad.shape[:2]
+        return Sizes(b, g, self.grad.shape[2:].numel(), out // g, self.x.shape[1] // g * taps, taps)
+
+    @property
+    def like(self) -> Tensor:
+        return self.grad
+
+    @property
+    def one_hot(self) -> bool:
+        return False
+
+    @property
+    def additions(self) -> int:
+        return self.sizes.t  # in the native routine's order
+
+    @property
+    def input_positions(self) -> int:
+        """u: input positions of one example."""
+        return self.x.shape[2:].numel()
+
+    @property
+    def gram_columns(self) -> float | None:
+        if not pixel_gram_pays(self):
+            return None
+        s, taps = self.sizes, self.geometry.taps
+        return (self.input_positions / s.t) ** 2 * s.d / taps + 2 * taps
+
+    @property
+    def examples_a_call(self) -> int:
+        return 0 if self.x.is_cuda else self.examples_in_cache
+
+    @property
+    def examples_in_cache(self) -> int:
+        """How many examples' patches are formed at once on a processor.
+
+        1 where not even two fit: there the native routine is faster.
+        """
+        s = self.sizes
+        return max(1, min(CACHED_ELEMENTS // max(1, s.g * s.t * s.d), BLOCK_ELEMENTS // max(1, s.g * s.p * s.d)))
+
+    def examples(self, span: slice) -> ConvolutionFactors:
+        return ConvolutionFactors(self.x[span], self.grad[span], self.geometry)
+
+    def merged(self, views: int) -> DenseFactors:
+        return self.unfolded().merged(views)
+
+    def without(self, dropped_b: Tensor) -> ConvolutionFactors:
+        return ConvolutionFactors(zeroed(self.x, dropped_b), zeroed(self.grad, dropped_b), self.geometry)
+
+    def unfolded(self) -> DenseFactors:
+        """The same with patches formed: memory t x d per example."""
+        s = self.sizes
+        left = self.grad.reshape(s.b, s.g, s.p, s.t).transpose(2, 3)
+        return DenseFactors(left, patches(self.x, self.geometry))
+
+    def weighted_sum(
+        self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
+        scaled = self.grad.to(dtype) * weights_b.to(dtype).view(-1, *([1] * (self.grad.dim() - 1)))
+        product = weight_gradient(self.x.to(dtype), scaled, shape, self.geometry)
+        return product if into is None else into.add_(product)
+
+    def spread_sums(self, dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()) -> SpreadSums:
+        """Every input entry lies under at most ``taps`` output positions.
+
+        So by Cauchy and Schwarz the sum of products is at most the product of whole norms; norms of
+        single patches are not needed.
+        """
+        s = self.sizes
+        squares = [
+            torch.linalg.vector_norm(x.reshape(s.b, s.g, -1), dim=2, dtype=dtype).square() for x in (self.x, self.grad)
+        ]
+        squares[0] *= self.geometry.taps
+        norms = norms_from_squares(torch.stack(squares), s.t * max(s.p, s.d)).double()
+        return norms[0] * norms[1], norms
+
+    def pieces(self, dtype: torch.dtype) -> Iterator[Tensor] | None:
+        """On a processor: from patches where those of a few examples fit its cache.
+
+        Else by the native routine, one example a call: it forms no patches, but each call costs tens of
+        microseconds beside the work.
+        """
+        return None if self.x.is_cuda else self._pieces(dtype)
+
+    def _pieces(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        s, examples = self.sizes, self.examples_in_cache
+        if examples == 1:
+            shape = torch.Size((s.g * s.p, s.d // self.geometry.taps, *self.geometry.kernel))
+            for gradient in weight_gradients_one_by_one(self.x, self.grad, shape, self.geometry, dtype):
+                yield gradient.reshape(1, -1)
+            return
+        left = self.grad.reshape(s.b, s.g, s.p, s.t)
+        columns = patch_columns(self.x, self.geometry, examples, dtype)
+        for some, right in zip(left.split(examples), columns, strict=True):
+            yield torch.bmm(some.flatten(0, 1).to(dtype), right.transpose(1, 2)).view(len(some), -1)
+
+    def grams(self, dtype: torch.dtype, block_elements: int) -> Iterator[Grams] | None:
+        s = self.sizes
+        in_one_piece = not self.x.is_cuda and s.g * s.t * max(s.t, s.d) <= block_elements
+        pixels = pixel_gram_pays(self, block_elements)
+        return self._grams(dtype, block_elements, pixels) if in_one_piece or pixels else None
+
+    def _grams(self, dtype: torch.dtype, block_elements: int, pixels: bool) -> Iterator[Grams]:
+        s = self.sizes
+        if pixels:
+            examples = max(1, block_elements // (s.g * max(self.input_positions, s.t) ** 2))
+            grams = (patch_gram(some.to(dtype), self.geometry) for some in self.x.split(examples))
+        else:
+            examples = max(1, min(block_elements, CACHED_ELEMENTS) // (s.g * s.t * max(s.t, s.d)))
+            columns = patch_columns(self.x, self.geometry, examples, dtype)
+            grams = (c.transpose(1, 2) @ c for c in columns)
+        for some, right in zip(self.grad.reshape(s.b, s.g, s.p, s.t).split(examples), grams, strict=True):
+            rows = some.flatten(0, 1).to(dtype)
+            left = torch.bmm(rows.transpose(1, 2), rows)
+            n = norms_from_squares(right.diagonal(dim1=1, dim2=2), s.d)
+            yield Grams(right, left, n, norms_from_squares(left.diagonal(dim1=1, dim2=2), s.p))
+
+
+def pixel_gram_pays(use: ConvolutionFactors, block_elements: int = BLOCK_ELEMENTS) -> bool:
+    """Whether the Gram matrix of patches is cheaper from single positions than from patches."""
+    s, u = use.sizes, use.input_positions
+    channels = s.d // use.geometry.taps
+    fits = s.g * max(u, s.t) ** 2 <= block_elements
+    return fits and u * u * channels + 2 * s.t * s.t * use.geometry.taps < s.t * s.t * s.d

@@ -1,0 +1,128 @@
+"""Dense factors: the output gradients and inputs of a Linear layer, or patches of a convolution.
+
+Shape legend: b examples, g blocks, t positions, p rows, d columns, k projections.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
+from quietgrad.clipping.norms.factors.products import (
+    add_over_positions,
+    as_positions,
+    block_products,
+    thin_product,
+    wide_product,
+    zeroed,
+)
+from quietgrad.clipping.norms.factors.rows import (
+    norms_from_squares,
+    row_norms,
+)
+from quietgrad.clipping.norms.rounding import blocks, chain
+
+
+@dataclass(frozen=True)
+class DenseFactors(Unfolded):
+    """One use of a matrix parameter: M_i = left_i^T right_i per block.
+
+    Attributes:
+        left_bgtp: rows factor (for a Linear layer the output gradient).
+        right_bgtd: columns factor (for a Linear layer the input).
+    """
+
+    left_bgtp: Tensor
+    right_bgtd: Tensor
+
+    @property
+    def sizes(self) -> Sizes:
+        b, g, t, d = self.right_bgtd.shape
+        return Sizes(b, g, t, self.left_bgtp.shape[3], d)
+
+    @property
+    def one_hot(self) -> bool:
+        return False
+
+    @property
+    def additions(self) -> int:
+        return chain(self.right_bgtd.shape[2])
+
+    def examples(self, span: slice) -> DenseFactors:
+        return DenseFactors(self.left_bgtp[span], self.right_bgtd[span])
+
+    def positions(self, examples: slice, positions: slice) -> DenseFactors:
+        return DenseFactors(self.left_bgtp[examples, :, positions], self.right_bgtd[examples, :, positions])
+
+    def merged(self, views: int) -> DenseFactors:
+        return DenseFactors(as_positions(self.left_bgtp, views), as_positions(self.right_bgtd, views))
+
+    def without(self, dropped_b: Tensor) -> DenseFactors:
+        return DenseFactors(zeroed(self.left_bgtp, dropped_b), zeroed(self.right_bgtd, dropped_b))
+
+    def weighted_sum(
+        self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
+        """One product of the size of an ordinary weight gradient, a block of positions at a time."""
+        s = self.sizes
+        left, right = self._weighted(weights_b, dtype)
+        for span in blocks(s.t):
+            some, others = left[:, :, span], right[:, :, span]
+            if s.g == 1 and into is not None and some.dtype == others.dtype == dtype:
+                into.view(s.p, s.d).addmm_(some.reshape(-1, s.p).T, others.reshape(-1, s.d))
+                continue
+            if s.g > 1:
+                product = torch.einsum("bgtp,bgtd->gpd", some.to(dtype), others.to(dtype)).reshape(shape)
+            else:
+                product = wide_product(some.reshape(-1, s.p).T, others.reshape(-1, s.d), dtype).reshape(shape)
+            into = product if into is None else into.add_(product)
+        assert into is not None
+        return into
+
+    def _weighted(self, weights_b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The smaller factor times the weights, in the wide type.
+
+        A weight rounded to half precision lets a record contribute 1.004 C.
+        """
+        left, right = self.left_bgtp, self.right_bgtd
+        weights_b111 = weights_b.to(dtype).view(-1, 1, 1, 1)
+        if left.shape[3] <= right.shape[3]:
+            return left.to(dtype) * weights_b111, right
+        return left, right.to(dtype) * weights_b111
+
+    def gradient_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        total: Tensor | None = None
+        for span in blocks(self.right_bgtd.shape[2]):
+            left = self.left_bgtp[:, :, span, start:stop].transpose(2, 3)
+            part = block_products(left, self.right_bgtd[:, :, span], dtype)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
+
+    def row_norms(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return row_norms(self.right_bgtd, dtype), row_norms(self.left_bgtp, dtype)
+
+    def write_left_norms(self, out_bgt: Tensor) -> None:
+        torch.linalg.vector_norm(self.left_bgtp, dim=3, dtype=out_bgt.dtype, out=out_bgt)
+
+    def norms_from_gram(self, left: Tensor) -> Tensor:
+        return norms_from_squares(left.diagonal(dim1=1, dim2=2), self.left_bgtp.shape[3])
+
+    def left_gram(self, other: Unfolded, dtype: torch.dtype) -> Tensor:
+        return other.gram_with_rows(self.left_bgtp, dtype)
+
+    def gram_with_rows(self, left_bgtp: Tensor, dtype: torch.dtype) -> Tensor:
+        return block_products(left_bgtp, self.left_bgtp.transpose(2, 3), dtype)
+
+    def gram_with_ids(self, ids_bt: Tensor, dtype: torch.dtype) -> Tensor:
+        index = ids_bt.unsqueeze(1).expand(-1, self.left_bgtp.shape[2], -1)
+        return self.left_bgtp[:, 0].gather(2, index).to(dtype).unsqueeze(1).transpose(2, 3)
+
+    def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
+        return thin_product(self.left_bgtp, projection, dtype)
+
+    def add_left(self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)) -> Tensor:
+        return add_over_positions(total, self.left_bgtp[..., rows], small_bgtk)

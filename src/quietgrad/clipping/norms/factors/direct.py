@@ -1,0 +1,73 @@
+"""Per-example gradients themselves: of parameters that are small per example, or kept after their norm was taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.norms.factors.products import zeroed
+
+
+@dataclass(frozen=True)
+class DirectGradients:
+    """[b, n] per-example gradients (biases, normalisation weights, fallback)."""
+
+    values_bn: Tensor
+
+    def examples(self, span: slice) -> DirectGradients:
+        return DirectGradients(self.values_bn[span])
+
+    def merged(self, views: int) -> DirectGradients:
+        """From one gradient a row of the batch to one an example: the sum over its views."""
+        return DirectGradients(self.values_bn.unflatten(0, (-1, views)).sum(1))
+
+    def without(self, dropped_b: Tensor) -> DirectGradients:
+        return DirectGradients(zeroed(self.values_bn, dropped_b))
+
+    def weighted_sum(
+        self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
+        values = self.values_bn.to(dtype)
+        weights = weights_b.to(dtype)
+        if into is None:
+            return (weights @ values).reshape(shape)
+        into.view(-1).addmv_(values.T, weights)
+        return into
+
+
+@dataclass(frozen=True)
+class ListedGradients:
+    """Per-example gradients in pieces, [n, entries] for n examples each.
+
+    As the routine that made them left them, without a copy.
+    """
+
+    values: tuple[Tensor, ...]
+
+    def examples(self, span: slice) -> DirectGradients:
+        """One example's part; longer slices are not needed."""
+        start = span.start
+        assert span.stop == start + 1
+        for values in self.values:
+            if start < len(values):
+                return DirectGradients(values[start : start + 1])
+            start -= len(values)
+        raise AssertionError(span)
+
+    def without(self, dropped_b: Tensor) -> ListedGradients:
+        pieces = self._with_parts_of(dropped_b)
+        return ListedGradients(tuple(torch.where(dropped.unsqueeze(1), 0.0, values) for values, dropped in pieces))
+
+    def weighted_sum(
+        self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
+        into = torch.zeros(shape, dtype=dtype, device=weights_b.device) if into is None else into
+        for values, weights in self._with_parts_of(weights_b.to(dtype)):
+            into.view(-1).addmv_(values.T, weights)
+        return into
+
+    def _with_parts_of(self, per_example_b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self.values, per_example_b.split([len(v) for v in self.values]), strict=True)

@@ -1,0 +1,114 @@
+"""One-hot factors: the rows of an embedding table that each position reads, never formed as a matrix.
+
+Shape legend: b examples, g = 1 block, t positions, p rows of the table, d columns, k projections.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
+from quietgrad.clipping.norms.factors.products import as_positions, spans_of, zeroed
+from quietgrad.clipping.norms.factors.rows import (
+    row_norms,
+)
+
+
+@dataclass(frozen=True)
+class OneHotFactors(Unfolded):
+    """One use of an embedding table: left is the one-hot matrix of ``ids``, never formed.
+
+    Attributes:
+        ids_bt: row of the table that each position reads.
+        right_bgtd: gradient at each position, zero at positions that read the padding row; g = 1.
+        rows: number of rows of the table.
+    """
+
+    ids_bt: Tensor
+    right_bgtd: Tensor
+    rows: int
+
+    @property
+    def sizes(self) -> Sizes:
+        b, g, t, d = self.right_bgtd.shape
+        return Sizes(b, g, t, self.rows, d)
+
+    @property
+    def one_hot(self) -> bool:
+        return True
+
+    @property
+    def additions(self) -> int:
+        return self.right_bgtd.shape[2]  # row by row, one position after the other
+
+    def examples(self, span: slice) -> OneHotFactors:
+        return OneHotFactors(self.ids_bt[span], self.right_bgtd[span], self.rows)
+
+    def positions(self, examples: slice, positions: slice) -> OneHotFactors:
+        return OneHotFactors(self.ids_bt[examples, positions], self.right_bgtd[examples, :, positions], self.rows)
+
+    def merged(self, views: int) -> OneHotFactors:
+        ids = self.ids_bt.unflatten(0, (-1, views)).flatten(1)
+        return OneHotFactors(ids, as_positions(self.right_bgtd, views), self.rows)
+
+    def without(self, dropped_b: Tensor) -> OneHotFactors:
+        return OneHotFactors(self.ids_bt, zeroed(self.right_bgtd, dropped_b), self.rows)
+
+    def weighted_sum(
+        self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
+        right = self.right_bgtd.to(dtype) * weights_b.to(dtype).view(-1, 1, 1, 1)
+        into = torch.zeros(shape, dtype=dtype, device=right.device) if into is None else into
+        into.view(self.rows, -1).index_add_(0, self.ids_bt.reshape(-1), right.flatten(0, 2))
+        return into
+
+    def gradient_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        right = self.right_bgtd.to(dtype)
+        b, _, _, d = right.shape
+        ids = self.ids_bt
+        if (start, stop) != (0, self.rows):
+            inside = (ids >= start) & (ids < stop)
+            ids, right = torch.where(inside, ids - start, 0), right * inside.view(b, 1, -1, 1)
+        gradient = torch.zeros(b, stop - start, d, dtype=dtype, device=right.device)
+        gradient.scatter_add_(1, ids.unsqueeze(-1).expand(-1, -1, d), right[:, 0])
+        return gradient.unsqueeze(1)
+
+    def row_norms(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        n = row_norms(self.right_bgtd, dtype)
+        return n, torch.ones_like(n)
+
+    def write_left_norms(self, out_bgt: Tensor) -> None:
+        out_bgt.fill_(1.0)
+
+    def norms_from_gram(self, left: Tensor) -> Tensor:
+        return torch.ones_like(left[:, 0])
+
+    def left_gram(self, other: Unfolded, dtype: torch.dtype) -> Tensor:
+        return other.gram_with_ids(self.ids_bt, dtype)
+
+    def gram_with_rows(self, left_bgtp: Tensor, dtype: torch.dtype) -> Tensor:
+        index = self.ids_bt.unsqueeze(1).expand(-1, left_bgtp.shape[2], -1)
+        return left_bgtp[:, 0].gather(2, index).to(dtype).unsqueeze(1)
+
+    def gram_with_ids(self, ids_bt: Tensor, dtype: torch.dtype) -> Tensor:
+        return (ids_bt.unsqueeze(2) == self.ids_bt.unsqueeze(1)).to(dtype).unsqueeze(1)
+
+    def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
+        if projection.dim() == 2:
+            return projection[self.ids_bt].unsqueeze(1)
+        index = self.ids_bt.unsqueeze(-1).expand(-1, -1, projection.shape[-1])
+        return projection[:, 0].gather(1, index).unsqueeze(1)
+
+    def add_left(self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)) -> Tensor:
+        assert rows == slice(None)
+        b, _, t, k = small_bgtk.shape
+        for span in spans_of(t):
+            index = self.ids_bt[:, span].unsqueeze(-1).expand(-1, -1, k)
+            part = torch.zeros(b, self.rows, k, dtype=small_bgtk.dtype, device=small_bgtk.device)
+            part = part.scatter_add_(1, index, small_bgtk[:, 0, span]).unsqueeze(1)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total

@@ -1,0 +1,46 @@
+"""Norms of factors' rows, never too small: squares that may have been flushed to zero are made up for.
+
+Shape legend: b examples, g blocks, t positions, n entries of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.norms.rounding import gamma, smallest_normal
+
+# float64 sums over positions: [b, g] of |a| |g|, and [2, b, g] of |a| and |g|.
+SpreadSums = tuple[Tensor, Tensor]
+
+
+def row_norms(factor_bgtn: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, g, t] norms over the last dimension, never too small by underflow. In ``dtype``."""
+    entries = factor_bgtn.shape[3]
+    norms = torch.linalg.vector_norm(factor_bgtn, dim=3, dtype=dtype)
+    larger = 1.0 + gamma(entries, norms, dtype)
+    return norms.mul_(larger).add_(math.sqrt(entries * smallest_normal(dtype)))
+
+
+def norms_from_squares(squares: Tensor, entries: int) -> Tensor:
+    """Norms from sums of so many squares, in any order of summation; never too small.
+
+    Each square may have been flushed to zero. In the squares' own dtype.
+    """
+    dtype = squares.dtype
+    larger = 1.0 + 2.0 * gamma(entries, squares, dtype)
+    return torch.add(squares * larger, entries * smallest_normal(dtype)).sqrt_()
+
+
+def sums_over_positions(norms_2bgt: Tensor) -> SpreadSums:
+    """From the norms |a_t| and |g_t|."""
+    return (norms_2bgt[0] * norms_2bgt[1]).sum(2, dtype=torch.float64), norms_2bgt.sum(3, dtype=torch.float64)
+
+
+def sums_of_parts(known: Sequence[tuple[Tensor, Tensor]], blocks: int) -> SpreadSums:
+    """From parts of the [n g, t] norms |a_t| and |g_t|, some examples each."""
+    norms = [torch.stack(pair).unflatten(1, (-1, blocks)) for pair in known]
+    return sums_over_positions(norms[0] if len(norms) == 1 else torch.cat(norms, dim=1))

@@ -1,0 +1,156 @@
+"""Exact norms from Gram matrices over positions: sum((left left^T) * (right right^T)), in blocks of examples and tiles.
+
+Several uses of one parameter (tied weights) are summed before the norm is taken, never after: cross
+terms included. A ghost norm errs by gamma S^2 in its square (S the spread): where positions cancel, it
+says nothing, and its bound says so.
+Sources: docs/methods, section 1 and "Real arithmetic".
+Shape legend: b examples, g blocks, t positions, p rows, d columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
+from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS, MatrixFactors, Unfolded
+from quietgrad.clipping.norms.factors.products import block_products
+from quietgrad.clipping.norms.rounding import Measured, gamma, smallest_normal
+from quietgrad.clipping.norms.spread import Spread, margin_of, spread_of
+
+PRODUCTS_AT_ONCE = 512  # of a ghost norm's inner product that are added up in the working precision
+
+
+@dataclass(frozen=True)
+class Ghost:
+    """t^2 (p + d) multiplications per example; the weighted product stays to be done."""
+
+    def multiplications(self, cost: Cost, sketch_dim: int) -> float:
+        right = cost.columns if cost.gram_columns is None else cost.gram_columns
+        each = cost.examples * cost.blocks * cost.positions * cost.positions
+        return each * (right + (0 if cost.one_hot else cost.rows))
+
+    def traffic(self, cost: Cost, kept: bool, speed: Throughput) -> float:
+        # Two Gram matrices written and read, their product written and read.
+        return 6.0 * cost.examples * cost.blocks * cost.positions**2
+
+    def norms(self, uses: Sequence[MatrixFactors], sketch: Sketch, dtype: torch.dtype) -> Measured:
+        return ghost_norms(uses, dtype)
+
+
+def ghost_norms(uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int = BLOCK_ELEMENTS) -> Measured:
+    """Norms from Gram matrices over positions, a tile of positions and a block of examples at a time.
+
+    Either Gram matrix errs by gamma |a| |a'| and gamma |g| |g'| in its entries; what that does to the
+    squared norm is bounded with the other matrix as it is, which for ordinary gradients is many times
+    sharper than gamma S^2.
+    """
+    grams = uses[0].grams(dtype, block_elements) if len(uses) == 1 else None
+    if grams is None:
+        sums = _in_tiles(uses, dtype, block_elements)
+        return _measured_by_ghost(uses, sums, spread_of(uses, dtype), dtype)
+    g = uses[0].sizes.g
+    parts, norms = [], []
+    for right, left, n, m in grams:
+        part = _sums(right, left, (n, n), (m, m))
+        parts.append(part if g == 1 else part.unflatten(1, (-1, g)).sum(2))
+        norms.append((n, m))
+    sums = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return _measured_by_ghost(uses, sums, spread_of(uses, dtype, norms), dtype)
+
+
+def _in_tiles(uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int) -> Tensor:
+    """[3, b], see ``_sums``, over all pairs of uses."""
+    b = uses[0].sizes.b
+    most = max(use.sizes.patch_entries for use in uses)
+    examples = max(1, min(b, block_elements // max(1, most)))
+    parts = []
+    for e in range(0, b, examples):
+        some = [use.examples(slice(e, e + examples)).unfolded() for use in uses]
+        pairs = [(first, second) for i, first in enumerate(some) for second in some[i:]]
+        crosses = [(_ghost_product(one, two, dtype, block_elements), 1 if one is two else 2) for one, two in pairs]
+        parts.append(sum((times * cross for cross, times in crosses), torch.zeros_like(crosses[0][0])))
+    return torch.cat(parts, dim=1)
+
+
+def _measured_by_ghost(uses: Sequence[MatrixFactors], sums: Tensor, spread: Spread, dtype: torch.dtype) -> Measured:
+    """From [3, b] sums over pairs of positions, see ``_sums``."""
+    s = uses[0].sizes
+    squared, left_bound, right_bound = sums
+    one_hot = all(use.one_hot for use in uses)
+    of_right = gamma(s.d + s.taps, squared, dtype)
+    of_left = 0.0 if one_hot else gamma(s.p, squared, dtype)
+    of_products = gamma(PRODUCTS_AT_ONCE, squared, dtype)
+    positions = sum(use.sizes.t for use in uses)
+    slack = left_bound * (of_right + of_products)
+    slack.add_(right_bound, alpha=of_left).add_(spread.lost)
+    slack.add_(spread.squared, alpha=3.0 * of_right * (of_left + of_right))
+    # The bounds are sums over pairs of positions of products that may have been flushed to zero themselves.
+    slack.add_((of_right + of_left + of_products) * s.g * positions * (positions + 1) * smallest_normal(dtype))
+    return Measured(squared.clamp_min(0), slack, margin_of(uses, spread, positions, dtype))
+
+
+def _sums(right: Tensor, left: Tensor, n: tuple[Tensor, Tensor], m: tuple[Tensor, Tensor]) -> Tensor:
+    """[3, x] float64: sums over a pair of tiles of K_right K_left, of |K_left| |a| |a'| and of |K_right| |g| |g'|.
+
+    Args:
+        right, left: [x, t, t'] Gram matrices.
+        n, m: [x, t] and [x, t'] norms |a|, |a'| and |g|, |g'|.
+    """
+    return torch.stack([_inner_products(right, left), _between(left, *n), _between(right, *m)])
+
+
+def _between(gram: Tensor, one: Tensor, two: Tensor) -> Tensor:
+    """[x] float64, sum of |gram| one two; never too small but for products that were flushed to zero."""
+    products = gram.abs().mul_(one.unsqueeze(2)).mul_(two.unsqueeze(1))
+    larger = 1.001 + 2.0 * gamma(gram.shape[2], gram, gram.dtype)
+    return products.sum(2).sum(1, dtype=torch.float64).mul_(larger)
+
+
+def _inner_products(first: Tensor, second: Tensor) -> Tensor:
+    """[x] float64 sums over both other dimensions of products of entries: runs of them in the working precision, their sum in float64."""
+    if first.shape[2] <= PRODUCTS_AT_ONCE:
+        return torch.mul(first, second).sum(2).sum(1, dtype=torch.float64)
+    one, two = first.flatten(1), second.flatten(1)
+    b, n = one.shape
+    whole = n - n % PRODUCTS_AT_ONCE
+    runs = (x[:, :whole].reshape(-1, 1, PRODUCTS_AT_ONCE) for x in (one, two))
+    first_runs, second_runs = runs
+    total = torch.bmm(first_runs, second_runs.transpose(1, 2)).view(b, -1).double().sum(1)
+    if whole < n:
+        total += torch.bmm(one[:, None, whole:], two[:, whole:, None]).view(-1)
+    return total
+
+
+def _ghost_product(first: Unfolded, second: Unfolded, dtype: torch.dtype, block_elements: int) -> Tensor:
+    """[3, b] inner products <M_first, M_second> and the sums that bound their errors, see ``_sums``."""
+    s, t2 = first.sizes, second.sizes.t
+    b, g, t1 = s.b, s.g, s.t
+    same = first is second
+    n, m = zip(*(use.row_norms(dtype) for use in ((first,) if same else (first, second))), strict=True)
+    if t1 == t2 == 1 and same:
+        right, left = (x[0].double().square().sum(2) for x in (n, m))
+        return (right * left).sum(1).expand(3, b)
+    side = max(1, int((block_elements // g) ** 0.5))
+    # A whole row of tiles where it fits, square tiles where it does not: of a square, tiles above the diagonal count twice.
+    tile1, tile2 = (t1, t2) if g * t1 * t2 <= block_elements else (min(t1, side), min(t2, side))
+    examples = max(1, min(b, block_elements // max(1, g * tile1 * tile2)))
+    result = first.right_bgtd.new_zeros(3, b, dtype=torch.float64)
+    for i in range(0, b, examples):
+        rows = slice(i, i + examples)
+        for r in range(0, t1, tile1):
+            one = first.positions(rows, slice(r, r + tile1))
+            for u in range(r if same else 0, t2, tile2):
+                two = one if same and r == u else second.positions(rows, slice(u, u + tile2))
+                right = block_products(one.right_bgtd, two.right_bgtd.transpose(2, 3), dtype).flatten(0, 1)
+                left = one.left_gram(two, dtype).expand(-1, g, -1, -1).flatten(0, 1)
+                ends = [
+                    (x[0][rows, :, r : r + tile1].flatten(0, 1), x[-1][rows, :, u : u + tile2].flatten(0, 1))
+                    for x in (n, m)
+                ]
+                part = _sums(right, left, *ends).unflatten(1, (-1, g)).sum(2)
+                result[:, rows] += 2 * part if same and r != u else part
+    return result

@@ -1,0 +1,179 @@
+"""What rounding can do to a norm, and the certified upper bound that gradients are divided by.
+
+Clipping bounds a record's contribution only if its norm is not underestimated, and a norm taken from factors is a difference of large products: where the contributions of a
+record's positions cancel, float32 leaves nothing of it. So every estimate comes with what it may be wrong by (``Measured``), and
+
+    cert = sqrt(squared + slack) + margin + floor        at least the norm of what the sum will hold of this record
+
+Symbols (per example): M = sum_t g_t a_t^T the gradient, S = sum_t |a_t| |g_t| its *spread* (S >= |M|, far above it where positions cancel), u the unit roundoff, gamma(n) = n u (any order of a
+sum of n products errs by at most gamma(n) times the sum of absolute values: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1), eta the smallest normal
+number (products below it may become zero).
+
+    slack    of a squared norm: ghost norms err by up to gamma(p + d + ...) S^2 (``ghost``), any norm by the rounding of its own sum of squares
+    margin   of a norm: the sum is formed by another product than the one that was measured; either errs by gamma(t) S
+    floor    of a norm: squares of entries below sqrt(eta) may have become zero
+
+All norms are divided by (1 + SHARE) estimates, so that a contribution is the same function of its record whichever way it was measured: a bound that depended on the way would make it depend on
+who else is in the batch, through the choice of the way. Where ``cert`` is above that, the example is doubtful and is measured again as its own gradient (``bookkeeping``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# By how much a measured norm is enlarged, always: what a certified bound may exceed the estimate by.
+SHARE = 2.0**-10
+
+# A sum over more positions is cut into blocks of so many, so that its rounding stays in bounds at any length.
+LONGEST_CHAIN = 256
+
+# Where padding must not change a bound, positions count as so many, or as the next power of two.
+STEADY_POSITIONS = 8192
+
+# Entries whose squares are added up in the working precision; the rest of a sum of squares is done in float64.
+SQUARES_AT_ONCE = 2048
+
+# Of a GPU's matrix units, against the model of one rounding a product and one an addition.
+GPU_FACTOR = 2.0
+
+SMALLEST_NORMAL = 2.0**-126
+
+# A longer gradient counts as not finite: its square would overflow in the working precision.
+LARGEST_NORM = 2.0**63
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Squared norms of one parameter's per-example gradients with what they may be wrong by. Private.
+
+    Attributes:
+        squared: [b] float64, estimates of the squared norms.
+        slack: [b] float64, at most so much do the squared norms exceed ``squared``.
+        margin: [b] float64, norm of the difference between what was measured and what the sum will hold; 0 where the same numbers serve both.
+    """
+
+    squared: Tensor
+    slack: Tensor
+    margin: Tensor
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """u of the precision in which sums are accumulated."""
+    return 2.0**-53 if dtype == torch.float64 else 2.0**-24
+
+
+def smallest_normal(dtype: torch.dtype) -> float:
+    """eta: products below it may be flushed to zero."""
+    return 2.0**-1022 if dtype == torch.float64 else SMALLEST_NORMAL
+
+
+def gamma(terms: float, like: Tensor, dtype: torch.dtype) -> float:
+    """Relative error of a sum of so many products, in units of the sum of their absolute values."""
+    return 1.01 * (terms + 4.0) * unit_roundoff(dtype) * (GPU_FACTOR if like.is_cuda else 1.0)
+
+
+def chain(terms: int) -> int:
+    """Longest path of additions through a sum over so many positions."""
+    return terms if terms <= LONGEST_CHAIN else LONGEST_CHAIN + -(-terms // LONGEST_CHAIN)
+
+
+def steady(positions: int) -> int:
+    """A number of positions, rounded up so far that padding hardly ever changes it."""
+    return max(STEADY_POSITIONS, 2 ** math.ceil(math.log2(max(1, positions))))
+
+
+def blocks(terms: int) -> Iterator[slice]:
+    """The blocks that a sum over so many positions is cut into."""
+    for start in range(0, terms, LONGEST_CHAIN):
+        yield slice(start, start + LONGEST_CHAIN)
+
+
+def squared_norms(values: Tensor) -> Tensor:
+    """[b] float64 sums of squares over all other dimensions: blocks in the working precision, their sum in float64. Relative error at most ``norm_gamma``."""
+    flat = values.flatten(1)
+    n = flat.shape[1]
+    if n <= SQUARES_AT_ONCE:
+        return torch.linalg.vector_norm(flat, dim=1).double().square_()
+    whole = n - n % SQUARES_AT_ONCE
+    blocks = flat[:, :whole].unflatten(1, (-1, SQUARES_AT_ONCE))
+    total = torch.linalg.vector_norm(blocks, dim=2).double().square_().sum(1)
+    return total if whole == n else total + torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square_()
+
+
+def norm_gamma(like: Tensor, dtype: torch.dtype) -> float:
+    """Relative error of ``squared_norms``."""
+    return 2.0 * gamma(SQUARES_AT_ONCE, like, dtype)
+
+
+def direct(values_bn: Tensor) -> Measured:
+    """Gradients that are kept as they were measured: nothing but the rounding of their own squares."""
+    squared = squared_norms(values_bn)
+    return Measured(squared, norm_gamma(values_bn, values_bn.dtype) * squared, torch.zeros_like(squared))
+
+
+@dataclass
+class NormSums:
+    """Squared norms of groups of parameters, added up over parameters while a backward pass runs. Private.
+
+    Attributes:
+        squared, slack: [groups, b] float64, see ``Measured``.
+        margin_squared: [groups, b] float64; parameters are orthogonal, so their margins add up in squares.
+        entries: for each group, entries of the gradients, for the floor.
+    """
+
+    squared: Tensor
+    slack: Tensor
+    margin_squared: Tensor
+    entries: list[int]
+
+    @classmethod
+    def empty(cls, groups: int, examples: int, device: torch.device) -> NormSums:
+        zeros = torch.zeros(3, groups, examples, dtype=torch.float64, device=device)
+        return cls(zeros[0], zeros[1], zeros[2], [0] * groups)
+
+    def add(self, group: int, measured: Measured, entries: int) -> None:
+        self.squared[group].add_(measured.squared)
+        self.slack[group].add_(measured.slack)
+        self.margin_squared[group].addcmul_(measured.margin, measured.margin)
+        self.entries[group] += entries
+
+    def norms(self) -> Norms:
+        floor = (self.squared.new_tensor(self.entries) * SMALLEST_NORMAL).sqrt().unsqueeze(1)
+        estimate = self.squared.clamp_min(0).sqrt()
+        estimate = torch.where(estimate > LARGEST_NORM, torch.inf, estimate)
+        cert = (self.squared + self.slack).clamp_min(0).sqrt() + self.margin_squared.sqrt() + floor
+        return Norms(estimate, estimate * (1.0 + SHARE) + floor, cert)
+
+
+@dataclass(frozen=True)
+class Norms:
+    """[groups, b] each, float64. Private.
+
+    Attributes:
+        estimate: the best estimate.
+        enlarged: what exactly measured gradients are divided by.
+        certified: an upper bound of the norm of what the sum will hold, rounding included.
+    """
+
+    estimate: Tensor
+    enlarged: Tensor
+    certified: Tensor
+
+    def doubtful(self, limits: Tensor, stability: float) -> Tensor:
+        """[b] whether the enlarged norm of some group is no upper bound, and a gradient that must be shortened depends on it.
+
+        Args:
+            limits: [groups] clipping norms.
+            stability: added to norms before they divide (automatic clipping); 0 where gradients below the limit stay as they are.
+        """
+        known = self.enlarged + stability if stability else torch.maximum(self.enlarged, limits.unsqueeze(1))
+        return ~((self.certified <= known) & self.certified.isfinite()).all(dim=0)
+
+    def divisors(self) -> Tensor:
+        """[groups, b] the larger of the two: sound whatever the data, and without a jump. For sketches, which are not measured again."""
+        return torch.maximum(self.enlarged, self.certified)

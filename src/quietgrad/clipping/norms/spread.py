@@ -1,0 +1,66 @@
+"""The spread of a per-example gradient: S = sum over positions of |a_t| |g_t|, to which rounding errors of everything formed from its factors are proportional.
+
+S is at least the norm of the gradient, and far above it where the contributions of positions cancel. Cost t (p + d) per example. Never underestimated: squares that may have been flushed to zero
+are made up for, so that factors of 1e-23 and 1e25, whose product is an ordinary gradient, do not pass for zero.
+Shape legend: b examples, g blocks, t positions, p rows, d columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.norms.factors import MatrixFactors
+from quietgrad.clipping.norms.rounding import gamma, smallest_normal
+
+ROUNDING = 1.001  # of the spread's own sums
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Per example, float64. Private.
+
+    Attributes:
+        squared: [b] sum over blocks of S^2.
+        lost: [b] what squared inner products may lose to underflow.
+    """
+
+    squared: Tensor
+    lost: Tensor
+
+    @property
+    def norm(self) -> Tensor:
+        return self.squared.sqrt()
+
+
+def spread_of(uses: Sequence[MatrixFactors], dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()) -> Spread:
+    """Of one parameter, all its uses together: their spreads add up.
+
+    Args:
+        uses: of the parameter.
+        dtype: of the norms.
+        known: of a single use, parts of the [n g, t] norms |a_t| and |g_t|, some examples each.
+    """
+    s = uses[0].sizes
+    if len(uses) == 1:
+        return _spread(*uses[0].spread_sums(dtype, known), max(s.p, s.d), dtype)
+    totals, others = zip(*(use.spread_sums(dtype) for use in uses), strict=True)
+    return _spread(torch.stack(totals).sum(0), torch.stack(others).sum(0), max(s.p, s.d), dtype)
+
+
+def _spread(total_bg: Tensor, sums_2bg: Tensor, entries: int, dtype: torch.dtype) -> Spread:
+    """``entries``: of a row of either factor, at most.
+
+    An inner product of two rows loses at most so many smallest numbers, times the norms of the other
+    factor's rows.
+    """
+    lost = sums_2bg.square().sum((0, 2)).mul_(entries * smallest_normal(dtype))
+    return Spread((total_bg * ROUNDING).square_().sum(1), lost)
+
+
+def margin_of(uses: Sequence[MatrixFactors], spread: Spread, terms: float, dtype: torch.dtype) -> Tensor:
+    """[b] what products over positions may be off by: gamma of that many terms times the spread."""
+    return spread.norm.mul_(gamma(terms, uses[0].like, dtype))

@@ -1,0 +1,153 @@
+"""Engine and micro-batch size for a whole model, by modelled time under a memory budget, with the reasons.
+
+Memory is modelled as what autograd keeps, plus what the engine keeps, plus gradients and sums; time as the non-private step at the speed that
+the micro-batch's rows allow, plus the engine's extra work. Without a budget, a step may take what is free, but no more than a non-private
+step on the whole batch would (or 64 MiB).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from quietgrad.clipping.engines.work import Engine
+from quietgrad.clipping.norms.choice import Choice, Policy
+from quietgrad.clipping.norms.cost import Throughput
+from quietgrad.clipping.planner.tracing import ModelTrace
+
+# Small kernels of one forward and backward pass per captured layer, and what capture adds, in units of the device's overhead of one call.
+PLAIN_CALLS_PER_LAYER = 8.0
+CAPTURE_CALLS_PER_LAYER = 4.0
+
+# Bytes below which memory is not traded for time.
+NOT_WORTH_SAVING = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class ExecutionChoice:
+    """How a batch is run.
+
+    Attributes:
+        engine: "bookkeeping" or "one-example".
+        micro_batch_size: examples per forward pass.
+        seconds: modelled, for the whole batch.
+        bytes: modelled peak over parameters and data.
+        why: one sentence.
+    """
+
+    engine: Engine
+    micro_batch_size: int
+    seconds: float
+    bytes: float
+    why: str = ""
+
+
+def choose_execution(
+    model: ModelTrace,
+    policies: Mapping[str, Policy],
+    examples: int,
+    speed: Throughput,
+    memory_budget: float,
+    engines: tuple[Engine, ...],
+) -> ExecutionChoice:
+    """The fastest execution choice that fits the budget; the smallest one where none fits."""
+    candidates = [
+        predicted(engine, size, model, policies, examples, speed)
+        for engine in engines
+        for size in _sizes(engine, examples)
+    ]
+    budget = min(memory_budget, max(nonprivate_bytes(model, examples), NOT_WORTH_SAVING))
+    fitting = [c for c in candidates if c.bytes <= budget]
+    if fitting:
+        best = min(fitting, key=lambda c: (c.seconds, c.bytes))
+        why = f"the fastest of {len(fitting)} choices within {budget / 2**20:,.0f} MiB"
+    else:
+        best = min(candidates, key=lambda c: (c.bytes, c.seconds))
+        why = f"none fits {budget / 2**20:,.0f} MiB: the smallest of {len(candidates)}"
+    return ExecutionChoice(best.engine, best.micro_batch_size, best.seconds, best.bytes, why)
+
+
+def _sizes(engine: Engine, examples: int) -> list[int]:
+    """Whole batch, and powers of two below it, evened out over micro-batches."""
+    if engine == "one-example":
+        return [1]
+    parts = 1
+    sizes: list[int] = []
+    while True:
+        size = -(-examples // parts)
+        if not sizes or size != sizes[-1]:
+            sizes.append(size)
+        if size == 1:
+            return sizes
+        parts *= 2
+
+
+def predicted(
+    engine: Engine, size: int, model: ModelTrace, policies: Mapping[str, Policy], examples: int, speed: Throughput
+) -> ExecutionChoice:
+    """Modelled time and memory of one engine at one micro-batch size."""
+    rounds = -(-examples // size)
+    rows = size * model.rows
+    work = (model.multiplications + model.weight_multiplications) * examples
+    seconds = work / speed.multiplications_per_second * (1.0 + speed.rows_at_half_speed / rows)
+    seconds += rounds * PLAIN_CALLS_PER_LAYER * model.calls * speed.call_overhead
+    entries = model.sum_bytes / 4
+    if engine == "one-example":
+        # The norm reads the gradient, the sum reads it again and is read and written.
+        seconds += examples * 5.0 * entries / speed.entries_per_second
+        sums = model.sum_bytes if examples > 1 else 0
+        return ExecutionChoice(engine, 1, seconds, model.saved_bytes + model.gradient_bytes + sums)
+    seconds += rounds * CAPTURE_CALLS_PER_LAYER * model.calls * speed.call_overhead
+    seconds += rounds * sum(choice.seconds for choice in choices(model, policies, size).values())
+    kept = kept_bytes(model, policies, size)
+    # Output gradients grow while activations shrink; sums appear when both are there.
+    return ExecutionChoice(engine, size, seconds, size * model.saved_bytes + kept + model.sum_bytes)
+
+
+def choices(model: ModelTrace, policies: Mapping[str, Policy], size: int) -> dict[str, Choice]:
+    """Parameter name -> what its policy chooses for a micro-batch of ``size``, matrix-shaped parameters only."""
+    found = {}
+    for parameter in model.parameters:
+        cost = parameter.cost_for(size)
+        if cost is not None:
+            found[parameter.name] = policies[parameter.name].choose(cost)
+    return found
+
+
+def kept_bytes(model: ModelTrace, policies: Mapping[str, Policy], size: int) -> float:
+    """What book-keeping keeps over autograd's own, for a micro-batch."""
+    chosen = choices(model, policies, size)
+    total = 0.0
+    for parameter in model.parameters:
+        choice = chosen.get(parameter.name)
+        if choice is None or choice.kept:
+            total += 4.0 * size * parameter.gradient_entries
+        else:
+            total += size * parameter.output_gradient_bytes
+    return total
+
+
+def nonprivate_bytes(model: ModelTrace, examples: int) -> float:
+    """Modelled peak of the plain step on the whole batch, over parameters and data."""
+    return float(examples * model.saved_bytes + model.gradient_bytes)
+
+
+def nonprivate_seconds(model: ModelTrace, examples: int, speed: Throughput) -> float:
+    """Modelled time of the plain step on the whole batch."""
+    work = (model.multiplications + model.weight_multiplications) * examples
+    rows = examples * model.rows
+    overhead = PLAIN_CALLS_PER_LAYER * model.calls * speed.call_overhead
+    return overhead + work / speed.multiplications_per_second * (1.0 + speed.rows_at_half_speed / rows)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that is free now: the device's, or the machine's where the operating system tells; infinite where nothing does."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return next(1024.0 * float(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float("inf")

@@ -1,0 +1,131 @@
+"""That nothing escapes the capture, and that capturing changes no loss: captured gradients against plain autograd on the same graph.
+
+Finds parameters that act outside their module's call (functional use, a weight penalty in the loss), modules whose repeated forward pass differs
+(randomness), and layers without an example dimension, which would go unnoticed where another dimension equals the batch size. For privacy an
+escape does no harm, since the clipped sum is formed of captured factors alone; for training it would be a wrong gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.capture.backward import (
+    accumulated_gradients,
+    forward_captured,
+    grads_of,
+    with_any_checkpointing,
+)
+from quietgrad.clipping.capture.capture import Recording, Use
+from quietgrad.clipping.capture.escapes import never_called
+from quietgrad.clipping.engines.accumulator import contributions_of
+from quietgrad.clipping.norms.factors import Contribution
+from quietgrad.clipping.soundness.fingerprints import HALVES
+from quietgrad.clipping.soundness.held_still import seeded
+from quietgrad.clipping.soundness.mixing import Subject, take
+from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, tensors_of
+
+# Captured and plain gradients of one example may differ by rounding only.
+LARGEST_DIFFERENCE = 1e-3
+LARGEST_DIFFERENCE_IN_HALF_PRECISION = 1e-1
+
+
+def require_capture(subject: Subject, few: Batch) -> bool:
+    """Whether one of these examples, alone, had a finite gradient that was captured as autograd computes it.
+
+    Raises:
+        ValueError: naming the parameter or layer that escapes.
+    """
+    places = range(batch_size_of(few))
+
+    def same(place: int) -> bool:
+        one = take(few, [place])
+        return with_any_checkpointing(subject.checkpointing, lambda reentrant: _same_gradients(subject, one, reentrant))
+
+    conclusive = any(same(place) for place in places)
+    if len(places) > 1:
+        pair = take(few, [0, 1])
+        with_any_checkpointing(
+            subject.checkpointing, lambda reentrant: _require_same_losses_under_capture(subject, pair, reentrant)
+        )
+    return conclusive
+
+
+def _require_same_losses_under_capture(subject: Subject, pair: Batch, reentrant: bool) -> None:
+    passes = forward_captured(subject.model, subject.layout, subject.per_example_loss, pair, None, reentrant)
+    with seeded(subject.devices), passes as (losses, recording):
+        expanded, with_capture = sorted(recording.expanded), losses.detach()
+    if not expanded:
+        return
+    # The same random state again: dropout draws the same masks.
+    without = subject.losses(pair)
+    if not torch.allclose(with_capture, without, rtol=1e-2, atol=1e-4, equal_nan=True):
+        raise ValueError(
+            f"layer {expanded[0]!r} is called with one value for all examples, and giving every example its own changes the loss; give its "
+            "input an example dimension, or freeze its parameters (requires_grad_(False))"
+        )
+
+
+def _same_gradients(subject: Subject, one: Batch, reentrant: bool) -> bool:
+    layout = subject.layout
+    captured: dict[str, list[Contribution]] = defaultdict(list)
+    recordings: list[Recording] = []
+
+    def receive(use: Use) -> None:
+        for name, contribution in contributions_of(use, 1, recordings[0]).items():
+            captured[name].append(contribution)
+
+    passes = forward_captured(
+        subject.model, layout, subject.per_example_loss, one, receive, reentrant, switch_off=False
+    )
+    with seeded(subject.devices), passes as (losses, recording):
+        recordings.append(recording)
+        parameters: list[Tensor] = list(layout.parameters.values())
+        if reentrant:
+            found = tuple(accumulated_gradients(losses.sum(), layout.parameters))
+        else:
+            found = grads_of(losses.sum(), [recording.root, *parameters])[1:]
+        called = {name for s in layout.sites if s.name in recording.calls for name in s.parameters.values()}
+    half = any(p.dtype in HALVES for p in parameters) or torch.is_autocast_enabled()
+    half = half or losses.dtype in HALVES or _is_half(captured)
+    subject.half = subject.half or half
+    limit = LARGEST_DIFFERENCE_IN_HALF_PRECISION if half else LARGEST_DIFFERENCE
+    plain = {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(layout.parameters.items(), found, strict=True)
+    }
+    size = math.sqrt(sum(_norm(g) ** 2 for g in plain.values()))
+    weight = torch.ones(1, device=losses.device)
+    with torch.no_grad():
+        for name, parameter in layout.parameters.items():
+            dtype = accumulation_dtype(parameter.dtype)
+            difference = -plain[name].to(dtype)
+            for use in captured.get(name, []):
+                difference = difference + use.weighted_sum(weight, parameter.shape, dtype)
+            error = _norm(difference)
+            if not math.isfinite(error + size):
+                return False
+            if error > limit * max(size, 1e-20):
+                raise escaped(name) if name in called else never_called(name)
+    return True
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float32 if x.device.type == "mps" else torch.float64))
+
+
+def escaped(name: str) -> ValueError:
+    """Of a parameter that acts beside the calls of its module."""
+    return ValueError(
+        f"parameter {name!r}: the captured per-example gradient is not the one that autograd computes, so the update would not be its gradient; it "
+        "is used outside its module's call (a functional use, a weight penalty in the loss), or its module's forward pass is "
+        "random; call the module instead, take the penalty out of the loss (weight_decay), or freeze it"
+    )
+
+
+def _is_half(captured: dict[str, list[Contribution]]) -> bool:
+    found = (x for uses in captured.values() for use in uses for x in tensors_of(list(vars(use).values())))
+    return any(x.dtype in HALVES for x in found)

@@ -1,0 +1,156 @@
+"""The guard of one (model, loss) pair: before the first release, and again by a public rule, it sees that no example's contribution depends on others.
+
+It examines public records where it was given any, else examples of the batch that is about to be clipped, together with made-up ones where the
+batch holds a single record. Until it has decided, examples are taken one at a time, which is exact whatever the model. What it cannot see is
+stated in docs/clipping.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from quietgrad.clipping.soundness.checking import require_capture
+from quietgrad.clipping.soundness.companions import with_companions
+from quietgrad.clipping.soundness.mixing import (
+    FIRST,
+    LATER,
+    Mixes,
+    Subject,
+    require_each_alone,
+    require_no_memory,
+    spread,
+    take,
+)
+from quietgrad.clipping.soundness.unchanged import unchanged
+from quietgrad.tensors import Batch, batch_size_of
+
+# After the powers of two, every so many releases: the average cost of a look vanishes beside the training (docs/clipping.md, "Cost").
+PERIOD = 512
+
+
+def is_guarded(step: int) -> bool:
+    """Whether release number ``step`` (from 0) is examined again: the 1st, 2nd, 4th, 8th, ... and every 512th. A public rule."""
+    number = step + 1
+    return number & (number - 1) == 0 or number % PERIOD == 0
+
+
+@dataclass
+class _Verdict:
+    """What was decided for one set of trainable parameters and training modes.
+
+    Attributes:
+        together: most examples in one pass for which mixing is ruled out; 0: undecided.
+        captured: whether the capture was compared with autograd.
+        remembers_nothing: whether it was seen that nothing is kept between calls.
+        one_seen: whether a single record, alone and beside made-up ones, gave no reason to refuse.
+        last_step, last_step_of_one: the release that was examined last, with several records and with one.
+    """
+
+    together: int = 0
+    captured: bool = False
+    remembers_nothing: bool = False
+    one_seen: bool = False
+    last_step: int | None = None
+    last_step_of_one: int | None = None
+
+
+@dataclass
+class Guard:
+    """Decides what may be clipped together; holds the verdicts of one (model, loss) pair.
+
+    Attributes:
+        public: records that need no protection, examined in place of the batch's own.
+    """
+
+    public: Batch | None = None
+    _verdicts: dict[tuple[frozenset[str], tuple[bool, ...]], _Verdict] = field(default_factory=dict)
+
+    def verdict_of(self, subject: Subject) -> _Verdict:
+        """Of the trainable parameters and modes as they are now."""
+        key = (frozenset(subject.layout.parameters), _modes(subject.model))
+        return self._verdicts.setdefault(key, _Verdict())
+
+    def is_due(self, subject: Subject, batch: Batch, size: int, step: int, captures: bool) -> bool:
+        """Whether this call is examined: undecided, a guarded release, or more examples together than ever before."""
+        if not batch_size_of(batch):
+            return False  # nothing is run and nothing is clipped: the sum of no records is zero
+        known = self.verdict_of(subject)
+        if self.is_early(subject, batch_size_of(batch), step):
+            return True
+        if self._is_alone(batch_size_of(batch)):
+            return False  # exact whatever the model; the verdict stays open for the next batch
+        return (captures and not known.captured) or (size > 1 and self._wants(known, size))
+
+    def is_early(self, subject: Subject, count: int, step: int) -> bool:
+        """Whether nothing is decided yet about ``count`` records, or the step is a guarded one that was not examined."""
+        known = self.verdict_of(subject)
+        if self._is_alone(count):
+            guarded = is_guarded(step) and step not in (known.last_step, known.last_step_of_one)
+            return guarded or not (known.remembers_nothing or known.one_seen)
+        return (is_guarded(step) and step != known.last_step) or not known.remembers_nothing
+
+    def _is_alone(self, count: int) -> bool:
+        return count == 1 and self.public is None
+
+    def _wants(self, known: _Verdict, size: int) -> bool:
+        return not known.together or (self.public is None and size > known.together)
+
+    def examine(self, subject: Subject, batch: Batch, size: int, step: int, captures: bool) -> bool:
+        """Runs the checks that this call needs.
+
+        Args:
+            subject: model and loss.
+            batch: the call's records, at least one.
+            size: most examples that may run together, by the clipper's settings.
+            step: number of the release.
+            captures: whether gradients are captured (else plain autograd forms them, one example at a time).
+
+        Returns:
+            Whether several examples may be taken together; one at a time is exact in any case.
+
+        Raises:
+            ValueError: naming what mixes examples, escapes the capture or keeps something between calls. The remedy is in it.
+        """
+        known = self.verdict_of(subject)
+        at_most = LATER if known.remembers_nothing else FIRST
+        records = batch if self.public is None else self.public
+        count = batch_size_of(records)
+        if not known.remembers_nothing:
+            with unchanged(subject.model, thorough=True):  # first, so that what changes is named
+                subject.losses(take(records, range(min(size, count, at_most))))
+        if captures:
+            known.captured = require_capture(subject, take(records, spread(count, at_most)))
+        if count == 1:
+            self._examine_one(subject, records, captures and size > 1)
+            known.one_seen, known.last_step_of_one = True, step
+            return size == 1
+        if size == 1:
+            require_no_memory(subject, take(records, spread(count, 3)))
+        else:
+            decided = require_each_alone(subject, records, size, thorough=not known.together)
+            known.together = size if decided else 0
+        known.remembers_nothing = True
+        known.last_step = step
+        return size == 1 or known.together > 0
+
+    def _examine_one(self, subject: Subject, one: Batch, together: bool) -> None:
+        """One record and made-up ones: can refuse, but leaves the verdict open for the next batch."""
+        require_no_memory(subject, one)
+        made = with_companions(one, 3)
+        if made is None:
+            return
+        try:
+            if together:
+                require_each_alone(subject, made, 3, thorough=True)
+            else:
+                require_no_memory(subject, made)
+        except Mixes:
+            raise
+        except Exception:  # a made-up record may be impossible for the model; the next batch decides
+            return
+
+
+def _modes(model: nn.Module) -> tuple[bool, ...]:
+    return tuple(module.training for module in model.modules())

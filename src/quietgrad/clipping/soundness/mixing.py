@@ -1,0 +1,331 @@
+"""Alone against in company: an example's loss, and what its gradient is made of, must not depend on which others are in the batch.
+
+Values and captured factors (inputs of trainable layers, gradients at their outputs) of a few examples are compared between passes over one example
+and passes over several, in more than one order and number, and with the micro-batch as it will really run. That sees what leaves no gradient
+from one example to another: detached batch statistics, sorting, mining of hard examples, division by the number of examples, a backward pass of
+its own that mixes. What does leave one is seen directly, whatever the randomness: the losses of some examples must have no gradient at the
+activations of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad.clipping.capture.backward import (
+    Checkpointing,
+    PerExampleLoss,
+    forward_captured,
+    gradients_of_batch,
+    require_per_example,
+    uncompiled,
+    visit_captured_calls,
+    with_any_checkpointing,
+)
+from quietgrad.clipping.capture.capture import Use
+from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.soundness.fingerprints import HALVES, Factors, factors_of
+from quietgrad.clipping.soundness.held_still import EXTREMES, CommonRandomness, Level, seeded
+from quietgrad.tensors import Batch, batch_size_of, map_tensors, tensors_of
+
+# Examples of the first look and of each later one; of them, so many also by what their gradients are made of.
+FIRST = 8
+LATER = 3
+LOOKED_AT = 3
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding may do to one example's numbers when others share its matrix products.
+
+    Sums in another order change a float32 activation by about 1e-7 of its size; depth, softmax and cancellation before the loss leave 1e-5 to 1e-4
+    in the models of the tests (TF32 and autocast: 1e-3 to 5e-2). The limits are an order above, and below the few per cent that would matter.
+
+    Attributes:
+        loss, floor: relative and absolute, between losses.
+        factor: relative, between captured factors.
+        again: relative, for the same pass run twice.
+        vanishing: between gradients at a layer's output, relative to the largest one of any layer.
+    """
+
+    loss: float
+    floor: float
+    factor: float
+    again: float
+    vanishing: float
+
+
+_TOLERANCES = {
+    "double": Tolerance(1e-6, 1e-9, 1e-5, 1e-9, 1e-12),
+    "single": Tolerance(5e-3, 1e-4, 2e-2, 1e-4, 1e-6),
+    "half": Tolerance(5e-2, 2e-2, 0.25, 1e-2, 1e-3),
+}
+
+MIXES = (
+    "the loss of one example depends on other examples of the batch, on their number or on their order (seen in {}), so no per-example gradient "
+    "exists; contrastive losses and batch statistics cannot be trained privately per example: use a loss of each example alone, or make the "
+    "group of examples that belong together one record"
+)
+_KEEPS = (
+    "the loss of one example was another one after other examples had gone through the model, with the same weights and random numbers: model or loss "
+    "keeps something between calls (running statistics, a cache, a generator of its own), so one record's contribution depends on other "
+    "records; keep nothing between calls, and draw from torch's default generator"
+)
+
+
+class Mixes(ValueError):
+    """The loss of one example depends on others."""
+
+
+@dataclass
+class Subject:
+    """What is examined: the user's model and loss, and what is known of them.
+
+    Attributes:
+        half: whether half precision was seen inside (autocast); found out by passes under capture.
+    """
+
+    model: nn.Module
+    layout: Layout
+    per_example_loss: PerExampleLoss
+    checkpointing: Checkpointing
+    half: bool = False
+
+    @property
+    def devices(self) -> list[int]:
+        return sorted({p.device.index or 0 for p in self.layout.parameters.values() if p.device.type == "cuda"})
+
+    def losses(self, batch: Batch, salt: int = 0) -> Tensor:
+        """[examples] losses without a graph; the same random numbers every time."""
+        with seeded(self.devices, salt), torch.enable_grad(), uncompiled(self.model):
+            losses = self.per_example_loss(self.model, batch)
+        require_per_example(losses, batch_size_of(batch))
+        return losses.detach()
+
+    def look(self, batch: Batch, wanted: Sequence[int] | None = None, salt: int = 0) -> Look:
+        """One forward and one backward pass under capture; ``wanted``: of the sum of these examples' losses only."""
+
+        def run(reentrant: bool) -> Look:
+            found: dict[tuple[str, int], Factors] = {}
+            calls: dict[str, int] = {}
+            n = batch_size_of(batch)
+
+            def receive(use: Use) -> None:
+                number = calls[use.site.name] = calls.get(use.site.name, -1) + 1
+                factors = factors_of(use, n)
+                if factors is not None:
+                    found[use.site.name, number] = factors
+
+            passes = forward_captured(self.model, self.layout, self.per_example_loss, batch, receive, reentrant)
+            with seeded(self.devices, salt), passes as (losses, recording):
+                chosen = losses if wanted is None else losses[list(wanted)]
+                visit_captured_calls(chosen, recording, self.layout)
+            return Look(losses.detach(), found)
+
+        look = with_any_checkpointing(self.checkpointing, run)
+        self.half = self.half or any(factors.half for factors in look.factors.values())
+        return look
+
+    def plain_norms(self, one: Batch) -> Tensor:
+        """[parameters] norms of one example's gradient by plain autograd."""
+
+        def run(reentrant: bool) -> Tensor:
+            with seeded(self.devices):
+                gradients = gradients_of_batch(self.model, self.layout, self.per_example_loss, one, reentrant)
+            return torch.stack(
+                [
+                    torch.zeros((), dtype=torch.double) if g is None else g.double().norm().cpu()
+                    for g in gradients.values()
+                ]
+            )
+
+        return with_any_checkpointing(self.checkpointing, run)
+
+    def tolerance(self, losses: Tensor) -> Tolerance:
+        """By the coarsest arithmetic that took part."""
+        dtypes = {p.dtype for p in self.model.parameters()} | {losses.dtype}
+        if self.half or dtypes & set(HALVES) or torch.is_autocast_enabled():
+            return _TOLERANCES["half"]
+        return _TOLERANCES["double" if dtypes == {torch.float64} else "single"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one pass showed.
+
+    Attributes:
+        losses: [examples].
+        factors: (layer, number of its call) -> what its per-example gradients are made of.
+    """
+
+    losses: Tensor
+    factors: dict[tuple[str, int], Factors]
+
+
+def are_different(records: Batch) -> bool:
+    """Whether they are more than copies of one record, which would show nothing."""
+    return any(bool((t[1:] != t[:1]).any()) for t in tensors_of(records))
+
+
+def take(batch: Batch, rows: Sequence[int]) -> Batch:
+    """The examples at these places, in this order."""
+    chosen = list(rows)
+    return map_tensors(batch, lambda t: t[chosen])
+
+
+def spread(n: int, at_most: int) -> list[int]:
+    """Places spread evenly over n, the first and the last among them."""
+    if n <= at_most:
+        return list(range(n))
+    return sorted({round(i * (n - 1) / (at_most - 1)) for i in range(at_most)})
+
+
+def require_no_memory(subject: Subject, batch: Batch) -> None:
+    """Examples taken one at a time: the first one's loss and gradient are the same again after the others.
+
+    Raises:
+        Mixes: where they are not.
+    """
+    first = take(batch, [0])
+    with CommonRandomness():
+        before, gradient = subject.losses(first), subject.plain_norms(first)
+        for row in range(1, batch_size_of(batch)):
+            subject.losses(take(batch, [row]))
+        after, again = subject.losses(first), subject.plain_norms(first)
+    tolerance = subject.tolerance(before)
+    _require_same_again(after, before, tolerance)
+    if not _close(gradient, again, 10 * tolerance.again, 1e-20):
+        raise Mixes(_KEEPS)
+
+
+def require_each_alone(subject: Subject, records: Batch, size: int, thorough: bool) -> bool:
+    """Whether it could be decided that records do not mix, by a few of them: two, a few and ``size`` together.
+
+    Evaluation mode is looked at where the present mode cannot be compared, and in a ``thorough`` look also where random numbers are drawn. It can
+    refuse and never approve: what mixes in training only is still there.
+
+    Raises:
+        Mixes: where they do.
+    """
+    still = CommonRandomness()
+    with still:
+        places = _finite_places(subject, records, min(FIRST if thorough else LATER, size))
+        few = take(records, places)
+        if len(places) < 2 or not are_different(few):
+            return False
+        decided = _compare(subject, records, places, size, thorough)
+    for level in EXTREMES if still.used and decided else ():
+        decided = _compare_at(level, subject, records, places, size) and decided
+    _require_no_gradient_between(subject, few, thorough)
+    if not decided or (thorough and still.used):
+        with _evaluation(subject.model), CommonRandomness():
+            _compare(subject, records, places, size, thorough)
+    return decided
+
+
+def _compare_at(level: Level, subject: Subject, records: Batch, places: list[int], size: int) -> bool:
+    """``_compare`` with all random numbers low or high; False too where the model cannot run with these."""
+    try:
+        with CommonRandomness(level):
+            return _compare(subject, records, places, size, thorough=False)
+    except Mixes:
+        raise
+    except Exception:  # numbers that hardly ever come together (every layer left out); one example at a time is exact
+        return False
+
+
+def _finite_places(subject: Subject, records: Batch, wanted: int) -> list[int]:
+    """Places of records with finite losses, spread over the batch; others are tried where some are not finite."""
+    first = spread(batch_size_of(records), wanted)
+    losses = subject.losses(take(records, first))
+    if bool(losses.isfinite().all()):
+        return first
+    found: list[int] = []
+    for place in [*first, *(p for p in spread(batch_size_of(records), 4 * wanted) if p not in first)]:
+        if bool(subject.losses(take(records, [place])).isfinite().all()):
+            found.append(place)
+        if len(found) == wanted:
+            break
+    return found
+
+
+def _compare(subject: Subject, records: Batch, places: list[int], size: int, thorough: bool) -> bool:
+    """Losses and factors alone and in company; False where random numbers cannot be held still."""
+    few, n = take(records, places), len(places)
+    looks = [subject.look(take(few, [row])) for row in range(min(n, LOOKED_AT if thorough else 2))]
+    rest = (subject.losses(take(few, [row])) for row in range(len(looks), n))
+    alone = torch.cat([*(look.losses for look in looks), *rest])
+    tolerance = subject.tolerance(alone)
+
+    def in_company() -> Iterator[tuple[Tensor, Tensor]]:
+        """(losses in company, the same alone)."""
+        forward = list(range(n))
+        for order in (forward, forward[::-1]):
+            company = subject.look(take(few, order))
+            yield company.losses, alone[order]
+            for row, look in enumerate(looks):
+                _require_same_factors(look.factors, company.factors, order.index(row), tolerance)
+        for order in (forward[::2], forward[1::2]) if thorough else ():
+            yield subject.losses(take(few, order)), alone[order]
+        others = [row for row in range(batch_size_of(records)) if row not in places][: max(size - n, 0)]
+        if others:
+            yield subject.losses(take(records, [*places, *others]))[:n], alone
+
+    first = take(few, [0])
+    for together, apart in in_company():
+        if _close(together, apart, tolerance.loss, tolerance.floor):
+            continue
+        if not _close(subject.losses(few), subject.losses(few, salt=1), tolerance.loss, tolerance.floor):
+            return False
+        _require_same_again(subject.losses(first), alone[:1], tolerance)
+        raise Mixes(MIXES.format("its value with and without the others"))
+    _require_same_again(subject.losses(first), alone[:1], tolerance)
+    return True
+
+
+def _require_same_again(again: Tensor, before: Tensor, tolerance: Tolerance) -> None:
+    if not _close(again, before, tolerance.again, tolerance.again):
+        raise Mixes(_KEEPS)
+
+
+def _require_no_gradient_between(subject: Subject, few: Batch, thorough: bool) -> None:
+    """The losses of every other example have no gradient at the activations of those between; thorough: and the other way round."""
+    rows = list(range(batch_size_of(few)))
+    for wanted in (rows[::2], rows[1::2]) if thorough else (rows[::2],):
+        others = [row for row in rows if row not in wanted]
+        for (name, _), factors in subject.look(few, wanted).factors.items():
+            own, other = float(factors.reach[wanted].max()), float(factors.reach[others].max())
+            if other > 1e-6 * own:
+                raise Mixes(MIXES.format(f"its gradient at layer {name!r}"))
+
+
+def _require_same_factors(
+    alone: dict[tuple[str, int], Factors], company: dict[tuple[str, int], Factors], row: int, tolerance: Tolerance
+) -> None:
+    # Each layer by its own size: with groups, a layer of small gradients is clipped on its own and counts as much as any. Rounding is all there is of
+    # gradients that vanish (keys under a softmax over one position), and it is of the size of what they are a difference of.
+    norms = (float(factors.gradient_norms[0]) for factors in alone.values())
+    floor = tolerance.vanishing * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+    for key, one in alone.items():
+        if key in company and not one.is_row_of(company[key], row, tolerance.factor, floor):
+            raise Mixes(MIXES.format(f"what its gradient at layer {key[0]!r} is made of"))
+
+
+def _close(a: Tensor, b: Tensor, relative: float, absolute: float) -> bool:
+    return torch.allclose(a.double(), b.double(), rtol=relative, atol=absolute, equal_nan=True)
+
+
+@contextlib.contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

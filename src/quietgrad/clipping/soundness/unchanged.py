@@ -1,0 +1,152 @@
+"""A model's parameters and buffers stay as they are while private records go through it.
+
+What a forward pass writes into a buffer (running statistics, a cache filled from the batch) leaves the run without noise: ``state_dict`` holds it.
+It also reaches later records' losses. Each clipping call compares identity and version counter of every tensor of the model before and after,
+and the contents of small buffers; at the guard's steps all contents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+# Contents of buffers up to this size together are copied and compared at every call: about a tenth of a millisecond.
+SMALL_BYTES = 2**20
+
+
+class StateChanged(ValueError):
+    """A forward pass wrote into the model."""
+
+
+class Watch:
+    """Tensors of a model as they were.
+
+    Args:
+        model: watched.
+        thorough: also keep and compare all buffers' contents and the parameters' bits, whatever their size.
+    """
+
+    def __init__(self, model: nn.Module, thorough: bool) -> None:
+        self._model = model
+        self._buffers = _named(model, "_buffers")
+        self._parameters = _named(model, "_parameters")
+        self._versions = {id(t): _version(t) for t in (*self._buffers.values(), *self._parameters.values())}
+        left = float("inf") if thorough else SMALL_BYTES
+        self._copies: dict[tuple[str, str], Tensor] = {}
+        for key, t in sorted(self._buffers.items(), key=lambda item: _bytes(item[1])):
+            left -= _bytes(t)
+            if left < 0:
+                break
+            self._copies[key] = t.detach().clone()
+        self._bits = {key: _bits(t) for key, t in self._parameters.items()} if thorough else {}
+
+    def changed(self) -> tuple[list[str], list[str]]:
+        """Names of buffers and of parameters that are not what they were."""
+        now = _named(self._model, "_buffers")
+        buffers = [key for key in {**self._buffers, **now} if not self._is_same(key, now.get(key))]
+        known = _named(self._model, "_parameters")
+        parameters = [
+            key
+            for key, t in {**self._parameters, **known}.items()
+            if known.get(key) is not self._parameters.get(key)
+            or _version(t) != self._versions[id(t)]
+            or (key in self._bits and _bits(t) != self._bits[key])
+        ]
+        return [_dotted(key) for key in buffers], [_dotted(key) for key in parameters]
+
+    def _is_same(self, key: tuple[str, str], now: Tensor | None) -> bool:
+        before = self._buffers.get(key)
+        if before is None or now is not before or _version(now) != self._versions[id(now)]:
+            return False
+        copy = self._copies.get(key)
+        return copy is None or _equal(copy, now)
+
+    def put_back(self) -> bool:
+        """Buffers as they were, as far as there are copies; returns whether every buffer is."""
+        complete = True
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        for path, local in _named(self._model, "_buffers"):
+            if (path, local) not in self._buffers:
+                modules[path]._buffers.pop(local)
+        for (path, local), tensor in self._buffers.items():
+            modules[path]._buffers[local] = tensor
+            copy = self._copies.get((path, local))
+            if copy is not None and (_version(tensor) != self._versions[id(tensor)] or not _equal(copy, tensor)):
+                with torch.no_grad():
+                    tensor.data.copy_(copy)
+            complete = complete and (copy is not None or _version(tensor) == self._versions[id(tensor)])
+        return complete
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, thorough: bool = False) -> Iterator[None]:
+    """Refuses a block in which the model's parameters or buffers change; buffers are put back, also after an exception.
+
+    Raises:
+        StateChanged: naming the tensor and the remedy.
+    """
+    watch = Watch(model, thorough)
+    try:
+        yield
+    except BaseException:
+        watch.put_back()
+        raise
+    buffers, parameters = watch.changed()
+    if not buffers and not parameters:
+        return
+    back = watch.put_back()
+    if parameters:
+        raise StateChanged(
+            f"parameter {parameters[0]!r} is rewritten while the loss is computed, outside the privacy mechanism; it may hold private records "
+            "now, so do not use or publish these weights: load the last released ones, and let the optimizer alone write parameters"
+        )
+    raise StateChanged(
+        f"buffer {buffers[0]!r} changes while the loss is computed: it would carry private records out of the run without noise (state_dict() "
+        f"holds it) and into other records' losses; {'it was put back' if back else 'it may hold private records now: load the weights from before'}. "
+        "Keep no statistics of batches in the model: remove the buffer or stop its updates (eval() of its layer); let a table that grows with the "
+        "longest input grow on a public one before the run"
+    )
+
+
+def _named(model: nn.Module, kind: str) -> dict[tuple[str, str], Tensor]:
+    """(module path, local name) -> parameter or buffer."""
+    return {
+        (path, local): tensor
+        for path, module in model.named_modules()
+        for local, tensor in vars(module)[kind].items()
+        if tensor is not None
+    }
+
+
+def _dotted(key: tuple[str, str]) -> str:
+    return ".".join(part for part in key if part)
+
+
+def _version(tensor: Tensor) -> int:
+    # Tensors made in inference mode count no versions; their contents are compared like all others.
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    same = one == other.detach()
+    if one.is_floating_point() or one.is_complex():
+        same = same | ((one != one) & (other != other))
+    return bool(same.all())
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bits(tensor: Tensor) -> int:
+    """Sum of all bits as whole numbers: exact, and another one when any single entry changes."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return 0  # another library's own layout (quantized weights): identity and version only
+    flat = tensor.detach().contiguous().view(-1)
+    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size())
+    return int(flat.view(width).sum(dtype=torch.int64)) if width is not None and flat.numel() else 0

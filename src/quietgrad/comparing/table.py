@@ -1,0 +1,257 @@
+"""What a comparison compares: its file, read and checked, and the configuration and the key of each of its runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quietgrad.checks import nearest, require_at_least, require_positive
+from quietgrad.comparing.search import RATE, SearchTable, Settings, search_table
+from quietgrad.training.settings.config import ACTIVE, BEFORE, TrainConfig, config_from, read_toml
+
+# Tables and keys that configurations gained after the first results were committed.
+LATER = (
+    "task",
+    "data.test_source",
+    "data.text_pair",
+    "model.lora_alpha",
+    "model.random_head",
+    "model.accept_start",
+    "noise",
+    "noise.source",
+    "noise.floor",
+    "noise.horizon",
+    "noise.clamp",
+    "data.image_size",
+    "data.public_fraction",
+    "data.label_separator",
+    "data.no_label",
+    "model.weights",
+    "optimizer.schedule",
+)
+# What a variant may change; the rest is prepared once for all runs.
+VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer")
+HEAD_RATE = "optimizer.head_learning_rate"
+FIXED = ("privacy.target_epsilon", "privacy.noise_multiplier", "privacy.target_delta")
+VARIED_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
+
+
+@dataclass(frozen=True)
+class ComparisonTable:
+    """What is compared.
+
+    Attributes:
+        title: of the figure.
+        results: file of finished runs, beside the configuration.
+        figure: PNG, beside the configuration.
+        epsilons: one panel each.
+        seeds: how many, 0 .. seeds - 1.
+        learning_rates: the grid.
+        tuning_seeds: the first so many run the whole grid; the others the chosen rates alone.
+        protocol_rate: the rate of the one-rate protocol; in the grid.
+        head_rate: learning rate of the head as a multiple of the learning rate (0: the configuration's own, fixed).
+        reference: the variant that the others are compared with.
+        shares: of the reference's final accuracy, whose first crossing is counted in steps.
+        eval_every, eval_records: steps between evaluations, validation records used for them (0: all).
+        distinct: whether validation and test count equal inputs once: a message that many passed on would else decide the rate.
+    """
+
+    title: str = ""
+    results: str = "results.jsonl"
+    figure: str = "comparison.png"
+    epsilons: list[float] = field(default_factory=lambda: [3.0])
+    seeds: int = 3
+    learning_rates: list[float] = field(default_factory=lambda: [1e-3])
+    tuning_seeds: int = 2
+    protocol_rate: float = 1e-3
+    head_rate: float = 0.0
+    reference: str = "baseline"
+    shares: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eval_every: int = 5
+    eval_records: int = 0
+    distinct: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of a comparison.
+
+    Attributes:
+        variant, epsilon, rate, seed: which.
+        settings: what a search found, beside the rate.
+        trial: its number in a search; None on a grid.
+    """
+
+    variant: str
+    epsilon: float
+    rate: float
+    seed: int
+    settings: Settings = ()
+    trial: int | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As it is written: what a grid does not have is left out."""
+        return {k: v for k, v in asdict(self).items() if not (k in ("settings", "trial") and self.trial is None)}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Run:
+        settings = tuple((key, value) for key, value in record.get("settings", ()))
+        return cls(record["variant"], record["epsilon"], record["rate"], record["seed"], settings, record.get("trial"))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A configuration read from a file.
+
+    Attributes:
+        path: the file.
+        table: what is compared.
+        variants: name -> {"table.key": value} that the variant changes.
+        base: nested dictionaries of the settings all runs share.
+        search: what is searched; None for a grid.
+    """
+
+    path: Path
+    table: ComparisonTable
+    variants: dict[str, dict[str, Any]]
+    base: dict[str, Any]
+    search: SearchTable | None = None
+
+    @property
+    def first(self) -> Run:
+        """A run that every process has: what is prepared for it serves all."""
+        return Run(self.table.reference, self.table.epsilons[0], self.table.protocol_rate, 0)
+
+    @property
+    def results(self) -> Path:
+        return Path(os.path.normpath(self.path.parent / self.table.results))
+
+    @property
+    def figure(self) -> Path:
+        return Path(os.path.normpath(self.path.parent / self.table.figure))
+
+    def config_of(self, run: Run) -> TrainConfig:
+        """The whole configuration of one run."""
+        tree = {name: dict(values) for name, values in self.base.items()}
+        for name, value in (*self.variants[run.variant].items(), *run.settings):
+            table, _, key = name.partition(".")
+            tree.setdefault(table, {})[key] = value
+        optimizer = tree.setdefault("optimizer", {})
+        optimizer["learning_rate"] = run.rate
+        if self.table.head_rate:
+            optimizer["head_learning_rate"] = run.rate * self.table.head_rate
+        privacy = tree.setdefault("privacy", {})
+        privacy["target_epsilon"] = run.epsilon
+        privacy.pop("noise_multiplier", None)
+        tree.setdefault("training", {})["seed"] = run.seed
+        return config_from(tree)
+
+    def key_of(self, run: Run) -> str:
+        """Changes with every setting that can change the outcome."""
+        tree = self.config_of(run).to_dict()
+        default = TrainConfig().to_dict()
+        for name in LATER:  # at their defaults they change nothing, and results of before they came stay valid
+            table, _, key = name.partition(".")
+            idle = name in ACTIVE and tree.get(table, {}).get("method") != ACTIVE[name]
+            if key and (idle or tree.get(table, {}).get(key) == BEFORE.get(name, default[table].get(key))):
+                tree.get(table, {}).pop(key, None)
+            elif not key and tree[table] == default[table]:
+                tree.pop(table)
+        tree.pop("spectrum", None)  # training does not read it
+        tree["data"].pop("public", None)  # a declaration, not a setting
+        settings: list[Any] = [tree, self.table.eval_every, self.table.eval_records]
+        if self.table.distinct:
+            settings.append("distinct")
+        if self.search is not None:  # a trial is what it is by those before it
+            settings.append(self.search.signature_of(run.variant))
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_comparison(path: str | Path) -> Comparison:
+    """Reads and checks a comparison.
+
+    Raises:
+        ValueError: missing or malformed file, unknown table or key, a variant or protocol that does not fit, naming it and the remedy.
+    """
+    file, tree = Path(path), read_toml(path)
+    if "comparison" not in tree or "variants" not in tree:
+        raise ValueError(
+            f"config={str(file)!r} has no [comparison] or no [variants.NAME] table; `quietgrad train` takes single runs"
+        )
+    given = tree.pop("comparison")
+    table = _table(given)
+    variants = {name: _flat(values) for name, values in tree.pop("variants").items()}
+    search = search_table(tree.pop("search"), list(variants)) if "search" in tree else None
+    if search is not None and ("learning_rates" in given or "protocol_rate" in given):
+        raise ValueError(
+            "comparison.learning_rates and protocol_rate are a grid, and [search] takes its place; keep one of the two"
+        )
+    if table.reference not in variants:
+        raise ValueError(f"comparison.reference={table.reference!r} is no variant{nearest(table.reference, variants)}")
+    if table.protocol_rate not in table.learning_rates:
+        raise ValueError(
+            f"comparison.protocol_rate={table.protocol_rate} is not in learning_rates={table.learning_rates}; add it to the grid"
+        )
+    require_at_least("comparison.tuning_seeds", table.tuning_seeds, 1, "choose rates with at least one seed")
+    require_at_least("comparison.seeds", table.seeds, table.tuning_seeds, "there are fewer seeds than tuning seeds")
+    for value in (*table.epsilons, *table.learning_rates):
+        require_positive("comparison.epsilons and learning_rates", value)
+    if search is not None and table.head_rate and any(r.key == HEAD_RATE for r in search.ranges):
+        raise ValueError(f'comparison.head_rate and search.ranges."{HEAD_RATE}" both set the head\'s rate; keep one')
+    declared = tree.get("data", {})
+    if not isinstance(declared, dict) or declared.get("public") is not True:
+        raise ValueError(
+            f"config={str(file)!r}: a comparison makes many runs with known seeds on the same records, which no single epsilon covers; compare on records that are public, and say so with "
+            "data.public = true"
+        )
+    found = Comparison(file, table, variants, tree, search)
+    for variant, changed in variants.items():
+        ranges = search.ranges_of(variant) if search is not None else []
+        named = [(f"variants.{variant}.{name}", name) for name in changed]
+        for shown, name in named + [(f'search.ranges."{r.key}"', r.key) for r in ranges]:
+            if name in FIXED or (name.partition(".")[0] not in VARIED_TABLES and name not in VARIED_KEYS):
+                raise ValueError(
+                    f"{shown} cannot vary: data, model and cached states are shared by all runs; vary one of "
+                    f"{', '.join((*VARIED_TABLES, *VARIED_KEYS))}, or make a comparison of its own"
+                )
+        ends = {r.key: (*r.choices, *(() if r.choices else (r.low, r.high))) for r in ranges}
+        least = {key: values[0] for key, values in ends.items()}
+        # A proposal that no configuration takes would end the search each time it is started.
+        tried = [least] + [least | {key: value} for key, values in ends.items() for value in values[1:]]
+        for values in tried:
+            settings = tuple((key, value) for key, value in values.items() if key != RATE)
+            config = found.config_of(
+                Run(variant, table.epsilons[0], float(values.get(RATE, table.protocol_rate)), 0, settings)
+            )
+        if not config.privacy.enabled:
+            raise ValueError(
+                "privacy.enabled=false: a comparison has an epsilon for every run; use `quietgrad train` for a reference without privacy"
+            )
+    return found
+
+
+def _table(values: dict[str, Any]) -> ComparisonTable:
+    hints = typing.get_type_hints(ComparisonTable)
+    for key, value in values.items():
+        if key not in hints:
+            raise ValueError(f"unknown key comparison.{key}{nearest(key, hints)}")
+        wanted = typing.get_origin(hints[key]) or hints[key]
+        if isinstance(value, bool) != (wanted is bool) or not isinstance(
+            value, (int, float) if wanted is float else wanted
+        ):
+            raise ValueError(f"comparison.{key}={value!r} must be of type {getattr(wanted, '__name__', wanted)}")
+    return ComparisonTable(**values)
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """{"denoising": {"method": "paper"}} to {"denoising.method": "paper"}."""
+    for table, keys in values.items():
+        if not isinstance(keys, dict):
+            raise ValueError(f"variants: {table}={keys!r} must be a key of a table, such as denoising.method")
+    return {f"{table}.{key}": value for table, keys in values.items() for key, value in keys.items()}

@@ -1,0 +1,1 @@
+"""What is made of spikes that stand out of the noise: one rule a file, and their Protocols."""

@@ -1,0 +1,149 @@
+"""The lines of a ledger: one frozen record a kind. Public facts only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quietgrad.facts import PoissonGaussian, event_from_json
+
+FORMAT = 2
+SOURCES = ("entropy", "seed", "public seed")
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """The first line, and the only one of its kind: the mechanism of all releases.
+
+    Attributes:
+        event: of one step (of b steps with b bands).
+        facts: public facts kept beside it, such as dataset size and target delta.
+    """
+
+    event: PoissonGaussian
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        event = replace(self.event, steps=self.event.bands).to_json()
+        return {"type": "mechanism", "format": FORMAT, "event": event, **self.facts}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Mechanism:
+        if record["format"] != FORMAT:
+            raise ValueError(f"it is of format {record['format']!r}, and this version reads {FORMAT}")
+        event = event_from_json(record["event"])
+        if not isinstance(event, PoissonGaussian):
+            raise ValueError("a mechanism line holds one mechanism")
+        return cls(event, {k: v for k, v in record.items() if k not in ("type", "format", "event", "line")})
+
+
+@dataclass(frozen=True)
+class SessionStart:
+    """A start of the run: from ``step`` on all draws have a root of their own.
+
+    Attributes:
+        step: the first release that it can make.
+        name: public and random, of this start alone; with a seed the root follows from seed and name.
+        seal: a digest of the root, by which a root that is kept elsewhere is known to be this one.
+        source: where the root comes from: one of SOURCES.
+    """
+
+    step: int
+    name: str
+    seal: str
+    source: str = "entropy"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "session", "step": self.step, "name": self.name, "seal": self.seal, "source": self.source}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> SessionStart:
+        if record["source"] not in SOURCES:
+            raise ValueError(f"source {record['source']!r} is unknown to this version")
+        return cls(int(record["step"]), str(record["name"]), str(record["seal"]), str(record["source"]))
+
+
+@dataclass(frozen=True)
+class NoiseBlock:
+    """Noise correlated by the matrix of digest ``mixing`` refers to no release before ``step``."""
+
+    step: int
+    mixing: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "noise-block", "step": self.step, "mixing": self.mixing}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> NoiseBlock:
+        return cls(int(record["step"]), str(record["mixing"]))
+
+
+@dataclass(frozen=True)
+class NoiseDrawn:
+    """How the block's noise is drawn: with another dtype, library or device the same keys give other numbers."""
+
+    how: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "noise-drawn", "as": self.how}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> NoiseDrawn:
+        return cls(str(record["as"]))
+
+
+@dataclass(frozen=True)
+class Release:
+    """Release number ``step`` is about to be made. ``torn``: its line was cut off, and is counted."""
+
+    step: int
+    torn: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "release", "step": self.step} | ({"torn": True} if self.torn else {})
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Release:
+        return cls(int(record["step"]), bool(record.get("torn", False)))
+
+
+@dataclass(frozen=True)
+class PrivacyGivenUp:
+    """From here on values that no noise covers are looked at: the run has no epsilon."""
+
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "not-private", "reason": self.reason}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> PrivacyGivenUp:
+        return cls(str(record["reason"]))
+
+
+Record = Mechanism | SessionStart | NoiseBlock | NoiseDrawn | Release | PrivacyGivenUp
+_KINDS: dict[str, Any] = {
+    "mechanism": Mechanism,
+    "session": SessionStart,
+    "noise-block": NoiseBlock,
+    "noise-drawn": NoiseDrawn,
+    "release": Release,
+    "not-private": PrivacyGivenUp,
+}
+
+
+def record_from_json(record: Mapping[str, Any]) -> Record:
+    """Reads back what ``to_json`` wrote.
+
+    Raises:
+        ValueError: if the line is of an unknown kind or lacks a field; it may stand for a release that this version does not know how to count.
+    """
+    kind = record.get("type")
+    if kind not in _KINDS:
+        raise ValueError(f"type {kind!r} is unknown to this version, which cannot count it")
+    try:
+        made: Record = _KINDS[str(kind)].from_json(record)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a line of type {kind!r} lacks a field, or it is not as it was written: {error}") from error
+    return made

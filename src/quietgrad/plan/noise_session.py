@@ -1,0 +1,105 @@
+"""The noise of one session of a run: which roots draw it, where its block began, and its state.
+
+A block is a stretch of releases whose noise is correlated (``quietgrad.noise.mechanism``).
+Independent noise has no past, so of all this it needs the roots alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.ledger import LedgerWriter
+from quietgrad.noise.mechanism import GaussianNoise, NoiseHistory
+from quietgrad.noise.noisy_sum import NoisySum
+from quietgrad.plan.kept_rows import load_rows, save_rows
+from quietgrad.plan.sessions import Begun
+from quietgrad.randomness import RandomKey
+
+
+class NoiseSession:
+    """Roots, block and history of the noise. Secret: with them the noise can be subtracted.
+
+    A step is ``join``, which may draw the block's earlier noise again, then the ledger's line, then
+    ``cover``: what is written down was not drawn before.
+
+    Args:
+        noise: the plan's mechanism.
+        begun: roots by step, and the block that goes on or begins.
+        writer: of the run's ledger, which is told of new blocks and of how noise is drawn.
+        rows: secret file for the last rows of correlated noise; None keeps none.
+    """
+
+    def __init__(
+        self,
+        noise: GaussianNoise,
+        begun: Begun,
+        writer: LedgerWriter | None = None,
+        rows: Path | None = None,
+    ) -> None:
+        self._noise = noise
+        self._ring = begun.ring
+        self._block = begun.block
+        self._drawn = begun.drawn
+        self._writer = writer
+        self._rows = rows
+        self._history: NoiseHistory | None = None
+
+    @property
+    def key(self) -> RandomKey:
+        """The root of this session: of all that is drawn from now on."""
+        return self._ring.sessions[-1].root
+
+    def join(self, like: Mapping[str, Tensor], step: int) -> None:
+        """Brings the state to ``step``, if it is not there: at the first release here, and where
+        the one before failed.
+
+        Args:
+            like: tensors in the shape, dtype and device of the gradients.
+            step: number of the release.
+        """
+        if self._history is None or self._history.step != step:
+            self._history = self._rejoined(like, step)
+
+    def cover(self, clipped: ClippedSum) -> NoisySum:
+        """Draws the noise of the step that was joined, and adds it."""
+        assert self._history is not None
+        noisy, self._history = self._noise.update(clipped, self._ring.key_of, self._history)
+        return noisy
+
+    def keep(self) -> None:
+        """Writes the last rows to the secret file, where there are any and a file was given."""
+        history = self._history
+        if self._rows is None or history is None or not history.rows:
+            return
+        assert self._drawn is not None
+        save_rows(self._rows, self._noise, history, self._drawn, self._ring.sessions)
+
+    def _rejoined(self, like: Mapping[str, Tensor], step: int) -> NoiseHistory:
+        """The block's noise up to ``step``, made again. Where the same keys would give other
+        numbers a new block begins: as private, and ``NoisySum.mixing_row`` tells the truth."""
+        noise, digest = self._noise, self._noise.digest
+        if digest is None:
+            return noise.init(step)
+        how = noise.source.how_drawn(like)
+        if self._drawn not in (None, how):
+            self._block = step
+            if self._writer is not None:
+                self._writer.noise_block(step, digest)
+            warnings.warn(
+                f"the noise so far was drawn as {self._drawn}, and this session draws as {how}: "
+                f"its noise is not correlated with the steps before {step}, as private, and a "
+                "little less accurate; go on where the run began to avoid that",
+                stacklevel=5,
+            )
+        if self._drawn != how and self._writer is not None:
+            self._writer.noise_drawn(how)
+        self._drawn = how
+        kept = None
+        if self._rows is not None:
+            kept = load_rows(self._rows, noise, like, how, self._ring.sessions, self._block, step)
+        return noise.replay(like, self._ring.key_of, self._block, step, kept)

@@ -1,0 +1,95 @@
+"""What a run keeps of its noise between sessions: the mixing matrix, and while it lasts the secrets: seed, roots of streams, last rows."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from quietgrad.keyring import forget_secrets, read_secrets
+from quietgrad.noise.correlation.mixing import MixingMatrix, load_mixing, save_mixing
+from quietgrad.plan import PrivacyPlan, PrivateRun
+from quietgrad.plan.seeds import key_of_seed
+from quietgrad.training.files.run_dir import RunDir
+from quietgrad.training.settings.config import TrainConfig
+
+SPARING = 50
+
+
+def start_private(plan: PrivacyPlan, run_dir: RunDir, resume: bool) -> PrivateRun:
+    """Starts the plan, or goes on with it: correlated noise exactly where it was, as long as the secret file is there (or a seed is given)."""
+    # A choice of one band is kept too: found again, within a limit of time, it could come out differently.
+    if plan.mixing is not None and not resume:
+        save_mixing(plan.mixing, run_dir.mixing)
+        draw_choice(plan, run_dir.bands_figure)
+    return plan.start(run_dir.ledger, run_dir.secrets, resume)
+
+
+def without_seed(config: TrainConfig) -> TrainConfig:
+    """The configuration as the run directory keeps it: the seed of a run on private data is a secret, and only the secret file has it."""
+    if not config.privacy.enabled or config.data.public:
+        return config
+    return replace(config, training=replace(config.training, seed=None))
+
+
+def with_kept_seed(config: TrainConfig, run_dir: RunDir) -> TrainConfig:
+    """The configuration to resume with: a seed that is not given comes from the secret file of the run.
+
+    Raises:
+        ValueError: if a seed is given that is not the run's. No message holds a seed.
+    """
+    kept, given = read_secrets(run_dir.secrets).seed, config.training.seed
+    if kept is None:
+        return config
+    if given is not None and key_of_seed(given) != key_of_seed(kept):
+        raise ValueError(
+            "resume with a changed setting: training.seed is not the one that the run began with; leave it out (the secret file of the run has it)"
+        )
+    return replace(config, training=replace(config.training, seed=kept))
+
+
+def saved_mixing(run_dir: RunDir) -> MixingMatrix | None:
+    """The mixing matrix that a run began with, bit by bit; None where there is none."""
+    return load_mixing(run_dir.mixing) if run_dir.mixing.exists() else None
+
+
+def draw_choice(plan: PrivacyPlan, path: Path) -> None:
+    """The figure that explains the number of bands, where it was chosen here."""
+    if plan.band_choice is None:
+        return
+    from quietgrad.report.bands import bands_figure
+
+    tried = plan.band_choice.candidates
+    bands_figure(
+        [c.bands for c in tried],
+        [c.noise_multiplier for c in tried],
+        [c.mixing.objective for c in tried],
+        plan.band_choice.chosen.bands,
+        path,
+    )
+
+
+class NoiseKeeper:
+    """Keeps the rows that correlated noise goes on from, in a secret file, no more often than costs a fiftieth of the time; at a stop always."""
+
+    def __init__(self, private: PrivateRun | None) -> None:
+        self._private = private
+        self._next = 0.0
+
+    def keep(self, stopping: bool) -> None:
+        """Called at every checkpoint."""
+        started = time.monotonic()
+        if self._private is None or (started < self._next and not stopping):
+            return
+        with contextlib.suppress(
+            OSError, RuntimeError
+        ):  # a full disk: without the rows a resume is slower, and the same
+            self._private.keep_noise()
+        ended = time.monotonic()
+        self._next = ended + SPARING * (ended - started)
+
+
+def forget_keys(run_dir: RunDir) -> None:
+    """Removes what is secret once no release is left that needs it."""
+    forget_secrets(run_dir.secrets)

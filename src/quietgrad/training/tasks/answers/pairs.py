@@ -1,0 +1,216 @@
+"""Records to generate from: a prompt and the answer that is learnt, both made from a record's columns by templates."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from string import Formatter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quietgrad.checks import nearest
+from quietgrad.training.tasks.columns import label_word, missing, read_columns
+from quietgrad.training.tasks.splits import IGNORED, Splits
+
+
+@dataclass(frozen=True)
+class TextPairs:
+    """Prompts and answers.
+
+    Attributes:
+        texts: [n] prompts.
+        answers: [n]; "" where a record has none: nothing is learnt from it.
+        source: where they came from.
+    """
+
+    texts: tuple[str, ...]
+    answers: tuple[str, ...]
+    source: str
+    label_names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @cached_property
+    def record_ids(self) -> tuple[bytes, ...]:
+        """[n] what identifies each record: prompt and answer."""
+        return tuple(
+            hashlib.sha256("\0".join(pair).encode("utf-8", "surrogatepass")).digest()
+            for pair in zip(self.texts, self.answers, strict=True)
+        )
+
+    def subset(self, indices: NDArray[np.int64]) -> TextPairs:
+        return TextPairs(
+            tuple(self.texts[i] for i in indices),
+            tuple(self.answers[i] for i in indices),
+            self.source,
+            self.label_names,
+        )
+
+
+def load_pairs(source: str, prompt: str, answer: str) -> TextPairs:
+    """Reads records and fills the templates.
+
+    Args:
+        source: a CSV, TSV, JSONL, JSON or Parquet file, or a Hugging Face data set.
+        prompt, answer: templates with column names in braces, such as "{text} Summary:".
+
+    Raises:
+        ValueError: for a column that is not there, or a template without one.
+    """
+    columns = read_columns(source)
+    filled = {
+        name: _filled(name, template, columns, source) for name, template in (("prompt", prompt), ("answer", answer))
+    }
+    if not filled["prompt"]:
+        raise ValueError(f"data.source={source!r} holds no records")
+    answers = tuple(text if text.strip() else "" for text in filled["answer"])
+    return TextPairs(tuple(filled["prompt"]), answers, source)
+
+
+def require_answers(splits: Splits[TextPairs]) -> None:
+    """Checks that every validation and test record has an answer. A training record without one stays, says nothing of itself, and contributes nothing.
+
+    Raises:
+        ValueError: otherwise, or where no training record has an answer.
+    """
+    source = splits.train.source
+    if not all(splits.validation.answers) or not all(splits.test.answers):
+        raise ValueError(
+            f"data.source={source!r}: a validation or test record has an empty answer; remove such records"
+        )
+    if not any(splits.train.answers):
+        raise ValueError(f"data.source={source!r}: no training record has an answer; check task.answer")
+
+
+def _filled(name: str, template: str, columns: dict[str, list[Any]], source: str) -> list[str]:
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(
+            f"task.{name}={template!r} is no template: {error}; write a brace itself as {{{{ or }}}}"
+        ) from error
+    fields = [field for _, field, _, _ in parts if field is not None]
+    if not fields:
+        raise ValueError(f"task.{name}={template!r} names no column; write one in braces, such as {{text}}")
+    for _, field, form, conversion in parts:
+        if field is not None and field not in columns:
+            raise ValueError(
+                f"task.{name}={template!r}: {field!r} is not a column of {source!r}{nearest(field, columns)}"
+            )
+        if form or conversion:
+            raise ValueError(f"task.{name}={template!r}: write {{{field}}} alone; values are taken as they stand")
+    filled = []
+    for row in range(len(columns[fields[0]])):
+        pieces = []
+        for literal, field, _, _ in parts:
+            value = None if field is None else columns[field][row]
+            gap = field is not None and missing(value)
+            if gap and name == "answer":
+                pieces = [""]  # an answer that lacks a part is none
+                break
+            pieces.append(literal + ("" if field is None or gap else label_word(value)))
+        filled.append("".join(pieces))
+    return filled
+
+
+@dataclass(frozen=True)
+class TokenisedPairs:
+    """Token ids of prompt and answer together, unpadded.
+
+    Attributes:
+        ids: [n] rows of token ids.
+        starts: [n] where the answer begins in each row.
+        pad_id: of padding.
+        end_id: closes every answer; None where the tokenizer has no such token.
+        answers: [n] as texts.
+    """
+
+    ids: tuple[NDArray[np.int64], ...]
+    starts: NDArray[np.int64]
+    pad_id: int
+    end_id: int | None
+    answers: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """[n] lengths of the answers in tokens: there are no classes."""
+        return np.array([len(row) for row in self.ids], dtype=np.int64) - self.starts
+
+    def micro_batch_indices(self, indices: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+        """Cuts the records at ``indices`` into parts of at most ``size`` with similar lengths."""
+        order = indices[np.argsort([len(self.ids[i]) for i in indices], kind="stable")]
+        for start in range(0, len(order), size):
+            yield order[start : start + size]
+
+    def subset(self, indices: NDArray[np.int64]) -> TokenisedPairs:
+        chosen = tuple(self.ids[i] for i in indices)
+        return TokenisedPairs(
+            chosen, self.starts[indices], self.pad_id, self.end_id, tuple(self.answers[i] for i in indices)
+        )
+
+    def middle(self, size: int) -> NDArray[np.int64]:
+        """Indices of ``size`` records of median length, which stand for all."""
+        order = np.argsort([len(ids) for ids in self.ids], kind="stable")
+        return order[max(0, (len(order) - size) // 2) :][:size]
+
+    def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
+        """input_ids, attention_mask and labels [examples, longest]; labels are the answer's tokens, elsewhere ``IGNORED``."""
+        # Never shorter than two tokens: an empty batch has to have a next token too.
+        longest = max((len(self.ids[i]) for i in indices), default=2)
+        ids = torch.full((len(indices), longest), self.pad_id, dtype=torch.long)
+        mask = torch.zeros((len(indices), longest), dtype=torch.long)
+        labels = torch.full((len(indices), longest), IGNORED, dtype=torch.long)
+        for row, i in enumerate(indices):
+            tokens = torch.from_numpy(self.ids[i])
+            ids[row, : len(tokens)] = tokens
+            mask[row, : len(tokens)] = 1
+            labels[row, self.starts[i] : len(tokens)] = tokens[self.starts[i] :]
+        return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "labels": labels.to(device)}
+
+
+def tokenise_pairs(pairs: TextPairs, tokenizer: Any, max_length: int, max_answer_length: int) -> TokenisedPairs:
+    """Tokenises prompts and answers apart, so that the boundary is a token's; an answer keeps its beginning, and the prompt what room is left, its end kept.
+
+    Raises:
+        ValueError: if the answer may take all of the length.
+    """
+    if max_answer_length >= max_length:
+        raise ValueError(
+            f"task.max_answer_length={max_answer_length} leaves no room for a prompt in model.max_length={max_length}; choose a smaller one"
+        )
+    end = tokenizer.eos_token_id
+    prompts = _ids(tokenizer, pairs.texts)
+    answers = _ids(tokenizer, pairs.answers, special=False)
+    rows, starts = [], []
+    for prompt, answer, text in zip(prompts, answers, pairs.answers, strict=True):
+        kept = [] if not text else answer[: max_answer_length - (end is not None)] + ([end] if end is not None else [])
+        room = max_length - len(kept)
+        # The first token may be one that opens every text; what follows it is cut from the front.
+        opening = prompt[:1] if len(prompt) > room else []
+        before = opening + prompt[len(prompt) - room + len(opening) :] if opening else prompt
+        before = before or [end if end is not None else 0]  # the first token of an answer is predicted from something
+        rows.append(np.asarray(before + kept, dtype=np.int64))
+        starts.append(len(before))
+    pad = tokenizer.pad_token_id
+    return TokenisedPairs(
+        tuple(rows),
+        np.asarray(starts, dtype=np.int64),
+        int(pad if pad is not None else end if end is not None else 0),
+        end,
+        pairs.answers,
+    )
+
+
+def _ids(tokenizer: Any, texts: Sequence[str], special: bool = True) -> list[list[int]]:
+    found = tokenizer(list(texts), add_special_tokens=special, truncation=False, padding=False)["input_ids"]
+    return [list(row) for row in found]

@@ -1,0 +1,120 @@
+"""Answers that a causal language model learns to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from quietgrad.training.files.provenance import Record
+from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.tasks.answers.generation import answer_loss, answer_scores, decoded_score
+from quietgrad.training.tasks.answers.pairs import (
+    TextPairs,
+    TokenisedPairs,
+    load_pairs,
+    require_answers,
+    tokenise_pairs,
+)
+from quietgrad.training.tasks.loaded import LoadedModel
+from quietgrad.training.tasks.metrics import TOKEN_ACCURACY, Metric
+from quietgrad.training.tasks.records import Batches, Records, spread
+from quietgrad.training.tasks.splits import Splits, split, split_with_test
+from quietgrad.training.tasks.task import Parts, Task, attention_for, ready
+from quietgrad.training.tasks.text.models import load_generator, save_classifier
+from quietgrad.training.tasks.text.task import refuse_weights_of_images
+
+
+class AnswersTask(Task):
+    """Prompts with answers, and a causal language model."""
+
+    def __init__(self, splits: Splits[TextPairs]) -> None:
+        self.splits = splits
+
+    @classmethod
+    def reads(cls, config: TrainConfig) -> bool:
+        """Where answers are asked for."""
+        return config.task.kind == "generate"
+
+    @classmethod
+    def load(cls, config: TrainConfig) -> AnswersTask:
+        """See ``Task.load``."""
+        data, task = config.data, config.task
+        refuse_weights_of_images(config)
+        pairs = load_pairs(data.source, task.prompt, task.answer)
+        if data.test_source:
+            test = load_pairs(data.test_source, task.prompt, task.answer)
+            splits = split_with_test(pairs, test, data.validation_fraction)
+        else:
+            splits = split(pairs, data.validation_fraction, data.test_fraction)
+        require_answers(splits)
+        return cls(splits)
+
+    def read(self, config: TrainConfig, device: torch.device) -> tuple[LoadedModel, Parts]:
+        """See ``Task.read``."""
+        table = config.model
+        model = load_generator(table.name, table.tuning, attention_for(device))
+        splits, length = self.splits, config.task.max_answer_length
+        train, validation, test = (
+            tokenise_pairs(part, model.tokenizer, table.max_length, length)
+            for part in (splits.train, splits.validation, splits.test)
+        )
+        return ready(config, model, device), (train, validation, test)
+
+    def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
+        """In Hugging Face's format."""
+        save_classifier(model, self.label_names, folder, trained_on)
+
+    @property
+    def classifies(self) -> bool:
+        """No: an answer is many tokens."""
+        return False
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """[examples] mean cross entropy over a record's answer tokens."""
+        return answer_loss(model, batch)
+
+    def metric(self, validation: Records) -> Metric:
+        """The share of answer tokens predicted right."""
+        return TOKEN_ACCURACY
+
+    def evaluation_batch(self, config: TrainConfig) -> int:
+        """No more than in training: outputs are as wide as the vocabulary."""
+        return config.clipping.max_physical_batch_size
+
+    def score(
+        self,
+        config: TrainConfig,
+        model: nn.Module,
+        records: Records,
+        device: torch.device,
+        chosen: NDArray[np.int64] | None = None,
+        source: Batches | None = None,
+    ) -> float:
+        """See ``Task.score``."""
+        assert isinstance(records, TokenisedPairs)
+        return answer_scores(model, records, self.evaluation_batch(config), device, chosen).token_accuracy
+
+    def final_metrics(
+        self, config: TrainConfig, model: LoadedModel, validation: Records, test: Records, device: torch.device
+    ) -> dict[str, float]:
+        """Token accuracy, perplexity, and where asked the score of answers that the model writes."""
+        found: dict[str, float] = {}
+        for prefix, part in (("", test), ("validation_", validation)):
+            assert isinstance(part, TokenisedPairs)
+            scores = answer_scores(model.classifier, part, self.evaluation_batch(config), device)
+            found |= {
+                f"{prefix}{TOKEN_ACCURACY.key}": scores.token_accuracy,
+                f"{prefix}perplexity": scores.perplexity,
+            }
+        task = config.task
+        if task.decoded != "none":
+            assert isinstance(test, TokenisedPairs)
+            chosen = spread(test, task.decoded_records)
+            found[task.decoded] = decoded_score(
+                task.decoded, model.classifier, model.tokenizer, test, chosen, task.max_answer_length
+            )
+        return found

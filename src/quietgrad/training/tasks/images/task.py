@@ -1,0 +1,120 @@
+"""Classes of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quietgrad.training.files.provenance import Record
+from quietgrad.training.precision import precision_context
+from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.tasks.images.data import LabelledImages, is_image_source, load_images, split_images
+from quietgrad.training.tasks.images.feature_cache import FeatureCache, build_feature_cache
+from quietgrad.training.tasks.images.folder import (
+    FolderLayout,
+    is_image_folder,
+    load_image_folder,
+    load_unlabelled_folder,
+)
+from quietgrad.training.tasks.images.models import IMAGE_MODELS, is_image_model, load_image_classifier
+from quietgrad.training.tasks.loaded import LoadedModel, save_weights
+from quietgrad.training.tasks.records import Records
+from quietgrad.training.tasks.splits import Splits
+from quietgrad.training.tasks.task import Parts, Task, ready
+
+
+class ImagesTask(Task):
+    """Labelled images, and a body with a head.
+
+    Attributes:
+        public: images set aside as public and unlabelled, for spectra.
+    """
+
+    def __init__(self, splits: Splits[LabelledImages], public: LabelledImages | None = None) -> None:
+        self.splits = splits
+        self.public = public
+
+    @classmethod
+    def reads(cls, config: TrainConfig) -> bool:
+        """Where data or model are of images."""
+        return _holds_images(config.data.source) or is_image_model(config.model.name)
+
+    @classmethod
+    def load(cls, config: TrainConfig) -> ImagesTask:
+        """See ``Task.load``."""
+        images, wanted = _holds_images(config.data.source), is_image_model(config.model.name)
+        if images != wanted:
+            raise ValueError(
+                f"data.source={config.data.source!r} holds {'images' if images else 'texts'}, and model.name={config.model.name!r} reads {'images' if wanted else 'texts'}; "
+                f"image models are {', '.join(IMAGE_MODELS)} and image:NAME of Hugging Face"
+            )
+        if config.task.kind == "generate" or config.data.test_source or config.data.text_pair:
+            raise ValueError(
+                "task.kind='generate', data.test_source and data.text_pair are for texts; images come with test records"
+            )
+        if config.model.public_head_steps or config.model.random_head:
+            raise ValueError(
+                "model.public_head_steps and model.random_head are for texts; give an image model public weights (model.weights, from quietgrad spectrum)"
+            )
+        if config.data.label_separator and not is_image_folder(config.data.source):
+            raise ValueError(
+                f"data.label_separator={config.data.label_separator!r} is for a folder with train.csv and test.csv; data.source={config.data.source!r} has one label a record"
+            )
+        train, test = load_any_images(config, config.data.source)
+        return cls(*split_images(train, test, config.data.validation_fraction, config.data.public_fraction))
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """[channels, height, width] of the records."""
+        return tuple(self.splits.train.pixels.shape[1:])
+
+    def read(self, config: TrainConfig, device: torch.device) -> tuple[LoadedModel, Parts]:
+        """See ``Task.read``."""
+        table = config.model
+        classifier = load_image_classifier(table.name, self.form, len(self.label_names), table.tuning, table.weights)
+        model = LoadedModel(classifier, None, table.name, table.tuning.how, "mean")
+        parts = (self.splits.train, self.splits.validation, self.splits.test)
+        return ready(config, model, device), parts
+
+    def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
+        """Weights in the form that ``model.weights`` reads."""
+        save_weights(model, self.label_names, folder, trained_on)
+
+    def cache(
+        self, config: TrainConfig, classifier: nn.Module, records: Records, validation: Records, device: torch.device
+    ) -> FeatureCache | None:
+        """The frozen body, run once an image."""
+        assert isinstance(records, LabelledImages)
+        with precision_context(config, device):
+            return build_feature_cache(classifier, records, device)
+
+
+def load_unlabelled_images(config: TrainConfig, source: str, channels: int) -> LabelledImages:
+    """Training images of a source of either kind, at the configuration's size and with so many channels; their labels are not looked at."""
+    if not is_image_folder(source):
+        return load_images(source, config.data.image_size)[0].with_channels(channels)
+    return load_unlabelled_folder(source, _layout(config), config.data.image_size, channels)
+
+
+def load_any_images(config: TrainConfig, source: str) -> tuple[LabelledImages, LabelledImages]:
+    """Training and test images of a source of either kind, at the configuration's size."""
+    if not is_image_folder(source):
+        return load_images(source, config.data.image_size)
+    return load_image_folder(source, _layout(config), config.data.image_size)
+
+
+def _holds_images(source: str) -> bool:
+    return is_image_folder(source) or is_image_source(source)
+
+
+def _layout(config: TrainConfig) -> FolderLayout:
+    data = config.data
+    named = (data.text, data.label) != ("text", "label")  # the defaults are those of texts
+    return FolderLayout(
+        *((data.text, data.label) if named else ("file", "label")),
+        separator=data.label_separator,
+        labels=tuple(data.labels),
+        no_label=data.no_label,
+    )

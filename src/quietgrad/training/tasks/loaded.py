@@ -1,0 +1,85 @@
+"""A model that is ready to train, whatever it reads: what of it trains, and how one that is not Hugging Face's is saved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
+from quietgrad.training.files.provenance import KEY, Record, stamp_weights
+
+Tune = Literal["lora", "full", "head"]
+TUNES: tuple[Tune, ...] = ("lora", "full", "head")
+HeadKind = Literal["mean", "auto"]
+HEADS: tuple[HeadKind, ...] = ("mean", "auto")
+GENERATE: Literal["generate"] = "generate"
+WEIGHTS_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What of a pretrained model trains.
+
+    Attributes:
+        how: "lora" (adapters and head), "full" (everything), "head" (the rest is frozen).
+        lora_rank, lora_alpha: of adapters; their scale (0: twice the rank).
+        lora_targets: names of the modules that get one (empty: peft's default for the architecture; MiniLM: query, value, and both feed-forward layers).
+        lora_layers: number of top layers that get one (0: all).
+        train_layers: with "full", number of top layers that train beside the head (0: everything).
+    """
+
+    how: Tune
+    lora_rank: int = 16
+    lora_alpha: int = 0
+    lora_targets: tuple[str, ...] = ()
+    lora_layers: int = 0
+    train_layers: int = 0
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A classifier with its tokenizer.
+
+    Attributes:
+        classifier: (input_ids, attention_mask) -> logits.
+        tokenizer: the matching Hugging Face tokenizer; None for an image model.
+        name: what the config asked for.
+        tune: which parameters train.
+        head: kind of head; "generate" for a causal language model.
+    """
+
+    classifier: nn.Module
+    tokenizer: Any
+    name: str
+    tune: Tune
+    head: HeadKind | Literal["generate"]
+
+
+def save_weights(
+    model: LoadedModel, label_names: tuple[str, ...], folder: Path, trained_on: Record, **facts: Any
+) -> None:
+    """Writes weights in the form that ``model.weights`` reads, and beside them what the model is and was trained on."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {k: v.detach().contiguous().cpu() for k, v in model.classifier.state_dict().items()}
+    save_file(state, str(folder / WEIGHTS_FILE))
+    described = {"base": model.name, "tune": model.tune, "labels": list(label_names), **facts, KEY: trained_on}
+    (folder / DESCRIPTION_FILE).write_text(json.dumps(described, indent=2) + "\n")
+    stamp_weights(folder, trained_on)
+
+
+def trainable_count(model: nn.Module) -> int:
+    """Number of trainable entries."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def parameter_digest(model: nn.Module) -> dict[str, Tensor]:
+    """A small fingerprint of every parameter: enough to see whether it moved."""
+    with torch.no_grad():
+        return {name: torch.stack([p.double().sum(), p.double().pow(2).sum()]) for name, p in model.named_parameters()}

@@ -1,0 +1,150 @@
+"""Training, validation and test records: who is where follows from each record alone, and which labels there are from public records alone.
+
+Records never change sides when others come or go, and records whose text is equal after normalising (case, white space, links, user names, punctuation) are on the same side.
+A training record that cannot be used stays a record, counts, and contributes nothing to any sum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quietgrad.checks import nearest
+
+# Label of a record whose loss is zero, or of a token that is not learnt; what torch's cross entropy leaves out.
+IGNORED = -100
+_LINK = re.compile(r"https?://\S+|www\.\S+|@\w+")
+_OTHER = re.compile(r"[\W_]+")
+
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class Splits(Generic[Kind]):
+    """Training records (private), validation and test records (declared public)."""
+
+    train: Kind
+    validation: Kind
+    test: Kind
+
+
+class TextRecords(Protocol):
+    """Records with a text each, by whose hash they are divided."""
+
+    @property
+    def texts(self) -> tuple[str, ...]: ...
+
+    @property
+    def source(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def subset(self, indices: NDArray[np.int64]) -> Any: ...
+
+
+Texts = TypeVar("Texts", bound=TextRecords)
+Labelled = TypeVar("Labelled", bound=Any)  # a frozen dataclass of records with labels and label_names
+
+
+def split_with_test(texts: Texts, test: Texts, validation_fraction: float) -> Splits[Texts]:
+    """Training and validation records by a hash of the normalised text, beside test records that are given; those with a test record's text are left out.
+
+    Raises:
+        ValueError: for a fraction outside (0, 1) or a part that would be empty.
+    """
+    if not 0 < validation_fraction < 1:
+        raise ValueError(f"data.validation_fraction={validation_fraction!r} must be in (0, 1)")
+    held = {normalised(t) for t in test.texts}
+    position = np.array([_position(t) for t in texts.texts])
+    free = np.array([normalised(t) not in held for t in texts.texts])
+    validation = free & (position < validation_fraction)
+    train = free & ~validation
+    for part, members in (("training", train), ("validation", validation)):
+        if not members.any():
+            raise ValueError(
+                f"data.source={texts.source!r} has {len(texts)} records, too few for a {part} part beside the test records"
+            )
+    return Splits(texts.subset(np.flatnonzero(train)), texts.subset(np.flatnonzero(validation)), test)
+
+
+def split(texts: Texts, validation_fraction: float, test_fraction: float) -> Splits[Texts]:
+    """Divides records by a hash of the normalised text.
+
+    Raises:
+        ValueError: for fractions outside (0, 1) or a part that would be empty.
+    """
+    for name, fraction in (("data.validation_fraction", validation_fraction), ("data.test_fraction", test_fraction)):
+        if not 0 < fraction < 1:
+            raise ValueError(f"{name}={fraction!r} must be in (0, 1)")
+    if validation_fraction + test_fraction >= 1:
+        raise ValueError(
+            "data.validation_fraction and data.test_fraction leave no training records; choose smaller ones"
+        )
+    position = np.array([_position(t) for t in texts.texts])
+    test = position < test_fraction
+    validation = ~test & (position < test_fraction + validation_fraction)
+    train = ~test & ~validation
+    for part, members in (("training", train), ("validation", validation), ("test", test)):
+        if not members.any():
+            raise ValueError(
+                f"data.source={texts.source!r} has {len(texts)} records, too few for a {part} part; add records or change the fractions"
+            )
+    return Splits(*(texts.subset(np.flatnonzero(members)) for members in (train, validation, test)))
+
+
+def with_public_labels(splits: Splits[Labelled], given: Sequence[str] = ()) -> Splits[Labelled]:
+    """The splits with a list of labels that is public: ``given`` (data.labels), or that of validation and test records.
+
+    A training record whose label is not in the list becomes one that is ignored: it says nothing of itself and changes no other.
+
+    Raises:
+        ValueError: for fewer than two labels, or a validation or test record that cannot be used.
+    """
+    parts = (splits.train, splits.validation, splits.test)
+    words = [[None if i == IGNORED else part.label_names[i] for i in part.labels] for part in parts]
+    public = [word for part in words[1:] for word in part]
+    if None in public:
+        raise ValueError(
+            f"data.source={splits.train.source!r}: a validation or test record lacks a text or a label; remove such records"
+        )
+    names = tuple(given) or tuple(sorted({word for word in public if word is not None}))
+    unknown = next((word for word in public if word not in names), None)
+    if unknown is not None:
+        raise ValueError(
+            f"data.source={splits.train.source!r}: label {unknown!r} of a validation or test record is not in data.labels{nearest(unknown, names)}"
+        )
+    if len(names) < 2:
+        raise ValueError(
+            f"data.source={splits.train.source!r}: the validation and test records have the single label {names[0]!r}; classification needs at least two (data.labels)"
+        )
+    index = {name: i for i, name in enumerate(names)}
+    made = [
+        replace(
+            part,
+            labels=np.array([IGNORED if w is None else index.get(w, IGNORED) for w in found], dtype=np.int64),
+            label_names=names,
+        )
+        for part, found in zip(parts, words, strict=True)
+    ]
+    if (made[0].labels == IGNORED).all():
+        raise ValueError(
+            f"data.source={splits.train.source!r}: no training record has a text and a label that validation or test records have; check data.text, data.label and data.labels"
+        )
+    return Splits(*made)
+
+
+def normalised(text: str) -> str:
+    """Lower case, without links, user names, punctuation and repeated white space; the raw text if nothing is left of it."""
+    kept = _OTHER.sub(" ", _LINK.sub(" ", text.lower())).strip()
+    return kept or text.strip()
+
+
+def _position(text: str) -> float:
+    digest = hashlib.sha256(normalised(text).encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64

@@ -1,0 +1,199 @@
+"""Rows of a table: read, and encoded as numbers by what public rows say.
+
+Which columns hold numbers, their mean and spread, and which categories there are follow from validation and test rows,
+which are public. So a training row is encoded by itself and by what is public: no row decides how another is read.
+Shape legend: n rows, f numeric columns, c columns of categories.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quietgrad.checks import nearest
+from quietgrad.training.tasks.columns import label_word, missing, read_columns
+from quietgrad.training.tasks.splits import IGNORED
+
+FARTHEST = 10.0  # standard deviations; one cell must not swamp all others of its row
+
+
+@dataclass(frozen=True)
+class LabelledRows:
+    """Rows as they stand in the file.
+
+    Attributes:
+        columns: name -> [n] cells as words, "" where a cell is empty; the label's column is not among them.
+        labels: [n], indices into ``label_names``; ``IGNORED`` for a row without a label.
+        label_names: sorted names.
+        source: where they came from.
+    """
+
+    columns: Mapping[str, tuple[str, ...]]
+    labels: NDArray[np.int64]
+    label_names: tuple[str, ...]
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @cached_property
+    def texts(self) -> tuple[str, ...]:
+        """[n] each row as one text, by which rows are divided into parts."""
+        return tuple("\x1f ".join(cells) for cells in zip(*self.columns.values(), strict=True))
+
+    @cached_property
+    def record_ids(self) -> tuple[bytes, ...]:
+        """[n] what identifies each row: its cells without the label."""
+        return tuple(hashlib.sha256(t.encode("utf-8", "surrogatepass")).digest() for t in self.texts)
+
+    def subset(self, indices: NDArray[np.int64]) -> LabelledRows:
+        chosen = {name: tuple(cells[i] for i in indices) for name, cells in self.columns.items()}
+        return LabelledRows(chosen, self.labels[indices], self.label_names, self.source)
+
+
+def load_rows(source: str, label_column: str) -> LabelledRows:
+    """Reads a table; its list of labels is that of all rows, and private until ``with_public_labels`` has replaced it.
+
+    Args:
+        source: a CSV, TSV, JSONL, JSON or Parquet file, or a Hugging Face data set.
+        label_column: name of the column to predict; all others are read.
+
+    Raises:
+        ValueError: missing file or column, no rows, no other column.
+    """
+    found = read_columns(source)
+    if label_column not in found:
+        raise ValueError(f"data.label={label_column!r} is not a column of {source!r}{nearest(label_column, found)}")
+    labels = found.pop(label_column)
+    if not labels:
+        raise ValueError(f"data.source={source!r} holds no records")
+    if not found:
+        raise ValueError(
+            f"data.source={source!r} has no column beside the label {label_column!r}; add some to learn from"
+        )
+    words = [None if missing(label) else label_word(label) for label in labels]
+    names = tuple(sorted({word for word in words if word is not None}))
+    index = {name: i for i, name in enumerate(names)}
+    numbers = np.array([IGNORED if word is None else index[word] for word in words], dtype=np.int64)
+    columns = {name: tuple(_word(cell) for cell in cells) for name, cells in found.items()}
+    return LabelledRows(columns, numbers, names, source)
+
+
+def _word(cell: Any) -> str:
+    return "" if missing(cell) else label_word(cell).strip()
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How cells become numbers; of public rows alone, so it may be published.
+
+    Attributes:
+        numbers: numeric column -> (mean, standard deviation).
+        categories: other column -> its categories; any other cell is number 0.
+    """
+
+    numbers: Mapping[str, tuple[float, float]]
+    categories: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, public: Sequence[LabelledRows]) -> Encoding:
+        """From public rows."""
+        numbers: dict[str, tuple[float, float]] = {}
+        categories: dict[str, tuple[str, ...]] = {}
+        for name in public[0].columns:
+            cells = [cell for rows in public for cell in rows.columns[name] if cell]
+            values = [number_of(cell) for cell in cells]
+            known = np.array([value for value in values if value is not None])
+            if len(known) and len(known) == len(values):
+                numbers[name] = (float(known.mean()), float(known.std()) or 1.0)
+            else:
+                categories[name] = tuple(sorted(set(cells)))
+        return cls(numbers, categories)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """[c] categories of each column, and one for all others."""
+        return tuple(len(known) + 1 for known in self.categories.values())
+
+    @property
+    def width(self) -> int:
+        """Numbers a row: of each numeric column its value, and whether there is none."""
+        return 2 * len(self.numbers)
+
+    def encode(self, rows: LabelledRows) -> EncodedRows:
+        """Each row by itself."""
+        n = len(rows)
+        values = np.zeros((n, self.width), dtype=np.float32)
+        for i, (name, (mean, deviation)) in enumerate(self.numbers.items()):
+            for row, cell in enumerate(rows.columns[name]):
+                value = number_of(cell)
+                if value is None:
+                    values[row, 2 * i + 1] = 1.0
+                else:
+                    values[row, 2 * i] = np.clip((value - mean) / deviation, -FARTHEST, FARTHEST)
+        codes = np.zeros((n, len(self.categories)), dtype=np.int64)
+        for i, (name, known) in enumerate(self.categories.items()):
+            place = {word: code for code, word in enumerate(known, 1)}
+            codes[:, i] = [place.get(cell, 0) for cell in rows.columns[name]]
+        return EncodedRows(values, codes, rows.labels)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"numbers": {k: list(v) for k, v in self.numbers.items()}, "categories": dict(self.categories)}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Encoding:
+        numbers = {name: (float(mean), float(deviation)) for name, (mean, deviation) in record["numbers"].items()}
+        return cls(numbers, {name: tuple(known) for name, known in record["categories"].items()})
+
+
+def number_of(cell: str) -> float | None:
+    """A finite number; None for any other cell."""
+    try:
+        value = float(cell)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Rows as the model reads them.
+
+    Attributes:
+        numbers: [n, 2 f] standardised values and marks of empty cells.
+        codes: [n, c] categories.
+        labels: [n].
+    """
+
+    numbers: NDArray[np.float32]
+    codes: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def micro_batch_indices(self, indices: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+        """Cuts ``indices`` into parts of at most ``size``."""
+        for start in range(0, len(indices), size):
+            yield indices[start : start + size]
+
+    def middle(self, size: int) -> NDArray[np.int64]:
+        """Indices of ``size`` rows that stand for all."""
+        return np.arange(min(size, len(self)))
+
+    def subset(self, indices: NDArray[np.int64]) -> EncodedRows:
+        return EncodedRows(self.numbers[indices], self.codes[indices], self.labels[indices])
+
+    def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
+        """numbers [examples, 2 f], codes [examples, c], labels [examples]."""
+        parts: dict[str, NDArray[Any]] = {"numbers": self.numbers, "codes": self.codes, "labels": self.labels}
+        return {name: torch.from_numpy(part[indices]).to(device) for name, part in parts.items()}

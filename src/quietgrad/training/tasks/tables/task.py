@@ -1,0 +1,93 @@
+"""Classes of rows of a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
+from quietgrad.training.files.provenance import Record
+from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.tasks.loaded import WEIGHTS_FILE, LoadedModel, save_weights
+from quietgrad.training.tasks.splits import Splits, split, split_with_test, with_public_labels
+from quietgrad.training.tasks.tables.data import Encoding, LabelledRows, load_rows
+from quietgrad.training.tasks.tables.models import PREFIX, TableClassifier, hidden_layers
+from quietgrad.training.tasks.task import Parts, Task, ready
+
+
+class TablesTask(Task):
+    """Labelled rows, and a linear model or a small network; model.name begins with "table:"."""
+
+    def __init__(self, splits: Splits[LabelledRows]) -> None:
+        self.splits = splits
+        self.encoding = Encoding.of([splits.validation, splits.test])
+
+    @classmethod
+    def reads(cls, config: TrainConfig) -> bool:
+        """Where the model is one of tables."""
+        return config.model.name.startswith(PREFIX)
+
+    @classmethod
+    def load(cls, config: TrainConfig) -> TablesTask:
+        """See ``Task.load``."""
+        data, model = config.data, config.model
+        hidden_layers(model.name)
+        if model.tune != "full":
+            raise ValueError(
+                f"model.tune={model.tune!r}: a model of tables has nothing pretrained; set model.tune='full'"
+            )
+        if model.weights or model.public_head_steps or model.random_head or data.text_pair:
+            raise ValueError(
+                "model.weights, model.public_head_steps, model.random_head and data.text_pair are not for tables; "
+                "leave them out"
+            )
+        rows = load_rows(data.source, data.label)
+        if data.test_source:
+            test = load_rows(data.test_source, data.label)
+            absent = next((name for name in rows.columns if name not in test.columns), None)
+            if absent is not None:
+                raise ValueError(f"data.test_source={data.test_source!r} lacks the column {absent!r} of data.source")
+            splits = split_with_test(rows, test, data.validation_fraction)
+        else:
+            splits = split(rows, data.validation_fraction, data.test_fraction)
+        return cls(with_public_labels(splits, data.labels))
+
+    def read(self, config: TrainConfig, device: torch.device) -> tuple[LoadedModel, Parts]:
+        """See ``Task.read``."""
+        name = config.model.name
+        classifier = TableClassifier(
+            self.encoding.width, self.encoding.sizes, hidden_layers(name), len(self.label_names)
+        )
+        model = LoadedModel(classifier, None, name, config.model.tuning.how, "mean")
+        splits = self.splits
+        train, validation, test = (
+            self.encoding.encode(part) for part in (splits.train, splits.validation, splits.test)
+        )
+        return ready(config, model, device), (train, validation, test)
+
+    def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
+        """Weights, and the encoding of cells, which is public; ``load_saved_table`` reads both."""
+        save_weights(model, self.label_names, folder, trained_on, encoding=self.encoding.to_json())
+
+
+def load_saved_table(folder: str | Path) -> tuple[TableClassifier, Encoding, list[str]]:
+    """The trained model in evaluation mode, how it reads cells, and the labels' names.
+
+    Args:
+        folder: RUN_DIR/model.
+
+    Raises:
+        ValueError: if the folder holds no model of tables.
+    """
+    from safetensors.torch import load_file
+
+    description = Path(folder) / DESCRIPTION_FILE
+    facts = json.loads(description.read_text()) if description.is_file() else {}
+    if "encoding" not in facts:
+        raise ValueError(f"folder={str(folder)!r} holds no model of tables; pass RUN_DIR/model of such a run")
+    encoding = Encoding.from_json(facts["encoding"])
+    model = TableClassifier(encoding.width, encoding.sizes, hidden_layers(facts["base"]), len(facts["labels"]))
+    model.load_state_dict(load_file(str(Path(folder) / WEIGHTS_FILE)))
+    return model.eval(), encoding, facts["labels"]

@@ -1,0 +1,138 @@
+"""What a kind of data is to training: records, a model that reads them, a loss, scores, and what is saved.
+
+A kind is a folder beside this file with one ``Task`` in ``task.py``, and a line in ``registry``. What stands here is what
+every classifier shares; a kind replaces what is its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from quietgrad.training.files.provenance import Record
+from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.tasks.loaded import LoadedModel
+from quietgrad.training.tasks.metrics import Metric, metric_for
+from quietgrad.training.tasks.records import Batches, Records, classification_loss, outputs
+from quietgrad.training.tasks.splits import Splits
+
+EVALUATION_BATCH = 256
+DROPOUT_RATES = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "dropout_prob", "drop_prob")
+Parts = tuple[Records, Records, Records]  # training (private), validation and test records (declared public)
+
+
+class Task(ABC):
+    """Records of one kind, split, before the model is loaded.
+
+    Attributes:
+        splits: raw records.
+    """
+
+    splits: Splits[Any]
+
+    @classmethod
+    @abstractmethod
+    def reads(cls, config: TrainConfig) -> bool:
+        """Whether a configuration is of this kind."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, config: TrainConfig) -> Task:
+        """Reads and splits the records.
+
+        Raises:
+            ValueError: for data that are not there, or that do not go with the model.
+        """
+
+    @abstractmethod
+    def read(self, config: TrainConfig, device: torch.device) -> tuple[LoadedModel, Parts]:
+        """The model on its device, in training mode, and the records as it reads them."""
+
+    @abstractmethod
+    def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
+        """Writes the trained model, and what it was trained on, into a folder."""
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        names: tuple[str, ...] = self.splits.train.label_names
+        return names
+
+    @property
+    def record_ids(self) -> tuple[bytes, ...]:
+        """Of the private training records."""
+        ids: tuple[bytes, ...] = self.splits.train.record_ids
+        return ids
+
+    @property
+    def form(self) -> tuple[int, ...] | None:
+        """Shape of a record's tensor, where public ones can be told to be of the same kind by it; None elsewhere."""
+        return None
+
+    @property
+    def classifies(self) -> bool:
+        """Whether a record has a label that can be replaced by a wrong one."""
+        return True
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """[examples], one loss a record; from inputs or cached states alike."""
+        return classification_loss(model, batch)
+
+    def metric(self, validation: Records) -> Metric:
+        """What the model is judged by."""
+        return metric_for(validation.labels)
+
+    def evaluation_batch(self, config: TrainConfig) -> int:
+        """Records of a batch without gradients."""
+        return EVALUATION_BATCH
+
+    def cache(
+        self, config: TrainConfig, classifier: nn.Module, records: Records, validation: Records, device: torch.device
+    ) -> Any:
+        """States of records below the lowest trainable part, computed once; None where there is no such thing."""
+        return None
+
+    def score(
+        self,
+        config: TrainConfig,
+        model: nn.Module,
+        records: Records,
+        device: torch.device,
+        chosen: NDArray[np.int64] | None = None,
+        source: Batches | None = None,
+    ) -> float:
+        """The metric on ``records`` (those at the indices ``chosen``; None: all), higher is better; see ``records.outputs``."""
+        found = outputs(model, records, self.evaluation_batch(config), device, chosen, source)
+        return self.metric(records)(found, records.labels if chosen is None else records.labels[chosen])
+
+    def final_metrics(
+        self, config: TrainConfig, model: LoadedModel, validation: Records, test: Records, device: torch.device
+    ) -> dict[str, float]:
+        """What a finished run reports of its test and validation records, which are public."""
+        key = self.metric(validation).key
+        return {
+            key: self.score(config, model.classifier, test, device),
+            f"validation_{key}": self.score(config, model.classifier, validation, device),
+        }
+
+
+def ready(config: TrainConfig, model: LoadedModel, device: torch.device) -> LoadedModel:
+    """With dropout at the configured rate, on the device, in training mode."""
+    for module in model.classifier.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = config.model.dropout
+        for name in DROPOUT_RATES:  # modules that call F.dropout, and those that drop whole paths
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, config.model.dropout)
+    model.classifier.to(device).train()
+    return model
+
+
+def attention_for(device: torch.device) -> str | None:
+    """On a processor eager attention is several times faster than the fused kernel for short texts."""
+    return "eager" if device.type == "cpu" else None

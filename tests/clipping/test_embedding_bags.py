@@ -1,0 +1,80 @@
+"""Bags of words: their own rule where bags are rows of ids, one example at a time where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import cross_entropy
+from test_against_oracle import assert_equal_to_oracle
+from torch import Tensor, nn
+
+from quietgrad.clipping import Clipper
+from quietgrad.clipping.capture.escapes import NotCaptured
+from quietgrad.clipping.capture.layout import layout_of
+from quietgrad.clipping.norms.choice import Policy
+from quietgrad.clipping.norms.cost import MODELLED_PROCESSOR, cost_of
+from quietgrad.clipping.norms.rules import embedding_bag_rule
+
+WORDS, EXAMPLES, LENGTH = 20, 4, 6
+
+
+def bags(model: nn.EmbeddingBag, ids: Tensor) -> Tensor:
+    return model(ids)
+
+
+def flat(model: nn.EmbeddingBag, ids: Tensor) -> Tensor:
+    return model(ids.flatten(), torch.arange(0, ids.numel(), ids.shape[1]))
+
+
+def weighted(model: nn.EmbeddingBag, ids: Tensor) -> Tensor:
+    return model(ids, per_sample_weights=1.0 + ids / WORDS)
+
+
+class Bags(nn.Module):
+    """A mean of word vectors and a linear classifier."""
+
+    def __init__(self, call: Callable[[nn.EmbeddingBag, Tensor], Tensor] = bags, **settings: object) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = nn.EmbeddingBag(WORDS, 5, **settings)
+        self.head = nn.Linear(5, 3)
+        self.call = call
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.call(self.bag, ids).tanh())
+
+
+def batch_of() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, WORDS, (EXAMPLES, LENGTH), generator=generator)
+    ids[1, 3:], ids[2], ids[3, 1:4] = 0, 0, 7  # padding, nothing else, and one word often
+    return {"x": ids, "y": torch.randint(0, 3, (EXAMPLES,), generator=generator)}
+
+
+@pytest.mark.parametrize("estimator", ["exact", "materialized", "ghost"])
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_rows(mode: str, padding: int | None, estimator: str) -> None:
+    model = Bags(mode=mode, padding_idx=padding)
+    assert (layout_of(model).sites[0].rule is None) is (mode == "max")
+    assert_equal_to_oracle(model, cross_entropy, batch_of(), estimator=estimator, micro_batch_size=EXAMPLES)
+
+
+@pytest.mark.parametrize("call", [flat, weighted])
+def test_bags_with_offsets_or_weights_are_taken_one_at_a_time(call: Callable) -> None:
+    model, batch = Bags(call, mode="sum"), batch_of()
+    assert_equal_to_oracle(model, cross_entropy, batch)
+    assert Clipper(1.0).execution_choice(model, cross_entropy, batch).engine == "one-example"
+    with pytest.raises(NotCaptured, match=r"layer 'bag' \(EmbeddingBag\) is called with several tensors"):
+        Clipper(1.0, engine="bookkeeping").clip(model, cross_entropy, batch)
+
+
+def test_large_tables_cost_no_gradient_of_their_size_for_every_example() -> None:
+    table = nn.EmbeddingBag(200_000, 32, mode="mean")
+    ids = torch.randint(0, 200_000, (64, 20))
+    found = embedding_bag_rule(table, ids, torch.randn(64, 32), ["weight"])["weight"]
+    assert found.one_hot and found.right_bgtd.shape == (64, 1, 20, 32)
+    choice = Policy("exact", 32, MODELLED_PROCESSOR).choose(cost_of([found]))
+    assert (choice.estimator, choice.kept) == ("ghost", False)

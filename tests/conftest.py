@@ -1,0 +1,53 @@
+"""Every run of the tests draws the same numbers: hypothesis its examples, unless a random campaign is asked for (``make test-random``, CONTRIBUTING.md), and the global generators theirs."""
+
+from __future__ import annotations
+
+import os
+import random
+
+# No test needs a model hub, and where there is no route to one every attempt would wait for its retries.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+TIMES = int(os.environ.get("HYPOTHESIS_TIMES", "20"))  # how many times the examples of an ordinary run a campaign tries
+
+# No file of failed examples either: what one run found must not decide what another tries.
+settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=40)
+settings.register_profile("random", derandomize=False, deadline=None, max_examples=40, print_blob=True)
+settings.load_profile(PROFILE)
+
+
+def seed_globally() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """What a module draws when it is imported does not depend on the modules before it."""
+    if isinstance(collector, pytest.Module):
+        seed_globally()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Nor what a test draws, or a fixture that it is the first to ask for, on the tests before it."""
+    seed_globally()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In a campaign: more examples than a test asks for by itself, and random ones."""
+    if PROFILE != "random":
+        return
+    for item in items:
+        test = getattr(item, "obj", None)
+        if getattr(test, "is_hypothesis_test", False):
+            own = test._hypothesis_internal_use_settings  # no public way to reach it
+            test._hypothesis_internal_use_settings = settings(
+                own, max_examples=TIMES * own.max_examples, derandomize=False
+            )

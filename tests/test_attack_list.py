@@ -1,0 +1,46 @@
+"""docs/attacks.md names the test that runs each attack: the names are real, and the list of broken mechanisms is long enough."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "attacks.md"
+
+
+def names_in(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def rows() -> list[str]:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.startswith("| ") and not line.startswith(("| ---", "| what "))]
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    everywhere = {name for path in (ROOT / "tests").rglob("test_*.py") for name in names_in(path)}
+    named = [name for row in rows() for name in re.findall(r"\btest_\w+", row) if f"{name}.py" not in row]
+    files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    mentioned = {name for row in rows() for name in re.findall(r"\btest_\w+\.py", row)}
+    assert len(named) > 60
+    assert sorted(set(named) - everywhere) == []
+    assert sorted(mentioned - files) == []
+
+
+def test_every_row_names_a_test_or_says_what_is_not_seen() -> None:
+    silent = [row for row in rows() if "test_" not in row and "[" not in row.split("|")[-2] and "::" not in row]
+    allowed = ("the same", "see above", "not noticed", "stated", "documented")
+    assert [row for row in silent if not any(word in row for word in allowed)] == []
+
+
+def test_at_least_thirty_broken_mechanisms_are_listed() -> None:
+    section = PAGE.read_text(encoding="utf-8").split("## Broken mechanisms")[1]
+    counted = sum(
+        int(found[-1]) if (found := re.findall(r"\((\d+)\) \|", line)) else 1
+        for line in section.splitlines()
+        if line.startswith("| ") and "---" not in line and "what is broken" not in line
+    )
+    assert counted >= 30

@@ -1,0 +1,121 @@
+"""Tables: rows are encoded by themselves and by public rows, and a small network learns from them privately."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import config_of, train
+
+from quietgrad.clipping.soundness.verify import verify_clipping
+from quietgrad.training.prepare import prepare
+from quietgrad.training.tasks.registry import load_task
+from quietgrad.training.tasks.splits import IGNORED
+from quietgrad.training.tasks.tables.data import FARTHEST, Encoding, LabelledRows, load_rows
+from quietgrad.training.tasks.tables.task import load_saved_table
+
+ROWS = 800
+SEED = 5
+
+
+def table(path: Path, rows: int = ROWS, extra: str = "") -> Path:
+    """Income follows from age and trade; every tenth age is missing, hours say nothing."""
+    draws = np.random.default_rng(1)
+    lines = ["age,trade,hours,income"]
+    for i in range(rows):
+        age, trade = draws.integers(18, 80), ("smith", "baker", "clerk")[draws.integers(3)]
+        rich = age > 45 if trade != "clerk" else age < 45
+        shown = "" if i % 10 == 0 else str(age)
+        lines.append(f"{shown},{trade},{draws.integers(10, 60)}.{i},{'high' if rich else 'low'}")
+    path.write_text("\n".join(lines) + "\n" + extra, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model.name": "table:mlp",
+        "model.tune": "full",
+        "data.source": str(table(tmp_path / "people.csv")),
+        "data.label": "income",
+        "data.public": True,
+        "privacy.noise_multiplier": 0.6,
+        "training.expected_batch_size": 120,
+        "training.steps": 60,
+        "training.eval_every": 0,
+        "training.seed": SEED,
+        "training.run_dir": str(tmp_path / "run"),
+        "optimizer.learning_rate": 2e-2,
+    }
+
+
+def test_a_network_learns_a_table_and_can_be_used_afterwards(values: dict[str, Any]) -> None:
+    """Majority is near 0.5; the trade turns the rule round, so numbers alone cannot give 0.85."""
+    prepared, outcome, run_dir = train(values)
+    accuracy = outcome.result["metrics"]["accuracy"]
+    assert accuracy > 0.75
+    classifier, encoding, labels = load_saved_table(run_dir.model)
+    rows = load_rows(values["data.source"], "income")
+    held = prepared.task.splits.test
+    encoded = encoding.encode(rows.subset(np.array([rows.texts.index(text) for text in held.texts])))
+    with torch.no_grad():
+        logits = classifier(torch.from_numpy(encoded.numbers), torch.from_numpy(encoded.codes))
+    truth = np.array([labels.index(held.label_names[i]) for i in held.labels])
+    assert float((logits.argmax(1).numpy() == truth).mean()) == pytest.approx(accuracy)
+
+
+def test_clipping_of_a_table_agrees_with_the_oracle(values: dict[str, Any]) -> None:
+    prepared = prepare(config_of(values))
+    batch = prepared.validation.collate(np.arange(5), prepared.device)
+    torch.nn.init.normal_(prepared.model.classifier.head.weight, std=0.1)
+    assert verify_clipping(prepared.model.classifier, prepared.loss(), batch) < 1e-4
+
+
+def test_one_private_row_changes_how_no_other_is_read(values: dict[str, Any], tmp_path: Path) -> None:
+    """Neither a new category, nor a huge number, nor a word among numbers, nor a new label."""
+    plain = load_task(config_of(values))
+    strange = "1e9,astronaut,never,unheard-of\n"
+    values["data.source"] = str(table(tmp_path / "more.csv", extra=strange))
+    more = load_task(config_of(values))
+    added = set(more.record_ids) - set(plain.record_ids)
+    if not added:
+        pytest.fail("the strange row has to be a training record for this test; change it")
+    assert more.encoding == plain.encoding and more.label_names == plain.label_names
+    theirs = more.encoding.encode(more.splits.train)
+    place = more.record_ids.index(next(iter(added)))
+    rest = np.delete(np.arange(len(theirs)), place)
+    ours = plain.encoding.encode(plain.splits.train)
+    assert np.array_equal(theirs.numbers[rest], ours.numbers) and np.array_equal(theirs.codes[rest], ours.codes)
+    assert theirs.labels[place] == IGNORED
+    assert theirs.codes[place].tolist() == [0]
+    assert theirs.numbers[place].tolist() == [FARTHEST, 0.0, 0.0, 1.0]
+
+
+def test_encoding_survives_its_file(values: dict[str, Any]) -> None:
+    encoding = load_task(config_of(values)).encoding
+    assert Encoding.from_json(encoding.to_json()) == encoding
+    assert set(encoding.numbers) == {"age", "hours"} and encoding.categories == {"trade": ("baker", "clerk", "smith")}
+
+
+def test_numbers_are_standardised_by_public_rows() -> None:
+    rows = LabelledRows({"a": ("1", "3", "", "inf")}, np.zeros(4, dtype=np.int64), ("x",), "made up")
+    public = rows.subset(np.array([0, 1]))
+    encoded = Encoding.of([public]).encode(rows)
+    assert encoded.numbers.tolist() == [[-1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.tune": "lora"}, "model.tune='full'"),
+        ({"model.name": "table:mlpp"}, "table:mlp"),
+        ({"data.label": "incom"}, "income"),
+        ({"model.random_head": True}, "not for tables"),
+    ],
+)
+def test_mistakes_are_named(values: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_task(config_of(values | changes))
