@@ -18,6 +18,7 @@ from torch import Tensor
 from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
 from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS, MatrixFactors, Unfolded
 from quietgrad.clipping.norms.factors.products import block_products
+from quietgrad.clipping.norms.factors.rows import at_least
 from quietgrad.clipping.norms.rounding import Measured, gamma, smallest_normal
 from quietgrad.clipping.norms.spread import Spread, margin_of, spread_of
 
@@ -132,8 +133,11 @@ def _ghost_product(first: Unfolded, second: Unfolded, dtype: torch.dtype, block_
     same = first is second
     n, m = zip(*(use.row_norms(dtype) for use in ((first,) if same else (first, second))), strict=True)
     if t1 == t2 == 1 and same:
-        right, left = (x[0].double().square().sum(2) for x in (n, m))
-        return (right * left).sum(1).expand(3, b)
+        squared = (n[0].double() * m[0].double()).square_().sum((1, 2))
+        bounds = squared * (1.0 + 4.0 * gamma(s.p + s.d, squared, dtype))
+        return torch.stack([squared, bounds, bounds])
+    n = tuple(at_least(x, s.d) for x in n)
+    m = tuple(at_least(x, s.p) for x in m)
     side = max(1, int((block_elements // g) ** 0.5))
     # A whole row of tiles where it fits, square tiles where it does not: of a square, tiles above the diagonal count twice.
     tile1, tile2 = (t1, t2) if g * t1 * t2 <= block_elements else (min(t1, side), min(t2, side))

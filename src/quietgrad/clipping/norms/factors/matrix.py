@@ -7,7 +7,6 @@ elsewhere), t positions, p rows, d columns, n entries.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -16,8 +15,13 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.products import block_products
-from quietgrad.clipping.norms.factors.rows import SpreadSums, norms_from_squares, sums_of_parts, sums_over_positions
-from quietgrad.clipping.norms.rounding import gamma, smallest_normal
+from quietgrad.clipping.norms.factors.rows import (
+    SpreadSums,
+    at_least,
+    norms_from_squares,
+    sums_of_parts,
+    sums_over_positions,
+)
 
 # No temporary grows past this many entries (32 MiB in float32) if it can be cut.
 BLOCK_ELEMENTS = 8 * 1024 * 1024
@@ -146,9 +150,7 @@ class Unfolded(MatrixFactors, Protocol):
         norms = self.right_bgtd.new_empty(2, s.b, s.g, s.t, dtype=dtype)
         torch.linalg.vector_norm(self.right_bgtd, dim=3, dtype=dtype, out=norms[0])
         self.write_left_norms(norms[1])
-        # Upper bounds at any width: a head over a vocabulary is a sum of 10^5 squares.
-        norms.mul_(1.0 + gamma(max(s.p, s.d), norms, dtype))
-        return sums_over_positions(norms.add_(math.sqrt(max(s.p, s.d) * smallest_normal(dtype))))
+        return sums_over_positions(at_least(norms, max(s.p, s.d)))
 
     def grams(self, dtype: torch.dtype, block_elements: int) -> Iterator[Grams] | None:
         s = self.sizes
@@ -173,7 +175,7 @@ class Unfolded(MatrixFactors, Protocol):
         """[b, g, rows, d] of the per-example gradients."""
 
     def row_norms(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[b, g, t] norms of the positions' right and left factors, never too small."""
+        """[b, g, t] norms of the positions' right and left factors, as they come."""
 
     def write_left_norms(self, out_bgt: Tensor) -> None:
         """Norms of the positions' rows factors, as they come."""

@@ -18,11 +18,17 @@ SpreadSums = tuple[Tensor, Tensor]
 
 
 def row_norms(factor_bgtn: Tensor, dtype: torch.dtype) -> Tensor:
-    """[b, g, t] norms over the last dimension, never too small by underflow. In ``dtype``."""
-    entries = factor_bgtn.shape[3]
-    norms = torch.linalg.vector_norm(factor_bgtn, dim=3, dtype=dtype)
-    larger = 1.0 + gamma(entries, norms, dtype)
-    return norms.mul_(larger).add_(math.sqrt(entries * smallest_normal(dtype)))
+    """[b, g, t] norms over the last dimension, as they come. In ``dtype``."""
+    return torch.linalg.vector_norm(factor_bgtn, dim=3, dtype=dtype)
+
+
+def at_least(norms: Tensor, entries: int) -> Tensor:
+    """``row_norms`` of rows of so many entries, enlarged so that none is too small, at any width.
+
+    A head over a vocabulary is a sum of 10^5 squares. In place.
+    """
+    larger = 1.0 + gamma(entries, norms, norms.dtype)
+    return norms.mul_(larger).add_(math.sqrt(entries * smallest_normal(norms.dtype)))
 
 
 def norms_from_squares(squares: Tensor, entries: int) -> Tensor:
