@@ -1,11 +1,16 @@
-"""Time of the accountant: calibration against dp-accounting's own, one epsilon by kind of clipping, many steps against few.
+"""Time of the accountant: calibration against dp-accounting's own, one epsilon by kind of clipping,
+many steps against few.
 
-    OMP_NUM_THREADS=1 python benchmarks/accountant.py [--repeats 5] [--output benchmarks/results/accountant.json]
+    OMP_NUM_THREADS=1 python benchmarks/accountant.py [--repeats 5] [--output
+    benchmarks/results/accountant.json]
 
-All candidates of a comparison run in turn, in one process, and ratios are taken within a round; median, smallest and largest over the rounds are reported. dp-accounting knows
-exact clipping only, so the sketched calibration here does more work for the same target. Both sides search the noise multiplier to about the same precision
-(dp-accounting: tolerance 5e-4 of the result; Quietgrad: 4e-4 of epsilon, started at 1). dp-accounting runs twice: searching for a bracket from 1, as it does by
-default, and with a bracket around the known answer, which spares it most of its work. Caches of mixtures are emptied before every run.
+All candidates of a comparison run in turn, in one process, and ratios are taken within a round;
+median, smallest and largest over the rounds are reported. dp-accounting knows exact clipping only,
+so the sketched calibration here does more work for the same target. Both sides search the noise
+multiplier to about the same precision (dp-accounting: tolerance 5e-4 of the result; Quietgrad: 4e-4
+of epsilon, started at 1). dp-accounting runs twice: searching for a bracket from 1, as it does by
+default, and with a bracket around the known answer, which spares it most of its work. Caches of
+mixtures are emptied before every run.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import dp_accounting
 from dp_accounting.pld import PLDAccountant
 
 from quietgrad.accounting import epsilon, noise_multiplier, scale_mixture
-from quietgrad.facts import ClippingClaim, ExactClipping, PoissonGaussian, RandomizedClipping
+from quietgrad.events import ClippingClaim, ExactClipping, PoissonGaussian, RandomizedClipping
 
 DELTA = 1e-5
 # name: sampling rate, steps, target epsilon
@@ -54,7 +59,9 @@ def fresh(function: Callable[[], float]) -> Callable[[], float]:
 
 
 def ours(q: float, steps: int, target: float, clipping: ClippingClaim) -> Callable[[], float]:
-    return fresh(lambda: noise_multiplier(target, DELTA, sample_rate=q, steps=steps, clipping=clipping))
+    return fresh(
+        lambda: noise_multiplier(target, DELTA, sample_rate=q, steps=steps, clipping=clipping)
+    )
 
 
 def theirs(q: float, steps: int, target: float, about: float, bracket: Any) -> Callable[[], float]:
@@ -63,7 +70,9 @@ def theirs(q: float, steps: int, target: float, about: float, bracket: Any) -> C
         return dp_accounting.SelfComposedDpEvent(step, steps)
 
     return lambda: float(
-        dp_accounting.calibrate_dp_mechanism(PLDAccountant, event, target, DELTA, bracket, tol=5e-4 * about)
+        dp_accounting.calibrate_dp_mechanism(
+            PLDAccountant, event, target, DELTA, bracket, tol=5e-4 * about
+        )
     )
 
 
@@ -72,7 +81,9 @@ def one_epsilon(sigma: float, q: float, steps: int, clipping: ClippingClaim) -> 
 
 
 def paired(candidates: dict[str, Callable[[], float]], base: str, repeats: int) -> dict[str, Any]:
-    """Seconds and ratios to ``base`` of the same round. The first round warms up and is not counted."""
+    """Seconds and ratios to ``base`` of the same round. The first round warms up and is not
+    counted.
+    """
     values = {name: run() for name, run in candidates.items()}
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(repeats):
@@ -95,7 +106,9 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/accountant.json"))
     arguments = parser.parse_args()
@@ -112,15 +125,25 @@ def main() -> None:
     for name, (q, steps, target) in CALIBRATIONS.items():
         about = noise_multiplier(target, DELTA, sample_rate=q, steps=steps)
         candidates = {
-            "dp-accounting-exact": theirs(q, steps, target, about, dp_accounting.LowerEndpointAndGuess(0.5, 1.0)),
+            "dp-accounting-exact": theirs(
+                q, steps, target, about, dp_accounting.LowerEndpointAndGuess(0.5, 1.0)
+            ),
             "dp-accounting-exact-bracket-known": theirs(
-                q, steps, target, about, dp_accounting.ExplicitBracketInterval(0.8 * about, 1.25 * about)
+                q,
+                steps,
+                target,
+                about,
+                dp_accounting.ExplicitBracketInterval(0.8 * about, 1.25 * about),
             ),
             "quietgrad-exact": ours(q, steps, target, ExactClipping()),
             "quietgrad-k=32": ours(q, steps, target, RandomizedClipping(32)),
         }
         measured = paired(candidates, "dp-accounting-exact", arguments.repeats)
-        report["calibration"][name] = {"sample_rate": q, "steps": steps, "target_epsilon": target} | measured
+        report["calibration"][name] = {
+            "sample_rate": q,
+            "steps": steps,
+            "target_epsilon": target,
+        } | measured
         show(f"calibration {name}", measured, "dp-accounting-exact")
     sigma, q, steps = EPSILON_AT
     report["epsilon_by_clipping"] = paired(
@@ -142,7 +165,8 @@ def show(title: str, measured: dict[str, Any], base: str) -> None:
     for name, entry in measured.items():
         s, r = entry["seconds"], entry[f"ratio_to_{base}"]
         sys.stdout.write(
-            f"{title:23s} {name:34s} {entry['value']:10.4f}  {s['median']:8.4f} s [{s['min']:.4f}-{s['max']:.4f}]"
+            f"{title:23s} {name:34s} {entry['value']:10.4f}  {s['median']:8.4f} s "
+            f"[{s['min']:.4f}-{s['max']:.4f}]"
             f"  ratio {r['median']:7.3f} [{r['min']:.3f}-{r['max']:.3f}]\n"
         )
     sys.stdout.flush()

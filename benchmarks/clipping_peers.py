@@ -1,18 +1,26 @@
-"""Time and memory of clipping against the non-private step and against peers, interleaved in one run.
+"""Time and memory of clipping against the non-private step and against peers, interleaved in one
+run.
 
-    python benchmarks/clipping_peers.py [--repeats 7] [--regimes bert-32 llama-512 ...] [--methods quietgrad ...] [--again]
+    python benchmarks/clipping_peers.py [--repeats 7] [--regimes bert-32 llama-512 ...] [--methods
+    quietgrad ...] [--again]
                                         [--output benchmarks/results/clipping_peers.json]
 
-Every method runs forward and backward of the same model on the same batch and ends with a gradient (non-private) or a clipped sum. Each lives in a process of its own,
-since peers leave hooks and patches behind; the processes take one step each in turn, and ratios are to the non-private step of the same round: median and range
-over rounds. A method slower than 20 non-private steps gets two rounds. Memory is the peak resident memory that a fresh process adds over model and data in two steps
-(Linux). A method that fails is reported with its error; memory that a process may take is limited, and running into the limit counts as a failure.
+Every method runs forward and backward of the same model on the same batch and ends with a gradient
+(non-private) or a clipped sum. Each lives in a process of its own, since peers leave hooks and
+patches behind; the processes take one step each in turn, and ratios are to the non-private step of
+the same round: median and range over rounds. A method slower than 20 non-private steps gets two
+rounds. Memory is the peak resident memory that a fresh process adds over model and data in two
+steps (Linux). A method that fails is reported with its error; memory that a process may take is
+limited, and running into the limit counts as a failure.
 
-Results are written after each regime. A regime that the output file holds already, measured with the same packages, methods and at least as many rounds, is not
-measured again unless --again is given.
+Results are written after each regime. A regime that the output file holds already, measured with
+the same packages, methods and at least as many rounds, is not measured again unless --again is
+given.
 
-Needs the dev and hf extras. Opake is compared where it is installed; it asks for newer packages than the rest, so put it beside them and in PYTHONPATH:
-pip install --no-deps --target FOLDER opake-engine==0.16.1 opake-base==0.16.1 opake-dpsgd==0.16.1 opake-patches==0.16.1 opake-accounting==0.16.1 optree
+Needs the dev and hf extras. Opake is compared where it is installed; it asks for newer packages
+than the rest, so put it beside them and in PYTHONPATH: pip install --no-deps --target FOLDER
+opake-engine==0.16.1 opake-base==0.16.1 opake-dpsgd==0.16.1 opake-patches==0.16.1
+opake-accounting==0.16.1 optree
 """
 
 from __future__ import annotations
@@ -96,7 +104,8 @@ def bert() -> nn.Module:
     import transformers as hf
 
     config = hf.BertConfig(
-        vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, num_labels=3,
+        vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12,
+        intermediate_size=1536, num_labels=3,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="eager",
     )  # fmt: skip
     return hf.BertForSequenceClassification(config)
@@ -107,14 +116,17 @@ def llama() -> nn.Module:
     import transformers as hf
 
     config = hf.LlamaConfig(
-        vocab_size=4096, hidden_size=512, num_hidden_layers=4, num_attention_heads=8, intermediate_size=1536, max_position_embeddings=4096,
+        vocab_size=4096, hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
+        intermediate_size=1536, max_position_embeddings=4096,
         tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     return hf.LlamaForCausalLM(config)
 
 
 def with_lora(model: nn.Module) -> nn.Module:
-    """Adapters of rank 16 on every linear layer of the blocks, both factors random so that no gradient is zero; the rest is frozen."""
+    """Adapters of rank 16 on every linear layer of the blocks, both factors random so that no
+    gradient is zero; the rest is frozen.
+    """
     import peft
 
     config = peft.LoraConfig(
@@ -135,7 +147,9 @@ class ResidualBlock(nn.Module):
         )
         self.skip: nn.Module = nn.Identity()
         if stride != 1 or channels != out:
-            self.skip = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.GroupNorm(32, out))
+            self.skip = nn.Sequential(
+                nn.Conv2d(channels, out, 1, stride, bias=False), nn.GroupNorm(32, out)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.skip(x))
@@ -145,12 +159,18 @@ class ResNet18(nn.Sequential):
     """ResNet-18 for small images, with group normalisation: 11.2 million parameters."""
 
     def __init__(self, classes: int = 10) -> None:
-        layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(32, 64), nn.ReLU()]
+        layers: list[nn.Module] = [
+            nn.Conv2d(3, 64, 3, 1, 1, bias=False),
+            nn.GroupNorm(32, 64),
+            nn.ReLU(),
+        ]
         channels = 64
         for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
             layers += [ResidualBlock(channels, width, stride), ResidualBlock(width, width, 1)]
             channels = width
-        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+        super().__init__(
+            *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)
+        )
 
 
 def per_example_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -159,7 +179,9 @@ def per_example_loss(model: nn.Module, batch: Batch) -> Tensor:
     logits = model(**{k: v for k, v in batch.items() if k != "y"}).logits
     if logits.dim() == 2:
         return F.cross_entropy(logits, batch["y"], reduction="none")
-    return F.cross_entropy(logits[:, :-1].transpose(1, 2), batch["y"][:, 1:], reduction="none").mean(1)
+    return F.cross_entropy(
+        logits[:, :-1].transpose(1, 2), batch["y"][:, 1:], reduction="none"
+    ).mean(1)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -183,14 +205,18 @@ def planners_choice() -> Any:
 
 def quietgrad_exact(model: nn.Module, batch: Batch) -> Step:
     bound = planners_choice().bind(model, per_example_loss)
-    return lambda: bound.clip(batch, step=2)  # not a guarded release: the first call alone is examined
+    return lambda: bound.clip(
+        batch, step=2
+    )  # not a guarded release: the first call alone is examined
 
 
 def quietgrad_hutch(model: nn.Module, batch: Batch) -> Step:
     from quietgrad.clipping import Clipper
 
     bound = Clipper(1.0, "hutch").bind(model, per_example_loss)
-    return lambda: bound.clip(batch, step=2)  # not a guarded release: the first call alone is examined
+    return lambda: bound.clip(
+        batch, step=2
+    )  # not a guarded release: the first call alone is examined
 
 
 def opacus_hooks(model: nn.Module, batch: Batch) -> Step:
@@ -203,7 +229,9 @@ def opacus_hooks(model: nn.Module, batch: Batch) -> Step:
     def step() -> None:
         wrapped.zero_grad()
         per_example_loss(wrapped, batch).mean().backward()
-        norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in parameters], 1).norm(dim=1)
+        norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in parameters], 1).norm(
+            dim=1
+        )
         factors = (1.0 / (norms + 1e-6)).clamp(max=1.0)
         for p in parameters:
             p.grad = torch.einsum("b,b...->...", factors, p.grad_sample)
@@ -216,7 +244,9 @@ def opacus_two_passes(model: nn.Module, batch: Batch, ghost: bool) -> Step:
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
     model.train()
-    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=ghost, strict=False)
+    wrapped = GradSampleModuleFastGradientClipping(
+        model, max_grad_norm=1.0, use_ghost_clipping=ghost, strict=False
+    )
 
     def step() -> None:
         wrapped.zero_grad()
@@ -232,7 +262,9 @@ def opacus_two_passes(model: nn.Module, batch: Batch, ghost: bool) -> Step:
 
 
 def opake(model: nn.Module, batch: Batch, micro_batch: int | None) -> Step:
-    """As its documentation says: patched for vmap, then ``clipped_grad`` of a function of parameters and one example."""
+    """As its documentation says: patched for vmap, then ``clipped_grad`` of a function of
+    parameters and one example.
+    """
     from opake.dpsgd.clipping import clipped_grad
     from opake.patches import apply_model_patches
 
@@ -251,7 +283,10 @@ def opake(model: nn.Module, batch: Batch, micro_batch: int | None) -> Step:
         return per_example_loss(called, alone)[0]  # type: ignore[arg-type]
 
     function, state = clipped_grad(
-        loss, clipping_norm=1.0, batch_argnums=tuple(range(1, len(names) + 1)), microbatch_size=micro_batch
+        loss,
+        clipping_norm=1.0,
+        batch_argnums=tuple(range(1, len(names) + 1)),
+        microbatch_size=micro_batch,
     )
     return lambda: function(parameters, *batch.values(), state=state)
 
@@ -277,7 +312,11 @@ class Worker:
     """A process that holds one method's model and takes a step when told to."""
 
     def __init__(
-        self, regime: str, method: str, script: Path = Path(__file__), environment: dict[str, str] | None = None
+        self,
+        regime: str,
+        method: str,
+        script: Path = Path(__file__),
+        environment: dict[str, str] | None = None,
     ) -> None:
         command = [sys.executable, str(script), "--worker", regime, method]
         self.process = subprocess.Popen(
@@ -303,7 +342,11 @@ class Worker:
             self.process.kill()
             return None
         line = self.process.stdout.readline()
-        answer = json.loads(line) if line else {"error": f"the process ended with status {self.process.wait()}"}
+        answer = (
+            json.loads(line)
+            if line
+            else {"error": f"the process ended with status {self.process.wait()}"}
+        )
         self.error = answer.get("error", "")
         return answer.get("seconds")
 
@@ -343,7 +386,9 @@ def one_line(error: Exception) -> str:
     words = " ".join((lines[0] if lines else "").split())
     if "allocate memory" in str(error) or isinstance(error, MemoryError):
         wanted = words.partition("you tried to allocate ")[2].partition(" bytes")[0]
-        return "out of memory" + (f" (asked for {int(wanted) / 2**30:.1f} GiB at once)" if wanted.isdigit() else "")
+        return "out of memory" + (
+            f" (asked for {int(wanted) / 2**30:.1f} GiB at once)" if wanted.isdigit() else ""
+        )
     return f"{type(error).__name__}: {words[:160]}"
 
 
@@ -376,11 +421,19 @@ def measure_time(regime: str, methods: list[str], repeats: int) -> dict[str, Any
         for one in workers.values():
             one.end()
     base = seconds["non-private"]
-    report: dict[str, Any] = {"failed": failed, "seconds_non_private": statistics.median(base.values()), "methods": {}}
+    report: dict[str, Any] = {
+        "failed": failed,
+        "seconds_non_private": statistics.median(base.values()),
+        "methods": {},
+    }
     for method, values in seconds.items():
         ratios = [taken / base[round_] for round_, taken in values.items()]
         report["methods"][method] = {
-            "time_ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+            "time_ratio": {
+                "median": statistics.median(ratios),
+                "min": min(ratios),
+                "max": max(ratios),
+            },
             "rounds": len(ratios),
         }
     return report
@@ -393,7 +446,9 @@ def added_memory_mib(regime: str, method: str) -> float | None:
 
 
 def memory_child(regime: str, method: str) -> None:
-    """Prints by how much two steps raise the resident memory over what model and data occupy (the peak is reset first)."""
+    """Prints by how much two steps raise the resident memory over what model and data occupy (the
+    peak is reset first).
+    """
     limit_memory(regime)
     step = METHODS[method](*build(regime))
     with open("/proc/self/clear_refs", "w") as file:
@@ -409,7 +464,9 @@ def _status(key: str) -> float:
         return next(float(line.split()[1]) / 1024 for line in file if line.startswith(key))
 
 
-def measure(regime: str, methods: list[str], repeats: int, environment: dict[str, Any]) -> dict[str, Any]:
+def measure(
+    regime: str, methods: list[str], repeats: int, environment: dict[str, Any]
+) -> dict[str, Any]:
     spec = REGIMES[regime]
     model, _ = build(regime)
     entry: dict[str, Any] = {
@@ -433,11 +490,21 @@ def measure(regime: str, methods: list[str], repeats: int, environment: dict[str
     return entry
 
 
-def has(report: dict[str, Any], regime: str, methods: list[str], repeats: int, environment: dict[str, Any]) -> bool:
+def has(
+    report: dict[str, Any],
+    regime: str,
+    methods: list[str],
+    repeats: int,
+    environment: dict[str, Any],
+) -> bool:
     """Whether the report holds this regime, measured alike."""
     entry = report["regimes"].get(regime, {})
     known = {*entry.get("methods", {}), *entry.get("failed", {})}
-    return entry.get("environment") == environment and entry["repeats"] >= repeats and known >= set(methods)
+    return (
+        entry.get("environment") == environment
+        and entry["repeats"] >= repeats
+        and known >= set(methods)
+    )
 
 
 def show(regime: str, entry: dict[str, Any]) -> None:
@@ -460,14 +527,28 @@ def installed(package: str) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=list(REGIMES))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="beside non-private")
-    parser.add_argument("--again", action="store_true", help="measure what the output file holds already, too")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/clipping_peers.json"))
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(METHODS),
+        choices=list(METHODS),
+        help="beside non-private",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="measure what the output file holds already, too"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("benchmarks/results/clipping_peers.json")
+    )
     parser.add_argument("--worker", nargs=2, metavar=("REGIME", "METHOD"), help=argparse.SUPPRESS)
-    parser.add_argument("--memory-of", nargs=2, metavar=("REGIME", "METHOD"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--memory-of", nargs=2, metavar=("REGIME", "METHOD"), help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     if arguments.worker:

@@ -1,12 +1,19 @@
-"""What correlated noise costs: finding the mixing matrix, and drawing from it beside independent noise.
+"""What correlated noise costs: finding the mixing matrix, and drawing from it beside independent
+noise.
 
-    python benchmarks/correlated_noise.py [--parts solver stream] [--output benchmarks/results/correlated_noise.json]
+    python benchmarks/correlated_noise.py [--parts solver stream] [--output
+    benchmarks/results/correlated_noise.json]
 
-Solver: seconds, peak memory of the process, tr(W X^-1) over independent noise's, and the proven distance to the best matrix. The paper's run (T = 2222, b = 20: 20 epochs of 50 000 images in batches of
-450) for prefix sums and for a synthetic spectrum of 12 000 eigenvalues (mu_i = exp(-0.3 log(i)^1.2) / 2 and four outliers, learning rate 0.2) with and without a floor; T = 20 000, b = 16 with the Toeplitz
+Solver: seconds, peak memory of the process, tr(W X^-1) over independent noise's, and the proven
+distance to the best matrix. The paper's run (T = 2222, b = 20: 20 epochs of 50 000 images in
+batches of
+450) for prefix sums and for a synthetic spectrum of 12 000 eigenvalues (mu_i = exp(-0.3 log(i)^1.2)
+   / 2 and four outliers, learning rate 0.2) with and without a floor; T = 20 000, b = 16 with the
+   Toeplitz
 family. Each in a process of its own.
 
-Stream: time of one release with b = 8, rows kept or regenerated at step 63 of 64, over that of independent noise, in turn, medians and ranges over rounds; 22.7 M parameters (MiniLM's shape).
+Stream: time of one release with b = 8, rows kept or regenerated at step 63 of 64, over that of
+independent noise, in turn, medians and ranges over rounds; 22.7 M parameters (MiniLM's shape).
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ import numpy as np
 import torch
 
 from quietgrad.clipping.clipped_sum import ClippedSum
-from quietgrad.facts import SensitivityClaim
+from quietgrad.events import SensitivityClaim
 from quietgrad.noise import Curvature, GaussianNoise, PrefixSums, mixing_matrix
 from quietgrad.randomness import RandomKey
 
@@ -45,7 +52,10 @@ def spectrum() -> tuple[float, ...]:
 PROBLEMS = {
     "prefix sums, T = 2222, b = 20": lambda: (PrefixSums(2222), 20),
     "curvature, T = 2222, b = 20": lambda: (Curvature(spectrum(), 0.2, 2222), 20),
-    "curvature with floor 0.01, T = 2222, b = 20": lambda: (Curvature(spectrum(), 0.2, 2222, 0.01), 20),
+    "curvature with floor 0.01, T = 2222, b = 20": lambda: (
+        Curvature(spectrum(), 0.2, 2222, 0.01),
+        20,
+    ),
     "prefix sums, T = 20 000, b = 16, Toeplitz": lambda: (PrefixSums(20_000), 16),
     "curvature, T = 20 000, b = 16, Toeplitz": lambda: (Curvature(spectrum(), 0.2, 20_000), 16),
 }
@@ -70,12 +80,18 @@ def solve(name: str) -> dict[str, Any]:
 
 
 def stream() -> list[dict[str, Any]]:
-    shapes = {f"matrix{i}": (384, 384) for i in range(24)} | {f"wide{i}": (1536, 384) for i in range(12)}
+    shapes = {f"matrix{i}": (384, 384) for i in range(24)} | {
+        f"wide{i}": (1536, 384) for i in range(12)
+    }
     shapes |= {"embedding": (30_522, 384)}
     gradients = {name: torch.zeros(shape) for name, shape in shapes.items()}
     clipped = ClippedSum(gradients, SensitivityClaim(1.0))
     mixing = mixing_matrix(PrefixSums(64), 8).banded
-    plain, rows, again = GaussianNoise(1.0), GaussianNoise(1.0, mixing), GaussianNoise(1.0, mixing, "regenerate")
+    plain, rows, again = (
+        GaussianNoise(1.0),
+        GaussianNoise(1.0, mixing),
+        GaussianNoise(1.0, mixing, "regenerate"),
+    )
     kept = rows.replay(gradients, lambda step: KEY, 0, 8)
     bare = again.replay(gradients, lambda step: KEY, 0, 63)
     work = {
@@ -108,8 +124,12 @@ def stream() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["solver", "stream"], choices=["solver", "stream"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts", nargs="+", default=["solver", "stream"], choices=["solver", "stream"]
+    )
     parser.add_argument("--output", default="benchmarks/results/correlated_noise.json")
     parser.add_argument("--solve", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -129,7 +149,10 @@ def main() -> None:
         record["solver"] = []
         for name in PROBLEMS:
             made = subprocess.run(
-                [sys.executable, __file__, "--solve", name], capture_output=True, text=True, check=True
+                [sys.executable, __file__, "--solve", name],
+                capture_output=True,
+                text=True,
+                check=True,
             )
             record["solver"].append(json.loads(made.stdout))
             print(record["solver"][-1], flush=True)

@@ -1,14 +1,22 @@
-"""What spectral denoising costs beside the step that it follows, and how often it takes noise for signal.
+"""What spectral denoising costs beside the step that it follows, and how often it takes noise for
+signal.
 
-    python benchmarks/denoising.py [--regimes minilm-full minilm-lora llama ...] [--parts overhead noise] [--output benchmarks/results/denoising.json]
+    python benchmarks/denoising.py [--regimes minilm-full minilm-lora llama ...] [--parts overhead
+    noise] [--output benchmarks/results/denoising.json]
 
-Overhead: the denoiser's time over that of the step's gradient work (clipping of the whole batch, noise, mean; no optimiser), taken in turn, medians and ranges over rounds. Twice: on
-releases in which nothing stands out (the certified test alone), and with three spikes of 1.5, 2 and 4 detection thresholds in every matrix (test, search and update everywhere, a dear
-case); each for ``SpikesWithBulk`` on the gradient and ``PersistentAmplification`` on the momentum. "naive" is a full singular value decomposition of every matrix, as a first implementation would have it. Random weights and token ids: times do not depend on their values.
+Overhead: the denoiser's time over that of the step's gradient work (clipping of the whole batch,
+noise, mean; no optimiser), taken in turn, medians and ranges over rounds. Twice: on releases in
+which nothing stands out (the certified test alone), and with three spikes of 1.5, 2 and 4 detection
+thresholds in every matrix (test, search and update everywhere, a dear case); each for
+``SpikesWithBulk`` on the gradient and ``PersistentAmplification`` on the momentum. "naive" is a
+full singular value decomposition of every matrix, as a first implementation would have it. Random
+weights and token ids: times do not depend on their values.
 
-Where a step takes a minute or more here (RoBERTa at batch 1024, the Llama at 128), a micro-batch is timed and multiplied; the others run whole.
+Where a step takes a minute or more here (RoBERTa at batch 1024, the Llama at 128), a micro-batch is
+timed and multiplied; the others run whole.
 
-Noise: pure noise through the published rule at kappa = 1.02, how many of a thousand draws are changed.
+Noise: pure noise through the published rule at kappa = 1.02, how many of a thousand draws are
+changed.
 """
 
 from __future__ import annotations
@@ -48,7 +56,9 @@ KEY = RandomKey.from_seed(0)
 
 @dataclass(frozen=True)
 class Regime:
-    """A model's shape and a batch; ``measured`` examples are timed and the time is multiplied up to ``batch``."""
+    """A model's shape and a batch; ``measured`` examples are timed and the time is multiplied up to
+    ``batch``.
+    """
 
     hidden: int
     layers: int
@@ -77,12 +87,16 @@ def build(spec: Regime) -> nn.Module:
 
     torch.manual_seed(0)
     common = {
-        "hidden_size": spec.hidden, "num_hidden_layers": spec.layers, "num_attention_heads": spec.hidden // 64,
-        "intermediate_size": spec.intermediate, "vocab_size": 8000, "max_position_embeddings": max(512, spec.length),
+        "hidden_size": spec.hidden, "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.hidden // 64,
+        "intermediate_size": spec.intermediate, "vocab_size": 8000,
+        "max_position_embeddings": max(512, spec.length),
     }  # fmt: skip
     model: Any
     if spec.causal:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, num_key_value_heads=spec.hidden // 64))
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**common, num_key_value_heads=spec.hidden // 64)
+        )
     else:
         config = transformers.BertConfig(
             **common,
@@ -92,17 +106,24 @@ def build(spec: Regime) -> nn.Module:
             attn_implementation="eager",
         )
         model = transformers.BertForSequenceClassification(config)
-        # Embeddings are frozen: denoisers leave them alone, and their noise would only lengthen the step.
+        # Embeddings are frozen: denoisers leave them alone, and their noise would only lengthen the
+        # step.
         model.bert.embeddings.requires_grad_(False)
     if spec.lora:
         import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(r=spec.lora, lora_dropout=0.0, target_modules="all-linear"))
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=spec.lora, lora_dropout=0.0, target_modules="all-linear")
+        )
     return model
 
 
-def step_of(model: nn.Module, spec: Regime) -> tuple[Callable[[], ClippedSum], Callable[[ClippedSum], NoisySum]]:
-    """One step's gradient work: clipped sum of the measured examples, and noise, which is drawn once a step whatever the batch."""
+def step_of(
+    model: nn.Module, spec: Regime
+) -> tuple[Callable[[], ClippedSum], Callable[[ClippedSum], NoisySum]]:
+    """One step's gradient work: clipped sum of the measured examples, and noise, which is drawn
+    once a step whatever the batch.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 8000, (spec.measured, spec.length), generator=generator)
     labels = torch.randint(0, 3, (spec.measured,), generator=generator)
@@ -112,9 +133,9 @@ def step_of(model: nn.Module, spec: Regime) -> tuple[Callable[[], ClippedSum], C
         with torch.autocast("cpu", torch.bfloat16, enabled=_has_bfloat16()):
             logits = network(input_ids=batch["ids"]).logits
         if spec.causal:
-            return F.cross_entropy(logits[:, :-1].float().transpose(1, 2), batch["ids"][:, 1:], reduction="none").mean(
-                1
-            )
+            return F.cross_entropy(
+                logits[:, :-1].float().transpose(1, 2), batch["ids"][:, 1:], reduction="none"
+            ).mean(1)
         return F.cross_entropy(logits.float(), batch["y"], reduction="none")
 
     bound = Clipper(1.0, micro_batch_size=spec.micro_batch).bind(model, loss)
@@ -133,7 +154,12 @@ def _has_bfloat16() -> bool:
 def pure_noise(model: nn.Module) -> NoisySum:
     generator = torch.Generator().manual_seed(1)
     return NoisySum(
-        {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters() if p.requires_grad}, 1.0
+        {
+            n: torch.randn(p.shape, generator=generator)
+            for n, p in model.named_parameters()
+            if p.requires_grad
+        },
+        1.0,
     )
 
 
@@ -151,7 +177,9 @@ def with_spikes(noisy: NoisySum, model: nn.Module) -> NoisySum:
 
 
 def on_the_momentum(noisy: NoisySum, model: nn.Module) -> dict[str, Tensor]:
-    """What persists in the momentum, for a release that shows all of what stands out again: the dearest case."""
+    """What persists in the momentum, for a release that shows all of what stands out again: the
+    dearest case.
+    """
     rule, level = PersistentAmplification(), MomentNoise(variance=1.0, releases=1, mass=1.0)
     added, _ = rule.added(noisy.gradients, level, noisy, 1.0, {}, model)
     return {name: part.add_(noisy.gradients[name]) for name, part in added.items()}
@@ -210,11 +238,16 @@ def overhead(name: str, rounds: int) -> dict[str, Any]:
         percents = [100 * v / s for v, s in zip(values, steps, strict=True)]
         entry[method] = {
             "milliseconds": 1e3 * statistics.median(values),
-            "percent": {"median": statistics.median(percents), "min": min(percents), "max": max(percents)},
+            "percent": {
+                "median": statistics.median(percents),
+                "min": min(percents),
+                "max": max(percents),
+            },
         }
         p = entry[method]["percent"]
         print(
-            f"{name:18} {method:24} {entry[method]['milliseconds']:8.1f} ms = {p['median']:.3f} % [{p['min']:.3f}-{p['max']:.3f}] of a step of "
+            f"{name:18} {method:24} {entry[method]['milliseconds']:8.1f} ms = {p['median']:.3f} % "
+            f"[{p['min']:.3f}-{p['max']:.3f}] of a step of "
             f"{entry['step_seconds']:.2f} s; naive {entry['naive_percent']:.2f} %",
             flush=True,
         )
@@ -240,21 +273,30 @@ def environment() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--regimes", nargs="*", default=list(REGIMES), choices=list(REGIMES))
-    parser.add_argument("--parts", nargs="*", default=["overhead", "noise"], choices=["overhead", "noise"])
+    parser.add_argument(
+        "--parts", nargs="*", default=["overhead", "noise"], choices=["overhead", "noise"]
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/denoising.json"))
     arguments = parser.parse_args()
-    report: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.is_file() else {}
+    report: dict[str, Any] = (
+        json.loads(arguments.output.read_text()) if arguments.output.is_file() else {}
+    )
     if "overhead" in arguments.parts:
         for name in arguments.regimes:
             here = environment()
-            report.setdefault("overhead", {})[name] = overhead(name, arguments.rounds) | {"environment": here}
+            report.setdefault("overhead", {})[name] = overhead(name, arguments.rounds) | {
+                "environment": here
+            }
             arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     if "noise" in arguments.parts:
         report["pure_noise_at_kappa_1.02"] = {
-            f"{m}x{n}": false_alarms((m, n), 1000) for m, n in ((300, 200), (384, 384), (768, 3072), (16, 384))
+            f"{m}x{n}": false_alarms((m, n), 1000)
+            for m, n in ((300, 200), (384, 384), (768, 3072), (16, 384))
         }
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -1,18 +1,28 @@
-"""Time and memory of clipping a Llama of 1.2 billion parameters at 4096 tokens on one GPU, unattended, in under nine minutes.
+"""Time and memory of clipping a Llama of 1.2 billion parameters at 4096 tokens on one GPU,
+unattended, in under nine minutes.
 
-    python benchmarks/gpu_llama.py [--minutes 8.5] [--tunings full lora] [--methods quietgrad ...] [--output benchmarks/results/gpu_llama.json]
-    python benchmarks/gpu_llama.py --device cpu --tiny --output FILE          (the same code on a tiny model)
+    python benchmarks/gpu_llama.py [--minutes 8.5] [--tunings full lora] [--methods quietgrad ...]
+    [--output benchmarks/results/gpu_llama.json]
+    python benchmarks/gpu_llama.py --device cpu --tiny --output FILE          (the same code on a
+    tiny model)
 
-The shape of Llama 3.2 1B (16 layers, hidden 2048, 32 heads of 64, 8 for keys and values, intermediate 8192, 128256 tokens, tied embeddings), random weights in bfloat16,
-batch 2, no gradient checkpointing; tuned in full, and by LoRA of rank 16 on all linear layers of the blocks. Every method ends with a gradient (non-private) or a clipped
-sum, and computes the same loss with the same code: a softmax over the vocabulary for a few hundred positions at a time, so that the logits exist in bfloat16 only.
+The shape of Llama 3.2 1B (16 layers, hidden 2048, 32 heads of 64, 8 for keys and values,
+intermediate 8192, 128256 tokens, tied embeddings), random weights in bfloat16, batch 2, no gradient
+checkpointing; tuned in full, and by LoRA of rank 16 on all linear layers of the blocks. Every
+method ends with a gradient (non-private) or a clipped sum, and computes the same loss with the same
+code: a softmax over the vocabulary for a few hundred positions at a time, so that the logits exist
+in bfloat16 only.
 
-Each method has a process of its own with a time limit; running out of memory is caught and reported. Warm-up steps come first, then one step whose memory is measured,
-then rounds of one non-private step and one of the method on the same model (Opacus' hooks are switched off for the former). Times are from CUDA events; ratios are
-taken within a round, median and range over rounds. Memory is the largest that torch had allocated during the step: in total, and over model and data.
-Ratios of memory are to the non-private method's process. Results are written after every method; what time did not suffice for is named.
+Each method has a process of its own with a time limit; running out of memory is caught and
+reported. Warm-up steps come first, then one step whose memory is measured, then rounds of one
+non-private step and one of the method on the same model (Opacus' hooks are switched off for the
+former). Times are from CUDA events; ratios are taken within a round, median and range over rounds.
+Memory is the largest that torch had allocated during the step: in total, and over model and data.
+Ratios of memory are to the non-private method's process. Results are written after every method;
+what time did not suffice for is named.
 
-Targets for the planner's choice ("quietgrad"): at most 1.15 times the time of the non-private step, at most 1.10 times its peak memory.
+Targets for the planner's choice ("quietgrad"): at most 1.15 times the time of the non-private step,
+at most 1.10 times its peak memory.
 """
 
 from __future__ import annotations
@@ -108,10 +118,14 @@ class CrossEntropyByBlocks(torch.autograd.Function):
 
 
 def per_example_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """[b] mean cross-entropy of the next token. The last position has none and counts zero: cutting it off would copy the logits."""
+    """[b] mean cross-entropy of the next token. The last position has none and counts zero: cutting
+    it off would copy the logits.
+    """
     ids = batch["input_ids"]
     logits = model(input_ids=ids).logits
-    losses = CrossEntropyByBlocks.apply(logits.flatten(0, 1), ids.roll(-1, dims=1).flatten()).view(ids.shape)
+    losses = CrossEntropyByBlocks.apply(logits.flatten(0, 1), ids.roll(-1, dims=1).flatten()).view(
+        ids.shape
+    )
     return losses[:, :-1].mean(dim=1)
 
 
@@ -127,7 +141,11 @@ def build(tuning: str, device: str, tiny: bool) -> tuple[nn.Module, Batch]:
 
         # Both factors random, so that no gradient is zero; in the model's own precision.
         lora = peft.LoraConfig(
-            r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False
+            r=16,
+            lora_alpha=32,
+            lora_dropout=0.0,
+            target_modules="all-linear",
+            init_lora_weights=False,
         )
         model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False).to(device)
     t = TINY_LENGTH if tiny else LENGTH
@@ -181,7 +199,9 @@ def opacus_hooks(model: nn.Module, batch: Batch) -> tuple[Step, Step]:
         wrapped.enable_hooks()
         wrapped.zero_grad(set_to_none=True)
         per_example_loss(wrapped, batch).mean().backward()
-        norms = torch.stack([torch.linalg.vector_norm(p.grad_sample.flatten(1), dim=1) for p in parameters], 1)
+        norms = torch.stack(
+            [torch.linalg.vector_norm(p.grad_sample.flatten(1), dim=1) for p in parameters], 1
+        )
         factors = (1.0 / (norms.norm(dim=1) + 1e-6)).clamp(max=1.0)
         for p in parameters:
             p.grad = torch.einsum("b,b...->...", factors.to(p.dtype), p.grad_sample)
@@ -194,7 +214,9 @@ def opacus_two_passes(ghost: bool) -> Callable[[nn.Module, Batch], tuple[Step, S
     def prepare(model: nn.Module, batch: Batch) -> tuple[Step, Step]:
         from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
-        wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=ghost, strict=False)
+        wrapped = GradSampleModuleFastGradientClipping(
+            model, max_grad_norm=1.0, use_ghost_clipping=ghost, strict=False
+        )
 
         def step() -> None:
             wrapped.zero_grad(set_to_none=True)
@@ -279,8 +301,12 @@ def _status(key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
 
 
-def measure(tuning: str, method: str, device: str, tiny: bool, seconds_left: float, answers: Connection) -> None:
-    """In a child process: sends what is known so far, again and again, so that a time limit loses nothing."""
+def measure(
+    tuning: str, method: str, device: str, tiny: bool, seconds_left: float, answers: Connection
+) -> None:
+    """In a child process: sends what is known so far, again and again, so that a time limit loses
+    nothing.
+    """
     warnings.simplefilter("ignore")
     deadline = time.monotonic() + seconds_left
     found: dict[str, Any] = {}
@@ -289,13 +315,19 @@ def measure(tuning: str, method: str, device: str, tiny: bool, seconds_left: flo
         model, batch = build(tuning, device, tiny)
         found["device"] = description(device)
         found["parameters"] = sum(p.numel() for p in model.parameters())
-        found["trainable_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        found["trainable_parameters"] = sum(
+            p.numel() for p in model.parameters() if p.requires_grad
+        )
         held = meter.held()
         step, plain = METHODS[method](model, batch)
         warm = [meter.seconds(step) for _ in range(WARM_UP_STEPS)]
         model.zero_grad(set_to_none=True)
         peak = meter.peak(step)
-        found |= {"held_mib": held / 2**20, "peak_mib": peak / 2**20, "added_mib": (peak - held) / 2**20}
+        found |= {
+            "held_mib": held / 2**20,
+            "peak_mib": peak / 2**20,
+            "added_mib": (peak - held) / 2**20,
+        }
         answers.send(found)
         meter.seconds(plain)
         rounds = ROUNDS_OF_SLOW if warm[-1] > SLOW_SECONDS else ROUNDS
@@ -354,7 +386,11 @@ def in_child(start: str, limit: float, *arguments: Any) -> dict[str, Any]:
 def driver() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
+        return (
+            subprocess.run(command, capture_output=True, text=True, check=True)
+            .stdout.strip()
+            .splitlines()[0]
+        )
     except (OSError, subprocess.CalledProcessError, IndexError):
         return None
 
@@ -375,31 +411,54 @@ def compare(entry: dict[str, Any]) -> None:
             row["added_memory_ratio"] = row["added_mib"] / max(base["added_mib"], 1.0)
     row = entry.get("quietgrad", {})
     if "time_ratio" in row and "peak_memory_ratio" in row:
-        reached = {"time_ratio": row["time_ratio"]["median"], "peak_memory_ratio": row["peak_memory_ratio"]}
-        row["targets"] = {name: "pass" if reached[name] <= limit else "miss" for name, limit in TARGETS.items()}
+        reached = {
+            "time_ratio": row["time_ratio"]["median"],
+            "peak_memory_ratio": row["peak_memory_ratio"],
+        }
+        row["targets"] = {
+            name: "pass" if reached[name] <= limit else "miss" for name, limit in TARGETS.items()
+        }
 
 
 def show(tuning: str, method: str, row: dict[str, Any]) -> None:
     words = f"{tuning:5s} {method:24s}"
     if "time_ratio" in row:
         r = row["time_ratio"]
-        words += f" {row['seconds']['median']:8.4f} s  time {r['median']:6.3f} [{r['min']:.3f}-{r['max']:.3f}]"
+        words += (
+            f" {row['seconds']['median']:8.4f} s  time {r['median']:6.3f} "
+            f"[{r['min']:.3f}-{r['max']:.3f}]"
+        )
     if "peak_mib" in row:
-        words += f"  peak {row['peak_mib']:9.1f} MiB, {row.get('peak_memory_ratio', float('nan')):6.3f}"
+        words += (
+            f"  peak {row['peak_mib']:9.1f} MiB, {row.get('peak_memory_ratio', float('nan')):6.3f}"
+        )
         words += f"  added {row.get('added_memory_ratio', float('nan')):6.3f}"
     sys.stdout.write(f"{words}  {row.get('targets', '')} {row.get('error', '')}\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="a model of 0.1 million parameters, 64 tokens")
     parser.add_argument(
-        "--minutes", type=float, default=8.5, help="for everything; methods that do not fit are skipped"
+        "--tiny", action="store_true", help="a model of 0.1 million parameters, 64 tokens"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8.5,
+        help="for everything; methods that do not fit are skipped",
     )
     parser.add_argument("--tunings", nargs="+", default=list(TUNINGS), choices=TUNINGS)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), help="beside non-private")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(METHODS),
+        choices=list(METHODS),
+        help="beside non-private",
+    )
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/gpu_llama.json"))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -425,7 +484,10 @@ def main() -> None:
             importlib.import_module(name)
         except ImportError as error:
             sys.stdout.write(f"without {name}: {error}\n")
-    methods = ["non-private", *(m for m in METHODS if m in arguments.methods and m != "non-private")]
+    methods = [
+        "non-private",
+        *(m for m in METHODS if m in arguments.methods and m != "non-private"),
+    ]
     for method in methods:
         for tuning in arguments.tunings:
             entry = report["tunings"][tuning]
@@ -436,7 +498,9 @@ def main() -> None:
                 show(tuning, method, entry[method])
                 continue
             row = in_child(start, min(METHOD_LIMIT_SECONDS, left), *task)
-            if "forked subprocess" in row.get("error", ""):  # something imported has touched the GPU
+            if "forked subprocess" in row.get(
+                "error", ""
+            ):  # something imported has touched the GPU
                 start = "spawn"
                 left = deadline - time.monotonic()
                 row = in_child(start, min(METHOD_LIMIT_SECONDS, max(left, LEAST_SECONDS)), *task)

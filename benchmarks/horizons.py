@@ -1,8 +1,10 @@
-"""What a mixing matrix made for one horizon costs at another: excess loss after several steps, by the curvature of Fashion-MNIST's public images.
+"""What a mixing matrix made for one horizon costs at another: excess loss after several steps, by
+the curvature of Fashion-MNIST's public images.
 
     python benchmarks/horizons.py [--output benchmarks/results/horizons.json]
 
-The spectrum, rate, steps and bands of recipes/noisecurve.toml, sharp directions forgetting at once (clamp 1). Excess in units of (rate sigma C / B)^2 / 2. About three minutes.
+The spectrum, rate, steps and bands of recipes/noisecurve.toml, sharp directions forgetting at once
+(clamp 1). Excess in units of (rate sigma C / B)^2 / 2. About three minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ AFTER = (250, 500, 1000, 1500, 2000)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/horizons.json"))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)  # clamped eigenvalues: on purpose
@@ -57,14 +61,21 @@ def main() -> None:
     for name, (workload, bands) in workloads.items():
         found: MixingMatrix = mixing_matrix(workload, bands)
         rows[name] = {
-            "excess": {after: objective(found.banded.columns, j) for after, j in zip(AFTER, judges, strict=True)},
+            "excess": {
+                after: objective(found.banded.columns, j)
+                for after, j in zip(AFTER, judges, strict=True)
+            },
             "largest_step_noise": found.banded.largest_inverse_row(),
             "relative_gap": found.relative_gap,
             "kkt_residual": found.kkt_residual,
         }
         excess = " ".join(f"{value:10.1f}" for value in rows[name]["excess"].values())
         print(f"{name:28} {excess}   largest {rows[name]['largest_step_noise']:.1f}", flush=True)
-    here = {"processor": platform.machine(), "python": platform.python_version(), "numpy": version("numpy")}
+    here = {
+        "processor": platform.machine(),
+        "python": platform.python_version(),
+        "numpy": version("numpy"),
+    }
     arguments.output.write_text(json.dumps({"environment": here, "rows": rows}, indent=1) + "\n")
 
 

@@ -1,11 +1,16 @@
-"""What a source of noise costs: one draw, and one release, of the secure source beside the ordinary one, torch's own generator and a sum of four draws.
+"""What a source of noise costs: one draw, and one release, of the secure source beside the ordinary
+one, torch's own generator and a sum of four draws.
 
-    python benchmarks/noise_sources.py [--parameters 8000000] [--rounds 9] [--output benchmarks/results/noise_sources.json]
+    python benchmarks/noise_sources.py [--parameters 8000000] [--rounds 9] [--output
+    benchmarks/results/noise_sources.json]
 
-Ways of drawing: "keyed" (the default), "secure" (AES-256, correctly rounded on a grid), "torch" (torch.randn, a Mersenne Twister), and "torch, sum of four": what Opacus' secure_mode
-does with any generator (four draws, added and halved; one more is drawn and thrown away first), here without a cryptographic one, which cannot be installed for it any more.
+Ways of drawing: "keyed" (the default), "secure" (AES-256, correctly rounded on a grid), "torch"
+(torch.randn, a Mersenne Twister), and "torch, sum of four": what Opacus' secure_mode does with any
+generator (four draws, added and halved; one more is drawn and thrown away first), here without a
+cryptographic one, which cannot be installed for it any more.
 
-All in one process and one thread, in turn, nanoseconds an entry: median, quartiles and the ratio to "keyed" in the same round. The shares of doubtful and of slow entries are counted beside.
+All in one process and one thread, in turn, nanoseconds an entry: median, quartiles and the ratio to
+"keyed" in the same round. The shares of doubtful and of slow entries are counted beside.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from typing import Any
 import torch
 
 from quietgrad.clipping.clipped_sum import ClippedSum
-from quietgrad.facts import SensitivityClaim
+from quietgrad.events import SensitivityClaim
 from quietgrad.noise import GaussianNoise, KeyedSource, PrefixSums, SecureSource, mixing_matrix
 from quietgrad.noise import rounded_normal as exact
 from quietgrad.noise.sources.grid import rounding_cost
@@ -36,7 +41,10 @@ TENSORS = 8  # the parameters are cut into so many
 
 def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.split(": ")[1] for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 def work(parameters: int) -> dict[str, Callable[[], Any]]:
@@ -55,7 +63,9 @@ def work(parameters: int) -> dict[str, Callable[[], Any]]:
             total /= 2
 
     ways: dict[str, Callable[[], Any]] = {
-        f"draw: {name}": lambda source=source: [source.normal(w, KEY, 0, n) for n, w in like.items()]  # type: ignore[misc]
+        f"draw: {name}": lambda source=source: [
+            source.normal(w, KEY, 0, n) for n, w in like.items()
+        ]  # type: ignore[misc]
         for name, source in sources.items()
     }
     ways["draw: torch"] = lambda: [torch.randn(w.shape, generator=generator) for w in like.values()]
@@ -66,7 +76,9 @@ def work(parameters: int) -> dict[str, Callable[[], Any]]:
     for name, source in sources.items():
         banded = GaussianNoise(1.0, mixing, source=source)
         history = banded.replay(like, lambda step: KEY, 0, 6)
-        ways[f"release, b = 4: {name}"] = lambda b=banded, h=history: b.update(clipped, lambda _: KEY, h)  # type: ignore[misc]
+        ways[f"release, b = 4: {name}"] = lambda b=banded, h=history: b.update(
+            clipped, lambda _: KEY, h
+        )  # type: ignore[misc]
     return ways
 
 
@@ -88,7 +100,9 @@ def slow_share(entries: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=int, default=8_000_000)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", default="benchmarks/results/noise_sources.json")
@@ -111,10 +125,14 @@ def main() -> None:
                 "nanoseconds_an_entry": round(statistics.median(nanoseconds), 2),
                 "quartiles": [round(q, 2) for q in statistics.quantiles(nanoseconds, n=4)[::2]],
                 "over_keyed": round(statistics.median(ratios), 2),
-                "over_keyed_quartiles": [round(q, 2) for q in statistics.quantiles(ratios, n=4)[::2]],
+                "over_keyed_quartiles": [
+                    round(q, 2) for q in statistics.quantiles(ratios, n=4)[::2]
+                ],
             }
         )
-        print(f"{name:28} {rows[-1]['nanoseconds_an_entry']:7.1f} ns  {rows[-1]['over_keyed']:5.2f}")
+        print(
+            f"{name:28} {rows[-1]['nanoseconds_an_entry']:7.1f} ns  {rows[-1]['over_keyed']:5.2f}"
+        )
     found = {
         "environment": {
             "python": platform.python_version(),
@@ -132,7 +150,9 @@ def main() -> None:
         "clock": "processor time of the process",
         "slow_share_of_entries": slow_share(4_000_000),
         "rounding_cost": {
-            f"sigma 1, {entries:,} entries, b = {bands}": rounding_cost(1.0, entries, bands, SecureSource.grid)
+            f"sigma 1, {entries:,} entries, b = {bands}": rounding_cost(
+                1.0, entries, bands, SecureSource.grid
+            )
             for entries in (22_700_000, 1_000_000_000)
             for bands in (1, 16)
         },

@@ -1,10 +1,12 @@
-"""By how much certified bounds lengthen norms on the models of ``clipping_peers.py``: whole-model bound over estimate.
+"""By how much certified bounds lengthen norms on the models of ``clipping_peers.py``: whole-model
+bound over estimate.
 
     python benchmarks/rounding_bounds.py [--regimes bert-32 ...] [--estimators exact hutch hutch++]
                                          [--output benchmarks/results/rounding_bounds.json]
 
-An exactly measured norm is enlarged by 2^-10 whatever its bound; an example whose bound is above that is measured
-again as its own gradient ("doubtful"). A sketched norm is enlarged by the larger of the two.
+An exactly measured norm is enlarged by 2^-10 whatever its bound; an example whose bound is above
+that is measured again as its own gradient ("doubtful"). A sketched norm is enlarged by the larger
+of the two.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from quietgrad.clipping.norms.rounding import SHARE, Norms, NormSums
 
 
 def bounds(regime: str, estimator: str) -> dict[str, float]:
-    """Largest bound over estimate of a batch, what norms are enlarged by, and the share of doubtful examples."""
+    """Largest bound over estimate of a batch, what norms are enlarged by, and the share of doubtful
+    examples.
+    """
     seen: list[Norms] = []
     original = NormSums.norms
 
@@ -49,18 +53,26 @@ def bounds(regime: str, estimator: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     known = [name for name in REGIMES if name != "llama-4096"]
     parser.add_argument("--regimes", nargs="+", default=known, choices=list(REGIMES))
     parser.add_argument("--estimators", nargs="+", default=["exact", "hutch", "hutch++"])
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/rounding_bounds.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("benchmarks/results/rounding_bounds.json")
+    )
     arguments = parser.parse_args()
     report: dict[str, Any] = {"share": SHARE, "torch": torch.__version__, "regimes": {}}
     for regime in arguments.regimes:
         for estimator in arguments.estimators:
             entry = bounds(regime, estimator)
             report["regimes"].setdefault(regime, {})[estimator] = entry
-            print(f"{regime:12s} {estimator:8s} " + "  ".join(f"{k} {v:.1e}" for k, v in entry.items()), flush=True)
+            print(
+                f"{regime:12s} {estimator:8s} "
+                + "  ".join(f"{k} {v:.1e}" for k, v in entry.items()),
+                flush=True,
+            )
     arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 

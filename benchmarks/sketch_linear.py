@@ -1,18 +1,25 @@
-"""The norm of one linear layer's per-example gradients, method by method: operations, extra memory, time, growth with the context length.
+"""The norm of one linear layer's per-example gradients, method by method: operations, extra memory,
+time, growth with the context length.
 
-    python benchmarks/sketch_linear.py [--parts layers growth] [--repeats 7] [--output benchmarks/results/sketch_linear.json] [--figure docs/sketch_linear.png]
-    python benchmarks/sketch_linear.py --parts --figure docs/sketch_linear.png       (draws what the output file holds)
+    python benchmarks/sketch_linear.py [--parts layers growth] [--repeats 7] [--output
+    benchmarks/results/sketch_linear.json] [--figure docs/sketch_linear.png]
+    python benchmarks/sketch_linear.py --parts --figure docs/sketch_linear.png       (draws what the
+    output file holds)
 
-The setting of DP-SGD-RC, section 6.1: the three linear layers of Llama 3.2 1B, batch 2, 4096 positions, k = 32, float32. The baseline is the paper's: the whole
-[b, p, d] gradient formed at once.
+The setting of DP-SGD-RC, section 6.1: the three linear layers of Llama 3.2 1B, batch 2, 4096
+positions, k = 32, float32. The baseline is the paper's: the whole [b, p, d] gradient formed at
+once.
 
-Operations: two per multiplication of a matrix product, counted by torch's FlopCounterMode while the method runs; the QR factorisation of Hutch++, which it does not
-know, by formula (4 d k^2 - 4/3 k^3 for a d x k matrix, factors formed); sums of squares and random numbers are not counted.
-Memory: (allocated) peak of torch's own allocations during the call, every tensor and temporary, from the profiler; (resident) by how much one call raises the peak
-resident memory of a fresh process that holds the factors, median of three processes (Linux; includes the workspace of the matrix library).
-Time: all methods in turn, ratios within a round, median and range over rounds; a sample is as many calls as fill 50 ms; once more in processor time of a single
-thread, which other work on the machine disturbs less. Growth: slope of a straight line through
-(log T, log value) over all T.
+Operations: two per multiplication of a matrix product, counted by torch's FlopCounterMode while the
+method runs; the QR factorisation of Hutch++, which it does not know, by formula (4 d k^2 - 4/3 k^3
+for a d x k matrix, factors formed); sums of squares and random numbers are not counted.
+Memory: (allocated) peak of torch's own allocations during the call, every tensor and temporary,
+from the profiler; (resident) by how much one call raises the peak resident memory of a fresh
+process that holds the factors, median of three processes (Linux; includes the workspace of the
+matrix library).
+Time: all methods in turn, ratios within a round, median and range over rounds; a sample is as many
+calls as fill 50 ms; once more in processor time of a single thread, which other work on the machine
+disturbs less. Growth: slope of a straight line through (log T, log value) over all T.
 """
 
 from __future__ import annotations
@@ -84,7 +91,9 @@ METHODS: dict[str, Callable[[DenseFactors], Tensor]] = {
     "ghost-unblocked": unblocked_ghost,
     "ghost": lambda f: ghost_norms([f], torch.float32).squared,
     "hutch": lambda f: hutch_norms([f], "weight", K, Projections.fresh(), torch.float32).squared,
-    "hutch++": lambda f: hutch_plus_plus_norms([f], "weight", K, Projections.fresh(), torch.float32).squared,
+    "hutch++": lambda f: (
+        hutch_plus_plus_norms([f], "weight", K, Projections.fresh(), torch.float32).squared
+    ),
 }
 
 
@@ -99,12 +108,16 @@ def product_operations(x: torch.Size, weight: torch.Size, *rest: Any, **more: An
 
 # An operator for thin products that FlopCounterMode would pass over.
 ONEDNN_PRODUCT = (
-    {torch.ops.mkldnn._linear_pointwise: product_operations} if torch.backends.mkldnn.is_available() else {}
+    {torch.ops.mkldnn._linear_pointwise: product_operations}
+    if torch.backends.mkldnn.is_available()
+    else {}
 )
 
 
 def qr_operations(p: int, d: int) -> float:
-    """Householder factorisation and forming of the reduced factor, for B matrices of size min(p, d) x K."""
+    """Householder factorisation and forming of the reduced factor, for B matrices of size min(p, d)
+    x K.
+    """
     return B * (4 * min(p, d) * K**2 - 4 / 3 * K**3)
 
 
@@ -141,16 +154,23 @@ def allocations(recorded: profile) -> Iterator[tuple[int, int]]:
 
 def resident_mib(method: str, p: int, d: int, t: int) -> list[float]:
     command = [sys.executable, __file__, "--memory-of", method, str(p), str(d), str(t)]
-    # Freed tensors go back to the system at once, so that the peak is of what is held, not of how the heap is cut up.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    # Freed tensors go back to the system at once, so that the peak is of what is held, not of how
+    # the heap is cut up.
+    environment = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
     done = [
-        subprocess.run(command, capture_output=True, text=True, check=True, env=environment) for _ in range(PROCESSES)
+        subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        for _ in range(PROCESSES)
     ]
     return sorted(float(d.stdout.strip().splitlines()[-1]) for d in done)
 
 
 def memory_child(method: str, p: int, d: int, t: int) -> None:
-    """Prints by how much one call raises the resident memory, after a short one that loads libraries and starts their threads."""
+    """Prints by how much one call raises the resident memory, after a short one that loads
+    libraries and starts their threads.
+    """
     METHODS[method](factors_of(p, d, min(t, WARM_UP_LENGTH)))
     factors = factors_of(p, d, t)
     gc.collect()
@@ -168,7 +188,9 @@ def _status(key: str) -> float:
 
 
 def timed(methods: list[str], factors: DenseFactors, repeats: int) -> dict[str, list[float]]:
-    """Seconds of one call, by method and round. The first call warms up and says how many calls make a sample."""
+    """Seconds of one call, by method and round. The first call warms up and says how many calls
+    make a sample.
+    """
     calls: dict[str, int] = {}
     first: dict[str, float] = {}
     for method in methods:
@@ -189,8 +211,12 @@ def timed(methods: list[str], factors: DenseFactors, repeats: int) -> dict[str, 
     return seconds
 
 
-def processor_time(methods: list[str], factors: DenseFactors, repeats: int) -> dict[str, list[float]]:
-    """The same in processor time of one thread, which other work on the machine disturbs far less."""
+def processor_time(
+    methods: list[str], factors: DenseFactors, repeats: int
+) -> dict[str, list[float]]:
+    """The same in processor time of one thread, which other work on the
+    machine disturbs far less.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     seconds: dict[str, list[float]] = {method: [] for method in methods}
@@ -227,7 +253,9 @@ def measure_layer(p: int, d: int, repeats: int) -> dict[str, Any]:
             "time_ratio": spread([x / y for x, y in zip(seconds[m], seconds[BASELINE])]),
         }
         if m in alone:
-            rows[m]["processor_time_ratio"] = spread([x / y for x, y in zip(alone[m], alone[BASELINE])])
+            rows[m]["processor_time_ratio"] = spread(
+                [x / y for x, y in zip(alone[m], alone[BASELINE])]
+            )
         for kind, values in (("allocated", allocated), ("resident", resident)):
             rows[m][f"extra_{kind}_mib"] = values[m]
             rows[m][f"{kind}_saved_percent"] = saved(values[m], values[BASELINE])
@@ -258,7 +286,10 @@ def measure_growth(repeats: int) -> dict[str, Any]:
                 "extra_resident_mib": statistics.median(resident_mib(m, p, d, t)),
             }
             points[m].append(point)
-            show(f"growth T={t:6d} {m:24s} {point['seconds']['median']:9.4f} s  {allocated[m]:9.2f} MiB allocated")
+            show(
+                f"growth T={t:6d} {m:24s} {point['seconds']['median']:9.4f} s  {allocated[m]:9.2f} "
+                "MiB allocated"
+            )
     report: dict[str, Any] = {"rows": p, "columns": d, "methods": {}}
     for m, taken in points.items():
         report["methods"][m] = {
@@ -282,27 +313,56 @@ def verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
 
     def judge(name: str, value: float, target: float, at_least: bool) -> None:
         passed = value >= target if at_least else value <= target
-        found.append({"target": name, "required": target, "at_least": at_least, "value": value, "passed": passed})
+        found.append(
+            {
+                "target": name,
+                "required": target,
+                "at_least": at_least,
+                "value": value,
+                "passed": passed,
+            }
+        )
 
     for layer in report.get("layers", []):
         shape = (layer["rows"], layer["columns"])
         rows = layer["methods"]
         title = f"({shape[0]}, {shape[1]})"
         operations_target = TARGETS["hutch_operations_saved_percent"][shape]
-        judge(f"{title} hutch operations saved, %", rows["hutch"]["operations_saved_percent"], operations_target, True)
-        for kind, words in (("time_ratio", "time ratio"), ("processor_time_ratio", "time ratio, one thread")):
-            judge(f"{title} hutch {words}", rows["hutch"][kind]["median"], TARGETS["hutch_time_ratio"][shape], False)
+        judge(
+            f"{title} hutch operations saved, %",
+            rows["hutch"]["operations_saved_percent"],
+            operations_target,
+            True,
+        )
+        for kind, words in (
+            ("time_ratio", "time ratio"),
+            ("processor_time_ratio", "time ratio, one thread"),
+        ):
+            judge(
+                f"{title} hutch {words}",
+                rows["hutch"][kind]["median"],
+                TARGETS["hutch_time_ratio"][shape],
+                False,
+            )
         if shape == SHAPES[-1]:
             for m in SKETCHES:
                 for kind in ("allocated", "resident"):
                     memory_target = TARGETS["sketch_memory_saved_percent_largest_layer"]
                     judge(
-                        f"{title} {m} memory saved ({kind}), %", rows[m][f"{kind}_saved_percent"], memory_target, True
+                        f"{title} {m} memory saved ({kind}), %",
+                        rows[m][f"{kind}_saved_percent"],
+                        memory_target,
+                        True,
                     )
     if "growth" in report:
         hutch = report["growth"]["methods"]["hutch"]
         for kind in ("time", "allocated", "resident"):
-            judge(f"hutch {kind} exponent in T", hutch[f"{kind}_exponent"], TARGETS["hutch_growth_exponent"], False)
+            judge(
+                f"hutch {kind} exponent in T",
+                hutch[f"{kind}_exponent"],
+                TARGETS["hutch_growth_exponent"],
+                False,
+            )
     return found
 
 
@@ -315,14 +375,30 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
     growth = report["growth"]
     colours = {"materialized": "#3a7d44", "ghost": "#b5651d", "hutch": "#1f5fa8"}
-    labels = {"materialized": "materialized, row blocks", "ghost": "ghost, tiles", "hutch": f"Hutch, k = {K}"}
+    labels = {
+        "materialized": "materialized, row blocks",
+        "ghost": "ghost, tiles",
+        "hutch": f"Hutch, k = {K}",
+    }
     figure, axes = plt.subplots(1, 2, figsize=(9.6, 4), layout="constrained")
     for m, entry in growth["methods"].items():
         lengths = [point["positions"] for point in entry["points"]]
         medians = [point["seconds"]["median"] for point in entry["points"]]
         memory = [point["extra_allocated_mib"] for point in entry["points"]]
-        axes[0].plot(lengths, medians, "o-", color=colours[m], label=f"{labels[m]}: T^{entry['time_exponent']:.2f}")
-        axes[1].plot(lengths, memory, "o-", color=colours[m], label=f"{labels[m]}: T^{entry['allocated_exponent']:.2f}")
+        axes[0].plot(
+            lengths,
+            medians,
+            "o-",
+            color=colours[m],
+            label=f"{labels[m]}: T^{entry['time_exponent']:.2f}",
+        )
+        axes[1].plot(
+            lengths,
+            memory,
+            "o-",
+            color=colours[m],
+            label=f"{labels[m]}: T^{entry['allocated_exponent']:.2f}",
+        )
     for axis, title in zip(axes, ("seconds for one norm", "extra memory (MiB, torch allocations)")):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
@@ -332,7 +408,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.25)
         axis.legend(fontsize=9)
     figure.suptitle(
-        f"Squared norm of a {growth['rows']} x {growth['columns']} layer's gradients, batch {B}", fontsize=10
+        f"Squared norm of a {growth['rows']} x {growth['columns']} layer's gradients, batch {B}",
+        fontsize=10,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
@@ -345,10 +422,16 @@ def show(line: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="*", default=["layers", "growth"], choices=["layers", "growth"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts", nargs="*", default=["layers", "growth"], choices=["layers", "growth"]
+    )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/sketch_linear.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("benchmarks/results/sketch_linear.json")
+    )
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--memory-of", nargs=4, metavar=("METHOD", "P", "D", "T"))
     arguments = parser.parse_args()
@@ -381,9 +464,12 @@ def main() -> None:
             for m, row in report["layers"][-1]["methods"].items():
                 r = row["time_ratio"]
                 show(
-                    f"({p}, {d}) {m:24s} operations saved {row['operations_saved_percent']:8.2f} %  "
-                    f"allocated {row['extra_allocated_mib']:7.2f} MiB ({row['allocated_saved_percent']:7.2f} %)  "
-                    f"resident {row['extra_resident_mib']:7.2f} MiB ({row['resident_saved_percent']:7.2f} %)  "
+                    f"({p}, {d}) {m:24s} operations saved {row['operations_saved_percent']:8.2f} % "
+                    " "
+                    f"allocated {row['extra_allocated_mib']:7.2f} MiB "
+                    f"({row['allocated_saved_percent']:7.2f} %)  "
+                    f"resident {row['extra_resident_mib']:7.2f} MiB "
+                    f"({row['resident_saved_percent']:7.2f} %)  "
                     f"time {r['median']:.4f} [{r['min']:.4f}-{r['max']:.4f}]"
                 )
     if "growth" in arguments.parts:
@@ -395,7 +481,9 @@ def main() -> None:
     for verdict in report["targets"]:
         sign = ">=" if verdict["at_least"] else "<="
         word = "pass" if verdict["passed"] else "MISS"
-        show(f"{word}  {verdict['target']:48s} {verdict['value']:8.3f} {sign} {verdict['required']}")
+        show(
+            f"{word}  {verdict['target']:48s} {verdict['value']:8.3f} {sign} {verdict['required']}"
+        )
     if arguments.figure:
         draw(report, arguments.figure)
 

@@ -1,10 +1,13 @@
-"""The top of the Hessian of the whole small CNN (29 938 parameters), by Lanczos on products and from the matrix itself.
+"""The top of the Hessian of the whole small CNN (29 938 parameters), by Lanczos on products and
+from the matrix itself.
 
     python benchmarks/spectrum_exact.py [--output benchmarks/results/spectrum_exact.json]
 
-The matrix is built column by column (7 GiB in float64; about 20 minutes of two processors in all). Its top 200 eigenvalues come from ARPACK on the matrix in float64 at machine precision; that none is missing is
-proven by Sylvester's law of inertia: an LDL^T factorisation of H - s I, with s between the 200th and the 201st, has as many positive pivots as H has eigenvalues above s. Compared with them:
-``quietgrad.curvature.top_eigenvalues`` on Hessian-vector products.
+The matrix is built column by column (7 GiB in float64; about 20 minutes of two processors in all).
+Its top 200 eigenvalues come from ARPACK on the matrix in float64 at machine precision; that none is
+missing is proven by Sylvester's law of inertia: an LDL^T factorisation of H - s I, with s between
+the 200th and the 201st, has as many positive pivots as H has eigenvalues above s. Compared with
+them: ``quietgrad.curvature.top_eigenvalues`` on Hessian-vector products.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ def eigenvalues_above(matrix: NDArray[np.float64], shift: float) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", default="benchmarks/results/spectrum_exact.json")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -83,7 +88,11 @@ def main() -> None:
     started = time.perf_counter()
     top = top_eigenvalues(operator, TOP)
     seconds = {"lanczos_on_products": time.perf_counter() - started}
-    print(f"{operator.shape[0]} parameters; Lanczos on products {seconds['lanczos_on_products']:.0f} s", flush=True)
+    print(
+        f"{operator.shape[0]} parameters; Lanczos on products {seconds['lanczos_on_products']:.0f} "
+        "s",
+        flush=True,
+    )
 
     started = time.perf_counter()
     matrix = dense_hessian(operator)
@@ -93,14 +102,18 @@ def main() -> None:
     seconds["arpack_on_matrix"] = time.perf_counter() - started
     error = float((np.abs(top.values - exact[:TOP]) / exact[:TOP]).max())
     print(
-        f"matrix {seconds['matrix']:.0f} s, ARPACK on it {seconds['arpack_on_matrix']:.0f} s; largest relative difference {error:.1e}",
+        f"matrix {seconds['matrix']:.0f} s, ARPACK on it {seconds['arpack_on_matrix']:.0f} s; "
+        f"largest relative difference {error:.1e}",
         flush=True,
     )
 
     started = time.perf_counter()
     above = eigenvalues_above(matrix, float(exact[TOP - 1] + exact[TOP]) / 2)
     seconds["inertia"] = time.perf_counter() - started
-    print(f"{above} eigenvalues above the middle of the {TOP}th and the next, by inertia ({seconds['inertia']:.0f} s)")
+    print(
+        f"{above} eigenvalues above the middle of the {TOP}th and the next, by inertia "
+        f"({seconds['inertia']:.0f} s)"
+    )
     record = {
         "parameters": int(operator.shape[0]),
         "images": len(labels),

@@ -1,13 +1,16 @@
-"""Clipping of this checkout against another checkout of the project, a step each in turn: did a change cost time?
+"""Clipping of this checkout against another checkout of the project, a step each in turn: did a
+change cost time?
 
     git worktree add ../before COMMIT
-    python benchmarks/two_commits.py ../before [--rounds 25] [--regimes bert-32 ...] [--methods quietgrad quietgrad-hutch]
+    python benchmarks/two_commits.py ../before [--rounds 25] [--regimes bert-32 ...] [--methods
+    quietgrad quietgrad-hutch]
                                      [--output benchmarks/results/two_commits.json]
 
-Both sides run ``benchmarks/clipping_peers.py`` of their own checkout with their own sources, each in a process that
-lives through all rounds. A round takes one step of each, and of the non-private step, in an order drawn anew.
-Reported are ratios to the non-private step of the same round, and the paired ratio of the two sides: medians and
-quartiles over rounds. Regimes and methods are those of ``clipping_peers.py``.
+Both sides run ``benchmarks/clipping_peers.py`` of their own checkout with their own sources, each
+in a process that lives through all rounds. A round takes one step of each, and of the non-private
+step, in an order drawn anew. Reported are ratios to the non-private step of the same round, and the
+paired ratio of the two sides: medians and quartiles over rounds. Regimes and methods are those of
+``clipping_peers.py``.
 """
 
 from __future__ import annotations
@@ -31,12 +34,20 @@ HERE = Path(__file__).resolve().parent.parent
 def side(checkout: Path, regime: str, method: str) -> Worker:
     """A process that takes steps with the sources of one checkout."""
     environment = {**os.environ, "PYTHONPATH": str(checkout / "src")}
-    return Worker(regime, method, script=checkout / "benchmarks" / "clipping_peers.py", environment=environment)
+    return Worker(
+        regime,
+        method,
+        script=checkout / "benchmarks" / "clipping_peers.py",
+        environment=environment,
+    )
 
 
 def commit_of(checkout: Path) -> str:
     done = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.strip()
 
@@ -70,7 +81,8 @@ def measure(before: Path, regime: str, method: str, rounds: int) -> dict[str, An
         "before": quartiles([b / a for a, b in zip(base, old)]),
         "now": quartiles([b / a for a, b in zip(base, new)]),
         "now_over_before": quartiles([b / a for a, b in zip(old, new)]),
-        "difference_of_medians": (statistics.median(new) - statistics.median(old)) / statistics.median(base),
+        "difference_of_medians": (statistics.median(new) - statistics.median(old))
+        / statistics.median(base),
         "load_at_end": round(os.getloadavg()[0], 2),
     }
 
@@ -81,7 +93,9 @@ def quartiles(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("before", type=Path, help="another checkout")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=list(REGIMES))
@@ -107,7 +121,8 @@ def main() -> None:
             arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
             old, new = entry["before"], entry["now"]
             print(
-                f"{regime:12s} {method:16s} before {old['median']:.3f} [{old['lower']:.3f}-{old['upper']:.3f}]  "
+                f"{regime:12s} {method:16s} before {old['median']:.3f} "
+                f"[{old['lower']:.3f}-{old['upper']:.3f}]  "
                 f"now {new['median']:.3f} [{new['lower']:.3f}-{new['upper']:.3f}]  "
                 f"now/before {entry['now_over_before']['median']:.3f}  "
                 f"difference {entry['difference_of_medians']:+.3f}",

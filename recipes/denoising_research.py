@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from quietgrad.denoising import PublishedShrinkage, SpikesWithBulk
-from quietgrad.facts import NotPrivate
+from quietgrad.events import NotPrivate
 from quietgrad.noise import GaussianNoise
 from quietgrad.plan import PrivacyConfig
 from quietgrad.randomness import RandomKey

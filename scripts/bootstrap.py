@@ -1,14 +1,16 @@
-"""Makes the development environment: a virtual environment, the right torch, the locked packages, quietgrad.
+"""Makes the development environment: a virtual environment, the right torch, the locked packages,
+quietgrad.
 
     python3 scripts/bootstrap.py [--venv .venv]
 
-Standard library only. Running it again is cheap (a stamp in the environment says what it was made from) and
-safe after an attempt that was cut short. This file has to parse on Python 3.6, so that an old interpreter
-gets one clear line and no syntax error.
+Standard library only. Running it again is cheap (a stamp in the environment says what it was made
+from) and safe after an attempt that was cut short. This file has to parse on Python 3.6, so that an
+old interpreter gets one clear line and no syntax error.
 
 Environment:
     QUIETGRAD_TORCH: replaces the torch requirement, e.g. "torch==2.13.0". It is installed with its
-        dependencies, unless it names a "+cpu" build, whose dependencies are all in requirements/lock.txt.
+        dependencies, unless it names a "+cpu" build, whose dependencies are all in
+        requirements/lock.txt.
     PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL and pip's other settings reach pip as usual.
 """
 
@@ -24,9 +26,8 @@ import time
 
 if sys.version_info < (3, 10):
     sys.stderr.write(
-        "quietgrad needs Python 3.10 or newer, and {} is {}.{}; choose another, e.g. make setup PYTHON=python3.11\n".format(
-            sys.executable, *sys.version_info[:2]
-        )
+        "quietgrad needs Python 3.10 or newer, and {} is {}.{}; choose another, e.g. make setup "
+        "PYTHON=python3.11\n".format(sys.executable, *sys.version_info[:2])
     )
     sys.exit(2)
 
@@ -70,7 +71,9 @@ def torch_requirement() -> "tuple[str, str]":
     override = os.environ.get("QUIETGRAD_TORCH", "").strip()
     if override:
         return override, "from QUIETGRAD_TORCH"
-    lines = [line.split("#")[0].strip() for line in TORCH_PIN.read_text(encoding="utf-8").splitlines()]
+    lines = [
+        line.split("#")[0].strip() for line in TORCH_PIN.read_text(encoding="utf-8").splitlines()
+    ]
     pin = next(line for line in lines if line)
     system, machine = platform.system(), platform.machine().lower()
     if system not in ("Linux", "Windows") or machine not in ("x86_64", "amd64"):
@@ -99,14 +102,18 @@ def usable(venv: pathlib.Path) -> bool:
     """Whether the environment has a working pip under the same Python version as this script's."""
     script = "import sys, pip._internal; print('%d.%d' % sys.version_info[:2])"
     try:
-        seen = subprocess.run([str(venv_python(venv)), "-c", script], capture_output=True, text=True)
+        seen = subprocess.run(
+            [str(venv_python(venv)), "-c", script], capture_output=True, text=True
+        )
     except OSError:
         return False
     return seen.returncode == 0 and seen.stdout.strip() == "{}.{}".format(*sys.version_info[:2])
 
 
 def ensure_venv(venv: pathlib.Path) -> None:
-    """Creates the environment, or makes it anew where an earlier attempt left a broken or different one."""
+    """Creates the environment, or makes it anew where an earlier attempt left a broken or different
+    one.
+    """
     version = platform.python_version()
     mark = venv / OWNER_MARK
     if venv.exists():
@@ -115,8 +122,10 @@ def ensure_venv(venv: pathlib.Path) -> None:
             return
         if any(venv.iterdir()) and not mark.exists():
             raise SetupError(
-                f"{venv} exists but is no working environment for Python {version}, and this script\n"
-                "did not make it: remove it yourself, or choose another folder with --venv (make: VENV=...)"
+                f"{venv} exists but is no working environment for Python {version}, and this "
+                "script\n"
+                "did not make it: remove it yourself, or choose another folder with --venv (make: "
+                "VENV=...)"
             )
         shutil.rmtree(str(venv))
     say(f"creating {venv} with Python {version}")
@@ -132,11 +141,12 @@ def ensure_venv(venv: pathlib.Path) -> None:
 
 
 def drop_half_installed(venv: pathlib.Path) -> None:
-    """Removes the records of packages whose installation was cut short, so that pip installs them again.
+    """Removes the records of packages whose installation was cut short, so that pip installs them
+    again.
 
-    pip's last step is to write RECORD, with a line for the INSTALLER file that it has just added; metadata
-    without that is a half-unpacked package, which pip itself would take for an installed one. Folders that
-    start with ~ are old versions which pip had moved away.
+    pip's last step is to write RECORD, with a line for the INSTALLER file that it has just added;
+    metadata without that is a half-unpacked package, which pip itself would take for an installed
+    one. Folders that start with ~ are old versions which pip had moved away.
     """
     patterns = ("lib/python3*/site-packages", "Lib/site-packages")
     sites = {site.resolve() for pattern in patterns for site in venv.glob(pattern)}
@@ -151,7 +161,14 @@ def drop_half_installed(venv: pathlib.Path) -> None:
 
 
 def pip(venv: pathlib.Path, *args: str) -> "subprocess.CompletedProcess[str]":
-    command = [str(venv_python(venv)), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command = [
+        str(venv_python(venv)),
+        "-m",
+        "pip",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
     return subprocess.run([*command, *args], cwd=str(ROOT), capture_output=True, text=True)
 
 
@@ -171,27 +188,34 @@ def install_torch(venv: pathlib.Path, torch: str) -> None:
 
     Args:
         venv: The environment.
-        torch: A pip requirement. A "+cpu" build goes in without its dependencies, which the lock holds; any
-            other with them, held to the versions of the lock.
+        torch: A pip requirement. A "+cpu" build goes in without its dependencies, which the lock
+            holds; any other with them, held to the versions of the lock.
     """
     cpu = "+cpu" in torch and "!=" not in torch
     if not cpu:
-        # A CPU build from before the machine had a GPU satisfies the plain pin, so pip would keep it.
+        # A CPU build from before the machine had a GPU satisfies the plain pin, so pip would keep
+        # it.
         script = "import importlib.metadata as m; print(m.version('torch'))"
-        seen = subprocess.run([str(venv_python(venv)), "-c", script], capture_output=True, text=True)
+        seen = subprocess.run(
+            [str(venv_python(venv)), "-c", script], capture_output=True, text=True
+        )
         if seen.stdout.strip().endswith("+cpu"):
             pip_or_stop(venv, "uninstall", "--yes", "torch")
     done = pip(venv, "install", *(["--no-deps"] if cpu else ["--constraint", str(LOCK)]), torch)
     if done.returncode == 0:
         return
-    if "No matching distribution found" not in done.stderr or "Retrying" in done.stderr:  # or no network
+    if (
+        "No matching distribution found" not in done.stderr or "Retrying" in done.stderr
+    ):  # or no network
         raise SetupError(f"installing {torch} failed:\n{last_lines(done)}")
     system = f"{platform.system()} {platform.machine()}"
     lines = [f"found no {torch} for Python {platform.python_version()} on {system}.", ""]
     if cpu:
         lines += [
-            "Without an NVIDIA GPU, set-up asks for the CPU build and does not fall back to the default one,",
-            "which can bring gigabytes of CUDA libraries. The places where pip looks have no such build for",
+            "Without an NVIDIA GPU, set-up asks for the CPU build and does not fall back to the "
+            "default one,",
+            "which can bring gigabytes of CUDA libraries. The places where pip looks have no such "
+            "build for",
             "this interpreter.",
         ]
     else:
@@ -200,7 +224,8 @@ def install_torch(venv: pathlib.Path, torch: str) -> None:
     other = torch.split("+")[0] if cpu else "torch==..."
     lines += [
         "",
-        "Any one of these helps (the install selector on PyTorch's site says what each index holds):",
+        "Any one of these helps (the install selector on PyTorch's site says what each index "
+        "holds):",
         "  - another interpreter:        make setup PYTHON=python3.11",
         "  - one more index with it:     PIP_EXTRA_INDEX_URL=... make setup",
         "  - a folder with its wheel:    PIP_FIND_LINKS=... make setup",
@@ -213,7 +238,11 @@ def set_up(venv: pathlib.Path) -> None:
     torch, reason = torch_requirement()
     wanted = fingerprint(torch)
     stamp = venv / STAMP
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted and venv_python(venv).exists():
+    if (
+        stamp.exists()
+        and stamp.read_text(encoding="utf-8") == wanted
+        and venv_python(venv).exists()
+    ):
         return
     begun = time.monotonic()
     stamp.unlink(missing_ok=True)
@@ -231,7 +260,9 @@ def set_up(venv: pathlib.Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Makes quietgrad's development environment.")
-    parser.add_argument("--venv", default=".venv", help="folder, relative to the repository (default: .venv)")
+    parser.add_argument(
+        "--venv", default=".venv", help="folder, relative to the repository (default: .venv)"
+    )
     venv = ROOT / parser.parse_args().venv
     try:
         set_up(venv)

@@ -1,6 +1,8 @@
-"""Numerical evidence for every entry of docs/errata.md. Run: python scripts/errata_evidence.py [--output docs/errata_evidence.json]
+"""Numerical evidence for every entry of docs/errata.md. Run: python scripts/errata_evidence.py
+[--output docs/errata_evidence.json]
 
-Each function returns numbers that show the printed version failing and the sound one holding. Takes about a minute on one core.
+Each function returns numbers that show the printed version failing and the sound one holding. Takes
+about a minute on one core.
 """
 
 from __future__ import annotations
@@ -17,20 +19,31 @@ from scipy import linalg, special
 from quietgrad.accounting import epsilon, noise_multiplier
 from quietgrad.accounting.calibrate import calibrate
 from quietgrad.accounting.composition import compose
-from quietgrad.accounting.hutch_envelope import hutch_envelope, largest_crossing, mean_chi2_cdf, two_valued_cdf
+from quietgrad.accounting.hutch_envelope import (
+    hutch_envelope,
+    largest_crossing,
+    mean_chi2_cdf,
+    two_valued_cdf,
+)
 from quietgrad.accounting.one_step import largest_loss, one_step, smallest_loss
 from quietgrad.accounting.scale_mixture import ScaleMixture
-from quietgrad.facts import PoissonGaussian, RandomizedClipping
+from quietgrad.events import PoissonGaussian, RandomizedClipping
 
 N, B, T, DELTA, EPSILON = 1225, 64, 200, 1e-5, 0.7
 Q = B / N
 
 
 def e1_realised_batch_size() -> dict[str, float]:
-    """One record with gradient C beside records with gradient zero: dividing by the realised size moves the mean of all others."""
-    # n - 1 records contribute C each, the differing record contributes -C: mean by realised size against the claimed bound C / B.
+    """One record with gradient C beside records with gradient zero: dividing by the realised size
+    moves the mean of all others.
+    """
+    # n - 1 records contribute C each, the differing record contributes -C: mean by realised size
+    # against the claimed bound C / B.
     realised = abs((B - 1 - 1) / B - (B - 1) / (B - 1))
-    return {"claimed_sensitivity_of_mean_in_C": 1 / B, "sensitivity_when_dividing_by_realised_size_in_C": realised}
+    return {
+        "claimed_sensitivity_of_mean_in_C": 1 / B,
+        "sensitivity_when_dividing_by_realised_size_in_C": realised,
+    }
 
 
 def e2_projection_variance() -> dict[str, float]:
@@ -54,7 +67,9 @@ def e3_hutch_plus_plus() -> dict[str, float]:
     estimates = []
     for _ in range(20000):
         y = a.T @ (g @ (rng.standard_normal((p, k)) / math.sqrt(k)))
-        estimates.append(np.sum((g.T @ (a @ basis)) ** 2) + np.sum((y - basis @ (basis.T @ y)) ** 2))
+        estimates.append(
+            np.sum((g.T @ (a @ basis)) ** 2) + np.sum((y - basis @ (basis.T @ y)) ** 2)
+        )
     return {
         "printed_shapes_fit": shapes_fit,
         "sound_mean_estimate_over_truth": float(np.mean(estimates) / np.sum(m**2)),
@@ -71,23 +86,31 @@ def e4_norm_or_square() -> dict[str, float]:
 
 
 def e5_ranks_add_up() -> dict[str, float]:
-    """Two rank-one layers, k = 32: the claimed one-term law against the true two-term law, for x above 1."""
+    """Two rank-one layers, k = 32: the claimed one-term law against the true two-term law, for x
+    above 1.
+    """
     k = 32
     x = np.linspace(1.0, 2.0, 2001)
     excess = mean_chi2_cdf(x, 2 * k) - mean_chi2_cdf(x, k)
-    return {"largest_excess_of_true_cdf_over_claimed_envelope": float(excess.max()), "at_x": float(x[excess.argmax()])}
+    return {
+        "largest_excess_of_true_cdf_over_claimed_envelope": float(excess.max()),
+        "at_x": float(x[excess.argmax()]),
+    }
 
 
 def e6_exchanged_cases() -> dict[str, float]:
     k, d = 32, 2048
     exact = noise_multiplier(EPSILON, DELTA, sample_rate=Q, steps=T)
-    sound = noise_multiplier(EPSILON, DELTA, sample_rate=Q, steps=T, clipping=RandomizedClipping(k, "hutch", d))
+    sound = noise_multiplier(
+        EPSILON, DELTA, sample_rate=Q, steps=T, clipping=RandomizedClipping(k, "hutch", d)
+    )
     printed = _sigma_of(_printed_mixture(k, d))
     return {"sigma_exact": exact, "sigma_sound": sound, "sigma_as_printed": printed}
 
 
 def _printed_mixture(k: int, d: int) -> ScaleMixture:
-    # As printed: the even law below 1, the one-term law above: mass far above 1 gives contributions below C.
+    # As printed: the even law below 1, the one-term law above: mass far above 1 gives contributions
+    # below C.
     y = np.geomspace(0.9, 4.0, 1500)
     cdf = np.where(y <= 1, mean_chi2_cdf(y, k * d), mean_chi2_cdf(y, k))
     cdf = np.maximum.accumulate(cdf)
@@ -104,9 +127,14 @@ def _sigma_of(mixture: ScaleMixture) -> float:
         high, low = largest_loss(mixture, sigma, Q, tail), smallest_loss(mixture, sigma, Q, tail)
         h = 2e-4
         step = one_step(mixture, sigma, Q, math.floor(low / h), math.ceil(high / h), h)
-        pmfs = [pld_pmf.DensePLDPmf(h, a.first, a.probabilities, a.infinity, True) for a in (step.remove, step.add)]
+        pmfs = [
+            pld_pmf.DensePLDPmf(h, a.first, a.probabilities, a.infinity, True)
+            for a in (step.remove, step.add)
+        ]
         return float(
-            privacy_loss_distribution.PrivacyLossDistribution(*pmfs).self_compose(T).get_epsilon_for_delta(DELTA)
+            privacy_loss_distribution.PrivacyLossDistribution(*pmfs)
+            .self_compose(T)
+            .get_epsilon_for_delta(DELTA)
         )
 
     return calibrate(epsilon_at, EPSILON)
@@ -115,7 +143,9 @@ def _sigma_of(mixture: ScaleMixture) -> float:
 def e7_reversed_cholesky() -> dict[str, float]:
     steps, bands = 12, 3
     rng = np.random.default_rng(2)
-    c = np.tril(rng.standard_normal((steps, steps))) * (np.subtract.outer(np.arange(steps), np.arange(steps)) < bands)
+    c = np.tril(rng.standard_normal((steps, steps))) * (
+        np.subtract.outer(np.arange(steps), np.arange(steps)) < bands
+    )
     c += 3 * np.eye(steps)
     c /= np.linalg.norm(c, axis=0)
     x = c.T @ c
@@ -152,7 +182,9 @@ def e9_compositions() -> dict[str, float]:
 
 
 def e10_compare_with_maximum() -> dict[str, float]:
-    """Algorithm 3 stops where the even law passes 0.5; at that x another spectrum still lies far above it."""
+    """Algorithm 3 stops where the even law passes 0.5; at that x another spectrum still lies far
+    above it.
+    """
     k, d = 32, 2048
     x = float(special.gammaincinv(k * d / 2, 0.5) * 2 / (k * d))
     x = max(x, 1.0 + 1e-9)
@@ -175,7 +207,9 @@ def e11_both_directions() -> dict[str, float]:
 
 
 def e12_hutch_plus_plus_head() -> dict[str, float]:
-    """A known head makes alpha > 0: the law of alpha + (1 - alpha) chi2(k)/k exceeds the Hutch envelope below its x_plus, never the mixed one."""
+    """A known head makes alpha > 0: the law of alpha + (1 - alpha) chi2(k)/k exceeds the Hutch
+    envelope below its x_plus, never the mixed one.
+    """
     k, d = 32, 64
     envelope = hutch_envelope(k, d)
     x = np.linspace(1.0, 1.2, 4001)[1:]
@@ -188,7 +222,10 @@ def e12_hutch_plus_plus_head() -> dict[str, float]:
         float((mean_chi2_cdf((below - a) / (1 - a), k) - mean_chi2_cdf(below, k)).max())
         for a in np.linspace(0, 0.99, 100)
     )
-    return {"largest_excess_over_hutch_envelope": worst, "largest_excess_over_mixed_envelope": mixed}
+    return {
+        "largest_excess_over_hutch_envelope": worst,
+        "largest_excess_over_mixed_envelope": mixed,
+    }
 
 
 def e13_x_plus() -> dict[str, float]:
@@ -196,7 +233,11 @@ def e13_x_plus() -> dict[str, float]:
     k, d = 32, 2048
     x = np.array(1.0001)
     w = 1.7 / math.sqrt(d)
-    mixed = float(two_valued_cdf(np.array([1.0005]), np.array([1.0]), np.array([d - 1.0]), np.array([w]), k)[0])
+    mixed = float(
+        two_valued_cdf(np.array([1.0005]), np.array([1.0]), np.array([d - 1.0]), np.array([w]), k)[
+            0
+        ]
+    )
     return {
         "x_plus_printed": 1 + 2 / (k * d),
         "x_plus_found": largest_crossing(k, d),

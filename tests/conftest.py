@@ -1,11 +1,14 @@
-"""Every run of the tests draws the same numbers: hypothesis its examples, unless a random campaign is asked for (``make test-random``, CONTRIBUTING.md), and the global generators theirs."""
+"""Every run of the tests draws the same numbers: hypothesis its examples, unless a random campaign
+is asked for (``make test-random``, CONTRIBUTING.md), and the global generators theirs.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 
-# No test needs a model hub, and where there is no route to one every attempt would wait for its retries.
+# No test needs a model hub, and where there is no route to one every attempt would wait for its
+# retries.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
@@ -14,11 +17,15 @@ import torch
 from hypothesis import settings
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
-TIMES = int(os.environ.get("HYPOTHESIS_TIMES", "20"))  # how many times the examples of an ordinary run a campaign tries
+TIMES = int(
+    os.environ.get("HYPOTHESIS_TIMES", "20")
+)  # how many times the examples of an ordinary run a campaign tries
 
 # No file of failed examples either: what one run found must not decide what another tries.
 settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=40)
-settings.register_profile("random", derandomize=False, deadline=None, max_examples=40, print_blob=True)
+settings.register_profile(
+    "random", derandomize=False, deadline=None, max_examples=40, print_blob=True
+)
 settings.load_profile(PROFILE)
 
 
@@ -36,7 +43,9 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Nor what a test draws, or a fixture that it is the first to ask for, on the tests before it."""
+    """Nor what a test draws, or a fixture that it is the first to ask for, on
+    the tests before it.
+    """
     seed_globally()
 
 

@@ -1,4 +1,6 @@
-"""docs/attacks.md names the test that runs each attack: the names are real, and the list of broken mechanisms is long enough."""
+"""docs/attacks.md names the test that runs each attack: the names are real, and the list of broken
+mechanisms is long enough.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,18 @@ def names_in(path: Path) -> set[str]:
 
 def rows() -> list[str]:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line.startswith("| ") and not line.startswith(("| ---", "| what "))]
+    return [
+        line
+        for line in lines
+        if line.startswith("| ") and not line.startswith(("| ---", "| what "))
+    ]
 
 
 def test_every_test_that_the_page_names_exists() -> None:
     everywhere = {name for path in (ROOT / "tests").rglob("test_*.py") for name in names_in(path)}
-    named = [name for row in rows() for name in re.findall(r"\btest_\w+", row) if f"{name}.py" not in row]
+    named = [
+        name for row in rows() for name in re.findall(r"\btest_\w+", row) if f"{name}.py" not in row
+    ]
     files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     mentioned = {name for row in rows() for name in re.findall(r"\btest_\w+\.py", row)}
     assert len(named) > 60
@@ -31,7 +39,11 @@ def test_every_test_that_the_page_names_exists() -> None:
 
 
 def test_every_row_names_a_test_or_says_what_is_not_seen() -> None:
-    silent = [row for row in rows() if "test_" not in row and "[" not in row.split("|")[-2] and "::" not in row]
+    silent = [
+        row
+        for row in rows()
+        if "test_" not in row and "[" not in row.split("|")[-2] and "::" not in row
+    ]
     allowed = ("the same", "see above", "not noticed", "stated", "documented")
     assert [row for row in silent if not any(word in row for word in allowed)] == []
 

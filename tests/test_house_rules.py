@@ -1,4 +1,6 @@
-"""The house rules that a machine can hold: which room imports what, how long files are, which names are public, what no file may name."""
+"""The house rules that a machine can hold: which room imports what, how long files are, which names
+are public, what no file may name.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +19,34 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "quietgrad"
 LONGEST = 350
 
-# The import table of docs/architecture.md: room -> (rooms, third-party packages) that it may import, the standard library aside.
+# The import table of docs/architecture.md: room -> (rooms, third-party packages) that it may
+# import, the standard library aside.
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "checks": (set(), set()),
-    "facts": ({"checks"}, set()),
+    "events": ({"checks"}, set()),
     "randomness": ({"checks"}, {"numpy"}),
     "tensors": (set(), {"torch"}),
-    "clipping": ({"facts", "checks", "randomness", "tensors"}, {"torch"}),
-    "noise": ({"facts", "checks", "randomness", "tensors", "clipping"}, {"numpy", "scipy", "torch", "cryptography"}),
+    "clipping": ({"events", "checks", "randomness", "tensors"}, {"torch"}),
+    "noise": (
+        {"events", "checks", "randomness", "tensors", "clipping"},
+        {"numpy", "scipy", "torch", "cryptography"},
+    ),
     "curvature": ({"checks", "randomness", "tensors"}, {"numpy", "scipy", "torch"}),
     "denoising": ({"checks", "noise"}, {"numpy", "torch"}),
-    "accounting": ({"facts", "checks"}, {"numpy", "scipy", "dp_accounting"}),
-    "sampling": ({"facts", "checks", "randomness"}, {"numpy"}),
+    "accounting": ({"events", "checks"}, {"numpy", "scipy", "dp_accounting"}),
+    "sampling": ({"events", "checks", "randomness"}, {"numpy"}),
     "durable": (set(), set()),
-    "ledger": ({"facts", "durable"}, set()),
+    "ledger": ({"events", "durable"}, set()),
     "keyring": ({"randomness", "durable"}, set()),
 }
 # Looks at what was not released; nothing imports it (tests/test_research.py).
-ROOMS["research"] = ({"checks", "clipping", "denoising", "facts", "noise"}, {"torch"})
+ROOMS["research"] = ({"checks", "clipping", "denoising", "events", "noise"}, {"torch"})
 ROOMS["plan"] = (set(ROOMS) - {"research"}, {"numpy", "torch"})
 ROOMS["auditing"] = (
-    {"accounting", "checks", "clipping", "facts", "noise", "plan", "tensors"},
+    {"accounting", "checks", "clipping", "events", "noise", "plan", "tensors"},
     {"numpy", "scipy", "torch"},
 )
-ROOMS["report"] = ({"facts", "accounting", "ledger"}, {"numpy", "scipy", "matplotlib"})
+ROOMS["report"] = ({"events", "accounting", "ledger"}, {"numpy", "scipy", "matplotlib"})
 ROOMS["training"] = (
     set(ROOMS) - {"research"},
     {
@@ -62,7 +68,8 @@ ROOMS["training"] = (
 ROOMS["comparing"] = (set(ROOMS) - {"research"}, {"numpy", "torch", "optuna"})
 ROOMS["cli"] = (set(ROOMS) - {"research"}, {"typer", "rich"})
 
-# Of a whole room, one type: all that noise may know of clipping, and all that denoising may know of noise.
+# Of a whole room, one type: all that noise may know of clipping, and all that denoising may know of
+# noise.
 ONLY = {
     ("noise", "clipping"): {"quietgrad.clipping.clipped_sum"},
     ("denoising", "noise"): {"quietgrad.noise.noisy_sum"},
@@ -80,7 +87,9 @@ def name_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> list[tuple[int, str]]:
-    """(line, module) of every import, also of those inside functions; names imported from the package itself count as modules."""
+    """(line, module) of every import, also of those inside functions; names imported from the
+    package itself count as modules.
+    """
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -127,7 +136,7 @@ def test_rooms_import_what_the_table_allows(room: str) -> None:
     [
         ("accounting", "import torch"),
         ("accounting", "from quietgrad.tensors import Batch"),
-        ("facts", "import numpy as np"),
+        ("events", "import numpy as np"),
         ("noise", "from quietgrad.plan import PrivacyPlan"),
         ("noise", "from quietgrad.clipping.clipper import Clipper"),
         ("denoising", "from quietgrad.clipping.clipped_sum import ClippedSum"),
@@ -158,7 +167,7 @@ def test_modules_of_a_room_import_each_other_one_way(room: str) -> None:
     [
         "quietgrad",
         "quietgrad.accounting",
-        "quietgrad.facts",
+        "quietgrad.events",
         "quietgrad.sampling",
         "quietgrad.ledger",
         "quietgrad.cli.app",
@@ -206,7 +215,8 @@ def circular(graph: dict[str, set[str]]) -> set[str]:
         left = {name: imports - ends for name, imports in left.items() if name not in ends}
 
 
-# Of the clipping room: each folder imports from itself and those before it, none from the room's own files.
+# Of the clipping room: each folder imports from itself and those before it, none from the room's
+# own files.
 FOLDERS_OF_CLIPPING = ["norms", "capture", "engines"]
 
 
@@ -217,8 +227,12 @@ def test_folders_of_the_clipping_room_import_one_way() -> None:
         paths = sorted((SOURCE / "clipping" / folder).rglob("*.py"))
         assert paths
         found = [(path, module) for path in paths for _, module in imports_of(path)]
-        inside = [(path, m.split(".")[2]) for path, m in found if m.startswith("quietgrad.clipping.")]
-        wrong += [f"{name_of(path)} imports {other}" for path, other in inside if other not in allowed]
+        inside = [
+            (path, m.split(".")[2]) for path, m in found if m.startswith("quietgrad.clipping.")
+        ]
+        wrong += [
+            f"{name_of(path)} imports {other}" for path, other in inside if other not in allowed
+        ]
     assert wrong == []
 
 
@@ -236,7 +250,9 @@ def test_no_folder_has_more_than_twelve_files(folder: Path) -> None:
 
 
 def test_no_source_file_is_too_long() -> None:
-    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    lengths = {
+        name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES
+    }
     assert {name: n for name, n in lengths.items() if n > LONGEST} == {}
 
 
@@ -262,7 +278,11 @@ PUBLIC = [
 
 
 def test_public_names_are_the_golden_ones() -> None:
-    found = [f"{module}.{name}" for module in PUBLIC for name in sorted(importlib.import_module(module).__all__)]
+    found = [
+        f"{module}.{name}"
+        for module in PUBLIC
+        for name in sorted(importlib.import_module(module).__all__)
+    ]
     # To change the public interface on purpose, edit public_names.txt in the same change.
     assert found == (Path(__file__).with_name("public_names.txt")).read_text().split()
 
@@ -297,7 +317,10 @@ FORBIDDEN = [
 
 def files_of_the_repository() -> list[Path]:
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     if listed.returncode:
         pytest.skip("not a git checkout")
@@ -308,6 +331,12 @@ def test_no_file_names_a_path_of_one_machine_or_a_registry() -> None:
     wrong = []
     for path in files_of_the_repository():
         text = path.read_bytes().decode("utf-8", "ignore")
-        wrong += [f"{name_of(path)}: {found.group()}" for pattern in FORBIDDEN if (found := pattern.search(text))]
+        wrong += [
+            f"{name_of(path)}: {found.group()}"
+            for pattern in FORBIDDEN
+            if (found := pattern.search(text))
+        ]
     assert wrong == []
-    assert FORBIDDEN[0].search("see /" + "work/main") and not FORBIDDEN[0].search("frame/" + "work/done")
+    assert FORBIDDEN[0].search("see /" + "work/main") and not FORBIDDEN[0].search(
+        "frame/" + "work/done"
+    )

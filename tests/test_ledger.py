@@ -1,4 +1,6 @@
-"""The ledger: on disk before the noise is drawn, nothing lost by a kill, nothing repeated by a resume, nothing private in it."""
+"""The ledger: on disk before the noise is drawn, nothing lost by a kill, nothing repeated by a
+resume, nothing private in it.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,34 @@ import torch
 from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.accounting import epsilon
 from quietgrad.clipping import ClippedSum
-from quietgrad.facts import PoissonGaussian, RandomizedClipping
+from quietgrad.events import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import LedgerWriter, SessionStart, read_ledger
 from quietgrad.ledger.chain import SLOT, START, count_path, create_count, encoded
-from quietgrad.ledger.records import Mechanism, NoiseBlock, NoiseDrawn, PrivacyGivenUp, Release, record_from_json
+from quietgrad.ledger.records import (
+    Mechanism,
+    NoiseBlock,
+    NoiseDrawn,
+    PrivacyGivenUp,
+    Release,
+    record_from_json,
+)
 from quietgrad.noise import GaussianNoise
 from quietgrad.plan import PrivateRun
 
-CONFIG = PrivacyConfig(noise_multiplier=1.1, expected_batch_size=8, steps=12, seed=3, data_are_public=True)
+CONFIG = PrivacyConfig(
+    noise_multiplier=1.1, expected_batch_size=8, steps=12, seed=3, data_are_public=True
+)
 RECORDS = 80
 EVENT = PoissonGaussian(1.1, 0.1, 1)
 
-# What may stand in a ledger: public facts of the mechanism. A new key has to be added here on purpose.
+# What may stand in a ledger: public facts of the mechanism. A new key has to be added here on
+# purpose.
 PUBLIC_KEYS = {
-    "type", "format", "event", "planned_steps", "delta", "dataset_size", "max_grad_norm", "neighbouring", "sampler", "step", "data_declared_public",
+    "type", "format", "event", "planned_steps", "delta", "dataset_size", "max_grad_norm",
+    "neighbouring", "sampler", "step", "data_declared_public",
     "line", "chain", "seeded", "name", "seal", "source", "noise_source",
-    "kind", "noise_multiplier", "sample_rate", "steps", "bands", "randomized_clipping", "sketch_dim", "envelope", "total_rank",
+    "kind", "noise_multiplier", "sample_rate", "steps", "bands", "randomized_clipping",
+    "sketch_dim", "envelope", "total_rank",
 }  # fmt: skip
 
 
@@ -71,7 +85,9 @@ def test_event_is_on_disk_before_the_noise_is_drawn(path: Path, monkeypatch) -> 
     seen = []
 
     def no_noise(*_: object) -> None:
-        seen.append(read_ledger(path).releases)  # through another file descriptor: flushed, not only buffered
+        seen.append(
+            read_ledger(path).releases
+        )  # through another file descriptor: flushed, not only buffered
         raise OSError("killed while drawing")
 
     monkeypatch.setattr(GaussianNoise, "update", no_noise)
@@ -115,7 +131,9 @@ for batch in run.batches():
 
 
 def test_kill_loses_no_event(path: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout is not None
     reported = [int(child.stdout.readline()) for _ in range(30)]
     child.kill()  # SIGKILL: no handler, no flush
@@ -142,7 +160,8 @@ def test_torn_last_line_is_counted(path: Path, left: int) -> None:
 
 
 def test_no_cut_of_the_file_undercounts(path: Path) -> None:
-    # Whatever is cut off at the end: the ledger is refused, or it still counts all that was released.
+    # Whatever is cut off at the end: the ledger is refused, or it still counts all that was
+    # released.
     with plan_of().start(path) as run:
         release(run, 3)
     whole, counted = path.read_bytes(), count_path(path).read_bytes()
@@ -159,16 +178,23 @@ def test_no_cut_of_the_file_undercounts(path: Path) -> None:
 
 
 @pytest.mark.parametrize("released", [0, 1, 3])
-def test_every_state_that_a_power_cut_can_leave_counts_the_release(path: Path, released: int) -> None:
-    # A line is written and synced, then its count: any part of the line may be there, then all of it, then any part of the slot of the count.
+def test_every_state_that_a_power_cut_can_leave_counts_the_release(
+    path: Path, released: int
+) -> None:
+    # A line is written and synced, then its count: any part of the line may be there, then all of
+    # it, then any part of the slot of the count.
     with plan_of().start(path) as run:
         release(run, released)
         ledger, count = path.read_bytes(), count_path(path).read_bytes()
         release(run, 1)
     after, counted = path.read_bytes(), count_path(path).read_bytes()
     changed = [i for i in range(len(count)) if count[i] != counted[i]]
-    states = [(after[:cut], count) for cut in range(len(ledger) + 1, len(after) + 1, 5)] + [(after, count)]
-    states += [(after, counted[:cut] + count[cut:]) for cut in range(changed[0], changed[-1] + 2, 7)]
+    states = [(after[:cut], count) for cut in range(len(ledger) + 1, len(after) + 1, 5)] + [
+        (after, count)
+    ]
+    states += [
+        (after, counted[:cut] + count[cut:]) for cut in range(changed[0], changed[-1] + 2, 7)
+    ]
     for ledger_then, count_then in states:
         path.write_bytes(ledger_then)
         count_path(path).write_bytes(count_then)
@@ -180,7 +206,8 @@ def test_every_state_that_a_power_cut_can_leave_counts_the_release(path: Path, r
 
 
 @pytest.mark.parametrize(
-    "damage", [b"{not json\n", b'{"no": "type"}\n', b"\xff\xfe\n", b"[1]\n", b'{"type": "mechanism"}\n']
+    "damage",
+    [b"{not json\n", b'{"no": "type"}\n', b"\xff\xfe\n", b"[1]\n", b'{"type": "mechanism"}\n'],
 )
 def test_damaged_middle_line_is_refused_with_its_number(path: Path, damage: bytes) -> None:
     with plan_of().start(path) as run:
@@ -237,8 +264,8 @@ def test_two_writers_are_refused(path: Path) -> None:
 
 
 def test_writer_that_waited_for_another_sees_its_releases(path: Path, monkeypatch) -> None:
-    # Another run makes releases and ends between this one's look at the file and its lock on it. With the same seed, a repeated step number
-    # would mean the same noise on two sums.
+    # Another run makes releases and ends between this one's look at the file and its lock on it.
+    # With the same seed, a repeated step number would mean the same noise on two sums.
     right = LedgerWriter.__init__
 
     def late(self: LedgerWriter, where: Path, resume: bool | None = None) -> None:
@@ -280,7 +307,9 @@ def test_resume_counts_on_and_ends_at_the_plan(path: Path) -> None:
     ],
     ids=str,
 )
-def test_resume_with_a_changed_setting_is_refused_by_name(path: Path, change: dict, named: str) -> None:
+def test_resume_with_a_changed_setting_is_refused_by_name(
+    path: Path, change: dict, named: str
+) -> None:
     with plan_of().start(path) as run:
         release(run, 2)
     before = path.read_bytes()

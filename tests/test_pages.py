@@ -25,7 +25,17 @@ ELSEWHERE = ("run/", "runs/", "RUN_DIR/", "path/", "data/")
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page: Path) -> None:
-    """In the repository, or in the package: pages say ``clipping/bound.py`` for src/quietgrad/clipping/bound.py."""
-    named = {n for n in NAMED.findall(page.read_text(encoding="utf-8")) if not n.startswith(ELSEWHERE)}
-    roots = (ROOT, ROOT / "src" / "quietgrad", ROOT / "docs", ROOT / "tests", ROOT / "benchmarks" / "results")
+    """In the repository, or in the package: pages say ``clipping/bound.py`` for
+    src/quietgrad/clipping/bound.py.
+    """
+    named = {
+        n for n in NAMED.findall(page.read_text(encoding="utf-8")) if not n.startswith(ELSEWHERE)
+    }
+    roots = (
+        ROOT,
+        ROOT / "src" / "quietgrad",
+        ROOT / "docs",
+        ROOT / "tests",
+        ROOT / "benchmarks" / "results",
+    )
     assert sorted(n for n in named if not any((root / n).exists() for root in roots)) == []

@@ -18,7 +18,7 @@ from quietgrad.accounting import epsilon
 from quietgrad.accounting.calibrate import EPSILON_TOLERANCE
 from quietgrad.clipping import ClippedSum, Clipper
 from quietgrad.denoising import PersistentAmplification, SpikesWithBulk
-from quietgrad.facts import ExactClipping, RandomizedClipping
+from quietgrad.events import ExactClipping, RandomizedClipping
 from quietgrad.noise import GaussianNoise
 from quietgrad.plan import PrivateRun
 from quietgrad.sampling import PoissonSampler
@@ -38,7 +38,9 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(RECORDS, 5, generator=generator), torch.randint(0, 3, (RECORDS,), generator=generator)
+    return torch.randn(RECORDS, 5, generator=generator), torch.randint(
+        0, 3, (RECORDS,), generator=generator
+    )
 
 
 def train(plan: PrivacyPlan) -> tuple[nn.Module, list[np.ndarray]]:
@@ -64,14 +66,20 @@ def clip(run: PrivateRun):
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("target_epsilon", "noise_multiplier"), ("expected_batch_size", "sample_rate"), ("steps", "epochs")],
+    [
+        ("target_epsilon", "noise_multiplier"),
+        ("expected_batch_size", "sample_rate"),
+        ("steps", "epochs"),
+    ],
 )
 def test_exactly_one_of_a_pair(one: str, other: str) -> None:
     complete = {"noise_multiplier": 1.2, "expected_batch_size": 6, "steps": 8}
     values = {"target_epsilon": 3.0, "sample_rate": 0.1, "epochs": 1.0} | complete
     rest = {k: v for k, v in complete.items() if k not in (one, other)}
     for pair in ({}, {one: values[one], other: values[other]}):
-        with pytest.raises(ValueError, match=f"exactly one of {one} and {other}|exactly one of {other} and {one}"):
+        with pytest.raises(
+            ValueError, match=f"exactly one of {one} and {other}|exactly one of {other} and {one}"
+        ):
             PrivacyConfig(**rest, **pair).build(RECORDS)
     for name in (one, other):
         PrivacyConfig(**rest, **{name: values[name]}).build(RECORDS)
@@ -89,14 +97,27 @@ def test_rates_steps_and_epochs() -> None:
 def test_delta_defaults_below_one_over_n() -> None:
     for n in (100, 1000, 1_000_000):
         assert plan_of(n).delta == pytest.approx(n**-1.1)
-    for n in (1, 2, 10, RECORDS):  # of few records: a run that publishes them all once in a hundred times is none
+    for n in (
+        1,
+        2,
+        10,
+        RECORDS,
+    ):  # of few records: a run that publishes them all once in a hundred times is none
         assert plan_of(n, expected_batch_size=1).delta == 0.01
     assert plan_of(target_delta=1e-5).delta == 1e-5
 
 
 @pytest.mark.parametrize(
     ("records", "delta"),
-    [(RECORDS, 1 / RECORDS), (RECORDS, 0.5), (RECORDS, 0.9), (2, 0.5), (2, 0.2), (1, 0.9), (1, 0.1)],
+    [
+        (RECORDS, 1 / RECORDS),
+        (RECORDS, 0.5),
+        (RECORDS, 0.9),
+        (2, 0.5),
+        (2, 0.2),
+        (1, 0.9),
+        (1, 0.1),
+    ],
 )
 def test_delta_of_one_over_n_and_more_is_refused(records: int, delta: float) -> None:
     with pytest.raises(ValueError, match=rf"target_delta={delta} is not below .*use at most 0\.01"):
@@ -111,7 +132,10 @@ def test_delta_below_one_over_n_is_taken() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"expected_batch_size": RECORDS + 1}, f"expected_batch_size={RECORDS + 1} exceeds.*use at most {RECORDS}"),
+        (
+            {"expected_batch_size": RECORDS + 1},
+            f"expected_batch_size={RECORDS + 1} exceeds.*use at most {RECORDS}",
+        ),
         ({"expected_batch_size": 0}, "expected_batch_size"),
         ({"expected_batch_size": None, "sample_rate": 1.1}, "sample_rate"),
         ({"noise_multiplier": 0}, "noise_multiplier"),
@@ -130,7 +154,9 @@ def test_delta_below_one_over_n_is_taken() -> None:
         ({"max_physical_batch_size": 0}, "micro_batch_size|max_physical_batch_size"),
         ({"seed": -1}, "seed"),
     ],
-    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+    ids=lambda value: (
+        "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else ""
+    ),
 )
 def test_bad_values_are_refused_by_name(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -171,7 +197,8 @@ def other_parts(plan: PrivacyPlan) -> dict[str, dict[str, object]]:
         "event of another noise": {"event": replace(plan.event, noise_multiplier=9.0)},
         "event of another rate": {"event": replace(plan.event, sample_rate=0.01)},
         "event of sketches": {"event": replace(plan.event, clipping=RandomizedClipping(32))},
-        # The sampler is plain Poisson: two bands would halve the compositions that are accounted for.
+        # The sampler is plain Poisson: two bands would halve the compositions that are accounted
+        # for.
         "event with bands": {"event": replace(plan.event, bands=2)},
         # The report belongs to eight steps at the plan's delta; it would go on saying so.
         "event of more steps": {"event": replace(plan.event, steps=800)},
@@ -215,7 +242,8 @@ def test_skipping_a_batch_is_an_error() -> None:
 
 
 def test_releasing_a_batch_twice_is_an_error() -> None:
-    # The accountant takes every release's batch to be drawn afresh; the same records in two releases are not covered.
+    # The accountant takes every release's batch to be drawn afresh; the same records in two
+    # releases are not covered.
     run = plan_of().start()
     clipped = clip(run)
     run.release(clipped)
@@ -251,8 +279,14 @@ def test_sketches_are_accounted_for_as_randomized_and_need_more_noise(estimator:
     assert sketched.noise_multiplier > exact.noise_multiplier
     assert sketched.epsilon <= 2.0
     # With the noise of exact clipping, the sketched run spends more than the target.
-    assert epsilon(replace(sketched.event, noise_multiplier=exact.noise_multiplier), sketched.delta) > 2.0
-    assert plan_of(**private, estimator=estimator, sketch_dim=64).noise_multiplier < sketched.noise_multiplier
+    assert (
+        epsilon(replace(sketched.event, noise_multiplier=exact.noise_multiplier), sketched.delta)
+        > 2.0
+    )
+    assert (
+        plan_of(**private, estimator=estimator, sketch_dim=64).noise_multiplier
+        < sketched.noise_multiplier
+    )
 
 
 @pytest.mark.parametrize("sketch_dim", [2, 3, 8])
@@ -282,7 +316,9 @@ def test_spent_epsilon_grows_and_ends_at_the_plans(target: float) -> None:
 
 def test_seed_makes_runs_identical_bit_for_bit() -> None:
     for estimator in ("exact", "hutch"):
-        (one, batches), (other, same) = (train(plan_of(seed=4, estimator=estimator)) for _ in range(2))
+        (one, batches), (other, same) = (
+            train(plan_of(seed=4, estimator=estimator)) for _ in range(2)
+        )
         assert all(np.array_equal(a, b) for a, b in zip(batches, same, strict=True))
         assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters()))
 
@@ -333,17 +369,34 @@ def test_projections_differ_between_releases_and_not_between_micro_batches() -> 
             "mixing must be what quietgrad.noise.mixing_matrix returned, not ndarray",
         ),
         ({"denoiser": "paper"}, None, TypeError, "denoiser='paper' is no rule"),
-        ({"denoiser": SpikesWithBulk}, None, TypeError, "is no rule; pass one, such as SpikesWithBulk"),
-        ({"denoiser": PersistentAmplification()}, None, TypeError, "denoiser=.* acts inside the optimiser"),
+        (
+            {"denoiser": SpikesWithBulk},
+            None,
+            TypeError,
+            "is no rule; pass one, such as SpikesWithBulk",
+        ),
+        (
+            {"denoiser": PersistentAmplification()},
+            None,
+            TypeError,
+            "denoiser=.* acts inside the optimiser",
+        ),
         ({"mixing_family": "wide"}, None, ValueError, "mixing_family='wide' is unknown"),
         ({"noise_memory": "none"}, None, ValueError, "noise_memory='none' is unknown"),
-        ({"bands": 2}, ["a", "b"] * 50, TypeError, "record_ids holds a record of type str; give bytes"),
+        (
+            {"bands": 2},
+            ["a", "b"] * 50,
+            TypeError,
+            "record_ids holds a record of type str; give bytes",
+        ),
     ],
 )
 def test_what_is_of_another_type_is_named(
     changes: dict[str, Any], ids: Any, error: type[Exception], message: str
 ) -> None:
-    config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, expected_batch_size=10, steps=10, **changes)
+    config = PrivacyConfig(
+        noise_multiplier=1.0, target_delta=1e-5, expected_batch_size=10, steps=10, **changes
+    )
     with pytest.raises(error, match=message):
         config.build(100, ids)
 
@@ -367,7 +420,9 @@ def gradients_after(run: PrivateRun, how: str) -> list[torch.Tensor]:
 def test_backward_takes_a_batch_or_its_micro_batches() -> None:
     whole, parts = (gradients_after(plan_of(seed=3).start(), how) for how in ("whole", "parts"))
     for one, other in zip(whole, parts, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)  # the sum's rounding; the same noise
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=1e-6
+        )  # the sum's rounding; the same noise
 
 
 def test_an_iterator_without_a_micro_batch_is_refused_before_anything_is_released() -> None:

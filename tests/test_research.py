@@ -15,7 +15,7 @@ from quietgrad import PrivacyConfig
 from quietgrad.cli.app import app
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.denoising import PublishedShrinkage, detection_threshold
-from quietgrad.facts import NotPrivate, SensitivityClaim
+from quietgrad.events import NotPrivate, SensitivityClaim
 from quietgrad.ledger import read_ledger
 from quietgrad.noise import NoisySum
 from quietgrad.research import alignment, singular_values
@@ -25,7 +25,9 @@ SYNTHETIC = NotPrivate("made up")
 
 def example() -> tuple[ClippedSum, NoisySum]:
     generator = torch.Generator().manual_seed(0)
-    u, v = (torch.nn.functional.normalize(torch.randn(k, generator=generator), dim=0) for k in (60, 90))
+    u, v = (
+        torch.nn.functional.normalize(torch.randn(k, generator=generator), dim=0) for k in (60, 90)
+    )
     clean = {"w": 4 * detection_threshold((60, 90), 1.0) * torch.outer(u, v), "b": torch.ones(60)}
     noisy = {name: g + torch.randn(g.shape, generator=generator) for name, g in clean.items()}
     return ClippedSum(clean, SensitivityClaim(1.0)), NoisySum(noisy, 1.0)
@@ -40,8 +42,12 @@ def test_the_switch_must_be_given() -> None:
             singular_values(clipped, noisy, "w", not_private=wrong)  # type: ignore[arg-type]
 
 
-def test_a_run_that_is_looked_into_has_no_epsilon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, expected_batch_size=10, steps=4).build(100)
+def test_a_run_that_is_looked_into_has_no_epsilon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = PrivacyConfig(
+        noise_multiplier=1.0, target_delta=1e-5, expected_batch_size=10, steps=4
+    ).build(100)
     ledger, private = tmp_path / "ledger.jsonl", tmp_path / "private.jsonl"
     for path in (ledger, private):
         with plan.start(path) as run:
@@ -58,13 +64,24 @@ def test_a_run_that_is_looked_into_has_no_epsilon(tmp_path: Path, capsys: pytest
     # For good: in later sessions, and for whoever reads the ledger.
     with plan.start(ledger) as run:
         assert run.released == 1 and run.epsilon() == math.inf
-    assert read_ledger(ledger).not_private == "synthetic" and read_ledger(private).not_private is None
+    assert (
+        read_ledger(ledger).not_private == "synthetic" and read_ledger(private).not_private is None
+    )
     runner = CliRunner()
     shown = runner.invoke(app, ["epsilon", "--ledger", str(ledger)])
-    assert shown.exit_code == 0 and "No epsilon: this run gave up privacy (synthetic)" in " ".join(shown.output.split())
+    assert shown.exit_code == 0 and "No epsilon: this run gave up privacy (synthetic)" in " ".join(
+        shown.output.split()
+    )
     found = json.loads(runner.invoke(app, ["epsilon", "--ledger", str(ledger), "--json"]).output)
-    assert found["epsilon"] is None and found["not_private"] == "synthetic" and found["releases"] == 1
-    assert json.loads(runner.invoke(app, ["epsilon", "--ledger", str(private), "--json"]).output)["epsilon"] > 0
+    assert (
+        found["epsilon"] is None and found["not_private"] == "synthetic" and found["releases"] == 1
+    )
+    assert (
+        json.loads(runner.invoke(app, ["epsilon", "--ledger", str(private), "--json"]).output)[
+            "epsilon"
+        ]
+        > 0
+    )
 
 
 def test_improvement_is_positive_where_a_spike_stands_out() -> None:
@@ -74,7 +91,9 @@ def test_improvement_is_positive_where_a_spike_stands_out() -> None:
     (layer,) = found.layers
     assert layer.name == "w" and layer.after > layer.before and layer.ratio > 1.02
     a, b = clipped.gradients["w"].flatten(), noisy.gradients["w"].flatten()
-    assert layer.before == pytest.approx(float(torch.nn.functional.cosine_similarity(a, b, dim=0)), rel=1e-5)
+    assert layer.before == pytest.approx(
+        float(torch.nn.functional.cosine_similarity(a, b, dim=0)), rel=1e-5
+    )
 
 
 def test_singular_values() -> None:
@@ -90,6 +109,10 @@ def test_nothing_in_the_library_uses_it() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom):
                 assert node.module != "quietgrad.research", path
-                assert node.module != "quietgrad" or "research" not in {alias.name for alias in node.names}, path
+                assert node.module != "quietgrad" or "research" not in {
+                    alias.name for alias in node.names
+                }, path
             if isinstance(node, ast.Import):
-                assert not any(alias.name.startswith("quietgrad.research") for alias in node.names), path
+                assert not any(
+                    alias.name.startswith("quietgrad.research") for alias in node.names
+                ), path

@@ -1,6 +1,7 @@
 """Quietgrad: differentially private training in PyTorch, with every epsilon an upper bound.
 
-``PrivacyConfig(...).build(dataset_size)`` gives a plan; ``plan.start()`` runs it. Nothing heavy is imported until it is used.
+``PrivacyConfig(...).build(dataset_size)`` gives a plan; ``plan.start()`` runs it. Nothing heavy is
+imported until it is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Checks of user input: each names the argument, its value and the remedy, and raises before any work starts."""
+"""Checks of user input: each names the argument, its value and the remedy, and raises before any
+work starts.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,18 @@ def require_at_least(name: str, value: float, smallest: float, remedy: str) -> N
 def require_rate(name: str, value: object) -> None:
     require_finite(name, value)
     if not 0 < float(value) <= 1:  # type: ignore[arg-type]
-        raise ValueError(f"{name}={value!r} must be in (0, 1]: it is expected batch size over number of records")
+        raise ValueError(
+            f"{name}={value!r} must be in (0, 1]: it is expected batch size over number of records"
+        )
 
 
 def require_delta(name: str, value: object) -> None:
     require_finite(name, value)
     if not 0 < float(value) < 1:  # type: ignore[arg-type]
-        raise ValueError(f"{name}={value!r} must be in (0, 1); a usual choice is below 1 over the number of records")
+        raise ValueError(
+            f"{name}={value!r} must be in (0, 1); a usual choice is below 1 over the number of "
+            "records"
+        )
 
 
 # Of a delta for any number of records: with probability delta a mechanism may publish everything.
@@ -61,17 +68,21 @@ def require_delta_for(name: str, value: object, dataset_size: int) -> None:
     """That a delta is of use for so many records.
 
     Raises:
-        ValueError: for delta of at least 1/N, which a mechanism meets that publishes one record outright (at "epsilon 0"), or of at least 0.1.
+        ValueError: for delta of at least 1/N, which a mechanism meets that publishes one record
+            outright (at "epsilon 0"), or of at least 0.1.
     """
     require_delta(name, value)
     limit = min(1 / dataset_size, LARGEST_DELTA)
     if float(value) >= limit:  # type: ignore[arg-type]
         why = (
-            f"1/{dataset_size}, one over the number of records: a mechanism that publishes one record outright would meet it"
+            f"1/{dataset_size}, one over the number of records: a mechanism that publishes one "
+            "record outright would meet it"
             if limit < LARGEST_DELTA
             else f"{LARGEST_DELTA}: with that probability a mechanism may publish everything"
         )
-        raise ValueError(f"{name}={value!r} is not below {why}; use at most {default_delta(dataset_size):.2g}")
+        raise ValueError(
+            f"{name}={value!r} is not below {why}; use at most {default_delta(dataset_size):.2g}"
+        )
 
 
 def default_delta(dataset_size: int) -> float:

@@ -1,4 +1,6 @@
-"""Files that have to outlast a kill or a power cut: written whole, on disk before the call returns, and locked against a second process."""
+"""Files that have to outlast a kill or a power cut: written whole, on disk before the call returns,
+and locked against a second process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ IN_USE = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 @contextlib.contextmanager
 def replacing(path: Path, secret: bool = False, previous: Path | None = None) -> Iterator[BinaryIO]:
-    """A file to write; when the block ends its contents take the place of ``path``, synced to disk with their name.
+    """A file to write; when the block ends its contents take the place of ``path``, synced to disk
+    with their name.
 
     Args:
         path: what to replace; the temporary file beside it is ``<name>.tmp``.
@@ -28,7 +31,9 @@ def replacing(path: Path, secret: bool = False, previous: Path | None = None) ->
     """
     temporary = temporary_of(path)
     temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o666)
+    descriptor = os.open(
+        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o666
+    )
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
@@ -55,7 +60,9 @@ def temporary_of(path: Path) -> Path:
 
 
 def is_intact_archive(path: Path) -> bool:
-    """Whether a zip archive, such as ``torch.save`` writes, is there with the checksums of all its parts. torch itself does not look at them when it loads."""
+    """Whether a zip archive, such as ``torch.save`` writes, is there with the checksums of all its
+    parts. torch itself does not look at them when it loads.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
@@ -75,7 +82,9 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Puts a folder's names on disk: a new or renamed file has to outlast a power cut under its name, too."""
+    """Puts a folder's names on disk: a new or renamed file has to outlast a power cut under its
+    name, too.
+    """
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -85,7 +94,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock(descriptor: int, name: str, remedy: str) -> None:
-    """Takes the lock of an open file for this process, until the file is closed. Where Python has no ``fcntl`` (Windows) nothing is locked.
+    """Takes the lock of an open file for this process, until the file is closed. Where Python has
+    no ``fcntl`` (Windows) nothing is locked.
 
     Args:
         descriptor: of the open file.
@@ -105,5 +115,6 @@ def lock(descriptor: int, name: str, remedy: str) -> None:
         if error.errno in IN_USE:
             raise ValueError(f"{name} is in use by another process; {remedy}") from error
         raise ValueError(
-            f"{name} cannot be locked ({error.strerror}), so two processes could write it; use a file system with locks, such as a local disk"
+            f"{name} cannot be locked ({error.strerror}), so two processes could write it; use a "
+            "file system with locks, such as a local disk"
         ) from error

@@ -1,8 +1,11 @@
-"""The secret roots of a run's random streams, one a session, and the file that keeps them (or the seed they follow from) while the run lasts.
+"""The secret roots of a run's random streams, one a session, and the file that keeps them (or the
+seed they follow from) while the run lasts.
 
-Correlated noise goes on after a stop from draws that were made before it, so their roots have to be kept. A root that is kept never draws a new step: every session
-draws with a fresh one, or a copied or restored run directory would release two sums with the same noise. That holds with a seed too: a session's root follows from the seed
-and the session's own random name. Only where the data were declared public does a seed alone fix the root.
+Correlated noise goes on after a stop from draws that were made before it, so their roots have to be
+kept. A root that is kept never draws a new step: every session draws with a fresh one, or a copied
+or restored run directory would release two sums with the same noise. That holds with a seed too: a
+session's root follows from the seed and the session's own random name. Only where the data were
+declared public does a seed alone fix the root.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ class Session:
 
     Attributes:
         step: the first that it draws.
-        name: public and random; the ledger holds it too, so that roots are not taken for those of other draws.
+        name: public and random; the ledger holds it too, so that roots are not taken for those of
+            other draws.
         root: secret.
-        source: what the root follows from: "entropy", "seed" (and the name), or "public seed" (the seed alone).
+        source: what the root follows from: "entropy", "seed" (and the name), or "public seed" (the
+            seed alone).
     """
 
     step: int
@@ -51,7 +56,9 @@ class KeyRing:
 
 @dataclass(frozen=True)
 class Secrets:
-    """What the secret file of a run holds: a seed as it was given, if one was, and roots that follow from none."""
+    """What the secret file of a run holds: a seed as it was given, if one was, and roots that
+    follow from none.
+    """
 
     seed: int | str | None = field(default=None, repr=False)
     ring: KeyRing = KeyRing()
@@ -61,15 +68,19 @@ def read_secrets(path: Path) -> Secrets:
     """What earlier sessions kept; nothing where there is no file.
 
     Raises:
-        ValueError: if the file is damaged, no file, or one that others may read. The message holds nothing of its contents.
+        ValueError: if the file is damaged, no file, or one that others may read. The message holds
+            nothing of its contents.
     """
     if not path.exists():
         return Secrets()
     if not path.is_file():
-        raise ValueError(f"keys={str(path)!r} is no file; move what is there, and give the place of a file")
+        raise ValueError(
+            f"keys={str(path)!r} is no file; move what is there, and give the place of a file"
+        )
     if os.name == "posix" and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ValueError(
-            f"keys={str(path)!r} may be read or written by others than its owner, and who reads it can take the noise off; if nobody else did, run chmod 600 on it; "
+            f"keys={str(path)!r} may be read or written by others than its owner, and who reads it "
+            "can take the noise off; if nobody else did, run chmod 600 on it; "
             "if somebody may have, what was released so far must be taken as not private"
         )
     try:
@@ -79,19 +90,32 @@ def read_secrets(path: Path) -> Secrets:
             raise TypeError("its seed is no seed")
         for line in record["sessions"]:
             sessions.append(
-                Session(int(line["step"]), str(line["name"]), RandomKey(bytes.fromhex(line["root"]), False))
+                Session(
+                    int(line["step"]),
+                    str(line["name"]),
+                    RandomKey(bytes.fromhex(line["root"]), False),
+                )
             )
         return Secrets(seed, KeyRing(tuple(sessions)))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"keys={str(path)!r} is damaged ({type(error).__name__}); remove it: the noise then begins a new block, as private as before"
+            f"keys={str(path)!r} is damaged ({type(error).__name__}); remove it: the noise then "
+            "begins a new block, as private as before"
         ) from None
 
 
 def write_secrets(kept: Secrets, path: Path) -> None:
-    """Writes the file whole, readable by its owner alone, and synced to disk before the call returns."""
-    lines = [{"step": s.step, "name": s.name, "root": s.root.root.hex()} for s in kept.ring.sessions]
-    write_whole(path, (json.dumps({"seed": kept.seed, "sessions": lines}, indent=1) + "\n").encode(), secret=True)
+    """Writes the file whole, readable by its owner alone, and synced to disk before the call
+    returns.
+    """
+    lines = [
+        {"step": s.step, "name": s.name, "root": s.root.root.hex()} for s in kept.ring.sessions
+    ]
+    write_whole(
+        path,
+        (json.dumps({"seed": kept.seed, "sessions": lines}, indent=1) + "\n").encode(),
+        secret=True,
+    )
 
 
 def rows_path(keys: Path) -> Path:

@@ -1,7 +1,11 @@
-"""Measurements that need the clipped gradient before its noise: for understanding denoisers on data that are not private.
+"""Measurements that need the clipped gradient before its noise: for understanding denoisers on data
+that are not private.
 
-What is returned here depends on private values that no noise covers. Every function asks for a ``NotPrivate``, which ``PrivateRun.give_up_privacy`` gives: from then on the run's epsilon is
-infinite and its ledger says why. Every record says that it is not private, and nothing else in the library calls these functions. Source: Gradient Matrix Denoising, section 3.1 (Improvement(t)) and its per-layer form.
+What is returned here depends on private values that no noise covers. Every function asks for a
+``NotPrivate``, which ``PrivateRun.give_up_privacy`` gives: from then on the run's epsilon is
+infinite and its ledger says why. Every record says that it is not private, and nothing else in the
+library calls these functions. Source: Gradient Matrix Denoising, section 3.1 (Improvement(t)) and
+its per-layer form.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.denoising.formulas import bulk_edge
 from quietgrad.denoising.matrices import matrix_shapes
 from quietgrad.denoising.rules.protocols import GradientRule
-from quietgrad.facts import NotPrivate
+from quietgrad.events import NotPrivate
 from quietgrad.noise.noisy_sum import NoisySum
 
 
@@ -45,7 +49,8 @@ class Alignment:
     """One release.
 
     Attributes:
-        before, after: cosine of the whole gradient with the clipped one, noisy and denoised; ``after - before`` is Improvement(t).
+        before, after: cosine of the whole gradient with the clipped one, noisy and denoised;
+            ``after - before`` is Improvement(t).
         layers: the matrices.
         private: always "this record is not private".
     """
@@ -69,14 +74,16 @@ def alignment(
     embeddings: bool = False,
     not_private: NotPrivate,
 ) -> Alignment:
-    """How much closer to the clipped gradient denoising brings a release, as a whole and layer by layer. Private: see the module.
+    """How much closer to the clipped gradient denoising brings a release, as a whole and layer by
+    layer. Private: see the module.
 
     Args:
         clipped, noisy: the sum before and after its noise.
         rule: such as ``PublishedShrinkage()``.
         model: tells embeddings and experts from other weights.
         embeddings: whether embedding tables are among the layers.
-        not_private: from ``run.give_up_privacy(reason)``; ``NotPrivate(reason)`` for values that are of no run.
+        not_private: from ``run.give_up_privacy(reason)``; ``NotPrivate(reason)`` for values that
+            are of no run.
 
     Raises:
         TypeError: without it.
@@ -91,25 +98,37 @@ def alignment(
         sides = (shape.rows, shape.columns)
         top = float(torch.linalg.matrix_norm(loud.reshape(sides).float(), ord=2))
         before, after = _cosine(loud, clean), _cosine(denoised[name], clean)
-        layers.append(LayerAlignment(name, *sides, before, after, top / bulk_edge(sides, noisy.noise_std)))
+        layers.append(
+            LayerAlignment(name, *sides, before, after, top / bulk_edge(sides, noisy.noise_std))
+        )
     return Alignment(
-        _whole_cosine(noisy.gradients, clipped.gradients), _whole_cosine(denoised, clipped.gradients), tuple(layers)
+        _whole_cosine(noisy.gradients, clipped.gradients),
+        _whole_cosine(denoised, clipped.gradients),
+        tuple(layers),
     )
 
 
 def singular_values(
     clipped: ClippedSum, noisy: NoisySum, name: str, *, not_private: NotPrivate
 ) -> tuple[Tensor, Tensor, float]:
-    """(before, after the noise, edge of the bulk) for one parameter, seen as rows x the rest. Private: see the module."""
+    """(before, after the noise, edge of the bulk) for one parameter, seen as rows x the rest.
+    Private: see the module.
+    """
     _require_switch(not_private)
     clean, loud = (x.gradients[name].float().flatten(1) for x in (clipped, noisy))
-    return torch.linalg.svdvals(clean), torch.linalg.svdvals(loud), bulk_edge(clean.shape, noisy.noise_std)
+    return (
+        torch.linalg.svdvals(clean),
+        torch.linalg.svdvals(loud),
+        bulk_edge(clean.shape, noisy.noise_std),
+    )
 
 
 def _require_switch(not_private: NotPrivate) -> None:
     if not isinstance(not_private, NotPrivate):
         raise TypeError(
-            f"not_private={not_private!r}: this looks at clipped gradients before their noise, so what it returns is private and a run that uses it has no epsilon; on data that need no "
+            f"not_private={not_private!r}: this looks at clipped gradients before their noise, so "
+            "what it returns is private and a run that uses it has no epsilon; on data that need "
+            "no "
             "protection pass not_private=run.give_up_privacy(reason)"
         )
 

@@ -1,4 +1,6 @@
-"""Small helpers on batches (nested containers of tensors whose first dimension is the example) and on named parameters."""
+"""Small helpers on batches (nested containers of tensors whose first dimension is the example) and
+on named parameters.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Batch = Any
 
 
 def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    """Applies ``function`` to every tensor of nested mappings, tuples and lists; other leaves stay as they are."""
+    """Applies ``function`` to every tensor of nested mappings, tuples and lists; other leaves stay
+    as they are.
+    """
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -51,12 +55,14 @@ def batch_size_of(batch: Batch) -> int:
     sizes = {int(t.shape[0]) if t.dim() else -1 for t in tensors_of(batch)}
     if not sizes:
         raise ValueError(
-            "batch holds no tensor; pass tensors, or dicts and tuples of tensors, whose first dimension is the example"
+            "batch holds no tensor; pass tensors, or dicts and tuples of tensors, whose first "
+            "dimension is the example"
         )
     if len(sizes) > 1 or -1 in sizes:
         # Not the sizes themselves: how many records a batch holds is private.
         raise ValueError(
-            "batch holds tensors with different first dimensions; every tensor's first dimension must be the "
+            "batch holds tensors with different first dimensions; every tensor's first dimension "
+            "must be the "
             "example (close constants over the loss function instead of passing them in the batch)"
         )
     return sizes.pop()
@@ -76,7 +82,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise ValueError(
-            f"model {type(model).__name__} has no trainable parameters; set requires_grad=True on those to train (or attach LoRA adapters)"
+            f"model {type(model).__name__} has no trainable parameters; set requires_grad=True on "
+            "those to train (or attach LoRA adapters)"
         )
     return found
 
@@ -88,7 +95,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Products of float32 tensors inside the block are float32 products: no autocast, no TF32 on a GPU, no bfloat16 on a processor, whatever the user set for the model's own."""
+    """Products of float32 tensors inside the block are float32 products: no autocast, no TF32 on a
+    GPU, no bfloat16 on a processor, whatever the user set for the model's own.
+    """
     with contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -102,9 +111,16 @@ def full_precision() -> Iterator[None]:
 
 
 def _precision_settings() -> list[tuple[Any, str, object]]:
-    """Where torch keeps the precision of float32 products, and what is exact there. torch 2.9 and later have a setting for each library and kind of product."""
+    """Where torch keeps the precision of float32 products, and what is exact there. torch 2.9 and
+    later have a setting for each library and kind of product.
+    """
     backends: Any = torch.backends
     if hasattr(backends.mkldnn, "matmul"):
-        holders = (backends.mkldnn.matmul, backends.mkldnn.conv, backends.cuda.matmul, backends.cudnn.conv)
+        holders = (
+            backends.mkldnn.matmul,
+            backends.mkldnn.conv,
+            backends.cuda.matmul,
+            backends.cudnn.conv,
+        )
         return [(holder, "fp32_precision", "ieee") for holder in holders]
     return [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]

@@ -1,1 +1,3 @@
-"""Tests of the accounting room. A package, so that its file names may repeat those of other rooms."""
+"""Tests of the accounting room. A package, so that its file names may repeat
+those of other rooms.
+"""

@@ -1,6 +1,8 @@
-"""Exact events against dp-accounting, Opacus' PRV accountant and the closed form at q = 1; sketched events against a second accountant.
+"""Exact events against dp-accounting, Opacus' PRV accountant and the closed form at q = 1; sketched
+events against a second accountant.
 
-SETTINGS holds 63 (q, sigma, T, delta). Where another accountant is a bound and not the truth, the comparison says by how much.
+SETTINGS holds 63 (q, sigma, T, delta). Where another accountant is a bound and not the truth, the
+comparison says by how much.
 """
 
 import math
@@ -13,12 +15,13 @@ from opacus.accountants.analysis import prv
 from scipy import optimize, special
 
 from quietgrad.accounting import delta, epsilon
-from quietgrad.facts import PoissonGaussian, RandomizedClipping
+from quietgrad.events import PoissonGaussian, RandomizedClipping
 
 from .second_accountant import mixed_scales, mixture_epsilon
 
 DELTAS = (1e-3, 1e-5, 1e-9)
-# (sampling rate, noise multiplier, steps, deltas); the slow ones for others (many steps of a tiny rate) at fewer deltas.
+# (sampling rate, noise multiplier, steps, deltas); the slow ones for others (many steps of a tiny
+# rate) at fewer deltas.
 EVENTS = [
     (1e-4, 0.4, 20000, (1e-9,)),
     (1e-4, 1.0, 20000, (1e-5,)),
@@ -55,7 +58,9 @@ def test_grid_is_wide_enough():
 
 
 def one_step_spread(q, sigma):
-    """Standard deviation of the one-step loss to first order: the scale that a grid of losses has to resolve."""
+    """Standard deviation of the one-step loss to first order: the scale that a grid of losses has
+    to resolve.
+    """
     return q * math.sqrt(math.expm1(min(sigma**-2, 700.0))) if q < 0.01 or sigma > 1 else q / sigma
 
 
@@ -68,25 +73,33 @@ def test_dp_accounting_agrees(q, sigma, steps, deltas):
         return one.self_compose(steps)
 
     default = theirs(DEFAULT_INTERVAL)
-    # With fewer than ten intervals to the spread, theirs is the loose one: no more than a bound from above.
+    # With fewer than ten intervals to the spread, theirs is the loose one: no more than a bound
+    # from above.
     resolved = min(DEFAULT_INTERVAL, one_step_spread(q, sigma) / 10)
     fine = default if resolved == DEFAULT_INTERVAL else theirs(resolved)
     for d in deltas:
         ours = epsilon(PoissonGaussian(sigma, q, steps), d)
-        # At the smallest deltas the rounding of the Fourier transform counts: ours adds it to delta, theirs does not.
+        # At the smallest deltas the rounding of the Fourier transform counts: ours adds it to
+        # delta, theirs does not.
         allowance = 1e-3 + (1e-3 * ours if d < 1e-8 else 0.0)
         assert ours == pytest.approx(fine.get_epsilon_for_delta(d), abs=allowance)
         assert ours <= default.get_epsilon_for_delta(d) + allowance
 
 
 def prv_epsilon(q, sigma, steps, d, error):
-    """Lower bound, estimate and upper bound of the "remove" direction, or None where PRV cannot give them to 1 %."""
+    """Lower bound, estimate and upper bound of the "remove" direction, or None where PRV cannot
+    give them to 1 %.
+    """
     law = prv.PoissonSubsampledGaussianPRV(q, sigma)
     delta_error = d / 1000
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # log(0) at q = 1, quadrature near the lower end of the loss
+        warnings.simplefilter(
+            "ignore"
+        )  # log(0) at q = 1, quadrature near the lower end of the loss
         try:
-            reach = prv.compute_safe_domain_size([law], [steps], eps_error=error, delta_error=delta_error)
+            reach = prv.compute_safe_domain_size(
+                [law], [steps], eps_error=error, delta_error=delta_error
+            )
             mesh = error / math.sqrt(steps * math.log(12 / delta_error) / 2)
             if 2 * reach / mesh > MOST_PRV_POINTS:
                 return None
@@ -103,7 +116,8 @@ def prv_epsilon(q, sigma, steps, d, error):
 def test_prv_agrees(q, sigma, steps, d):
     ours = epsilon(PoissonGaussian(sigma, q, steps), d)
     assert math.isfinite(ours) and ours >= 0
-    # The error that PRV guarantees is set to half a per cent either way; what it makes is far smaller.
+    # The error that PRV guarantees is set to half a per cent either way; what it makes is far
+    # smaller.
     theirs = prv_epsilon(q, sigma, steps, d, error=0.004 * ours)
     if theirs is None:
         assert prv_mesh_is_out_of_hand(q, steps)
@@ -115,7 +129,9 @@ def test_prv_agrees(q, sigma, steps, d):
 
 
 def prv_mesh_is_out_of_hand(q, steps):
-    """Where a comparison may be given up: many steps at a tiny rate have a small epsilon, and PRV's mesh follows epsilon / sqrt(T)."""
+    """Where a comparison may be given up: many steps at a tiny rate have a small epsilon, and PRV's
+    mesh follows epsilon / sqrt(T).
+    """
     return q <= 1e-3 and steps >= 20000
 
 
@@ -139,7 +155,11 @@ def test_without_subsampling_it_is_the_gaussian_mechanism(sigma, steps, d):
     assert eps - 1e-9 <= ours <= eps * (1 + 1e-4) + 3e-4
     true = gaussian_delta(eps, mu)
     assert delta(event, eps) >= true * (1 - 1e-9)
-    if mu <= 6:  # epsilons of practical size; beyond, a relative error of 1e-4 in epsilon is more than 1e-3 in delta
+    if (
+        mu <= 6
+        # epsilons of practical size; beyond, a relative error of 1e-4 in epsilon is more than 1e-3
+        # in delta
+    ):
         assert delta(event, eps) <= true * (1 + 1e-3) + 1e-12
 
 
@@ -154,11 +174,21 @@ def test_without_subsampling_it_is_the_gaussian_mechanism(sigma, steps, d):
     ],
 )
 def test_sketched_events_agree_with_the_second_accountant(q, sigma, steps, k, largest_loss):
-    """Between Z rounded down and Z rounded up, in 400 bins each, up to the per cent that the 256 bins of ours may add."""
+    """Between Z rounded down and Z rounded up, in 400 bins each, up to the per cent that the 256
+    bins of ours may add.
+    """
     d, interval = 1e-5, min(2e-3, q / sigma / 25)
     ours = epsilon(PoissonGaussian(sigma, q, steps, RandomizedClipping(k)), d)
     low, high = (
-        mixture_epsilon(*mixed_scales(k, 1e-4 * d / steps, 400, upwards=up), sigma, q, steps, d, interval, largest_loss)
+        mixture_epsilon(
+            *mixed_scales(k, 1e-4 * d / steps, 400, upwards=up),
+            sigma,
+            q,
+            steps,
+            d,
+            interval,
+            largest_loss,
+        )
         for up in (False, True)
     )
     assert low <= high

@@ -1,7 +1,9 @@
-"""What must hold whatever the numbers: monotonicity, composition, consistency of epsilon, delta, trade-off curve and calibration.
+"""What must hold whatever the numbers: monotonicity, composition, consistency of epsilon, delta,
+trade-off curve and calibration.
 
-The events are drawn by hypothesis, always the same ones. Comparisons of two computed epsilons allow what two grids may differ by (GRID); changes of an argument
-are by 5 % at least, whose effect is far larger.
+The events are drawn by hypothesis, always the same ones. Comparisons of two computed epsilons allow
+what two grids may differ by (GRID); changes of an argument are by 5 % at least, whose effect is far
+larger.
 """
 
 import json
@@ -14,9 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special
 
-from quietgrad.accounting import advantage, attack_success, delta, epsilon, noise_multiplier, trade_off
+from quietgrad.accounting import (
+    advantage,
+    attack_success,
+    delta,
+    epsilon,
+    noise_multiplier,
+    trade_off,
+)
 from quietgrad.accounting.composition import compose
-from quietgrad.facts import EventSequence, ExactClipping, PoissonGaussian, RandomizedClipping, event_from_json
+from quietgrad.events import (
+    EventSequence,
+    ExactClipping,
+    PoissonGaussian,
+    RandomizedClipping,
+    event_from_json,
+)
 
 GRID = 3e-4
 
@@ -82,7 +97,9 @@ def test_fewer_projections_cost_more(event, d, dims):
     assert at_most(costs[0], costs[1])
 
 
-@pytest.mark.parametrize(("q", "sigma", "steps"), [(0.05, 4.0, 200), (1.0, 4.0, 20), (0.01, 1.0, 1000), (0.5, 1.0, 2)])
+@pytest.mark.parametrize(
+    ("q", "sigma", "steps"), [(0.05, 4.0, 200), (1.0, 4.0, 20), (0.01, 1.0, 1000), (0.5, 1.0, 2)]
+)
 def test_ten_million_projections_are_exact_clipping(q, sigma, steps):
     """R is within about 1e-3 of 1, so Z is too, one-sided; its mean is above 1 by about 1e-4."""
     nearly = epsilon(PoissonGaussian(sigma, q, steps, RandomizedClipping(10**7)), 1e-5)
@@ -114,7 +131,9 @@ def test_bands_compose_fewer_steps_at_a_higher_rate(event, bands, d):
 @given(events, deltas, st.integers(1, 500))
 def test_splitting_a_run_changes_nothing(event, d, more):
     whole, rest = replace(event, steps=event.steps + more), replace(event, steps=more)
-    assert epsilon(EventSequence((event, rest)), d) == pytest.approx(epsilon(whole, d), abs=1e-9, rel=1e-9)
+    assert epsilon(EventSequence((event, rest)), d) == pytest.approx(
+        epsilon(whole, d), abs=1e-9, rel=1e-9
+    )
 
 
 @few(5)
@@ -147,11 +166,15 @@ def test_calibration_meets_its_target(target, q, steps, clipping, d):
     assert target - 1e-2 <= spent <= target
 
 
-@pytest.mark.parametrize("before", [PoissonGaussian(5.0, 0.05, 100), EventSequence((PoissonGaussian(5.0, 0.05, 100),))])
+@pytest.mark.parametrize(
+    "before", [PoissonGaussian(5.0, 0.05, 100), EventSequence((PoissonGaussian(5.0, 0.05, 100),))]
+)
 def test_calibration_counts_what_was_spent_before(before):
     sigma = noise_multiplier(1.0, 1e-5, sample_rate=0.02, steps=300, before=before)
     assert sigma > noise_multiplier(1.0, 1e-5, sample_rate=0.02, steps=300)
-    total = epsilon(EventSequence((PoissonGaussian(5.0, 0.05, 100), PoissonGaussian(sigma, 0.02, 300))), 1e-5)
+    total = epsilon(
+        EventSequence((PoissonGaussian(5.0, 0.05, 100), PoissonGaussian(sigma, 0.02, 300))), 1e-5
+    )
     assert 1.0 - 1e-2 <= total <= 1.0
 
 
@@ -188,7 +211,9 @@ BOTH_AND_WORSE = ["remove", "add", None]
 @pytest.mark.parametrize("direction", BOTH_AND_WORSE)
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0, 20.0])
 def test_trade_off_of_one_gaussian_step(sigma, direction):
-    """The true curve is Phi(Phi^-1(1 - alpha) - mu) (Dong et al. 2022); ours is below it, by little."""
+    """The true curve is Phi(Phi^-1(1 - alpha) - mu) (Dong et al. 2022); ours is below it, by
+    little.
+    """
     true = special.ndtr(special.ndtri(1 - ALPHAS) - 1 / sigma)
     ours = trade_off(PoissonGaussian(sigma, 1.0, 1), ALPHAS, direction)
     assert np.all(ours <= true + 1e-12)
@@ -200,7 +225,9 @@ def test_trade_off_of_one_gaussian_step(sigma, direction):
     "event",
     [
         PoissonGaussian(1.0, 0.05, 100),
-        EventSequence((PoissonGaussian(2.0, 0.05, 100), PoissonGaussian(1.5, 0.1, 5, RandomizedClipping(32)))),
+        EventSequence(
+            (PoissonGaussian(2.0, 0.05, 100), PoissonGaussian(1.5, 0.1, 5, RandomizedClipping(32)))
+        ),
     ],
     ids=["exact", "phases"],
 )
@@ -217,7 +244,9 @@ def test_trade_off_is_a_trade_off_function(event, direction):
 
 @pytest.mark.parametrize("k", [4, 32])
 def test_attack_success_is_within_the_advantage(k):
-    """True positive rate minus false positive rate is at most the advantage: two bounds of one event must not contradict that by much."""
+    """True positive rate minus false positive rate is at most the advantage: two bounds of one
+    event must not contradict that by much.
+    """
     event = PoissonGaussian(10.0, 0.05, 100, RandomizedClipping(k))
     assert attack_success(event, 0.01) - 0.01 <= advantage(event) + 1e-3
 

@@ -1,7 +1,9 @@
-"""Noise multipliers of the reference setting, and the smaller one that the paper's Theorem 5.1 would give as printed.
+"""Noise multipliers of the reference setting, and the smaller one that the paper's Theorem 5.1
+would give as printed.
 
-N = 1225, B = 64, T = 200, delta = 1e-5, epsilon = 0.7. The true value for exact clipping is 3.9905; that of the mixed envelope with k = 32 lies between
-4.272 and 4.273. Calibration must come out above both, by little.
+N = 1225, B = 64, T = 200, delta = 1e-5, epsilon = 0.7. The true value for exact clipping is 3.9905;
+that of the mixed envelope with k = 32 lies between 4.272 and 4.273. Calibration must come out above
+both, by little.
 """
 
 import functools
@@ -11,7 +13,7 @@ import pytest
 from scipy import optimize, stats
 
 from quietgrad.accounting import epsilon, noise_multiplier
-from quietgrad.facts import ExactClipping, PoissonGaussian, RandomizedClipping
+from quietgrad.events import ExactClipping, PoissonGaussian, RandomizedClipping
 
 from .second_accountant import mixed_scales, mixture_epsilon
 
@@ -25,7 +27,9 @@ def calibrated(clipping=None):
 
 
 def second_opinion(scales, weights, lost_mass, sigma):
-    return mixture_epsilon(scales, weights, lost_mass, sigma, Q, STEPS, DELTA, interval=2e-4, largest_loss=1.0)
+    return mixture_epsilon(
+        scales, weights, lost_mass, sigma, Q, STEPS, DELTA, interval=2e-4, largest_loss=1.0
+    )
 
 
 def test_exact_clipping():
@@ -54,14 +58,18 @@ def test_randomized_clipping_costs_seven_percent():
     assert calibrated(RandomizedClipping(K)) / calibrated() == pytest.approx(1.070, abs=0.003)
 
 
-@pytest.mark.parametrize("clipping", [ExactClipping(), RandomizedClipping(K), RandomizedClipping(K, "hutch", RANK)])
+@pytest.mark.parametrize(
+    "clipping", [ExactClipping(), RandomizedClipping(K), RandomizedClipping(K, "hutch", RANK)]
+)
 def test_calibration_meets_the_target(clipping):
     spent = epsilon(PoissonGaussian(calibrated(clipping), Q, STEPS, clipping), DELTA)
     assert TARGET - 1e-2 <= spent <= TARGET
 
 
 def test_printed_theorem_5_1_would_undercut_exact_clipping():
-    """Erratum E6. As printed: the even law chi2(kD)/(kD) below 1, the one-term law chi2(k)/k above. Z is then at most about 1, and often less."""
+    """Erratum E6. As printed: the even law chi2(kD)/(kD) below 1, the one-term law chi2(k)/k above.
+    Z is then at most about 1, and often less.
+    """
     y = np.geomspace(0.95, 4.0, 1500)
     cdf = np.where(y <= 1, stats.chi2.cdf(y * K * RANK, K * RANK), stats.chi2.cdf(y * K, K))
     cdf = np.maximum.accumulate(cdf)

@@ -1,6 +1,8 @@
-"""What the accountant refuses, and how it says so: every message names the argument and its value. Also: no torch, and the command line.
+"""What the accountant refuses, and how it says so: every message names the argument and its value.
+Also: no torch, and the command line.
 
-Whole processes are started for imports and for exit codes; commands that only have to print run in this process.
+Whole processes are started for imports and for exit codes; commands that only have to print run in
+this process.
 """
 
 import json
@@ -23,14 +25,22 @@ from quietgrad.accounting import (
     trade_off,
 )
 from quietgrad.cli.app import app
-from quietgrad.facts import EventSequence, PoissonGaussian, RandomizedClipping, SensitivityClaim, event_from_json
+from quietgrad.events import (
+    EventSequence,
+    PoissonGaussian,
+    RandomizedClipping,
+    SensitivityClaim,
+    event_from_json,
+)
 
 EVENT = PoissonGaussian(1.0, 0.1, 10)
 SKETCHED = PoissonGaussian(1.0, 0.1, 10, RandomizedClipping(8))
 
 
 def calibrate(**changes):
-    return noise_multiplier(**{"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1, "steps": 10} | changes)
+    return noise_multiplier(
+        **{"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1, "steps": 10} | changes
+    )
 
 
 REFUSED = [
@@ -90,7 +100,9 @@ def test_message_names_argument_and_value(call, argument, value):
     assert value in str(caught.value)
 
 
-@pytest.mark.parametrize("record", [{}, {"kind": "laplace"}, {"kind": "sequence", "events": [{"kind": "sequence"}]}])
+@pytest.mark.parametrize(
+    "record", [{}, {"kind": "laplace"}, {"kind": "sequence", "events": [{"kind": "sequence"}]}]
+)
 def test_unknown_events_are_refused(record):
     with pytest.raises(ValueError, match="kind"):
         event_from_json(record)
@@ -110,7 +122,9 @@ def test_an_empty_sequence_is_refused():
 
 
 def test_unreachable_target_is_refused():
-    """The message says what would help; no noise multiplier is returned that does not meet the target."""
+    """The message says what would help; no noise multiplier is returned that does not meet the
+    target.
+    """
     with pytest.raises(ValueError, match="target_epsilon=1e-12"):
         calibrate(target_epsilon=1e-12, target_delta=1e-13, sample_rate=1.0, steps=10_000)
 
@@ -128,7 +142,10 @@ def test_renyi_accounting_of_exact_clipping_points_to_epsilon():
 
 @pytest.mark.parametrize(
     ("event", "word"),
-    [(PoissonGaussian(1.0, 0.1, 1, RandomizedClipping(2)), "sketch_dim=2"), (EVENT, "noise_multiplier")],
+    [
+        (PoissonGaussian(1.0, 0.1, 1, RandomizedClipping(2)), "sketch_dim=2"),
+        (EVENT, "noise_multiplier"),
+    ],
 )
 def test_infinite_epsilon_comes_with_a_reason(event, word):
     report = epsilon_report(event, 1e-17)
@@ -145,17 +162,22 @@ def test_finite_epsilon_comes_with_its_discretisation():
 
 def test_numpy_numbers_are_numbers():
     event = PoissonGaussian(np.float64(1.0), np.float32(0.5), np.int64(10))
-    assert epsilon(event, np.float64(1e-5)) == pytest.approx(epsilon(PoissonGaussian(1.0, 0.5, 10), 1e-5), rel=1e-6)
+    assert epsilon(event, np.float64(1e-5)) == pytest.approx(
+        epsilon(PoissonGaussian(1.0, 0.5, 10), 1e-5), rel=1e-6
+    )
 
 
 def run_python(*arguments):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=120
+    )
 
 
 def test_accounting_does_not_import_torch():
     code = (
-        "import sys, quietgrad.accounting, quietgrad.cli.accounting, quietgrad.cli.app; print('torch' in sys.modules)"
+        "import sys, quietgrad.accounting, quietgrad.cli.accounting, quietgrad.cli.app; "
+        "print('torch' in sys.modules)"
     )
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
@@ -175,7 +197,17 @@ def command(*arguments):
 
 def test_calibrate_as_a_process():
     done = run_python(
-        "-W", "error", "-c", COMMAND, "calibrate", "--epsilon", "0.7", "--delta", "1e-5", *SIZES, "--json"
+        "-W",
+        "error",
+        "-c",
+        COMMAND,
+        "calibrate",
+        "--epsilon",
+        "0.7",
+        "--delta",
+        "1e-5",
+        *SIZES,
+        "--json",
     )
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
@@ -188,8 +220,14 @@ def test_calibrate_as_a_process():
     ("arguments", "named"),
     [
         (["calibrate", "--epsilon", "1", "--delta", "2", *SIZES], "delta=2.0"),
-        (["calibrate", "--epsilon", "1", "--delta", "1e-5", *SIZES, "--sketch-dim", "1"], "sketch_dim=1"),
-        (["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--steps", "10"], "--dataset-size"),
+        (
+            ["calibrate", "--epsilon", "1", "--delta", "1e-5", *SIZES, "--sketch-dim", "1"],
+            "sketch_dim=1",
+        ),
+        (
+            ["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--steps", "10"],
+            "--dataset-size",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_two(arguments, named):
@@ -206,14 +244,20 @@ def test_unknown_option_has_exit_code_two():
 def test_epsilon_command():
     record = command("epsilon", "--noise-multiplier", "4", "--delta", "1e-5", *SIZES)
     assert record["noise_multiplier"] == 4.0 and record["delta"] == 1e-5
-    assert record["sample_rate"] == 64 / 1225 and record["compositions"] == 200 and record["bands"] == 1
+    assert (
+        record["sample_rate"] == 64 / 1225
+        and record["compositions"] == 200
+        and record["bands"] == 1
+    )
     assert record["neighbouring"] == "add-remove" and record["sampler"] == "poisson"
     assert record["epsilon"] == epsilon(PoissonGaussian(4.0, 64 / 1225, 200), 1e-5)
 
 
 def test_bands_on_the_command_line():
     sizes = ["--dataset-size", "1225", "--batch-size", "64", "--steps", "201"]
-    record = command("epsilon", "--noise-multiplier", "8", "--delta", "1e-5", *sizes, "--bands", "4")
+    record = command(
+        "epsilon", "--noise-multiplier", "8", "--delta", "1e-5", *sizes, "--bands", "4"
+    )
     assert record["compositions"] == 51  # ceil(201 / 4)
     assert record["participation_rate"] == pytest.approx(4 * 64 / 1225)
     assert record["bands"] == 4 and record["sampler"] == "cyclic-poisson"
@@ -221,7 +265,11 @@ def test_bands_on_the_command_line():
 
 def test_sketches_on_the_command_line():
     record = command("calibrate", "--epsilon", "2", "--delta", "1e-5", *SIZES, "--sketch-dim", "32")
-    assert record["clipping"] == "randomized" and record["sketch_dim"] == 32 and record["envelope"] == "mixed"
+    assert (
+        record["clipping"] == "randomized"
+        and record["sketch_dim"] == 32
+        and record["envelope"] == "mixed"
+    )
     assert 1.99 <= record["epsilon"] <= 2.0 == record["target_epsilon"]
 
 
@@ -231,7 +279,9 @@ def test_infinite_epsilon_is_null_with_a_reason_on_the_command_line():
 
 
 def test_tables_say_upper_bound_and_relation():
-    result = CliRunner().invoke(app, ["epsilon", "--noise-multiplier", "4", "--delta", "1e-5", *SIZES])
+    result = CliRunner().invoke(
+        app, ["epsilon", "--noise-multiplier", "4", "--delta", "1e-5", *SIZES]
+    )
     assert result.exit_code == 0
     text = " ".join(result.output.split())
     assert "upper bound" in text and "add or remove one record" in text

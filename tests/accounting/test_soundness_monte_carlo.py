@@ -1,10 +1,14 @@
-"""The composed privacy loss of a worst-case record, drawn step by step, against the accountant's delta in both directions.
+"""The composed privacy loss of a worst-case record, drawn step by step, against the accountant's
+delta in both directions.
 
-Worst case: with exact clipping a contribution of norm C in every sampled step; with a sketch a gradient of rank one, R = chi2(k)/k, so a contribution of norm
-C R^(-1/2) (what lies beyond C if R is small, and below C if R is large). delta(eps) = E max(0, 1 - exp(eps - L)), L the composed loss under the upper distribution.
+Worst case: with exact clipping a contribution of norm C in every sampled step; with a sketch a
+gradient of rank one, R = chi2(k)/k, so a contribution of norm C R^(-1/2) (what lies beyond C if R
+is small, and below C if R is large). delta(eps) = E max(0, 1 - exp(eps - L)), L the composed loss
+under the upper distribution.
 
-False alarms: a right accountant fails one comparison with probability 3e-7 (five standard errors, one-sided, normal approximation: every estimate has hundreds of
-terms), and there are fewer than 250, so in some comparison with probability below 8e-5. Seeds are fixed, so in fact always or never.
+False alarms: a right accountant fails one comparison with probability 3e-7 (five standard errors,
+one-sided, normal approximation: every estimate has hundreds of terms), and there are fewer than
+250, so in some comparison with probability below 8e-5. Seeds are fixed, so in fact always or never.
 """
 
 import math
@@ -14,7 +18,7 @@ import numpy as np
 import pytest
 
 from quietgrad.accounting.composition import compose
-from quietgrad.facts import ExactClipping, PoissonGaussian, RandomizedClipping
+from quietgrad.events import ExactClipping, PoissonGaussian, RandomizedClipping
 
 ERRORS = 5.0
 DRAWS = 120_000
@@ -50,7 +54,9 @@ class Estimate:
 
 
 def composed_losses(event, direction, rng, *, envelope=False):
-    """[DRAWS] composed losses under the upper distribution. ``envelope``: Z is raised to 1 where it is below, the law that is accounted for."""
+    """[DRAWS] composed losses under the upper distribution. ``envelope``: Z is raised to 1 where it
+    is below, the law that is accounted for.
+    """
     total = np.zeros(DRAWS)
     q = event.sample_rate
     for _ in range(event.steps):
@@ -83,7 +89,9 @@ def is_tight(claimed, estimate):
 
 
 def claims(event, direction):
-    """(epsilon, delta) pairs of the accountant for one direction: at each target delta, and at epsilon = 0."""
+    """(epsilon, delta) pairs of the accountant for one direction: at each target delta, and at
+    epsilon = 0.
+    """
     composed = compose(event, tail_mass=1e-7)
     loss = composed.remove if direction == "remove" else composed.add
     epsilons = {0.0, *(loss.epsilon(target) for target in TARGETS)}
@@ -140,4 +148,7 @@ def test_an_accountant_that_believes_in_less_noise_is_caught(direction):
 def test_an_accountant_that_ignores_the_sketch_is_caught(event, direction):
     losses = composed_losses(event, direction, np.random.default_rng(16))
     exact = PoissonGaussian(event.noise_multiplier, event.sample_rate, event.steps, ExactClipping())
-    assert not all(is_sound(claimed, estimate_delta(losses, epsilon)) for epsilon, claimed in claims(exact, direction))
+    assert not all(
+        is_sound(claimed, estimate_delta(losses, epsilon))
+        for epsilon, claimed in claims(exact, direction)
+    )

@@ -1,7 +1,9 @@
-"""Attacks on the bound of one record's contribution: cancelling positions, other scales of numbers, half precision, cuts of the batch, an adversarial search.
+"""Attacks on the bound of one record's contribution: cancelling positions, other scales of numbers,
+half precision, cuts of the batch, an adversarial search.
 
-A record's contribution is what the clipped sum holds because of it. The loss is the inner product of a layer's outputs with given numbers, so an attacker chooses the layer's inputs and output gradients
-freely, which is more than data and weights allow.
+A record's contribution is what the clipped sum holds because of it. The loss is the inner product
+of a layer's outputs with given numbers, so an attacker chooses the layer's inputs and output
+gradients freely, which is more than data and weights allow.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ def linear(x: Tensor, g: Tensor) -> nn.Linear:
 def cancelling(size: float, true_norm: float, positions: int = 4) -> Pair:
     """One record whose positions cancel but for ``true_norm``: factors of norm ``size``."""
     source = torch.Generator().manual_seed(0)
-    a, g = (torch.nn.functional.normalize(torch.randn(n, generator=source), dim=0) * size for n in (32, 24))
+    a, g = (
+        torch.nn.functional.normalize(torch.randn(n, generator=source), dim=0) * size
+        for n in (32, 24)
+    )
     x = a.expand(positions, -1).clone()
     signs = torch.ones(positions, 1)
     signs[1::2] = -1
@@ -69,7 +74,9 @@ def cancelling(size: float, true_norm: float, positions: int = 4) -> Pair:
 
 @pytest.mark.parametrize("engine", ["bookkeeping", "one-example"])
 @pytest.mark.parametrize("estimator", EXACT)
-@pytest.mark.parametrize(("size", "true_norm"), [(1e3, 100.0), (1e4, 1e4), (1e4, 100.0), (3e3, 1.0)])
+@pytest.mark.parametrize(
+    ("size", "true_norm"), [(1e3, 100.0), (1e4, 1e4), (1e4, 100.0), (3e3, 1.0)]
+)
 def test_cancelling_positions(size: float, true_norm: float, estimator: str, engine: str) -> None:
     """Before: the ghost norm was 0, and the record contributed 100 C and 1e4 C."""
     batch = cancelling(size, true_norm)
@@ -80,12 +87,17 @@ def test_cancelling_positions(size: float, true_norm: float, estimator: str, eng
 def test_cancelling_positions_of_a_sketch(estimator: str) -> None:
     """A sketch is not measured again: what rounding may have hidden is added to its norm."""
     batch = cancelling(1e4, 1e4)
-    assert contribution(Clipper(1.0, estimator, 64, engine="bookkeeping"), linear(*batch), batch) <= 1.3  # R^-1/2
+    assert (
+        contribution(Clipper(1.0, estimator, 64, engine="bookkeeping"), linear(*batch), batch)
+        <= 1.3
+    )  # R^-1/2
 
 
 @pytest.mark.parametrize("estimator", ["auto", *EXACT])
 def test_unix_time_as_an_input(estimator: str) -> None:
-    """Ordinary data: a column of 1.7e9 under a layer whose outputs are centred over positions. Before: 33 of 60 records above C, the worst 5e7 C."""
+    """Ordinary data: a column of 1.7e9 under a layer whose outputs are centred over positions.
+    Before: 33 of 60 records above C, the worst 5e7 C.
+    """
 
     class Centred(nn.Module):
         def __init__(self) -> None:
@@ -146,8 +158,12 @@ def layer_of(kind: str, dtype: torch.dtype) -> tuple[nn.Module, tuple[int, ...],
     return nn.Linear(5, 4).to(dtype), (6, 5), (6, 4)
 
 
-def search(score: Callable[[Pair], float], start: Pair, steps: int, source: torch.Generator) -> float:
-    """Gradient-free: keeps a random change of signs, scales, copies or entries where the score grows. Returns the best score."""
+def search(
+    score: Callable[[Pair], float], start: Pair, steps: int, source: torch.Generator
+) -> float:
+    """Gradient-free: keeps a random change of signs, scales, copies or entries where the score
+    grows. Returns the best score.
+    """
     best, best_score = start, score(start)
     for _ in range(steps):
         x, g = (t.clone() for t in best)
@@ -176,7 +192,9 @@ def search(score: Callable[[Pair], float], start: Pair, steps: int, source: torc
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["linear", "convolution", "groups", "normalisation", "recurrent"])
 def test_adversarial_search_finds_no_contribution_above_the_bound(kind: str, way: str) -> None:
-    """Over inputs and output gradients that try to cancel, overflow, underflow; every engine and exact estimator."""
+    """Over inputs and output gradients that try to cancel, overflow, underflow; every engine and
+    exact estimator.
+    """
     if kind in ("recurrent", "normalisation") and way == "float16-autocast":
         pytest.skip("float16 recurrent and normalisation kernels do not exist on a processor")
     dtype, autocast = WAYS[way]
@@ -189,7 +207,10 @@ def test_adversarial_search_finds_no_contribution_above_the_bound(kind: str, way
             return (model(batch[0]).float() * batch[1].float()).flatten(1).sum(1)
 
     clippers = [Clipper(1.0, e, engine="bookkeeping") for e in EXACT]
-    clippers += [Clipper(1.0, engine="one-example"), Clipper(1.0, "ghost", engine="bookkeeping", scaling="automatic")]
+    clippers += [
+        Clipper(1.0, engine="one-example"),
+        Clipper(1.0, "ghost", engine="bookkeeping", scaling="automatic"),
+    ]
 
     def worst(pair: Pair) -> float:
         x, g = (torch.cat([torch.zeros_like(t), t]) for t in pair)
@@ -197,7 +218,9 @@ def test_adversarial_search_finds_no_contribution_above_the_bound(kind: str, way
         for clipper in clippers:
             with contextlib.suppress(ValueError):  # refused by the guard: nothing is contributed
                 sums = clipper.clip(model, loss, (x, g)).gradients
-                found = max(found, float(sum(v.double().square().sum() for v in sums.values())) ** 0.5)
+                found = max(
+                    found, float(sum(v.double().square().sum() for v in sums.values())) ** 0.5
+                )
         return found
 
     start = (
@@ -228,7 +251,10 @@ def test_certified_norms_are_upper_bounds(
     x, g = x * 10.0 ** sizes[0], g * 10.0 ** sizes[1]
     use = DenseFactors(g, x)
     # What the sum will hold of each, as it is formed: and no norm may be below that.
-    held = [estimators_sum(DenseFactors(g[i : i + 1], x[i : i + 1])).double().norm() for i in range(len(x))]
+    held = [
+        estimators_sum(DenseFactors(g[i : i + 1], x[i : i + 1])).double().norm()
+        for i in range(len(x))
+    ]
     truth = torch.linalg.matrix_norm(g.double().transpose(2, 3) @ x.double())[:, 0]
     for measure in (ghost_norms, materialized_norms):
         found = measure([use], torch.float32)
@@ -238,7 +264,9 @@ def test_certified_norms_are_upper_bounds(
         for i in range(len(x)):
             if torch.isfinite(certified[i]):
                 assert float(certified[i]) >= float(truth[i]) * (1 - 1e-12)
-                assert not torch.isfinite(held[i]) or float(certified[i]) >= float(held[i]) * (1 - 1e-7)
+                assert not torch.isfinite(held[i]) or float(certified[i]) >= float(held[i]) * (
+                    1 - 1e-7
+                )
 
 
 def estimators_sum(use: DenseFactors) -> Tensor:
@@ -246,13 +274,19 @@ def estimators_sum(use: DenseFactors) -> Tensor:
 
 
 def test_an_embedding_that_reads_one_row_many_times() -> None:
-    """Rows are added up one position after the other: 32 768 times the rounding of one addition. Before: 1.0027 C, with a million positions 1.12 C."""
+    """Rows are added up one position after the other: 32 768 times the rounding of one addition.
+    Before: 1.0027 C, with a million positions 1.12 C.
+    """
     g = torch.ones(1, 1, 32768, 4)
     g[:, :, 0] = 2.0**24
     use = OneHotFactors(torch.zeros(1, 32768, dtype=torch.int64), g, 16)
     found = materialized_norms([use], torch.float32)
     factor = 1.0625 / float(found.squared.sqrt())
-    held = float(use.weighted_sum(torch.full((1,), factor), torch.Size((16, 4)), torch.float32).double().norm())
+    held = float(
+        use.weighted_sum(torch.full((1,), factor), torch.Size((16, 4)), torch.float32)
+        .double()
+        .norm()
+    )
     assert held > 1.0625 * LARGEST  # the attack works on the estimate alone
     sums = rounding.NormSums.empty(1, 1, g.device)
     sums.add(0, found, 64)
@@ -262,7 +296,9 @@ def test_an_embedding_that_reads_one_row_many_times() -> None:
 
 
 def test_half_precision_and_padding_do_not_switch_a_record_off() -> None:
-    """A gradient that overflows float16 where autograd forms it, and not where the sum does: whichever way it is measured, it contributes the same."""
+    """A gradient that overflows float16 where autograd forms it, and not where the sum does:
+    whichever way it is measured, it contributes the same.
+    """
     x, g = torch.full((1, 8, 4), 300.0), torch.full((1, 8, 4), 300.0)
     found = []
     for padding in (0, 200, 3000):
@@ -287,7 +323,9 @@ def test_clip_factors_are_not_rounded_to_half_precision() -> None:
         source = torch.Generator().manual_seed(seed)
         batch = tuple(torch.randn(1, 1, n, generator=source) for n in (40, 30))
         with torch.autocast("cpu", torch.bfloat16):
-            worst = max(worst, contribution(Clipper(1.0, engine="bookkeeping"), linear(*batch), batch))
+            worst = max(
+                worst, contribution(Clipper(1.0, engine="bookkeeping"), linear(*batch), batch)
+            )
     assert 0.998 < worst <= 1.0 + 1e-5
 
 
@@ -308,7 +346,9 @@ CUTS = [(7, 7), (7, 3), (7, 1), (4, 2)]
 @pytest.mark.parametrize("estimator", [*EXACT, *SKETCHES])
 @pytest.mark.parametrize("place", [0, 3, 7])
 def test_one_record_more_changes_nothing_of_the_others(estimator: str, place: int) -> None:
-    """Under every cut into micro-batches and with padding to a longer record; sketches to the bit, exact norms to rounding (E14)."""
+    """Under every cut into micro-batches and with padding to a longer record; sketches to the bit,
+    exact norms to rounding (E14).
+    """
     source = torch.Generator().manual_seed(3)
     x, g = torch.randn(7, 6, 8, generator=source), torch.randn(7, 6, 5, generator=source)
     model = linear(x, g)
@@ -327,9 +367,13 @@ def test_one_record_more_changes_nothing_of_the_others(estimator: str, place: in
         return found
 
     expected = others((x, g), 7, list(range(7)))
-    new_x, new_g = torch.randn(1, 9, 8, generator=source) * 50, torch.randn(1, 9, 5, generator=source) * 50
+    new_x, new_g = (
+        torch.randn(1, 9, 8, generator=source) * 50,
+        torch.randn(1, 9, 5, generator=source) * 50,
+    )
     more = tuple(
-        torch.cat([padded(old[:place], 3), new, padded(old[place:], 3)]) for old, new in ((x, new_x), (g, new_g))
+        torch.cat([padded(old[:place], 3), new, padded(old[place:], 3)])
+        for old, new in ((x, new_x), (g, new_g))
     )
     mine = [i for i in range(8) if i != place]
     for size in (8, 5, 3, 1):
@@ -341,7 +385,9 @@ def test_one_record_more_changes_nothing_of_the_others(estimator: str, place: in
 
 
 def test_a_cancelling_crowd_is_not_revealed_by_one_record_more() -> None:
-    """E14 as it was run: 800 records whose clipped gradients cancel inside every micro-batch of four; one record in front shifts all others. Before: a standard deviation of 3.8 C."""
+    """E14 as it was run: 800 records whose clipped gradients cancel inside every micro-batch of
+    four; one record in front shifts all others. Before: a standard deviation of 3.8 C.
+    """
     source = torch.Generator().manual_seed(0)
     a, b = torch.randn(1, 6, generator=source), torch.randn(1, 5, generator=source)
     signs = torch.tensor([1.0, -1.0]).repeat(400)
@@ -355,7 +401,8 @@ def test_a_cancelling_crowd_is_not_revealed_by_one_record_more() -> None:
         assert float(total(clipper, model, silent, step).norm()) < 1e-3
 
 
-# ------------------------------------------------------------------------------------- the protections, switched off
+# ------------------------------------------------------------------------------------- the
+# protections, switched off
 
 
 def _no_slack(self: rounding.NormSums) -> Norms:
@@ -370,20 +417,27 @@ def test_without_certified_bounds_the_attack_is_seen(monkeypatch: pytest.MonkeyP
 
 
 def test_without_the_lost_squares_underflow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, g = torch.full((1, 2, 8), 1e-24), torch.full((1, 2, 6), 1e18)  # squares of inputs are flushed to zero
+    x, g = (
+        torch.full((1, 2, 8), 1e-24),
+        torch.full((1, 2, 6), 1e18),
+    )  # squares of inputs are flushed to zero
     clipper = Clipper(1e-6, "ghost", engine="bookkeeping")
     assert contribution(clipper, linear(x, g), (x, g)) <= LARGEST
     right = ghost._measured_by_ghost
 
     def forgetful(*arguments: object) -> Measured:
         found = right(*arguments)
-        return Measured(found.squared, torch.zeros_like(found.slack), torch.zeros_like(found.margin))
+        return Measured(
+            found.squared, torch.zeros_like(found.slack), torch.zeros_like(found.margin)
+        )
 
     monkeypatch.setattr(ghost, "_measured_by_ghost", forgetful)
     assert contribution(clipper, linear(x, g), (x, g)) > 10
 
 
-def test_with_a_projection_for_each_micro_batch_the_crowd_is_revealed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_projection_for_each_micro_batch_the_crowd_is_revealed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     right, calls = Hutch.norms, []
 
     def fresh(self: Hutch, uses: list, sketch: Sketch, dtype: torch.dtype) -> Measured:

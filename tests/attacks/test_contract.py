@@ -1,4 +1,6 @@
-"""The contract of a run under attack: what a careless user did, and what happens now. Each attack that a protection stops is also run with the protection off, where it has to succeed."""
+"""The contract of a run under attack: what a careless user did, and what happens now. Each attack
+that a protection stops is also run with the protection off, where it has to succeed.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def model_of() -> nn.Module:
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(RECORDS, 5, generator=generator), torch.randint(0, 3, (RECORDS,), generator=generator)
+    return torch.randn(RECORDS, 5, generator=generator), torch.randint(
+        0, 3, (RECORDS,), generator=generator
+    )
 
 
 def at(indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +111,9 @@ def of_the_function(private: PrivateRun, indices: np.ndarray) -> ClippedSum:
 
 
 def put_together(private: PrivateRun, indices: np.ndarray) -> ClippedSum:
-    return ClippedSum({"weight": torch.full((3, 5), 100.0), "bias": torch.zeros(3)}, private.plan.clipper.claim)
+    return ClippedSum(
+        {"weight": torch.full((3, 5), 100.0), "bias": torch.zeros(3)}, private.plan.clipper.claim
+    )
 
 
 def scaled_in_place(private: PrivateRun, indices: np.ndarray) -> ClippedSum:
@@ -148,7 +154,9 @@ def a_number_for_a_matrix(private: PrivateRun, indices: np.ndarray) -> ClippedSu
 
 def with_one_of_another_run(private: PrivateRun, indices: np.ndarray) -> ClippedSum:
     first, rest = indices[:1], indices[1:]
-    return private.clip(model_of(), loss, at(first)) + plan_of().start().clip(model_of(), loss, at(rest))
+    return private.clip(model_of(), loss, at(first)) + plan_of().start().clip(
+        model_of(), loss, at(rest)
+    )
 
 
 WRONG_SUMS: list[tuple[Callable[[PrivateRun, np.ndarray], ClippedSum], str]] = [
@@ -170,7 +178,9 @@ WRONG_SUMS: list[tuple[Callable[[PrivateRun, np.ndarray], ClippedSum], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "message"), WRONG_SUMS, ids=[wrong.__name__ for wrong, _ in WRONG_SUMS])
+@pytest.mark.parametrize(
+    ("wrong", "message"), WRONG_SUMS, ids=[wrong.__name__ for wrong, _ in WRONG_SUMS]
+)
 def test_a_sum_of_the_wrong_records_is_not_released(
     wrong: Callable[[PrivateRun, np.ndarray], ClippedSum], message: str, tmp_path: Path
 ) -> None:
@@ -208,7 +218,9 @@ def test_two_threads_release_one_batch_once() -> None:
             sums = [private.clip(model_of(), loss, at(indices)) for _ in range(2)]
             outcomes: list[bool] = []
 
-            def release(clipped: ClippedSum, private: PrivateRun = private, outcomes: list[bool] = outcomes) -> None:
+            def release(
+                clipped: ClippedSum, private: PrivateRun = private, outcomes: list[bool] = outcomes
+            ) -> None:
                 with contextlib.suppress(RuntimeError):
                     private.release(clipped)
                     outcomes.append(True)
@@ -241,7 +253,9 @@ def test_a_shuffled_loader_without_batches_is_refused() -> None:
     # True epsilon 24 at a printed 1.17: every record took part in every epoch.
     private, x = plan_of().start(), torch.randperm(RECORDS)
     for step in (private.step, lambda *batch: private.release(private.clip(*batch))):
-        with pytest.raises(RuntimeError, match=r"there is no open batch.*loop over run\.batches\(\)"):
+        with pytest.raises(
+            RuntimeError, match=r"there is no open batch.*loop over run\.batches\(\)"
+        ):
             step(model_of(), loss, at(x[:12]))
     assert private.released == 0
 
@@ -262,11 +276,14 @@ def test_an_empty_batch_takes_an_empty_sum_only() -> None:
         private.step(model_of(), loss, at(indices))
 
 
-@pytest.mark.parametrize("wrong", [everybody, four_copies, scaled_in_place], ids=lambda wrong: wrong.__name__)
+@pytest.mark.parametrize(
+    "wrong", [everybody, four_copies, scaled_in_place], ids=lambda wrong: wrong.__name__
+)
 def test_without_the_check_the_wrong_sum_goes_out(
     wrong: Callable[[PrivateRun, np.ndarray], ClippedSum], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A mutant: what is released then moves by far more than C for one record, at an unchanged epsilon.
+    # A mutant: what is released then moves by far more than C for one record, at an unchanged
+    # epsilon.
     monkeypatch.setattr(PrivateRun, "_require_sum_of", lambda *_: None)
     private, indices = opened()
     private.release(wrong(private, indices))
@@ -286,7 +303,9 @@ def test_without_stamps_one_sum_is_added_three_times(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1e-42, 1e-3, 1.0, 1e4, 1e30, 3e38])
-def test_contributions_are_shortened_to_c_and_never_lengthened(dtype: torch.dtype, size: float) -> None:
+def test_contributions_are_shortened_to_c_and_never_lengthened(
+    dtype: torch.dtype, size: float
+) -> None:
     private, _ = opened(max_grad_norm=0.7)
     generator = torch.Generator().manual_seed(1)
     given = {
@@ -327,7 +346,9 @@ def test_a_contribution_that_is_not_finite_counts_and_contributes_nothing() -> N
     rows[1, 0], rows[2, 1] = math.nan, math.inf
     clipped = private.contribution({"w": rows}, 4)
     assert clipped.private.examples == 4
-    torch.testing.assert_close(clipped.gradients["w"], 2 * torch.ones(3) / math.sqrt(3), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        clipped.gradients["w"], 2 * torch.ones(3) / math.sqrt(3), rtol=1e-5, atol=0
+    )
 
 
 # Settings that contradict each other
@@ -356,7 +377,9 @@ def test_two_alternatives_are_refused_wherever_they_stand(
     both = rf"{table}\.{one}={values[0]} and {table}\.{other}={values[1]} are both given"
     for order in (1, -1):
         with pytest.raises(ValueError, match=both + " with --set"):
-            config_of(tmp_path, "", *[f"{one}={values[0]}", f"{table}.{other}={values[1]}"][::order])
+            config_of(
+                tmp_path, "", *[f"{one}={values[0]}", f"{table}.{other}={values[1]}"][::order]
+            )
     file = f"[{table}]\n{one} = {values[0]}\n{other} = {values[1]}\n"
     for overrides in (
         (),
@@ -374,7 +397,10 @@ def test_an_override_takes_the_place_of_the_files_alternative(
     table, one, other = names
     for given, value, wanted in ((one, values[0], other), (other, values[1], one)):
         found = config_of(tmp_path, f"[{table}]\n{given} = {value}\n", f"{wanted}=5")
-        assert getattr(getattr(found, table), wanted) == 5 and getattr(getattr(found, table), given) is None
+        assert (
+            getattr(getattr(found, table), wanted) == 5
+            and getattr(getattr(found, table), given) is None
+        )
 
 
 def test_one_setting_given_twice_is_refused(tmp_path: Path) -> None:
@@ -393,7 +419,10 @@ def test_tables_built_by_hand_are_checked_too() -> None:
 
 @pytest.mark.parametrize("delta", [1 / RECORDS, 0.5, 0.9])
 def test_no_epsilon_is_shown_for_a_delta_that_admits_publishing_records(
-    delta: float, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    delta: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from quietgrad.cli import main
 
@@ -401,7 +430,16 @@ def test_no_epsilon_is_shown_for_a_delta_that_admits_publishing_records(
         plan_of(target_delta=delta)
     ledger = tmp_path / "ledger.jsonl"
     plan_of().start(ledger).close()
-    sizes = ["--dataset-size", str(RECORDS), "--batch-size", "12", "--steps", "8", "--delta", str(delta)]
+    sizes = [
+        "--dataset-size",
+        str(RECORDS),
+        "--batch-size",
+        "12",
+        "--steps",
+        "8",
+        "--delta",
+        str(delta),
+    ]
     for arguments in (
         ["calibrate", "--epsilon", "3", *sizes],
         ["epsilon", "--noise-multiplier", "1.2", *sizes],
@@ -433,7 +471,11 @@ def meet(rank: int, folder: str) -> None:
     indices = next(started.batches())
     clipped = started.clip(model_of(), loss, at(indices))
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
     )
     try:
         attempt(lambda: plan_of().start())
@@ -459,13 +501,18 @@ def test_every_door_is_shut_under_a_group_of_two(tmp_path: Path) -> None:
     for rank in range(2):
         *refused, wrapped, released = (tmp_path / f"rank{rank}.txt").read_text().splitlines()
         assert len(refused) == 7
-        assert all("process group of 2 ranks" in message and "one process" in message for message in refused)
+        assert all(
+            "process group of 2 ranks" in message and "one process" in message
+            for message in refused
+        )
         assert "DistributedDataParallel" in wrapped and released == "0"
 
 
 @pytest.fixture
 def group_of_one(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
+    )
     try:
         yield
     finally:
@@ -491,11 +538,17 @@ def test_without_the_check_two_ranks_would_both_release(monkeypatch: pytest.Monk
     assert private.released == 1
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_one_of_several_processes_of_a_launcher_starts_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
+)
+def test_one_of_several_processes_of_a_launcher_starts_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # torchrun without init_process_group: every rank would train alone, on the same records.
     monkeypatch.setenv(name, "2")
-    with pytest.raises(RuntimeError, match=rf"{name}=2 says .*their epsilons add: run it in one process"):
+    with pytest.raises(
+        RuntimeError, match=rf"{name}=2 says .*their epsilons add: run it in one process"
+    ):
         plan_of().start()
     for alone in ("1", "", "many"):
         refuse_launcher({name: alone})
@@ -569,13 +622,16 @@ def test_without_the_process_check_parent_and_child_share_their_noise(
     private, indices = opened()
     clipped, file = private.clip(model_of(), loss, at(indices)), tmp_path / "child.pt"
     nothing = private.contribution(
-        {"weight": torch.zeros(len(indices), 3, 5), "bias": torch.zeros(len(indices), 3)}, len(indices)
+        {"weight": torch.zeros(len(indices), 3, 5), "bias": torch.zeros(len(indices), 3)},
+        len(indices),
     )
     assert as_child(lambda: torch.save(private.release(nothing).gradients, file)) == "done"
     ours = private.release(clipped).gradients
     theirs = torch.load(file)
     for name, gradient in clipped.gradients.items():
-        torch.testing.assert_close(ours[name] - theirs[name], gradient, rtol=1e-4, atol=1e-5)  # the data, exactly
+        torch.testing.assert_close(
+            ours[name] - theirs[name], gradient, rtol=1e-4, atol=1e-5
+        )  # the data, exactly
 
 
 @forks
@@ -585,7 +641,10 @@ def test_workers_that_load_records_may_be_forked_while_a_run_is_open() -> None:
     x, y = data()
     records = torch.utils.data.Subset(torch.utils.data.TensorDataset(x, y), indices.tolist())
     loader = torch.utils.data.DataLoader(
-        records, batch_size=4, num_workers=1, multiprocessing_context=multiprocessing.get_context("fork")
+        records,
+        batch_size=4,
+        num_workers=1,
+        multiprocessing_context=multiprocessing.get_context("fork"),
     )
     parts = [private.clip(model_of(), loss, (part[0], part[1])) for part in loader]
     total = parts[0]
@@ -611,7 +670,10 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("way", COPIES)
 def test_a_run_is_not_copied(way: str) -> None:
     private, indices = opened()
-    with pytest.raises(TypeError, match="PrivateRun cannot be copied or pickled: the copy would draw the same noise"):
+    with pytest.raises(
+        TypeError,
+        match="PrivateRun cannot be copied or pickled: the copy would draw the same noise",
+    ):
         COPIES[way](private)
     private.step(model_of(), loss, at(indices))
 
@@ -623,7 +685,8 @@ def test_without_the_refusal_a_copy_repeats_the_noise(monkeypatch: pytest.Monkey
     other = copy.copy(private)
     clipped = private.clip(model_of(), loss, at(indices))
     nothing = private.contribution(
-        {"weight": torch.zeros(len(indices), 3, 5), "bias": torch.zeros(len(indices), 3)}, len(indices)
+        {"weight": torch.zeros(len(indices), 3, 5), "bias": torch.zeros(len(indices), 3)},
+        len(indices),
     )
     ours, theirs = private.release(clipped).gradients, other.release(nothing).gradients
     for name, gradient in clipped.gradients.items():
@@ -649,23 +712,41 @@ def test_an_open_ledger_is_not_copied(tmp_path: Path) -> None:
 # Seeds
 
 
-LONG = "4f1d8e03b7a62c95d0e4718a3bc9f256"  # drawn once: names of tests must not change from process to process
+# drawn once: names of tests must not change from process to process
+LONG = "4f1d8e03b7a62c95d0e4718a3bc9f256"
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 42, 2**31, 2**64, 2**127 - 1, 2**127, "2a", "0" * 32, "a" * 32, "deadbeef" * 3, f"{7:032x}"]
+    "seed",
+    [
+        0,
+        42,
+        2**31,
+        2**64,
+        2**127 - 1,
+        2**127,
+        "2a",
+        "0" * 32,
+        "a" * 32,
+        "deadbeef" * 3,
+        f"{7:032x}",
+    ],
 )
 def test_short_and_typed_seeds_are_refused_where_data_are_private(seed: int | str) -> None:
     with pytest.raises(
         ValueError, match=r"so it could be guessed.*secrets\.token_hex\(16\).*data_are_public"
     ) as refused:
         plan_of(seed=seed)
-    assert str(seed) not in str(refused.value).replace("128", "").replace("16", "") or len(str(seed)) < 2
+    assert (
+        str(seed) not in str(refused.value).replace("128", "").replace("16", "")
+        or len(str(seed)) < 2
+    )
     plan_of(seed=seed, data_are_public=True)
 
 
 @pytest.mark.parametrize(
-    "seed", [LONG, LONG.upper(), LONG + LONG[::-1], int("9" + LONG[1:], 16), int("c" + LONG[:0:-1], 16)]
+    "seed",
+    [LONG, LONG.upper(), LONG + LONG[::-1], int("9" + LONG[1:], 16), int("c" + LONG[:0:-1], 16)],
 )
 def test_drawn_seeds_of_128_bits_are_taken(seed: int | str) -> None:
     require_secret_seed(seed)
@@ -745,7 +826,9 @@ def test_public_data_may_use_a_seed_again_and_the_ledger_says_so(tmp_path: Path)
 # What is printed
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-9, 0.12345, 1.00001, 1.0, 2.0, 4.99999999, 476.0312, 1e6 + 1e-7, math.inf])
+@pytest.mark.parametrize(
+    "value", [0.0, 1e-9, 0.12345, 1.00001, 1.0, 2.0, 4.99999999, 476.0312, 1e6 + 1e-7, math.inf]
+)
 @pytest.mark.parametrize("digits", [0, 2, 3, 4])
 def test_printed_epsilons_are_never_below_the_computed_ones(value: float, digits: int) -> None:
     shown = float(round_up(value, digits))

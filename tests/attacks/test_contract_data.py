@@ -1,4 +1,6 @@
-"""Private records under attack: what one of them says of itself, what it changes of the others, and starts from what was trained on them."""
+"""Private records under attack: what one of them says of itself, what it changes of the others, and
+starts from what was trained on them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ from quietgrad.training.tasks.images.data import LabelledImages, split_images
 from quietgrad.training.tasks.images.folder import FolderLayout, load_image_folder
 from quietgrad.training.tasks.images.public_weights import check_public_weights, save_public_weights
 from quietgrad.training.tasks.records import classification_loss
-from quietgrad.training.tasks.splits import IGNORED, Splits, split, split_with_test, with_public_labels
+from quietgrad.training.tasks.splits import (
+    IGNORED,
+    Splits,
+    split,
+    split_with_test,
+    with_public_labels,
+)
 from quietgrad.training.tasks.text.data import LabelledTexts, load_texts
 
 SECRET = "syphilis"  # a label, or a text, that one private record has
@@ -39,22 +47,32 @@ def texts_of(count: int = 200, labels: tuple[str, ...] = ("good", "bad")) -> lis
 
 
 def csv_of(path: Path, rows: list[tuple[str, str]]) -> str:
-    path.write_text("text,label\n" + "".join(f'"{text}",{label}\n' for text, label in rows), encoding="utf-8")
+    path.write_text(
+        "text,label\n" + "".join(f'"{text}",{label}\n' for text, label in rows), encoding="utf-8"
+    )
     return str(path)
 
 
-def read(path: Path, rows: list[tuple[str, str]], given: tuple[str, ...] = ()) -> Splits[LabelledTexts]:
-    return with_public_labels(split(load_texts(csv_of(path, rows), "text", "label"), 0.2, 0.2), given)
+def read(
+    path: Path, rows: list[tuple[str, str]], given: tuple[str, ...] = ()
+) -> Splits[LabelledTexts]:
+    return with_public_labels(
+        split(load_texts(csv_of(path, rows), "text", "label"), 0.2, 0.2), given
+    )
 
 
 def side_of(text: str) -> str:
     """The part that a text falls into at these fractions, whatever else is there."""
     parts = split(load_texts_of([(text, "good"), *texts_of()]), 0.2, 0.2)
-    return next(name for name in ("train", "validation", "test") if text in getattr(parts, name).texts)
+    return next(
+        name for name in ("train", "validation", "test") if text in getattr(parts, name).texts
+    )
 
 
 def load_texts_of(rows: list[tuple[str, str]]) -> LabelledTexts:
-    return LabelledTexts(tuple(t for t, _ in rows), np.zeros(len(rows), dtype=np.int64), ("good", "bad"), "made up")
+    return LabelledTexts(
+        tuple(t for t, _ in rows), np.zeros(len(rows), dtype=np.int64), ("good", "bad"), "made up"
+    )
 
 
 PRIVATE_TEXT = next(t for t in (f"a private text {i}" for i in range(99)) if side_of(t) == "train")
@@ -65,8 +83,11 @@ PUBLIC_TEXT = next(t for t in (f"a public text {i}" for i in range(99)) if side_
 
 
 @pytest.mark.parametrize("label", [SECRET, "", "  "])
-def test_a_private_label_stays_out_of_the_list_and_changes_no_other_record(label: str, tmp_path: Path) -> None:
-    # The width of the head, its index order and the saved list of labels told that one patient has it.
+def test_a_private_label_stays_out_of_the_list_and_changes_no_other_record(
+    label: str, tmp_path: Path
+) -> None:
+    # The width of the head, its index order and the saved list of labels told that one patient has
+    # it.
     without = read(tmp_path / "without.csv", texts_of())
     beside = read(tmp_path / "with.csv", [(PRIVATE_TEXT, label), *texts_of()])
     assert beside.train.label_names == without.train.label_names == ("bad", "good")
@@ -80,19 +101,32 @@ def test_a_private_label_stays_out_of_the_list_and_changes_no_other_record(label
 
 def test_the_old_list_of_labels_told_of_it(tmp_path: Path) -> None:
     # A mutant: labels of all records, as before.
-    found = load_texts(csv_of(tmp_path / "with.csv", [(PRIVATE_TEXT, SECRET), *texts_of()]), "text", "label")
+    found = load_texts(
+        csv_of(tmp_path / "with.csv", [(PRIVATE_TEXT, SECRET), *texts_of()]), "text", "label"
+    )
     assert SECRET in found.label_names and len(found.label_names) == 3
 
 
-def test_a_public_label_outside_the_setting_is_named_and_a_private_one_is_not(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"label 'odd' of a validation or test record is not in data\.labels"):
+def test_a_public_label_outside_the_setting_is_named_and_a_private_one_is_not(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"label 'odd' of a validation or test record is not in data\.labels"
+    ):
         read(tmp_path / "a.csv", [(PUBLIC_TEXT, "odd"), *texts_of()], ("good", "bad"))
-    found = read(tmp_path / "b.csv", [(PRIVATE_TEXT, SECRET), *texts_of()], ("good", "bad", "other"))
-    assert found.train.label_names == ("good", "bad", "other") and (found.train.labels == IGNORED).sum() == 1
+    found = read(
+        tmp_path / "b.csv", [(PRIVATE_TEXT, SECRET), *texts_of()], ("good", "bad", "other")
+    )
+    assert (
+        found.train.label_names == ("good", "bad", "other")
+        and (found.train.labels == IGNORED).sum() == 1
+    )
 
 
 def test_a_public_record_that_cannot_be_used_is_refused_without_its_place(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a validation or test record lacks a text or a label") as refused:
+    with pytest.raises(
+        ValueError, match="a validation or test record lacks a text or a label"
+    ) as refused:
         read(tmp_path / "a.csv", [(PUBLIC_TEXT, ""), *texts_of()])
     assert "record 1" not in str(refused.value)
 
@@ -104,18 +138,26 @@ def test_training_labels_that_no_public_record_has_are_refused_all_together(tmp_
     )
     parts = split(train, 0.2, 0.2)
     with pytest.raises(
-        ValueError, match="no training record has a text and a label that validation or test records have"
+        ValueError,
+        match="no training record has a text and a label that validation or test records have",
     ):
         with_public_labels(Splits(parts.train, test, test))
 
 
 def test_labels_of_a_test_source_count_as_public(tmp_path: Path) -> None:
-    train = load_texts(csv_of(tmp_path / "a.csv", [(PRIVATE_TEXT, "rare"), *texts_of(99)]), "text", "label")
+    train = load_texts(
+        csv_of(tmp_path / "a.csv", [(PRIVATE_TEXT, "rare"), *texts_of(99)]), "text", "label"
+    )
     test = load_texts(
-        csv_of(tmp_path / "b.csv", [(f"another {i}", ("good", "rare")[i % 2]) for i in range(20)]), "text", "label"
+        csv_of(tmp_path / "b.csv", [(f"another {i}", ("good", "rare")[i % 2]) for i in range(20)]),
+        "text",
+        "label",
     )
     found = with_public_labels(split_with_test(train, test, 0.2))
-    assert found.train.label_names == ("bad", "good", "rare") and not (found.train.labels == IGNORED).any()
+    assert (
+        found.train.label_names == ("bad", "good", "rare")
+        and not (found.train.labels == IGNORED).any()
+    )
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -130,7 +172,9 @@ def test_a_record_that_is_ignored_contributes_exactly_zero(several: bool) -> Non
     )
     kept = [0, 1, 3, 4]
     whole = clipped_gradients(model, classification_loss, {"x": x, "labels": labels}, 1.0)
-    rest = clipped_gradients(model, classification_loss, {"x": x[kept], "labels": labels[kept]}, 1.0)
+    rest = clipped_gradients(
+        model, classification_loss, {"x": x[kept], "labels": labels[kept]}, 1.0
+    )
     alone = clipped_gradients(model, classification_loss, {"x": x[2:3], "labels": labels[2:3]}, 1.0)
     for name, gradient in whole.gradients.items():
         torch.testing.assert_close(gradient, rest.gradients[name])
@@ -148,7 +192,11 @@ def test_a_private_record_without_an_answer_stays_and_is_not_named(tmp_path: Pat
     require_answers(parts)
     assert parts.train.answers[parts.train.texts.index(PRIVATE_TEXT)] == ""
     public = split(
-        load_pairs(csv_of(tmp_path / "b.csv", [(PUBLIC_TEXT, ""), *texts_of()]), "{text}", "{label}"), 0.2, 0.2
+        load_pairs(
+            csv_of(tmp_path / "b.csv", [(PUBLIC_TEXT, ""), *texts_of()]), "{text}", "{label}"
+        ),
+        0.2,
+        0.2,
     )
     with pytest.raises(ValueError, match="a validation or test record has an empty answer"):
         require_answers(public)
@@ -216,13 +264,18 @@ def picture(path: Path, value: int) -> None:
 def folders(folder: Path, train: int = 40, test: int = 8) -> Path:
     for part, count in (("train", train), ("test", test)):
         for i in range(count):
-            picture(folder / part / ("cat", "dog")[i % 2] / f"{part}{i:02}.png", i + 1000 * (part == "test"))
+            picture(
+                folder / part / ("cat", "dog")[i % 2] / f"{part}{i:02}.png",
+                i + 1000 * (part == "test"),
+            )
     return folder
 
 
 def table(folder: Path, train: list[tuple[str, str]], test: list[tuple[str, str]]) -> Path:
     for part, rows in (("train", train), ("test", test)):
-        (folder / f"{part}.csv").write_text("file,label\n" + "".join(f"{file},{label}\n" for file, label in rows))
+        (folder / f"{part}.csv").write_text(
+            "file,label\n" + "".join(f"{file},{label}\n" for file, label in rows)
+        )
     return folder
 
 
@@ -239,17 +292,24 @@ def test_a_private_image_raises_nothing_and_changes_no_other(private: Any, tmp_p
     without, test = load_image_folder(str(folders(tmp_path / "a")), FolderLayout(), 8)
     private(folders(tmp_path / "b"))
     beside, test_beside = load_image_folder(str(tmp_path / "b"), FolderLayout(), 8)
-    assert beside.label_names == without.label_names == ("cat", "dog") and len(beside) == len(without) + 1
+    assert (
+        beside.label_names == without.label_names == ("cat", "dog")
+        and len(beside) == len(without) + 1
+    )
     place = int(np.flatnonzero(beside.labels == IGNORED)[0])
     assert (beside.labels == IGNORED).sum() == 1
     kept = np.delete(np.arange(len(beside)), place)
-    assert torch.equal(beside.pixels[kept], without.pixels) and np.array_equal(beside.labels[kept], without.labels)
+    assert torch.equal(beside.pixels[kept], without.pixels) and np.array_equal(
+        beside.labels[kept], without.labels
+    )
     assert torch.equal(test.pixels, test_beside.pixels)
 
 
 def test_private_rows_of_a_table_are_named_nowhere(tmp_path: Path) -> None:
     folders(tmp_path)
-    train = [(f"train/{('cat', 'dog')[i % 2]}/train{i:02}.png", ("a", "b|a")[i % 2]) for i in range(40)]
+    train = [
+        (f"train/{('cat', 'dog')[i % 2]}/train{i:02}.png", ("a", "b|a")[i % 2]) for i in range(40)
+    ]
     test = [(f"test/{('cat', 'dog')[i % 2]}/test{i:02}.png", ("a", "b")[i % 2]) for i in range(8)]
     wrong = [("missing.png", "a"), (train[0][0], SECRET), (train[1][0], f"a|{SECRET}")]
     table(tmp_path, [*train, *wrong], test)
@@ -264,10 +324,14 @@ def test_private_rows_of_a_table_are_named_nowhere(tmp_path: Path) -> None:
     )
     assert (one_each.labels[-3:] == IGNORED).all() and (one_each.labels[:-3] == 0).all()
     table(tmp_path, train, [*test, ("missing.png", "a")])
-    with pytest.raises(ValueError, match=r"test\.csv names 'missing\.png'"):  # public: said as before
+    with pytest.raises(
+        ValueError, match=r"test\.csv names 'missing\.png'"
+    ):  # public: said as before
         load_image_folder(str(tmp_path), layout, 8)
     table(tmp_path, wrong, test)
-    with pytest.raises(ValueError, match="no training image can be read and has a label") as refused:
+    with pytest.raises(
+        ValueError, match="no training image can be read and has a label"
+    ) as refused:
         load_image_folder(str(tmp_path), layout, 8)
     assert SECRET not in str(refused.value)
 
@@ -275,7 +339,9 @@ def test_private_rows_of_a_table_are_named_nowhere(tmp_path: Path) -> None:
 def test_a_validation_image_that_cannot_be_used_is_refused() -> None:
     pixels = torch.arange(40 * 4, dtype=torch.uint8).reshape(40, 1, 2, 2)
     labels = np.arange(40) % 2
-    test = LabelledImages(torch.full((4, 1, 2, 2), 250, dtype=torch.uint8), np.arange(4) % 2, ("a", "b"), "made up")
+    test = LabelledImages(
+        torch.full((4, 1, 2, 2), 250, dtype=torch.uint8), np.arange(4) % 2, ("a", "b"), "made up"
+    )
     whole = LabelledImages(pixels, labels, ("a", "b"), "made up")
     positions = np.array([int.from_bytes(i[:8], "big") / 2**64 for i in whole.record_ids])
     for place, refused in ((int(positions.argmin()), True), (int(positions.argmax()), False)):
@@ -283,7 +349,9 @@ def test_a_validation_image_that_cannot_be_used_is_refused() -> None:
         changed[place] = IGNORED
         images = LabelledImages(pixels, changed, ("a", "b"), "made up")
         if refused:
-            with pytest.raises(ValueError, match="a validation image cannot be read, or has a label"):
+            with pytest.raises(
+                ValueError, match="a validation image cannot be read, or has a label"
+            ):
                 split_images(images, test, 0.3)
         else:
             assert (split_images(images, test, 0.3)[0].train.labels == IGNORED).sum() == 1
@@ -299,9 +367,13 @@ def output(folder: Path, record: dict[str, Any]) -> Path:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
-    save_file({"w": torch.arange(6.0).reshape(2, 3)}, str(folder / "model.safetensors"), {"format": "pt"})
+    save_file(
+        {"w": torch.arange(6.0).reshape(2, 3)}, str(folder / "model.safetensors"), {"format": "pt"}
+    )
     stamp_weights(folder, record)
-    (folder / "quietgrad.json").write_text(json.dumps({"base": "x", "quietgrad_trained_on": record}))
+    (folder / "quietgrad.json").write_text(
+        json.dumps({"base": "x", "quietgrad_trained_on": record})
+    )
     return folder
 
 
@@ -333,7 +405,9 @@ def test_a_start_from_an_output_is_refused_unless_asked_for_by_name(
 ) -> None:
     folder = output(tmp_path / "run" / "model", record)
     alone = tmp_path / "copied.safetensors"
-    alone.write_bytes((folder / "model.safetensors").read_bytes())  # without the folder's quietgrad.json
+    alone.write_bytes(
+        (folder / "model.safetensors").read_bytes()
+    )  # without the folder's quietgrad.json
     for name, weights in (
         (str(folder), ""),
         (f"image:{folder}", ""),
@@ -357,9 +431,18 @@ def test_public_models_start_freely(tmp_path: Path) -> None:
 
     save_file({"w": torch.zeros(2)}, str(tmp_path / "model.safetensors"))
     (tmp_path / "quietgrad.json").write_text("{}")
-    for name in (str(tmp_path), "packaged:minilm", "sentence-transformers/all", str(tmp_path / "missing")):
+    for name in (
+        str(tmp_path),
+        "packaged:minilm",
+        "sentence-transformers/all",
+        str(tmp_path / "missing"),
+    ):
         assert check_start(name, "", "", True) == ()
-    for damaged in ("{", '{"quietgrad_trained_on": 3}', '{"quietgrad_trained_on": {"private": "no"}}'):
+    for damaged in (
+        "{",
+        '{"quietgrad_trained_on": 3}',
+        '{"quietgrad_trained_on": {"private": "no"}}',
+    ):
         (tmp_path / "quietgrad.json").write_text(damaged)
         with pytest.raises(ValueError, match="cannot be told from a run's output"):
             check_start(str(tmp_path), "", "", True)
@@ -380,7 +463,14 @@ def test_provenance_names_no_record_and_no_path() -> None:
     assert PRIVATE["data"] == "records.csv" and PRIVATE["epsilon"] == 2.0
     assert provenance("/home/someone/patients/records.csv", None, False)["data"] == "records.csv"
     assert provenance("packaged:tweets", None, False)["data"] == "packaged:tweets"
-    assert set(PRIVATE) == {"private", "data", "data_declared_public", "started_from", "quietgrad", *SPENT}
+    assert set(PRIVATE) == {
+        "private",
+        "data",
+        "data_declared_public",
+        "started_from",
+        "quietgrad",
+        *SPENT,
+    }
 
 
 def test_results_say_what_a_start_costs() -> None:

@@ -1,7 +1,9 @@
-"""Attacks on the guard: models and losses in which one record moves what another contributes, tried the way a careless or hostile user would.
+"""Attacks on the guard: models and losses in which one record moves what another contributes, tried
+the way a careless or hostile user would.
 
-Every attack is refused before its first release. With the guard switched off, taking out one record moves the clipped sum by more than C: that
-is the harm, and what shows that the tests test something.
+Every attack is refused before its first release. With the guard switched off, taking out one record
+moves the clipped sum by more than C: that is the harm, and what shows that the tests test
+something.
 """
 
 from __future__ import annotations
@@ -166,14 +168,18 @@ ATTACKS = [
     Attack("weighted-by-place", small, by_the_place, harmful=False),
     Attack("detached-batch-mean", lambda: With(without_mean)),
     Attack("detached-batch-statistics", lambda: With(normalised)),
-    Attack("detached-batch-statistics-under-dropout", lambda: With(normalised, dropout=0.3), harmful=False),
-    Attack("batch-mean-in-training-only-under-dropout", lambda: With(in_training_only, dropout=0.3), harmful=False),
+    Attack("detached-batch-statistics-under-dropout", lambda: With(normalised, dropout=0.3),
+    harmful=False),
+    Attack("batch-mean-in-training-only-under-dropout", lambda: With(in_training_only, dropout=0.3),
+    harmful=False),
     Attack("sorted-batch", lambda: With(sorted_by_first)),
     Attack("each-feature-sorted", lambda: With(each_feature_sorted)),
     Attack("attention-over-the-batch", lambda: With(across_the_batch)),
     Attack("mixup", lambda: With(mixed_up), harmful=False),
-    Attack("backward-pass-that-centres", lambda: With(lambda model, h: _Centred.apply(h)), harmful=False),
-    Attack("backward-pass-that-rescales", lambda: With(lambda model, h: _OfOneSize.apply(h)), harmful=False),
+    Attack("backward-pass-that-centres", lambda: With(lambda model, h: _Centred.apply(h)),
+    harmful=False),
+    Attack("backward-pass-that-rescales", lambda: With(lambda model, h: _OfOneSize.apply(h)),
+    harmful=False),
 ]  # fmt: skip
 
 
@@ -185,7 +191,10 @@ def moved(model: nn.Module, loss: Loss, batch: dict[str, Tensor]) -> float:
     found = []
     for out in range(RECORDS):
         rest = bound.clip(rows(batch, *(i for i in range(RECORDS) if i != out))).gradients
-        found.append(sum(float((g - rest[name]).double().pow(2).sum()) for name, g in whole.items()) ** 0.5 / clip)
+        found.append(
+            sum(float((g - rest[name]).double().pow(2).sum()) for name, g in whole.items()) ** 0.5
+            / clip
+        )
     return max(found)
 
 
@@ -197,17 +206,24 @@ def switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attack_is_refused(attack: Attack) -> None:
     for engine in ("auto", "bookkeeping"):
         with pytest.raises(ValueError, match="depends on other examples"):
-            Clipper(1.0, engine=engine, micro_batch_size=RECORDS).clip(attack.model(), attack.loss, records())
+            Clipper(1.0, engine=engine, micro_batch_size=RECORDS).clip(
+                attack.model(), attack.loss, records()
+            )
 
 
 @pytest.mark.parametrize("attack", [a for a in ATTACKS if a.harmful], ids=str)
-def test_without_the_guard_one_record_moves_the_sum_by_more_than_the_clipping_norm(attack: Attack, monkeypatch) -> None:
+def test_without_the_guard_one_record_moves_the_sum_by_more_than_the_clipping_norm(
+    attack: Attack, monkeypatch
+) -> None:
     switched_off(monkeypatch)
     assert moved(attack.model(), attack.loss, records()) > 1.02
-    assert moved(small(), good, records()) < 1.0 + 1e-5  # and by no more where each example is on its own
+    assert (
+        moved(small(), good, records()) < 1.0 + 1e-5
+    )  # and by no more where each example is on its own
 
 
-# ------------------------------------------------------------------------------------------------ the first batch
+# ------------------------------------------------------------------------------------------------
+# the first batch
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
@@ -255,7 +271,9 @@ def test_public_records_are_examined_when_the_clipper_is_bound() -> None:
     seen.clear()
     bound.clip(records(), step=1)  # a guarded step
     private = [x for x in seen if not torch.isin(x, public["x"]).all()]
-    assert len(seen) > 1 and len(private) == 1  # the pass that clips, and no other, saw private records
+    assert (
+        len(seen) > 1 and len(private) == 1
+    )  # the pass that clips, and no other, saw private records
 
 
 def test_undecided_batches_are_taken_one_example_at_a_time() -> None:
@@ -273,12 +291,17 @@ def test_undecided_batches_are_taken_one_example_at_a_time() -> None:
     assert together[-RECORDS:] == [1] * RECORDS
 
 
-# ------------------------------------------------------------------------------------------------ another loss, another step
+# ------------------------------------------------------------------------------------------------
+# another loss, another step
 
 
 def plan_of(steps: int = 40) -> Any:
     return PrivacyConfig(
-        noise_multiplier=1.0, target_delta=1e-5, expected_batch_size=RECORDS, steps=steps, max_grad_norm=1.0
+        noise_multiplier=1.0,
+        target_delta=1e-5,
+        expected_batch_size=RECORDS,
+        steps=steps,
+        max_grad_norm=1.0,
     ).build(RECORDS)
 
 
@@ -298,22 +321,35 @@ def released(run: Any, model: nn.Module, losses: Callable[[int], Loss]) -> int:
 def test_second_loss_on_a_model_that_saw_a_good_one_is_guarded_anew() -> None:
     for steps_of_good in (1, 3, 6):
         with plan_of().start() as run:
-            assert released(run, small(), lambda step, n=steps_of_good: good if step < n else info_nce) == steps_of_good
+            assert (
+                released(run, small(), lambda step, n=steps_of_good: good if step < n else info_nce)
+                == steps_of_good
+            )
 
 
 def test_a_fresh_lambda_at_every_step_is_one_loss_and_another_closure_is_not(monkeypatch) -> None:
     examined: list[int] = []
     right = Guard.examine
     monkeypatch.setattr(
-        Guard, "examine", lambda self, s, b, n, step, c: examined.append(step) or right(self, s, b, n, step, c)
+        Guard,
+        "examine",
+        lambda self, s, b, n, step, c: examined.append(step) or right(self, s, b, n, step, c),
     )
     scale = torch.tensor(2.0)
     with plan_of().start() as run:
-        assert released(run, small(), lambda step: lambda model, batch: good(model, batch) * scale) == 40
+        assert (
+            released(run, small(), lambda step: lambda model, batch: good(model, batch) * scale)
+            == 40
+        )
     assert examined == [step for step in range(40) if is_guarded(step)] == [0, 1, 3, 7, 15, 31]
     examined.clear()
     with plan_of(6).start() as run:
-        assert released(run, small(), lambda step: lambda model, batch: good(model, batch) * (1.0 + step)) == 6
+        assert (
+            released(
+                run, small(), lambda step: lambda model, batch: good(model, batch) * (1.0 + step)
+            )
+            == 6
+        )
     assert examined == list(range(6))  # the step is closed over: six losses
 
 
@@ -321,7 +357,9 @@ def test_other_models_and_other_trainable_parameters_are_guarded_anew(monkeypatc
     examined: list[int] = []
     right = Guard.examine
     monkeypatch.setattr(
-        Guard, "examine", lambda self, s, b, n, step, c: examined.append(step) or right(self, s, b, n, step, c)
+        Guard,
+        "examine",
+        lambda self, s, b, n, step, c: examined.append(step) or right(self, s, b, n, step, c),
     )
     bound = Clipper(1.0).bind(small(), good)
     for step in (4, 4, 5, 6):  # none of them a guarded step
@@ -337,7 +375,9 @@ def test_other_models_and_other_trainable_parameters_are_guarded_anew(monkeypatc
 
 
 def test_nothing_about_models_or_losses_outlives_the_bound_clipper() -> None:
-    """A contrastive loss is refused on a model that another clipper, or this one unbound, found good a moment ago."""
+    """A contrastive loss is refused on a model that another clipper, or this one unbound, found
+    good a moment ago.
+    """
     model = small()
     clipper = Clipper(1.0)
     clipper.clip(model, good, records())
@@ -359,7 +399,9 @@ def test_a_gate_that_opens_later_is_seen_at_the_next_guarded_step() -> None:
         return good
 
     with plan_of().start() as run:
-        assert released(run, With(change), losses) == 7  # releases 1, 2, 4, 8 are guarded: the eighth is not made
+        assert (
+            released(run, With(change), losses) == 7
+        )  # releases 1, 2, 4, 8 are guarded: the eighth is not made
 
 
 def test_a_larger_micro_batch_than_any_before_is_examined_whatever_the_step() -> None:
@@ -370,10 +412,25 @@ def test_a_larger_micro_batch_than_any_before_is_examined_whatever_the_step() ->
 
 
 def test_guarded_steps_are_the_powers_of_two_and_every_512th() -> None:
-    assert [n + 1 for n in range(2100) if is_guarded(n)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048]
+    assert [n + 1 for n in range(2100) if is_guarded(n)] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        64,
+        128,
+        256,
+        512,
+        1024,
+        1536,
+        2048,
+    ]
 
 
-# ------------------------------------------------------------------------------------------------ found by a second attacker
+# ------------------------------------------------------------------------------------------------
+# found by a second attacker
 
 
 def mixed_by_numpy(model: With, h: Tensor) -> Tensor:
@@ -386,7 +443,9 @@ def mixed_by_numpy(model: With, h: Tensor) -> Tensor:
     return share * h + (1 - share) * h[torch.randperm(len(h))].detach()
 
 
-def test_mixing_in_training_only_that_cannot_be_held_still_is_not_approved_by_evaluation_mode() -> None:
+def test_mixing_in_training_only_that_cannot_be_held_still_is_not_approved_by_evaluation_mode() -> (
+    None
+):
     together: list[int] = []
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -464,7 +523,9 @@ def test_integers_held_still_stay_inside_their_range() -> None:
 
 
 class Side(nn.Module):
-    """A branch of hardly any weight in the loss, in which the batch's mean is taken off; clipped on its own, it counts in full."""
+    """A branch of hardly any weight in the loss, in which the batch's mean is taken off; clipped on
+    its own, it counts in full.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -482,7 +543,9 @@ def test_mixing_in_a_layer_of_small_gradients_is_refused(monkeypatch) -> None:
 
     for groups in ("whole", "layer"):
         with pytest.raises(ValueError, match="depends on other examples"):
-            Clipper(1e-4, groups=groups, micro_batch_size=RECORDS).bind(Side(), loss).clip(records())
+            Clipper(1e-4, groups=groups, micro_batch_size=RECORDS).bind(Side(), loss).clip(
+                records()
+            )
     switched_off(monkeypatch)
     bound = Clipper(1e-5, groups="layer", micro_batch_size=RECORDS).bind(Side(), loss)
     batch = records()
@@ -501,7 +564,9 @@ class ScaledByTable(nn.Module):
 
 
 class WithTable(nn.Module):
-    """Positions are weighted by a table that all examples share; the last one's weight outdoes the others'."""
+    """Positions are weighted by a table that all examples share; the last one's weight outdoes the
+    others'.
+    """
 
     def __init__(self, positions: int) -> None:
         super().__init__()
@@ -522,11 +587,15 @@ class Causal(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool), 1)
-        return self.head(self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]).mean((1, 2))
+        return self.head(self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]).mean(
+            (1, 2)
+        )
 
 
 @pytest.mark.parametrize("positions", [1, 2, 8, 15])
-@pytest.mark.parametrize("model", [WithTable, lambda positions: Causal()], ids=["table", "causal-mask"])
+@pytest.mark.parametrize(
+    "model", [WithTable, lambda positions: Causal()], ids=["table", "causal-mask"]
+)
 def test_a_shared_table_is_not_taken_apart_when_there_are_as_many_examples_as_positions(
     model: Callable[[int], nn.Module], positions: int
 ) -> None:
@@ -543,10 +612,14 @@ def test_a_shared_table_is_not_taken_apart_when_there_are_as_many_examples_as_po
         for name, expected in exact.clip(x[:n], step=4).gradients.items():
             assert float((found[name] - expected).norm()) < 1e-3 * limit
     for n in (positions, positions + 1):
-        assert sum(float((g - sums[n + 1][k]).pow(2).sum()) for k, g in sums[n].items()) ** 0.5 <= 1.001 * limit
+        assert (
+            sum(float((g - sums[n + 1][k]).pow(2).sum()) for k, g in sums[n].items()) ** 0.5
+            <= 1.001 * limit
+        )
 
 
-# ------------------------------------------------------------------------------------------------ a use that capture does not see
+# ------------------------------------------------------------------------------------------------ a
+# use that capture does not see
 
 
 class Gated(nn.Module):
@@ -564,15 +637,21 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["bookkeeping", "one-example"])
-def test_unseen_use_of_a_weight_adds_nothing_and_is_refused_at_the_next_guarded_step(engine: str) -> None:
+def test_unseen_use_of_a_weight_adds_nothing_and_is_refused_at_the_next_guarded_step(
+    engine: str,
+) -> None:
     model, batch = Gated(), records()
     bound = Clipper(0.1, engine=engine).bind(model, good)
     bound.clip(batch, step=4)
     model.open = True
-    whole = bound.clip(batch, step=5).gradients  # not guarded: the norm and the sum are made of the same factors
+    whole = bound.clip(
+        batch, step=5
+    ).gradients  # not guarded: the norm and the sum are made of the same factors
     for out in range(0, RECORDS, 6):
         rest = bound.clip(rows(batch, *(i for i in range(RECORDS) if i != out)), step=5).gradients
-        assert sum(float((g - rest[n]).double().pow(2).sum()) for n, g in whole.items()) ** 0.5 <= 0.1 * (1 + 1e-4)
+        assert sum(
+            float((g - rest[n]).double().pow(2).sum()) for n, g in whole.items()
+        ) ** 0.5 <= 0.1 * (1 + 1e-4)
     if engine == "bookkeeping":
         with pytest.raises(ValueError, match=r"'layer.weight'.*used outside its module's call"):
             bound.clip(batch, step=7)
@@ -580,7 +659,8 @@ def test_unseen_use_of_a_weight_adds_nothing_and_is_refused_at_the_next_guarded_
         bound.clip(batch, step=7)
 
 
-# ------------------------------------------------------------------------------------------------ buffers and parameters
+# ------------------------------------------------------------------------------------------------
+# buffers and parameters
 
 
 class KeepsMean(nn.Module):
@@ -624,11 +704,15 @@ def test_what_a_forward_pass_writes_into_the_model_is_refused(how: str, engine: 
     model = KeepsMean(how)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     what = "parameter 'inner.bias'" if "parameter" in how else "buffer '(mean|another|large)'"
-    with pytest.raises(ValueError, match=f"{what} (changes|is rewritten) while the loss is computed"):
+    with pytest.raises(
+        ValueError, match=f"{what} (changes|is rewritten) while the loss is computed"
+    ):
         Clipper(1.0, engine=engine).bind(model, good).clip(records())
     if "parameter" not in how:  # buffers are put back
         after = model.state_dict()
-        assert after.keys() == before.keys() and all(torch.equal(t, after[name]) for name, t in before.items())
+        assert after.keys() == before.keys() and all(
+            torch.equal(t, after[name]) for name, t in before.items()
+        )
 
 
 @pytest.mark.parametrize("how", [*BUFFERS, "parameter"])
@@ -636,7 +720,9 @@ def test_a_write_behind_a_gate_is_seen_in_the_call_that_makes_it(how: str) -> No
     model = KeepsMean(how, opens_at=6)
     if (
         how == "data"
-    ):  # writes past the version counter are seen in small buffers at once, in large ones at guarded steps
+        # writes past the version counter are seen in small buffers at once, in large ones at
+        # guarded steps
+    ):
         del model.large
     bound = Clipper(1.0).bind(model, good)
     for step in range(6):
@@ -660,7 +746,9 @@ def test_buffers_that_stay_and_weights_that_the_optimizer_writes_are_allowed() -
 
 
 class Remembers(nn.Module):
-    """A running mean in a plain attribute, which no state_dict holds and every later forward pass reads."""
+    """A running mean in a plain attribute, which no state_dict holds and every later forward pass
+    reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -681,7 +769,9 @@ def test_a_model_that_remembers_earlier_records_is_refused(engine: str) -> None:
 
 
 def test_an_attribute_that_nothing_reads_is_allowed() -> None:
-    """It reaches neither state_dict nor any loss; docs/clipping.md says not to publish whole modules."""
+    """It reaches neither state_dict nor any loss; docs/clipping.md says not to publish whole
+    modules.
+    """
 
     def note(model: With, h: Tensor) -> Tensor:
         model.last = h.detach()
@@ -690,7 +780,8 @@ def test_an_attribute_that_nothing_reads_is_allowed() -> None:
     Clipper(1.0).bind(With(note), good).clip(records())
 
 
-# ------------------------------------------------------------------------------------------------ no false alarms
+# ------------------------------------------------------------------------------------------------
+# no false alarms
 
 
 class Noisy(nn.Module):
@@ -732,13 +823,16 @@ class Noisy(nn.Module):
 
 
 KINDS = [
-    "dropout", "feature-dropout", "stochastic-depth", "normal", "own-generator", "gumbel", "masked-positions", "attention-dropout", "in-place",
+    "dropout", "feature-dropout", "stochastic-depth", "normal", "own-generator", "gumbel",
+    "masked-positions", "attention-dropout", "in-place",
     "probabilities", "multinomial",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_models_are_not_refused_are_decided_and_see_the_random_state_unchanged(kind: str) -> None:
+def test_random_models_are_not_refused_are_decided_and_see_the_random_state_unchanged(
+    kind: str,
+) -> None:
     import numpy as np
 
     model = Noisy(kind).train()
@@ -773,7 +867,8 @@ def test_bert_with_dropout_padding_and_autocast_is_not_refused() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, num_labels=3, max_position_embeddings=20
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=24, num_labels=3, max_position_embeddings=20
     )  # fmt: skip
     ids = torch.randint(3, 40, (8, 9))
     mask = (torch.arange(9) < torch.arange(2, 10).unsqueeze(1)).long()
@@ -800,19 +895,24 @@ def test_bert_with_dropout_padding_and_autocast_is_not_refused() -> None:
         Clipper(1.0).clip(model, lambda m, b: half(m, b) * (1 + 0.2 * b["y"].float().mean()), batch)
 
 
-# ------------------------------------------------------------------------------------------------ mutants: a guard with a part missing
+# ------------------------------------------------------------------------------------------------
+# mutants: a guard with a part missing
 
 
 MIXING = "quietgrad.clipping.soundness.mixing"
 MUTANTS = [
     ("losses-not-compared", f"{MIXING}._close", lambda *a: True, "hard-examples-mined"),
-    ("factors-not-compared", f"{MIXING}._require_same_factors", lambda *a: None, "backward-pass-that-rescales"),
-    ("first-batch-of-one-counts", "quietgrad.clipping.soundness.guard.with_companions", lambda *a: None, "contrastive-loss"),
+    ("factors-not-compared", f"{MIXING}._require_same_factors", lambda *a: None,
+     "backward-pass-that-rescales"),
+    ("first-batch-of-one-counts", "quietgrad.clipping.soundness.guard.with_companions",
+     lambda *a: None, "contrastive-loss"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "part", "broken", "attack"), MUTANTS, ids=[m[0] for m in MUTANTS])
-def test_each_part_of_the_guard_is_needed(name: str, part: str, broken: Any, attack: str, monkeypatch) -> None:
+def test_each_part_of_the_guard_is_needed(
+    name: str, part: str, broken: Any, attack: str, monkeypatch
+) -> None:
     chosen = next(a for a in ATTACKS if a.name == attack)
     few = rows(records(), 0) if "one" in name else records()
     bound = Clipper(1.0, micro_batch_size=RECORDS).bind(chosen.model(), chosen.loss)
@@ -825,7 +925,8 @@ def test_each_part_of_the_guard_is_needed(name: str, part: str, broken: Any, att
         Clipper(1.0, micro_batch_size=RECORDS).bind(chosen.model(), chosen.loss).clip(few)
 
 
-# ------------------------------------------------------------------------------------------------ messages
+# ------------------------------------------------------------------------------------------------
+# messages
 
 
 def test_messages_hold_no_sizes_of_private_batches() -> None:

@@ -1,4 +1,6 @@
-"""Attacks on the ledger, the seeds and the files of a run (findings 9, 11, 12 and 14): each is tried, and where it makes sense its protection is switched off to see that the test would notice."""
+"""Attacks on the ledger, the seeds and the files of a run (findings 9, 11, 12 and 14): each is
+tried, and where it makes sense its protection is switched off to see that the test would notice.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from quietgrad import PrivacyConfig, PrivacyPlan
-from quietgrad.facts import PoissonGaussian
+from quietgrad.events import PoissonGaussian
 from quietgrad.keyring import Session, forget_secrets, read_secrets, rows_path
 from quietgrad.ledger import LedgerWriter, read_ledger, reader
 from quietgrad.ledger.chain import START, Count, CountWriter, count_path, create_count, encoded
@@ -47,7 +49,9 @@ def release(run: PrivateRun, value: float = 0.0, width: int = 3) -> torch.Tensor
     return run.release(run.contribution({"w": rows}, examples)).gradients["w"]
 
 
-def made(path: Path, count: int = 5, config: PrivacyConfig = CONFIG, **changes: object) -> list[torch.Tensor]:
+def made(
+    path: Path, count: int = 5, config: PrivacyConfig = CONFIG, **changes: object
+) -> list[torch.Tensor]:
     with plan_of(config, **changes).start(path) as run:
         return [release(run) for _ in range(count)]
 
@@ -79,11 +83,23 @@ DAMAGE: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
     "a gap": (lambda x: [*x[:3], *x[4:]], "damaged at line 4: it says that it is line 5"),
     "a repeat": (lambda x: [*x[:4], x[3], *x[4:]], "damaged at line 5: it says that it is line 4"),
     "another order": (lambda x: [*x[:3], x[4], x[3], *x[5:]], "damaged at line 4"),
-    "another sigma": (lambda x: [x[0].replace(b"1.1", b"9.9"), *x[1:]], "damaged at line 1: its digest"),
-    "another step": (lambda x: [*x[:3], x[3].replace(b'"step": 1', b'"step": 0'), *x[4:]], "damaged at line 4"),
+    "another sigma": (
+        lambda x: [x[0].replace(b"1.1", b"9.9"), *x[1:]],
+        "damaged at line 1: its digest",
+    ),
+    "another step": (
+        lambda x: [*x[:3], x[3].replace(b'"step": 1', b'"step": 0'), *x[4:]],
+        "damaged at line 4",
+    ),
     "an empty line": (lambda x: [*x[:3], b"\n", *x[3:]], "damaged at line 4"),
-    "another run's line": (lambda x: [*x[:3], encoded(4, Release(1), START)[0], *x[4:]], "damaged at line 4"),
-    "shortened by a line": (lambda x: x[:-1], "was shortened: it has 6 lines, and its count file says that it had 7"),
+    "another run's line": (
+        lambda x: [*x[:3], encoded(4, Release(1), START)[0], *x[4:]],
+        "damaged at line 4",
+    ),
+    "shortened by a line": (
+        lambda x: x[:-1],
+        "was shortened: it has 6 lines, and its count file says that it had 7",
+    ),
     "shortened by many": (lambda x: x[:2], "was shortened"),
     "emptied": (lambda x: [], "was shortened"),
     "cut within a line": (lambda x: [*x[:-2], x[-2][:9]], "was shortened"),
@@ -92,7 +108,8 @@ DAMAGE: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_ledger_is_refused_with_what_to_do(name: str, path: Path) -> None:
-    # Before: lines lost in the middle or at the end undercounted, and a seeded resume drew their noise again.
+    # Before: lines lost in the middle or at the end undercounted, and a seeded resume drew their
+    # noise again.
     change, message = DAMAGE[name]
     made(path)
     path.write_bytes(b"".join(change(lines_of(path))))
@@ -114,9 +131,13 @@ def trusting(line: bytes, number: int, before: str) -> tuple[dict[str, object], 
     return fields, fields["chain"]
 
 
-def test_without_the_chain_an_edit_goes_unnoticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_chain_an_edit_goes_unnoticed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made(path)
-    path.write_bytes(path.read_bytes().replace(b'"noise_multiplier": 1.1', b'"noise_multiplier": 9.9'))
+    path.write_bytes(
+        path.read_bytes().replace(b'"noise_multiplier": 1.1', b'"noise_multiplier": 9.9')
+    )
     with pytest.raises(ValueError, match="its digest"):
         read_ledger(path)
     monkeypatch.setattr(reader, "decoded", trusting)
@@ -132,7 +153,11 @@ def test_without_the_count_a_shortened_ledger_goes_unnoticed(
     path.write_bytes(b"".join(kept))
     with pytest.raises(ValueError, match="was shortened"):
         read_ledger(path)
-    monkeypatch.setattr(reader, "read_count", lambda where: Count(len(kept), 5 - lost, json.loads(kept[-1])["chain"]))
+    monkeypatch.setattr(
+        reader,
+        "read_count",
+        lambda where: Count(len(kept), 5 - lost, json.loads(kept[-1])["chain"]),
+    )
     assert read_ledger(path).releases == 5 - lost
 
 
@@ -167,7 +192,9 @@ def test_a_count_of_another_run_or_moment_is_refused(path: Path, tmp_path: Path)
         read_ledger(path)
 
 
-def test_a_ledger_that_grows_while_it_is_read_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ledger_that_grows_while_it_is_read_is_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right, looks = reader.read_count, []
     with plan_of().start(path) as run:
         release(run)
@@ -213,7 +240,8 @@ def test_a_resume_without_its_ledger_is_refused_and_creates_none(path: Path) -> 
     path.unlink()
     for resume in (None, True, False):
         with pytest.raises(
-            ValueError, match=r"is gone: its count file .* says that it had 7 lines, 5 of them releases"
+            ValueError,
+            match=r"is gone: its count file .* says that it had 7 lines, 5 of them releases",
         ):
             plan_of().start(path, resume=resume)
     assert not path.exists()
@@ -228,7 +256,8 @@ def test_a_start_that_must_be_fresh_does_not_go_on(path: Path) -> None:
 
 @pytest.mark.parametrize("left", [0, 1, 20, 60, -1])
 def test_a_first_line_that_was_cut_off_blocks_nothing(left: int, path: Path) -> None:
-    # Before: the directory was blocked for ever. No release can have been made: each needs a mechanism line that was complete.
+    # Before: the directory was blocked for ever. No release can have been made: each needs a
+    # mechanism line that was complete.
     with LedgerWriter(path) as begun:
         begun.mechanism(PoissonGaussian(1.1, 0.1, 1))
     path.write_bytes(path.read_bytes()[:left])
@@ -274,12 +303,16 @@ def test_a_ledger_that_is_not_there_any_more_stops_the_run(
         else:
             return
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"while the run was going on|no release was made"):
+            with pytest.raises(
+                RuntimeError, match=r"while the run was going on|no release was made"
+            ):
                 release(run)
         assert run.released == 1 and len(drawn) == 1
 
 
-def test_without_that_check_the_run_goes_on_in_the_dead_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_that_check_the_run_goes_on_in_the_dead_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LedgerWriter, "_require_open_file", lambda self, size: None)
     with plan_of().start(path) as run:
         release(run)
@@ -288,7 +321,9 @@ def test_without_that_check_the_run_goes_on_in_the_dead_file(path: Path, monkeyp
         assert run.released == 2 and not path.exists()
 
 
-def test_a_relative_path_and_a_link_stay_the_same_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_and_a_link_stay_the_same_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "one")
@@ -319,7 +354,9 @@ def failing(name: str, which: int, error: OSError, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, name, broken)
 
 
-@pytest.mark.parametrize(("call", "which"), [("write", 1), ("fsync", 1), ("write", 2), ("fsync", 2)])
+@pytest.mark.parametrize(
+    ("call", "which"), [("write", 1), ("fsync", 1), ("write", 2), ("fsync", 2)]
+)
 def test_a_full_disk_stops_the_release_before_its_noise(
     call: str, which: int, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,10 +368,12 @@ def test_a_full_disk_stops_the_release_before_its_noise(
         patched.setattr(GaussianNoise, "update", lambda *a: drawn.append(a))
         with pytest.raises(
             RuntimeError,
-            match=r"could not be written .No space left on device., so the release was not made; make room",
+            match=r"could not be written .No space left on device., so the release was not made",
         ):
             release(run)
-    with pytest.raises(RuntimeError, match=r"no release was made. Start again"):  # what is on disk now is not known
+    with pytest.raises(
+        RuntimeError, match=r"no release was made. Start again"
+    ):  # what is on disk now is not known
         release(run)
     assert drawn == [] and run.released == 1
     run.close()
@@ -344,7 +383,9 @@ def test_a_full_disk_stops_the_release_before_its_noise(
     assert read_ledger(path).releases == 3
 
 
-def test_an_interruption_between_line_and_count_stops_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_between_line_and_count_stops_the_run(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(self: CountWriter, count: Count) -> None:
         raise KeyboardInterrupt
 
@@ -362,18 +403,24 @@ def test_an_interruption_between_line_and_count_stops_the_run(path: Path, monkey
 
 def test_a_place_that_cannot_be_written_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"ledger=.* cannot be written: (Not a directory|File exists)"):
+    with pytest.raises(
+        ValueError, match=r"ledger=.* cannot be written: (Not a directory|File exists)"
+    ):
         plan_of().start(tmp_path / "file" / "ledger.jsonl")
 
 
-def test_a_file_system_without_locks_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import fcntl
 
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.raises(ValueError, match=r"cannot be locked .No locks available., so two processes could write it"):
+    with pytest.raises(
+        ValueError, match=r"cannot be locked .No locks available., so two processes could write it"
+    ):
         plan_of().start(path)
 
 
@@ -395,7 +442,7 @@ def test_a_fork_does_not_write_the_ledger(path: Path) -> None:
 
 WRITES = """
 import sys
-from quietgrad.facts import PoissonGaussian
+from quietgrad.events import PoissonGaussian
 from quietgrad.ledger import LedgerWriter
 with LedgerWriter(sys.argv[1]) as ledger:
     if not ledger.contents.header:
@@ -409,10 +456,14 @@ with LedgerWriter(sys.argv[1]) as ledger:
 
 
 def killed_many_times(path: Path, kills: int) -> tuple[list[int], int]:
-    """Steps whose noise was drawn in all sessions, each ended by SIGKILL at a moment that chance decides, and releases that the ledger counts."""
+    """Steps whose noise was drawn in all sessions, each ended by SIGKILL at a moment that chance
+    decides, and releases that the ledger counts.
+    """
     moments, drawn = random.Random(1), []
     for _ in range(kills):
-        child = subprocess.Popen([sys.executable, "-c", WRITES, str(path)], stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", WRITES, str(path)], stdout=subprocess.PIPE, text=True
+        )
         assert child.stdout is not None
         wanted = moments.randrange(4)
         read = "".join(child.stdout.readline() for _ in range(wanted))
@@ -431,7 +482,9 @@ def killed_many_times(path: Path, kills: int) -> tuple[list[int], int]:
 def check_kills(path: Path, kills: int) -> None:
     drawn, counted = killed_many_times(path, kills)
     assert drawn == sorted(set(drawn))  # none twice, and none again after a resume
-    assert len(drawn) <= counted <= len(drawn) + kills  # none lost; at most one a kill counted that was not drawn
+    assert (
+        len(drawn) <= counted <= len(drawn) + kills
+    )  # none lost; at most one a kill counted that was not drawn
 
 
 def test_no_kill_loses_or_repeats_a_release(path: Path) -> None:
@@ -455,8 +508,12 @@ def rolled_back(path: Path, tmp_path: Path) -> Path:
     return folder / path.name
 
 
-def differences(path: Path, tmp_path: Path, forget: Callable[[], None], seed: str | None) -> tuple[float, float]:
-    """What two releases of one step from one state of the ledger say of the data: their difference in an entry that differs by 0.5, and in one that does not."""
+def differences(
+    path: Path, tmp_path: Path, forget: Callable[[], None], seed: str | None
+) -> tuple[float, float]:
+    """What two releases of one step from one state of the ledger say of the data: their difference
+    in an entry that differs by 0.5, and in one that does not.
+    """
     made(path, 3, LARGE, seed=seed)
     copy = rolled_back(path, tmp_path)
     found = []
@@ -472,7 +529,8 @@ def differences(path: Path, tmp_path: Path, forget: Callable[[], None], seed: st
 def test_no_resume_draws_the_noise_of_another(
     seed: str | None, path: Path, tmp_path: Path, another_process: Callable[[], None]
 ) -> None:
-    # Before: with a seed, a run that was rolled back, copied or resumed twice drew the same noise on other data, and the difference of its releases was the data.
+    # Before: with a seed, a run that was rolled back, copied or resumed twice drew the same noise
+    # on other data, and the difference of its releases was the data.
     with_data, without = differences(path, tmp_path, another_process, seed)
     assert without != 0.0 and abs(with_data - 0.5) > 1e-5
 
@@ -488,8 +546,11 @@ def test_with_one_root_for_all_sessions_the_difference_is_the_data(
     assert without == 0.0 and with_data == pytest.approx(0.5, abs=1e-6)
 
 
-def test_two_starts_with_one_seed_draw_different_noise(tmp_path: Path, another_process: Callable[[], None]) -> None:
-    # In one process the second is refused. What cannot be seen, another process or another machine, is harmless: the root follows from the seed and the start's random name.
+def test_two_starts_with_one_seed_draw_different_noise(
+    tmp_path: Path, another_process: Callable[[], None]
+) -> None:
+    # In one process the second is refused. What cannot be seen, another process or another machine,
+    # is harmless: the root follows from the seed and the start's random name.
     found = []
     for name in ("one", "two"):
         another_process()
@@ -511,7 +572,9 @@ def test_seed_and_ledger_make_all_draws_again(path: Path) -> None:
     # What a seed on private data is for: an auditor who has both can check the noise.
     noisy = made(path, 2, seed=SEED)
     (start,) = read_ledger(path).sessions
-    assert start.source == "seed" and read_ledger(path).seeded and read_ledger(path).header["seeded"]
+    assert (
+        start.source == "seed" and read_ledger(path).seeded and read_ledger(path).header["seeded"]
+    )
     key = seeds.key_of_seed(SEED, start.name)
     assert key.seal() == start.seal
     for step, released in enumerate(noisy):
@@ -536,8 +599,11 @@ def test_a_seed_is_in_the_secret_file_alone(tmp_path: Path) -> None:
     assert SEED not in repr(read_secrets(keys))
 
 
-def test_another_seed_or_older_keys_are_noticed(path: Path, another_process: Callable[[], None]) -> None:
-    # Before: with another seed the noise was "correlated" with draws that were never made, and mixing_row did not say so.
+def test_another_seed_or_older_keys_are_noticed(
+    path: Path, another_process: Callable[[], None]
+) -> None:
+    # Before: with another seed the noise was "correlated" with draws that were never made, and
+    # mixing_row did not say so.
     with plan_of(BANDED, seed=SEED).start(path) as run:
         release(run)
         release(run)
@@ -564,7 +630,9 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield found
 
 
-def stopped(folder: Path, at: int = 5, after: int = 2, config: PrivacyConfig = BANDED) -> tuple[Path, Path]:
+def stopped(
+    folder: Path, at: int = 5, after: int = 2, config: PrivacyConfig = BANDED
+) -> tuple[Path, Path]:
     """A banded run whose rows were kept at a step, and that released more before it was killed."""
     path, keys = folder / "ledger.jsonl", folder / "secrets.json"
     with plan_of(config).start(path, keys) as run:
@@ -577,30 +645,44 @@ def stopped(folder: Path, at: int = 5, after: int = 2, config: PrivacyConfig = B
 
 
 @pytest.mark.parametrize("source", ["keyed", "secure"])
-def test_a_resume_draws_only_the_steps_after_the_kept_rows(source: str, tmp_path: Path, draws: list[int]) -> None:
+def test_a_resume_draws_only_the_steps_after_the_kept_rows(
+    source: str, tmp_path: Path, draws: list[int]
+) -> None:
     config = replace(BANDED, noise_source=source)
     path, keys = stopped(tmp_path, config=config)
     assert stat.S_IMODE(rows_path(keys).stat().st_mode) == 0o600
     rows = []
     for kept in (True, False):
         folder = tmp_path / str(kept)
-        shutil.copytree(tmp_path, folder, ignore=lambda where, names: [n for n in names if n in ("True", "False")])
+        shutil.copytree(
+            tmp_path,
+            folder,
+            ignore=lambda where, names: [n for n in names if n in ("True", "False")],
+        )
         if not kept:
             rows_path(folder / keys.name).unlink()
         draws.clear()
         with plan_of(config).start(folder / path.name, folder / keys.name) as run:
             release(run)
             assert draws == ([5, 6, 7] if kept else [0, 1, 2, 3, 4, 5, 6, 7])
-            rows.append(run._session._history.rows[1])  # of the step before: drawn by the session that was killed
+            rows.append(
+                run._session._history.rows[1]
+            )  # of the step before: drawn by the session that was killed
     assert torch.equal(rows[0]["w"], rows[1]["w"])
     forget_secrets(keys)
-    assert {p.name for p in tmp_path.iterdir() if p.is_file()} == {"ledger.jsonl", "ledger.jsonl.count"}
+    assert {p.name for p in tmp_path.iterdir() if p.is_file()} == {
+        "ledger.jsonl",
+        "ledger.jsonl.count",
+    }
 
 
 @pytest.mark.parametrize(
-    "wrong", ["damaged", "empty", "another run's", "another matrix", "another shape", "beyond the ledger"]
+    "wrong",
+    ["damaged", "empty", "another run's", "another matrix", "another shape", "beyond the ledger"],
 )
-def test_rows_that_are_not_of_this_ledger_are_not_used(wrong: str, tmp_path: Path, draws: list[int]) -> None:
+def test_rows_that_are_not_of_this_ledger_are_not_used(
+    wrong: str, tmp_path: Path, draws: list[int]
+) -> None:
     path, keys = stopped(tmp_path)
     rows = rows_path(keys)
     record = torch.load(rows, weights_only=True)
@@ -624,7 +706,9 @@ def test_rows_that_are_not_of_this_ledger_are_not_used(wrong: str, tmp_path: Pat
     assert draws == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_copy_that_went_on_by_itself_does_not_lend_its_rows(tmp_path: Path, draws: list[int]) -> None:
+def test_a_copy_that_went_on_by_itself_does_not_lend_its_rows(
+    tmp_path: Path, draws: list[int]
+) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     stopped(one)
@@ -667,7 +751,8 @@ def test_a_run_that_is_over_writes_no_secret(tmp_path: Path) -> None:
 
 
 def test_what_the_model_draws_is_keyed_by_session_and_step(path: Path) -> None:
-    # Before: checkpoints held torch's generator state, which gives away dropout masks and how many records were in the batches.
+    # Before: checkpoints held torch's generator state, which gives away dropout masks and how many
+    # records were in the batches.
     found = []
     for _ in range(2):
         with plan_of().start(path) as run:

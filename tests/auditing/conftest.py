@@ -26,7 +26,9 @@ def keys_by_counter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def break_noise(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Puts ``broken(release, clipped, ...)`` in the place of the mechanism's own last step, below all checks of plan and run."""
+    """Puts ``broken(release, clipped, ...)`` in the place of the mechanism's own last step, below
+    all checks of plan and run.
+    """
     update = GaussianNoise.update
 
     def put(broken: Callable[..., Any]) -> None:

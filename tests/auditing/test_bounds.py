@@ -1,4 +1,6 @@
-"""Lower bounds from error counts: closed forms, agreement of the families, and how often they exceed the truth."""
+"""Lower bounds from error counts: closed forms, agreement of the families, and how often they
+exceed the truth.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from quietgrad.auditing import (
     lower_bound_trade_off,
 )
 from quietgrad.auditing.bounds.errors import gaussian_epsilon, lower_rate, upper_rate
-from quietgrad.facts import PoissonGaussian
+from quietgrad.events import PoissonGaussian
 
 
 @pytest.mark.parametrize(("mu", "delta"), [(0.5, 1e-5), (1.0, 1e-5), (2.0, 1e-3), (4.0, 1e-6)])
@@ -60,12 +62,15 @@ def test_the_family_of_a_gaussian_mechanism_is_the_gaussian_one(event: PoissonGa
     errors = ErrorCounts(200, 1000, 250, 1000)
     gaussian = lower_bound_gaussian(errors, 1e-5)
     assert lower_bound_trade_off(errors, event, 1e-5) == gaussian
-    nearly = PoissonGaussian(event.noise_multiplier, 0.999999, event.steps)  # through the accountant
+    nearly = PoissonGaussian(
+        event.noise_multiplier, 0.999999, event.steps
+    )  # through the accountant
     assert lower_bound_trade_off(errors, nearly, 1e-5) == pytest.approx(gaussian, rel=0.02)
 
 
 def test_the_family_bound_of_true_rates_is_the_claim() -> None:
-    # Expected errors of the best test of one subsampled step, with so many trials that limits are the rates.
+    # Expected errors of the best test of one subsampled step, with so many trials that limits are
+    # the rates.
     sigma, q, n = 0.8, 0.3, 10**7
     event = PoissonGaussian(sigma, q, 1)
     threshold = 1.0
@@ -81,7 +86,8 @@ def test_the_family_bound_of_true_rates_is_the_claim() -> None:
 
 @pytest.mark.statistical
 def test_bounds_exceed_the_truth_no_more_often_than_stated() -> None:
-    # 4000 audits of 300 + 300 runs at confidence 0.9. Exceeding has probability at most 0.1 an audit; more than 460 of 4000 then has probability below 1e-3. Seeds are fixed.
+    # 4000 audits of 300 + 300 runs at confidence 0.9. Exceeding has probability at most 0.1 an
+    # audit; more than 460 of 4000 then has probability below 1e-3. Seeds are fixed.
     draws, mu, delta, trials, audits = np.random.default_rng(0), 1.0, 1e-3, 300, 4000
     truth = gaussian_epsilon(mu, delta)
     rate = float(stats.norm.cdf(-mu / 2))

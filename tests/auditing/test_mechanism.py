@@ -1,6 +1,8 @@
-"""Many runs of a plan: right mechanisms are not refuted, nearly all of the claim is shown where theory allows it, and broken mechanisms are found out.
+"""Many runs of a plan: right mechanisms are not refuted, nearly all of the claim is shown where
+theory allows it, and broken mechanisms are found out.
 
-Keys come from a counter (conftest.py), so results repeat. With fresh keys a right mechanism would be refuted with probability at most 1 - confidence = 0.05 an audit.
+Keys come from a counter (conftest.py), so results repeat. With fresh keys a right mechanism would
+be refuted with probability at most 1 - confidence = 0.05 an audit.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ BreakNoise = Callable[[Callable[..., NoisySum]], None]
 
 
 def plan_of(records: int = 1, **settings: Any) -> PrivacyPlan:
-    return PrivacyConfig(**({"target_delta": 1e-5, "sample_rate": 1.0, "steps": 1} | settings)).build(records)
+    return PrivacyConfig(
+        **({"target_delta": 1e-5, "sample_rate": 1.0, "steps": 1} | settings)
+    ).build(records)
 
 
 def bound(report: AuditReport, method: str = "trade-off", released: str = "whole run") -> float:
@@ -39,7 +43,8 @@ def bound(report: AuditReport, method: str = "trade-off", released: str = "whole
 
 
 def test_four_fifths_of_the_gaussian_mechanisms_epsilon_are_shown() -> None:
-    # With fresh keys the bound is below 0.8 of the claim with probability about 1e-4: 12 000 runs leave 4200 of either kind for errors.
+    # With fresh keys the bound is below 0.8 of the claim with probability about 1e-4: 12 000 runs
+    # leave 4200 of either kind for errors.
     report = audit_mechanism(plan_of(noise_multiplier=1.0), runs=12_000, seed=0)
     assert 0.8 * report.claimed <= bound(report) <= report.claimed
     assert not report.refuted
@@ -76,20 +81,27 @@ def test_a_parameter_without_noise_is_refuted(break_noise: BreakNoise) -> None:
     assert not audit_mechanism(plan, stage, runs=800, seed=0).refuted
     break_noise(forgets_bias)
     report = audit_mechanism(plan, stage, runs=800, seed=0)
-    assert report.refuted and report.finding("whole run", "Clopper-Pearson").refutes  # whatever the mechanism is
+    assert (
+        report.refuted and report.finding("whole run", "Clopper-Pearson").refutes
+    )  # whatever the mechanism is
 
 
 def two_parameters() -> Stage:
     model = nn.Linear(3, 2)
     return Stage(
-        model, weighted_outputs, (torch.zeros(0, 3), torch.zeros(0, 2)), (torch.full((1, 3), 3.0), torch.ones(1, 2))
+        model,
+        weighted_outputs,
+        (torch.zeros(0, 3), torch.zeros(0, 2)),
+        (torch.full((1, 3), 3.0), torch.ones(1, 2)),
     )
 
 
 @pytest.mark.parametrize("kind", ["gradient", "input"])
 def test_a_sum_added_twice_is_refuted(break_noise: BreakNoise, kind: str) -> None:
     def twice(release: Callable[..., NoisySum], clipped: ClippedSum, *_: object) -> NoisySum:
-        return release(replace(clipped, gradients={name: 2 * g for name, g in clipped.gradients.items()}))
+        return release(
+            replace(clipped, gradients={name: 2 * g for name, g in clipped.gradients.items()})
+        )
 
     plan = plan_of(noise_multiplier=2.0)
     break_noise(twice)
@@ -97,17 +109,24 @@ def test_a_sum_added_twice_is_refuted(break_noise: BreakNoise, kind: str) -> Non
 
 
 def test_division_by_the_realised_batch_size_is_refuted(break_noise: BreakNoise) -> None:
-    """Eleven records that pull one way and a canary that pulls the other: its coming moves the sum by 1, and the others' shares by 1 more."""
+    """Eleven records that pull one way and a canary that pulls the other: its coming moves the sum
+    by 1, and the others' shares by 1 more.
+    """
 
     def realised(release: Callable[..., NoisySum], clipped: ClippedSum, *_: object) -> NoisySum:
         share = records / max(clipped.private.examples, 1)
-        return release(replace(clipped, gradients={name: share * g for name, g in clipped.gradients.items()}))
+        return release(
+            replace(clipped, gradients={name: share * g for name, g in clipped.gradients.items()})
+        )
 
     records = 12
     inputs, targets = torch.ones(records, 4), torch.ones(records, 1)
     targets[-1] = -1.0
     stage = Stage(
-        nn.Linear(4, 1, bias=False), weighted_outputs, (inputs[:-1], targets[:-1]), (inputs[-1:], targets[-1:])
+        nn.Linear(4, 1, bias=False),
+        weighted_outputs,
+        (inputs[:-1], targets[:-1]),
+        (inputs[-1:], targets[-1:]),
     )
     plan = plan_of(records, noise_multiplier=1.5)
     assert not audit_mechanism(plan, stage, runs=600, kind="input", seed=0).refuted
@@ -118,12 +137,16 @@ def test_division_by_the_realised_batch_size_is_refuted(break_noise: BreakNoise)
 def test_a_higher_sampling_rate_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(noise_multiplier=0.7, sample_rate=0.1)
     assert not audit_mechanism(plan, runs=1000, seed=0).refuted
-    monkeypatch.setattr(PoissonSampler, "indices", lambda self, key, step: np.arange(self.dataset_size))
+    monkeypatch.setattr(
+        PoissonSampler, "indices", lambda self, key, step: np.arange(self.dataset_size)
+    )
     assert audit_mechanism(plan, runs=1000, seed=0).refuted
 
 
 def test_noise_that_is_drawn_once_and_used_twice_is_refuted(break_noise: BreakNoise) -> None:
-    """The difference of two releases is the canary, where one batch held it: no threshold on its direction sees that, the learnt attack does."""
+    """The difference of two releases is the canary, where one batch held it: no threshold on its
+    direction sees that, the learnt attack does.
+    """
 
     def same_step(release: Callable[..., NoisySum], clipped: ClippedSum, step: int) -> NoisySum:
         return release(clipped, 0)
@@ -151,7 +174,9 @@ SUBSAMPLED = {"noise_multiplier": 0.6, "sample_rate": 0.4, "steps": 3}
         ("input", {"bands": 2, "steps": 4, "estimator": "hutch", "sketch_dim": 16}),
     ],
 )
-def test_right_mechanisms_are_not_refuted_and_something_is_shown(kind: str, settings: dict[str, Any]) -> None:
+def test_right_mechanisms_are_not_refuted_and_something_is_shown(
+    kind: str, settings: dict[str, Any]
+) -> None:
     report = audit_mechanism(plan_of(4, **(SUBSAMPLED | settings)), runs=240, kind=kind, seed=0)  # type: ignore[arg-type]
     assert not report.refuted
     assert 0 < bound(report) < report.claimed
@@ -173,19 +198,28 @@ def test_banded_noise_of_half_the_size_is_refuted(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_sketched_norms_that_are_accounted_for_as_exact_are_refuted() -> None:
-    """The canary of rank one meets the sketch: with two projections its contribution is often far longer than C. The plan that says so stands, one that claims exact clipping does not."""
+    """The canary of rank one meets the sketch: with two projections its contribution is often far
+    longer than C. The plan that says so stands, one that claims exact clipping does not.
+    """
     settings = {"noise_multiplier": 2.5, "steps": 6}
     honest, exact = plan_of(estimator="hutch", sketch_dim=2, **settings), plan_of(**settings)
     assert not audit_mechanism(honest, runs=60, kind="input", seed=0).refuted
     liar = replace(honest.clipper)
     object.__setattr__(liar, "claim", exact.clipper.claim)
-    assert audit_mechanism(replace(exact, clipper=liar), runs=260, kind="input", confidence=0.8, seed=0).refuted
+    assert audit_mechanism(
+        replace(exact, clipper=liar), runs=260, kind="input", confidence=0.8, seed=0
+    ).refuted
 
 
 def test_a_projection_for_each_micro_batch_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errata, E14: where projections depend on the batch they are drawn for, the canary's coming changes what all other records contribute."""
+    """Errata, E14: where projections depend on the batch they are drawn for, the canary's coming
+    changes what all other records contribute.
+    """
     records = 200
-    rows, targets = torch.linspace(1, 2, records).unsqueeze(1).expand(-1, 4), torch.full((records, 2), 10.0)
+    rows, targets = (
+        torch.linspace(1, 2, records).unsqueeze(1).expand(-1, 4),
+        torch.full((records, 2), 10.0),
+    )
     model = nn.Linear(4, 2, bias=False)
     stage = Stage(model, weighted_outputs, (rows[:-1], targets[:-1]), (rows[-1:], targets[-1:]))
     plan = plan_of(records, noise_multiplier=16.0, estimator="hutch", sketch_dim=8)
@@ -197,7 +231,9 @@ def test_a_projection_for_each_micro_batch_is_refuted(monkeypatch: pytest.Monkey
         return clip(self, model, loss, batch)
 
     monkeypatch.setattr(PrivateRun, "clip", counted)
-    monkeypatch.setattr("quietgrad.plan.run.Projections", lambda key, step: Projections(key, 1000 * step + size[0]))
+    monkeypatch.setattr(
+        "quietgrad.plan.run.Projections", lambda key, step: Projections(key, 1000 * step + size[0])
+    )
     report = audit_mechanism(plan, stage, runs=400, kind="input", seed=0)
     assert report.finding("whole run, learnt attack", "Clopper-Pearson").refutes
 
@@ -208,10 +244,14 @@ def test_whitening_is_the_product_with_the_gram_matrix() -> None:
     matrix = plan.mixing.matrix
     rows = torch.randn(7, 5, dtype=torch.float64)
     whitener = Whitener(plan)
-    found = [pair for step in range(7) for pair in whitener.push(step, rows[step])] + whitener.flush()
+    found = [
+        pair for step in range(7) for pair in whitener.push(step, rows[step])
+    ] + whitener.flush()
     assert [row for row, _ in found] == list(range(7))
     expected = matrix.T @ matrix @ rows.numpy()
-    np.testing.assert_allclose(torch.stack([white for _, white in found]).numpy(), expected, atol=1e-12)
+    np.testing.assert_allclose(
+        torch.stack([white for _, white in found]).numpy(), expected, atol=1e-12
+    )
     steps = participations(plan, 5)
     assert len(steps) in (2, 3) and set(np.diff(steps)) == {3}
 
@@ -258,4 +298,7 @@ def test_a_stage_of_other_records_and_a_seeded_plan_are_refused() -> None:
     with pytest.raises(ValueError, match="averages 2 views"):
         audit_mechanism(plan_of(noise_multiplier=1.0, augmentation_multiplicity=2), runs=100)
     with pytest.raises(ValueError, match="the plan has a seed"):
-        audit_mechanism(plan_of(noise_multiplier=1.0, seed=271828182845904523536028747135266249775724709), runs=100)
+        audit_mechanism(
+            plan_of(noise_multiplier=1.0, seed=271828182845904523536028747135266249775724709),
+            runs=100,
+        )

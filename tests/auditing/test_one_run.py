@@ -1,6 +1,8 @@
-"""One run with canaries: for every kind of plan, a right mechanism is not refuted, a broken one is, and denoising shows no more than the releases do.
+"""One run with canaries: for every kind of plan, a right mechanism is not refuted, a broken one is,
+and denoising shows no more than the releases do.
 
-Keys come from a counter (conftest.py) and coins from seeds. With fresh ones a right mechanism would be refuted with probability at most 0.05 an audit.
+Keys come from a counter (conftest.py) and coins from seeds. With fresh ones a right mechanism would
+be refuted with probability at most 0.05 an audit.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from quietgrad.auditing.scores.flat import Layout
 from quietgrad.auditing.scores.scoring import InputScores
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.denoising import SpikesWithBulk
-from quietgrad.facts import PoissonGaussian
+from quietgrad.events import PoissonGaussian
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.tensors import trainable_parameters
 
@@ -39,7 +41,10 @@ class Training:
         self.labels = torch.randint(0, 4, (RECORDS,), generator=generator)
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 4))
-        self.canaries = (3 * torch.randn(CANARIES, 12, generator=generator), torch.arange(CANARIES) % 4)
+        self.canaries = (
+            3 * torch.randn(CANARIES, 12, generator=generator),
+            torch.arange(CANARIES) % 4,
+        )
 
     def batches_of(self, indices: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
         for start in range(0, max(len(indices), 1), 64):
@@ -51,8 +56,15 @@ class Training:
         return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def audit(kind: str = "gradient", count: int = CANARIES, seed: int = 0, **settings: Any) -> AuditReport:
-    settings = {"target_delta": 1e-5, "noise_multiplier": 0.5, "sample_rate": 0.3, "steps": 6} | settings
+def audit(
+    kind: str = "gradient", count: int = CANARIES, seed: int = 0, **settings: Any
+) -> AuditReport:
+    settings = {
+        "target_delta": 1e-5,
+        "noise_multiplier": 0.5,
+        "sample_rate": 0.3,
+        "steps": 6,
+    } | settings
     training = Training()
     plan = PrivacyConfig(**settings).build(RECORDS + count)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
@@ -65,7 +77,14 @@ def audit(kind: str = "gradient", count: int = CANARIES, seed: int = 0, **settin
     if kind == "input":
         canaries = InputCanaries(training.canaries)
     return audit_one_run(
-        plan, training.model, training.loss, training.batches_of, canaries, update=update, seed=seed, confidence=0.95
+        plan,
+        training.model,
+        training.loss,
+        training.batches_of,
+        canaries,
+        update=update,
+        seed=seed,
+        confidence=0.95,
     )
 
 
@@ -90,7 +109,9 @@ def test_gradient_canaries_are_found_and_refute_no_right_plan(name: str) -> None
     assert not report.refuted
     assert 0 < report.finding("releases", "guesses in one run").epsilon < report.claimed
     assert 0 < report.finding("releases", "trade-off, as independent runs").epsilon < report.claimed
-    assert [p.false_positive for p in report.points] == sorted(p.false_positive for p in report.points)
+    assert [p.false_positive for p in report.points] == sorted(
+        p.false_positive for p in report.points
+    )
     assert any("must not be published" in note for note in report.notes)
 
 
@@ -106,8 +127,11 @@ def test_input_canaries_refute_no_right_plan(name: str) -> None:
 
 @pytest.mark.statistical
 def test_input_canaries_are_found_where_there_is_little_noise() -> None:
-    # About 0.65 of 264 guesses are right; below 0.57 with probability 4e-3, and for an attack that knows nothing above it with 1e-2.
-    seen = [audit("input", seed=seed, noise_multiplier=0.3).findings[0].evidence for seed in range(3)]
+    # About 0.65 of 264 guesses are right; below 0.57 with probability 4e-3, and for an attack that
+    # knows nothing above it with 1e-2.
+    seen = [
+        audit("input", seed=seed, noise_multiplier=0.3).findings[0].evidence for seed in range(3)
+    ]
     assert sum(s.correct for s in seen) > 0.57 * sum(s.guesses for s in seen)  # type: ignore[union-attr]
 
 
@@ -122,10 +146,17 @@ def test_denoised_releases_and_weights_show_no_more_than_releases(name: str) -> 
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("method", ["guesses in one run", "trade-off, as independent runs"])
-def test_a_run_without_noise_is_refuted(break_noise: Callable[[Callable[..., NoisySum]], None], method: str) -> None:
+def test_a_run_without_noise_is_refuted(
+    break_noise: Callable[[Callable[..., NoisySum]], None], method: str
+) -> None:
     def hardly(release: Callable[..., NoisySum], clipped: ClippedSum, *_: object) -> NoisySum:
         noisy = release(clipped)
-        return replace(noisy, gradients={n: g + 0.05 * (noisy.gradients[n] - g) for n, g in clipped.gradients.items()})
+        return replace(
+            noisy,
+            gradients={
+                n: g + 0.05 * (noisy.gradients[n] - g) for n, g in clipped.gradients.items()
+            },
+        )
 
     settings = {"noise_multiplier": 3.0, "steps": 8}
     assert not audit(**settings).refuted
@@ -136,7 +167,9 @@ def test_a_run_without_noise_is_refuted(break_noise: Callable[[Callable[..., Noi
 
 @pytest.mark.statistical
 def test_guesses_beat_the_claim_no_more_often_than_stated() -> None:
-    """The claimed mechanism itself, 400 times: at most 0.1 of its audits may exceed epsilon at confidence 0.9; that more than 62 do has probability below 1e-3."""
+    """The claimed mechanism itself, 400 times: at most 0.1 of its audits may exceed epsilon at
+    confidence 0.9; that more than 62 do has probability below 1e-3.
+    """
     from quietgrad.accounting import epsilon
     from quietgrad.auditing import lower_bound_one_run
     from quietgrad.auditing.bounds.guessing import count_correct
@@ -155,7 +188,9 @@ def test_guesses_beat_the_claim_no_more_often_than_stated() -> None:
 
 def test_slopes_are_inner_products_with_every_canarys_clipped_gradient() -> None:
     training = Training()
-    plan = PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0, sample_rate=0.5, steps=1).build(RECORDS + 3)
+    plan = PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0, sample_rate=0.5, steps=1).build(
+        RECORDS + 3
+    )
     layout = Layout(trainable_parameters(training.model))
     batch = tuple(t[:3] for t in training.canaries)
     scorer = InputScores(plan, layout, training.model, training.loss, batch)
@@ -164,7 +199,9 @@ def test_slopes_are_inner_products_with_every_canarys_clipped_gradient() -> None
     rows = []
     for i in range(3):
         one = training.loss(training.model, tuple(t[i : i + 1] for t in batch)).sum()
-        g = torch.cat([p.reshape(-1) for p in torch.autograd.grad(one, list(training.model.parameters()))])
+        g = torch.cat(
+            [p.reshape(-1) for p in torch.autograd.grad(one, list(training.model.parameters()))]
+        )
         rows.append(g * min(1.0, 1.0 / float(g.norm())))
     expected = white - 0.25 * torch.stack(rows).sum(0)  # half of them, drawn at rate 1/2
     np.testing.assert_allclose(products, [float(expected @ row) for row in rows], rtol=1e-4)
@@ -177,7 +214,9 @@ def test_gradient_canaries_have_entries_of_their_own() -> None:
     assert directions.disjoint and directions.positions.shape == (50, 1)
     rows = directions.rows(np.arange(50), 2.0, torch.zeros(1))
     np.testing.assert_allclose(rows.norm(dim=1), 2.0)
-    np.testing.assert_allclose(directions.products(rows[7], np.arange(50)), 2.0 * (np.arange(50) == 7))
+    np.testing.assert_allclose(
+        directions.products(rows[7], np.arange(50)), 2.0 * (np.arange(50) == 7)
+    )
     many = GradientCanaries(50).directions(20, order)
     assert not many.disjoint and many.positions.shape == (50, 20)
     assert isinstance(many, Directions)
@@ -203,11 +242,16 @@ def test_flat_vectors_keep_names_and_shapes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("canaries", "message"), [(GradientCanaries(RECORDS + 400), "built? ?the plan|there are 600 canaries")]
+    ("canaries", "message"),
+    [(GradientCanaries(RECORDS + 400), "built? ?the plan|there are 600 canaries")],
 )
-def test_a_plan_without_room_for_the_canaries_is_refused(canaries: GradientCanaries, message: str) -> None:
+def test_a_plan_without_room_for_the_canaries_is_refused(
+    canaries: GradientCanaries, message: str
+) -> None:
     training = Training()
-    plan = PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0, sample_rate=0.5, steps=1).build(RECORDS)
+    plan = PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0, sample_rate=0.5, steps=1).build(
+        RECORDS
+    )
     with pytest.raises(ValueError, match=message):
         audit_one_run(plan, training.model, training.loss, training.batches_of, canaries)
 

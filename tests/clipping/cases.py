@@ -1,4 +1,6 @@
-"""The shared list of models on which every fast path is compared with the slow oracle. All from config, with random weights."""
+"""The shared list of models on which every fast path is compared with the slow oracle. All from
+config, with random weights.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def classification(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def language_modelling(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Per-example mean over the tokens that are not padding."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[
+        :, :-1
+    ]
     targets = batch["input_ids"][:, 1:]
     mask = batch["attention_mask"][:, 1:].to(logits.dtype)
     loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
@@ -69,7 +73,9 @@ class SmallCnn(nn.Module):
 
 
 class BareParameters(nn.Module):
-    """Scalar and bare parameters, a parameter used twice, a shared layer, an unused and a frozen one."""
+    """Scalar and bare parameters, a parameter used twice, a shared layer, an unused and a frozen
+    one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +143,12 @@ def _plain(model: Callable[[], nn.Module], x: Callable[[], Tensor]) -> Callable[
 
 def _mlp() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 7, bias=False), nn.Sigmoid(), nn.Linear(7, 3)
+        nn.Linear(5, 7),
+        nn.Tanh(),
+        nn.LayerNorm(7),
+        nn.Linear(7, 7, bias=False),
+        nn.Sigmoid(),
+        nn.Linear(7, 3),
     )
 
 
@@ -147,18 +158,26 @@ def _hugging_face(kind: str) -> Callable[[], Any]:
 
         torch.manual_seed(0)
         encoder = dict(
-            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, num_labels=3,
+            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=24, num_labels=3,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=20,
         )  # fmt: skip
         decoder = dict(
-            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=24, max_position_embeddings=20, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=24, max_position_embeddings=20, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2,
         )  # fmt: skip
         if kind == "bert":
-            return hf.BertForSequenceClassification(hf.BertConfig(**encoder)), classification, text_batch()
+            return (
+                hf.BertForSequenceClassification(hf.BertConfig(**encoder)),
+                classification,
+                text_batch(),
+            )
         if kind == "minilm":  # the real shape of the packaged encoder, 22.7 M parameters
             config = hf.BertConfig(
-                vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, num_labels=3,
+                vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12,
+                intermediate_size=1536, num_labels=3,
                 hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
             )  # fmt: skip
             return hf.BertForSequenceClassification(config), classification, text_batch()
@@ -167,7 +186,8 @@ def _hugging_face(kind: str) -> Callable[[], Any]:
             return hf.RobertaForSequenceClassification(config), classification, text_batch()
         if kind == "gpt2":
             config = hf.GPT2Config(
-                vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=20, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+                vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=20,
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
                 bos_token_id=1, eos_token_id=2,
             )  # fmt: skip
             return hf.GPT2LMHeadModel(config), language_modelling, text_batch()
@@ -181,7 +201,8 @@ def _hugging_face(kind: str) -> Callable[[], Any]:
             )
         if kind == "vit":
             config = hf.ViTConfig(
-                hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4, num_labels=3,
+                hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+                image_size=8, patch_size=4, num_labels=3,
             )  # fmt: skip
             batch = {"pixel_values": torch.randn(4, 3, 8, 8), "y": torch.randint(0, 3, (4,))}
             return hf.ViTForImageClassification(config), classification, batch
@@ -192,12 +213,18 @@ def _hugging_face(kind: str) -> Callable[[], Any]:
 
 CASES = [
     Case("mlp", _plain(_mlp, lambda: torch.randn(4, 5))),
-    Case("mlp-positions", _plain(lambda: nn.Sequential(_mlp(), Mean(1)), lambda: torch.randn(4, 6, 5))),
+    Case(
+        "mlp-positions",
+        _plain(lambda: nn.Sequential(_mlp(), Mean(1)), lambda: torch.randn(4, 6, 5)),
+    ),
     Case("cnn-groupnorm", _plain(SmallCnn, lambda: torch.randn(4, 3, 9, 8))),
     Case("bare-parameters", _plain(BareParameters, lambda: torch.randn(4, 6))),
     Case("recurrent-attention", _plain(Recurrent, lambda: text_batch()["input_ids"])),
     Case("conv1d-conv3d-fallback", _plain(Volumes, lambda: torch.randn(4, 4, 12))),
-    *[Case(kind, _hugging_face(kind)) for kind in ("bert", "minilm", "roberta", "gpt2", "llama", "llama-tied", "vit")],
+    *[
+        Case(kind, _hugging_face(kind))
+        for kind in ("bert", "minilm", "roberta", "gpt2", "llama", "llama-tied", "vit")
+    ],
 ]
 
 

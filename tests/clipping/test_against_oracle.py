@@ -14,7 +14,9 @@ from quietgrad.tensors import batch_size_of
 EXACT = ["exact", "materialized", "ghost"]
 
 
-def assert_equal_to_oracle(model, loss, batch, *, estimator="exact", micro_batch_size=None, tolerance=1e-5) -> None:
+def assert_equal_to_oracle(
+    model, loss, batch, *, estimator="exact", micro_batch_size=None, tolerance=1e-5
+) -> None:
     gradients = oracle_gradients(model, loss, batch)
     norms = oracle_norms(gradients)
     clip = float(norms.median())  # some examples clipped, some not
@@ -36,7 +38,9 @@ def assert_equal_to_oracle(model, loss, batch, *, estimator="exact", micro_batch
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_full_training(case: Case, estimator: str, micro_batch_size: int | None) -> None:
     model, loss, batch = case.build()
-    assert_equal_to_oracle(model, loss, batch, estimator=estimator, micro_batch_size=micro_batch_size)
+    assert_equal_to_oracle(
+        model, loss, batch, estimator=estimator, micro_batch_size=micro_batch_size
+    )
 
 
 LORA_TARGETS = {
@@ -73,7 +77,11 @@ def test_nothing_is_left_on_the_model(case: Case) -> None:
     clipped_gradients(model, loss, batch, 1.0)
     for name, module in model.named_modules():
         assert set(vars(module)) == before[name]
-        assert not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
+        assert (
+            not module._forward_hooks
+            and not module._forward_pre_hooks
+            and not module._backward_hooks
+        )
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
 

@@ -1,4 +1,6 @@
-"""Exact clipping against the slow oracle over the architectures of ``architectures.py``, trained in full and with LoRA."""
+"""Exact clipping against the slow oracle over the architectures of ``architectures.py``, trained in
+full and with LoRA.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_architecture(case: Case, tune: str, micro_batch_size: int | None) -> No
 @pytest.mark.parametrize("micro_batch_size", MICRO_BATCH_SIZES)
 @pytest.mark.parametrize("tune", ["full", "lora"])
 @pytest.mark.parametrize("case", WITH_TWIN, ids=str)
-def test_architecture_against_the_oracle_of_its_twin(case: Case, tune: str, micro_batch_size: int | None) -> None:
+def test_architecture_against_the_oracle_of_its_twin(
+    case: Case, tune: str, micro_batch_size: int | None
+) -> None:
     model, loss, batch = _built(case, tune)
     twin, _, _ = TWINS[case.name].build()
     if tune == "lora":
@@ -42,7 +46,9 @@ def test_architecture_against_the_oracle_of_its_twin(case: Case, tune: str, micr
 
 @pytest.mark.parametrize("case", WITH_TWIN, ids=str)
 def test_frozen_embeddings_hide_nothing(case: Case) -> None:
-    """Then nothing trainable comes before the checkpointed layers, and autograd could stop short of them without an error."""
+    """Then nothing trainable comes before the checkpointed layers, and autograd could stop short of
+    them without an error.
+    """
     model, loss, batch = case.build()
     twin, _, _ = TWINS[case.name].build()
     for one in (model, twin):

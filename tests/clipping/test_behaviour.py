@@ -1,4 +1,6 @@
-"""What clipping does at the edges: empty batches, non-finite gradients, changing models, precisions, and what it leaves behind."""
+"""What clipping does at the edges: empty batches, non-finite gradients, changing models,
+precisions, and what it leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ from quietgrad.clipping.norms.choice import ESTIMATORS
 from quietgrad.clipping.norms.projections import Projections
 from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
 from quietgrad.clipping.soundness.verify import verify_clipping
-from quietgrad.facts import RandomizedClipping, SensitivityClaim
+from quietgrad.events import RandomizedClipping, SensitivityClaim
 from quietgrad.randomness import RandomKey
 
 SMALL = [
-    c for c in CASES if c.name in ("mlp", "mlp-positions", "cnn-groupnorm", "bare-parameters", "recurrent-attention")
+    c
+    for c in CASES
+    if c.name in ("mlp", "mlp-positions", "cnn-groupnorm", "bare-parameters", "recurrent-attention")
 ]
 
 
@@ -52,7 +56,9 @@ def test_empty_batch_gives_zeros(chosen: Case, estimator: str) -> None:
 
 
 class Poisoned(nn.Module):
-    """A Linear layer with positions, an embedding, a normalisation and a convolution; the loss of some examples is multiplied by a number."""
+    """A Linear layer with positions, an embedding, a normalisation and a convolution; the loss of
+    some examples is multiplied by a number.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,15 +91,22 @@ def poisoned_batch(weights: list[float]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30], ids=str)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_nonfinite_example_contributes_zero_and_leaves_the_others_alone(estimator, poison, micro_batch_size) -> None:
+def test_nonfinite_example_contributes_zero_and_leaves_the_others_alone(
+    estimator, poison, micro_batch_size
+) -> None:
     # 1e30: a finite gradient whose squared norm overflows.
     torch.manual_seed(0)
     model = Poisoned()
     weights = [1.0, poison, 2.0, 0.5]
-    dirty, clean = poisoned_batch(weights), poisoned_batch([1.0, 0.0, 2.0, 0.5])  # a weight of zero: gradient zero
+    dirty, clean = (
+        poisoned_batch(weights),
+        poisoned_batch([1.0, 0.0, 2.0, 0.5]),
+    )  # a weight of zero: gradient zero
     arguments = {"max_grad_norm": 0.4, "estimator": estimator, "micro_batch_size": micro_batch_size}
     actual = clipped_gradients(model, poisoned_loss, dirty, **arguments, projections=projections())
-    expected = clipped_gradients(model, poisoned_loss, clean, **arguments, projections=projections())
+    expected = clipped_gradients(
+        model, poisoned_loss, clean, **arguments, projections=projections()
+    )
     for name, g in expected.gradients.items():
         assert g.any()
         torch.testing.assert_close(actual.gradients[name], g, rtol=1e-5, atol=1e-7)
@@ -103,7 +116,9 @@ def test_nonfinite_example_contributes_zero_and_leaves_the_others_alone(estimato
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_batch_of_nonfinite_examples_gives_zeros(estimator) -> None:
-    clipped = clipped_gradients(Poisoned(), poisoned_loss, poisoned_batch([float("nan")] * 3), 1.0, estimator)
+    clipped = clipped_gradients(
+        Poisoned(), poisoned_loss, poisoned_batch([float("nan")] * 3), 1.0, estimator
+    )
     assert not any(g.any() for g in clipped.gradients.values())
 
 
@@ -128,7 +143,9 @@ def test_one_example_moves_the_sum_by_at_most_the_clipping_norm(estimator) -> No
         model, loss, batch = chosen.build()
         for clip in (1e-3, 0.5, 100.0):
             whole = clipped_gradients(model, loss, batch, clip, estimator).gradients
-            rest = clipped_gradients(model, loss, {k: t[1:] for k, t in batch.items()}, clip, estimator).gradients
+            rest = clipped_gradients(
+                model, loss, {k: t[1:] for k, t in batch.items()}, clip, estimator
+            ).gradients
             moved = sum(float((whole[n] - rest[n]).double().pow(2).sum()) for n in whole) ** 0.5
             assert moved <= clip * (1 + 1e-5)
 
@@ -140,7 +157,9 @@ def test_freezing_and_unfreezing_between_calls() -> None:
         for i in frozen:
             model[i].requires_grad_(False)
         assert_equal_to_oracle(model, loss, batch)
-    assert len(clipped_gradients(model, loss, batch, 1.0).gradients) == len(list(model.parameters()))
+    assert len(clipped_gradients(model, loss, batch, 1.0).gradients) == len(
+        list(model.parameters())
+    )
 
 
 def test_exception_in_the_forward_pass_leaves_no_hooks() -> None:
@@ -152,7 +171,9 @@ def test_exception_in_the_forward_pass_leaves_no_hooks() -> None:
 
     with pytest.raises(OSError, match="disk full"):
         clipped_gradients(model, failing, batch, 1.0)
-    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules()
+    )
     assert_equal_to_oracle(model, loss, batch)
 
 
@@ -254,7 +275,9 @@ class Cast(nn.Module):
 
 
 class ReturnsItsIntermediate(nn.Module):
-    """As attention modules do that return their weights beside the context: one output is on the way to another."""
+    """As attention modules do that return their weights beside the context: one output is on the
+    way to another.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +289,9 @@ class ReturnsItsIntermediate(nn.Module):
 
 
 class UsesTheCell(nn.Module):
-    """A recurrent cell whose two outputs depend on each other, or a module that returns an intermediate, ``used`` or ignored."""
+    """A recurrent cell whose two outputs depend on each other, or a module that returns an
+    intermediate, ``used`` or ignored.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -293,10 +318,16 @@ def test_outputs_that_depend_on_each_other_are_counted_once(kind: str) -> None:
 
 def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     size = sum(float(g.double().pow(2).sum()) for g in expected.values()) ** 0.5
-    return sum(float((actual[n].double() - g.double()).pow(2).sum()) for n, g in expected.items()) ** 0.5 / size
+    return (
+        sum(float((actual[n].double() - g.double()).pow(2).sum()) for n, g in expected.items())
+        ** 0.5
+        / size
+    )
 
 
-def sum_with(value: float = 1.0, clip: float = 1.0, names: tuple[str, ...] = ("w", "b"), **claim: object) -> ClippedSum:
+def sum_with(
+    value: float = 1.0, clip: float = 1.0, names: tuple[str, ...] = ("w", "b"), **claim: object
+) -> ClippedSum:
     return ClippedSum({n: torch.full((2,), value) for n in names}, SensitivityClaim(clip, **claim))
 
 
@@ -304,7 +335,8 @@ def test_clipped_sums_add_up() -> None:
     model, loss, batch = case("cnn-groupnorm")
     whole = clipped_gradients(model, loss, batch, 0.2)
     parts = [
-        clipped_gradients(model, loss, {k: t[rows] for k, t in batch.items()}, 0.2) for rows in ([0], [1, 2], [3], [])
+        clipped_gradients(model, loss, {k: t[rows] for k, t in batch.items()}, 0.2)
+        for rows in ([0], [1, 2], [3], [])
     ]
     total = parts[0] + parts[1] + parts[2] + parts[3]
     assert total.claim == whole.claim and total.private.examples == 4
@@ -321,7 +353,12 @@ def test_adding_leaves_the_summands_alone() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [sum_with(clip=2.0), sum_with(clipping=RandomizedClipping(32)), sum_with(names=("w",)), sum_with(names=("w", "c"))],
+    [
+        sum_with(clip=2.0),
+        sum_with(clipping=RandomizedClipping(32)),
+        sum_with(names=("w",)),
+        sum_with(names=("w", "c")),
+    ],
     ids=["another-norm", "sketched", "fewer-parameters", "other-parameters"],
 )
 def test_clipped_sums_that_do_not_belong_together_are_not_added(other: ClippedSum) -> None:
@@ -332,12 +369,19 @@ def test_clipped_sums_that_do_not_belong_together_are_not_added(other: ClippedSu
 
 def test_repr_shows_no_values() -> None:
     clipped = clipped_gradients(Poisoned(), poisoned_loss, poisoned_batch([1.0] * 3), 1.0)
-    for shown in (repr(clipped), str(clipped), f"{clipped}", repr([clipped]), repr(clipped.private)):
+    for shown in (
+        repr(clipped),
+        str(clipped),
+        f"{clipped}",
+        repr([clipped]),
+        repr(clipped.private),
+    ):
         assert "tensor" not in shown and "examples=" not in shown and "nonfinite=" not in shown
 
 
 def test_dropout_outside_the_fallback_is_drawn_once() -> None:
-    # One mask an example, the same in norm and sum. Nothing is clipped, so the sum is autograd's with the same draws.
+    # One mask an example, the same in norm and sum. Nothing is clipped, so the sum is autograd's
+    # with the same draws.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), Mean(1), nn.Linear(7, 3))
     batch = {"x": torch.randn(6, 4, 5), "y": torch.randint(0, 3, (6,))}

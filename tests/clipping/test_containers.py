@@ -49,7 +49,9 @@ def test_loss_gets_the_users_container(name: str, micro_batch_size: int | None) 
         x, y = read(batch)
         return F.cross_entropy(model(x), y, reduction="none")
 
-    plain = oracle_gradients(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), (X, Y))
+    plain = oracle_gradients(
+        model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), (X, Y)
+    )
     actual = clipped_gradients(model, loss, make(), 0.5, micro_batch_size=micro_batch_size)
     for parameter, g in oracle_clipped_sum(plain, 0.5).items():
         torch.testing.assert_close(actual.gradients[parameter], g)
@@ -73,5 +75,7 @@ def test_slices_are_views_and_the_rest_stays() -> None:
 
 def test_map_keeps_the_kinds_of_containers() -> None:
     mapped = map_tensors((Pair(X, [Y]), {"x": X}), lambda t: t + 1)
-    assert isinstance(mapped, tuple) and isinstance(mapped[0], Pair) and isinstance(mapped[0].y, list)
+    assert (
+        isinstance(mapped, tuple) and isinstance(mapped[0], Pair) and isinstance(mapped[0].y, list)
+    )
     assert torch.equal(mapped[1]["x"], X + 1)

@@ -1,4 +1,6 @@
-"""Per-example gradients and Gram matrices of convolutions, every way they are formed, against autograd over random geometries."""
+"""Per-example gradients and Gram matrices of convolutions, every way they are formed, against
+autograd over random geometries.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +34,31 @@ def _uses(draw: st.DrawFn) -> tuple[ConvolutionFactors, Tensor]:
     padding = draw(st.tuples(*[st.integers(0, 2)] * dims))
     groups = draw(st.sampled_from([1, 2]))
     spans = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
-    size = [max(1, span - 2 * pad) + draw(st.integers(0, 3)) for span, pad in zip(spans, padding, strict=True)]
+    size = [
+        max(1, span - 2 * pad) + draw(st.integers(0, 3))
+        for span, pad in zip(spans, padding, strict=True)
+    ]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.randn(EXAMPLES, 3 * groups, *size, generator=generator, dtype=torch.float64)
-    weight = torch.randn(2 * groups, 3, *kernel, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(
+        2 * groups, 3, *kernel, generator=generator, dtype=torch.float64, requires_grad=True
+    )
     y = CONVOLUTIONS[dims](x, weight, None, stride, padding, dilation, groups)
     grad = torch.randn(y.shape, generator=generator, dtype=torch.float64)
     each = [
-        torch.autograd.grad((y[i] * grad[i]).sum(), weight, retain_graph=True)[0].flatten() for i in range(EXAMPLES)
+        torch.autograd.grad((y[i] * grad[i]).sum(), weight, retain_graph=True)[0].flatten()
+        for i in range(EXAMPLES)
     ]
-    return ConvolutionFactors(x, grad, Geometry(kernel, stride, padding, dilation, groups)), torch.stack(each)
+    return ConvolutionFactors(
+        x, grad, Geometry(kernel, stride, padding, dilation, groups)
+    ), torch.stack(each)
 
 
 @settings(max_examples=60, deadline=None)
 @given(_uses())
-def test_transposed_patches_and_gram_matrices_are_those_of_patches(case: tuple[ConvolutionFactors, Tensor]) -> None:
+def test_transposed_patches_and_gram_matrices_are_those_of_patches(
+    case: tuple[ConvolutionFactors, Tensor],
+) -> None:
     use, _ = case
     expected = patches(use.x, use.geometry).flatten(0, 1)
     columns = [c.clone() for c in patch_columns(use.x, use.geometry, 2, torch.float64)]
@@ -56,7 +68,9 @@ def test_transposed_patches_and_gram_matrices_are_those_of_patches(case: tuple[C
 
 @settings(max_examples=60, deadline=None)
 @given(_uses())
-def test_every_way_gives_autograds_gradients_and_norms(case: tuple[ConvolutionFactors, Tensor]) -> None:
+def test_every_way_gives_autograds_gradients_and_norms(
+    case: tuple[ConvolutionFactors, Tensor],
+) -> None:
     use, expected = case
     squared = expected.square().sum(dim=1)
     weights = torch.linspace(-1.0, 1.0, EXAMPLES, dtype=torch.float64)
@@ -72,7 +86,9 @@ def test_every_way_gives_autograds_gradients_and_norms(case: tuple[ConvolutionFa
             torch.testing.assert_close(total.flatten(), weights @ expected)
             torch.testing.assert_close(materialized_norms([use], torch.float64).squared, squared)
             for pixels in (True, False):
-                with mock.patch.object(convolution, "pixel_gram_pays", lambda *_, pays=pixels: pays):
+                with mock.patch.object(
+                    convolution, "pixel_gram_pays", lambda *_, pays=pixels: pays
+                ):
                     torch.testing.assert_close(ghost_norms([use], torch.float64).squared, squared)
 
 
@@ -90,20 +106,25 @@ def test_gradients_of_half_precision_factors_are_summed_in_float32(cached: int) 
             materialized_norms([use], torch.float32),
             ghost_norms([use], torch.float32),
         ):
-            # Products of bfloat16 entries are exact in float32; accumulated in bfloat16 they would be 1e-2 off.
+            # Products of bfloat16 entries are exact in float32; accumulated in bfloat16 they would
+            # be 1e-2 off.
             torch.testing.assert_close(norms.squared, expected, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("estimator", ["auto", "materialized", "ghost"])
 def test_images_with_channels_last(estimator: Any) -> None:
-    """With "auto" the first micro-batch keeps factors, whose sum the native routine lays out as the images are, and the smaller one gradients."""
+    """With "auto" the first micro-batch keeps factors, whose sum the native routine lays out as the
+    images are, and the smaller one gradients.
+    """
     torch.manual_seed(0)
     model = torch.nn.Conv2d(512, 512, 3, padding=1)
     x = torch.randn(7, 512, 20, 20)
     clipper = Clipper(1.0, estimator, engine="bookkeeping", micro_batch_size=4)
     expected = clipper.clip(model, _mean_square, x).gradients
     model = model.to(memory_format=torch.channels_last)
-    found = clipper.clip(model, _mean_square, x.contiguous(memory_format=torch.channels_last)).gradients
+    found = clipper.clip(
+        model, _mean_square, x.contiguous(memory_format=torch.channels_last)
+    ).gradients
     for name in expected:
         torch.testing.assert_close(found[name], expected[name])
 
@@ -124,7 +145,9 @@ class _Largest(TorchDispatchMode):
         given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
         for made in result if isinstance(result, tuple | list) else (result,):
             if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in given:
-                self.entries = max(self.entries, made.untyped_storage().nbytes() // made.element_size())
+                self.entries = max(
+                    self.entries, made.untyped_storage().nbytes() // made.element_size()
+                )
         return result
 
 
@@ -138,8 +161,12 @@ class _Largest(TorchDispatchMode):
     ],
     ids=["same", "no-padding", "one-by-one", "much-padding"],
 )
-def test_no_temporary_grows_past_the_stated_size(size: tuple[int, ...], kernel: int, stride: int, padding: int) -> None:
-    """Also where the input itself is larger, and where padding makes far more outputs than there are inputs."""
+def test_no_temporary_grows_past_the_stated_size(
+    size: tuple[int, ...], kernel: int, stride: int, padding: int
+) -> None:
+    """Also where the input itself is larger, and where padding makes far more outputs than there
+    are inputs.
+    """
     geometry = Geometry((kernel,) * 2, (stride,) * 2, (padding,) * 2, (1, 1), 1)
     out = (size[2] + 2 * padding - kernel) // stride + 1
     use = ConvolutionFactors(torch.ones(size), torch.ones(size[0], 8, out, out), geometry)

@@ -1,4 +1,6 @@
-"""Bags of words: their own rule where bags are rows of ids, one example at a time where they are not."""
+"""Bags of words: their own rule where bags are rows of ids, one example at a time where they are
+not.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def weighted(model: nn.EmbeddingBag, ids: Tensor) -> Tensor:
 class Bags(nn.Module):
     """A mean of word vectors and a linear classifier."""
 
-    def __init__(self, call: Callable[[nn.EmbeddingBag, Tensor], Tensor] = bags, **settings: object) -> None:
+    def __init__(
+        self, call: Callable[[nn.EmbeddingBag, Tensor], Tensor] = bags, **settings: object
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.bag = nn.EmbeddingBag(WORDS, 5, **settings)
@@ -59,7 +63,9 @@ def batch_of() -> dict[str, Tensor]:
 def test_bags_of_rows(mode: str, padding: int | None, estimator: str) -> None:
     model = Bags(mode=mode, padding_idx=padding)
     assert (layout_of(model).sites[0].rule is None) is (mode == "max")
-    assert_equal_to_oracle(model, cross_entropy, batch_of(), estimator=estimator, micro_batch_size=EXAMPLES)
+    assert_equal_to_oracle(
+        model, cross_entropy, batch_of(), estimator=estimator, micro_batch_size=EXAMPLES
+    )
 
 
 @pytest.mark.parametrize("call", [flat, weighted])
@@ -67,7 +73,9 @@ def test_bags_with_offsets_or_weights_are_taken_one_at_a_time(call: Callable) ->
     model, batch = Bags(call, mode="sum"), batch_of()
     assert_equal_to_oracle(model, cross_entropy, batch)
     assert Clipper(1.0).execution_choice(model, cross_entropy, batch).engine == "one-example"
-    with pytest.raises(NotCaptured, match=r"layer 'bag' \(EmbeddingBag\) is called with several tensors"):
+    with pytest.raises(
+        NotCaptured, match=r"layer 'bag' \(EmbeddingBag\) is called with several tensors"
+    ):
         Clipper(1.0, engine="bookkeeping").clip(model, cross_entropy, batch)
 
 

@@ -1,4 +1,6 @@
-"""Engines, groups, scaling, layer overrides and the planner: every way to the same clipped sum, and the claims that go with it."""
+"""Engines, groups, scaling, layer overrides and the planner: every way to the same clipped sum, and
+the claims that go with it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from quietgrad.clipping.planner.execution import ExecutionChoice, choose_executi
 from quietgrad.clipping.planner.explain import explain
 from quietgrad.clipping.planner.throughput import measured_throughput
 from quietgrad.clipping.soundness.oracle import oracle_gradients, oracle_norms
-from quietgrad.facts import ExactClipping, RandomizedClipping
+from quietgrad.events import ExactClipping, RandomizedClipping
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import trainable_parameters
 
@@ -46,7 +48,9 @@ def assert_same(actual: dict, expected: dict, tolerance: float = 1e-5) -> None:
 def oracle_sum(gradients: list, factors: torch.Tensor, group_of) -> dict:
     """factors: [groups, examples]."""
     return {
-        name: sum(factors[group_of[name], i].to(g.dtype) * one[name] for i, one in enumerate(gradients))
+        name: sum(
+            factors[group_of[name], i].to(g.dtype) * one[name] for i, one in enumerate(gradients)
+        )
         for name, g in gradients[0].items()
     }
 
@@ -54,14 +58,18 @@ def oracle_sum(gradients: list, factors: torch.Tensor, group_of) -> dict:
 @pytest.mark.parametrize("micro_batch_size", [None, 3])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("one", [c for c in CASES if c.name != "minilm"], ids=str)
-def test_engines_agree_with_the_oracle(one: Case, engine: str, micro_batch_size: int | None) -> None:
+def test_engines_agree_with_the_oracle(
+    one: Case, engine: str, micro_batch_size: int | None
+) -> None:
     model, loss, batch = one.build()
     size = None if engine == "one-example" else micro_batch_size
     gradients = oracle_gradients(model, loss, batch)
     norms = oracle_norms(gradients)
     clip = float(norms.median())
     clipper = Clipper(clip, engine=engine, micro_batch_size=size)
-    torch.testing.assert_close(clipper.norms(model, loss, batch).double(), norms.double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        clipper.norms(model, loss, batch).double(), norms.double(), rtol=1e-5, atol=0
+    )
     factors = (clip / norms / (1 + SHARE)).clamp(max=1).unsqueeze(0)
     actual = clipper.clip(model, loss, batch).gradients
     assert_same(actual, oracle_sum(gradients, factors, dict.fromkeys(actual, 0)))
@@ -80,7 +88,10 @@ def test_kept_gradients_and_blocks_agree(name: str, kept: bool, monkeypatch) -> 
         return kept_now
 
     monkeypatch.setattr(accumulator, "settle", settle)
-    assert_same(Clipper(0.1, "materialized", engine="bookkeeping").clip(model, loss, batch).gradients, expected)
+    assert_same(
+        Clipper(0.1, "materialized", engine="bookkeeping").clip(model, loss, batch).gradients,
+        expected,
+    )
     assert seen
 
 
@@ -116,7 +127,9 @@ def test_groups_against_the_oracle(groups, scaling: str, engine: str) -> None:
     limit=st.floats(1e-3, 1e3),
     scaling=st.sampled_from(["clip", "automatic"]),
 )
-def test_clip_factors_bound_every_contribution(norms: list[float], limit: float, scaling: str) -> None:
+def test_clip_factors_bound_every_contribution(
+    norms: list[float], limit: float, scaling: str
+) -> None:
     n = torch.tensor([norms], dtype=torch.float64)
     factors = clip_factors(n, torch.tensor([limit], dtype=torch.float64), scaling)
     shares = torch.nan_to_num(factors) * n
@@ -138,7 +151,11 @@ def test_an_example_that_is_not_finite_adds_zero(engine: str, bad: float) -> Non
 def test_pins_decide_per_layer() -> None:
     model, loss, batch = case("bert").build()
     clipper = Clipper(
-        1.0, "exact", 8, layers={"*.intermediate.*": "hutch:16", "*.query.*": "ghost"}, engine="bookkeeping"
+        1.0,
+        "exact",
+        8,
+        layers={"*.intermediate.*": "hutch:16", "*.query.*": "ghost"},
+        engine="bookkeeping",
     )
     assert clipper.claim.clipping == RandomizedClipping(8)
     policies = clipper.policies(layout_of(model))
@@ -241,16 +258,21 @@ def test_compiled_models_give_the_same_sum() -> None:
     assert_same({name.removeprefix("_orig_mod."): g for name, g in actual.items()}, expected)
 
 
-# ------------------------------------------------------------------------------------------------ planner
+# ------------------------------------------------------------------------------------------------
+# planner
 
 
-def planned(name: str, examples: int, budget: float, speed=MODELLED_PROCESSOR) -> tuple[ExecutionChoice, float]:
+def planned(
+    name: str, examples: int, budget: float, speed=MODELLED_PROCESSOR
+) -> tuple[ExecutionChoice, float]:
     model, loss, batch = case(name).build()
     layout = layout_of(model)
     policies = Clipper(1.0, speed=speed).policies(layout)
     found = Clipper(1.0).bind(model, loss).traced(layout, batch)
     engines = ("bookkeeping", "one-example")
-    return choose_execution(found, policies, examples, speed, budget, engines), nonprivate_bytes(found, examples)
+    return choose_execution(found, policies, examples, speed, budget, engines), nonprivate_bytes(
+        found, examples
+    )
 
 
 def test_planner_takes_the_batch_whole_where_memory_is_no_matter_and_cuts_it_where_it_is() -> None:
@@ -271,7 +293,10 @@ def test_choices_follow_the_shapes() -> None:
     assert policy.choose(Cost(64, 1, 384, 384)).estimator == "ghost"
     assert not replace(policy, may_keep=False).choose(Cost(1, 4096, 512, 512)).kept
     assert replace(policy, estimator="hutch").choose(Cost(1, 4096, 512, 512)).estimator == "hutch"
-    assert Policy("auto", 32, MODELLED_GPU).choose(Cost(2, 4096, 2048, 2048)).estimator in ("materialized", "ghost")
+    assert Policy("auto", 32, MODELLED_GPU).choose(Cost(2, 4096, 2048, 2048)).estimator in (
+        "materialized",
+        "ghost",
+    )
 
 
 def test_explanation_holds_choice_alternatives_and_reasons() -> None:

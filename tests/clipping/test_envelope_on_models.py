@@ -1,4 +1,6 @@
-"""Sketched norms of a real model's gradients against the envelope that the accountant uses, where they come closest to it: at rank one."""
+"""Sketched norms of a real model's gradients against the envelope that the accountant uses, where
+they come closest to it: at rank one.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,19 @@ from quietgrad.accounting import envelope_cdf
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.norms.choice import SKETCHES
 from quietgrad.clipping.norms.projections import Projections
-from quietgrad.facts import RandomizedClipping
+from quietgrad.events import RandomizedClipping
 from quietgrad.randomness import RandomKey
 
 DRAWS = 1200
-# Dvoretzky-Kiefer-Wolfowitz: an empirical distribution of so many draws is further off than this once in a million tests.
+# Dvoretzky-Kiefer-Wolfowitz: an empirical distribution of so many draws is further off than this
+# once in a million tests.
 MARGIN = math.sqrt(math.log(2 / 1e-6) / (2 * DRAWS))
 
 
 def ratios(estimator: str, k: int) -> np.ndarray:
-    """R = estimate / truth, squared, for one example whose gradient has rank one: two tokens, one prediction, one trainable matrix."""
+    """R = estimate / truth, squared, for one example whose gradient has rank one: two tokens, one
+    prediction, one trainable matrix.
+    """
     model, loss, batch = next(c for c in CASES if c.name == "llama").build()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == "model.layers.1.mlp.down_proj.weight")

@@ -1,4 +1,6 @@
-"""Every captured layer has to see the examples as its first dimension, and modules whose forward pass is repeated may draw nothing."""
+"""Every captured layer has to see the examples as its first dimension, and modules whose forward
+pass is repeated may draw nothing.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def ids_of(length: int = 5, examples: int = EXAMPLES) -> dict[str, Tensor]:
 
 
 class Positions(nn.Module):
-    """Word and position embeddings; ``leading`` is the leading dimensions that the position ids have."""
+    """Word and position embeddings; ``leading`` is the leading dimensions that the position ids
+    have.
+    """
 
     def __init__(self, leading: tuple[int, ...], table: nn.Module) -> None:
         super().__init__()
@@ -61,7 +65,9 @@ class OwnTable(nn.Module):
 @pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
 @pytest.mark.parametrize("table", [lambda: nn.Embedding(8, 6), OwnTable], ids=["rule", "fallback"])
 def test_inputs_with_one_row_for_all_examples_are_expanded(table, micro_batch_size) -> None:
-    assert_equal_to_oracle(Positions((1,), table()), cross_entropy, ids_of(), micro_batch_size=micro_batch_size)
+    assert_equal_to_oracle(
+        Positions((1,), table()), cross_entropy, ids_of(), micro_batch_size=micro_batch_size
+    )
 
 
 @pytest.mark.parametrize("length", [5, EXAMPLES], ids=["other-length", "length-equals-batch-size"])
@@ -149,13 +155,19 @@ def test_dropout_in_a_fallback_module_is_refused_in_training_only() -> None:
             return self.head(self.drop(x * self.scale))
 
     model = nn.Sequential(Block())
-    with pytest.raises(ValueError, match=r"layer '0' \(Block\).*'scale'.*'drop'.*dropout with probability 0.1"):
+    with pytest.raises(
+        ValueError, match=r"layer '0' \(Block\).*'scale'.*'drop'.*dropout with probability 0.1"
+    ):
         clipped_gradients(model, cross_entropy, batch_of(5), 1.0)
     assert_equal_to_oracle(model.eval(), cross_entropy, batch_of(5))
 
 
 @pytest.mark.parametrize(
-    "module", [nn.LSTM(6, 6, 2, dropout=0.2, batch_first=True), nn.MultiheadAttention(6, 2, 0.2, batch_first=True)]
+    "module",
+    [
+        nn.LSTM(6, 6, 2, dropout=0.2, batch_first=True),
+        nn.MultiheadAttention(6, 2, 0.2, batch_first=True),
+    ],
 )
 def test_dropout_inside_attention_and_recurrent_modules_is_refused(module: nn.Module) -> None:
     class Model(nn.Module):
@@ -165,14 +177,17 @@ def test_dropout_inside_attention_and_recurrent_modules_is_refused(module: nn.Mo
             self.head = nn.Linear(6, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head((self.inner(x) if isinstance(module, nn.LSTM) else self.inner(x, x, x))[0].mean(1))
+            return self.head(
+                (self.inner(x) if isinstance(module, nn.LSTM) else self.inner(x, x, x))[0].mean(1)
+            )
 
     with pytest.raises(ValueError, match=r"layer 'inner'.*dropout"):
         clipped_gradients(Model().train(), cross_entropy, batch_of(5, 6), 1.0)
 
 
 def test_random_numbers_of_a_fallback_module_are_not_ignored() -> None:
-    # Its forward pass is repeated for the gradients: with other random numbers these would be another function's.
+    # Its forward pass is repeated for the gradients: with other random numbers these would be
+    # another function's.
     class Jitter(nn.Module):
         def __init__(self) -> None:
             super().__init__()

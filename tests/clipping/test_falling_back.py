@@ -1,4 +1,6 @@
-"""What book-keeping cannot capture is taken one example at a time by itself, exactly, and ``explain`` says so."""
+"""What book-keeping cannot capture is taken one example at a time by itself, exactly, and
+``explain`` says so.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class NeverCalled(nn.Module):
 
 
 class Flat(nn.Module):
-    """Positions of all examples in one dimension, to each of which one of two layers is applied (Mixtral)."""
+    """Positions of all examples in one dimension, to each of which one of two layers is applied
+    (Mixtral).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,9 +89,13 @@ def built(kind: type[nn.Module]) -> tuple[nn.Module, Any, dict[str, Tensor]]:
     return kind(), cross_entropy, batch_of(4, 6)
 
 
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"max_micro_batch_size": 3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"micro_batch_size": 2}, {"max_micro_batch_size": 3}], ids=str
+)
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_planner_takes_one_example_at_a_time(kind: type[nn.Module], settings: dict[str, int]) -> None:
+def test_the_planner_takes_one_example_at_a_time(
+    kind: type[nn.Module], settings: dict[str, int]
+) -> None:
     model, loss, batch = built(kind)
     gradients = oracle_gradients(model, loss, batch)
     norms = oracle_norms(gradients)
@@ -101,7 +109,9 @@ def test_the_planner_takes_one_example_at_a_time(kind: type[nn.Module], settings
     torch.testing.assert_close(bound.norms(batch).double(), norms.double(), rtol=1e-5, atol=0)
     how = bound.execution_choice(batch)
     assert (how.engine, how.micro_batch_size) == ("one-example", 1)
-    assert "one example at a time, since" in how.why and ("layer" in how.why or "parameter" in how.why)
+    assert "one example at a time, since" in how.why and (
+        "layer" in how.why or "parameter" in how.why
+    )
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -115,15 +125,23 @@ def test_what_is_asked_for_by_name_is_refused(kind: type[nn.Module]) -> None:
 def test_the_two_functions_fall_back_too() -> None:
     model, loss, batch = built(Windows)
     norms = oracle_norms(oracle_gradients(model, loss, batch))
-    torch.testing.assert_close(per_example_norms(model, loss, batch).double(), norms.double(), rtol=1e-5, atol=0)
-    assert clipped_gradients(model, loss, batch, 1.0).gradients.keys() == dict(model.named_parameters()).keys()
+    torch.testing.assert_close(
+        per_example_norms(model, loss, batch).double(), norms.double(), rtol=1e-5, atol=0
+    )
+    assert (
+        clipped_gradients(model, loss, batch, 1.0).gradients.keys()
+        == dict(model.named_parameters()).keys()
+    )
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_explanation_names_the_layer(kind: type[nn.Module]) -> None:
     model, loss, batch = built(kind)
     record = explain(Clipper(1.0), model, loss, batch)
-    assert record["engine"].startswith("one example") and "one example at a time, since" in record["why"]
+    assert (
+        record["engine"].startswith("one example")
+        and "one example at a time, since" in record["why"]
+    )
     assert [row["engine"] for row in record["alternatives"]] == ["one-example"]
     assert sum(row["count"] for row in record["layers"]) == len(list(model.parameters()))
     assert record["non_private"]["seconds"] > 0 and record["non_private"]["mib"] > 0
@@ -167,7 +185,8 @@ class Scale(nn.Module):
         return x * self.scale
 
 
-# ------------------------------------------------------------------------------------------------ real ones
+# ------------------------------------------------------------------------------------------------
+# real ones
 
 LENGTH = 7
 TEXT = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1}
@@ -193,14 +212,26 @@ def _mixtral(hf: Any) -> nn.Module:
 
 
 def _swin(hf: Any) -> nn.Module:
-    shape = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2], "num_heads": [2], "window_size": 4}
+    shape = {
+        "image_size": 16,
+        "patch_size": 2,
+        "embed_dim": 8,
+        "depths": [2],
+        "num_heads": [2],
+        "window_size": 4,
+    }
     return hf.SwinForImageClassification(hf.SwinConfig(**shape, num_labels=3, drop_path_rate=0.0))
 
 
 def _deberta(hf: Any) -> nn.Module:
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     places = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4}
-    heads = {"num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 20, "num_labels": 3}
+    heads = {
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "max_position_embeddings": 20,
+        "num_labels": 3,
+    }
     config = hf.DebertaV2Config(**TEXT, **dropout, **places, **heads)
     return hf.DebertaV2ForSequenceClassification(config)
 

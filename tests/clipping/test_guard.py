@@ -1,4 +1,6 @@
-"""The guard's parts on their own: losses that are one function, made-up records, watched tensors, randomness held still, views."""
+"""The guard's parts on their own: losses that are one function, made-up records, watched tensors,
+randomness held still, views.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def batch_of(n: int = 12, *shape: int) -> dict[str, Tensor]:
     source = torch.Generator().manual_seed(0)
-    return {"x": torch.randn(n, *(shape or (5,)), generator=source), "y": torch.randint(0, 3, (n,), generator=source)}
+    return {
+        "x": torch.randn(n, *(shape or (5,)), generator=source),
+        "y": torch.randint(0, 3, (n,), generator=source),
+    }
 
 
 def small() -> nn.Module:
@@ -37,7 +42,8 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-# ------------------------------------------------------------------------------------------------ one function or two
+# ------------------------------------------------------------------------------------------------
+# one function or two
 
 
 class Criterion:
@@ -58,8 +64,12 @@ def test_functions_are_the_same_by_what_they_can_read() -> None:
     assert same_function(made(scale), made(scale))
     assert not same_function(made(scale), made(other))  # equal is not the same: a tensor may change
     assert not same_function(made(scale), made(scale, 1.0))
-    assert not same_function(lambda m, b: loss(m, b), lambda m, b: loss(m, b))  # two places in the source
-    assert same_function(criterion.of, criterion.of) and not same_function(criterion.of, Criterion().of)
+    assert not same_function(
+        lambda m, b: loss(m, b), lambda m, b: loss(m, b)
+    )  # two places in the source
+    assert same_function(criterion.of, criterion.of) and not same_function(
+        criterion.of, Criterion().of
+    )
     partial = functools.partial(loss, batch=scale)
     assert same_function(partial, functools.partial(loss, batch=scale))
     assert not same_function(partial, functools.partial(loss, batch=other))
@@ -81,7 +91,8 @@ def test_bindings_keep_the_last_pairs_and_no_more() -> None:
     assert bindings.of(model, loss) is first and bindings.of(another, loss) is not second
 
 
-# ------------------------------------------------------------------------------------------------ made-up records
+# ------------------------------------------------------------------------------------------------
+# made-up records
 
 
 def test_made_up_records_move_numbers_and_keep_masks_and_labels() -> None:
@@ -94,10 +105,15 @@ def test_made_up_records_move_numbers_and_keep_masks_and_labels() -> None:
     }
     found = with_companions(one, 3)
     assert found is not None and all(t.shape[0] == 3 for t in found.values())
-    assert all(torch.equal(found[name][:1], t) for name, t in one.items())  # the record itself comes first
+    assert all(
+        torch.equal(found[name][:1], t) for name, t in one.items()
+    )  # the record itself comes first
     assert found["ids"].tolist() == [[7, 8, 9, 3], [3, 7, 8, 9], [9, 3, 7, 8]]
     assert found["mask"].tolist() == [[1, 1, 1, 0]] * 3 and found["y"].tolist() == [2, 2, 2]
-    assert bool((found["x"] >= 0).all() and (found["x"] <= 0.9).all()) and len(found["x"].unique(dim=0)) == 3
+    assert (
+        bool((found["x"] >= 0).all() and (found["x"] <= 0.9).all())
+        and len(found["x"].unique(dim=0)) == 3
+    )
 
 
 def test_a_record_that_cannot_be_varied_decides_nothing() -> None:
@@ -120,7 +136,8 @@ def test_made_up_records_that_a_model_cannot_take_leave_the_verdict_open() -> No
     assert verdict.together and verdict.remembers_nothing
 
 
-# ------------------------------------------------------------------------------------------------ what is decided
+# ------------------------------------------------------------------------------------------------
+# what is decided
 
 
 def test_examples_that_are_not_finite_are_passed_over() -> None:
@@ -183,7 +200,8 @@ def test_a_loss_that_differentiates_by_itself_can_be_taken_one_example_at_a_time
         torch.testing.assert_close(actual[name], g, rtol=1e-4, atol=1e-7)
 
 
-# ------------------------------------------------------------------------------------------------ views
+# ------------------------------------------------------------------------------------------------
+# views
 
 
 def test_views_of_all_records_are_examined() -> None:
@@ -201,7 +219,8 @@ def test_views_of_all_records_are_examined() -> None:
         clipper.clip(small(), centred, batch)
 
 
-# ------------------------------------------------------------------------------------------------ tensors watched
+# ------------------------------------------------------------------------------------------------
+# tensors watched
 
 
 def test_buffers_are_put_back_after_an_exception() -> None:
@@ -227,7 +246,8 @@ def test_every_kind_of_change_is_named_and_whole_numbers_and_not_a_numbers_stay(
     assert int(model.count) == 0
 
 
-# ------------------------------------------------------------------------------------------------ randomness held still
+# ------------------------------------------------------------------------------------------------
+# randomness held still
 
 
 def test_every_example_draws_the_same_and_so_does_every_pass() -> None:
@@ -237,7 +257,10 @@ def test_every_example_draws_the_same_and_so_does_every_pass() -> None:
         noise, one = torch.randn(6, 5, 8), torch.randn(1, 5, 8)
     assert still.used
     assert torch.equal(whole[2:3], alone) and torch.equal(noise[2:3], one)
-    assert torch.equal(whole == 0, (whole[:1] == 0).expand(6, 5, 8)) and 0 < float((whole == 0).float().mean()) < 1
+    assert (
+        torch.equal(whole == 0, (whole[:1] == 0).expand(6, 5, 8))
+        and 0 < float((whole == 0).float().mean()) < 1
+    )
     assert not torch.equal(torch.randn(6, 5, 8)[0], torch.randn(6, 5, 8)[1])
     with CommonRandomness() as still:
         x.exp()
@@ -249,7 +272,9 @@ def test_places_are_spread_from_the_first_to_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if c.name in ("recurrent-attention", "bare-parameters", "gpt2")], ids=str
+    "case",
+    [c for c in CASES if c.name in ("recurrent-attention", "bare-parameters", "gpt2")],
+    ids=str,
 )
 def test_models_of_the_shared_list_are_decided(case: Any) -> None:
     model, chosen, batch = case.build()
@@ -258,7 +283,7 @@ def test_models_of_the_shared_list_are_decided(case: Any) -> None:
     assert next(iter(bound._guard._verdicts.values())).together == 4
 
 
-def test_single_records_one_after_another_are_looked_at_once_a_guarded_step_and_leave_the_verdict_open() -> None:
+def test_single_records_are_looked_at_once_a_guarded_step_and_leave_the_verdict_open() -> None:
     passes: list[int] = []
 
     def counting(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -278,7 +303,9 @@ def test_single_records_one_after_another_are_looked_at_once_a_guarded_step_and_
 
 
 def test_a_gradient_that_is_rounding_alone_counts_as_none() -> None:
-    """The first query under a causal softmax: exactly zero by one kernel, 1e-10 by another, over an input that matters elsewhere."""
+    """The first query under a causal softmax: exactly zero by one kernel, 1e-10 by another, over an
+    input that matters elsewhere.
+    """
     site = Site("layer", nn.Linear(3, 2), {}, None)
     x, gradient = torch.randn(1, 4, 3), torch.randn(1, 4, 2)
     gradient[0, 0] = 0

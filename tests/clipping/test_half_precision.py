@@ -1,10 +1,13 @@
-"""bfloat16 weights, and float32 weights under autocast, against the slow oracle run on the same model.
+"""bfloat16 weights, and float32 weights under autocast, against the slow oracle run on the same
+model.
 
-The tolerance is 2e-2, relative in norm, for each example's norm and for the clipped sum as a whole. bfloat16 keeps 8 bits, so every stored
-activation and gradient is off by up to 2^-9 = 0.2 %. Both sides make such errors, but not the same ones: the oracle rounds each parameter's
-gradient (and, with bfloat16 weights, its running sum) to bfloat16, the fast path takes products of rounded factors and adds in float32, and
-matrix products over other batch sizes add up in another order. On these models that comes to at most 0.5 % of the sum and 0.05 % of a norm;
-the rest of the tolerance is for other processors' orders of addition. Single parameters are not
+The tolerance is 2e-2, relative in norm, for each example's norm and for the clipped sum as a whole.
+bfloat16 keeps 8 bits, so every stored activation and gradient is off by up to 2^-9 = 0.2 %. Both
+sides make such errors, but not the same ones: the oracle rounds each parameter's gradient (and,
+with bfloat16 weights, its running sum) to bfloat16, the fast path takes products of rounded factors
+and adds in float32, and matrix products over other batch sizes add up in another order. On these
+models that comes to at most 0.5 % of the sum and 0.05 % of a norm; the rest of the tolerance is for
+other processors' orders of addition. Single parameters are not
 compared: one whose true gradient is zero (a key's bias under softmax) holds nothing but rounding.
 """
 
@@ -35,10 +38,14 @@ def assert_close_to_oracle(
     norms = oracle_norms(gradients)
     clip = float(norms.median())
     expected = whole(oracle_clipped_sum(gradients, clip))
-    actual = clipped_gradients(model, loss, batch, clip, estimator, micro_batch_size=micro_batch_size).gradients
+    actual = clipped_gradients(
+        model, loss, batch, clip, estimator, micro_batch_size=micro_batch_size
+    ).gradients
     fast_norms = per_example_norms(model, loss, batch, estimator, micro_batch_size=micro_batch_size)
     torch.testing.assert_close(fast_norms.double(), norms.double(), rtol=TOLERANCE, atol=0)
-    assert {g.dtype for g in actual.values()} == {torch.float32}  # sums are accumulated in float32 at least
+    assert {g.dtype for g in actual.values()} == {
+        torch.float32
+    }  # sums are accumulated in float32 at least
     assert float((whole(actual) - expected).norm()) < TOLERANCE * float(expected.norm())
 
 
@@ -51,13 +58,17 @@ def in_bfloat16(batch: Any) -> Any:
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_bfloat16_weights(case: Case, estimator: str, micro_batch_size: int | None) -> None:
     model, loss, batch = case.build()
-    assert_close_to_oracle(model.to(torch.bfloat16), loss, in_bfloat16(batch), micro_batch_size, estimator)
+    assert_close_to_oracle(
+        model.to(torch.bfloat16), loss, in_bfloat16(batch), micro_batch_size, estimator
+    )
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 3])
 @pytest.mark.parametrize("estimator", ["exact", "materialized", "ghost"])
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
-def test_float32_weights_under_autocast(case: Case, estimator: str, micro_batch_size: int | None) -> None:
+def test_float32_weights_under_autocast(
+    case: Case, estimator: str, micro_batch_size: int | None
+) -> None:
     model, loss, batch = case.build()
 
     def autocast_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -69,7 +80,9 @@ def test_float32_weights_under_autocast(case: Case, estimator: str, micro_batch_
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_half_precision_is_near_full_precision(case: Case) -> None:
-    """The oracle in half precision is itself near the float32 one; otherwise the comparisons above would compare noise."""
+    """The oracle in half precision is itself near the float32 one; otherwise the comparisons above
+    would compare noise.
+    """
     model, loss, batch = case.build()
     full = oracle_norms(oracle_gradients(model, loss, batch))
     half = per_example_norms(model.to(torch.bfloat16), loss, in_bfloat16(batch))

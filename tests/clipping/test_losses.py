@@ -1,4 +1,6 @@
-"""The losses people train with, each reduced to one value per example, against the slow oracle; and losses that have no such form."""
+"""The losses people train with, each reduced to one value per example, against the slow oracle; and
+losses that have no such form.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,15 @@ class TextEncoder(nn.Module):
         return self.head(self.layer(self.words(ids)).mean(1))
 
 
-def encoder_and_batch(outputs: int, target: Callable[[], Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+def encoder_and_batch(
+    outputs: int, target: Callable[[], Tensor]
+) -> tuple[nn.Module, dict[str, Tensor]]:
     model = TextEncoder(outputs)
     return model, {"x": text_batch()["input_ids"], "y": target()}
 
 
-# ------------------------------------------------------------------------------------------------ one value per example
+# ------------------------------------------------------------------------------------------------
+# one value per example
 
 
 def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -48,7 +53,9 @@ def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def multi_label_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.binary_cross_entropy_with_logits(model(batch["x"]), batch["y"], reduction="none").mean(1)
+    return F.binary_cross_entropy_with_logits(model(batch["x"]), batch["y"], reduction="none").mean(
+        1
+    )
 
 
 def regression_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -57,9 +64,13 @@ def regression_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def token_losses(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """[examples, tokens] losses, 0 at padding, and the mask."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[
+        :, :-1
+    ]
     mask = batch["attention_mask"][:, 1:].to(logits.dtype)
-    return F.cross_entropy(logits.transpose(1, 2), batch["input_ids"][:, 1:], reduction="none") * mask, mask
+    return F.cross_entropy(
+        logits.transpose(1, 2), batch["input_ids"][:, 1:], reduction="none"
+    ) * mask, mask
 
 
 def token_mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -103,7 +114,9 @@ def test_loss_against_the_oracle(name: str, micro_batch_size: int | None) -> Non
 
 
 def test_sum_and_mean_over_tokens_differ_by_each_examples_length() -> None:
-    """The examples have different lengths, so a mean over the whole batch's tokens would give neither."""
+    """The examples have different lengths, so a mean over the whole batch's tokens would give
+    neither.
+    """
     model, _, batch = BY_NAME["llama"].build()
     lengths = batch["attention_mask"][:, 1:].sum(1)
     assert len(set(lengths.tolist())) > 1
@@ -111,21 +124,36 @@ def test_sum_and_mean_over_tokens_differ_by_each_examples_length() -> None:
     torch.testing.assert_close(means * lengths, sums, rtol=1e-5, atol=0)
 
 
-# ------------------------------------------------------------------------------------------------ not one value per example
+# ------------------------------------------------------------------------------------------------
+# not one value per example
 
 
 def hugging_face_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
+    return model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels
+    ).loss
 
 
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (hugging_face_loss, r"returned a tensor of 0 dimensions; return a tensor of shape \(examples,\)"),
-        (lambda model, batch: token_mean(model, batch).mean(), r"returned a tensor of 0 dimensions.*reduction='none'"),
-        (lambda model, batch: token_losses(model, batch)[0], r"returned a tensor of 2 dimensions.*average over tokens"),
-        (lambda model, batch: token_losses(model, batch)[0].flatten(), r"return a tensor of shape \(examples,\)"),
+        (
+            hugging_face_loss,
+            r"returned a tensor of 0 dimensions; return a tensor of shape \(examples,\)",
+        ),
+        (
+            lambda model, batch: token_mean(model, batch).mean(),
+            r"returned a tensor of 0 dimensions.*reduction='none'",
+        ),
+        (
+            lambda model, batch: token_losses(model, batch)[0],
+            r"returned a tensor of 2 dimensions.*average over tokens",
+        ),
+        (
+            lambda model, batch: token_losses(model, batch)[0].flatten(),
+            r"return a tensor of shape \(examples,\)",
+        ),
     ],
     ids=["model-output-loss", "batch-mean", "per-token", "per-token-flat"],
 )
@@ -145,13 +173,17 @@ def info_nce(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def centred_regression(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Regression on outputs from which the batch's mean was taken: the same mistake, less visible."""
+    """Regression on outputs from which the batch's mean was taken: the same
+    mistake, less visible.
+    """
     out = model(batch["x"]).squeeze(1)
     return (out - out.mean() - batch["y"]).pow(2)
 
 
 def detached_centring(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The same with the mean detached: no gradient flows from one example to another, but the values still depend on each other."""
+    """The same with the mean detached: no gradient flows from one example to another, but the
+    values still depend on each other.
+    """
     out = model(batch["x"]).squeeze(1)
     return (out - out.detach().mean() - batch["y"]).pow(2)
 
@@ -172,14 +204,18 @@ def test_losses_that_compare_examples_are_refused(name: str) -> None:
 
 
 def test_why_they_must_be_refused(monkeypatch) -> None:
-    """Without one record the sum moves by more than the clipping norm: the other examples' clipped gradients change with it."""
+    """Without one record the sum moves by more than the clipping norm: the other examples' clipped
+    gradients change with it.
+    """
     monkeypatch.setattr(Guard, "is_due", lambda *arguments: False)
     build, loss = COUPLED["info-nce"]
     model, batch = build()
     clip = 0.3 * float(per_example_norms(model, loss, batch).min())
     all_of_them = clipped_gradients(model, loss, batch, clip).gradients
     but_the_last = clipped_gradients(model, loss, slice_batch(batch, 0, 3), clip).gradients
-    moved = sum(float((g - but_the_last[name]).pow(2).sum()) for name, g in all_of_them.items()) ** 0.5
+    moved = (
+        sum(float((g - but_the_last[name]).pow(2).sum()) for name, g in all_of_them.items()) ** 0.5
+    )
     assert moved > 1.5 * clip
 
 

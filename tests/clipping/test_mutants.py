@@ -1,4 +1,6 @@
-"""Deliberately broken mechanisms: the comparison with the oracle has to notice every one of them, or it proves nothing."""
+"""Deliberately broken mechanisms: the comparison with the oracle has to notice every one of them,
+or it proves nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from quietgrad.clipping.norms.rounding import Measured, Norms
 from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.clipping.soundness.verify import verify_clipping
 
-RIGHT_SETTLE, RIGHT_FACTORS, RIGHT_FINISH = accumulator.settle, bookkeeping.clip_factors, accumulator.Accumulator.finish
+RIGHT_SETTLE, RIGHT_FACTORS, RIGHT_FINISH = (
+    accumulator.settle,
+    bookkeeping.clip_factors,
+    accumulator.Accumulator.finish,
+)
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -53,16 +59,22 @@ def factors(change: Callable) -> Break:
 
 def adding(engine_name: str, change: Callable) -> Break:
     right = getattr(bound, engine_name)
-    return lambda patch: patch.setattr(bound, engine_name, lambda *arguments: change(right, *arguments))
+    return lambda patch: patch.setattr(
+        bound, engine_name, lambda *arguments: change(right, *arguments)
+    )
 
 
 def rule(kind: type[nn.Module], change: Callable) -> Break:
     right = rules._RULES[kind]
-    return lambda patch: patch.setitem(rules._RULES, kind, lambda *arguments: change(right(*arguments), *arguments))
+    return lambda patch: patch.setitem(
+        rules._RULES, kind, lambda *arguments: change(right(*arguments), *arguments)
+    )
 
 
 def scaled(measured: Measured, factor) -> Measured:
-    return Measured(measured.squared * factor, measured.slack * factor, measured.margin * factor**0.5)
+    return Measured(
+        measured.squared * factor, measured.slack * factor, measured.margin * factor**0.5
+    )
 
 
 def matrices_left_out(uses, *arguments):
@@ -86,7 +98,9 @@ def norms_added_up(uses, *arguments):
 
 def uses_summed_after_squaring(uses, *arguments):
     parts = [RIGHT_SETTLE([use], *arguments)[0] for use in uses]
-    total = Measured(sum(p.squared for p in parts), sum(p.slack for p in parts), sum(p.margin for p in parts))
+    total = Measured(
+        sum(p.squared for p in parts), sum(p.slack for p in parts), sum(p.margin for p in parts)
+    )
     return total, RIGHT_SETTLE(uses, *arguments)[1]
 
 
@@ -126,7 +140,11 @@ def without(local: str) -> Callable:
 
 def padding_read_as_a_word(found, module, ids, grad, wanted):
     b = ids.shape[0]
-    return {"weight": OneHotFactors(ids.reshape(b, -1), grad.reshape(b, 1, -1, grad.shape[-1]), module.num_embeddings)}
+    return {
+        "weight": OneHotFactors(
+            ids.reshape(b, -1), grad.reshape(b, 1, -1, grad.shape[-1]), module.num_embeddings
+        )
+    }
 
 
 def not_normalised(found, module, x, grad, wanted):
@@ -140,7 +158,10 @@ def first_position_only(found, *_):
 
 
 def examples_shifted(found, *_):
-    return {name: DirectGradients(c.values_bn.roll(1, 0)) if name == "bias" else c for name, c in found.items()}
+    return {
+        name: DirectGradients(c.values_bn.roll(1, 0)) if name == "bias" else c
+        for name, c in found.items()
+    }
 
 
 MUTANTS = [
@@ -149,18 +170,21 @@ MUTANTS = [
     Mutant("norms-of-layers-added-up", "mlp", settling(norms_added_up)),
     Mutant("only-the-last-use-of-a-shared-layer", "bare-parameters", settling(only_the_last_use)),
     Mutant("tied-weights-as-sum-of-squares", "llama-tied", settling(uses_summed_after_squaring)),
-    Mutant("shared-layer-as-sum-of-squares", "bare-parameters", settling(uses_summed_after_squaring)),
+    Mutant("shared-layer-as-sum-of-squares", "bare-parameters",
+    settling(uses_summed_after_squaring)),
     Mutant("last-use-of-tied-weights-not-added", "llama-tied", settling(last_use_not_added)),
     Mutant("no-minimum-with-one", "mlp", factors(no_minimum_with_one)),
     Mutant("batch-clipped-as-a-whole", "mlp", factors(batch_clipped_as_a_whole)),
     Mutant("an-example-left-out", "mlp", factors(last_example_left_out)),
     Mutant("neighbours-factors", "mlp", factors(factors_of_neighbours)),
-    Mutant("sum-divided-by-the-batch-size", "mlp", adding("add_by_bookkeeping", divided_by_the_batch_size)),
+    Mutant("sum-divided-by-the-batch-size", "mlp", adding("add_by_bookkeeping",
+    divided_by_the_batch_size)),
     Mutant("bias-gradient-missing", "mlp", rule(nn.Linear, without("bias"))),
     Mutant("convolution-bias-missing", "cnn-groupnorm", rule(nn.Conv2d, without("bias"))),
     Mutant("biases-of-neighbouring-examples", "mlp", rule(nn.Linear, examples_shifted)),
     Mutant("first-position-only", "mlp-positions", rule(nn.Linear, first_position_only)),
-    Mutant("padding-index-ignored", "recurrent-attention", rule(nn.Embedding, padding_read_as_a_word)),
+    Mutant("padding-index-ignored", "recurrent-attention", rule(nn.Embedding,
+    padding_read_as_a_word)),
     Mutant("normalisation-weight-of-raw-inputs", "mlp", rule(nn.LayerNorm, not_normalised)),
 ]  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""What cannot be clipped per example is refused by name, with the remedy: models, losses and batches."""
+"""What cannot be clipped per example is refused by name, with the remedy: models, losses and
+batches.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-# ------------------------------------------------------------------------------------------------ losses
+# ------------------------------------------------------------------------------------------------
+# losses
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,9 @@ def small() -> nn.Module:
 )
 def test_losses_that_are_not_one_per_example_are_refused(change, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        clipped_gradients(small(), lambda model, batch: change(cross_entropy(model, batch)), batch_of(5), 1.0)
+        clipped_gradients(
+            small(), lambda model, batch: change(cross_entropy(model, batch)), batch_of(5), 1.0
+        )
 
 
 def test_loss_under_no_grad_is_refused() -> None:
@@ -67,7 +72,8 @@ def test_loss_under_no_grad_is_refused() -> None:
         clipped_gradients(small(), loss, batch_of(5), 1.0)
 
 
-# ------------------------------------------------------------------------------------------------ layers
+# ------------------------------------------------------------------------------------------------
+# layers
 
 
 class WithBatchNorm(nn.Module):
@@ -81,7 +87,10 @@ class WithBatchNorm(nn.Module):
 
 
 def test_batch_norm_in_training_is_refused_by_name() -> None:
-    for model in (WithBatchNorm(), WithBatchNorm().eval()):  # in evaluation mode its weights still train
+    for model in (
+        WithBatchNorm(),
+        WithBatchNorm().eval(),
+    ):  # in evaluation mode its weights still train
         with pytest.raises(ValueError, match=r"layer 'body.1' \(BatchNorm2d\).*replace_batch_norm"):
             clipped_gradients(model, cross_entropy, batch_of(3, 6, 6), 1.0)
 
@@ -122,8 +131,12 @@ def test_replace_batch_norm() -> None:
 
 
 def test_instance_norm_with_running_statistics_is_refused() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.InstanceNorm2d(3, track_running_stats=True), nn.Flatten())
-    with pytest.raises(ValueError, match=r"layer '1' \(InstanceNorm2d\).*track_running_stats=False"):
+    model = nn.Sequential(
+        nn.Conv2d(3, 3, 3), nn.InstanceNorm2d(3, track_running_stats=True), nn.Flatten()
+    )
+    with pytest.raises(
+        ValueError, match=r"layer '1' \(InstanceNorm2d\).*track_running_stats=False"
+    ):
         clipped_gradients(model, cross_entropy, batch_of(3, 6, 6), 1.0)
 
 
@@ -138,7 +151,9 @@ class WithEmbedding(nn.Module):
         return self.head(self.words(ids).tanh().mean(1))
 
 
-@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str
+)
 def test_embedding_options_that_break_the_bound_are_refused(option: dict) -> None:
     with pytest.raises(ValueError, match=f"layer 'words'.*{next(iter(option))}"):
         clipped_gradients(WithEmbedding(**option), cross_entropy, ids_of(), 1.0)
@@ -149,11 +164,15 @@ def test_padding_row_gets_no_gradient() -> None:
     batch["x"][:, -2:] = 4
     for estimator in ("exact", "materialized", "ghost"):
         assert_equal_to_oracle(model, cross_entropy, batch, estimator=estimator)
-    assert not clipped_gradients(model, cross_entropy, batch, 1.0).gradients["words.weight"][4].any()
+    assert (
+        not clipped_gradients(model, cross_entropy, batch, 1.0).gradients["words.weight"][4].any()
+    )
 
 
 class UsesParameterDirectly(nn.Module):
-    """A Linear layer whose weight is used without calling the layer; with ``also_called``, it is called as well."""
+    """A Linear layer whose weight is used without calling the layer; with ``also_called``, it is
+    called as well.
+    """
 
     def __init__(self, also_called: bool) -> None:
         super().__init__()
@@ -171,8 +190,12 @@ class UsesParameterDirectly(nn.Module):
 
 
 def test_parameter_of_a_module_that_is_never_called_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"parameter 'layer.weight' influences the loss.*never called.*freeze it"):
-        Clipper(1.0, engine="bookkeeping").clip(UsesParameterDirectly(False), cross_entropy, batch_of(5))
+    with pytest.raises(
+        ValueError, match=r"parameter 'layer.weight' influences the loss.*never called.*freeze it"
+    ):
+        Clipper(1.0, engine="bookkeeping").clip(
+            UsesParameterDirectly(False), cross_entropy, batch_of(5)
+        )
 
 
 def test_frozen_parameter_may_be_used_directly() -> None:
@@ -195,7 +218,9 @@ def test_parameter_used_directly_beside_a_call_of_its_module_is_not_missed() -> 
 
 
 class TiedByHand(nn.Module):
-    """The usual idiom of language models written by hand: the embedding table as output layer, through F.linear."""
+    """The usual idiom of language models written by hand: the embedding table as output layer,
+    through F.linear.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +237,8 @@ def test_embedding_used_as_output_layer_by_hand_is_not_missed() -> None:
 
 
 def test_verify_notices_a_use_that_capture_misses() -> None:
-    # Should capture ever miss a use of a parameter, the check that every training run makes must not.
+    # Should capture ever miss a use of a parameter, the check that every training run makes must
+    # not.
     model = TiedByHand()
     try:
         assert verify_clipping(model, cross_entropy, ids_of()) > 1e-3
@@ -220,20 +246,29 @@ def test_verify_notices_a_use_that_capture_misses() -> None:
         assert "words.weight" in str(refused)
 
 
-# ------------------------------------------------------------------------------------------------ models, batches, arguments
+# ------------------------------------------------------------------------------------------------
+# models, batches, arguments
 
 
 def test_model_without_trainable_parameters_is_refused() -> None:
     for function in (clipped_gradients, lambda *args: per_example_norms(*args[:3])):
-        with pytest.raises(ValueError, match=r"Sequential has no trainable parameters.*requires_grad=True"):
+        with pytest.raises(
+            ValueError, match=r"Sequential has no trainable parameters.*requires_grad=True"
+        ):
             function(small().requires_grad_(False), cross_entropy, batch_of(5), 1.0)
 
 
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"x": torch.randn(4, 5), "y": torch.zeros(3, dtype=torch.long)}, "different first dimensions; every"),
-        ({"x": torch.randn(4, 5), "y": torch.zeros(4, dtype=torch.long), "c": torch.tensor(1.0)}, "first dimension"),
+        (
+            {"x": torch.randn(4, 5), "y": torch.zeros(3, dtype=torch.long)},
+            "different first dimensions; every",
+        ),
+        (
+            {"x": torch.randn(4, 5), "y": torch.zeros(4, dtype=torch.long), "c": torch.tensor(1.0)},
+            "first dimension",
+        ),
         ({"x": "text"}, "holds no tensor"),
         ({}, "holds no tensor"),
     ],
@@ -257,9 +292,13 @@ def test_batches_without_a_common_example_dimension_are_refused(batch: dict, mes
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_by_name(arguments: dict, error: type[Exception], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(
+    arguments: dict, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        clipped_gradients(small(), cross_entropy, batch_of(5), **({"max_grad_norm": 1.0} | arguments))
+        clipped_gradients(
+            small(), cross_entropy, batch_of(5), **({"max_grad_norm": 1.0} | arguments)
+        )
 
 
 def test_both_kinds_of_checkpointing_work() -> None:
@@ -273,7 +312,9 @@ def test_both_kinds_of_checkpointing_work() -> None:
             self.reentrant = reentrant
 
         def forward(self, x: Tensor) -> Tensor:
-            h = checkpoint(lambda h: self.inner(h).tanh(), self.first(x), use_reentrant=self.reentrant)
+            h = checkpoint(
+                lambda h: self.inner(h).tanh(), self.first(x), use_reentrant=self.reentrant
+            )
             return self.head(h)
 
     assert_equal_to_oracle(Checkpointed(False), cross_entropy, batch_of(5))

@@ -1,4 +1,6 @@
-"""Ordinary gradients are shortened by less than 1e-3: their certified bounds stay below the share by which every norm is enlarged."""
+"""Ordinary gradients are shortened by less than 1e-3: their certified bounds stay below the share
+by which every norm is enlarged.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from cases import CASES, Case
 
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.engines.work import Work
-from quietgrad.clipping.norms.rounding import LONGEST_CHAIN, SHARE, SQUARES_AT_ONCE, Norms, blocks, chain, squared_norms
+from quietgrad.clipping.norms.rounding import (
+    LONGEST_CHAIN,
+    SHARE,
+    SQUARES_AT_ONCE,
+    Norms,
+    blocks,
+    chain,
+    squared_norms,
+)
 from quietgrad.tensors import full_precision
 
 
@@ -24,7 +34,9 @@ def test_no_ordinary_example_is_doubtful(case: Case, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Work, "doubtful", noting)
     clip = 1e-6  # so that every gradient is shortened
-    clipped = Clipper(clip, engine="bookkeeping", micro_batch_size=1).clip(model, loss, batch).gradients
+    clipped = (
+        Clipper(clip, engine="bookkeeping", micro_batch_size=1).clip(model, loss, batch).gradients
+    )
     assert seen
     for norms in seen:
         assert bool((norms.certified <= norms.enlarged).all())
@@ -33,12 +45,16 @@ def test_no_ordinary_example_is_doubtful(case: Case, monkeypatch: pytest.MonkeyP
     assert SHARE < 1e-3
 
 
-@pytest.mark.parametrize("entries", [1, SQUARES_AT_ONCE, SQUARES_AT_ONCE + 1, 3 * SQUARES_AT_ONCE + 17])
+@pytest.mark.parametrize(
+    "entries", [1, SQUARES_AT_ONCE, SQUARES_AT_ONCE + 1, 3 * SQUARES_AT_ONCE + 17]
+)
 def test_sums_of_many_squares_keep_small_ones(entries: int) -> None:
     """One large square first: small ones added to it in float32 one by one would all be lost."""
     values = torch.full((2, entries), 1e-4)
     values[:, 0] = 1.0
-    torch.testing.assert_close(squared_norms(values), values.double().square().sum(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        squared_norms(values), values.double().square().sum(1), rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("positions", [1, LONGEST_CHAIN, LONGEST_CHAIN + 1, 1000])

@@ -1,8 +1,10 @@
-"""Sketched norms: unbiased, with the variance that the accountant's envelope stands for, exact at low rank for Hutch++, never reused.
+"""Sketched norms: unbiased, with the variance that the accountant's envelope stands for, exact at
+low rank for Hutch++, never reused.
 
-For a per-example gradient with r equal singular values the Hutchinson estimate over the true squared norm is chi-square with r k degrees of freedom,
-over r k. REPEATS estimates are drawn with fixed seeds; bounds are six standard errors, which a right implementation exceeds with probability 2e-9 a
-bound where the mean is nearly normal; the squared errors' heavier tail keeps it under 1e-7.
+For a per-example gradient with r equal singular values the Hutchinson estimate over the true
+squared norm is chi-square with r k degrees of freedom, over r k. REPEATS estimates are drawn with
+fixed seeds; bounds are six standard errors, which a right implementation exceeds with probability
+2e-9 a bound where the mean is nearly normal; the squared errors' heavier tail keeps it under 1e-7.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from quietgrad.clipping.norms.hutch_plus_plus import HutchPlusPlus
 from quietgrad.clipping.norms.projections import Projections
 from quietgrad.clipping.norms.rounding import SHARE, Measured
 from quietgrad.clipping.norms.sketches import project_columns, project_rows
-from quietgrad.facts import ExactClipping, RandomizedClipping, SensitivityClaim
+from quietgrad.events import ExactClipping, RandomizedClipping, SensitivityClaim
 from quietgrad.randomness import RandomKey
 
 REPEATS = 1500
@@ -33,14 +35,18 @@ KEY = RandomKey.from_seed(0)
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """[examples] inner products of outputs and given cotangents: example i's gradient is sum_t cotangent_t input_t^T."""
+    """[examples] inner products of outputs and given cotangents: example i's gradient is sum_t
+    cotangent_t input_t^T.
+    """
     return (model(batch[0]) * batch[1]).sum(dim=(1, 2))
 
 
 def linear_of_rank(
     rank: int, rows: int = 20, columns: int = 24, examples: int = 1
 ) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """A Linear layer and a batch whose per-example gradients have ``rank`` singular values, all 1: orthonormal inputs and cotangents."""
+    """A Linear layer and a batch whose per-example gradients have ``rank`` singular values, all 1:
+    orthonormal inputs and cotangents.
+    """
     generator = torch.Generator().manual_seed(rank)
     x = torch.linalg.qr(torch.randn(columns, rank, generator=generator)).Q.T
     g = torch.linalg.qr(torch.randn(rows, rank, generator=generator)).Q.T
@@ -48,7 +54,9 @@ def linear_of_rank(
     return model, (x.expand(examples, -1, -1), g.expand(examples, -1, -1))
 
 
-def ratios(rank: int, estimator: str, sketch_dim: int, rows: int = 20, columns: int = 24) -> np.ndarray:
+def ratios(
+    rank: int, estimator: str, sketch_dim: int, rows: int = 20, columns: int = 24
+) -> np.ndarray:
     """[REPEATS] estimated over true norms."""
     model, batch = linear_of_rank(rank, rows, columns)
     bound = Clipper(1.0, estimator, sketch_dim).bind(model, loss)
@@ -63,20 +71,28 @@ def unbiased(norm_ratios: np.ndarray) -> bool:
 
 
 def rms_error(degrees: int) -> float:
-    """Relative RMS error of a norm whose squared estimate is chi-square(n) / n: sqrt(2 - 2 E[chi_n] / sqrt(n))."""
-    mean = math.sqrt(2 / degrees) * math.exp(special.gammaln((degrees + 1) / 2) - special.gammaln(degrees / 2))
+    """Relative RMS error of a norm whose squared estimate is chi-square(n) / n: sqrt(2 - 2 E[chi_n]
+    / sqrt(n)).
+    """
+    mean = math.sqrt(2 / degrees) * math.exp(
+        special.gammaln((degrees + 1) / 2) - special.gammaln(degrees / 2)
+    )
     return math.sqrt(2 - 2 * mean)
 
 
 def has_rms_error(norm_ratios: np.ndarray, expected: float) -> bool:
     squared_errors = (norm_ratios - 1) ** 2
-    return abs(squared_errors.mean() - expected**2) < ERRORS * squared_errors.std() / math.sqrt(len(squared_errors))
+    return abs(squared_errors.mean() - expected**2) < ERRORS * squared_errors.std() / math.sqrt(
+        len(squared_errors)
+    )
 
 
 @pytest.mark.statistical
 @pytest.mark.parametrize(("rows", "columns"), [(20, 24), (24, 20)], ids=["wide", "tall"])
 @pytest.mark.parametrize(("rank", "stated"), [(1, 0.125), (16, 0.031)])
-def test_hutchinson_is_unbiased_with_the_stated_error(rank: int, stated: float, rows: int, columns: int) -> None:
+def test_hutchinson_is_unbiased_with_the_stated_error(
+    rank: int, stated: float, rows: int, columns: int
+) -> None:
     found = ratios(rank, "hutch", 32, rows, columns)
     assert unbiased(found)
     assert rms_error(32 * rank) == pytest.approx(stated, abs=6e-4)
@@ -92,7 +108,9 @@ def test_hutchinson_is_unbiased_with_the_stated_error(rank: int, stated: float, 
 def test_hutch_plus_plus_is_unbiased_above_its_rank(rank: int) -> None:
     found = ratios(rank, "hutch++", 4)
     assert unbiased(found)
-    assert 1e-3 < found.std() < rms_error(4 * rank)  # better than Hutchinson's with as many projections
+    assert (
+        1e-3 < found.std() < rms_error(4 * rank)
+    )  # better than Hutchinson's with as many projections
 
 
 @pytest.mark.statistical
@@ -115,7 +133,9 @@ def test_hutch_plus_plus_with_wrong_projections_is_rejected(mutant: str, monkeyp
 def test_hutch_plus_plus_that_counts_the_range_twice_is_rejected(monkeypatch) -> None:
     def not_deflated(self, uses, sketch: Sketch, dtype: torch.dtype) -> Measured:
         name, k, drawn = sketch
-        basis = torch.linalg.qr(project_columns(uses, drawn.gaussian(name, "range", 24, k), dtype)).Q
+        basis = torch.linalg.qr(
+            project_columns(uses, drawn.gaussian(name, "range", 24, k), dtype)
+        ).Q
         head = project_rows(uses, basis, dtype).pow(2).sum(dim=(1, 2, 3))
         tail = hutch_norms(uses, name, k, drawn, dtype)
         return Measured(head + tail.squared, tail.slack, tail.margin)
@@ -128,7 +148,9 @@ def test_hutch_plus_plus_that_counts_the_range_twice_is_rejected(monkeypatch) ->
 def test_hutch_plus_plus_is_exact_below_its_rank(rank: int) -> None:
     model, batch = linear_of_rank(rank, examples=3)
     for seed in range(20):
-        norms = per_example_norms(model, loss, batch, "hutch++", 8, projections=Projections(KEY, seed))
+        norms = per_example_norms(
+            model, loss, batch, "hutch++", 8, projections=Projections(KEY, seed)
+        )
         torch.testing.assert_close(norms, torch.full((3,), math.sqrt(rank)), rtol=1e-4, atol=0)
     inexact = per_example_norms(model, loss, batch, "hutch", 8, projections=Projections(KEY))
     assert float((inexact / math.sqrt(rank) - 1).abs().max()) > 1e-3
@@ -138,7 +160,8 @@ def test_hutch_plus_plus_is_exact_below_its_rank(rank: int) -> None:
 def test_projections_differ_between_releases_and_repeat_with_the_key(estimator: str) -> None:
     model, batch = linear_of_rank(16)
     first, second, again = (
-        per_example_norms(model, loss, batch, estimator, 4, projections=Projections(KEY, step)) for step in (0, 1, 0)
+        per_example_norms(model, loss, batch, estimator, 4, projections=Projections(KEY, step))
+        for step in (0, 1, 0)
     )
     assert not torch.equal(first, second)
     assert torch.equal(first, again)
@@ -148,7 +171,9 @@ def test_projections_differ_between_releases_and_repeat_with_the_key(estimator: 
 
 @pytest.mark.parametrize("estimator", SKETCHES)
 def test_micro_batches_of_one_release_meet_the_same_projections(estimator: str) -> None:
-    """Otherwise one record more shifts the cut, and with it what every other record contributes (erratum E14)."""
+    """Otherwise one record more shifts the cut, and with it what every other record contributes
+    (erratum E14).
+    """
     model, batch = linear_of_rank(16, examples=4)  # four equal examples
     norms = per_example_norms(model, loss, batch, estimator, 4, micro_batch_size=1)
     assert len(set(norms.tolist())) == 1
@@ -163,7 +188,9 @@ def test_layers_use_different_projections(estimator: str) -> None:
     def sum_of_layers(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return sum(loss(layer, batch) for layer in model)
 
-    both = per_example_norms(twice, sum_of_layers, batch, estimator, 4, projections=Projections(KEY))
+    both = per_example_norms(
+        twice, sum_of_layers, batch, estimator, 4, projections=Projections(KEY)
+    )
     alone = per_example_norms(model, loss, batch, estimator, 4, projections=Projections(KEY))
     assert not torch.allclose(both, alone * 2**0.5, rtol=1e-4)
 
@@ -175,16 +202,21 @@ def test_sketches_claim_to_be_randomized_and_exact_ones_do_not(estimator: str) -
         0.7, RandomizedClipping(8)
     )
     for exact in ("auto", "exact", "materialized", "ghost"):
-        assert clipped_gradients(model, loss, batch, 0.7, exact, 8).claim == SensitivityClaim(0.7, ExactClipping())
+        assert clipped_gradients(model, loss, batch, 0.7, exact, 8).claim == SensitivityClaim(
+            0.7, ExactClipping()
+        )
 
 
 @pytest.mark.parametrize("estimator", SKETCHES)
 def test_contributions_follow_the_estimated_norm(estimator: str) -> None:
-    # C / estimate times the gradient: above C where the estimate is too small, which is what the envelope accounts for.
+    # C / estimate times the gradient: above C where the estimate is too small, which is what the
+    # envelope accounts for.
     model, batch = linear_of_rank(16)
     estimate = per_example_norms(model, loss, batch, estimator, 4, projections=Projections(KEY))
     clipped = clipped_gradients(model, loss, batch, 0.5, estimator, 4, projections=Projections(KEY))
-    torch.testing.assert_close(clipped.gradients["weight"].norm() * (1 + SHARE), 0.5 * 4 / estimate[0])
+    torch.testing.assert_close(
+        clipped.gradients["weight"].norm() * (1 + SHARE), 0.5 * 4 / estimate[0]
+    )
 
 
 def test_biases_and_normalisation_weights_are_never_sketched() -> None:

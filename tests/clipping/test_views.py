@@ -1,4 +1,6 @@
-"""Augmentation multiplicity: the gradient of the mean of a record's views is clipped, by every engine, estimator and kind of layer."""
+"""Augmentation multiplicity: the gradient of the mean of a record's views is clipped, by every
+engine, estimator and kind of layer.
+"""
 
 from __future__ import annotations
 
@@ -49,30 +51,45 @@ def gradients_of_means(model: nn.Module, batch: Pair) -> list[dict[str, Tensor]]
     found = []
     for i in range(RECORDS):
         mean = loss(model, {name: t[i] for name, t in batch.items()}).mean()
-        found.append(dict(zip(parameters, torch.autograd.grad(mean, list(parameters.values())), strict=True)))
+        found.append(
+            dict(zip(parameters, torch.autograd.grad(mean, list(parameters.values())), strict=True))
+        )
     return found
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize(
     ("estimator", "engine"),
-    [("exact", "bookkeeping"), ("ghost", "bookkeeping"), ("materialized", "bookkeeping"), ("exact", "one-example")],
+    [
+        ("exact", "bookkeeping"),
+        ("ghost", "bookkeeping"),
+        ("materialized", "bookkeeping"),
+        ("exact", "one-example"),
+    ],
 )
-def test_views_are_averaged_before_clipping(estimator: str, engine: str, micro_batch_size: int | None) -> None:
+def test_views_are_averaged_before_clipping(
+    estimator: str, engine: str, micro_batch_size: int | None
+) -> None:
     model, batch = data()
     expected = gradients_of_means(model, batch)
     norms = oracle_norms(expected)
     clip = float(norms.median())
     size = None if engine == "one-example" else micro_batch_size
     clipper = Clipper(clip, estimator, engine=engine, micro_batch_size=size, views=VIEWS)
-    torch.testing.assert_close(clipper.norms(model, loss, batch).double(), norms.double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        clipper.norms(model, loss, batch).double(), norms.double(), rtol=1e-5, atol=0
+    )
     clipped = clipper.clip(model, loss, batch)
     assert clipped.private.examples == RECORDS
     for name, g in oracle_clipped_sum(expected, clip).items():
         torch.testing.assert_close(clipped.gradients[name], g, rtol=1e-4, atol=1e-6)
     flat = {name: t.flatten(0, 1) for name, t in batch.items()}
-    as_records = Clipper(clip, estimator, engine=engine, micro_batch_size=size).clip(model, loss, flat)
-    assert not torch.allclose(as_records.gradients["head.weight"], clipped.gradients["head.weight"], rtol=1e-2)
+    as_records = Clipper(clip, estimator, engine=engine, micro_batch_size=size).clip(
+        model, loss, flat
+    )
+    assert not torch.allclose(
+        as_records.gradients["head.weight"], clipped.gradients["head.weight"], rtol=1e-2
+    )
 
 
 def test_views_of_a_sketch_are_further_positions() -> None:
@@ -80,7 +97,9 @@ def test_views_of_a_sketch_are_further_positions() -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == "positions.weight")
     bound = Clipper(1.0, "hutch", 8, views=VIEWS).bind(model, loss)
-    drawn = [float(bound.norms(batch, Projections(RandomKey.from_seed(1), t), t)[0]) for t in range(400)]
+    drawn = [
+        float(bound.norms(batch, Projections(RandomKey.from_seed(1), t), t)[0]) for t in range(400)
+    ]
     squares = torch.tensor(drawn).double().square()
     truth = float(Clipper(1.0, views=VIEWS).norms(model, loss, batch)[0]) ** 2
     # Unbiased: six standard errors, exceeded with probability 2e-9.
@@ -91,14 +110,18 @@ def test_views_of_a_sketch_are_further_positions() -> None:
 def test_a_batch_without_views_is_refused() -> None:
     model, batch = data()
     with pytest.raises(ValueError, match=r"views=3.*\[records, views"):
-        Clipper(1.0, views=VIEWS).clip(model, loss, {"ids": batch["ids"][:, 0], "y": batch["y"][:, 0]})
+        Clipper(1.0, views=VIEWS).clip(
+            model, loss, {"ids": batch["ids"][:, 0], "y": batch["y"][:, 0]}
+        )
     with pytest.raises(ValueError, match="views=0"):
         Clipper(1.0, views=0)
 
 
 def test_a_run_counts_records_and_not_views() -> None:
     model, batch = data()
-    config = PrivacyConfig(noise_multiplier=1.0, sample_rate=0.5, steps=3, augmentation_multiplicity=VIEWS)
+    config = PrivacyConfig(
+        noise_multiplier=1.0, sample_rate=0.5, steps=3, augmentation_multiplicity=VIEWS
+    )
     with config.build(RECORDS).start() as run:
         for indices in run.batches():
             part = {name: t[torch.as_tensor(indices)] for name, t in batch.items()}

@@ -1,6 +1,8 @@
-"""Curvature of public data: products against the dense Hessian, Lanczos against a dense decomposition, quadrature within its stated error, the tail's curve, provenance.
+"""Curvature of public data: products against the dense Hessian, Lanczos against a dense
+decomposition, quadrature within its stated error, the tail's curve, provenance.
 
-Statistical: the quadrature's estimates are held to 5 of their own standard errors over 24 probes (false alarm below 1e-4 by Student's t), with fixed seeds.
+Statistical: the quadrature's estimates are held to 5 of their own standard errors over 24 probes
+(false alarm below 1e-4 by Student's t), with fixed seeds.
 """
 
 from __future__ import annotations
@@ -52,10 +54,14 @@ def batch(examples: int = 12) -> dict[str, torch.Tensor]:
 
 
 def cut(whole: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
-    return [{k: v[i : i + size] for k, v in whole.items()} for i in range(0, len(whole["labels"]), size)]
+    return [
+        {k: v[i : i + size] for k, v in whole.items()} for i in range(0, len(whole["labels"]), size)
+    ]
 
 
-def flat_loss(model: nn.Module, names: list[str], data: dict[str, torch.Tensor], per_output: bool = False):
+def flat_loss(
+    model: nn.Module, names: list[str], data: dict[str, torch.Tensor], per_output: bool = False
+):
     parameters = dict(model.named_parameters())
     shapes = [(name, parameters[name].shape, parameters[name].numel()) for name in names]
 
@@ -78,12 +84,16 @@ def dense(operator: CurvatureOperator) -> np.ndarray:
 @pytest.mark.parametrize("size", [1, 5, 12])
 @pytest.mark.parametrize("keep_graphs", [False, True])
 @pytest.mark.parametrize("names", [None, ["0.weight", "3.bias"]])
-def test_hessian_products_are_those_of_the_dense_hessian(size: int, keep_graphs: bool, names: list[str] | None) -> None:
+def test_hessian_products_are_those_of_the_dense_hessian(
+    size: int, keep_graphs: bool, names: list[str] | None
+) -> None:
     model, data = mlp(), batch()
     every = [n for n, _ in model.named_parameters()] if names is None else names
     function, theta = flat_loss(model, every, data)
     expected = torch.autograd.functional.hessian(function, theta).numpy()
-    operator = CurvatureOperator(model, cross_entropies, cut(data, size), parameters=names, keep_graphs=keep_graphs)
+    operator = CurvatureOperator(
+        model, cross_entropies, cut(data, size), parameters=names, keep_graphs=keep_graphs
+    )
     np.testing.assert_allclose(dense(operator), expected, atol=1e-10)
 
 
@@ -130,13 +140,19 @@ def test_a_parameter_without_influence_has_no_curvature() -> None:
     ],
 )
 def test_operators_refuse(changes: dict, message: str) -> None:
-    arguments = {"model": mlp(), "per_example_loss": cross_entropies, "batches": [batch()]} | changes
+    arguments = {
+        "model": mlp(),
+        "per_example_loss": cross_entropies,
+        "batches": [batch()],
+    } | changes
     with pytest.raises(ValueError, match=message):
         CurvatureOperator(**arguments)
 
 
 def test_a_loss_that_is_already_averaged_is_refused() -> None:
-    operator = CurvatureOperator(mlp(), lambda m, b: F.cross_entropy(m(b["x"]), b["labels"]), [batch()])
+    operator = CurvatureOperator(
+        mlp(), lambda m, b: F.cross_entropy(m(b["x"]), b["labels"]), [batch()]
+    )
     with pytest.raises(ValueError, match="one value per example"):
         operator.matvec(np.ones(operator.shape[0]))
 
@@ -165,7 +181,11 @@ def test_lanczos_finds_the_top_of_a_cnns_hessian() -> None:
 def random_symmetric(size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     values = np.concatenate(
-        [5 / np.arange(1, size // 2 + 1), np.zeros(size // 4), -rng.random(size - size // 2 - size // 4)]
+        [
+            5 / np.arange(1, size // 2 + 1),
+            np.zeros(size // 4),
+            -rng.random(size - size // 2 - size // 4),
+        ]
     )
     q, _ = np.linalg.qr(rng.standard_normal((size, size)))
     return (q * values) @ q.T, np.sort(values)[::-1]
@@ -216,10 +236,18 @@ HIDDEN_TAIL = 1e-12  # share of the mass below which rounding may hide where the
     tail_index=st.integers(300, 20_000),
     kept=st.integers(10, 200),
 )
-@example(c=2.0, a=1.599609375, tail_index=11958, kept=17)  # the tail is 3e-14 of the mass: 0.0592 away, and now said
-@example(c=1.9489362577134821, a=1.5079285916057934, tail_index=9876, kept=193)  # 4e-16 of it: ten times too long
-@example(c=1.7545521624420364, a=1.58307553605971, tail_index=16600, kept=192)  # nothing of it at all
-def test_the_tail_of_a_power_law_is_recovered(c: float, a: float, tail_index: int, kept: int) -> None:
+@example(
+    c=2.0, a=1.599609375, tail_index=11958, kept=17
+)  # the tail is 3e-14 of the mass: 0.0592 away, and now said
+@example(
+    c=1.9489362577134821, a=1.5079285916057934, tail_index=9876, kept=193
+)  # 4e-16 of it: ten times too long
+@example(
+    c=1.7545521624420364, a=1.58307553605971, tail_index=16600, kept=192
+)  # nothing of it at all
+def test_the_tail_of_a_power_law_is_recovered(
+    c: float, a: float, tail_index: int, kept: int
+) -> None:
     exact = power_law(c, a, tail_index)
     found = extend_spectrum(exact[:kept], tail_index, 1e-6)
     usable = found > 2e-6
@@ -240,7 +268,9 @@ def test_a_tail_that_rounding_hides_is_said_to_be(kept: int) -> None:
     exact = power_law(2.0, 1.6, 11_958)
     with pytest.warns(UserWarning, match="set tail_index yourself"):
         automatic_tail_index(exact[:kept], math.fsum(exact), 119_580, 1e-6)
-    assert automatic_tail_index(exact[:8], math.fsum(exact), 119_580, 1e-6) == pytest.approx(11_958, rel=0.05)
+    assert automatic_tail_index(exact[:8], math.fsum(exact), 119_580, 1e-6) == pytest.approx(
+        11_958, rel=0.05
+    )
 
 
 def test_the_automatic_index_stays_between_the_computed_ones_and_the_parameters() -> None:
@@ -282,7 +312,11 @@ def test_a_spectrum_is_read_back_as_written(tmp_path) -> None:
     one.save(tmp_path / "s.npz")
     other = load_spectrum(tmp_path / "s.npz")
     np.testing.assert_array_equal(one.eigenvalues(), other.eigenvalues())
-    assert (one.parameters, one.record_hashes, one.facts) == (other.parameters, other.record_hashes, other.facts)
+    assert (one.parameters, one.record_hashes, one.facts) == (
+        other.parameters,
+        other.record_hashes,
+        other.facts,
+    )
     assert list(tmp_path.iterdir()) == [tmp_path / "s.npz"]
     (tmp_path / "bad.npz").write_bytes(b"no")
     for name in ("bad.npz", "none.npz"):
@@ -310,12 +344,17 @@ def test_a_damaged_spectrum_is_refused(tmp_path: Path, damage: str) -> None:
         path.write_bytes(path.read_bytes()[:-200])
     else:
         with np.load(path) as held:
-            described, arrays = json.loads(str(held["described"])), {k: held[k] for k in ("top", "residuals")}
+            described, arrays = (
+                json.loads(str(held["described"])),
+                {k: held[k] for k in ("top", "residuals")},
+            )
         described |= {"format": 99} if damage == "format" else {}
         if damage == "key":
             described.pop("tail_index")
         np.savez(path, **arrays, described=json.dumps(described))
-    with pytest.raises(ValueError, match=r"s\.npz' is not a whole spectrum file: .*; make it again"):
+    with pytest.raises(
+        ValueError, match=r"s\.npz' is not a whole spectrum file: .*; make it again"
+    ):
         load_spectrum(path)
 
 

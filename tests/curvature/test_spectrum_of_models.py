@@ -1,4 +1,6 @@
-"""``quietgrad spectrum`` on random features, heads and adapters; and how far the workload believes its eigenvalues."""
+"""``quietgrad spectrum`` on random features, heads and adapters; and how far the workload believes
+its eigenvalues.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,9 @@ def values(pictures: Path, tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def few_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few enough for a dense Hessian."""
-    monkeypatch.setattr(image_models, "RandomFeatures", lambda shape, labels: RandomFeatures(shape, labels, WIDTH))
+    monkeypatch.setattr(
+        image_models, "RandomFeatures", lambda shape, labels: RandomFeatures(shape, labels, WIDTH)
+    )
 
 
 def config_of(values: dict[str, Any]) -> TrainConfig:
@@ -129,13 +133,19 @@ def curved(values: dict[str, Any]) -> dict[str, Any]:
     """The same run with noise for the spectrum, from the weights that come with it."""
     weights = values["spectrum.weights_output"]
     started = {"model.weights": weights} if Path(weights).exists() else {}
-    return values | started | {"noise.method": "noisecurve", "noise.spectrum": values["spectrum.output"]}
+    return (
+        values
+        | started
+        | {"noise.method": "noisecurve", "noise.spectrum": values["spectrum.output"]}
+    )
 
 
 def train(values: dict[str, Any]) -> tuple[Prepared, runner.Outcome]:
     config = config_of(values)
     prepared = prepare(config)
-    return prepared, runner.train(prepared, open_run_dir(config.training.run_dir, False), False, lambda progress: None)
+    return prepared, runner.train(
+        prepared, open_run_dir(config.training.run_dir, False), False, lambda progress: None
+    )
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -153,7 +163,9 @@ def hessian_of_head(head: nn.Linear, features: Tensor, labels: Tensor) -> np.nda
     ).numpy()
 
 
-def test_the_spectrum_of_random_features_is_that_of_the_dense_hessian(values: dict, few_features: None) -> None:
+def test_the_spectrum_of_random_features_is_that_of_the_dense_hessian(
+    values: dict, few_features: None
+) -> None:
     values["spectrum.probes"] = 150
     made = spectrum_of(values)
     assert made.weights_path is None and not Path(values["spectrum.weights_output"]).exists()
@@ -162,7 +174,10 @@ def test_the_spectrum_of_random_features_is_that_of_the_dense_hessian(values: di
 
     config = config_of(values)
     public = public_images(config, load_task(config))
-    assert 30 < len(public) == spectrum.facts["public_images"] and spectrum.facts["hessian_images"] == 30
+    assert (
+        30 < len(public) == spectrum.facts["public_images"]
+        and spectrum.facts["hessian_images"] == 30
+    )
     model = RandomFeatures((1, SIZE, SIZE), 2, WIDTH)
     features = embeddings(model, public, CPU)
     labels = made_up_labels(nn.Identity(), features, 2, "clusters", 0)
@@ -175,7 +190,11 @@ def test_the_spectrum_of_random_features_is_that_of_the_dense_hessian(values: di
     # All of it is positive: cross entropy of a linear head is convex.
     assert exact[-1] > -1e-9
     facts = spectrum.facts
-    assert abs(facts["positive_mass"] - np.trace(dense)) < 5 * facts["positive_mass_error"] < np.trace(dense)
+    assert (
+        abs(facts["positive_mass"] - np.trace(dense))
+        < 5 * facts["positive_mass_error"]
+        < np.trace(dense)
+    )
     assert abs(facts["negative_mass"]) < 1e-3 * facts["positive_mass"]
     # On other images it is another one.
     other = hessian_of_head(model.head, features[5:35].double(), torch.from_numpy(labels[5:35]))
@@ -192,9 +211,16 @@ def test_a_run_on_random_features_takes_its_noise_from_their_spectrum(values: di
 
 
 def test_the_spectrum_of_adapters_is_of_what_trains(values: dict, vit: Path) -> None:
-    values |= {"model.name": f"image:{vit}", "model.tune": "lora", "spectrum.hessian_records": 12, "spectrum.probes": 2}
+    values |= {
+        "model.name": f"image:{vit}",
+        "model.tune": "lora",
+        "spectrum.hessian_records": 12,
+        "spectrum.probes": 2,
+    }
     made = spectrum_of(values)
-    assert made.weights_path == Path(values["spectrum.weights_output"]) and made.weights_path.is_file()
+    assert (
+        made.weights_path == Path(values["spectrum.weights_output"]) and made.weights_path.is_file()
+    )
     spectrum = load_spectrum(made.spectrum_path)
     config = config_of(curved(values))
     prepared = prepare(config)
@@ -204,10 +230,16 @@ def test_the_spectrum_of_adapters_is_of_what_trains(values: dict, vit: Path) -> 
     check_spectrum(config, prepared.model.classifier, prepared.task.record_ids)
     # Pretraining has moved the adapters, and the head begins at zero.
     trainable = trainable_parameters(prepared.model.classifier)
-    assert any(p.any() for name, p in trainable.items() if "lora_B" in name) and not trainable["head.weight"].any()
+    assert (
+        any(p.any() for name, p in trainable.items() if "lora_B" in name)
+        and not trainable["head.weight"].any()
+    )
     _, outcome = train(curved(values))
     assert outcome.result["epsilon"] <= 8.0
-    for changes in ({"model.lora_rank": 3, "model.weights": ""}, {"model.tune": "head", "model.weights": ""}):
+    for changes in (
+        {"model.lora_rank": 3, "model.weights": ""},
+        {"model.tune": "head", "model.weights": ""},
+    ):
         with pytest.raises(ValueError, match="another parameter set"):
             prepare(config_of(curved(values) | changes))
 
@@ -228,7 +260,9 @@ def test_the_head_of_our_own_model_gets_a_pretrained_body(values: dict) -> None:
     config = config_of(curved(values) | {"training.seed": 0})
     body = prepare(config).model.classifier.state_dict()
     plain = prepare(config_of(values | {"training.seed": 0})).model.classifier.state_dict()
-    assert not body["head.weight"].any() and not torch.equal(body["features.0.weight"], plain["features.0.weight"])
+    assert not body["head.weight"].any() and not torch.equal(
+        body["features.0.weight"], plain["features.0.weight"]
+    )
     _, outcome = train(curved(values))
     assert outcome.result["steps"] == 4
     # What it was computed for is the head, so the whole model's noise is not shaped by it.
@@ -252,7 +286,9 @@ def test_the_number_of_public_images_can_be_limited(values: dict, few_features: 
     assert set(made.spectrum.record_hashes) == {record_hash(i) for i in chosen.record_ids}
 
 
-def test_coloured_public_images_stand_for_grey_private_ones(values: dict, coloured: Path, few_features: None) -> None:
+def test_coloured_public_images_stand_for_grey_private_ones(
+    values: dict, coloured: Path, few_features: None
+) -> None:
     values |= {"spectrum.public": str(coloured), "data.public_fraction": 0.0}
     config = config_of(values)
     public = public_images(config, load_task(config))
@@ -262,18 +298,28 @@ def test_coloured_public_images_stand_for_grey_private_ones(values: dict, colour
     assert theirs is not None and theirs.pixels.shape[1] == 3
     from PIL import Image
 
-    pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()).convert("L") for image in theirs.pixels]
+    pictures = [
+        Image.fromarray(image.permute(1, 2, 0).numpy()).convert("L") for image in theirs.pixels
+    ]
     grey = public.pixels[:, 0].int()
     # Made smaller before or after the colours are mixed: the same but for rounding.
-    nearest = [(grey - torch.from_numpy(np.array(p)).int()).abs().flatten(1).amax(1).min().item() for p in pictures]
+    nearest = [
+        (grey - torch.from_numpy(np.array(p)).int()).abs().flatten(1).amax(1).min().item()
+        for p in pictures
+    ]
     assert nearest and max(nearest) <= 2
     made = spectrum_of(values)
-    assert made.spectrum.facts["public"] == str(coloured) and made.spectrum.facts["public_images"] == 50
+    assert (
+        made.spectrum.facts["public"] == str(coloured)
+        and made.spectrum.facts["public_images"] == 50
+    )
     _, outcome = train(curved(values))
     assert outcome.result["steps"] == 4
 
 
-def test_grey_public_images_stand_for_coloured_private_ones(values: dict, pictures: Path, coloured: Path) -> None:
+def test_grey_public_images_stand_for_coloured_private_ones(
+    values: dict, pictures: Path, coloured: Path
+) -> None:
     values |= {"data.source": str(coloured), "spectrum.public": str(pictures)}
     config = config_of(values)
     pixels = public_images(config, load_task(config)).pixels
@@ -283,8 +329,14 @@ def test_grey_public_images_stand_for_coloured_private_ones(values: dict, pictur
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data.public_fraction": 0.0}, "set data.public_fraction above 0, or name a public data set"),
-        ({"model.name": "packaged:minilm"}, "model.name='packaged:minilm': spectra are computed for image models"),
+        (
+            {"data.public_fraction": 0.0},
+            "set data.public_fraction above 0, or name a public data set",
+        ),
+        (
+            {"model.name": "packaged:minilm"},
+            "model.name='packaged:minilm': spectra are computed for image models",
+        ),
         ({"spectrum.public": "nowhere"}, "nowhere"),
     ],
     ids=str,
@@ -300,7 +352,8 @@ def test_private_images_may_not_be_the_public_ones(values: dict, pictures: Path)
         spectrum_of(values | {"spectrum.public": str(pictures)})
 
 
-# ------------------------------------------------------------------------------------------------ what is believed
+# ------------------------------------------------------------------------------------------------
+# what is believed
 
 
 STEPS, RATE = 12, 0.5
@@ -335,19 +388,24 @@ def test_at_a_clamp_of_one_sharp_directions_forget_at_once() -> None:
 @pytest.mark.parametrize("horizon", ["final", "all", "both"])
 def test_without_a_clamp_eigenvalues_count_up_to_the_limit_of_stability(horizon: str) -> None:
     plain = workload_of(Curvature(MU, RATE, STEPS, horizon=horizon))
-    np.testing.assert_array_equal(plain, workload_of(Curvature(MU, RATE, STEPS, horizon=horizon, clamp=2.0)))
+    np.testing.assert_array_equal(
+        plain, workload_of(Curvature(MU, RATE, STEPS, horizon=horizon, clamp=2.0))
+    )
     if horizon == "final":
         np.testing.assert_allclose(plain, curvature_workload(MU, RATE, STEPS), rtol=1e-9)
     with pytest.warns(UserWarning, match="1 of 6 eigenvalues exceed 2 / learning_rate = 4 "):
         beyond = Curvature((*MU, 9.0), RATE, STEPS, horizon=horizon)
-    np.testing.assert_allclose(workload_of(beyond), workload_of(Curvature((*MU, 4.0), RATE, STEPS, horizon=horizon)))
+    np.testing.assert_allclose(
+        workload_of(beyond), workload_of(Curvature((*MU, 4.0), RATE, STEPS, horizon=horizon))
+    )
 
 
 @pytest.mark.parametrize("clamp", [0.5, 1.0, 2.0])
 def test_small_eigenvalues_are_believed_whatever_the_clamp(clamp: float) -> None:
     small = (0.01, 0.3, 0.9)
     np.testing.assert_array_equal(
-        workload_of(Curvature(small, RATE, STEPS, clamp=clamp)), workload_of(Curvature(small, RATE, STEPS))
+        workload_of(Curvature(small, RATE, STEPS, clamp=clamp)),
+        workload_of(Curvature(small, RATE, STEPS)),
     )
 
 
@@ -363,4 +421,7 @@ def test_the_clamp_of_the_configuration_is_the_workloads(values: dict, few_featu
     spectrum_of(values)
     for changes, clamp in (({}, 1.0), ({"noise.clamp": 2.0}, 2.0), ({"noise.clamp": 0.25}, 0.25)):
         workload = noise_settings(config_of(curved(values) | changes))["workload"](STEPS)
-        assert isinstance(workload, Curvature) and (workload.clamp, workload.steps) == (clamp, STEPS)
+        assert isinstance(workload, Curvature) and (workload.clamp, workload.steps) == (
+            clamp,
+            STEPS,
+        )

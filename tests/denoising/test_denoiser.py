@@ -27,11 +27,13 @@ from quietgrad.denoising import (
     shrink,
     squared_overlaps,
 )
-from quietgrad.facts import ExactClipping, SensitivityClaim
+from quietgrad.events import ExactClipping, SensitivityClaim
 from quietgrad.noise import NoisySum
 
 
-def signal_and_noise(shape: tuple[int, int], times: list[float], seed: int) -> tuple[Tensor, Tensor]:
+def signal_and_noise(
+    shape: tuple[int, int], times: list[float], seed: int
+) -> tuple[Tensor, Tensor]:
     """A signal of so many detection thresholds of unit noise, and the noise."""
     m, n = shape
     generator = torch.Generator().manual_seed(seed)
@@ -46,7 +48,9 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def decomposed(noisy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A full decomposition by way of the smaller Gram matrix in float64: several times faster than svd, and as good for what is compared here."""
+    """A full decomposition by way of the smaller Gram matrix in float64: several times faster than
+    svd, and as good for what is compared here.
+    """
     if noisy.shape[0] > noisy.shape[1]:
         v, y, uh = decomposed(noisy.T)
         return uh.T, y, v.T
@@ -58,8 +62,9 @@ def decomposed(noisy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(("shape", "draws"), [((300, 200), 12), ((768, 3072), 1)])
 @pytest.mark.parametrize("times", [0.5, 1.3, 2.0, 3.0, 5.0])
 def test_mean_squared_error(shape: tuple[int, int], draws: int, times: float) -> None:
-    """Rank 3 in noise: within 3 % of the oracle that is told the true singular values; never above hard
-    thresholding at the edge or at the optimal hard threshold for known noise. Below the threshold nothing can be done, and nothing is."""
+    """Rank 3 in noise: within 3 % of the oracle that is told the true singular values; never above
+    hard thresholding at the edge or at the optimal hard threshold for known noise. Below the
+    threshold nothing can be done, and nothing is."""
     ours = best = hard = 0.0
     for seed in range(draws):
         signal, noise = signal_and_noise(shape, [times * 1.1, times, times * 0.9], seed)
@@ -69,7 +74,9 @@ def test_mean_squared_error(shape: tuple[int, int], draws: int, times: float) ->
         if found is noisy:  # passed through: the estimate of a signal below the threshold is zero
             found = torch.zeros_like(noisy)
         ours += float((found - signal).square().sum())
-        strengths = torch.tensor([times * 1.1, times, times * 0.9]) * detection_threshold(shape, 1.0)
+        strengths = torch.tensor([times * 1.1, times, times * 0.9]) * detection_threshold(
+            shape, 1.0
+        )
         left, right = squared_overlaps(strengths, shape, 1.0)
         coefficients = strengths * (left * right).sqrt()
         best += float(((u[:, :3] * coefficients) @ vh[:3] - signal).square().sum())
@@ -87,9 +94,16 @@ def test_mean_squared_error(shape: tuple[int, int], draws: int, times: float) ->
     strengths=st.lists(st.floats(1.6, 6.0), min_size=4, max_size=4),
     scale=st.floats(1e-4, 10.0),
 )
-def test_theorem_1(seed: int, shapes: list[tuple[int, int]], strengths: list[float], scale: float) -> None:
-    """Block cosines go up, norms stay, hence the whole cosine goes up (Gradient Matrix Denoising, Theorem 1)."""
-    pairs = [signal_and_noise(s, [t], seed + i) for i, (s, t) in enumerate(zip(shapes, strengths, strict=False))]
+def test_theorem_1(
+    seed: int, shapes: list[tuple[int, int]], strengths: list[float], scale: float
+) -> None:
+    """Block cosines go up, norms stay, hence the whole cosine goes up (Gradient Matrix Denoising,
+    Theorem 1).
+    """
+    pairs = [
+        signal_and_noise(s, [t], seed + i)
+        for i, (s, t) in enumerate(zip(shapes, strengths, strict=False))
+    ]
     clean = {str(i): scale * signal for i, (signal, _) in enumerate(pairs)}
     noisy = {str(i): scale * (signal + noise) for i, (signal, noise) in enumerate(pairs)}
     found = PublishedShrinkage().denoise(NoisySum(noisy, scale)).gradients
@@ -101,17 +115,22 @@ def test_theorem_1(seed: int, shapes: list[tuple[int, int]], strengths: list[flo
 
 
 @pytest.mark.parametrize("shape", [(768, 3072), (8000, 384)])
-@pytest.mark.parametrize("rule", [PublishedShrinkage(), SpikesWithBulk()], ids=["published", "bulk"])
+@pytest.mark.parametrize(
+    "rule", [PublishedShrinkage(), SpikesWithBulk()], ids=["published", "bulk"]
+)
 def test_norms_of_large_matrices_stay(shape: tuple[int, int], rule: GradientRule) -> None:
     signal, noise = signal_and_noise(shape, [3.0], 0)
     found = rule.denoise(NoisySum({"w": signal + noise}, 1.0)).gradients["w"]
-    assert float(found.double().norm() / (signal + noise).double().norm()) == pytest.approx(1.0, abs=1e-5)
+    assert float(found.double().norm() / (signal + noise).double().norm()) == pytest.approx(
+        1.0, abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(("shape", "draws", "allowed"), [((300, 200), 400, 8), ((768, 3072), 4, 0)])
 def test_pure_noise_passes_through(shape: tuple[int, int], draws: int, allowed: int) -> None:
-    """Tracy and Widom: the largest singular value of 300 x 200 noise exceeds 1.02 edges in 0.35 % of draws (expected 1.4 of 400; more than 8 has
-    probability 1e-5), of 768 x 3072 practically never. benchmarks/denoising.py counts in a thousand draws of each."""
+    """Tracy and Widom: the largest singular value of 300 x 200 noise exceeds 1.02 edges in 0.35 %
+    of draws (expected 1.4 of 400; more than 8 has probability 1e-5), of 768 x 3072 practically
+    never. benchmarks/denoising.py counts in a thousand draws of each."""
     generator = torch.Generator().manual_seed(7)
     changed = 0
     for _ in range(draws):
@@ -122,7 +141,12 @@ def test_pure_noise_passes_through(shape: tuple[int, int], draws: int, allowed: 
 
 def test_a_layer_is_left_alone_or_replaced() -> None:
     signal, noise = signal_and_noise((60, 90), [4.0], 0)
-    gradients = {"spiked": signal + noise, "quiet": 0.95 * noise, "bias": torch.randn(60), "scalar": torch.randn(())}
+    gradients = {
+        "spiked": signal + noise,
+        "quiet": 0.95 * noise,
+        "bias": torch.randn(60),
+        "scalar": torch.randn(()),
+    }
     found = PublishedShrinkage().denoise(NoisySum(gradients, 1.0))
     for name in ("quiet", "bias", "scalar"):
         assert torch.equal(found.gradients[name], gradients[name])
@@ -136,11 +160,21 @@ def test_without_noise_nothing_changes() -> None:
 
 
 def test_orientation_and_stacks_do_not_matter() -> None:
-    matrices = [sum(signal_and_noise((70, 110), [3.0, 2.0], seed), torch.zeros(())) for seed in range(3)]
-    together = PublishedShrinkage().denoise(NoisySum({str(i): m for i, m in enumerate(matrices)}, 1.0)).gradients
+    matrices = [
+        sum(signal_and_noise((70, 110), [3.0, 2.0], seed), torch.zeros(())) for seed in range(3)
+    ]
+    together = (
+        PublishedShrinkage()
+        .denoise(NoisySum({str(i): m for i, m in enumerate(matrices)}, 1.0))
+        .gradients
+    )
     for i, matrix in enumerate(matrices):
-        torch.testing.assert_close(together[str(i)], denoise_matrix(matrix, 1.0), rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(denoise_matrix(matrix.T, 1.0).T, denoise_matrix(matrix, 1.0), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            together[str(i)], denoise_matrix(matrix, 1.0), rtol=1e-3, atol=1e-4
+        )
+        torch.testing.assert_close(
+            denoise_matrix(matrix.T, 1.0).T, denoise_matrix(matrix, 1.0), rtol=1e-3, atol=1e-4
+        )
 
 
 def test_convolutions_experts_and_embeddings() -> None:
@@ -149,7 +183,9 @@ def test_convolutions_experts_and_embeddings() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(3, 60, 90))
 
-    model = nn.ModuleDict({"conv": nn.Conv2d(10, 60, 3), "experts": Experts(), "table": nn.Embedding(60, 90)})
+    model = nn.ModuleDict(
+        {"conv": nn.Conv2d(10, 60, 3), "experts": Experts(), "table": nn.Embedding(60, 90)}
+    )
     signal, noise = signal_and_noise((60, 90), [4.0], 0)
     one = signal + noise
     gradients = {
@@ -162,7 +198,10 @@ def test_convolutions_experts_and_embeddings() -> None:
     found = PublishedShrinkage().denoise(NoisySum(gradients, 1.0), model).gradients
     torch.testing.assert_close(found["conv.weight"].reshape(60, 90), expected)
     torch.testing.assert_close(
-        found["experts.weight"], torch.stack([expected, 0.95 * noise, expected]), rtol=1e-3, atol=1e-4
+        found["experts.weight"],
+        torch.stack([expected, 0.95 * noise, expected]),
+        rtol=1e-3,
+        atol=1e-4,
     )
     assert found["table.weight"] is one
     asked = PublishedShrinkage(embeddings=True).denoise(NoisySum(gradients, 1.0), model).gradients
@@ -202,8 +241,12 @@ def test_amplification_adds_the_shrunk_spikes_and_takes_nothing_away(gain: float
 
 
 def test_defaults_are_what_was_measured() -> None:
-    assert ConstantAmplification() == ConstantAmplification(kappa=1.02, gain=2.0, delay=8, embeddings=False)
-    assert PersistentAmplification() == PersistentAmplification(1.02, largest_gain=8.0, delay=0, embeddings=False)
+    assert ConstantAmplification() == ConstantAmplification(
+        kappa=1.02, gain=2.0, delay=8, embeddings=False
+    )
+    assert PersistentAmplification() == PersistentAmplification(
+        1.02, largest_gain=8.0, delay=0, embeddings=False
+    )
     assert PublishedShrinkage() == PublishedShrinkage(1.02, norm_correction=True, embeddings=False)
     assert SpikesWithBulk() == SpikesWithBulk(1.02, keep_bulk=0.5, embeddings=False)
     assert OnMomentum(SpikesWithBulk()).delay == 0
@@ -211,7 +254,9 @@ def test_defaults_are_what_was_measured() -> None:
 
 @pytest.mark.parametrize("share", [0.5, 0.2])
 def test_a_share_of_the_bulk_is_kept(share: float) -> None:
-    """The rule against its definition: share x noisy + (1 - share) x published, at the noisy norm."""
+    """The rule against its definition: share x noisy + (1 - share) x
+    published, at the noisy norm.
+    """
     signal, noise = signal_and_noise((60, 90), [4.0], 0)
     noisy = signal + noise
     mixed = share * noisy + (1 - share) * denoise_matrix(noisy, 1.0)
@@ -224,7 +269,12 @@ def test_a_share_of_the_bulk_is_kept(share: float) -> None:
     ("rule", "arguments", "error", "message"),
     [
         (PublishedShrinkage, {"kappa": 0.9}, ValueError, "kappa=0.9"),
-        (PublishedShrinkage, {"norm_correction": None}, TypeError, "norm_correction=None must be True or False"),
+        (
+            PublishedShrinkage,
+            {"norm_correction": None},
+            TypeError,
+            "norm_correction=None must be True or False",
+        ),
         (PublishedShrinkage, {"embeddings": 1}, TypeError, "embeddings=1 must be True or False"),
         (SpikesWithBulk, {"kappa": float("nan")}, ValueError, "kappa=nan"),
         (SpikesWithBulk, {"keep_bulk": 1.0}, ValueError, r"keep_bulk=1.0 must be in \(0, 1\)"),
@@ -244,7 +294,9 @@ def test_a_share_of_the_bulk_is_kept(share: float) -> None:
         (OnMomentum, {"rule": PersistentAmplification()}, TypeError, "acts inside the optimiser"),
     ],
 )
-def test_bad_settings(rule: Any, arguments: dict[str, object], error: type[Exception], message: str) -> None:
+def test_bad_settings(
+    rule: Any, arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         rule(**arguments)
 
@@ -270,8 +322,14 @@ def test_a_model_that_was_not_clipped_is_refused() -> None:
     """Its parameters have other names, so embeddings could not be told from other weights."""
     inner = torch.nn.Embedding(100, 80)
     released = NoisySum({"weight": torch.randn(100, 80)}, 1.0)
-    assert PublishedShrinkage().denoise(released, inner).gradients["weight"] is released.gradients["weight"]
-    with pytest.raises(ValueError, match="the model has no parameter named 'weight'; pass the model that was clipped"):
+    assert (
+        PublishedShrinkage().denoise(released, inner).gradients["weight"]
+        is released.gradients["weight"]
+    )
+    with pytest.raises(
+        ValueError,
+        match="the model has no parameter named 'weight'; pass the model that was clipped",
+    ):
         PublishedShrinkage().denoise(released, torch.nn.Sequential(inner))
     for noise_std in (float("nan"), float("inf"), -1.0):
         with pytest.raises(ValueError, match="noise_std="):

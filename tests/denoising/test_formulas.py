@@ -35,7 +35,9 @@ def test_the_inverse_undoes_the_forward_map(m: int, n: int, s: float, times: flo
     signal = in_float64(times * detection_threshold((m, n), s))
     observed = observed_singular_values(signal, (m, n), s)
     assert float(observed) > bulk_edge((m, n), s)
-    torch.testing.assert_close(signal_singular_values(observed, (m, n), s), signal, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        signal_singular_values(observed, (m, n), s), signal, rtol=1e-5, atol=0
+    )
 
 
 @given(m=SIDES, n=SIDES, s=SCALES, times=st.floats(1.01, 1e3))
@@ -77,7 +79,9 @@ def test_scale_invariance() -> None:
 
 @pytest.mark.parametrize("shape", [(300, 200), (768, 3072)])
 def test_singular_values_and_vectors_of_a_spiked_matrix(shape: tuple[int, int]) -> None:
-    """Within 3 % of eqs. 3-5, averaged over draws; signals of 1.5 to 5 times the threshold, whose fluctuation is small enough for it."""
+    """Within 3 % of eqs. 3-5, averaged over draws; signals of 1.5 to 5 times the threshold, whose
+    fluctuation is small enough for it.
+    """
     m, n = shape
     generator = torch.Generator().manual_seed(3)
     times = torch.tensor([5.0, 2.5, 1.5])
@@ -93,7 +97,9 @@ def test_singular_values_and_vectors_of_a_spiked_matrix(shape: tuple[int, int]) 
         lefts += (u * found_u[:, :3]).sum(0).square() / draws
         rights += (v * found_v[:3].T).sum(0).square() / draws
     left, right = squared_overlaps(signal, shape, 1.0)
-    torch.testing.assert_close(values, observed_singular_values(signal, shape, 1.0), rtol=0.03, atol=0)
+    torch.testing.assert_close(
+        values, observed_singular_values(signal, shape, 1.0), rtol=0.03, atol=0
+    )
     torch.testing.assert_close(lefts, left, rtol=0.03, atol=0)
     torch.testing.assert_close(rights, right, rtol=0.03, atol=0)
 

@@ -1,4 +1,6 @@
-"""Optimisers on a denoised first moment: torch's own where nothing is denoised, the right noise level, resumes, refusals."""
+"""Optimisers on a denoised first moment: torch's own where nothing is denoised, the right noise
+level, resumes, refusals.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,13 @@ def released(gradients: dict[str, Tensor], std: float, row: np.ndarray | None = 
 def releases(network: nn.Module, steps: int, seed: int = 1, scale: float = 1.0) -> list[NoisySum]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        released({n: scale * torch.randn(p.shape, generator=generator) for n, p in network.named_parameters()}, scale)
+        released(
+            {
+                n: scale * torch.randn(p.shape, generator=generator)
+                for n, p in network.named_parameters()
+            },
+            scale,
+        )
         for _ in range(steps)
     ]
 
@@ -60,7 +68,9 @@ def torchs(network: nn.Module, kind: str) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.8)
     if kind == "adamw":
-        return torch.optim.AdamW(network.parameters(), lr=0.01, betas=(0.8, 0.95), weight_decay=0.05)
+        return torch.optim.AdamW(
+            network.parameters(), lr=0.01, betas=(0.8, 0.95), weight_decay=0.05
+        )
     return torch.optim.Adam(network.parameters(), lr=0.01, betas=(0.8, 0.95))
 
 
@@ -94,7 +104,9 @@ def test_torchs_update_where_nothing_stands_out(kind: str) -> None:
     ],
 )
 def test_the_rule_begins_after_the_delay(kind: str, rule: MomentumRule, expected: int) -> None:
-    """Also across a resume, and for a layer that begins later: its own moment has to settle. What persists takes two releases to be seen."""
+    """Also across a resume, and for a layer that begins later: its own moment has to settle. What
+    persists takes two releases to be seen.
+    """
     never = PersistentAmplification(kappa=1e6)
     one, other = model(), model()
     mine, plain = ours(one, kind, rule), ours(other, kind, never)
@@ -149,12 +161,16 @@ def test_the_direction_is_the_denoised_moment_and_the_moment_is_not(kind: str, r
 
 def _std_of(optimizer: torch.optim.Optimizer) -> float:
     (saved,) = optimizer.param_groups[0]["moment_noise"]
-    return MomentNoise(saved["variance"], None if saved["row"] is None else np.array(saved["row"])).std
+    return MomentNoise(
+        saved["variance"], None if saved["row"] is None else np.array(saved["row"])
+    ).std
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_noise_level_of_the_moment_is_the_empirical_one(kind: str) -> None:
-    """Releases of pure noise: 54 000 entries, so the empirical level is within 1 % (3.3 standard errors) of the one used."""
+    """Releases of pure noise: 54 000 entries, so the empirical level is within 1 % (3.3 standard
+    errors) of the one used.
+    """
     network = nn.Linear(300, 180, bias=False)
     optimizer = ours(network, kind)
     for noisy in releases(network, 7, scale=3.0):
@@ -168,7 +184,9 @@ def test_noise_level_of_the_moment_is_the_empirical_one(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_correlated_noise_has_its_own_level(kind: str) -> None:
-    """Noise of a banded mechanism, C^-1 z with C of two bands: used and empirical level within 1 %, that of independent noise is refused by it."""
+    """Noise of a banded mechanism, C^-1 z with C of two bands: used and empirical level within 1 %,
+    that of independent noise is refused by it.
+    """
     steps = 7
     mixing = np.linalg.inv(np.eye(steps) + 0.7 * np.eye(steps, k=-1))
     network = nn.Linear(300, 180, bias=False)
@@ -221,7 +239,9 @@ def test_resumed_from_state_dict(kind: str, correlated: bool, rule: MomentumRule
     for noisy in stream[4:]:
         resumed.step(noisy)
     assert torch.equal(parameters_after(network), parameters_after(again))
-    assert rule is not MOMENTUM or optimizer.state[network[0].weight]["gain"][0] > 1  # there was something to keep
+    assert (
+        rule is not MOMENTUM or optimizer.state[network[0].weight]["gain"][0] > 1
+    )  # there was something to keep
 
 
 def _through_a_file(state: object) -> Any:
@@ -235,7 +255,10 @@ def _through_a_file(state: object) -> Any:
 
 def test_schedules_and_groups() -> None:
     network = model()
-    groups = [{"params": list(network[0].parameters())}, {"params": list(network[1].parameters()), "lr": 0.0}]
+    groups = [
+        {"params": list(network[0].parameters())},
+        {"params": list(network[1].parameters()), "lr": 0.0},
+    ]
     optimizer = SpectralAdamW(network, MOMENTUM, lr=0.1, groups=groups)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
     before = [p.detach().clone() for p in network.parameters()]
@@ -251,7 +274,11 @@ def test_frozen_parameters_need_no_gradient() -> None:
     network = model()
     network[0].requires_grad_(False)
     optimizer = ours(network, "adam")
-    optimizer.step(released({n: torch.ones_like(p) for n, p in network.named_parameters() if p.requires_grad}, 1.0))
+    optimizer.step(
+        released(
+            {n: torch.ones_like(p) for n, p in network.named_parameters() if p.requires_grad}, 1.0
+        )
+    )
     network[1].bias.requires_grad_(False)
     optimizer.step(released({"1.weight": torch.ones(4, 60)}, 1.0))
 
@@ -267,7 +294,9 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"no gradient of '0\.weight'"):
         optimizer.step(released({"1.weight": torch.ones(4, 60)}, 1.0))
     turned = released({n: g.mT if g.dim() == 2 else g for n, g in noisy.gradients.items()}, 1.0)
-    with pytest.raises(ValueError, match=r"has \(90, 60\) for '0\.weight', and the parameter is \(60, 90\)"):
+    with pytest.raises(
+        ValueError, match=r"has \(90, 60\) for '0\.weight', and the parameter is \(60, 90\)"
+    ):
         optimizer.step(turned)
     with pytest.raises(TypeError, match=r"acts on a release: .* or pass OnMomentum"):
         SpectralAdamW(network, PublishedShrinkage())  # type: ignore[arg-type]
@@ -320,8 +349,12 @@ def test_weight_decay_of_sgd_is_torchs(decay: float) -> None:
 @pytest.mark.parametrize("correlated", [False, True])
 @pytest.mark.parametrize("frozen", ["early", "late"])
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_a_frozen_layer_keeps_a_noise_level_of_its_own(kind: str, frozen: str, correlated: bool) -> None:
-    """Used and empirical level of both layers within 1 % (54 000 entries each) after one sat out some steps, saved and loaded in between."""
+def test_a_frozen_layer_keeps_a_noise_level_of_its_own(
+    kind: str, frozen: str, correlated: bool
+) -> None:
+    """Used and empirical level of both layers within 1 % (54 000 entries each) after one sat out
+    some steps, saved and loaded in between.
+    """
     steps, shape = 9, (180, 300)
     network = nn.Sequential(nn.Linear(300, 180, bias=False), nn.Linear(300, 180, bias=False))
     never, group = PersistentAmplification(kappa=1e6), {"params": list(network.parameters())}
@@ -331,13 +364,20 @@ def test_a_frozen_layer_keeps_a_noise_level_of_its_own(kind: str, frozen: str, c
         else (lambda: SpectralAdamW(network, never, 0.01, (0.8, 0.95), groups=[group]))
     )
     optimizer = new()
-    mixing = np.linalg.inv(np.eye(steps) + 0.9 * np.eye(steps, k=-1)) if correlated else np.eye(steps)
+    mixing = (
+        np.linalg.inv(np.eye(steps) + 0.9 * np.eye(steps, k=-1)) if correlated else np.eye(steps)
+    )
     draws = np.random.default_rng(0).standard_normal((2, steps, shape[0] * shape[1]))
     out = range(0, 5) if frozen == "early" else range(4, 8)
     for t in range(steps):
         network[0].requires_grad_(t not in out)
-        noise = {f"{i}.weight": torch.from_numpy(mixing[t] @ draws[i]).float().reshape(shape) for i in (0, 1)}
-        noise = {name: value for name, value in noise.items() if not (name == "0.weight" and t in out)}
+        noise = {
+            f"{i}.weight": torch.from_numpy(mixing[t] @ draws[i]).float().reshape(shape)
+            for i in (0, 1)
+        }
+        noise = {
+            name: value for name, value in noise.items() if not (name == "0.weight" and t in out)
+        }
         row = mixing[t, : t + 1]
         optimizer.step(released(noise, float(np.linalg.norm(row)), row if correlated else None))
         if t in (2, 5):
@@ -348,8 +388,14 @@ def test_a_frozen_layer_keeps_a_noise_level_of_its_own(kind: str, frozen: str, c
     used = []
     for layer in network:
         saved = levels[optimizer.state[layer.weight]["history"]]
-        used.append(MomentNoise(saved["variance"], None if saved["row"] is None else np.array(saved["row"])).std)
-        assert float(optimizer.state[layer.weight]["exp_avg"].std()) == pytest.approx(used[-1], rel=0.01)
+        used.append(
+            MomentNoise(
+                saved["variance"], None if saved["row"] is None else np.array(saved["row"])
+            ).std
+        )
+        assert float(optimizer.state[layer.weight]["exp_avg"].std()) == pytest.approx(
+            used[-1], rel=0.01
+        )
     assert abs(used[0] / used[1] - 1) > 0.02 and len(levels) == 2
 
 
@@ -362,7 +408,9 @@ def test_a_deep_copy_goes_on_alike() -> None:
     for one in (optimizer, copied):
         one.step(second)
     own = [p for group in copied.param_groups for p in group["params"]]
-    assert all(torch.equal(p, q) and p is not q for p, q in zip(own, network.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) and p is not q for p, q in zip(own, network.parameters(), strict=True)
+    )
 
 
 def test_a_rate_in_a_tensor_and_one_of_zero() -> None:
@@ -392,7 +440,9 @@ def test_the_state_of_another_optimiser_is_refused() -> None:
 
 
 def test_a_rule_of_ones_own_steps_like_any_other() -> None:
-    """One method is all there is to a rule; what it returns is the direction, and what it remembers comes back."""
+    """One method is all there is to a rule; what it returns is the direction, and what it remembers
+    comes back.
+    """
 
     class Halved:
         def __init__(self) -> None:

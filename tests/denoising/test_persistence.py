@@ -1,4 +1,6 @@
-"""What is amplified is what stood out before and is seen again: its size, its sign, the noise that releases share, and what that is for."""
+"""What is amplified is what stood out before and is seen again: its size, its sign, the noise that
+releases share, and what that is for.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def unit(size: int, seed: int) -> Tensor:
 
 def spike(edges: float, seed: int = 0) -> Tensor:
     """Rank one, of so many edges of noise with unit entries."""
-    return edges * bulk_edge(SHAPE, 1.0) * torch.outer(unit(SHAPE[0], seed), unit(SHAPE[1], seed + 1))
+    return (
+        edges * bulk_edge(SHAPE, 1.0) * torch.outer(unit(SHAPE[0], seed), unit(SHAPE[1], seed + 1))
+    )
 
 
 def noise_of(seed: int) -> Tensor:
@@ -49,9 +53,15 @@ def released(gradients: dict[str, Tensor], std: float) -> NoisySum:
 
 
 def part_of(
-    moment: Tensor, release: Tensor, level: MomentNoise, mixing_row: Any = None, gain: float = LARGEST
+    moment: Tensor,
+    release: Tensor,
+    level: MomentNoise,
+    mixing_row: Any = None,
+    gain: float = LARGEST,
 ) -> tuple[Tensor, float]:
-    """What is added and the new gain, for a moment whose noise has unit entries; the release is not divided by B yet."""
+    """What is added and the new gain, for a moment whose noise has unit entries; the release is not
+    divided by B yet.
+    """
     noisy = NoisySum({"w": B * release}, B, mixing_row)
     added, gains = RULE.added({"w": moment}, level, noisy, B, {"w": [gain]})
     return added.get("w", torch.zeros(SHAPE)), gains.get("w", [gain])[0]
@@ -66,13 +76,17 @@ def share_of(part: Tensor, moment: Tensor) -> float:
 @pytest.mark.parametrize("mass", [1.0, 0.3])
 @pytest.mark.parametrize("again", [1.6, 0.8, 0.5, 0.0, -0.5])
 def test_as_much_of_a_spike_as_is_seen_again(again: float, mass: float) -> None:
-    """A release with this multiple of the moment's signal adds that share of the shrunk spike, times gain - 1, and moves the gain by that power. Mean of 40 draws: u^T N v of fresh noise is
-    normal, at mass 0.3 with 0.5 % of the spike as the standard deviation of the mean, which makes a share of 0 one of 0.01 to 0.02 and one of 1 that much less."""
+    """A release with this multiple of the moment's signal adds that share of the shrunk spike,
+    times gain - 1, and moves the gain by that power. Mean of 40 draws: u^T N v of fresh noise is
+    normal, at mass 0.3 with 0.5 % of the spike as the standard deviation of the mean, which makes a
+    share of 0 one of 0.01 to 0.02 and one of 1 that much less."""
     signal, shares, gains = spike(3.0), [], []
     level = MomentNoise(variance=1.0, releases=1, mass=mass)
     for seed in range(40):
         moment = signal + noise_of(2 * seed + 1)
-        part, gain = part_of(moment, again / mass * signal + noise_of(2 * seed + 2), level, gain=4.0)
+        part, gain = part_of(
+            moment, again / mass * signal + noise_of(2 * seed + 2), level, gain=4.0
+        )
         shares.append(share_of(part, moment) / (gain - 1))
         gains.append(gain)
     power = (math.log(2) if again > 0 else math.log(4)) * min(again, 1.0)
@@ -84,12 +98,18 @@ def test_as_much_of_a_spike_as_is_seen_again(again: float, mass: float) -> None:
 def test_the_gain_stays_between_one_and_the_largest() -> None:
     signal, level = spike(3.0), MomentNoise(variance=1.0, releases=1, mass=1.0)
     moment = signal + noise_of(1)
-    for release, gain, expected in ((signal, 0.9 * LARGEST, LARGEST), (-signal, 2.0, 1.0), (-5 * signal, 8.0, 2.0)):
+    for release, gain, expected in (
+        (signal, 0.9 * LARGEST, LARGEST),
+        (-signal, 2.0, 1.0),
+        (-5 * signal, 8.0, 2.0),
+    ):
         assert part_of(moment, release, level, gain=gain)[1] == pytest.approx(expected, rel=1e-3)
     at_most = PersistentAmplification(largest_gain=3.0)
     release = NoisySum({"w": B * signal}, B)
     assert at_most.added({"w": moment}, level, release, B, {"w": [2.0]})[1]["w"] == [3.0]
-    part, gain = part_of(noise_of(1), 5 * signal, level, gain=3.0)  # nothing stands out of the moment: nothing is known
+    part, gain = part_of(
+        noise_of(1), 5 * signal, level, gain=3.0
+    )  # nothing stands out of the moment: nothing is known
     assert gain == 3.0 and not part.any()
     # Another spike than the moment's is not its confirmation.
     part, gain = part_of(moment, spike(5.0, seed=7), level, gain=3.0)
@@ -98,13 +118,18 @@ def test_the_gain_stays_between_one_and_the_largest() -> None:
 
 @pytest.mark.parametrize("correlation", [-0.9, 0.9])
 def test_noise_that_releases_share_is_taken_off(correlation: float) -> None:
-    """Half of the signal is seen again: half of the spike, although the release holds a share of the moment's noise. Without the correction it would be off by a tenth of the spike or more."""
+    """Half of the signal is seen again: half of the spike, although the release holds a share of
+    the moment's noise. Without the correction it would be off by a tenth of the spike or more.
+    """
     signal, shares, uncorrected = spike(1.5), [], []
     mixing_row = np.array([correlation, math.sqrt(1 - correlation**2)])
     level = MomentNoise().after(0.0, 1.0, 1.0, np.array([1.0]))
     for seed in range(40):
         first, second = noise_of(2 * seed + 1), noise_of(2 * seed + 2)
-        moment, release = signal + first, 0.5 * signal + mixing_row[0] * first + mixing_row[1] * second
+        moment, release = (
+            signal + first,
+            0.5 * signal + mixing_row[0] * first + mixing_row[1] * second,
+        )
         for row, found in ((mixing_row, shares), (None, uncorrected)):
             part, gain = part_of(moment, release, level, row, gain=4.0)
             found.append(share_of(part, moment) / (gain - 1) if gain > 1 else 0.0)
@@ -145,7 +170,9 @@ def test_the_share_is_the_regression_on_the_average() -> None:
     average, release = weights @ (mixing[:4] @ draws), mixing[4] @ draws
     share = level.share_in(float(np.linalg.norm(mixing[4])), mixing[4])
     slope = float(average @ release) / float(average @ average)
-    assert share == pytest.approx(slope, abs=5 * float(release.std() / average.std()) / np.sqrt(200_000))
+    assert share == pytest.approx(
+        slope, abs=5 * float(release.std() / average.std()) / np.sqrt(200_000)
+    )
     assert abs(slope) > 0.1
     assert MomentNoise(variance=1.0).share_in(1.0, None) == 0.0
 
@@ -156,7 +183,9 @@ def test_layers_of_a_stack_get_their_own_part(swings: bool) -> None:
     level = MomentNoise(variance=1.0, releases=1, mass=1.0)
     signals = {name: spike(3.0, seed=10 * i) for i, name in enumerate("abc")}
     moments = {name: signal + noise_of(i) for i, (name, signal) in enumerate(signals.items())}
-    seen = {name: (-B if swings and name == "b" else B) * signal for name, signal in signals.items()}
+    seen = {
+        name: (-B if swings and name == "b" else B) * signal for name, signal in signals.items()
+    }
     added, _ = RULE.added(moments, level, NoisySum(seen, B), B, {})
     assert set(added) == ({"a", "c"} if swings else {"a", "b", "c"})
     for name, part in added.items():
@@ -199,28 +228,44 @@ def test_the_direction_is_the_moment_and_what_persists_of_the_one_before(kind: s
         level = level.after(0.8, gain, 1.0)
         direction = moment + added.get("weight", 0)
         if kind == "adam":
-            direction = direction / (1 - 0.8 ** (step + 1)) / ((second / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
+            direction = (
+                direction
+                / (1 - 0.8 ** (step + 1))
+                / ((second / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
+            )
         before = network.weight.detach().clone()
         optimizer.step(noisy)
-        torch.testing.assert_close(before - network.weight.detach(), 0.1 * direction, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            before - network.weight.detach(), 0.1 * direction, rtol=1e-4, atol=1e-5
+        )
         assert ("weight" in added) == (step not in (0, 4))
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gains_keep_their_digits_in_a_state(kind: str, dtype: torch.dtype) -> None:
-    """Loading casts what is saved as tensors to the parameters' dtype: two layers in one stack, resumed, as without the stop."""
+    """Loading casts what is saved as tensors to the parameters' dtype: two layers in one stack,
+    resumed, as without the stop.
+    """
 
     def new() -> tuple[nn.Sequential, Any]:
         torch.manual_seed(0)
-        network = nn.Sequential(*(nn.Linear(SHAPE[1], SHAPE[0], bias=False, dtype=dtype) for _ in range(2)))
+        network = nn.Sequential(
+            *(nn.Linear(SHAPE[1], SHAPE[0], bias=False, dtype=dtype) for _ in range(2))
+        )
         if kind == "sgd":
             return network, SpectralSGD(network, RULE, 0.1, 0.8)
         return network, SpectralAdamW(network, RULE, 0.1, (0.8, 0.95))
 
     (network, optimizer), (other, again) = new(), new()
     stream = [
-        released({f"{i}.weight": (B * ((0.5 + t % 2) * spike(2.0) + noise_of(2 * t + i))).to(dtype) for i in (0, 1)}, B)
+        released(
+            {
+                f"{i}.weight": (B * ((0.5 + t % 2) * spike(2.0) + noise_of(2 * t + i))).to(dtype)
+                for i in (0, 1)
+            },
+            B,
+        )
         for t in range(6)
     ]
     for noisy in stream[:4]:
@@ -242,7 +287,9 @@ def test_gains_keep_their_digits_in_a_state(kind: str, dtype: torch.dtype) -> No
 
 
 def test_weight_decay_of_sgd_is_a_part_of_what_is_seen() -> None:
-    """A release of -X beside a decay term of +2X puts +X into the moment at every step: it stays, although the release alone seems turned round."""
+    """A release of -X beside a decay term of +2X puts +X into the moment at every step: it stays,
+    although the release alone seems turned round.
+    """
     network, optimizer = network_and("sgd", RULE, lr=0.0, weight_decay=0.5)
     with torch.no_grad():
         network.weight.copy_(4 * spike(3.0))
@@ -252,20 +299,25 @@ def test_weight_decay_of_sgd_is_a_part_of_what_is_seen() -> None:
 
 
 def distance_after(steps: int, rule: MomentumRule | None, rate: float, edges: float = 3.0) -> float:
-    """Of a quadratic in one direction, h/2 (u^T W v - 1)^2, whose slope is so many edges of the noise at the start; SGD with momentum 0.9, so that swinging begins at h rate 0.01 and
-    divergence at h rate 3.8."""
+    """Of a quadratic in one direction, h/2 (u^T W v - 1)^2, whose slope is so many edges of the
+    noise at the start; SGD with momentum 0.9, so that swinging begins at h rate 0.01 and divergence
+    at h rate 3.8."""
     never = PersistentAmplification(kappa=1e6)
     network, optimizer = network_and("sgd", rule or never, lr=rate, momentum=0.9)
     u, v = unit(SHAPE[0], 0), unit(SHAPE[1], 1)
     scale = edges * bulk_edge(SHAPE, 1.0)
     for step in range(steps):
         slope = float(u @ network.weight.detach() @ v) - 1
-        optimizer.step(released({"weight": B * (scale * slope * torch.outer(u, v) + noise_of(step))}, B))
+        optimizer.step(
+            released({"weight": B * (scale * slope * torch.outer(u, v) + noise_of(step))}, B)
+        )
     return abs(float(u @ network.weight.detach() @ v) - 1)
 
 
 def test_slow_directions_get_faster_and_swinging_ones_no_wilder() -> None:
-    """What the rule is for, on one direction: at a small rate it gets there sooner; at a large one the rule that amplifies all that stands out diverges, and this one goes the plain way."""
+    """What the rule is for, on one direction: at a small rate it gets there sooner; at a large one
+    the rule that amplifies all that stands out diverges, and this one goes the plain way.
+    """
     everything = ConstantAmplification(delay=0, gain=4.0)
     curvature = 3.0 * bulk_edge(SHAPE, 1.0)
     slow, fast = 1e-3 / curvature, 2.5 / curvature
@@ -276,8 +328,14 @@ def test_slow_directions_get_faster_and_swinging_ones_no_wilder() -> None:
 
 
 def test_only_releases_get_in() -> None:
-    moments, level, noisy = {"w": spike(3.0)}, MomentNoise(1.0, None, 1, 1.0), NoisySum({"w": noise_of(0)}, 1.0)
-    loose = types.SimpleNamespace(gradients={"w": noise_of(0)}, noise_std=1.0, mixing_row=None, denoised=False)
+    moments, level, noisy = (
+        {"w": spike(3.0)},
+        MomentNoise(1.0, None, 1, 1.0),
+        NoisySum({"w": noise_of(0)}, 1.0),
+    )
+    loose = types.SimpleNamespace(
+        gradients={"w": noise_of(0)}, noise_std=1.0, mixing_row=None, denoised=False
+    )
     with pytest.raises(TypeError, match="noisy must be a NoisySum, not SimpleNamespace"):
         RULE.added(moments, level, loose, B, {})  # type: ignore[arg-type]
     for release, divisor, message in (

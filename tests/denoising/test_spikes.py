@@ -10,7 +10,15 @@ from torch import Tensor
 
 from quietgrad.denoising import ConstantAmplification, spikes
 from quietgrad.denoising.formulas import bulk_edge, detection_threshold, shrink
-from quietgrad.denoising.spikes import DENSE_SIDE, MISSED, Spikes, degree_of_test, detect, find_spikes, has_spike
+from quietgrad.denoising.spikes import (
+    DENSE_SIDE,
+    MISSED,
+    Spikes,
+    degree_of_test,
+    detect,
+    find_spikes,
+    has_spike,
+)
 
 SHAPES = [(16, 384), (384, 16), (200, 300), (384, 384), (384, 1536), (1536, 384)]
 
@@ -46,7 +54,9 @@ def oracle(stack: Tensor) -> Tensor:
     ids=["one", "three", "strong-and-weak", "four-orders", "equal"],
 )
 def test_like_a_full_decomposition(shape: tuple[int, int], times: list[float]) -> None:
-    """The values found are the decomposition's to 1e-3, and so is what the shrinker makes of them, up to what lies within 2 % of the edge."""
+    """The values found are the decomposition's to 1e-3, and so is what the shrinker makes of them,
+    up to what lies within 2 % of the edge.
+    """
     stack = spiked(shape, times, seed=0, count=3)
     found = find_spikes(stack, 1.0)
     exact = torch.linalg.svdvals(stack.double())
@@ -61,7 +71,8 @@ def test_like_a_full_decomposition(shape: tuple[int, int], times: list[float]) -
         rtol=1e-3,
         atol=0,
     )
-    # What may be missed: the shrinker's value at 2 % above the edge, for every value between the edge and there.
+    # What may be missed: the shrinker's value at 2 % above the edge, for every value between the
+    # edge and there.
     near = ((exact > bulk_edge(shape, 1.0)) & ~clear).sum(1)
     allowed = shrink(torch.tensor(1.02 * bulk_edge(shape, 1.0)), shape, 1.0) * near.sqrt()
     error = torch.linalg.vector_norm(shrunk(found, shape) - oracle(stack), dim=(1, 2))
@@ -93,7 +104,9 @@ def test_noise_scale_does_not_matter() -> None:
 
 @pytest.mark.parametrize("shape", [(384, 384), (384, 1536)])
 def test_pure_noise_passes_the_test_and_a_spike_does_not(shape: tuple[int, int]) -> None:
-    """Fifty draws each; a false alarm of the test costs time only, a miss has probability ``MISSED`` each: all fifty must be found."""
+    """Fifty draws each; a false alarm of the test costs time only, a miss has probability
+    ``MISSED`` each: all fifty must be found.
+    """
     generator = torch.Generator().manual_seed(5)
     noise = torch.randn(50, *shape, generator=generator)
     assert int(has_spike(noise, 1.0, 1.02).sum()) <= 8
@@ -107,7 +120,9 @@ def test_pure_noise_passes_the_test_and_a_spike_does_not(shape: tuple[int, int])
 
 @pytest.mark.parametrize("shape", [(384, 384), (768, 3072), (100, 2000)])
 def test_the_degree_bounds_the_probability_of_a_miss(shape: tuple[int, int]) -> None:
-    """All p vectors stay short only if each has |u^T w| below length / T_k(x): p independent normal variables."""
+    """All p vectors stay short only if each has |u^T w| below length / T_k(x): p independent normal
+    variables.
+    """
     degree, longest = degree_of_test(shape, 1.02)
     m, n = shape
     x = (1.02**2 * (math.sqrt(m) + math.sqrt(n)) ** 2 - (m + n)) / (2 * math.sqrt(m * n))
@@ -130,33 +145,49 @@ def test_the_formed_operator_is_the_one_applied_factor_by_factor(shape: tuple[in
     stack = 0.1 * spiked(shape, [4.0, 1.5], seed=4, count=2)
     block = torch.randn(2, 5, shape[0], generator=torch.Generator().manual_seed(5))
     thin, formed = spikes._Operator(stack, 0.1), spikes._Operator(stack, 0.1).formed()
-    torch.testing.assert_close(formed.apply(block, 2.0), thin.apply(block, 2.0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        formed.apply(block, 2.0), thin.apply(block, 2.0), rtol=1e-4, atol=1e-4
+    )
     # Both map the edges of the bulk to -1 and 1: those of G G^T lie at s^2 (sqrt(n) -+ sqrt(m))^2.
     m, n = shape
     assert formed.x_lmm is not None
     for side, x in ((-1, -1.0), (1, 1.0)):
-        assert (0.1**2 * (n**0.5 + side * m**0.5) ** 2 - thin.centre) / thin.half_width == pytest.approx(x)
+        assert (
+            0.1**2 * (n**0.5 + side * m**0.5) ** 2 - thin.centre
+        ) / thin.half_width == pytest.approx(x)
     gram = stack[0].double() @ stack[0].double().T
     expected = (gram - thin.centre * torch.eye(m, dtype=torch.float64)) / thin.half_width
     torch.testing.assert_close(formed.x_lmm[0].double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("times", "shape", "formed"), [(3.0, (100, 300), True), (3.0, (200, 200), False), (1e3, (100, 300), False)]
+    ("times", "shape", "formed"),
+    [(3.0, (100, 300), True), (3.0, (200, 200), False), (1e3, (100, 300), False)],
 )
 def test_the_operator_is_formed_for_wide_matrices_without_strong_signals(
     times: float, shape: tuple[int, int], formed: bool
 ) -> None:
     stack = spiked(shape, [times], seed=6)
     assert (spikes._Operator.of(stack, 1.0).x_lmm is not None) == formed
-    of_some = spikes._Operator.of(stack.expand(3, -1, -1), 1.0).some(torch.tensor([True, False, True]))
+    of_some = spikes._Operator.of(stack.expand(3, -1, -1), 1.0).some(
+        torch.tensor([True, False, True])
+    )
     assert (of_some.x_lmm is not None) == formed and of_some.stack.shape[0] == 2
 
 
 @pytest.mark.parametrize("shape", [(384, 384), (384, 100), (100, 300)])
-def test_a_search_that_goes_on_from_the_test_finds_what_a_decomposition_finds(shape: tuple[int, int]) -> None:
-    """One stack with pure noise, three spikes, six equal ones, and seven (a second, wider block)."""
-    times: tuple[list[float], ...] = ([], [4.0, 2.0, 1.5], [6.0] * 6, [5.0, 4.0, 3.0, 2.5, 2.0, 1.8, 1.6])
+def test_a_search_that_goes_on_from_the_test_finds_what_a_decomposition_finds(
+    shape: tuple[int, int],
+) -> None:
+    """One stack with pure noise, three spikes, six equal ones, and seven (a
+    second, wider block).
+    """
+    times: tuple[list[float], ...] = (
+        [],
+        [4.0, 2.0, 1.5],
+        [6.0] * 6,
+        [5.0, 4.0, 3.0, 2.5, 2.0, 1.8, 1.6],
+    )
     stack = torch.cat([spiked(shape, some, seed=10 + i) for i, some in enumerate(times)])
     found = detect(stack, 1.0, 1.02)
     assert found is not None
@@ -168,23 +199,33 @@ def test_a_search_that_goes_on_from_the_test_finds_what_a_decomposition_finds(sh
         values = triplets.values_lp[row].double()
         torch.testing.assert_close(values[:count], y[:count], rtol=1e-3, atol=0)
         best = (u * shrink(y, shape, 1.0)) @ vh
-        ours = (triplets.left_lmp[row].double() * shrink(values, shape, 1.0)) @ triplets.right_lnp[row].double().T
+        ours = (triplets.left_lmp[row].double() * shrink(values, shape, 1.0)) @ triplets.right_lnp[
+            row
+        ].double().T
         assert float((ours - best).norm() / best.norm()) < 0.01
 
 
 @pytest.mark.parametrize("times", [1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e12])
 @pytest.mark.parametrize("shape", [(128, 128), (100, 300)])
-def test_a_signal_of_any_strength_is_found_and_harms_no_other_matrix(shape: tuple[int, int], times: float) -> None:
-    """Of what lies beside it in the same matrix float32 has no digit left; the others of its stack keep theirs."""
+def test_a_signal_of_any_strength_is_found_and_harms_no_other_matrix(
+    shape: tuple[int, int], times: float
+) -> None:
+    """Of what lies beside it in the same matrix float32 has no digit left; the others of its stack
+    keep theirs.
+    """
     stack = torch.cat([spiked(shape, [times], seed=20), spiked(shape, [4.0, 2.0], seed=21)])
     found = detect(stack, 1.0, 1.02)
     assert found is not None and found[0].all()
     y = torch.linalg.svdvals(stack.double())
     torch.testing.assert_close(found[1].values_lp[0, 0].double(), y[0, 0], rtol=1e-3, atol=0)
     torch.testing.assert_close(found[1].values_lp[1, :2].double(), y[1, :2], rtol=1e-3, atol=0)
-    changed = ConstantAmplification().amplified({str(i): matrix for i, matrix in enumerate(stack)}, 1.0)
+    changed = ConstantAmplification().amplified(
+        {str(i): matrix for i, matrix in enumerate(stack)}, 1.0
+    )
     for i, matrix in enumerate(stack):
-        assert not torch.equal(changed[str(i)], matrix) and bool(torch.isfinite(changed[str(i)]).all())
+        assert not torch.equal(changed[str(i)], matrix) and bool(
+            torch.isfinite(changed[str(i)]).all()
+        )
 
 
 def test_the_search_begins_with_the_vectors_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,13 +241,17 @@ def test_the_search_begins_with_the_vectors_of_the_test(monkeypatch: pytest.Monk
     assert detect(stack, 1.0, 1.02) is not None
     (start,) = starts
     top = torch.linalg.svd(stack[1].double(), full_matrices=False).U[:, 0]
-    assert start.shape[0] == 1 and float((start[0].double() @ top).norm()) > 0.999  # eight random vectors: 0.14
+    assert (
+        start.shape[0] == 1 and float((start[0].double() @ top).norm()) > 0.999
+    )  # eight random vectors: 0.14
 
 
 @pytest.mark.parametrize("strongest", [4.0, 8.0, 12.0, 20.0, 30.0, 50.0, 200.0])
 @pytest.mark.parametrize("shape", [(384, 384), (420, 900)])
 def test_a_strong_spike_hides_no_weak_ones(shape: tuple[int, int], strongest: float) -> None:
-    """Three equal ones just above the edge beside it, as the test's vectors lead to them and without."""
+    """Three equal ones just above the edge beside it, as the test's vectors lead to them and
+    without.
+    """
     for seed in range(3):
         noisy = spiked(shape, [strongest, 1.3, 1.3, 1.3], seed)
         exact = torch.linalg.svdvals(noisy[0].double())
@@ -227,5 +272,7 @@ def test_matrices_of_a_run_that_diverged_are_passed_over(bad: float) -> None:
     found = detect(stack, 1.0, 1.02)
     assert found is not None and alone is not None
     assert found[0].tolist() == [True, False, True]
-    torch.testing.assert_close(found[1].values_lp[0, 0], alone[1].values_lp[0, 0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        found[1].values_lp[0, 0], alone[1].values_lp[0, 0], rtol=1e-4, atol=1e-4
+    )
     assert detect(stack[1:2], 1.0, 1.02) is None

@@ -1,9 +1,12 @@
-"""Noise correlated across steps: its covariance, what every release says of it, and that neither cutting, sharding, stopping nor processes change it.
+"""Noise correlated across steps: its covariance, what every release says of it, and that neither
+cutting, sharding, stopping nor processes change it.
 
-Whitening: noise rows W [T, n] of one parameter with covariance (C^T C)^-1 have C W / (sigma C_clip) independent standard normal. n squares a row are chi-square with n degrees of
-freedom, and sqrt(n) times the cosine of two rows is nearly standard normal. ``rejected`` compares all T rows and all pairs of rows at FALSE_ALARM in total, so a right
-implementation fails one of the statistical tests below with probability under 1e-7 altogether; seeds are fixed, so in fact it fails always or never. The same verdict has to
-reject every wrong mechanism of a list.
+Whitening: noise rows W [T, n] of one parameter with covariance (C^T C)^-1 have C W / (sigma C_clip)
+independent standard normal. n squares a row are chi-square with n degrees of freedom, and sqrt(n)
+times the cosine of two rows is nearly standard normal. ``rejected`` compares all T rows and all
+pairs of rows at FALSE_ALARM in total, so a right implementation fails one of the statistical tests
+below with probability under 1e-7 altogether; seeds are fixed, so in fact it fails always or never.
+The same verdict has to reject every wrong mechanism of a list.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from torch import nn
 
 from quietgrad import PrivacyConfig
 from quietgrad.clipping import ClippedSum
-from quietgrad.facts import SensitivityClaim
+from quietgrad.events import SensitivityClaim
 from quietgrad.keyring import KeyRing, Secrets, read_secrets, write_secrets
 from quietgrad.ledger import read_ledger
 from quietgrad.noise import GaussianNoise, MixingMatrix, NoisySum, PrefixSums, mixing_matrix
@@ -67,7 +70,11 @@ def zero_sum(entries: int = 3) -> ClippedSum:
 
 
 def releases(
-    noise: GaussianNoise, clipped: ClippedSum, steps: Iterable[int], key: RandomKey = KEY, since: int = 0
+    noise: GaussianNoise,
+    clipped: ClippedSum,
+    steps: Iterable[int],
+    key: RandomKey = KEY,
+    since: int = 0,
 ) -> list[NoisySum]:
     """The releases of a block, from its first step on."""
     history, made = noise.init(since), []
@@ -77,12 +84,18 @@ def releases(
     return made
 
 
-def of_run(run: PrivateRun, count: int, entries: int = 3, dtype: torch.dtype = torch.float32) -> list[NoisySum]:
+def of_run(
+    run: PrivateRun, count: int, entries: int = 3, dtype: torch.dtype = torch.float32
+) -> list[NoisySum]:
     """The next releases of a run, of nothing: the noise."""
     batches, made = run.batches(), []
     for _ in range(count):
         examples = len(next(batches))
-        made.append(run.release(run.contribution({"w": torch.zeros(examples, entries, dtype=dtype)}, examples)))
+        made.append(
+            run.release(
+                run.contribution({"w": torch.zeros(examples, entries, dtype=dtype)}, examples)
+            )
+        )
     return made
 
 
@@ -99,7 +112,9 @@ def rejected(rows: Rows, matrix: Floats, std: float = SIGMA * CLIP) -> bool:
     steps, entries = white.shape
     gram = white @ white.T
     squares = np.diagonal(gram)
-    cosines = (gram / np.sqrt(np.outer(squares, squares)))[np.tril_indices(steps, -1)] * np.sqrt(entries)
+    cosines = (gram / np.sqrt(np.outer(squares, squares)))[np.tril_indices(steps, -1)] * np.sqrt(
+        entries
+    )
     tail = FALSE_ALARM / (2 * (steps + cosines.size))
     outside = (squares < stats.chi2.ppf(tail, entries)) | (squares > stats.chi2.isf(tail, entries))
     return bool(outside.any() or (np.abs(cosines) > stats.norm.isf(tail)).any())
@@ -108,7 +123,9 @@ def rejected(rows: Rows, matrix: Floats, std: float = SIGMA * CLIP) -> bool:
 @pytest.mark.statistical
 @pytest.mark.parametrize("seed", [0, 1])
 def test_covariance_over_the_steps_is_that_of_the_matrix(seed: int) -> None:
-    made = releases(GaussianNoise(SIGMA, mixing()), zero_sum(ENTRIES), range(STEPS), RandomKey.from_seed(seed))
+    made = releases(
+        GaussianNoise(SIGMA, mixing()), zero_sum(ENTRIES), range(STEPS), RandomKey.from_seed(seed)
+    )
     assert not rejected(rows_of(made), mixing().dense())
 
 
@@ -209,7 +226,9 @@ BROKEN: dict[str, Callable[[], Rows]] = {
 
 def restarted(step: int) -> Rows:
     """The steps from ``step`` on of a second block."""
-    return rows_of(releases(GaussianNoise(SIGMA, mixing()), zero_sum(ENTRIES), range(step, STEPS), since=step))
+    return rows_of(
+        releases(GaussianNoise(SIGMA, mixing()), zero_sum(ENTRIES), range(step, STEPS), since=step)
+    )
 
 
 @pytest.mark.statistical
@@ -232,20 +251,26 @@ def test_broken_mechanisms_are_rejected(mistake: str) -> None:
 
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize(("steps", "bands"), [(1, 1), (12, 1), (12, 2), (40, 8), (20, 20)])
-def test_noise_std_and_mixing_row_are_those_of_the_dense_inverse(memory: str, steps: int, bands: int) -> None:
+def test_noise_std_and_mixing_row_are_those_of_the_dense_inverse(
+    memory: str, steps: int, bands: int
+) -> None:
     matrix = random_mixing(steps, bands, seed=steps)
     inverse = np.linalg.inv(matrix.dense())
     made = releases(GaussianNoise(SIGMA, matrix, memory), zero_sum(), range(steps))
     for t, noisy in enumerate(made):
         np.testing.assert_allclose(noisy.mixing_row, inverse[t, : t + 1], rtol=0, atol=1e-12)
-        assert noisy.noise_std == pytest.approx(SIGMA * CLIP * np.linalg.norm(inverse[t]), rel=1e-12)
+        assert noisy.noise_std == pytest.approx(
+            SIGMA * CLIP * np.linalg.norm(inverse[t]), rel=1e-12
+        )
         assert not noisy.denoised
 
 
 def test_noise_follows_the_clipping_norm_and_is_added_to_the_sum() -> None:
     noise = GaussianNoise(SIGMA, mixing())
     entries = torch.linspace(-5, 5, 100, dtype=torch.float64)
-    alone = releases(noise, ClippedSum({"w": torch.zeros_like(entries)}, SensitivityClaim(1.0)), range(10))
+    alone = releases(
+        noise, ClippedSum({"w": torch.zeros_like(entries)}, SensitivityClaim(1.0)), range(10)
+    )
     added = releases(noise, ClippedSum({"w": entries}, SensitivityClaim(4.0)), range(10))
     for one, other in zip(alone, added):
         torch.testing.assert_close(other.gradients["w"], entries + 4 * one.gradients["w"])
@@ -257,7 +282,9 @@ def test_float64_noise_is_the_inverse_times_the_draws_to_rounding() -> None:
     z = np.stack([normal(zero, KEY, t, "w").numpy() for t in range(STEPS)])
     for memory in MEMORIES:
         made = releases(
-            GaussianNoise(SIGMA, mixing(), memory), ClippedSum({"w": zero}, SensitivityClaim(CLIP)), range(STEPS)
+            GaussianNoise(SIGMA, mixing(), memory),
+            ClippedSum({"w": zero}, SensitivityClaim(CLIP)),
+            range(STEPS),
         )
         expected = SIGMA * CLIP * np.linalg.solve(mixing().dense(), z)
         np.testing.assert_allclose(rows_of(made), expected, rtol=0, atol=1e-10)
@@ -271,11 +298,15 @@ def test_float64_noise_is_the_inverse_times_the_draws_to_rounding() -> None:
 def test_both_memories_make_the_same_noise(bands: int) -> None:
     matrix = random_mixing(30, bands, seed=bands)
     clipped = ClippedSum({"w": torch.zeros(4, 5), "b": torch.zeros(3)}, SensitivityClaim(CLIP))
-    kept, anew = (releases(GaussianNoise(SIGMA, matrix, memory), clipped, range(30)) for memory in MEMORIES)
+    kept, anew = (
+        releases(GaussianNoise(SIGMA, matrix, memory), clipped, range(30)) for memory in MEMORIES
+    )
     for one, other in zip(kept, anew, strict=True):
         assert one.noise_std == other.noise_std
         for name in ("w", "b"):
-            torch.testing.assert_close(one.gradients[name], other.gradients[name], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                one.gradients[name], other.gradients[name], rtol=1e-5, atol=1e-5
+            )
 
 
 def test_rows_keeps_bands_less_one_copies_and_regenerate_none() -> None:
@@ -316,7 +347,9 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 def data(count: int = RECORDS) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return torch.randn(count, 6, generator=generator), torch.randint(0, 3, (count,), generator=generator)
+    return torch.randn(count, 6, generator=generator), torch.randint(
+        0, 3, (count,), generator=generator
+    )
 
 
 def run_whole(run: PrivateRun) -> list[NoisySum]:
@@ -328,7 +361,9 @@ def run_in_parts(run: PrivateRun, parts: int) -> list[NoisySum]:
     model, (x, y) = build(), data()
     made = []
     for indices in run.batches():
-        clipped = [run.clip(model, loss, (x[part], y[part])) for part in np.array_split(indices, parts)]
+        clipped = [
+            run.clip(model, loss, (x[part], y[part])) for part in np.array_split(indices, parts)
+        ]
         total = clipped[0]
         for part in clipped[1:]:
             total = total + part
@@ -340,9 +375,10 @@ def run_in_parts(run: PrivateRun, parts: int) -> list[NoisySum]:
 def test_noise_does_not_depend_on_the_micro_batches(memory: str) -> None:
     whole = run_whole(plan_of(noise_memory=memory).start())
     assert len(whole) == PLAN_STEPS
-    others = [run_whole(plan_of(noise_memory=memory, max_physical_batch_size=size).start()) for size in (1, 3)] + [
-        run_in_parts(plan_of(noise_memory=memory).start(), parts) for parts in (2, 5)
-    ]
+    others = [
+        run_whole(plan_of(noise_memory=memory, max_physical_batch_size=size).start())
+        for size in (1, 3)
+    ] + [run_in_parts(plan_of(noise_memory=memory).start(), parts) for parts in (2, 5)]
     for other in others:
         for one, two in zip(whole, other, strict=True):
             assert one.noise_std == two.noise_std
@@ -350,7 +386,8 @@ def test_noise_does_not_depend_on_the_micro_batches(memory: str) -> None:
                 torch.testing.assert_close(g, two.gradients[name], rtol=0, atol=1e-5)
     another = run_whole(plan_of(noise_memory=memory, seed=6).start())
     gap = max(
-        float((one.gradients["0.weight"] - two.gradients["0.weight"]).abs().max()) for one, two in zip(whole, another)
+        float((one.gradients["0.weight"] - two.gradients["0.weight"]).abs().max())
+        for one, two in zip(whole, another)
     )
     assert gap > 0.1  # the tolerance is far below the noise
 
@@ -360,7 +397,8 @@ def test_a_shard_gets_the_noise_of_the_whole(memory: str) -> None:
     noise = GaussianNoise(SIGMA, mixing(), memory)
     generator = torch.Generator().manual_seed(0)
     sums = {
-        name: torch.randn(shape, generator=generator) for name, shape in {"a": (5, 4), "b": (7,), "c": (2, 2)}.items()
+        name: torch.randn(shape, generator=generator)
+        for name, shape in {"a": (5, 4), "b": (7,), "c": (2, 2)}.items()
     }
     whole = releases(noise, ClippedSum(sums, SensitivityClaim(CLIP)), range(20))
     for names in (["a"], ["b", "c"]):
@@ -398,7 +436,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("stop", [1, PLAN_BANDS - 2, PLAN_BANDS - 1, PLAN_BANDS, PLAN_BANDS + 1, 9, PLAN_STEPS - 1])
+@pytest.mark.parametrize(
+    "stop", [1, PLAN_BANDS - 2, PLAN_BANDS - 1, PLAN_BANDS, PLAN_BANDS + 1, 9, PLAN_STEPS - 1]
+)
 def test_a_seeded_run_goes_on_as_if_it_had_not_stopped(path: Path, stop: int, memory: str) -> None:
     plan = plan_of(noise_memory=memory)
     uninterrupted = release(plan.start(), PLAN_STEPS)
@@ -422,7 +462,8 @@ def test_a_seeded_run_goes_on_after_many_stops_and_with_the_other_memory(path: P
 
 
 def test_whole_training_goes_on_after_a_stop(path: Path) -> None:
-    # With batches and clipping: whoever stops before a release makes that release, not the next one, after the stop.
+    # With batches and clipping: whoever stops before a release makes that release, not the next
+    # one, after the stop.
     uninterrupted = run_whole(plan_of().start())
     model, (x, y), made = build(), data(), []
     for _ in range(3):
@@ -438,7 +479,8 @@ def test_whole_training_goes_on_after_a_stop(path: Path) -> None:
 def test_another_dtype_begins_a_new_block_and_says_so(
     path: Path, tmp_path: Path, seed: int | None, memory: str
 ) -> None:
-    # The same keys give other numbers in double precision: noise "correlated" with those would be correlated with nothing, and mixing_row and noise_std would be wrong.
+    # The same keys give other numbers in double precision: noise "correlated" with those would be
+    # correlated with nothing, and mixing_row and noise_std would be wrong.
     plan, keys, inverse = plan_of(noise_memory=memory, seed=seed), tmp_path / "keys", None
     with plan.start(path, keys) as run:
         of_run(run, 4)
@@ -447,7 +489,10 @@ def test_another_dtype_begins_a_new_block_and_says_so(
             with pytest.warns(UserWarning, match=f"not correlated with the steps before {start}"):
                 first = of_run(run, 1, dtype=dtype)
             made = first + of_run(run, 1, dtype=dtype)
-        with plan.start(path, keys) as run, warnings.catch_warnings():  # a further session of the same kind goes on
+        with (
+            plan.start(path, keys) as run,
+            warnings.catch_warnings(),
+        ):  # a further session of the same kind goes on
             warnings.simplefilter("error")
             made += of_run(run, 1, dtype=dtype)
         inverse = np.linalg.inv(block_matrix(plan.mixing.matrix, start))
@@ -462,7 +507,9 @@ def test_another_dtype_begins_a_new_block_and_says_so(
 
 
 @pytest.mark.statistical
-def test_noise_after_a_change_of_dtype_has_the_covariance_of_its_block(path: Path, entropy: None) -> None:
+def test_noise_after_a_change_of_dtype_has_the_covariance_of_its_block(
+    path: Path, entropy: None
+) -> None:
     plan, entries, keys = plan_of(seed=None), 40_000, path.with_suffix(".keys")
     with plan.start(path, keys) as run:
         before = of_run(run, 5, entries)
@@ -478,7 +525,9 @@ def test_noise_after_a_change_of_dtype_has_the_covariance_of_its_block(path: Pat
 def entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh roots in a fixed order: statistical tests are the same each time."""
     seeds = iter(range(100))
-    monkeypatch.setattr(RandomKey, "from_entropy", classmethod(lambda cls: RandomKey.from_seed(next(seeds))))
+    monkeypatch.setattr(
+        RandomKey, "from_entropy", classmethod(lambda cls: RandomKey.from_seed(next(seeds)))
+    )
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 9])
@@ -500,7 +549,9 @@ def test_without_seed_and_keys_a_new_block_begins(path: Path, stop: int) -> None
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_covariance_after_a_new_block_is_that_of_the_cut_matrix(path: Path, memory: str, entropy: None) -> None:
+def test_covariance_after_a_new_block_is_that_of_the_cut_matrix(
+    path: Path, memory: str, entropy: None
+) -> None:
     plan, cut, made = plan_of(seed=None, noise_memory=memory), 6, []
     for count in (cut, PLAN_STEPS - cut):
         with plan.start(path) as run:
@@ -513,11 +564,14 @@ def test_covariance_after_a_new_block_is_that_of_the_cut_matrix(path: Path, memo
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("counts", [(1, 11), (3, 1, 8), (6, 6), (2, 2, 2, 2, 4), (5, 0, 7)], ids=str)
+@pytest.mark.parametrize(
+    "counts", [(1, 11), (3, 1, 8), (6, 6), (2, 2, 2, 2, 4), (5, 0, 7)], ids=str
+)
 def test_with_its_keys_a_run_goes_on_in_the_same_block(
     path: Path, counts: tuple[int, ...], memory: str, entropy: None
 ) -> None:
-    # Every session draws with a root of its own, so the noise is another than without a stop: its covariance is the same.
+    # Every session draws with a root of its own, so the noise is another than without a stop: its
+    # covariance is the same.
     plan, keys, made = plan_of(seed=None, noise_memory=memory), path.with_name("keys"), []
     for count in counts:
         with plan.start(path, keys) as run:
@@ -536,7 +590,9 @@ def test_a_restored_copy_of_a_run_draws_other_noise(tmp_path: Path) -> None:
     with plan.start(tmp_path / "one" / "ledger.jsonl", tmp_path / "one" / "keys") as run:
         of_run(run, 5)
     for file in (tmp_path / "one").iterdir():
-        shutil.copy(file, tmp_path / "other")  # with its mode: keys that others may read are refused
+        shutil.copy(
+            file, tmp_path / "other"
+        )  # with its mode: keys that others may read are refused
     gone_on = []
     for name in ("one", "other"):
         with plan.start(tmp_path / name / "ledger.jsonl", tmp_path / name / "keys") as run:
@@ -553,9 +609,13 @@ def test_keys_are_for_their_owner_alone_one_a_session(path: Path) -> None:
         ring = read_secrets(keys).ring
         assert [session.step for session in ring.sessions] == firsts
         assert len({session.root.root for session in ring.sessions}) == len(firsts)
-    assert [ring.key_of(t) for t in range(7)] == [ring.sessions[i].root for i in (0, 0, 1, 1, 1, 2, 2)]
+    assert [ring.key_of(t) for t in range(7)] == [
+        ring.sessions[i].root for i in (0, 0, 1, 1, 1, 2, 2)
+    ]
     for text in (path.read_text(), *(repr(x) for x in (run, ring))):
-        assert not any(s.root.root.hex() in text or repr(s.root.root) in text for s in ring.sessions)
+        assert not any(
+            s.root.root.hex() in text or repr(s.root.root) in text for s in ring.sessions
+        )
 
 
 def test_keys_are_written_only_where_they_are_of_use(path: Path) -> None:
@@ -594,7 +654,9 @@ def test_damaged_keys_are_refused_or_begin_a_new_block(path: Path, damage: str) 
     with plan.start(path, keys) as run:
         of_run(run, 4)
     keys.write_text(damage)
-    with pytest.raises(ValueError, match=r"keys=.* is damaged .*; remove it: the noise then begins a new block"):
+    with pytest.raises(
+        ValueError, match=r"keys=.* is damaged .*; remove it: the noise then begins a new block"
+    ):
         plan.start(path, keys)
     keys.unlink()
     with plan.start(path, keys) as run:  # the refusal left the ledger free
@@ -619,38 +681,49 @@ def test_damaged_keys_are_refused_or_begin_a_new_block(path: Path, damage: str) 
 def test_what_releases_say_of_their_noise_holds_after_stops(
     path: Path, sessions: list[tuple[int | None, bool]], entropy: None
 ) -> None:
-    """Sessions are (seed, whether the file of keys is passed). "Otherwise it begins anew": also where the seed or the keys are not those of the block."""
+    """Sessions are (seed, whether the file of keys is passed). "Otherwise it begins anew": also
+    where the seed or the keys are not those of the block.
+    """
     made = []
     for seed, kept in sessions:
         with plan_of(seed=seed).start(path, path.with_name("keys") if kept else None) as run:
             made += of_run(run, PLAN_STEPS // len(sessions), ENTRIES)
-    said = np.stack([np.pad(noisy.mixing_row, (0, PLAN_STEPS - noisy.mixing_row.size)) for noisy in made])
+    said = np.stack(
+        [np.pad(noisy.mixing_row, (0, PLAN_STEPS - noisy.mixing_row.size)) for noisy in made]
+    )
     assert not rejected(rows_of(made), np.linalg.inv(said))
 
 
 @pytest.mark.statistical
 def test_an_older_copy_of_the_keys_begins_a_new_block(path: Path, entropy: None) -> None:
-    # Restored from a backup, say. Replaying a session's steps with draws that were never released would show earlier draws a second time: squared columns up to 1.1.
+    # Restored from a backup, say. Replaying a session's steps with draws that were never released
+    # would show earlier draws a second time: squared columns up to 1.1.
     plan, keys, made = plan_of(seed=None), path.with_name("keys"), []
     for count in (5, 3, 4):
         with plan.start(path, keys) as run:
             made += of_run(run, count, ENTRIES)
         kept = read_secrets(keys)
         write_secrets(Secrets(kept.seed, KeyRing(kept.ring.sessions[:1])), keys)
-    said = np.stack([np.pad(noisy.mixing_row, (0, PLAN_STEPS - noisy.mixing_row.size)) for noisy in made])
+    said = np.stack(
+        [np.pad(noisy.mixing_row, (0, PLAN_STEPS - noisy.mixing_row.size)) for noisy in made]
+    )
     assert not rejected(rows_of(made), np.linalg.inv(said))
 
 
 def test_another_matrix_begins_a_new_block(path: Path) -> None:
     # Its rows would refer to rows that were made by the first matrix.
-    one, other = (mixing_matrix(w, PLAN_BANDS) for w in (PrefixSums(PLAN_STEPS), PrefixSums(PLAN_STEPS, 0.9)))
+    one, other = (
+        mixing_matrix(w, PLAN_BANDS) for w in (PrefixSums(PLAN_STEPS), PrefixSums(PLAN_STEPS, 0.9))
+    )
     given = {"bands": 1, "mixing": one}
     with plan_of(**given).start(path) as run:
         of_run(run, 5)
     with plan_of(**(given | {"mixing": other})).start(path) as run:
         noisy = of_run(run, 1)[0]
     assert blocks_in(path) == [0, 5]
-    assert not noisy.mixing_row[:5].any() and noisy.mixing_row[5] == pytest.approx(1 / other.matrix[5, 5])
+    assert not noisy.mixing_row[:5].any() and noisy.mixing_row[5] == pytest.approx(
+        1 / other.matrix[5, 5]
+    )
     with plan_of(**(given | {"mixing": other})).start(path) as run:  # and goes on with that one
         noisy = of_run(run, 1)[0]
     assert blocks_in(path) == [0, 5]
@@ -669,7 +742,8 @@ def test_a_release_whose_line_was_cut_off_is_counted_and_the_noise_goes_on(path:
 
 
 def test_a_run_goes_on_after_a_draw_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As independent noise does (tests/test_ledger.py): the failed release is counted, its noise is skipped.
+    # As independent noise does (tests/test_ledger.py): the failed release is counted, its noise is
+    # skipped.
     expected = release(plan_of().start(), 6)
     run = plan_of().start()
     release(run, 3)
@@ -758,7 +832,9 @@ def test_entries_that_are_not_numbers_are_refused(where: tuple[int, int]) -> Non
 
 def test_a_matrix_that_enlarges_the_noise_beyond_single_precision_is_refused() -> None:
     columns = np.tile([0.6, -0.8], (STEPS, 1))  # the inverse's rows grow as (4/3)^t
-    with pytest.raises(ValueError, match=r"amplifies the noise of some step .* times.*use fewer bands"):
+    with pytest.raises(
+        ValueError, match=r"amplifies the noise of some step .* times.*use fewer bands"
+    ):
         GaussianNoise(SIGMA, BandedLower(columns))
     assert GaussianNoise(SIGMA, BandedLower(columns[:20])).bands == 2  # 500 times
 
@@ -786,7 +862,10 @@ def test_steps_beyond_the_matrix_are_refused() -> None:
     [
         ({"mixing": "other steps"}, "mixing has 9 rows for 12 steps"),
         ({"mixing": "right", "bands": 2}, "mixing is given, and so are bands or workload"),
-        ({"mixing": "right", "workload": PrefixSums(PLAN_STEPS)}, "mixing is given, and so are bands or workload"),
+        (
+            {"mixing": "right", "workload": PrefixSums(PLAN_STEPS)},
+            "mixing is given, and so are bands or workload",
+        ),
         ({"bands": 1, "workload": PrefixSums(PLAN_STEPS)}, "workload is given, but bands=1"),
         ({"workload": PrefixSums(5)}, "workload is for 5 steps, the run has 12"),
         ({"bands": PLAN_STEPS + 1}, "bands=13 exceeds steps=12"),
@@ -797,7 +876,10 @@ def test_steps_beyond_the_matrix_are_refused() -> None:
     ids=str,
 )
 def test_plans_refuse_by_name(change: dict, message: str) -> None:
-    matrices = {"right": mixing_matrix(PrefixSums(PLAN_STEPS), 3), "other steps": mixing_matrix(PrefixSums(9), 3)}
+    matrices = {
+        "right": mixing_matrix(PrefixSums(PLAN_STEPS), 3),
+        "other steps": mixing_matrix(PrefixSums(9), 3),
+    }
     if "mixing" in change:
         change = {"bands": 1} | change | {"mixing": matrices[change["mixing"]]}
     with pytest.raises(ValueError, match=message):

@@ -1,8 +1,11 @@
-"""The noise of a plan's run: its size in every parameter, once, whatever the micro-batches; independent, normal, keyed.
+"""The noise of a plan's run: its size in every parameter, once, whatever the micro-batches;
+independent, normal, keyed.
 
-Noise is measured as released sum minus clipped sum. n entries of one parameter, pooled over releases, have a sum of squares over (sigma C)^2 that is
-chi-square with n degrees of freedom. Every test rejects at FALSE_ALARM in total, shared out evenly over what it compares, so a right implementation
-fails one of the statistical tests below with probability under 2e-7 altogether; seeds are fixed, so in fact it fails always or never.
+Noise is measured as released sum minus clipped sum. n entries of one parameter, pooled over
+releases, have a sum of squares over (sigma C)^2 that is chi-square with n degrees of freedom. Every
+test rejects at FALSE_ALARM in total, shared out evenly over what it compares, so a right
+implementation fails one of the statistical tests below with probability under 2e-7 altogether;
+seeds are fixed, so in fact it fails always or never.
 """
 
 from __future__ import annotations
@@ -33,7 +36,12 @@ MICRO_BATCHES = [1, 3, None]
 
 def build_full() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(20, 30), nn.Tanh(), nn.LayerNorm(30), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 30)
+        nn.Linear(20, 30),
+        nn.Tanh(),
+        nn.LayerNorm(30),
+        nn.Linear(30, 30),
+        nn.Tanh(),
+        nn.Linear(30, 30),
     )
 
 
@@ -56,7 +64,9 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
-def start(micro_batch_size: int | None = None, seed: int | None = 5, steps: int = RELEASES) -> PrivateRun:
+def start(
+    micro_batch_size: int | None = None, seed: int | None = 5, steps: int = RELEASES
+) -> PrivateRun:
     config = PrivacyConfig(
         noise_multiplier=SIGMA,
         max_grad_norm=CLIP,
@@ -79,7 +89,9 @@ def noise_of(build: Callable[[], nn.Module], run: PrivateRun) -> dict[str, np.nd
     """Trainable parameter -> [releases, entries] of released minus clipped sums."""
     torch.manual_seed(0)
     model = build()
-    parts: dict[str, list[np.ndarray]] = {name: [] for name, p in model.named_parameters() if p.requires_grad}
+    parts: dict[str, list[np.ndarray]] = {
+        name: [] for name, p in model.named_parameters() if p.requires_grad
+    }
     for indices in run.batches():
         clipped = run.clip(model, loss, batch_of(len(indices)))
         noisy = run.release(clipped)
@@ -101,7 +113,9 @@ def wrong_sizes(noise: dict[str, np.ndarray], std: float = SIGMA * CLIP) -> set[
 
 
 def correlated(one: np.ndarray, other: np.ndarray, comparisons: int) -> bool:
-    """Whether two noises correlate: for independent normal ones, sum(a b) / (|a| |b|) sqrt(n) is nearly standard normal."""
+    """Whether two noises correlate: for independent normal ones, sum(a b) / (|a| |b|) sqrt(n) is
+    nearly standard normal.
+    """
     cosine = float(one.ravel() @ other.ravel() / (np.linalg.norm(one) * np.linalg.norm(other)))
     return abs(cosine) * np.sqrt(one.size) > stats.norm.isf(FALSE_ALARM / (2 * comparisons))
 
@@ -137,25 +151,33 @@ Keys = Callable[[int], RandomKey]
 
 
 def noise_scaled_by(factor: float) -> Callable[..., Updated]:
-    def update(self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory) -> Updated:
+    def update(
+        self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory
+    ) -> Updated:
         scaled = replace(self, noise_multiplier=self.noise_multiplier * factor)
         return UPDATE(scaled, clipped, keys, history)
 
     return update
 
 
-def noise_added_twice(self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory) -> Updated:
+def noise_added_twice(
+    self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory
+) -> Updated:
     once, later = UPDATE(self, clipped, keys, history)
     again = ClippedSum(once.gradients, clipped.claim)
     return UPDATE(self, again, keys, self.init(history.step + 10_000))[0], later
 
 
-def noise_without_c(self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory) -> Updated:
+def noise_without_c(
+    self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory
+) -> Updated:
     sigma = self.noise_multiplier / clipped.claim.max_grad_norm
     return UPDATE(replace(self, noise_multiplier=sigma), clipped, keys, history)
 
 
-def noise_missing_on_one(self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory) -> Updated:
+def noise_missing_on_one(
+    self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory
+) -> Updated:
     noisy, later = UPDATE(self, clipped, keys, history)
     bare = {"2.bias": clipped.gradients["2.bias"]}
     return NoisySum(noisy.gradients | bare, SIGMA * CLIP), later
@@ -186,10 +208,17 @@ def test_wrong_sizes_are_rejected(wrong, caught, monkeypatch) -> None:
 def test_noise_of_different_releases_and_parameters_is_uncorrelated(monkeypatch) -> None:
     def any_correlation() -> bool:
         noise = noise_of(build_full, start())
-        pairs = [(values[i], values[j]) for values in noise.values() for i in range(RELEASES) for j in range(i)]
+        pairs = [
+            (values[i], values[j])
+            for values in noise.values()
+            for i in range(RELEASES)
+            for j in range(i)
+        ]
         names = list(noise)
         for i, name in enumerate(names):
-            pairs += [(noise[name], noise[n]) for n in names[:i] if noise[n].shape == noise[name].shape]
+            pairs += [
+                (noise[name], noise[n]) for n in names[:i] if noise[n].shape == noise[name].shape
+            ]
         return any(correlated(one, other, len(pairs)) for one, other in pairs)
 
     assert not any_correlation()
@@ -203,7 +232,9 @@ def test_noise_of_different_releases_and_parameters_is_uncorrelated(monkeypatch)
 @pytest.mark.statistical
 def test_noise_is_normal() -> None:
     # Kolmogorov-Smirnov; noise of the right variance but another shape fails it by far.
-    values = np.concatenate([v.ravel() for v in noise_of(build_full, start()).values()]) / (SIGMA * CLIP)
+    values = np.concatenate([v.ravel() for v in noise_of(build_full, start()).values()]) / (
+        SIGMA * CLIP
+    )
     assert stats.kstest(values, "norm").pvalue > FALSE_ALARM
     generator = np.random.default_rng(0)
     uniform = generator.uniform(-np.sqrt(3), np.sqrt(3), values.size)

@@ -1,7 +1,9 @@
-"""The mixing matrix: optimal against a conic solver, certified soundly, banded with unit columns; workloads against simulation; theorem 1; the choice of bands.
+"""The mixing matrix: optimal against a conic solver, certified soundly, banded with unit columns;
+workloads against simulation; theorem 1; the choice of bands.
 
-The one statistical test (theorem 1) has seeds fixed; its 2 % are more than 5 standard errors of the draws it takes, which it asserts, so a right implementation fails each of its
-comparisons with probability under 6e-7. It also rejects noise made from the other Cholesky factor.
+The one statistical test (theorem 1) has seeds fixed; its 2 % are more than 5 standard errors of the
+draws it takes, which it asserts, so a right implementation fails each of its comparisons with
+probability under 6e-7. It also rejects noise made from the other Cholesky factor.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quietgrad.noise import Curvature, PrefixSums, choose_bands, curvature_workload, mixing_matrix, prefix_sum_workload
+from quietgrad.noise import (
+    Curvature,
+    PrefixSums,
+    choose_bands,
+    curvature_workload,
+    mixing_matrix,
+    prefix_sum_workload,
+)
 from quietgrad.noise.correlation import workloads
 from quietgrad.noise.correlation.banded import (
     BandedLower,
@@ -52,14 +61,18 @@ WORKLOADS: dict[str, Callable[[int], Floats]] = {
 
 
 def factor_of(workload: Floats) -> Floats:
-    """F with F F^T = W by eigenvalues: curvature workloads are singular to rounding, which Cholesky does not take."""
+    """F with F F^T = W by eigenvalues: curvature workloads are singular to rounding, which Cholesky
+    does not take.
+    """
     values, vectors = np.linalg.eigh(workload)
     kept = values > 1e-14 * values[-1]
     return vectors[:, kept] * np.sqrt(values[kept])
 
 
 def dense_objective(matrix: Floats, workload: Floats) -> float:
-    """tr(W X^-1) with nothing of the library; |C^-T F|^2 rather than a trace of X^-1, which squares the condition number."""
+    """tr(W X^-1) with nothing of the library; |C^-T F|^2 rather than a trace of X^-1, which squares
+    the condition number.
+    """
     return float(np.square(np.linalg.solve(matrix.T, factor_of(workload))).sum())
 
 
@@ -96,7 +109,9 @@ def test_objective_is_that_of_a_conic_solver(workload: str, bands: int) -> None:
     assert found.objective == pytest.approx(scale * problem.value, rel=1e-5)
     # One column that is not the best one would be seen.
     off = found.banded.columns.copy()
-    off[steps // 2] = unit_columns(np.eye(1, bands) + 0.5 * np.eye(1, bands, 1))[0] if bands > 1 else 0.99
+    off[steps // 2] = (
+        unit_columns(np.eye(1, bands) + 0.5 * np.eye(1, bands, 1))[0] if bands > 1 else 0.99
+    )
     assert objective(off, factor_of(w)) != pytest.approx(scale * problem.value, rel=1e-5)
 
 
@@ -108,7 +123,9 @@ SIZES = [(1, 1), (2, 2), (5, 3), (16, 4), (24, 24), (33, 2), (45, 8), (60, 1), (
 
 @pytest.mark.parametrize(("steps", "bands"), SIZES)
 @pytest.mark.parametrize("workload", ["prefix sums", "momentum", "random definite"])
-def test_result_is_banded_with_unit_columns_and_the_objective_it_reports(workload: str, steps: int, bands: int) -> None:
+def test_result_is_banded_with_unit_columns_and_the_objective_it_reports(
+    workload: str, steps: int, bands: int
+) -> None:
     w = WORKLOADS[workload](steps)
     found = mixing_matrix(w, bands, max_seconds=0.5)
     c = found.matrix
@@ -130,11 +147,14 @@ def test_result_is_banded_with_unit_columns_and_the_objective_it_reports(workloa
 
 @pytest.mark.parametrize(("steps", "bands"), [(16, 4), (16, 16), (50, 8), (150, 16)])
 def test_curvature_results_hold_to_the_dense_sum_over_eigenvalues(steps: int, bands: int) -> None:
-    # The factor leaves out directions of W below rounding, and X^-1 enlarges exactly those most: the objective is held to the sum with all of them.
+    # The factor leaves out directions of W below rounding, and X^-1 enlarges exactly those most:
+    # the objective is held to the sum with all of them.
     found = mixing_matrix(Curvature(DECAYING, RATE, steps), bands, max_seconds=0.5)
     mu = np.array(DECAYING)
     whole = np.sqrt(mu) * (1 - RATE * mu) ** np.arange(steps - 1, -1, -1)[:, None]
-    assert found.objective == pytest.approx(np.square(np.linalg.solve(found.matrix.T, whole)).sum(), rel=1e-8)
+    assert found.objective == pytest.approx(
+        np.square(np.linalg.solve(found.matrix.T, whole)).sum(), rel=1e-8
+    )
     np.testing.assert_allclose(np.linalg.norm(found.matrix, axis=0), 1, rtol=0, atol=1e-10)
 
 
@@ -164,8 +184,12 @@ def test_no_random_matrix_of_the_family_is_better(steps: int, bands: int, seed: 
         assert found.objective <= objective(other, a) * (1 + 1e-6)
 
 
-def test_descent_and_newton_find_the_same_curvature_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
-    best = 49.326195  # by Newton's method, which this size is left to; its certificate allows for 4e-5
+def test_descent_and_newton_find_the_same_curvature_optimum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    best = (
+        49.326195  # by Newton's method, which this size is left to; its certificate allows for 4e-5
+    )
     monkeypatch.setattr("quietgrad.noise.correlation.solver.NEWTON_UNKNOWNS", 0)
     found = mixing_matrix(Curvature(DECAYING[:50], RATE, 100), 8, max_seconds=5.0).objective
     assert best * (1 - 4e-5) < found < 1.01 * best
@@ -192,14 +216,19 @@ def test_certificate_is_above_the_true_distance_at_matrices_that_are_not_optimal
 
 @given(steps=st.integers(2, 16), bands=st.integers(2, 16), seed=st.integers(0, 10**6))
 @settings(max_examples=20)
-def test_certificate_is_above_the_true_distance_at_random_matrices(steps: int, bands: int, seed: int) -> None:
+def test_certificate_is_above_the_true_distance_at_random_matrices(
+    steps: int, bands: int, seed: int
+) -> None:
     bands = min(bands, steps)
     a = np.random.default_rng(seed).standard_normal((steps, 3))
     a[0] += 1.0
     poor = random_banded(steps, bands, seed)
     found = mixing_matrix(a @ a.T + 1e-3 * np.eye(steps), bands)
     factor = factor_of(a @ a.T + 1e-3 * np.eye(steps))
-    assert optimality_gap(poor, factor) >= 1 - found.objective / objective(poor.columns, factor) - 1e-12
+    assert (
+        optimality_gap(poor, factor)
+        >= 1 - found.objective / objective(poor.columns, factor) - 1e-12
+    )
 
 
 @pytest.mark.parametrize(("steps", "bands"), [(2, 2), (16, 4), (33, 12), (60, 8)])
@@ -212,7 +241,10 @@ def test_certificate_is_small_at_the_optimum_for_prefix_sums(steps: int, bands: 
     off[:, 1] += 0.2
     value = objective(unit_columns(off), PrefixSums(steps).factor())
     assert value > found.objective * (1 + 1e-3)
-    assert optimality_gap(BandedLower(unit_columns(off)), PrefixSums(steps).factor()) >= 1 - found.objective / value
+    assert (
+        optimality_gap(BandedLower(unit_columns(off)), PrefixSums(steps).factor())
+        >= 1 - found.objective / value
+    )
     assert kkt_residual(BandedLower(unit_columns(off)), PrefixSums(steps).factor()) > 0.05
 
 
@@ -224,21 +256,29 @@ def test_the_residual_is_that_of_the_dense_optimality_conditions(bands: int) -> 
     g = inverse @ factor @ factor.T @ inverse
     relative = np.abs(g) / np.sqrt(np.outer(np.diagonal(g), np.diagonal(g)))
     lag = np.abs(np.subtract.outer(np.arange(9), np.arange(9)))
-    assert kkt_residual(mixing, factor) == pytest.approx(relative[(lag > 0) & (lag < bands)].max(), rel=1e-9)
-    assert kkt_residual(mixing, 7.0 * factor) == pytest.approx(kkt_residual(mixing, factor), rel=1e-9)
+    assert kkt_residual(mixing, factor) == pytest.approx(
+        relative[(lag > 0) & (lag < bands)].max(), rel=1e-9
+    )
+    assert kkt_residual(mixing, 7.0 * factor) == pytest.approx(
+        kkt_residual(mixing, factor), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 512])
 def test_certificate_does_not_depend_on_the_chunk(chunk: int) -> None:
     mixing, factor = random_banded(40, 6, 0), PrefixSums(40).factor()
-    assert optimality_gap(mixing, factor, chunk) == pytest.approx(optimality_gap(mixing, factor, 40), rel=1e-12)
+    assert optimality_gap(mixing, factor, chunk) == pytest.approx(
+        optimality_gap(mixing, factor, 40), rel=1e-12
+    )
 
 
 # Factors and banded arithmetic
 
 
 @given(steps=st.integers(1, 40), bands=st.integers(1, 40), seed=st.integers(0, 10**6))
-def test_reversed_cholesky_factors_the_gram_matrix_and_keeps_the_band(steps: int, bands: int, seed: int) -> None:
+def test_reversed_cholesky_factors_the_gram_matrix_and_keeps_the_band(
+    steps: int, bands: int, seed: int
+) -> None:
     bands = min(bands, steps)
     right = random_banded(steps, bands, seed).dense()
     x = right.T @ right
@@ -246,7 +286,9 @@ def test_reversed_cholesky_factors_the_gram_matrix_and_keeps_the_band(steps: int
     np.testing.assert_allclose(found.T @ found, x, rtol=0, atol=1e-12)
     assert np.array_equal(found, np.tril(found))
     np.testing.assert_allclose(np.tril(found, -bands), 0, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(found, right, rtol=0, atol=1e-9)  # there is only one with a positive diagonal
+    np.testing.assert_allclose(
+        found, right, rtol=0, atol=1e-9
+    )  # there is only one with a positive diagonal
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -266,7 +308,8 @@ def test_an_indefinite_gram_matrix_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "bands"), [(1, 1), (5, 3), (31, 1), (32, 4), (33, 4), (64, 33), (65, 32), (97, 40), (50, 50), (100, 2)]
+    ("steps", "bands"),
+    [(1, 1), (5, 3), (31, 1), (32, 4), (33, 4), (64, 33), (65, 32), (97, 40), (50, 50), (100, 2)],
 )
 def test_banded_arithmetic_is_the_dense_one(steps: int, bands: int) -> None:
     # Blocks have max(bands, 32) rows: sizes below, at and off its multiples.
@@ -278,9 +321,15 @@ def test_banded_arithmetic_is_the_dense_one(steps: int, bands: int) -> None:
     right = np.random.default_rng(1).standard_normal((steps, 3))
     np.testing.assert_array_equal(mixing.dense(), dense)
     np.testing.assert_array_equal(columns_of(dense, bands), mixing.columns * inside(steps, bands))
-    np.testing.assert_allclose(mixing.solve(right), np.linalg.solve(dense, right), rtol=0, atol=1e-11)
-    np.testing.assert_allclose(mixing.solve_transposed(right), np.linalg.solve(dense.T, right), rtol=0, atol=1e-11)
-    np.testing.assert_allclose(mixing.gram_band(), columns_of(dense.T @ dense, bands), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(
+        mixing.solve(right), np.linalg.solve(dense, right), rtol=0, atol=1e-11
+    )
+    np.testing.assert_allclose(
+        mixing.solve_transposed(right), np.linalg.solve(dense.T, right), rtol=0, atol=1e-11
+    )
+    np.testing.assert_allclose(
+        mixing.gram_band(), columns_of(dense.T @ dense, bands), rtol=0, atol=1e-13
+    )
     other = np.random.default_rng(2).standard_normal((steps, 3))
     np.testing.assert_allclose(
         band_of_product(right, other, bands), columns_of(right @ other.T, bands), rtol=0, atol=1e-13
@@ -353,7 +402,9 @@ def test_toeplitz_reports_the_dense_objective_and_has_alike_columns(workload, ba
     assert found.objective <= found.independent * (1 + 1e-12)
     columns = found.banded.columns
     np.testing.assert_allclose(np.linalg.norm(columns, axis=1), 1, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(columns[: 51 - bands], np.tile(columns[0], (51 - bands, 1)), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(
+        columns[: 51 - bands], np.tile(columns[0], (51 - bands, 1)), rtol=0, atol=1e-13
+    )
     for j in range(51 - bands, 50):  # cut at the last step: the same up to a factor
         np.testing.assert_allclose(
             columns[j, : 50 - j] / columns[j, 0], columns[0, : 50 - j] / columns[0, 0], atol=1e-12
@@ -364,7 +415,8 @@ def test_toeplitz_reports_the_dense_objective_and_has_alike_columns(workload, ba
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_toeplitz_prefix_sums_are_near_the_best_toeplitz_matrix(momentum: float) -> None:
-    # They are optimised as if no column was cut; the dense workload takes the descent that counts cut columns.
+    # They are optimised as if no column was cut; the dense workload takes the descent that counts
+    # cut columns.
     light = mixing_matrix(PrefixSums(200, momentum), 8, "toeplitz").objective
     exact = mixing_matrix(prefix_sum_workload(200, momentum), 8, "toeplitz").objective
     assert exact * (1 - 1e-6) <= light < 1.02 * exact
@@ -377,7 +429,8 @@ def test_toeplitz_of_many_steps_needs_no_dense_matrix() -> None:
     assert found.family == "toeplitz"
     np.testing.assert_allclose(np.linalg.norm(found.banded.columns, axis=1), 1, rtol=0, atol=1e-12)
     assert found.independent == pytest.approx(steps * (steps + 1) / 2, rel=1e-12)
-    # tr(W X^-1) = |A C^-1|^2; the squared norms of its columns fall smoothly to the last, so every hundredth stands for its neighbours.
+    # tr(W X^-1) = |A C^-1|^2; the squared norms of its columns fall smoothly to the last, so every
+    # hundredth stands for its neighbours.
     middles = np.arange(50, steps, 100)
     unit = np.zeros((steps, len(middles)))
     unit[middles, np.arange(len(middles))] = 1.0
@@ -410,7 +463,8 @@ def test_prefix_sums_have_the_closed_form(steps: int) -> None:
 def test_prefix_sums_are_the_squared_iterates_of_sgd(
     steps: int, momentum: float, rates: list[float], seed: int
 ) -> None:
-    # x^T W x = sum over steps of the squared iterate when the gradients are x: SGD is linear in them.
+    # x^T W x = sum over steps of the squared iterate when the gradients are x: SGD is linear in
+    # them.
     gradients = np.random.default_rng(seed).standard_normal(steps)
     for schedule in (None, rates[:steps]):
         iterate, velocity, total = 0.0, 0.0, 0.0
@@ -439,7 +493,12 @@ def test_curvature_is_the_double_sum(steps: int) -> None:
 @pytest.mark.parametrize("steps", [10, 300])
 @pytest.mark.parametrize(
     "spectrum",
-    [np.geomspace(1e-6, 9.9, 5000), np.linspace(1e-3, 9.9, 5000), 8 / np.arange(1, 5001) ** 1.2, np.full(5000, 2.5)],
+    [
+        np.geomspace(1e-6, 9.9, 5000),
+        np.linspace(1e-3, 9.9, 5000),
+        8 / np.arange(1, 5001) ** 1.2,
+        np.full(5000, 2.5),
+    ],
     ids=["geometric", "uniform", "power law", "all alike"],
 )
 def test_factor_of_many_eigenvalues_is_that_of_the_whole_sum(spectrum: Floats, steps: int) -> None:
@@ -447,40 +506,59 @@ def test_factor_of_many_eigenvalues_is_that_of_the_whole_sum(spectrum: Floats, s
     w = curvature_workload(spectrum, RATE, steps)
     assert factor.shape[1] <= 120
     np.testing.assert_allclose(factor @ factor.T, w, rtol=0, atol=1e-10 * np.abs(w).max())
-    np.testing.assert_allclose(np.diagonal(factor @ factor.T), np.diagonal(w), rtol=1e-10, atol=1e-30 * w.max())
+    np.testing.assert_allclose(
+        np.diagonal(factor @ factor.T), np.diagonal(w), rtol=1e-10, atol=1e-30 * w.max()
+    )
 
 
 def test_negative_eigenvalues_count_as_zero() -> None:
     mixed, positive = (3.0, -4.0, 0.5, 0.0, -1e-9), (3.0, 0.5)
-    np.testing.assert_array_equal(curvature_workload(mixed, RATE, 9), curvature_workload(positive, RATE, 9))
-    np.testing.assert_array_equal(Curvature(mixed, RATE, 9).factor(), Curvature(positive, RATE, 9).factor())
+    np.testing.assert_array_equal(
+        curvature_workload(mixed, RATE, 9), curvature_workload(positive, RATE, 9)
+    )
+    np.testing.assert_array_equal(
+        Curvature(mixed, RATE, 9).factor(), Curvature(positive, RATE, 9).factor()
+    )
 
 
 @pytest.mark.parametrize("floor", [1e-3, 0.5])
 def test_a_floor_adds_its_share_of_the_trace_to_every_step(floor: float) -> None:
     plain, floored = (Curvature(DECAYING, RATE, 30, f).factor() for f in (0.0, floor))
     w = plain @ plain.T
-    np.testing.assert_allclose(floored @ floored.T, w + floor * np.trace(w) / 30 * np.eye(30), atol=1e-10 * w.max())
+    np.testing.assert_allclose(
+        floored @ floored.T, w + floor * np.trace(w) / 30 * np.eye(30), atol=1e-10 * w.max()
+    )
 
 
 def test_a_floor_keeps_the_noise_of_every_step_in_bounds() -> None:
     # Theorem 1 alone sees a few shapes of noise and lets all others grow.
-    rows = {f: mixing_matrix(Curvature(DECAYING, RATE, 16, f), 16).banded.largest_inverse_row() for f in (0.0, 1e-2)}
+    rows = {
+        f: mixing_matrix(Curvature(DECAYING, RATE, 16, f), 16).banded.largest_inverse_row()
+        for f in (0.0, 1e-2)
+    }
     assert rows[1e-2] < 0.2 * rows[0.0]
     with pytest.raises(ValueError, match=r"floor=-0\.1"):
         Curvature(DECAYING, RATE, 16, -0.1)
 
 
-@pytest.mark.parametrize("make", [lambda mu: Curvature(mu, 0.5, 6), lambda mu: curvature_workload(mu, 0.5, 6)])
-def test_eigenvalues_beyond_the_stable_rate_are_clamped_with_a_warning_that_counts_them(make) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda mu: Curvature(mu, 0.5, 6), lambda mu: curvature_workload(mu, 0.5, 6)]
+)
+def test_eigenvalues_beyond_the_stable_rate_are_clamped_with_a_warning_that_counts_them(
+    make,
+) -> None:
     with pytest.warns(
-        UserWarning, match="2 of 4 eigenvalues exceed 2 / learning_rate = 4 .*largest is 1e.06.* 2 are clamped to 4"
+        UserWarning,
+        match="2 of 4 eigenvalues exceed 2 / learning_rate = 4 .*largest is 1e.06.* 2 are clamped "
+        "to 4",
     ):
         found = make((1e6, 5.0, 4.0, 1.0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         clamped = make((4.0, 4.0, 4.0, 1.0))
-    found, clamped = ((x.factor() @ x.factor().T if isinstance(x, Curvature) else x) for x in (found, clamped))
+    found, clamped = (
+        (x.factor() @ x.factor().T if isinstance(x, Curvature) else x) for x in (found, clamped)
+    )
     np.testing.assert_allclose(found, clamped, rtol=1e-12)
 
 
@@ -521,7 +599,9 @@ def test_time_must_be_positive(seconds: float) -> None:
 
 
 def test_an_unknown_family_is_refused() -> None:
-    with pytest.raises(ValueError, match="family='circulant' is unknown; use one of auto, banded, toeplitz"):
+    with pytest.raises(
+        ValueError, match="family='circulant' is unknown; use one of auto, banded, toeplitz"
+    ):
         mixing_matrix(PrefixSums(5), 2, "circulant")
 
 
@@ -541,12 +621,16 @@ def test_an_unknown_family_is_refused() -> None:
         (lambda: Curvature((1.0,), 0.1, 0), "steps=0"),
     ],
 )
-def test_bad_arguments_of_workloads_are_refused_by_name(make: Callable[[], object], message: str) -> None:
+def test_bad_arguments_of_workloads_are_refused_by_name(
+    make: Callable[[], object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
-@pytest.mark.parametrize("make", [lambda: PrefixSums(2.0), lambda: curvature_workload([1.0], 0.1, 3.0)])
+@pytest.mark.parametrize(
+    "make", [lambda: PrefixSums(2.0), lambda: curvature_workload([1.0], 0.1, 3.0)]
+)
 def test_steps_must_be_a_whole_number(make: Callable[[], object]) -> None:
     with pytest.raises(TypeError, match="steps="):
         make()
@@ -558,7 +642,9 @@ def test_singular_matrices_are_workloads_and_a_little_asymmetry_is_rounding() ->
     np.testing.assert_allclose(load.factor() @ load.factor().T, rank_one, atol=1e-12)
     w = prefix_sum_workload(8)
     w[0, 3] *= 1 + 1e-12
-    assert mixing_matrix(w, 3).objective == pytest.approx(mixing_matrix(prefix_sum_workload(8), 3).objective, rel=1e-6)
+    assert mixing_matrix(w, 3).objective == pytest.approx(
+        mixing_matrix(prefix_sum_workload(8), 3).objective, rel=1e-6
+    )
 
 
 # Theorem 1 of the NoiseCurve paper
@@ -574,19 +660,27 @@ def theorem_matrices() -> dict[str, Floats]:
     found = {"independent": np.eye(T)}
     for bands in (8, 16):
         curvature = Curvature(tuple(SPECTRUM), RATE, T)
-        found[f"prefix sums, b = {bands}"] = mixing_matrix(PrefixSums(T), bands, max_seconds=1.0).matrix
+        found[f"prefix sums, b = {bands}"] = mixing_matrix(
+            PrefixSums(T), bands, max_seconds=1.0
+        ).matrix
         found[f"NoiseCurve, b = {bands}"] = mixing_matrix(curvature, bands, max_seconds=1.0).matrix
     return found
 
 
 @cache
 def predicted(name: str) -> float:
-    return RATE**2 / 2 * dense_objective(theorem_matrices()[name], curvature_workload(SPECTRUM, RATE, T))
+    return (
+        RATE**2
+        / 2
+        * dense_objective(theorem_matrices()[name], curvature_workload(SPECTRUM, RATE, T))
+    )
 
 
 @cache
 def excess_losses() -> dict[str, Floats]:
-    """[draws] loss after T steps of noisy SGD on the quadratic minus that without noise, for every matrix and for the other Cholesky factor L of X = L L^T."""
+    """[draws] loss after T steps of noisy SGD on the quadratic minus that without noise, for every
+    matrix and for the other Cholesky factor L of X = L L^T.
+    """
     matrices = dict(theorem_matrices())
     for name in OTHER_FACTOR:
         c = matrices[name.removeprefix("other factor of ")]
@@ -639,7 +733,9 @@ CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16)
 @pytest.mark.parametrize("power", [0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 1.0])
 def test_bands_are_those_of_the_smallest_error(power: float) -> None:
     choice = choose_bands(PrefixSums(16), lambda b: 2 * b**power, CANDIDATES)
-    brute = {b: (2 * b**power) ** 2 * mixing_matrix(PrefixSums(16), b).objective for b in CANDIDATES}
+    brute = {
+        b: (2 * b**power) ** 2 * mixing_matrix(PrefixSums(16), b).objective for b in CANDIDATES
+    }
     assert tuple(c.bands for c in choice.candidates) == CANDIDATES
     assert choice.chosen.bands == min(brute, key=brute.__getitem__)
     for candidate in choice.candidates:
@@ -652,7 +748,8 @@ def test_bands_are_those_of_the_smallest_error(power: float) -> None:
 def test_brute_force_covers_few_some_and_many_bands() -> None:
     # Or the test above would compare one answer with itself.
     found = {
-        choose_bands(PrefixSums(16), lambda b, p=p: 2 * b**p, CANDIDATES).chosen.bands for p in (0.0, 0.2, 0.4, 1.0)
+        choose_bands(PrefixSums(16), lambda b, p=p: 2 * b**p, CANDIDATES).chosen.bands
+        for p in (0.0, 0.2, 0.4, 1.0)
     }
     assert {1, 16} <= found and len(found) >= 3
 
@@ -685,7 +782,9 @@ def test_a_tie_goes_to_fewer_bands() -> None:
 
 
 def test_all_candidates_are_tried_though_the_error_rises_before_it_falls() -> None:
-    choice = choose_bands(PrefixSums(16), lambda b: {2: 5.0, 3: 5.0, 4: 5.0}.get(b, 1.0), CANDIDATES)
+    choice = choose_bands(
+        PrefixSums(16), lambda b: {2: 5.0, 3: 5.0, 4: 5.0}.get(b, 1.0), CANDIDATES
+    )
     assert [c.bands for c in choice.candidates] == list(CANDIDATES)
     assert choice.candidates[1].error > choice.candidates[0].error
     assert choice.chosen.bands == 16
@@ -699,7 +798,9 @@ def test_candidates_out_of_range_are_refused() -> None:
 
 
 @given(steps=st.integers(1, 300), rate=st.floats(1e-4, 1) | st.none())
-def test_default_candidates_start_at_one_and_stay_within_steps_and_parts(steps: int, rate: float | None) -> None:
+def test_default_candidates_start_at_one_and_stay_within_steps_and_parts(
+    steps: int, rate: float | None
+) -> None:
     found = default_candidates(steps, rate)
     assert found[0] == 1
     assert list(found) == sorted(set(found))
@@ -711,8 +812,12 @@ def test_default_candidates_start_at_one_and_stay_within_steps_and_parts(steps: 
 
 
 @pytest.mark.parametrize("steps", [1, 7, 40])
-@pytest.mark.parametrize("eigenvalues", [(3.0, 1.0, 0.2, 0.01), (4.0, 1e-9), tuple(8 / np.arange(1, 400) ** 1.2)])
-def test_the_horizon_all_is_the_mean_of_theorem_ones_workloads(steps: int, eigenvalues: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(
+    "eigenvalues", [(3.0, 1.0, 0.2, 0.01), (4.0, 1e-9), tuple(8 / np.arange(1, 400) ** 1.2)]
+)
+def test_the_horizon_all_is_the_mean_of_theorem_ones_workloads(
+    steps: int, eigenvalues: tuple[float, ...]
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # clamped eigenvalues
         factor = Curvature(eigenvalues, 0.5, steps, horizon="all").factor()
@@ -728,24 +833,39 @@ def test_the_horizon_both_is_the_mean_of_the_other_two(steps: int, floor: float)
     eigenvalues = (3.0, 1.0, 0.2, 0.01)
     final, every, both = (
         factor @ factor.T
-        for factor in (Curvature(eigenvalues, 0.5, steps, floor, horizon).factor() for horizon in HORIZONS)
+        for factor in (
+            Curvature(eigenvalues, 0.5, steps, floor, horizon).factor() for horizon in HORIZONS
+        )
     )
     np.testing.assert_allclose(both, (final + every) / 2, rtol=1e-9, atol=1e-12 * both.max())
     assert steps == 1 or np.abs(both - every).max() > 0.1 * every.max()
 
 
 @pytest.mark.parametrize("family", ["toeplitz", "auto"])
-def test_bands_for_many_steps_are_chosen_without_a_dense_workload(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = Curvature((3.0, 1.0, 0.2, 0.01), 0.5, 5000 if family == "auto" else 300, horizon="both")
-    monkeypatch.setattr(Curvature, "factor", lambda self: pytest.fail("a dense workload was formed"))
+def test_bands_for_many_steps_are_chosen_without_a_dense_workload(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = Curvature(
+        (3.0, 1.0, 0.2, 0.01), 0.5, 5000 if family == "auto" else 300, horizon="both"
+    )
+    monkeypatch.setattr(
+        Curvature, "factor", lambda self: pytest.fail("a dense workload was formed")
+    )
     choice = choose_bands(workload, lambda b: 1.0 + 0.01 * b, (1, 4), family, max_seconds=4.0)
-    assert choice.chosen.bands == 4 and choice.error_ratio < 1 and choice.chosen.mixing.family == "toeplitz"
+    assert (
+        choice.chosen.bands == 4
+        and choice.error_ratio < 1
+        and choice.chosen.mixing.family == "toeplitz"
+    )
 
 
 def test_counting_the_last_step_half_beats_prefix_sums_there_and_on_the_way() -> None:
     # What horizon "all" alone does not do: prefix sums' matrix is kindest to the last iterates.
     steps, bands, eigenvalues = 80, 8, tuple(8 / np.arange(1, 400) ** 1.2)
-    found = {h: mixing_matrix(Curvature(eigenvalues, 0.1, steps, horizon=h), bands) for h in ("all", "both")}
+    found = {
+        h: mixing_matrix(Curvature(eigenvalues, 0.1, steps, horizon=h), bands)
+        for h in ("all", "both")
+    }
     found["sums"] = mixing_matrix(PrefixSums(steps), bands)
     after = {h: Curvature(eigenvalues, 0.1, steps, horizon=h).factor() for h in ("final", "all")}
     excess = {
@@ -766,7 +886,10 @@ def test_without_curvature_the_horizon_all_is_prefix_sums() -> None:
 
 def test_counting_every_step_keeps_each_steps_noise_small() -> None:
     eigenvalues = tuple(8 / np.arange(1, 400) ** 1.2)
-    final, every = (mixing_matrix(Curvature(eigenvalues, 0.2, 60, horizon=horizon), 8) for horizon in ("final", "all"))
+    final, every = (
+        mixing_matrix(Curvature(eigenvalues, 0.2, 60, horizon=horizon), 8)
+        for horizon in ("final", "all")
+    )
     assert every.banded.largest_inverse_row() < 0.5 * final.banded.largest_inverse_row()
     assert every.relative_gap is not None and every.relative_gap < 1e-5
     with pytest.raises(ValueError, match="horizon='next'"):
@@ -776,7 +899,9 @@ def test_counting_every_step_keeps_each_steps_noise_small() -> None:
 @pytest.mark.parametrize("bands", [2, 5, 12])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_certificate_is_the_dual_bound_written_out_densely(bands: int, seed: int) -> None:
-    """Every term, near the best matrix, where each counts, against dense matrices: a term left out would leave a bound that looks better than it is."""
+    """Every term, near the best matrix, where each counts, against dense matrices: a term left out
+    would leave a bound that looks better than it is.
+    """
     rng = np.random.default_rng(seed)
     steps = 12
     best = mixing_matrix(PrefixSums(steps), bands).banded.columns
@@ -799,8 +924,14 @@ def test_the_certificate_is_the_dual_bound_written_out_densely(bands: int, seed:
 
 
 @pytest.mark.parametrize("horizon", ["final", "all", "both"])
-def test_merged_eigenvalues_give_the_same_workload(monkeypatch: pytest.MonkeyPatch, horizon: str) -> None:
-    mu = tuple(np.concatenate([3 / np.arange(1.0, 3000.0), np.full(500, 1e-5), 1e-4 * np.arange(1.0, 300.0)]))
+def test_merged_eigenvalues_give_the_same_workload(
+    monkeypatch: pytest.MonkeyPatch, horizon: str
+) -> None:
+    mu = tuple(
+        np.concatenate(
+            [3 / np.arange(1.0, 3000.0), np.full(500, 1e-5), 1e-4 * np.arange(1.0, 300.0)]
+        )
+    )
     exact = Curvature(mu, 0.6, 40, horizon=horizon).factor()
     monkeypatch.setattr(workloads, "UNMERGED", 100)
     merged = Curvature(mu, 0.6, 40, horizon=horizon).factor()
@@ -810,7 +941,9 @@ def test_merged_eigenvalues_give_the_same_workload(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_spectrum_of_millions_is_merged() -> None:
-    """A VGG's 1.2 million parameters: without merging the Gauss rule alone needs gigabytes and minutes."""
+    """A VGG's 1.2 million parameters: without merging the Gauss rule alone needs gigabytes and
+    minutes.
+    """
     mu = np.concatenate([3.0 / np.arange(1, 200) ** 1.2, np.geomspace(1e-2, 1e-6, 1_200_000)])
     found = Curvature(tuple(mu), 0.5, 300)
     nodes, weights = found._nodes()

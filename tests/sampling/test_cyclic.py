@@ -1,7 +1,10 @@
-"""Cyclic Poisson sampling: parts that no other record's coming or going changes, batches from one part only, the rate that is accounted for, and the plan around it.
+"""Cyclic Poisson sampling: parts that no other record's coming or going changes, batches from one
+part only, the rate that is accounted for, and the plan around it.
 
-Each statistical test fails a right implementation with probability FALSE_ALARM = 1e-8, shared out over what it compares; seeds are fixed (the parts of ``deal`` have no seed: their
-key is public and constant), so in fact it fails always or never. Where a rate is tested, a wrong one has to be rejected by the same verdict.
+Each statistical test fails a right implementation with probability FALSE_ALARM = 1e-8, shared out
+over what it compares; seeds are fixed (the parts of ``partition`` have no seed: their key is public
+and constant), so in fact it fails always or never. Where a rate is tested, a wrong one has to be
+rejected by the same verdict.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ from scipy import stats
 
 from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.accounting import epsilon
-from quietgrad.facts import PoissonGaussian
+from quietgrad.events import PoissonGaussian
 from quietgrad.ledger import read_ledger
 from quietgrad.noise import GaussianNoise
 from quietgrad.randomness import RandomKey
-from quietgrad.sampling import PoissonSampler, deal
+from quietgrad.sampling import PoissonSampler, partition
 from quietgrad.sampling.parts import index_ids
 
 FALSE_ALARM = 1e-8
@@ -39,7 +42,7 @@ IDS = st.lists(st.binary(max_size=20), min_size=1, max_size=30)
 
 
 def sampler_of(bands: int = BANDS, rate: float = RATE, records: int = RECORDS) -> PoissonSampler:
-    return PoissonSampler(records, rate, bands, deal(index_ids(records), bands))
+    return PoissonSampler(records, rate, bands, partition(index_ids(records), bands))
 
 
 # Parts
@@ -49,21 +52,23 @@ def sampler_of(bands: int = BANDS, rate: float = RATE, records: int = RECORDS) -
 def test_a_records_part_depends_on_that_record_alone(
     ids: list[bytes], other: list[bytes], bands: int, data: st.DataObject
 ) -> None:
-    parts = deal(ids, bands)
+    parts = partition(ids, bands)
     assert parts.dtype == np.int64 and parts.shape == (len(ids),)
     assert parts.min() >= 0 and parts.max() < bands
     gone = data.draw(st.integers(0, len(ids) - 1))
-    np.testing.assert_array_equal(deal(ids[:gone] + ids[gone + 1 :], bands), np.delete(parts, gone))
-    np.testing.assert_array_equal(deal([*other, *ids], bands)[len(other) :], parts)
-    np.testing.assert_array_equal(deal(ids[::-1], bands), parts[::-1])
+    np.testing.assert_array_equal(
+        partition(ids[:gone] + ids[gone + 1 :], bands), np.delete(parts, gone)
+    )
+    np.testing.assert_array_equal(partition([*other, *ids], bands)[len(other) :], parts)
+    np.testing.assert_array_equal(partition(ids[::-1], bands), parts[::-1])
 
 
 def test_equal_records_fall_into_the_same_part_and_others_need_not() -> None:
     ids = [b"same", b"other", b"same", b"", b"other", b"same"]
     for bands in (2, 7, 100):
-        parts = deal(ids, bands)
+        parts = partition(ids, bands)
         assert parts[0] == parts[2] == parts[5] and parts[1] == parts[4]
-    assert len(set(deal([bytes([i]) for i in range(50)], 7))) == 7
+    assert len(set(partition([bytes([i]) for i in range(50)], 7))) == 7
 
 
 def uneven(sizes: NDArray[np.int64], cells: int) -> bool:
@@ -78,20 +83,24 @@ def uneven(sizes: NDArray[np.int64], cells: int) -> bool:
 @pytest.mark.parametrize("bands", [2, 7, 16, 64])
 @pytest.mark.parametrize("kind", ["positions", "texts"])
 def test_parts_are_nearly_balanced(kind: str, bands: int) -> None:
-    ids = index_ids(20_000) if kind == "positions" else [f"review number {i}".encode() for i in range(20_000)]
-    sizes = np.bincount(deal(ids, bands), minlength=bands)
+    ids = (
+        index_ids(20_000)
+        if kind == "positions"
+        else [f"review number {i}".encode() for i in range(20_000)]
+    )
+    sizes = np.bincount(partition(ids, bands), minlength=bands)
     assert not uneven(sizes, bands), sizes
     tilted = sizes + np.where(np.arange(bands) % 2, sizes // 5, -(sizes // 5))
     assert uneven(tilted, bands)
-    # Neighbours in the list are dealt independently.
-    parts = deal(ids, bands)
+    # Neighbours in the list are partitioned independently.
+    parts = partition(ids, bands)
     pairs = np.bincount(parts[0::2] * bands + parts[1::2], minlength=bands**2)
     assert bands == 64 or not uneven(pairs, bands**2)  # 2.4 pairs a cell are too few for chi-square
 
 
 @pytest.mark.statistical
 def test_turns_and_ladders_are_not_balanced_at_random() -> None:
-    # Dealing in turn depends on the records before; the verdict above knows it from a hash.
+    # Partitioning in turn depends on the records before; the verdict above knows it from a hash.
     assert uneven(np.bincount(np.arange(20_000) % 16), 16)
 
 
@@ -112,8 +121,15 @@ def indicators(sampler: PoissonSampler, steps: int, key: RandomKey = KEY) -> NDA
     return found
 
 
-@given(bands=st.integers(1, 12), rate=st.floats(0.001, 1), step=st.integers(0, 10**6), seed=st.integers(0, 10**6))
-def test_a_batch_holds_members_of_the_part_whose_turn_it_is(bands: int, rate: float, step: int, seed: int) -> None:
+@given(
+    bands=st.integers(1, 12),
+    rate=st.floats(0.001, 1),
+    step=st.integers(0, 10**6),
+    seed=st.integers(0, 10**6),
+)
+def test_a_batch_holds_members_of_the_part_whose_turn_it_is(
+    bands: int, rate: float, step: int, seed: int
+) -> None:
     sampler = sampler_of(bands, rate, 200)
     indices = sampler.indices(RandomKey.from_seed(seed), step)
     assert indices.dtype == np.int64
@@ -130,18 +146,25 @@ def test_every_record_gets_its_turn_and_two_turns_are_bands_apart() -> None:
         steps = np.flatnonzero(found[:, record])
         assert len(set(steps % BANDS)) == 1
         assert (np.diff(steps) >= BANDS).all()
-    assert any((np.diff(np.flatnonzero(found[:, record])) == BANDS).any() for record in range(RECORDS))
+    assert any(
+        (np.diff(np.flatnonzero(found[:, record])) == BANDS).any() for record in range(RECORDS)
+    )
 
 
 def wrong_rate(found: NDArray[np.bool_], parts: NDArray[np.int64], bands: int, rate: float) -> bool:
-    """Whether inclusion in the steps of a record's part is not independent with ``rate``: totals by record, by step, and pairs of turns (each exact or chi-square)."""
+    """Whether inclusion in the steps of a record's part is not independent with ``rate``: totals by
+    record, by step, and pairs of turns (each exact or chi-square).
+    """
     p_values = []
     for part in range(bands):
         own = found[part::bands][:, parts == part]
         turns, members = own.shape
         for counts, trials in ((own.sum(axis=0), turns), (own.sum(axis=1), members)):
             statistic = float(((counts - trials * rate) ** 2).sum() / (trials * rate * (1 - rate)))
-            p_values.append(2 * min(stats.chi2.cdf(statistic, counts.size), stats.chi2.sf(statistic, counts.size)))
+            p_values.append(
+                2
+                * min(stats.chi2.cdf(statistic, counts.size), stats.chi2.sf(statistic, counts.size))
+            )
         together = int((own[0::2] & own[1::2]).sum())
         p_values.append(stats.binomtest(together, turns // 2 * members, rate**2).pvalue)
         p_values.append(stats.binomtest(int(own.sum()), own.size, rate).pvalue)
@@ -183,7 +206,9 @@ def test_batches_are_keyed_and_depend_on_nothing_else() -> None:
     forward = [sampler.indices(KEY, step) for step in range(9)]
     np.random.seed(1)
     torch.manual_seed(1)
-    backward = [sampler_of(rate=0.2).indices(RandomKey.from_seed(3), step) for step in reversed(range(9))]
+    backward = [
+        sampler_of(rate=0.2).indices(RandomKey.from_seed(3), step) for step in reversed(range(9))
+    ]
     for one, other in zip(forward, reversed(backward)):
         np.testing.assert_array_equal(one, other)
     assert not np.array_equal(forward[0], forward[BANDS])
@@ -200,7 +225,11 @@ def test_one_band_is_plain_poisson_sampling() -> None:
 def test_an_empty_part_makes_empty_batches() -> None:
     sampler = PoissonSampler(3, 0.5, 4, np.array([0, 2, 2]))
     assert all(sampler.indices(KEY, step).size == 0 for step in (1, 3, 5))
-    assert set(np.concatenate([sampler.indices(KEY, step) for step in range(0, 80, 2)])) == {0, 1, 2}
+    assert set(np.concatenate([sampler.indices(KEY, step) for step in range(0, 80, 2)])) == {
+        0,
+        1,
+        2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -221,7 +250,9 @@ def test_an_empty_part_makes_empty_batches() -> None:
     ],
     ids=str,
 )
-def test_bad_samplers_are_refused_by_name(change: dict, error: type[Exception], message: str) -> None:
+def test_bad_samplers_are_refused_by_name(
+    change: dict, error: type[Exception], message: str
+) -> None:
     right = {"dataset_size": 5, "sample_rate": 0.1, "bands": 2, "parts": np.array([0, 1, 1, 0, 1])}
     PoissonSampler(**right)
     with pytest.raises(error, match=message):
@@ -232,11 +263,18 @@ def test_bad_samplers_are_refused_by_name(change: dict, error: type[Exception], 
 
 TEXTS = [f"text {i}".encode() for i in range(RECORDS)]
 CONFIG = PrivacyConfig(
-    noise_multiplier=1.3, expected_batch_size=30, steps=10, bands=BANDS, seed=1, data_are_public=True
+    noise_multiplier=1.3,
+    expected_batch_size=30,
+    steps=10,
+    bands=BANDS,
+    seed=1,
+    data_are_public=True,
 )
 
 
-def plan_of(records: int = RECORDS, ids: list[bytes] | None = None, **changes: object) -> PrivacyPlan:
+def plan_of(
+    records: int = RECORDS, ids: list[bytes] | None = None, **changes: object
+) -> PrivacyPlan:
     return replace(CONFIG, **changes).build(records, ids)
 
 
@@ -245,12 +283,18 @@ def test_sampler_event_and_noise_of_a_plan_agree(bands: int) -> None:
     plan = plan_of(bands=bands)
     assert plan.sampler.bands == plan.event.bands == plan.noise.bands == plan.mixing.bands == bands
     assert plan.sampler.sample_rate == plan.event.sample_rate == RATE
-    assert plan.sampler.participation_rate == plan.event.participation_rate == pytest.approx(bands * RATE)
-    assert plan.noise.noise_multiplier == plan.event.noise_multiplier == plan.noise_multiplier == 1.3
+    assert (
+        plan.sampler.participation_rate
+        == plan.event.participation_rate
+        == pytest.approx(bands * RATE)
+    )
+    assert (
+        plan.noise.noise_multiplier == plan.event.noise_multiplier == plan.noise_multiplier == 1.3
+    )
     assert plan.noise.mixing.steps == plan.event.steps == plan.steps == 10
     assert plan.event.compositions == math.ceil(10 / bands)
     assert plan.expected_batch_size == pytest.approx(30)
-    np.testing.assert_array_equal(plan.sampler.parts, deal(index_ids(RECORDS), bands))
+    np.testing.assert_array_equal(plan.sampler.parts, partition(index_ids(RECORDS), bands))
 
 
 def test_one_band_is_the_plan_without_correlation() -> None:
@@ -262,7 +306,9 @@ def test_one_band_is_the_plan_without_correlation() -> None:
 def test_parts_of_different_plans_are_refused() -> None:
     plan, plain = plan_of(), plan_of(bands=1)
     for wrong in (
-        {"sampler": PoissonSampler(RECORDS, RATE)},  # at the plain rate, every step may use every record
+        {
+            "sampler": PoissonSampler(RECORDS, RATE)
+        },  # at the plain rate, every step may use every record
         {"sampler": sampler_of(2)},
         {"sampler": sampler_of(rate=0.1)},
         {"noise": GaussianNoise(1.3)},
@@ -276,13 +322,15 @@ def test_parts_of_different_plans_are_refused() -> None:
 def test_sums_are_divided_by_what_a_part_can_give_with_a_warning() -> None:
     with pytest.warns(
         UserWarning,
-        match=r"bands=4 times the sampling rate 0\.5 exceeds 1: .* part of 150 .* the 300 .* at most 2 bands",
+        match=r"bands=4 times .* 0\.5 exceeds 1: .* part of 150 .* the 300 .* most 2 bands",
     ):
         plan = plan_of(expected_batch_size=300)
     assert plan.expected_batch_size == pytest.approx(RECORDS / 4)
     assert plan.event.participation_rate == 1
     key = RandomKey.from_seed(1)
-    assert [len(plan.sampler.indices(key, t)) for t in range(4)] == np.bincount(plan.sampler.parts).tolist()
+    assert [len(plan.sampler.indices(key, t)) for t in range(4)] == np.bincount(
+        plan.sampler.parts
+    ).tolist()
 
 
 @pytest.mark.parametrize(("batch", "bands"), [(150, 4), (30, 10), (60, 10), (1, 10)])
@@ -295,10 +343,12 @@ def test_bands_up_to_one_over_the_rate_do_not_warn(batch: int, bands: int) -> No
 
 def test_record_ids_decide_the_parts_and_are_counted() -> None:
     ids = TEXTS
-    np.testing.assert_array_equal(plan_of(ids=ids).sampler.parts, deal(ids, BANDS))
+    np.testing.assert_array_equal(plan_of(ids=ids).sampler.parts, partition(ids, BANDS))
     assert not np.array_equal(plan_of(ids=ids).sampler.parts, plan_of().sampler.parts)
     for wrong in (ids[:-1], [*ids, b"one more"], []):
-        with pytest.raises(ValueError, match=f"record_ids has {len(wrong)} entries for dataset_size={RECORDS}"):
+        with pytest.raises(
+            ValueError, match=f"record_ids has {len(wrong)} entries for dataset_size={RECORDS}"
+        ):
             plan_of(ids=wrong)
 
 
@@ -326,11 +376,14 @@ def release(plan: PrivacyPlan, path: Path, count: int) -> float:
         return run.epsilon()
 
 
-@pytest.mark.parametrize(("identity", "neighbouring"), [("index", "zero-out"), ("content", "add-remove")])
+@pytest.mark.parametrize(
+    ("identity", "neighbouring"), [("index", "zero-out"), ("content", "add-remove")]
+)
 def test_ledger_says_how_records_are_dealt_and_nothing_private_of_the_parts(
     tmp_path: Path, identity: str, neighbouring: str
 ) -> None:
-    # Dealt by index, a record that is taken out moves the others: its place has to stay, empty. The sizes of parts are facts then; by content they are private.
+    # Partitioned by index, a record that is taken out moves the others: its place has to stay,
+    # empty. The sizes of parts are facts then; by content they are private.
     plan = plan_of(ids=TEXTS if identity == "content" else None)
     path = tmp_path / "ledger.jsonl"
     release(plan, path, 3)
@@ -351,10 +404,13 @@ def test_ledger_says_how_records_are_dealt_and_nothing_private_of_the_parts(
     assert header.get("part_sizes") == (sizes if identity == "index" else None)
     if identity == "index":
         assert (
-            sizes == np.bincount(deal(index_ids(plan.dataset_size), plan.sampler.bands)).tolist()
+            sizes
+            == np.bincount(partition(index_ids(plan.dataset_size), plan.sampler.bands)).tolist()
         )  # contents play no part
         return
-    assert not set(sizes) & {int(number) for number in re.findall(r"(?<![\w.])\d+(?![\w.])", path.read_text())}
+    assert not set(sizes) & {
+        int(number) for number in re.findall(r"(?<![\w.])\d+(?![\w.])", path.read_text())
+    }
 
 
 def test_ledger_of_one_band_is_that_of_poisson_sampling(tmp_path: Path) -> None:
@@ -375,11 +431,15 @@ def test_resume_with_another_number_of_bands_is_refused(tmp_path: Path) -> None:
 
 
 def test_resume_with_records_identified_otherwise_is_refused(tmp_path: Path) -> None:
-    # Records would change parts: two participations less than b steps apart, and one more than accounted for.
+    # Records would change parts: two participations less than b steps apart, and one more than
+    # accounted for.
     for first, then in ((None, TEXTS), (TEXTS, None)):
         path = tmp_path / f"{first is None}.jsonl"
         release(plan_of(ids=first), path, 3)
-        with pytest.raises(ValueError, match=r"resume with a changed privacy setting: (neighbouring|record_identity)"):
+        with pytest.raises(
+            ValueError,
+            match=r"resume with a changed privacy setting: (neighbouring|record_identity)",
+        ):
             plan_of(ids=then).start(path).close()
         release(plan_of(ids=first), path, 1)
 
@@ -411,7 +471,9 @@ def test_epsilon_of_a_ledger_is_that_of_the_releases_made(tmp_path: Path) -> Non
 # The accounting
 
 
-@pytest.mark.parametrize(("releases", "compositions"), [(0, 1), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (10, 3)])
+@pytest.mark.parametrize(
+    ("releases", "compositions"), [(0, 1), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (10, 3)]
+)
 def test_fewer_releases_than_bands_count_as_one_round(releases: int, compositions: int) -> None:
     event = PoissonGaussian(1.3, RATE, 10, bands=4).after(releases)
     assert event.compositions == compositions
@@ -420,7 +482,9 @@ def test_fewer_releases_than_bands_count_as_one_round(releases: int, composition
 
 
 def theirs(sigma: float, rate: float, count: int, delta: float) -> float:
-    step = GaussianDpEvent(sigma) if rate == 1 else PoissonSampledDpEvent(rate, GaussianDpEvent(sigma))
+    step = (
+        GaussianDpEvent(sigma) if rate == 1 else PoissonSampledDpEvent(rate, GaussianDpEvent(sigma))
+    )
     return PLDAccountant().compose(step, count).get_epsilon(delta)
 
 
@@ -442,7 +506,8 @@ def test_epsilon_is_that_of_the_turns_of_one_record_at_the_enlarged_rate(
     ours = epsilon(event, delta)
     turns, enlarged = math.ceil(steps / bands), min(1.0, bands * rate)
     expected = theirs(sigma, enlarged, turns, delta)
-    # Both are bounds from above; theirs is within 1e-3 (tests/accounting/test_agreement.py), so ours may be below by that.
+    # Both are bounds from above; theirs is within 1e-3 (tests/accounting/test_agreement.py), so
+    # ours may be below by that.
     assert ours >= expected - 1e-3
     assert ours <= 1.01 * expected
     if bands > 1:

@@ -1,7 +1,9 @@
-"""Poisson sampling: every record enters every batch independently with rate q, and nothing else does it.
+"""Poisson sampling: every record enters every batch independently with rate q, and nothing else
+does it.
 
-Each statistical test computes four p-values and fails if the smallest is below FALSE_ALARM / 4, so a right sampler fails it with
-probability FALSE_ALARM = 1e-8. The same verdict has to reject samplers that other libraries use and the accountant does not cover.
+Each statistical test computes four p-values and fails if the smallest is below FALSE_ALARM / 4, so
+a right sampler fails it with probability FALSE_ALARM = 1e-8. The same verdict has to reject
+samplers that other libraries use and the accountant does not cover.
 """
 
 from __future__ import annotations
@@ -39,12 +41,16 @@ def poisson(seed: int, rate: float = RATE) -> Indicators:
 
 def fixed_size() -> Indicators:
     generator = np.random.default_rng(0)
-    return indicators([generator.choice(RECORDS, int(RATE * RECORDS), replace=False) for _ in range(STEPS)])
+    return indicators(
+        [generator.choice(RECORDS, int(RATE * RECORDS), replace=False) for _ in range(STEPS)]
+    )
 
 
 def shuffled_epochs() -> Indicators:
     generator = np.random.default_rng(0)
-    epochs = [generator.permutation(RECORDS).reshape(int(1 / RATE), -1) for _ in range(int(STEPS * RATE))]
+    epochs = [
+        generator.permutation(RECORDS).reshape(int(1 / RATE), -1) for _ in range(int(STEPS * RATE))
+    ]
     return indicators([batch for epoch in epochs for batch in epoch])
 
 
@@ -70,7 +76,9 @@ def records_in_pairs() -> Indicators:
 
 
 def chi_square(counts: NDArray[np.int64], trials: int, rate: float) -> float:
-    """Two-sided p-value that the counts are independent binomials: both too much and too little spread are wrong."""
+    """Two-sided p-value that the counts are independent binomials: both too much and too little
+    spread are wrong.
+    """
     statistic = float(np.sum((counts - trials * rate) ** 2) / (trials * rate * (1 - rate)))
     return 2 * min(stats.chi2.cdf(statistic, counts.size), stats.chi2.sf(statistic, counts.size))
 
@@ -110,7 +118,14 @@ def test_inclusion_is_independent_with_the_rate(seed: int) -> None:
         records_in_pairs,
         lambda: poisson(0, rate=1.05 * RATE),
     ],
-    ids=["fixed-size", "shuffled-epochs", "records-in-turn", "repeated-coins", "pairs", "five-percent-more"],
+    ids=[
+        "fixed-size",
+        "shuffled-epochs",
+        "records-in-turn",
+        "repeated-coins",
+        "pairs",
+        "five-percent-more",
+    ],
 )
 def test_other_samplers_are_rejected(wrong: Callable[[], Indicators]) -> None:
     assert rejected(wrong()), p_values(wrong())
@@ -118,7 +133,8 @@ def test_other_samplers_are_rejected(wrong: Callable[[], Indicators]) -> None:
 
 @pytest.mark.statistical
 def test_noise_and_sampling_do_not_share_a_stream() -> None:
-    # |correlation| sqrt(n) of independent draws is nearly |standard normal|; the bound is exceeded with probability FALSE_ALARM.
+    # |correlation| sqrt(n) of independent draws is nearly |standard normal|; the bound is exceeded
+    # with probability FALSE_ALARM.
     key, n = RandomKey.from_seed(0), 20_000
     coins = key.generator("sampling", 3).random(n)
     others = [key.generator("noise", 3).random(n), key.generator("projection", 3).random(n)]
@@ -129,7 +145,11 @@ def test_noise_and_sampling_do_not_share_a_stream() -> None:
 
 
 def test_empty_batches_occur_and_are_released() -> None:
-    run = PrivacyConfig(noise_multiplier=1.0, sample_rate=0.3, steps=20, seed=0, data_are_public=True).build(2).start()
+    run = (
+        PrivacyConfig(noise_multiplier=1.0, sample_rate=0.3, steps=20, seed=0, data_are_public=True)
+        .build(2)
+        .start()
+    )
     model = nn.Linear(3, 2)
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -140,7 +160,9 @@ def test_empty_batches_occur_and_are_released() -> None:
     for indices in run.batches():
         noisy = run.step(model, loss, (x[indices], y[indices]))
         sizes.append(len(indices))
-        assert float(noisy.gradients["weight"].abs().min()) > 0  # an empty batch gets noise like any other
+        assert (
+            float(noisy.gradients["weight"].abs().min()) > 0
+        )  # an empty batch gets noise like any other
     assert run.released == 20
     assert {0, 1} <= set(sizes)
 
@@ -165,7 +187,9 @@ def test_batches_are_keyed_and_depend_on_nothing_else() -> None:
 def test_rate_one_takes_every_record_every_time() -> None:
     sampler = PoissonSampler(50, 1.0)
     for step in range(20):
-        np.testing.assert_array_equal(sampler.indices(RandomKey.from_entropy(), step), np.arange(50))
+        np.testing.assert_array_equal(
+            sampler.indices(RandomKey.from_entropy(), step), np.arange(50)
+        )
 
 
 def test_indices_are_sorted_whole_numbers_inside_the_data() -> None:

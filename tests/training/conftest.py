@@ -1,4 +1,6 @@
-"""A tiny random BERT with a vocabulary of its own and a small data set: made once, used by all training tests."""
+"""A tiny random BERT with a vocabulary of its own and a small data set: made once, used by all
+training tests.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,21 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     import transformers
 
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *COMMON, *WORDS["good"], *WORDS["bad"]]
+    vocabulary = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *COMMON,
+        *WORDS["good"],
+        *WORDS["bad"],
+    ]
     folder = tmp_path_factory.mktemp("tiny-bert")
     transformers.utils.logging.disable_progress_bar()
-    transformers.BertTokenizerFast(vocab={word: i for i, word in enumerate(vocabulary)}).save_pretrained(folder)
+    transformers.BertTokenizerFast(
+        vocab={word: i for i, word in enumerate(vocabulary)}
+    ).save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=len(vocabulary),
@@ -70,7 +83,10 @@ def write_config(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
             table, key = name.split(".")
             tables.setdefault(table, []).append(f"{key} = {json.dumps(value)}")
         path = tmp_path / "config.toml"
-        path.write_text("".join(f"[{t}]\n" + "\n".join(lines) + "\n" for t, lines in tables.items()), encoding="utf-8")
+        path.write_text(
+            "".join(f"[{t}]\n" + "\n".join(lines) + "\n" for t, lines in tables.items()),
+            encoding="utf-8",
+        )
         return path
 
     return write

@@ -1,4 +1,6 @@
-"""``quietgrad audit``: the configured training with canaries, its table, its figure, and what it refuses."""
+"""``quietgrad audit``: the configured training with canaries, its table, its figure, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def config(settings: dict[str, Any], write_config: Write) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["gradient", "input"])
-@pytest.mark.parametrize("extra", [(), ("--set", "clipping.estimator=hutch")], ids=["exact", "hutch"])
+@pytest.mark.parametrize(
+    "extra", [(), ("--set", "clipping.estimator=hutch")], ids=["exact", "hutch"]
+)
 def test_it_prints_one_object_and_draws_a_figure(
     quietgrad: Run, config: Path, tmp_path: Path, kind: str, extra: tuple[str, ...]
 ) -> None:
@@ -48,13 +52,22 @@ def test_it_prints_one_object_and_draws_a_figure(
     assert not (tmp_path / "run").exists()  # no model, no ledger
 
 
-def test_the_table_says_what_an_audit_cannot_show(quietgrad: Run, config: Path, tmp_path: Path) -> None:
+def test_the_table_says_what_an_audit_cannot_show(
+    quietgrad: Run, config: Path, tmp_path: Path
+) -> None:
     code, out, err = quietgrad(
-        "audit", config, "--canaries", 10, "--figure", tmp_path / "a.png", "--set", "denoising.method=published", "--set", "noise.method=banded", "--set", "noise.bands=2"
+        "audit", config, "--canaries", 10, "--figure", tmp_path / "a.png", "--set",
+        "denoising.method=published", "--set", "noise.method=banded", "--set", "noise.bands=2"
     )  # fmt: skip
     assert code == 0, err
     text = " ".join(out.split())
-    for words in ("no proof", "must not be published", "denoised releases", "2 bands", "Lower bounds on epsilon"):
+    for words in (
+        "no proof",
+        "must not be published",
+        "denoised releases",
+        "2 bands",
+        "Lower bounds on epsilon",
+    ):
         assert words in text
 
 
@@ -64,13 +77,18 @@ def test_the_table_says_what_an_audit_cannot_show(quietgrad: Run, config: Path, 
         (("--kind", "loss"), "kind='loss'"),
         (("--canaries", "1"), "canaries=1"),
         (("--canaries", "100000"), "canaries=100000 exceeds the"),
-        (("--kind", "input", "--canaries", "30"), "canaries=30 exceeds the 27 public validation records"),
+        (
+            ("--kind", "input", "--canaries", "30"),
+            "canaries=30 exceeds the 27 public validation records",
+        ),
         (("--confidence", "2"), "confidence=2.0"),
         (("--figure", "audit.pdf"), "must end in .png"),
         (("--figure", "no/such/folder.png"), "no such folder"),
         (("--set", "privacy.enabled=false"), "no epsilon to audit"),
     ],
 )
-def test_what_it_refuses(quietgrad: Run, config: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_what_it_refuses(
+    quietgrad: Run, config: Path, arguments: tuple[str, ...], message: str
+) -> None:
     code, _, err = quietgrad("audit", config, *arguments)
     assert code != 0 and message in err

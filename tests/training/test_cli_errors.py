@@ -1,4 +1,6 @@
-"""A user's mistake on the command line: exit code 2 and exactly one line on standard error, which begins with "error:"."""
+"""A user's mistake on the command line: exit code 2 and exactly one line on standard error, which
+begins with "error:".
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,22 @@ def test_missing_configuration(command: str, quietgrad: Run, tmp_path: Path) -> 
         ("data.source", "/nowhere/none.csv", ["none.csv", "no such file"]),
         ("data.text", "txt", ["data.text='txt'", "did you mean 'text'"]),
         ("data.label", "lable", ["data.label='lable'", "did you mean 'label'"]),
-        ("data.labels", ["good", "ugly"], ["label 'bad' of a validation or test record is not in data.labels"]),
+        ("data.labels", ["good", "ugly"], ["label 'bad' of a validation or test record is not in "
+                                           "data.labels"]),
         ("data.test_fraction", 1.5, ["data.test_fraction=1.5"]),
         ("privacy.target_epsilon", 0, ["target_epsilon=0.0", "positive"]),
         ("privacy.target_epsilon", -2.0, ["target_epsilon=-2.0", "positive"]),
         ("privacy.target_delta", 1.0, ["target_delta=1.0", "(0, 1)"]),
         ("privacy.target_delta", 0.0, ["target_delta=0.0"]),
-        ("privacy.noise_multiplier", 1.0, ["privacy.target_epsilon=4.0 and privacy.noise_multiplier=1.0 are both given"]),
+        ("privacy.noise_multiplier", 1.0, ["privacy.target_epsilon=4.0 and "
+                                           "privacy.noise_multiplier=1.0 are both given"]),
         ("privacy.max_grad_norm", 0.0, ["max_grad_norm=0.0"]),
-        ("training.expected_batch_size", 100_000, ["expected_batch_size=100000", "exceeds the number of records", "use at most"]),
+        ("training.expected_batch_size", 100_000, ["expected_batch_size=100000",
+         "exceeds the number of records", "use at most"]),
         ("training.steps", 0, ["steps=0"]),
         ("training.stepps", 5, ["unknown key training.stepps", "did you mean 'steps'"]),
-        ("clipping.sketch_dims", 5, ["unknown key clipping.sketch_dims", "did you mean 'sketch_dim'"]),
+        ("clipping.sketch_dims", 5, ["unknown key clipping.sketch_dims",
+         "did you mean 'sketch_dim'"]),
         ("clipping.estimator", "gost", ["clipping.estimator='gost'", "did you mean 'ghost'"]),
         ("model.name", "/nowhere/at-all", ["model.name='/nowhere/at-all'", "cannot be loaded"]),
         ("model.lora_targets", ["zzz"], ["model.lora_targets=['zzz']", "does not fit"]),
@@ -76,7 +82,9 @@ def test_data_that_cannot_be_used(
     records, part: str, quietgrad: Run, settings, write_config: Config, tmp_path: Path
 ) -> None:
     path = write_records(tmp_path / "data.csv", records)
-    assert_one_error(quietgrad("train", write_config(settings | {"data.source": str(path)})), "data.csv", part)
+    assert_one_error(
+        quietgrad("train", write_config(settings | {"data.source": str(path)})), "data.csv", part
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,17 +97,26 @@ def test_data_that_cannot_be_used(
         ("training.steps=[1", ["training.steps='[1'"]),
     ],
 )
-def test_mistakes_in_overrides(override: str, parts: list[str], quietgrad: Run, settings, write_config: Config) -> None:
+def test_mistakes_in_overrides(
+    override: str, parts: list[str], quietgrad: Run, settings, write_config: Config
+) -> None:
     assert_one_error(quietgrad("train", write_config(settings), "--set", override), *parts)
 
 
-def test_unwritable_run_directory(quietgrad: Run, settings, write_config: Config, tmp_path: Path) -> None:
+def test_unwritable_run_directory(
+    quietgrad: Run, settings, write_config: Config, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("in the way")
     below = str(tmp_path / "file" / "run")  # not even root can make a folder below a regular file
     outcome = quietgrad("train", write_config(settings | {"training.run_dir": below}))
-    assert_one_error(outcome, f"training.run_dir={below!r} cannot be written", "choose another directory")
+    assert_one_error(
+        outcome, f"training.run_dir={below!r} cannot be written", "choose another directory"
+    )
     at_file = str(tmp_path / "file")
-    assert_one_error(quietgrad("train", write_config(settings | {"training.run_dir": at_file})), "cannot be written")
+    assert_one_error(
+        quietgrad("train", write_config(settings | {"training.run_dir": at_file})),
+        "cannot be written",
+    )
 
 
 def test_run_directory_that_holds_a_run(quietgrad: Run, settings, write_config: Config) -> None:
@@ -112,9 +129,13 @@ def test_run_directory_that_holds_a_run(quietgrad: Run, settings, write_config: 
 
 def test_resume_mistakes(quietgrad: Run, settings, write_config: Config, tmp_path: Path) -> None:
     config = write_config(settings)
-    assert_one_error(quietgrad("train", config, "--resume"), "holds no run to resume", "without --resume")
+    assert_one_error(
+        quietgrad("train", config, "--resume"), "holds no run to resume", "without --resume"
+    )
     without = {k: v for k, v in settings.items() if k != "training.run_dir"}
-    assert_one_error(quietgrad("train", write_config(without), "--resume"), "--resume needs the run directory")
+    assert_one_error(
+        quietgrad("train", write_config(without), "--resume"), "--resume needs the run directory"
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +155,9 @@ def test_resume_mistakes(quietgrad: Run, settings, write_config: Config, tmp_pat
 def test_resume_with_a_changed_privacy_setting(
     override: str, named: str, quietgrad: Run, settings, write_config: Config
 ) -> None:
-    fixed = {k: v for k, v in settings.items() if k != "privacy.target_epsilon"} | {"privacy.noise_multiplier": 1.0}
+    fixed = {k: v for k, v in settings.items() if k != "privacy.target_epsilon"} | {
+        "privacy.noise_multiplier": 1.0
+    }
     config = write_config(fixed | {"training.steps": 2, "training.eval_every": 0})
     assert quietgrad("train", config)[0] == 0
     files = {
@@ -148,9 +171,17 @@ def test_resume_with_a_changed_privacy_setting(
 
 @pytest.mark.parametrize(
     "override",
-    ["model.tune=full", "model.lora_rank=3", "model.head=auto", "optimizer.name=sgd", "optimizer.head_learning_rate=1"],
+    [
+        "model.tune=full",
+        "model.lora_rank=3",
+        "model.head=auto",
+        "optimizer.name=sgd",
+        "optimizer.head_learning_rate=1",
+    ],
 )
-def test_resume_with_another_model_or_optimiser(override: str, quietgrad: Run, settings, write_config: Config) -> None:
+def test_resume_with_another_model_or_optimiser(
+    override: str, quietgrad: Run, settings, write_config: Config
+) -> None:
     # The plan has a step left, and the checkpoint does not fit what would go on.
     config = write_config(settings | {"training.steps": 3, "training.eval_every": 0})
     with pytest.MonkeyPatch.context() as patch:
@@ -181,7 +212,9 @@ def stop_at_once() -> Iterator[Any]:
         (["epsilon", "--noise-multiplier", 1], ["--delta"]),
         (["epsilon", "--delta", 1e-5], ["--noise-multiplier"]),
     ],
-    ids=lambda value: " ".join(map(str, value)) if value and str(value[0]) in ("calibrate", "epsilon") else "",
+    ids=lambda value: (
+        " ".join(map(str, value)) if value and str(value[0]) in ("calibrate", "epsilon") else ""
+    ),
 )
 def test_mistakes_in_accounting_commands(arguments: list, parts: list[str], quietgrad: Run) -> None:
     common = ["--dataset-size", 1000, "--batch-size", 50, "--steps", 20]
@@ -207,7 +240,9 @@ def test_missing_and_damaged_ledgers(quietgrad: Run, tmp_path: Path) -> None:
     assert_one_error(quietgrad("epsilon", "--ledger", tmp_path / "none"), "no ledger there")
     assert_one_error(quietgrad("epsilon", "--ledger", tmp_path), "no ledger there")
     (tmp_path / "ledger.jsonl").write_text("{broken\n")
-    assert_one_error(quietgrad("epsilon", "--ledger", tmp_path), "lacks its count file", "nothing can be claimed")
+    assert_one_error(
+        quietgrad("epsilon", "--ledger", tmp_path), "lacks its count file", "nothing can be claimed"
+    )
 
 
 def test_large_delta_is_refused(quietgrad: Run, settings, write_config: Config) -> None:
@@ -218,9 +253,13 @@ def test_large_delta_is_refused(quietgrad: Run, settings, write_config: Config) 
     assert_one_error(quietgrad("train", config, "--json"), "target_delta=0.5 is not below 1/")
 
 
-def test_interrupted_texts_have_no_line_breaks_in_errors(quietgrad: Run, settings, write_config: Config) -> None:
+def test_interrupted_texts_have_no_line_breaks_in_errors(
+    quietgrad: Run, settings, write_config: Config
+) -> None:
     # A value with line breaks still gives one line.
-    assert_one_error(quietgrad("train", write_config(settings | {"data.source": "a\nb.csv"})), "no such file")
+    assert_one_error(
+        quietgrad("train", write_config(settings | {"data.source": "a\nb.csv"})), "no such file"
+    )
 
 
 def test_labelled_texts_of_the_tests_are_learnable() -> None:

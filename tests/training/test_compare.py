@@ -23,12 +23,23 @@ WriteComparison = Callable[..., Path]
 def write_comparison(tiny_bert: Path, csv_file: Path, tmp_path: Path) -> WriteComparison:
     def write(extra: str = "", **changed: Any) -> Path:
         table = {
-            "epsilons": [2.0, 8.0], "seeds": 3, "tuning_seeds": 2, "learning_rates": [1e-3, 1e-2], "protocol_rate": 1e-3,
+            "epsilons": [2.0, 8.0], "seeds": 3, "tuning_seeds": 2, "learning_rates": [1e-3, 1e-2],
+            "protocol_rate": 1e-3,
             "head_rate": 2.0, "eval_every": 2, "title": "tiny",
         } | changed  # fmt: skip
         lines = ["[comparison]", *(f"{k} = {json.dumps(v)}" for k, v in table.items())]
-        lines += ["[variants.baseline]", "[variants.paper]", 'denoising.method = "published"', extra]
-        lines += ["[model]", f"name = {json.dumps(str(tiny_bert))}", "lora_rank = 2", "max_length = 16"]
+        lines += [
+            "[variants.baseline]",
+            "[variants.paper]",
+            'denoising.method = "published"',
+            extra,
+        ]
+        lines += [
+            "[model]",
+            f"name = {json.dumps(str(tiny_bert))}",
+            "lora_rank = 2",
+            "max_length = 16",
+        ]
         lines += [
             "[data]",
             "public = true",
@@ -52,12 +63,18 @@ def test_from_runs_to_table_and_figure(quietgrad: Any, write_comparison: WriteCo
     assert report["missing_runs"] == 0 and "the runs add up" in report["guarantee"]
     assert Path(report["figure"]).read_bytes().startswith(b"\x89PNG")
     assert set(report["tables"]) == {"one rate", "tuned"}
-    assert report["tables"]["tuned"].count("\n") == 5  # two lines of head, two variants at two epsilons
+    assert (
+        report["tables"]["tuned"].count("\n") == 5
+    )  # two lines of head, two variants at two epsilons
 
     comparison = load_comparison(path)
     results = read_results(comparison)
     grid = 2 * 2 * 2 * 2
-    best = {(v, e): best_rate(comparison, results, v, e) for v in ("baseline", "paper") for e in (2.0, 8.0)}
+    best = {
+        (v, e): best_rate(comparison, results, v, e)
+        for v in ("baseline", "paper")
+        for e in (2.0, 8.0)
+    }
     assert len(results) == grid + sum(len({rate, 1e-3}) for rate in best.values())
     for record in results.values():
         assert [step for step, _ in record["curve"]] == [2, 4]
@@ -90,10 +107,17 @@ def test_distinct_counts_equal_inputs_once(
         path.write_text(path.read_text().replace(str(csv_file), str(repeated)))
         return path
 
-    few: dict[str, Any] = {"epsilons": [2.0], "seeds": 1, "tuning_seeds": 1, "learning_rates": [1e-3]}
+    few: dict[str, Any] = {
+        "epsilons": [2.0],
+        "seeds": 1,
+        "tuning_seeds": 1,
+        "learning_rates": [1e-3],
+    }
     path = write(**few)
     code, out, _ = quietgrad("compare", path, "--json")
-    assert code == 0 and set(json.loads(out)["tables"]) == {"one rate"}  # one rate leaves nothing to tune
+    assert code == 0 and set(json.loads(out)["tables"]) == {
+        "one rate"
+    }  # one rate leaves nothing to tune
     everything = read_results(load_comparison(path))
     path = write(**few, distinct=True)
     comparison = load_comparison(path)
@@ -102,12 +126,16 @@ def test_distinct_counts_equal_inputs_once(
     for name, kept in bench.counted.items():
         part = getattr(bench.prepared, name)
         inputs = [
-            tuple(part.collate(np.array([i]), torch.device("cpu"))["input_ids"][0].tolist()) for i in range(len(part))
+            tuple(part.collate(np.array([i]), torch.device("cpu"))["input_ids"][0].tolist())
+            for i in range(len(part))
         ]
         assert len(set(inputs)) == len({inputs[i] for i in kept}) == len(kept) < len(part)
     run = next(iter(everything))
     found = bench.train(run)
-    for value, count in ((found["curve"][-1][1], bench.counted["validation"]), (found["test"], bench.counted["test"])):
+    for value, count in (
+        (found["curve"][-1][1], bench.counted["validation"]),
+        (found["test"], bench.counted["test"]),
+    ):
         assert value * len(count) == pytest.approx(round(value * len(count)), abs=1e-6)
     with pytest.raises(ValueError, match=r"comparison\.distinct=1 must be of type bool"):
         load_comparison(write(**few, distinct=1))
@@ -120,7 +148,10 @@ def test_seeds_pair_the_variants(quietgrad: Any, write_comparison: WriteComparis
     results = read_results(load_comparison(path))
     for run, record in results.items():
         if run.variant == "same":
-            assert record["curve"] == results[Run("baseline", run.epsilon, run.rate, run.seed)]["curve"]
+            assert (
+                record["curve"]
+                == results[Run("baseline", run.epsilon, run.rate, run.seed)]["curve"]
+            )
 
 
 def test_changed_settings_are_run_again(quietgrad: Any, write_comparison: WriteComparison) -> None:
@@ -178,12 +209,16 @@ def test_steps_to_an_accuracy() -> None:
 
 def test_rows_against_hand_computation() -> None:
     base = Series(1e-3, {0: [(10, 0.5), (20, 0.8)], 1: [(10, 0.5), (20, 0.8)]}, {0: 0.70, 1: 0.72})
-    fast = Series(1e-2, {0: [(10, 0.76), (20, 0.8)], 1: [(10, 0.76), (20, 0.8)]}, {0: 0.71, 1: 0.75})
+    fast = Series(
+        1e-2, {0: [(10, 0.76), (20, 0.8)], 1: [(10, 0.76), (20, 0.8)]}, {0: 0.71, 1: 0.75}
+    )
     table = rows({3.0: {"fast": fast, "base": base}}, "base", [0.95])
     assert [r.variant for r in table] == ["base", "fast"]
     assert table[0].difference is None and table[1].difference is not None
     assert table[1].difference.mean == pytest.approx(0.02)
-    assert table[1].difference.half == pytest.approx(12.706 * 0.01, rel=1e-3)  # t with one degree of freedom
+    assert table[1].difference.half == pytest.approx(
+        12.706 * 0.01, rel=1e-3
+    )  # t with one degree of freedom
     assert table[0].steps[0] == pytest.approx(10 + 10 * (0.76 - 0.5) / 0.3)
     assert table[1].steps == (10,) and table[1].speed_up[0] == pytest.approx(table[0].steps[0] / 10)  # type: ignore[operator]
     assert "| 3 | fast | 0.01 | 2 | 0.7300 ± " in markdown(table, [0.95])

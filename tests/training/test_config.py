@@ -1,4 +1,6 @@
-"""The TOML configuration: every name and type checked, overrides in both spellings, and a file that reads back to itself."""
+"""The TOML configuration: every name and type checked, overrides in both spellings, and a file that
+reads back to itself.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from quietgrad.training.settings.config import TrainConfig, config_from, default_config_path, load_config
+from quietgrad.training.settings.config import (
+    TrainConfig,
+    config_from,
+    default_config_path,
+    load_config,
+)
 
 TABLES = [f.name for f in dataclasses.fields(TrainConfig)]
 
@@ -32,8 +39,14 @@ def test_embedded_default_is_complete() -> None:
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"privacy": {"target_epsilom": 1.0}}, r"unknown key privacy.target_epsilom; did you mean 'target_epsilon'"),
-        ({"training": {"batch_size": 1}}, r"unknown key training.batch_size; did you mean 'expected_batch_size'"),
+        (
+            {"privacy": {"target_epsilom": 1.0}},
+            r"unknown key privacy.target_epsilom; did you mean 'target_epsilon'",
+        ),
+        (
+            {"training": {"batch_size": 1}},
+            r"unknown key training.batch_size; did you mean 'expected_batch_size'",
+        ),
         ({"optimiser": {}}, r"unknown table \[optimiser\]; did you mean 'optimizer'"),
         ({"zzz": {}}, r"unknown table \[zzz\]; valid: " + ", ".join(TABLES)),
         ({"model": {"qqqq": 1}}, "unknown key model.qqqq; valid: name, tune"),
@@ -140,7 +153,9 @@ def test_overrides_leave_the_file_as_it_is() -> None:
         ("noise_multiplier=1.5", ("privacy", "noise_multiplier"), ("privacy", "target_epsilon")),
     ],
 )
-def test_override_takes_the_place_of_its_alternative(override: str, taken: tuple, dropped: tuple) -> None:
+def test_override_takes_the_place_of_its_alternative(
+    override: str, taken: tuple, dropped: tuple
+) -> None:
     def value(config: TrainConfig, where: tuple[str, str]) -> Any:
         return getattr(getattr(config, where[0]), where[1])
 

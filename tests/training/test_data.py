@@ -48,7 +48,9 @@ FORMATS = [".csv", ".tsv", ".jsonl", ".json", ".parquet"]
 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_formats_read_alike(suffix: str, tmp_path: Path) -> None:
-    found = load_texts(str(write(tmp_path / f"data{suffix}", rows_of(TEXTS, LABELS))), "text", "label")
+    found = load_texts(
+        str(write(tmp_path / f"data{suffix}", rows_of(TEXTS, LABELS))), "text", "label"
+    )
     assert found.texts == tuple(TEXTS)
     assert found.label_names == ("down", "flat", "up")
     assert [found.label_names[i] for i in found.labels] == LABELS
@@ -57,7 +59,9 @@ def test_formats_read_alike(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_words_that_look_like_missing_values_are_words(suffix: str, tmp_path: Path) -> None:
     texts, labels = ["NA", "null", "None", "nan", "n/a"], ["NA", "yes", "NA", "yes", "NA"]
-    found = load_texts(str(write(tmp_path / f"data{suffix}", rows_of(texts, labels))), "text", "label")
+    found = load_texts(
+        str(write(tmp_path / f"data{suffix}", rows_of(texts, labels))), "text", "label"
+    )
     assert found.texts == tuple(texts)
     assert found.label_names == ("NA", "yes")
 
@@ -65,7 +69,10 @@ def test_words_that_look_like_missing_values_are_words(suffix: str, tmp_path: Pa
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_texts_of_digits_and_dates_stay_texts(suffix: str, tmp_path: Path) -> None:
     # Column names that some readers take for dates.
-    rows = [{"modified": text, "date": label} for text, label in zip(["2021", "0042", "1e5"], ["2020-01-01", "b", "b"])]
+    rows = [
+        {"modified": text, "date": label}
+        for text, label in zip(["2021", "0042", "1e5"], ["2020-01-01", "b", "b"])
+    ]
     found = load_texts(str(write(tmp_path / f"data{suffix}", rows)), "modified", "date")
     assert found.texts == ("2021", "0042", "1e5")
     assert found.label_names == ("2020-01-01", "b")
@@ -73,7 +80,9 @@ def test_texts_of_digits_and_dates_stay_texts(suffix: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_labels_may_be_numbers(suffix: str, tmp_path: Path) -> None:
-    found = load_texts(str(write(tmp_path / f"data{suffix}", rows_of(["a", "b", "c"], [1, 0, 1]))), "text", "label")
+    found = load_texts(
+        str(write(tmp_path / f"data{suffix}", rows_of(["a", "b", "c"], [1, 0, 1]))), "text", "label"
+    )
     assert found.label_names == ("0", "1")
     assert found.labels.tolist() == [1, 0, 1]
 
@@ -100,7 +109,9 @@ def test_unreadable_bytes_are_refused_naming_the_file(suffix: str, tmp_path: Pat
         ("zzz", "label", r"data.text='zzz' .*valid: text, label"),
     ],
 )
-def test_missing_column_names_the_nearest(text: str, label: str, message: str, tmp_path: Path) -> None:
+def test_missing_column_names_the_nearest(
+    text: str, label: str, message: str, tmp_path: Path
+) -> None:
     path = write(tmp_path / "data.csv", rows_of(TEXTS, LABELS))
     with pytest.raises(ValueError, match=message):
         load_texts(str(path), text, label)
@@ -110,7 +121,9 @@ def made_public(labels: list, given: tuple[str, ...] = ()) -> Splits[LabelledTex
     """Splits of one record each: training, validation, test."""
     names = tuple(sorted({label for label in labels if label is not None}))
     parts = [
-        LabelledTexts((f"text {i}",), np.array([IGNORED if w is None else names.index(w)]), names, "made up")
+        LabelledTexts(
+            (f"text {i}",), np.array([IGNORED if w is None else names.index(w)]), names, "made up"
+        )
         for i, w in enumerate(labels)
     ]
     return with_public_labels(Splits(*parts), given)
@@ -119,16 +132,28 @@ def made_public(labels: list, given: tuple[str, ...] = ()) -> Splits[LabelledTex
 def test_labels_are_those_of_public_records_or_of_the_setting() -> None:
     parts = made_public(["up", "down", "up"])
     assert parts.train.label_names == ("down", "up")
-    assert [p.labels.tolist() for p in (parts.train, parts.validation, parts.test)] == [[1], [0], [1]]
+    assert [p.labels.tolist() for p in (parts.train, parts.validation, parts.test)] == [
+        [1],
+        [0],
+        [1],
+    ]
     parts = made_public(["flat", "down", "up"], ("up", "flat", "down", "sideways"))
     assert parts.test.label_names == ("up", "flat", "down", "sideways")
-    assert [p.labels.tolist() for p in (parts.train, parts.validation, parts.test)] == [[1], [2], [0]]
+    assert [p.labels.tolist() for p in (parts.train, parts.validation, parts.test)] == [
+        [1],
+        [2],
+        [0],
+    ]
 
 
 @pytest.mark.parametrize(
     ("labels", "given", "message"),
     [
-        (["up", "flat", "up"], ("up", "down"), r"label 'flat' of a validation or test record is not in data\.labels"),
+        (
+            ["up", "flat", "up"],
+            ("up", "down"),
+            r"label 'flat' of a validation or test record is not in data\.labels",
+        ),
         (["up", "up", "up"], (), "single label 'up'"),
         (["up", "down", "down"], (), "single label 'down'"),
         (["up", None, "down"], (), "a validation or test record lacks a text or a label"),
@@ -136,7 +161,9 @@ def test_labels_are_those_of_public_records_or_of_the_setting() -> None:
         (["odd", "up", "down"], (), "no training record has a text and a label"),
     ],
 )
-def test_public_records_that_cannot_be_used_are_refused(labels: list, given: tuple[str, ...], message: str) -> None:
+def test_public_records_that_cannot_be_used_are_refused(
+    labels: list, given: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         made_public(labels, given)
 
@@ -184,7 +211,8 @@ def test_packaged_tweets() -> None:
 def made_up(count: int, seed: int = 0) -> LabelledTexts:
     generator = np.random.default_rng(seed)
     texts = tuple(
-        " ".join(generator.choice(["one", "two", "three", "four", "five"], 9)) + f" {i}" for i in range(count)
+        " ".join(generator.choice(["one", "two", "three", "four", "five"], 9)) + f" {i}"
+        for i in range(count)
     )
     return LabelledTexts(texts, np.arange(count) % 2, ("a", "b"), "made up")
 
@@ -193,7 +221,11 @@ def sides(texts: LabelledTexts, validation: float = 0.2, test: float = 0.1) -> d
     parts = split(texts, validation, test)
     return {
         text: side
-        for side, part in (("train", parts.train), ("validation", parts.validation), ("test", parts.test))
+        for side, part in (
+            ("train", parts.train),
+            ("validation", parts.validation),
+            ("test", parts.test),
+        )
         for text in part.texts
     }
 
@@ -250,10 +282,14 @@ def test_texts_without_words_keep_their_own_places() -> None:
 
 def test_fractions_move_the_border_only() -> None:
     small, large = sides(made_up(400), 0.2, 0.1), sides(made_up(400), 0.2, 0.3)
-    assert {t for t, side in small.items() if side == "test"} < {t for t, side in large.items() if side == "test"}
+    assert {t for t, side in small.items() if side == "test"} < {
+        t for t, side in large.items() if side == "test"
+    }
 
 
-@pytest.mark.parametrize("fractions", [(0.0, 0.1), (0.1, 1.0), (-0.1, 0.1), (0.5, 0.5), (0.1, float("nan"))], ids=str)
+@pytest.mark.parametrize(
+    "fractions", [(0.0, 0.1), (0.1, 1.0), (-0.1, 0.1), (0.5, 0.5), (0.1, float("nan"))], ids=str
+)
 def test_fractions_that_leave_nothing_are_refused(fractions: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="fraction"):
         split(made_up(50), *fractions)

@@ -1,4 +1,6 @@
-"""Denoising inside ``train``: no effect on privacy, on the ledger or on resumes; an effect on the weights."""
+"""Denoising inside ``train``: no effect on privacy, on the ledger or on resumes; an effect on the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +36,34 @@ LOUD = {"privacy.noise_multiplier": 0.3, "training.seed": 5, "model.tune": "full
 
 
 def run(settings: dict, variant: str, folder: str, **kwargs: object):
-    values = settings | LOUD | VARIANTS[variant] | {"training.run_dir": settings["training.run_dir"] + folder}
+    values = (
+        settings
+        | LOUD
+        | VARIANTS[variant]
+        | {"training.run_dir": settings["training.run_dir"] + folder}
+    )
     values.pop("privacy.target_epsilon")
     return train(values, **kwargs)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_epsilon_and_ledger_are_identical_and_weights_are_not(settings: dict, optimizer: str) -> None:
+def test_epsilon_and_ledger_are_identical_and_weights_are_not(
+    settings: dict, optimizer: str
+) -> None:
     settings = settings | {"optimizer.name": optimizer, "optimizer.momentum": 0.9}
     runs = {variant: run(settings, variant, f"-{variant}") for variant in VARIANTS}
-    ledgers = {variant: (Path(r[2].path) / "ledger.jsonl").read_bytes() for variant, r in runs.items()}
+    ledgers = {
+        variant: (Path(r[2].path) / "ledger.jsonl").read_bytes() for variant, r in runs.items()
+    }
     results = {variant: r[1].result for variant, r in runs.items()}
     for variant in VARIANTS:
         assert ledgers[variant] == ledgers["none"]
         assert results[variant]["epsilon"] == results["none"]["epsilon"]
         assert results[variant]["noise_multiplier"] == results["none"]["noise_multiplier"]
-    found = {variant: torch.cat([w.flatten() for w in weights(r[0]).values()]) for variant, r in runs.items()}
+    found = {
+        variant: torch.cat([w.flatten() for w in weights(r[0]).values()])
+        for variant, r in runs.items()
+    }
     for variant in set(VARIANTS) - {"none"}:
         assert not torch.equal(found[variant], found["none"]), variant
 
@@ -69,7 +83,11 @@ def test_a_resume_with_another_denoiser_is_refused(quietgrad, settings, write_co
     code, _, err = quietgrad("train", write_config(settings), "--json")
     assert code == 0, err
     code, _, err = quietgrad(
-        "train", write_config(settings | {"training.steps": 8}), "--resume", "--set", "denoising.method=published"
+        "train",
+        write_config(settings | {"training.steps": 8}),
+        "--resume",
+        "--set",
+        "denoising.method=published",
     )
     assert code == 2 and "denoising.method" in err
 
@@ -84,7 +102,12 @@ def test_the_plan_denoises_what_it_writes() -> None:
 
     def step(denoiser: GradientRule | None) -> tuple[torch.Tensor, torch.Tensor, float]:
         config = PrivacyConfig(
-            noise_multiplier=0.02, sample_rate=1.0, steps=1, denoiser=denoiser, seed=1, data_are_public=True
+            noise_multiplier=0.02,
+            sample_rate=1.0,
+            steps=1,
+            denoiser=denoiser,
+            seed=1,
+            data_are_public=True,
         )
         plan = config.build(40)
         with plan.start() as private:
@@ -106,17 +129,35 @@ def test_the_plan_denoises_what_it_writes() -> None:
     [
         ({}, None, None),
         ({"method": "published"}, PublishedShrinkage(), None),
-        ({"method": "published", "norm_correction": False}, PublishedShrinkage(norm_correction=False), None),
+        (
+            {"method": "published", "norm_correction": False},
+            PublishedShrinkage(norm_correction=False),
+            None,
+        ),
         ({"method": "bulk", "keep_bulk": 0.2, "kappa": 1.1}, SpikesWithBulk(1.1, 0.2), None),
         ({"method": "amplify"}, None, ConstantAmplification()),
-        ({"method": "amplify", "gain": 4, "delay": 0}, None, ConstantAmplification(gain=4.0, delay=0)),
-        ({"method": "persistent", "embeddings": True}, None, PersistentAmplification(embeddings=True)),
-        ({"method": "persistent", "largest_gain": 4.0}, None, PersistentAmplification(largest_gain=4.0)),
+        (
+            {"method": "amplify", "gain": 4, "delay": 0},
+            None,
+            ConstantAmplification(gain=4.0, delay=0),
+        ),
+        (
+            {"method": "persistent", "embeddings": True},
+            None,
+            PersistentAmplification(embeddings=True),
+        ),
+        (
+            {"method": "persistent", "largest_gain": 4.0},
+            None,
+            PersistentAmplification(largest_gain=4.0),
+        ),
         ({"method": "bulk-on-momentum", "delay": 3}, None, OnMomentum(SpikesWithBulk(), 3)),
     ],
     ids=str,
 )
-def test_the_method_picks_the_rule(settings: dict, of_gradient: object, of_momentum: object) -> None:
+def test_the_method_picks_the_rule(
+    settings: dict, of_gradient: object, of_momentum: object
+) -> None:
     table = config_of({f"denoising.{name}": value for name, value in settings.items()}).denoising
     assert (table.gradient_rule, table.momentum_rule) == (of_gradient, of_momentum)
 
@@ -127,8 +168,14 @@ def test_the_method_picks_the_rule(settings: dict, of_gradient: object, of_momen
         ({"method": "magic"}, "denoising.method='magic' is unknown"),
         ({"method": "spectral"}, "denoising.method='spectral' is unknown"),
         ({"kappa": 1.1}, "denoising.kappa=1.1 is no key of denoising.method='none'"),
-        ({"method": "published", "gain": 2.0}, "denoising.gain=2.0 is no key of denoising.method='published'"),
-        ({"method": "published", "delay": 0}, "denoising.delay=0 is no key .* keys are: kappa, norm_correction"),
+        (
+            {"method": "published", "gain": 2.0},
+            "denoising.gain=2.0 is no key of denoising.method='published'",
+        ),
+        (
+            {"method": "published", "delay": 0},
+            "denoising.delay=0 is no key .* keys are: kappa, norm_correction",
+        ),
         ({"method": "bulk", "norm_correction": False}, "denoising.norm_correction=False is no key"),
         ({"method": "amplify", "largest_gain": 2.0}, "denoising.largest_gain=2.0 is no key"),
         ({"method": "persistent", "gain": 2.0}, "denoising.gain=2.0 is no key"),
@@ -145,7 +192,9 @@ def test_the_method_picks_the_rule(settings: dict, of_gradient: object, of_momen
     ],
     ids=str,
 )
-def test_a_key_of_another_method_and_a_value_out_of_range_are_refused(settings: dict, message: str) -> None:
+def test_a_key_of_another_method_and_a_value_out_of_range_are_refused(
+    settings: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         config_of({f"denoising.{name}": value for name, value in settings.items()})
 
@@ -159,9 +208,13 @@ def test_defaults_are_written_down(settings: dict, tmp_path: Path) -> None:
     saved = tmp_path / "config.toml"
     saved.write_text(now.to_toml())
     assert load_saved_config(saved) == now
-    require_same_settings(now, config_of(settings | {"denoising.method": "amplify", "denoising.gain": 2.0}))
+    require_same_settings(
+        now, config_of(settings | {"denoising.method": "amplify", "denoising.gain": 2.0})
+    )
     with pytest.raises(ValueError, match=r"denoising\.gain was 2\.0 and is now 3\.0"):
-        require_same_settings(now, config_of(settings | {"denoising.method": "amplify", "denoising.gain": 3.0}))
+        require_same_settings(
+            now, config_of(settings | {"denoising.method": "amplify", "denoising.gain": 3.0})
+        )
 
 
 def test_frozen_layers_must_be_left() -> None:
@@ -172,18 +225,28 @@ def test_frozen_layers_must_be_left() -> None:
 def test_only_the_top_layers_train(settings: dict) -> None:
     prepared, _, _ = train(settings | {"model.tune": "full", "model.train_layers": 1})
     trainable = {
-        n.split(".")[3] for n, p in prepared.model.classifier.named_parameters() if p.requires_grad and "layer" in n
+        n.split(".")[3]
+        for n, p in prepared.model.classifier.named_parameters()
+        if p.requires_grad and "layer" in n
     }
     assert trainable == {"1"}
-    assert not any(p.requires_grad for p in prepared.model.classifier.encoder.embeddings.parameters())
+    assert not any(
+        p.requires_grad for p in prepared.model.classifier.encoder.embeddings.parameters()
+    )
     with pytest.raises(ValueError, match=r"train_layers=3 .* has 2 layers"):
         train(
             settings
-            | {"model.tune": "full", "model.train_layers": 3, "training.run_dir": settings["training.run_dir"] + "3"}
+            | {
+                "model.tune": "full",
+                "model.train_layers": 3,
+                "training.run_dir": settings["training.run_dir"] + "3",
+            }
         )
 
 
 def test_nothing_of_the_denoiser_is_logged(settings: dict) -> None:
     _, _, run_dir = run(settings, "persistent", "-logged")
-    text = (Path(run_dir.path) / "metrics.jsonl").read_text() + json.dumps(json.loads(run_dir.result.read_text()))
+    text = (Path(run_dir.path) / "metrics.jsonl").read_text() + json.dumps(
+        json.loads(run_dir.result.read_text())
+    )
     assert not any(word in text for word in ("improvement", "spike", "singular", "cosine"))

@@ -1,4 +1,6 @@
-"""Answers learnt by a causal language model: templates, tokens, loss, training, what is saved, scores, refusals."""
+"""Answers learnt by a causal language model: templates, tokens, loss, training, what is saved,
+scores, refusals.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,30 @@ import torch.nn.functional as F
 from tiny_runs import COMMON, RECORDS, WORDS, config_of, labelled_texts, train, write_records
 
 from quietgrad.training.prepare import prepare, verify_on_public_records
-from quietgrad.training.tasks.answers.generation import answer_loss, answer_scores, exact_match, rouge1, rouge_l
+from quietgrad.training.tasks.answers.generation import (
+    answer_loss,
+    answer_scores,
+    exact_match,
+    rouge1,
+    rouge_l,
+)
 from quietgrad.training.tasks.answers.pairs import TextPairs, load_pairs, tokenise_pairs
 from quietgrad.training.tasks.splits import IGNORED, normalised
 from quietgrad.training.tasks.text.data import load_texts
 from quietgrad.training.tasks.text.models import CausalLanguageModel, load_saved
 
-VOCABULARY = ["<pad>", "<s>", "</s>", "<unk>", ":", *COMMON, *WORDS["good"], *WORDS["bad"], "good", "bad"]
+VOCABULARY = [
+    "<pad>",
+    "<s>",
+    "</s>",
+    "<unk>",
+    ":",
+    *COMMON,
+    *WORDS["good"],
+    *WORDS["bad"],
+    "good",
+    "bad",
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +56,11 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words.pre_tokenizer = Whitespace()
     words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+        tokenizer_object=words,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
     ).save_pretrained(folder)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(
@@ -71,7 +94,9 @@ def values(settings: dict[str, Any], tiny_llama: Path) -> dict[str, Any]:
 
 def test_templates_take_any_columns(tmp_path: Path) -> None:
     file = tmp_path / "questions.jsonl"
-    file.write_text('{"context": "rain fell", "question": "what fell?", "answer": "rain", "n": null}\n')
+    file.write_text(
+        '{"context": "rain fell", "question": "what fell?", "answer": "rain", "n": null}\n'
+    )
     pairs = load_pairs(str(file), "{context}\n{question}{n} {{}}", " {answer}")
     assert pairs.texts == ("rain fell\nwhat fell? {}",) and pairs.answers == (" rain",)
     assert len(set(TextPairs(("a", "a"), ("b", "c"), "here").record_ids)) == 2
@@ -94,7 +119,10 @@ def test_tokens_of_prompt_and_answer(tiny_llama: Path) -> None:
         [IGNORED] * 3 + [ids["good"], ids["bad"], ids["</s>"]],
     ]
     assert batch["attention_mask"].tolist() == [[1] * 5 + [0], [1] * 6]
-    assert found.collate(np.array([], dtype=np.int64), torch.device("cpu"))["labels"].shape == (0, 2)
+    assert found.collate(np.array([], dtype=np.int64), torch.device("cpu"))["labels"].shape == (
+        0,
+        2,
+    )
 
 
 def test_the_loss_is_the_mean_over_the_answers_own_tokens(values: dict[str, Any]) -> None:
@@ -126,14 +154,17 @@ def test_without_privacy_the_answers_are_learnt(values: dict[str, Any]) -> None:
     _, outcome, _ = train(
         values
         | {
-            "model.tune": "full", "privacy.enabled": False, "training.steps": 150, "training.seed": 0,
+            "model.tune": "full", "privacy.enabled": False, "training.steps": 150,
+            "training.seed": 0,
             "task.decoded": "exact_match", "optimizer.learning_rate": 1e-2,
         }
     )  # fmt: skip
     metrics = outcome.result["metrics"]
     assert metrics["token_accuracy"] > 0.9 and metrics["exact_match"] > 0.8
     assert 1 <= metrics["perplexity"] < 1.6 < len(VOCABULARY)
-    assert "majority_accuracy" not in outcome.result and outcome.result["metric"] == "token_accuracy"
+    assert (
+        "majority_accuracy" not in outcome.result and outcome.result["metric"] == "token_accuracy"
+    )
 
 
 @pytest.mark.parametrize("tune", ["full", "lora"])
@@ -143,13 +174,16 @@ def test_train_saves_a_model_that_loads(values, quietgrad, write_config, tune: s
     assert code == 0, err
     result = json.loads(out)
     assert set(result["metrics"]) == {
-        "token_accuracy", "perplexity", "validation_token_accuracy", "validation_perplexity", "rouge1",
+        "token_accuracy", "perplexity", "validation_token_accuracy", "validation_perplexity",
+        "rouge1",
     }  # fmt: skip
     assert result["private"] and 0 < result["epsilon"] <= 4
     folder = Path(result["run_dir"])
     assert (folder / "accuracy.png").is_file()
     curve = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in curve] == [3, 6] and all("validation_token_accuracy" in r for r in curve)
+    assert [record["step"] for record in curve] == [3, 6] and all(
+        "validation_token_accuracy" in r for r in curve
+    )
 
     model, tokenizer, _ = load_saved(folder / "model")
     again = prepare(config_of(changed))
@@ -169,9 +203,13 @@ def test_plan_and_words_for_people(values, quietgrad, write_config) -> None:
 
 def test_test_records_of_their_own(settings: dict[str, Any], tmp_path: Path) -> None:
     records = labelled_texts()
-    shared = [(text.upper() + "!", label) for text, label in records[:7]]  # the same texts, written otherwise
+    shared = [
+        (text.upper() + "!", label) for text, label in records[:7]
+    ]  # the same texts, written otherwise
     other = write_records(tmp_path / "test.csv", [*shared, ("the plot was quite superb", "good")])
-    prepared = prepare(config_of(settings | {"data.test_source": str(other), "data.validation_fraction": 0.3}))
+    prepared = prepare(
+        config_of(settings | {"data.test_source": str(other), "data.validation_fraction": 0.3})
+    )
     task = prepared.task.splits
     assert len(task.test) == 8 and len(task.train) + len(task.validation) <= RECORDS - 7
     held = {normalised(text) for text in task.test.texts}
@@ -213,7 +251,9 @@ def test_nothing_is_learnt_from_an_empty_answer(tiny_llama: Path, tmp_path: Path
     found = tokenise_pairs(pairs, transformers.AutoTokenizer.from_pretrained(tiny_llama), 8, 3)
     assert found.labels.tolist() == [2, 0]  # not even where it ends
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama)
-    losses = answer_loss(CausalLanguageModel(model), found.collate(np.arange(2), torch.device("cpu")))
+    losses = answer_loss(
+        CausalLanguageModel(model), found.collate(np.arange(2), torch.device("cpu"))
+    )
     assert losses[0] > 0 and losses[1] == 0
 
 
@@ -221,7 +261,9 @@ def test_scores_of_what_was_written() -> None:
     assert rouge1("the cat sat", "The cat sat down") == pytest.approx(2 * 1 * 0.75 / 1.75)
     assert rouge1("cat cat cat", "cat") == pytest.approx(0.5)
     assert rouge1("", "cat") == rouge1("dog", "cat") == 0.0
-    assert rouge_l("police killed the gunman", "police kill the gunman") == pytest.approx(0.75)  # Lin 2004, section 3
+    assert rouge_l("police killed the gunman", "police kill the gunman") == pytest.approx(
+        0.75
+    )  # Lin 2004, section 3
     assert rouge_l("the gunman kill police", "police kill the gunman") == pytest.approx(0.5)
     assert rouge_l("", "police") == 0.0
     assert exact_match("The Eiffel Tower!", "eiffel tower") == 1.0
@@ -235,11 +277,17 @@ def test_pairs_of_texts(settings: dict[str, Any], tmp_path: Path) -> None:
         rows.append(f"{text},{text if same else 'quite grim'},{'same' if same else 'other'}")
     file = tmp_path / "pairs.csv"
     file.write_text("\n".join(rows) + "\n")
-    changed = settings | {"data.source": str(file), "data.text": "first", "data.text_pair": "second"}
+    changed = settings | {
+        "data.source": str(file),
+        "data.text": "first",
+        "data.text_pair": "second",
+    }
     prepared = prepare(config_of(changed))
     tokenizer, texts = prepared.model.tokenizer, prepared.task.splits.train
     assert texts.seconds is not None and len(set(texts.record_ids)) == len(texts)
-    wanted = tokenizer(texts.texts[0], texts.seconds[0], truncation=True, max_length=16)["input_ids"]
+    wanted = tokenizer(texts.texts[0], texts.seconds[0], truncation=True, max_length=16)[
+        "input_ids"
+    ]
     assert prepared.train.ids[0].tolist() == wanted and wanted.count(tokenizer.sep_token_id) == 2
     assert replace(texts, seconds=texts.texts).record_ids != texts.record_ids
     with pytest.raises(ValueError, match=r"data\.text_pair='third' is not a column"):
@@ -251,7 +299,9 @@ def test_pairs_of_texts(settings: dict[str, Any], tmp_path: Path) -> None:
     assert beside.labels[place] == IGNORED and (beside.labels != IGNORED).sum() == len(texts) - 1
 
 
-def test_a_data_set_of_the_hub_has_configurations_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_of_the_hub_has_configurations_and_splits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import datasets
 
     asked = []
@@ -261,7 +311,12 @@ def test_a_data_set_of_the_hub_has_configurations_and_splits(monkeypatch: pytest
         return datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for source in ("owner/name", "owner/name:part", "owner/name:part:validation", "owner/name::test"):
+    for source in (
+        "owner/name",
+        "owner/name:part",
+        "owner/name:part:validation",
+        "owner/name::test",
+    ):
         assert len(load_texts(source, "text", "label")) == 2
     assert asked == [
         ("owner/name", None, "train"),
@@ -275,13 +330,21 @@ def test_templates_take_values_as_they_stand(tmp_path: Path) -> None:
     import pandas as pd
 
     table = pd.DataFrame(
-        {"q.x": ["a", "b"], "0": ["c", "d"], "n": pd.array([1, 2], dtype="float64"), "gap": [3.0, None]}
+        {
+            "q.x": ["a", "b"],
+            "0": ["c", "d"],
+            "n": pd.array([1, 2], dtype="float64"),
+            "gap": [3.0, None],
+        }
     )
     table.to_parquet(tmp_path / "t.parquet")
     source = str(tmp_path / "t.parquet")
     assert load_pairs(source, "{q.x} {0} {gap}:", "{n}").texts == ("a c 3:", "b d :")
     assert load_pairs(source, "{0}", " {n}").answers == (" 1", " 2")
-    assert load_pairs(source, "{0}", "Summary: {gap}").answers == ("Summary: 3", "")  # a part that lacks: no answer
+    assert load_pairs(source, "{0}", "Summary: {gap}").answers == (
+        "Summary: 3",
+        "",
+    )  # a part that lacks: no answer
     for prompt, answer, message in [
         ("{n:d}", "{n}", r"write \{n\} alone"),
         ("{n!r}", "{n}", r"write \{n\} alone"),
@@ -290,16 +353,21 @@ def test_templates_take_values_as_they_stand(tmp_path: Path) -> None:
             load_pairs(source, prompt, answer)
 
 
-def test_dropout_is_off_wherever_it_hides(values: dict[str, Any], tiny_llama: Path, tmp_path: Path) -> None:
+def test_dropout_is_off_wherever_it_hides(
+    values: dict[str, Any], tiny_llama: Path, tmp_path: Path
+) -> None:
     import transformers
 
     torch.manual_seed(0)
     config = transformers.OPTConfig(
-        vocab_size=len(VOCABULARY), hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=len(VOCABULARY), hidden_size=16, ffn_dim=24, num_hidden_layers=1,
+        num_attention_heads=2,
         max_position_embeddings=32, word_embed_proj_dim=16, dropout=0.4, attention_dropout=0.4,
     )  # fmt: skip
     transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
     transformers.AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "opt")
-    prepared = prepare(config_of(values | {"model.name": str(tmp_path / "opt"), "model.tune": "full"}))
+    prepared = prepare(
+        config_of(values | {"model.name": str(tmp_path / "opt"), "model.tune": "full"})
+    )
     model, batch = prepared.model.classifier, prepared.train.collate(np.arange(4), prepared.device)
     assert model.training and torch.equal(answer_loss(model, batch), answer_loss(model, batch))

@@ -1,4 +1,6 @@
-"""Image files and searches at their edges: what is damaged, ambiguous, or of another depth than eight bits."""
+"""Image files and searches at their edges: what is damaged, ambiguous, or of another depth than
+eight bits.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from quietgrad.comparing.table import load_comparison
 from quietgrad.curvature import load_spectrum
 from quietgrad.training.prepare import prepare
 from quietgrad.training.spectrum_run import make_spectrum
-from quietgrad.training.tasks.images.folder import FolderLayout, load_image_folder, load_unlabelled_folder
+from quietgrad.training.tasks.images.folder import (
+    FolderLayout,
+    load_image_folder,
+    load_unlabelled_folder,
+)
 from quietgrad.training.tasks.images.models import load_image_classifier
 from quietgrad.training.tasks.loaded import Tuning
 from quietgrad.training.tasks.text.models import load_saved
@@ -83,10 +89,14 @@ def findings(folder: Path, tmp_path: Path) -> dict[str, Any]:
     return {
         "model.name": "cnn:groupnorm", "model.tune": "full",
         "data.public": True,
-        "data.source": str(folder), "data.label_separator": "|", "data.no_label": "No Finding", "data.text": CHEST.file, "data.label": CHEST.label, "data.image_size": 8,
-        "privacy.target_epsilon": 8.0, "optimizer.name": "sgd", "optimizer.schedule": "constant", "optimizer.warmup_steps": 0,
-        "training.expected_batch_size": 16, "training.steps": 2, "training.run_dir": str(tmp_path / "run"),
-        "spectrum.public": str(folder.parent / "public"), "spectrum.output": str(tmp_path / "s.npz"),
+        "data.source": str(folder), "data.label_separator": "|", "data.no_label": "No Finding",
+        "data.text": CHEST.file, "data.label": CHEST.label, "data.image_size": 8,
+        "privacy.target_epsilon": 8.0, "optimizer.name": "sgd", "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 0,
+        "training.expected_batch_size": 16, "training.steps": 2,
+        "training.run_dir": str(tmp_path / "run"),
+        "spectrum.public": str(folder.parent / "public"),
+        "spectrum.output": str(tmp_path / "s.npz"),
         "spectrum.weights_output": str(tmp_path / "w.safetensors"), "spectrum.simclr_epochs": 0,
         "spectrum.head_epochs": 3, "spectrum.top": 5, "spectrum.hessian_records": 20,
     }  # fmt: skip
@@ -95,7 +105,9 @@ def findings(folder: Path, tmp_path: Path) -> dict[str, Any]:
 def test_too_few_records_for_a_curve_are_found_before_training(tmp_path: Path) -> None:
     folder = tmp_path / "private"
     write_findings(folder)
-    with pytest.raises(ValueError, match=r"no label divides the 1 validation records \(training.eval_records\)"):
+    with pytest.raises(
+        ValueError, match=r"no label divides the 1 validation records \(training.eval_records\)"
+    ):
         prepare(config_of(findings(folder, tmp_path) | {"training.eval_records": 1}))
     assert not (tmp_path / "run").exists()
 
@@ -107,9 +119,12 @@ def test_several_labels_have_a_spectrum_of_their_own_loss(tmp_path: Path) -> Non
     values = findings(folder, tmp_path)
     made = make_spectrum(config_of(values | {"model.tune": "head"}), lambda line: None)
     assert load_spectrum(made.spectrum_path).facts["loss"].startswith("binary cross entropies")
-    # Of a linear head the mean of binary cross entropies has one block for each label: curvature at most 1/4 of the features' second moment, over the labels.
+    # Of a linear head the mean of binary cross entropies has one block for each label: curvature at
+    # most 1/4 of the features' second moment, over the labels.
     labels = len(prepare(config_of(values)).task.label_names)
-    model = load_image_classifier("cnn:groupnorm", (1, 8, 8), labels, Tuning("head"), str(made.weights_path))
+    model = load_image_classifier(
+        "cnn:groupnorm", (1, 8, 8), labels, Tuning("head"), str(made.weights_path)
+    )
     images = load_unlabelled_folder(values["spectrum.public"], CHEST, 8, channels=1)
     with torch.no_grad():
         features = model.embed(images.collate(np.arange(20), torch.device("cpu"))["pixels"])
@@ -121,15 +136,21 @@ def test_several_labels_have_a_spectrum_of_their_own_loss(tmp_path: Path) -> Non
 def test_weights_that_are_no_safetensors_file(tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="is not a safetensors file"):
-        load_image_classifier("cnn:groupnorm", (1, 8, 8), 2, Tuning("full"), str(tmp_path / "w.safetensors"))
+        load_image_classifier(
+            "cnn:groupnorm", (1, 8, 8), 2, Tuning("full"), str(tmp_path / "w.safetensors")
+        )
 
 
 def test_preprocessing_as_the_model_states_it(tmp_path: Path) -> None:
     path = save_tiny_vit(tmp_path / "plain")
-    (path / "preprocessor_config.json").write_text(json.dumps({"do_normalize": False, "image_mean": [0.5] * 3}))
+    (path / "preprocessor_config.json").write_text(
+        json.dumps({"do_normalize": False, "image_mean": [0.5] * 3})
+    )
     plain: Any = load_image_classifier(f"image:{path}", (3, 16, 16), 2, Tuning("head"))
     assert plain.mean.flatten().tolist() == [0.0] * 3 and plain.std.flatten().tolist() == [1.0] * 3
-    (path / "preprocessor_config.json").write_text(json.dumps({"image_mean": 0.25, "image_std": 0.5}))
+    (path / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": 0.25, "image_std": 0.5})
+    )
     one: Any = load_image_classifier(f"image:{path}", (1, 16, 16), 2, Tuning("head"))
     assert one.mean.flatten().tolist() == [0.25] * 3
     assert one(torch.zeros(2, 1, 16, 16)).shape == (2, 2)
@@ -145,8 +166,12 @@ def test_a_grey_model_reads_coloured_images(tmp_path: Path) -> None:
 
 def test_a_saved_image_model_says_how_it_is_loaded(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, str(tmp_path / "model.safetensors"))
-    (tmp_path / "quietgrad.json").write_text(json.dumps({"base": "cnn:groupnorm", "tune": "full", "labels": ["a"]}))
-    with pytest.raises(ValueError, match=r"holds an image model; give its model\.safetensors to model\.weights"):
+    (tmp_path / "quietgrad.json").write_text(
+        json.dumps({"base": "cnn:groupnorm", "tune": "full", "labels": ["a"]})
+    )
+    with pytest.raises(
+        ValueError, match=r"holds an image model; give its model\.safetensors to model\.weights"
+    ):
         load_saved(tmp_path)
 
 
@@ -192,14 +217,22 @@ steps = 2
     ("range_", "message"),
     [
         ('[search.ranges."noise.clamp"]\nlow = 1.0\nhigh = 5.0', "noise.clamp=5.0 must be in"),
-        ('[search.ranges."denoising.method"]\nchoices = ["none", "papr"]', "denoising.method='papr'"),
-        ('[search.ranges."noise.bands"]\nlow = 1\nhigh = 4.5', "noise.bands=4.5 must be of type int"),
+        (
+            '[search.ranges."denoising.method"]\nchoices = ["none", "papr"]',
+            "denoising.method='papr'",
+        ),
+        (
+            '[search.ranges."noise.bands"]\nlow = 1\nhigh = 4.5',
+            "noise.bands=4.5 must be of type int",
+        ),
         ('[search.ranges."noise.bands"]\nchoices = "none"', "choices='none' must be a list"),
         ('[search.ranges."noise.floor"]\nlow = 0.0\nhigh = inf', "low < high"),
         ('variants = ["plain"]', "every variant needs a rate of its own"),
     ],
 )
-def test_what_no_run_could_take_is_refused_before_the_first(tmp_path: Path, range_: str, message: str) -> None:
+def test_what_no_run_could_take_is_refused_before_the_first(
+    tmp_path: Path, range_: str, message: str
+) -> None:
     path = tmp_path / "compare.toml"
     path.write_text(RECIPE.format(range_))
     with pytest.raises(ValueError, match=message):
@@ -217,12 +250,16 @@ def test_the_head_has_one_rate(tmp_path: Path) -> None:
 def test_a_private_picture_does_not_change_how_the_others_are_read(tmp_path: Path) -> None:
     write_class_folders(tmp_path, train=6, test=2, coloured=True)
     before, _ = load_image_folder(str(tmp_path), FolderLayout(), 8)
-    write_picture(tmp_path / "train" / "across" / "aaa.png", np.zeros((8, 8), dtype=np.uint8))  # grey, and the first
+    write_picture(
+        tmp_path / "train" / "across" / "aaa.png", np.zeros((8, 8), dtype=np.uint8)
+    )  # grey, and the first
     after, _ = load_image_folder(str(tmp_path), FolderLayout(), 8)
     assert after.pixels.shape[1] == 3 and set(before.record_ids) < set(after.record_ids)
 
 
-def test_private_pictures_among_the_public_are_found_whatever_else_lies_there(tmp_path: Path) -> None:
+def test_private_pictures_among_the_public_are_found_whatever_else_lies_there(
+    tmp_path: Path,
+) -> None:
     private, public = tmp_path / "private", tmp_path / "public"
     write_class_folders(private, train=30, test=4)
     write_class_folders(public, train=30, test=4, coloured=True)
@@ -230,7 +267,8 @@ def test_private_pictures_among_the_public_are_found_whatever_else_lies_there(tm
     for i, file in enumerate(shared[5:9]):  # coloured files among grey ones
         (private / "train" / "down" / f"zz{i}.png").write_bytes(file.read_bytes())
     values = {
-        "model.name": "cnn:groupnorm", "model.tune": "full", "data.source": str(private), "data.image_size": 8,
+        "model.name": "cnn:groupnorm", "model.tune": "full", "data.source": str(private),
+        "data.image_size": 8,
         "spectrum.public": str(public), "spectrum.output": str(tmp_path / "s.npz"),
     }  # fmt: skip
     with pytest.raises(ValueError, match="public images are among the private training records"):
@@ -243,9 +281,15 @@ def test_a_spectrum_of_images_of_another_size_is_refused(tmp_path: Path) -> None
     write_findings(tmp_path / "public", train=30, test=4, seed=7)
     values = findings(folder, tmp_path)
     make_spectrum(config_of(values), lambda line: None)
-    used = values | {"noise.method": "noisecurve", "noise.spectrum": values["spectrum.output"], "noise.bands": 2}
+    used = values | {
+        "noise.method": "noisecurve",
+        "noise.spectrum": values["spectrum.output"],
+        "noise.bands": 2,
+    }
     prepare(config_of(used))
-    with pytest.raises(ValueError, match=r"images of the form \[1, 8, 8\], the private ones have \[1, 12, 12\]"):
+    with pytest.raises(
+        ValueError, match=r"images of the form \[1, 8, 8\], the private ones have \[1, 12, 12\]"
+    ):
         prepare(config_of(used | {"data.image_size": 12}))
 
 
@@ -257,7 +301,9 @@ def test_without_a_class_token_the_embedding_is_the_mean(tmp_path: Path) -> None
         image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=2
     )
     transformers.SwinModel(config).save_pretrained(tmp_path / "swin")
-    model = load_image_classifier(f"image:{tmp_path / 'swin'}", (3, 16, 16), 2, Tuning("head")).eval()
+    model = load_image_classifier(
+        f"image:{tmp_path / 'swin'}", (3, 16, 16), 2, Tuning("head")
+    ).eval()
     pixels = torch.rand(1, 3, 16, 16)
     corner = pixels.clone()
     corner[..., 8:, 8:] = 0

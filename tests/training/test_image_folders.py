@@ -1,4 +1,6 @@
-"""Images in files: class folders and tables, one label or several; mean AUC; a run on images with several labels."""
+"""Images in files: class folders and tables, one label or several; mean AUC; a run on images with
+several labels.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,22 @@ def test_class_folders(folder: Path) -> None:
     training, test = load_image_folder(str(folder), FolderLayout(), 4)
     assert training.pixels.shape == (7, 1, 4, 4) and test.pixels.shape == (6, 1, 4, 4)
     assert training.label_names == test.label_names == ("bird", "cat")
-    assert values_of(training) == [0, 5, 10, 77, 20, 25, 30] and values_of(test) == [100, 105, 110, 120, 125, 130]
-    assert training.labels.tolist() == [0, 0, 0, 1, 1, 1, 1] and test.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert values_of(training) == [0, 5, 10, 77, 20, 25, 30] and values_of(test) == [
+        100,
+        105,
+        110,
+        120,
+        125,
+        130,
+    ]
+    assert training.labels.tolist() == [0, 0, 0, 1, 1, 1, 1] and test.labels.tolist() == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]
     assert training.labels.dtype == np.int64
 
 
@@ -92,7 +108,9 @@ def test_tables_name_files_by_path_or_by_name_alone(tables: Path) -> None:
 
 
 def test_columns_and_labels_are_those_of_the_configuration(tables: Path) -> None:
-    write_table(tables, "train", "0.png,x,cat", "1.png,x,bird", "2.png,x,cat", head="Image Index,label,Kind")
+    write_table(
+        tables, "train", "0.png,x,cat", "1.png,x,bird", "2.png,x,cat", head="Image Index,label,Kind"
+    )
     write_table(tables, "test", "bird,x,3.png", head="Kind,label,Image Index")
     values = {
         "model.name": "cnn:groupnorm",
@@ -107,7 +125,11 @@ def test_columns_and_labels_are_those_of_the_configuration(tables: Path) -> None
     }
     splits = load_task(config_of(values)).splits
     assert splits.train.label_names == ("dog", "cat", "bird")
-    assert sorted([*splits.train.labels, *splits.validation.labels]) == [1, 1, 2] and splits.test.labels.tolist() == [2]
+    assert sorted([*splits.train.labels, *splits.validation.labels]) == [
+        1,
+        1,
+        2,
+    ] and splits.test.labels.tolist() == [2]
 
 
 def test_tiny_imagenet_as_it_is_unpacked(tmp_path: Path) -> None:
@@ -115,24 +137,32 @@ def test_tiny_imagenet_as_it_is_unpacked(tmp_path: Path) -> None:
         write_picture(tmp_path / "train" / name / "images" / f"{name}_0.JPEG", coloured(10, 20, 30))
         (tmp_path / "train" / name / f"{name}_boxes.txt").write_text("n01_0.JPEG\t0\t0\t1\t1\n")
     for i in range(3):
-        write_picture(tmp_path / "val" / "images" / f"val_{i}.JPEG", coloured(40 * i, 40 * i, 40 * i))
+        write_picture(
+            tmp_path / "val" / "images" / f"val_{i}.JPEG", coloured(40 * i, 40 * i, 40 * i)
+        )
     (tmp_path / "val" / "val_annotations.txt").write_text(
         "val_2.JPEG\tn01\t0\t0\t9\t9\nval_0.JPEG\tn02\t0\t0\t9\t9\nval_1.JPEG\tn01\t0\t0\t9\t9\n"
     )
-    write_picture(tmp_path / "test" / "images" / "test_0.JPEG", coloured(0, 0, 0))  # it has no labels
+    write_picture(
+        tmp_path / "test" / "images" / "test_0.JPEG", coloured(0, 0, 0)
+    )  # it has no labels
     training, test = load_image_folder(str(tmp_path), FolderLayout(), 4)
     assert training.label_names == ("n01", "n02") and training.labels.tolist() == [0, 1]
     assert test.labels.tolist() == [0, 1, 0] and test.pixels[:, 0, 0, 0].tolist() == [80, 0, 40]
 
 
 def test_the_first_test_image_says_whether_all_are_grey_or_coloured(folder: Path) -> None:
-    write_picture(folder / "train" / "bird" / "trainbird0.png", coloured(1, 2, 3))  # private: it says nothing
+    write_picture(
+        folder / "train" / "bird" / "trainbird0.png", coloured(1, 2, 3)
+    )  # private: it says nothing
     training, test = load_image_folder(str(folder), FolderLayout(), 4)
     assert training.pixels.shape[1] == test.pixels.shape[1] == 1
     write_picture(folder / "test" / "bird" / "testbird0.png", coloured(200, 100, 0))
     training, test = load_image_folder(str(folder), FolderLayout(), 4)
     assert training.pixels[0, :, 0, 0].tolist() == [1, 2, 3]
-    assert training.pixels[1, :, 0, 0].tolist() == [5, 5, 5] and test.pixels[0, :, 0, 0].tolist() == [200, 100, 0]
+    assert training.pixels[1, :, 0, 0].tolist() == [5, 5, 5] and test.pixels[
+        0, :, 0, 0
+    ].tolist() == [200, 100, 0]
 
 
 def test_all_images_are_brought_to_one_size(folder: Path) -> None:
@@ -150,15 +180,31 @@ CHEST = FolderLayout("Image Index", "Finding Labels", separator="|", no_label="N
 
 def test_one_image_may_have_several_labels_or_none(tables: Path) -> None:
     head = "Image Index,Finding Labels"
-    write_table(tables, "train", "0.png,Mass|Effusion", "1.png,No Finding", "2.png,Effusion | Hernia", head=head)
+    write_table(
+        tables,
+        "train",
+        "0.png,Mass|Effusion",
+        "1.png,No Finding",
+        "2.png,Effusion | Hernia",
+        head=head,
+    )
     write_table(tables, "test", "3.png,Hernia", "4.png,Mass|Effusion", head=head)
     training, test = load_image_folder(str(tables), CHEST, 4)
-    assert training.label_names == ("Effusion", "Hernia", "Mass") and training.labels.dtype == np.float32
-    assert training.labels.tolist() == [[1, 0, 1], [0, 0, 0], [1, 1, 0]] and test.labels.tolist() == [
+    assert (
+        training.label_names == ("Effusion", "Hernia", "Mass")
+        and training.labels.dtype == np.float32
+    )
+    assert training.labels.tolist() == [
+        [1, 0, 1],
+        [0, 0, 0],
+        [1, 1, 0],
+    ] and test.labels.tolist() == [
         [0, 1, 0],
         [1, 0, 1],
     ]
-    given = FolderLayout("Image Index", "Finding Labels", "|", ("Mass", "Edema", "Hernia", "Effusion"), "No Finding")
+    given = FolderLayout(
+        "Image Index", "Finding Labels", "|", ("Mass", "Edema", "Hernia", "Effusion"), "No Finding"
+    )
     training, _ = load_image_folder(str(tables), given, 4)
     assert training.label_names == given.labels
     assert training.labels.tolist() == [[1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 1, 1]]
@@ -172,24 +218,37 @@ Change = Callable[[Path], object]
 @pytest.mark.parametrize(
     ("change", "layout", "message"),
     [
-        (lambda f: (f / "test.csv").unlink(), {}, "has no test part: add test.csv, or a folder test or val"),
+        (lambda f: (f / "test.csv").unlink(), {}, "has no test part: add test.csv, or a folder "
+                                                  "test or val"),
         (lambda f: write_table(f, "test"), {}, "test holds no images"),
         (lambda f: write_table(f, "train"), {}, "train holds no images"),
-        (lambda f: write_table(f, "test", "3.png,birt"), {"labels": ("bird", "cat")}, "label 'birt' .* did you mean 'bird'"),
-        (lambda f: None, {"labels": ("bird", "dog")}, "label 'cat' is not among the labels expected"),
-        (lambda f: write_table(f, "test", "3.png,None"), {"separator": "|", "labels": ("bird", "cat")}, "label 'None' .* set data.no_label"),
-        (lambda f: write_table(f, "test", "9.png,bird", "4.png,cat"), {}, "test.csv names '9.png', which is not below"),
-        (lambda f: write_table(f, "train", "low/0.png,bird", "nowhere.png,cat"), {}, "no training image can be read and"),
-        (lambda f: write_table(f, "test", "3.png,cat", "4.png,cat"), {}, "has the single label 'cat'"),
-        (lambda f: write_table(f, "test", '3.png,""'), {"labels": ("bird", "cat")}, "3.png has no label"),
-        (lambda f: write_table(f, "test", "3.png,none"), {"no_label": "none", "labels": ("bird", "cat")}, "3.png has no label"),
-        (lambda f: None, {"file": "fil"}, "data.text='fil' is no column of train.csv; did you mean 'file'"),
-        (lambda f: write_table(f, "test", "3.png,cat", head="file,kind"), {}, "data.label='label' is no column"),
+        (lambda f: write_table(f, "test", "3.png,birt"), {"labels": ("bird", "cat")},
+         "label 'birt' .* did you mean 'bird'"),
+        (lambda f: None, {"labels": ("bird", "dog")},
+         "label 'cat' is not among the labels expected"),
+        (lambda f: write_table(f, "test", "3.png,None"), {"separator": "|", "labels": ("bird",
+         "cat")}, "label 'None' .* set data.no_label"),
+        (lambda f: write_table(f, "test", "9.png,bird", "4.png,cat"), {},
+         "test.csv names '9.png', which is not below"),
+        (lambda f: write_table(f, "train", "low/0.png,bird", "nowhere.png,cat"), {},
+         "no training image can be read and"),
+        (lambda f: write_table(f, "test", "3.png,cat", "4.png,cat"), {},
+         "has the single label 'cat'"),
+        (lambda f: write_table(f, "test", '3.png,""'), {"labels": ("bird", "cat")},
+         "3.png has no label"),
+        (lambda f: write_table(f, "test", "3.png,none"), {"no_label": "none", "labels": ("bird",
+         "cat")}, "3.png has no label"),
+        (lambda f: None, {"file": "fil"}, "data.text='fil' is no column of train.csv; did you mean "
+                                          "'file'"),
+        (lambda f: write_table(f, "test", "3.png,cat", head="file,kind"), {},
+         "data.label='label' is no column"),
         (lambda f: next(f.rglob("4.png")).write_bytes(b"no image"), {}, "4.png' cannot be read"),
         (lambda f: next(f.rglob("3.png")).write_bytes(b""), {}, "3.png' cannot be read"),
     ],
 )  # fmt: skip
-def test_tables_and_files_that_do_not_fit_are_refused(tables: Path, change: Change, layout: dict, message: str) -> None:
+def test_tables_and_files_that_do_not_fit_are_refused(
+    tables: Path, change: Change, layout: dict, message: str
+) -> None:
     change(tables)
     with pytest.raises(ValueError, match=message):
         load_image_folder(str(tables), FolderLayout(**layout), 4)
@@ -201,10 +260,15 @@ def test_tables_and_files_that_do_not_fit_are_refused(tables: Path, change: Chan
         (lambda f: (f / "test").rename(f / "held"), "has no test part"),
         (lambda f: (f / "test" / "cat").rename(f / "cat"), "has the single label 'bird'"),
         (lambda f: [p.unlink() for p in (f / "test").rglob("*.png")], "test holds no images"),
-        (lambda f: (f / "test" / "cat" / "testcat1.png").write_bytes(b""), "testcat1.png' cannot be read"),
+        (
+            lambda f: (f / "test" / "cat" / "testcat1.png").write_bytes(b""),
+            "testcat1.png' cannot be read",
+        ),
     ],
 )
-def test_class_folders_that_do_not_fit_are_refused(folder: Path, change: Change, message: str) -> None:
+def test_class_folders_that_do_not_fit_are_refused(
+    folder: Path, change: Change, message: str
+) -> None:
     change(folder)
     with pytest.raises(ValueError, match=message):
         load_image_folder(str(folder), FolderLayout(), 4)
@@ -222,15 +286,21 @@ def test_a_cut_file_is_refused_by_name(folder: Path) -> None:
     ("changes", "message"),
     [
         ({"data.image_size": 0}, "set data.image_size"),
-        ({"model.name": "packaged:minilm"}, "holds images, and model.name='packaged:minilm' reads texts"),
-        ({"model.public_head_steps": 5}, "model.public_head_steps and model.random_head are for texts"),
-        ({"model.random_head": True}, "model.public_head_steps and model.random_head are for texts"),
-        ({"data.source": "packaged:digits", "data.label_separator": "|"}, "is for a folder with train.csv"),
-        ({"data.source": "packaged:tweets"}, "holds texts, and model.name='cnn:groupnorm' reads images"),
+        ({"model.name": "packaged:minilm"}, "holds images, and model.name='packaged:minilm' reads "
+                                            "texts"),
+        ({"model.public_head_steps": 5}, "model.public_head_steps and model.random_head are for "
+                                         "texts"),
+        ({"model.random_head": True}, "public_head_steps and model.random_head are for texts"),
+        ({"data.source": "packaged:digits", "data.label_separator": "|"},
+         "is for a folder with train.csv"),
+        ({"data.source": "packaged:tweets"}, "holds texts, and model.name='cnn:groupnorm' reads "
+                                             "images"),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_configuration_that_does_not_go_with_the_folder_is_refused(folder: Path, changes: dict, message: str) -> None:
+def test_a_configuration_that_does_not_go_with_the_folder_is_refused(
+    folder: Path, changes: dict, message: str
+) -> None:
     values = {
         "model.name": "cnn:groupnorm",
         "model.tune": "full",
@@ -246,10 +316,16 @@ def test_a_configuration_that_does_not_go_with_the_folder_is_refused(folder: Pat
 def test_what_is_no_image_folder(tmp_path: Path) -> None:
     write_table(tmp_path, "reviews", "a,b")
     (tmp_path / "test").mkdir()
-    assert not any(map(is_image_folder, (str(tmp_path), str(tmp_path / "reviews.csv"), "packaged:tweets", "nowhere")))
+    assert not any(
+        map(
+            is_image_folder,
+            (str(tmp_path), str(tmp_path / "reviews.csv"), "packaged:tweets", "nowhere"),
+        )
+    )
 
 
-# ------------------------------------------------------------------------------------------------ scores
+# ------------------------------------------------------------------------------------------------
+# scores
 
 
 def area_by_pairs(scores: np.ndarray, positive: np.ndarray) -> float:
@@ -261,7 +337,9 @@ def area_by_pairs(scores: np.ndarray, positive: np.ndarray) -> float:
 @given(st.data(), st.integers(2, 12), st.integers(1, 4))
 @settings(deadline=None)
 def test_mean_auc_counts_pairs(data: st.DataObject, records: int, labels: int) -> None:
-    scores = data.draw(arrays(np.float32, (records, labels), elements=st.sampled_from([-1.5, 0.0, 0.25, 3.0])))
+    scores = data.draw(
+        arrays(np.float32, (records, labels), elements=st.sampled_from([-1.5, 0.0, 0.25, 3.0]))
+    )
     truth = data.draw(arrays(np.float32, (records, labels), elements=st.sampled_from([0.0, 1.0])))
     divided = [j for j in range(labels) if 0 < truth[:, j].sum() < records]
     assume(divided)
@@ -279,14 +357,19 @@ def test_mean_auc_needs_a_label_that_divides_the_records() -> None:
 def test_the_score_follows_the_form_of_the_labels() -> None:
     logits = np.array([[0.1, 0.9], [0.8, 0.2], [0.4, 0.6]], dtype=np.float32)
     single, several = np.array([1, 0, 0]), np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
-    assert metric_for(single) is ACCURACY and metric_for(single)(logits, single) == pytest.approx(2 / 3)
+    assert metric_for(single) is ACCURACY and metric_for(single)(logits, single) == pytest.approx(
+        2 / 3
+    )
     assert metric_for(several) is MEAN_AUC and metric_for(several)(logits, several) == 1.0
 
 
 def test_the_loss_of_several_labels_is_the_mean_of_their_binary_cross_entropies() -> None:
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
-    batch = {"x": torch.randn(4, 5), "labels": torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 0]]).float()}
+    batch = {
+        "x": torch.randn(4, 5),
+        "labels": torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 0]]).float(),
+    }
     probabilities = model(batch["x"]).sigmoid()
     wrong = torch.where(batch["labels"] > 0, probabilities, 1 - probabilities)
     found = classification_loss(model, batch)
@@ -297,7 +380,8 @@ def test_the_loss_of_several_labels_is_the_mean_of_their_binary_cross_entropies(
     torch.testing.assert_close(classification_loss(model, one), expected)
 
 
-# ------------------------------------------------------------------------------------------------ runs
+# ------------------------------------------------------------------------------------------------
+# runs
 
 
 @pytest.fixture(scope="session")
@@ -329,41 +413,72 @@ def values(findings: Path, tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_with_several_labels_reports_its_mean_auc(quietgrad: Any, values: dict, write_config: Any) -> None:
+def test_a_run_with_several_labels_reports_its_mean_auc(
+    quietgrad: Any, values: dict, write_config: Any
+) -> None:
     code, out, err = quietgrad("train", write_config(values), "--json")
     assert code == 0, err
     result, folder = json.loads(out), Path(values["training.run_dir"])
-    assert set(result["metrics"]) == {"mean_auc", "validation_mean_auc"} and "majority_accuracy" not in result
+    assert (
+        set(result["metrics"]) == {"mean_auc", "validation_mean_auc"}
+        and "majority_accuracy" not in result
+    )
     _, test = load_image_folder(values["data.source"], CHEST, SIZE)
     weights = str(folder / "model" / "model.safetensors")
-    model = load_image_classifier("cnn:groupnorm", (1, SIZE, SIZE), 2, Tuning("full"), weights).eval()
-    scores = model(test.collate(np.arange(len(test)), torch.device("cpu"))["pixels"]).detach().numpy()
+    model = load_image_classifier(
+        "cnn:groupnorm", (1, SIZE, SIZE), 2, Tuning("full"), weights
+    ).eval()
+    scores = (
+        model(test.collate(np.arange(len(test)), torch.device("cpu"))["pixels"]).detach().numpy()
+    )
     areas = [area_by_pairs(scores[:, j], test.labels[:, j] > 0) for j in range(2)]
-    assert result["metrics"]["mean_auc"] == pytest.approx(np.mean(areas), abs=1e-3) and min(areas) < 1
+    assert (
+        result["metrics"]["mean_auc"] == pytest.approx(np.mean(areas), abs=1e-3) and min(areas) < 1
+    )
     assert result["private"] and result["epsilon"] <= 8.0
     said = " ".join(err.split())
     assert "test mean AUC" in said and "accuracy" not in said.lower().replace("accuracy.png", "")
     assert (folder / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     curve = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in curve] == [2, 4] and all("validation_mean_auc" in line for line in curve)
+    assert [line["step"] for line in curve] == [2, 4] and all(
+        "validation_mean_auc" in line for line in curve
+    )
     described = json.loads(next((folder / "model").glob("*.json")).read_text())
     assert described["labels"] == ["Across", "Down"]
 
 
 def test_labels_that_can_be_seen_are_learnt(values: dict) -> None:
     changes = {"privacy.enabled": False, "training.steps": 40, "optimizer.learning_rate": 0.01}
-    _, outcome, _ = train({k: v for k, v in values.items() if k != "privacy.target_epsilon"} | changes)
+    _, outcome, _ = train(
+        {k: v for k, v in values.items() if k != "privacy.target_epsilon"} | changes
+    )
     assert outcome.result["metrics"]["mean_auc"] > 0.95  # guessing: 0.5
     assert "majority_accuracy" not in outcome.result and not outcome.result["private"]
 
 
-def test_a_comparison_scores_several_labels_as_a_run_does(quietgrad: Any, values: dict, tmp_path: Path) -> None:
-    keys = {k: v for k, v in values.items() if k not in ("privacy.target_epsilon", "training.run_dir", "training.seed")}
-    lines = ["[comparison]", "epsilons = [8.0]", "seeds = 1", "tuning_seeds = 1", "learning_rates = [1e-3]"]
+def test_a_comparison_scores_several_labels_as_a_run_does(
+    quietgrad: Any, values: dict, tmp_path: Path
+) -> None:
+    keys = {
+        k: v
+        for k, v in values.items()
+        if k not in ("privacy.target_epsilon", "training.run_dir", "training.seed")
+    }
+    lines = [
+        "[comparison]",
+        "epsilons = [8.0]",
+        "seeds = 1",
+        "tuning_seeds = 1",
+        "learning_rates = [1e-3]",
+    ]
     lines += ["protocol_rate = 1e-3", "eval_every = 2", "[variants.baseline]"]
     for table in sorted({k.partition(".")[0] for k in keys}):
         lines.append(f"[{table}]")
-        lines += [f"{k.partition('.')[2]} = {json.dumps(v)}" for k, v in keys.items() if k.startswith(f"{table}.")]
+        lines += [
+            f"{k.partition('.')[2]} = {json.dumps(v)}"
+            for k, v in keys.items()
+            if k.startswith(f"{table}.")
+        ]
     path = tmp_path / "comparison.toml"
     path.write_text("\n".join(lines) + "\n")
     code, out, err = quietgrad("compare", path, "--json")
@@ -377,7 +492,9 @@ def test_a_comparison_scores_several_labels_as_a_run_does(quietgrad: Any, values
     assert record["curve"][-1] == [4, pytest.approx(metrics["validation_mean_auc"], abs=1e-6)]
 
 
-def test_class_folders_are_trained_on(quietgrad: Any, values: dict, write_config: Any, tmp_path: Path) -> None:
+def test_class_folders_are_trained_on(
+    quietgrad: Any, values: dict, write_config: Any, tmp_path: Path
+) -> None:
     source = write_class_folders(tmp_path / "classes", 60, 20)
     for path in [
         *sorted((source / "test" / "down").iterdir())[:5],
@@ -385,7 +502,12 @@ def test_class_folders_are_trained_on(quietgrad: Any, values: dict, write_config
     ]:
         path.unlink()
     keys = {k: v for k, v in values.items() if not k.startswith("data.")}
-    keys |= {"data.public": True, "data.source": str(source), "data.image_size": 10, "data.validation_fraction": 0.25}
+    keys |= {
+        "data.public": True,
+        "data.source": str(source),
+        "data.image_size": 10,
+        "data.validation_fraction": 0.25,
+    }
     keys |= {"training.expected_batch_size": 12, "training.steps": 2}
     code, out, err = quietgrad("train", write_config(keys), "--json")
     assert code == 0, err

@@ -1,4 +1,6 @@
-"""Image classifiers: our own, random features, tiny Hugging Face models; what of them trains, what they read."""
+"""Image classifiers: our own, random features, tiny Hugging Face models; what of them trains, what
+they read.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ from quietgrad.tensors import trainable_parameters
 from quietgrad.training.files.provenance import provenance
 from quietgrad.training.prepare import prepare
 from quietgrad.training.tasks.images.data import LabelledImages
-from quietgrad.training.tasks.images.feature_cache import BLOCK_IMAGES, build_feature_cache, embeddings
+from quietgrad.training.tasks.images.feature_cache import (
+    BLOCK_IMAGES,
+    build_feature_cache,
+    embeddings,
+)
 from quietgrad.training.tasks.images.models import (
     FEATURES,
     PretrainedImageClassifier,
@@ -44,7 +50,9 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saved with its preprocessing, as models on the hub are."""
     folder = save_tiny_vit(tmp_path_factory.mktemp("vit"))
     stated = {"image_processor_type": "ViTImageProcessor", "size": {"height": 16, "width": 16}}
-    (folder / "preprocessor_config.json").write_text(json.dumps(stated | {"image_mean": MEAN, "image_std": STD}))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(stated | {"image_mean": MEAN, "image_std": STD})
+    )
     return folder
 
 
@@ -57,7 +65,9 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_of(vit: Path, resnet: Path) -> Any:
     """Builds "vit", "resnet" or one of our own models for images of a shape, with three labels."""
 
-    def build(name: str, tune: Any, shape: tuple[int, ...] = (1, 8, 8), weights: str = "", **changes: Any) -> Any:
+    def build(
+        name: str, tune: Any, shape: tuple[int, ...] = (1, 8, 8), weights: str = "", **changes: Any
+    ) -> Any:
         torch.manual_seed(0)
         folders = {"vit": f"image:{vit}", "resnet": f"image:{resnet}"}
         return load_image_classifier(
@@ -114,8 +124,16 @@ def test_grey_and_coloured_images_of_any_size_get_logits(
 @pytest.mark.parametrize(
     ("name", "tune", "message"),
     [
-        ("cnn:groupnorm", "lora", "model.tune='lora' does not fit 'cnn:groupnorm'; use 'full' or 'head'"),
-        ("vgg:groupnorm", "lora", "model.tune='lora' does not fit 'vgg:groupnorm'; use 'full' or 'head'"),
+        (
+            "cnn:groupnorm",
+            "lora",
+            "model.tune='lora' does not fit 'cnn:groupnorm'; use 'full' or 'head'",
+        ),
+        (
+            "vgg:groupnorm",
+            "lora",
+            "model.tune='lora' does not fit 'vgg:groupnorm'; use 'full' or 'head'",
+        ),
         ("features:random", "full", "model.tune='full' does not fit 'features:random'; use 'head'"),
         ("features:random", "lora", "use 'head'"),
         ("vit", "half", "model.tune='half' does not fit .*; use 'full' or 'head' or 'lora'"),
@@ -124,7 +142,9 @@ def test_grey_and_coloured_images_of_any_size_get_logits(
         ("image:/nowhere/at-all", "full", "model.name='image:/nowhere/at-all' cannot be loaded"),
     ],
 )
-def test_models_and_what_trains_of_them_are_refused(model_of: Any, name: str, tune: str, message: str) -> None:
+def test_models_and_what_trains_of_them_are_refused(
+    model_of: Any, name: str, tune: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         model_of(name, tune)
 
@@ -134,17 +154,26 @@ def test_adapters_need_layers_that_are_there(model_of: Any) -> None:
         model_of("vit", "lora", lora_targets=["zzz"])
     adapted = trainable_parameters(model_of("vit", "lora", lora_targets=["projection"]))
     assert len(adapted) == 2 + 2
-    assert all(".patch_embeddings.projection.lora_" in name for name in adapted if not name.startswith("head."))
+    assert all(
+        ".patch_embeddings.projection.lora_" in name
+        for name in adapted
+        if not name.startswith("head.")
+    )
 
 
 def test_a_text_model_reads_no_images(tiny_bert: Path) -> None:
-    with pytest.raises(ValueError, match=r"does not read images \(pixel_values\); use a vision model"):
+    with pytest.raises(
+        ValueError, match=r"does not read images \(pixel_values\); use a vision model"
+    ):
         load_image_classifier(f"image:{tiny_bert}", (1, 8, 8), 2, Tuning("head"))
 
 
 def test_names_of_image_models() -> None:
     assert all(is_image_model(name) for name in (*OWN, "image:google/vit-base-patch16-224-in21k"))
-    assert not any(is_image_model(name) for name in ("packaged:minilm", "vgg", "google/vit-base-patch16-224-in21k"))
+    assert not any(
+        is_image_model(name)
+        for name in ("packaged:minilm", "vgg", "google/vit-base-patch16-224-in21k")
+    )
 
 
 @pytest.mark.parametrize("name", [*OWN, "vit", "resnet"])
@@ -158,13 +187,20 @@ def test_with_tune_full_everything_trains(model_of: Any, name: str) -> None:
     assert set(trainable_parameters(model)) == {n for n, _ in model.named_parameters()}
 
 
-def test_with_tune_lora_adapters_of_query_and_value_train_and_start_at_nothing(model_of: Any) -> None:
+def test_with_tune_lora_adapters_of_query_and_value_train_and_start_at_nothing(
+    model_of: Any,
+) -> None:
     model, plain = model_of("vit", "lora"), model_of("vit", "full")
     trainable = trainable_parameters(model)
     adapters = [n for n in trainable if not n.startswith("head.")]
     # transformers has renamed them.
-    assert all("lora_" in n and any(f".{w}." in n for w in ("query", "value", "q_proj", "v_proj")) for n in adapters)
-    assert sum(trainable[n].numel() for n in adapters) == 2 * 2 * 2 * (16 + 16)  # layers, targets, rank, widths
+    assert all(
+        "lora_" in n and any(f".{w}." in n for w in ("query", "value", "q_proj", "v_proj"))
+        for n in adapters
+    )
+    assert sum(trainable[n].numel() for n in adapters) == 2 * 2 * 2 * (
+        16 + 16
+    )  # layers, targets, rank, widths
     pixels = noise(2, 1, 8, 8)
     with torch.no_grad():
         torch.testing.assert_close(model.embed(pixels), plain.embed(pixels))
@@ -176,26 +212,35 @@ def test_pretrained_models_and_features_start_with_a_head_of_zeros(model_of: Any
         assert not model_of(name, "head")(noise(2, 1, 8, 8)).any()
 
 
-# ------------------------------------------------------------------------------------------------ what they read
+# ------------------------------------------------------------------------------------------------
+# what they read
 
 
 def images_of(pixels: np.ndarray) -> LabelledImages:
     """[n, channels, height, width] bytes."""
-    return LabelledImages(torch.from_numpy(pixels), np.arange(len(pixels)) % 3, ("a", "b", "c"), "made")
+    return LabelledImages(
+        torch.from_numpy(pixels), np.arange(len(pixels)) % 3, ("a", "b", "c"), "made"
+    )
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_the_stated_normalisation_is_that_of_the_models_own_training(model_of: Any, vit: Path, channels: int) -> None:
+def test_the_stated_normalisation_is_that_of_the_models_own_training(
+    model_of: Any, vit: Path, channels: int
+) -> None:
     import transformers
 
-    images = images_of(np.random.default_rng(0).integers(0, 256, (4, channels, 16, 16), dtype=np.uint8))
+    images = images_of(
+        np.random.default_rng(0).integers(0, 256, (4, channels, 16, 16), dtype=np.uint8)
+    )
     model = model_of("vit", "head", (channels, 16, 16)).eval()
     shares = images.pixels.float().expand(-1, 3, -1, -1) / 255
     normalised = (shares - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
     own = transformers.AutoModel.from_pretrained(vit, add_pooling_layer=False).eval()
     with torch.no_grad():
         found = model.embed(images.collate(np.arange(4), CPU)["pixels"])
-        torch.testing.assert_close(found, own(pixel_values=normalised).last_hidden_state[:, 0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            found, own(pixel_values=normalised).last_hidden_state[:, 0], rtol=1e-4, atol=1e-5
+        )
         wrong = own(pixel_values=shares * 2 - 1).last_hidden_state[:, 0]
     assert (found - wrong).abs().max() > 1e-2
 
@@ -203,11 +248,15 @@ def test_the_stated_normalisation_is_that_of_the_models_own_training(model_of: A
 def test_a_convolutional_network_is_averaged_over_positions(model_of: Any, resnet: Path) -> None:
     import transformers
 
-    pixels = noise(4, 1, 20, 20)  # without a stated size, images stay as they are; without a normalisation, in -1 .. 1
+    pixels = noise(
+        4, 1, 20, 20
+    )  # without a stated size, images stay as they are; without a normalisation, in -1 .. 1
     own = transformers.AutoModel.from_pretrained(resnet).eval()
     with torch.no_grad():
         pooled = own(pixel_values=pixels.expand(-1, 3, -1, -1)).pooler_output.flatten(1)
-        torch.testing.assert_close(model_of("resnet", "head").eval().embed(pixels), pooled, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            model_of("resnet", "head").eval().embed(pixels), pooled, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
@@ -226,7 +275,9 @@ def test_a_convolutional_network_is_averaged_over_positions(model_of: Any, resne
 def test_the_stated_size_is_the_models(tmp_path: Path, stated: dict | None, size: int) -> None:
     folder = save_tiny_vit(tmp_path)
     if stated is not None:
-        (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "X"} | stated))
+        (folder / "preprocessor_config.json").write_text(
+            json.dumps({"image_processor_type": "X"} | stated)
+        )
     model = load_image_classifier(f"image:{folder}", (1, 8, 8), 3, Tuning("head"))
     assert isinstance(model, PretrainedImageClassifier) and model.size == size
     for half in (model.mean, model.std):
@@ -249,16 +300,25 @@ def test_images_are_brought_to_the_models_size(model_of: Any) -> None:
         assert (model.embed(sampled) - model.embed(large)).abs().max() > 0.1
 
 
-# ------------------------------------------------------------------------------------------------ frozen bodies
+# ------------------------------------------------------------------------------------------------
+# frozen bodies
 
 
 def statistics(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.named_buffers() if "running" in name or "tracked" in name}
+    return {
+        name: value.clone()
+        for name, value in model.named_buffers()
+        if "running" in name or "tracked" in name
+    }
 
 
 def test_a_frozen_body_stays_in_evaluation_mode(model_of: Any) -> None:
     model = model_of("resnet", "head").train()
-    assert model.training and model.head.training and not any(m.training for m in model.backbone.modules())
+    assert (
+        model.training
+        and model.head.training
+        and not any(m.training for m in model.backbone.modules())
+    )
     before = statistics(model)
     assert before and any(value.any() for value in before.values())
     pixels = noise(6, 1, 8, 8)
@@ -278,7 +338,9 @@ def test_a_frozen_body_stays_in_evaluation_mode(model_of: Any) -> None:
 @pytest.mark.parametrize("name", ["cnn:groupnorm", "vgg:groupnorm"])
 def test_modes_of_a_body_that_trains_follow_the_model(model_of: Any, name: str) -> None:
     model = model_of(name, "full")
-    assert all(m.training for m in model.train().modules()) and not any(m.training for m in model.eval().modules())
+    assert all(m.training for m in model.train().modules()) and not any(
+        m.training for m in model.eval().modules()
+    )
 
 
 @pytest.fixture(scope="session")
@@ -311,10 +373,13 @@ def test_batch_norm_is_refused_where_it_would_train(values: dict[str, Any], resn
     with pytest.raises(ValueError, match=r"BatchNorm2d\) mixes the examples of a batch"):
         prepare(config_of(values | {"model.tune": "lora", "model.lora_targets": ["convolution"]}))
     prepared = prepare(config_of(values | {"model.tune": "head"}))
-    assert not any(isinstance(m, nn.BatchNorm2d) and m.training for m in prepared.model.classifier.modules())
+    assert not any(
+        isinstance(m, nn.BatchNorm2d) and m.training for m in prepared.model.classifier.modules()
+    )
 
 
-# ------------------------------------------------------------------------------------------------ the feature cache
+# ------------------------------------------------------------------------------------------------
+# the feature cache
 
 
 @pytest.mark.parametrize("name", [*OWN, "vit", "resnet"])
@@ -327,14 +392,21 @@ def test_the_cache_gives_the_logits_of_the_whole_model(model_of: Any, name: str)
     chosen = np.array([7, BLOCK_IMAGES + 19, 0, BLOCK_IMAGES, BLOCK_IMAGES - 1])
     batch, whole = cache.collate(chosen, CPU), images.collate(chosen, CPU)
     with torch.no_grad():
-        torch.testing.assert_close(logits_of(cache.upper, batch), logits_of(model, whole), rtol=0, atol=1e-6)
-    assert torch.equal(batch["labels"], whole["labels"]) and batch["labels"].dtype == whole["labels"].dtype
+        torch.testing.assert_close(
+            logits_of(cache.upper, batch), logits_of(model, whole), rtol=0, atol=1e-6
+        )
+    assert (
+        torch.equal(batch["labels"], whole["labels"])
+        and batch["labels"].dtype == whole["labels"].dtype
+    )
     assert cache.upper.head is model.head  # what trains is the model's own
 
 
 def test_the_cache_keeps_several_labels(model_of: Any) -> None:
     labels = np.eye(3, dtype=np.float32)[np.arange(10) % 3]
-    images = LabelledImages(images_of(stripes(np.arange(10) % 4, 0)[:, None]).pixels, labels, ("a", "b", "c"), "made")
+    images = LabelledImages(
+        images_of(stripes(np.arange(10) % 4, 0)[:, None]).pixels, labels, ("a", "b", "c"), "made"
+    )
     cache = build_feature_cache(model_of("features:random", "head"), images, CPU)
     assert cache is not None
     found = cache.collate(np.array([4, 2]), CPU)["labels"]
@@ -342,14 +414,23 @@ def test_the_cache_keeps_several_labels(model_of: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tune"), [("cnn:groupnorm", "full"), ("vgg:groupnorm", "full"), ("vit", "full"), ("vit", "lora")]
+    ("name", "tune"),
+    [("cnn:groupnorm", "full"), ("vgg:groupnorm", "full"), ("vit", "full"), ("vit", "lora")],
 )
 def test_where_the_body_trains_nothing_is_cached(model_of: Any, name: str, tune: str) -> None:
-    assert build_feature_cache(model_of(name, tune), images_of(stripes(np.zeros(4, int), 0)[:, None]), CPU) is None
+    assert (
+        build_feature_cache(
+            model_of(name, tune), images_of(stripes(np.zeros(4, int), 0)[:, None]), CPU
+        )
+        is None
+    )
 
 
 def test_only_image_classifiers_are_cached() -> None:
-    assert build_feature_cache(nn.Linear(2, 2), images_of(stripes(np.zeros(4, int), 0)[:, None]), CPU) is None
+    assert (
+        build_feature_cache(nn.Linear(2, 2), images_of(stripes(np.zeros(4, int), 0)[:, None]), CPU)
+        is None
+    )
 
 
 def test_embedding_puts_the_mode_back_and_leaves_no_gradients(model_of: Any) -> None:
@@ -365,7 +446,10 @@ def test_a_run_on_cached_features_is_the_run_on_images(values: dict[str, Any], v
     values |= {"model.name": f"image:{vit}", "model.tune": "head", "training.seed": 3}
     heads = []
     for cached in (True, False):
-        changes = {"training.cache_frozen_layers": cached, "training.run_dir": values["training.run_dir"] + str(cached)}
+        changes = {
+            "training.cache_frozen_layers": cached,
+            "training.run_dir": values["training.run_dir"] + str(cached),
+        }
         prepared, _, _ = train(values | changes)
         assert (prepared.prefix_cache() is not None) == cached
         heads.append(prepared.model.classifier.head.weight.detach().clone())
@@ -373,7 +457,8 @@ def test_a_run_on_cached_features_is_the_run_on_images(values: dict[str, Any], v
     torch.testing.assert_close(heads[0], heads[1], rtol=0, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------ random features
+# ------------------------------------------------------------------------------------------------
+# random features
 
 
 def test_random_features_are_the_same_in_every_process() -> None:
@@ -384,7 +469,8 @@ def test_random_features_are_the_same_in_every_process() -> None:
     assert torch.equal(one.weight, two.weight) and torch.equal(one.bias, two.bias)
     code = (
         "import torch; from quietgrad.training.tasks.images.models import RandomFeatures; "
-        "p = RandomFeatures((1, 8, 8), 3).project; print(p.weight.double().sum().item(), p.bias.double().sum().item())"
+        "p = RandomFeatures((1, 8, 8), 3).project; print(p.weight.double().sum().item(), "
+        "p.bias.double().sum().item())"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert made.stdout.split() == [str(x.double().sum().item()) for x in (one.weight, one.bias)]
@@ -404,7 +490,8 @@ def test_random_features_stand_for_their_kernel() -> None:
     assert features.shape == (32, FEATURES)
     x = centred(pixels).double()
     squares = torch.cdist(x, x) ** 2
-    # 2 cos(a) cos(b) = cos(a - b) + cos(a + b): an inner product of features has a variance of at most 1 / FEATURES.
+    # 2 cos(a) cos(b) = cos(a - b) + cos(a + b): an inner product of features has a variance of at
+    # most 1 / FEATURES.
     bound = 5 / FEATURES**0.5
     found = features @ features.T
     assert (found - torch.exp(-2 * squares)).abs().max() < bound
@@ -414,26 +501,51 @@ def test_random_features_stand_for_their_kernel() -> None:
 
 def test_random_features_see_neither_brightness_nor_contrast() -> None:
     model, pixels = RandomFeatures((3, 8, 8), 3), noise(4, 3, 8, 8)
-    torch.testing.assert_close(model.embed(0.3 * pixels - 0.4), model.embed(pixels), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        model.embed(0.3 * pixels - 0.4), model.embed(pixels), rtol=0, atol=1e-5
+    )
     assert (model.embed(-pixels) - model.embed(pixels)).abs().max() > 1e-3
-    assert torch.isfinite(model.embed(torch.full((1, 3, 8, 8), 0.2))).all()  # an image without contrast
+    assert torch.isfinite(
+        model.embed(torch.full((1, 3, 8, 8), 0.2))
+    ).all()  # an image without contrast
 
 
-# ------------------------------------------------------------------------------------------------ clipping, weights
+# ------------------------------------------------------------------------------------------------
+# clipping, weights
 
 
 @pytest.mark.parametrize(
-    ("name", "tune"), [("vgg:groupnorm", "full"), ("vit", "lora"), ("vit", "full"), ("vit", "head"), ("resnet", "head")]
+    ("name", "tune"),
+    [
+        ("vgg:groupnorm", "full"),
+        ("vit", "lora"),
+        ("vit", "full"),
+        ("vit", "head"),
+        ("resnet", "head"),
+    ],
 )
 @pytest.mark.parametrize("several", [False, True], ids=["one label", "several labels"])
-def test_clipping_agrees_with_the_oracle(model_of: Any, name: str, tune: str, several: bool) -> None:
+def test_clipping_agrees_with_the_oracle(
+    model_of: Any, name: str, tune: str, several: bool
+) -> None:
     model = off_zero(model_of(name, tune))
-    labels = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 1]]).float() if several else torch.tensor([0, 2, 1])
-    assert verify_clipping(model, classification_loss, {"pixels": noise(3, 1, 8, 8), "labels": labels}) < 1e-4
+    labels = (
+        torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 1]]).float()
+        if several
+        else torch.tensor([0, 2, 1])
+    )
+    assert (
+        verify_clipping(model, classification_loss, {"pixels": noise(3, 1, 8, 8), "labels": labels})
+        < 1e-4
+    )
 
 
-@pytest.mark.parametrize(("name", "tune"), [("vgg:groupnorm", "full"), ("vit", "lora"), ("features:random", "head")])
-def test_weights_are_read_back_as_a_run_writes_them(model_of: Any, tmp_path: Path, name: str, tune: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "tune"), [("vgg:groupnorm", "full"), ("vit", "lora"), ("features:random", "head")]
+)
+def test_weights_are_read_back_as_a_run_writes_them(
+    model_of: Any, tmp_path: Path, name: str, tune: str
+) -> None:
     model = off_zero(model_of(name, tune)).eval()
     save_weights(LoadedModel(model, None, name, tune, "mean"), ("a", "b", "c"), tmp_path, MADE_UP)  # type: ignore[arg-type]
     weights = str(tmp_path / "model.safetensors")
@@ -445,7 +557,9 @@ def test_weights_are_read_back_as_a_run_writes_them(model_of: Any, tmp_path: Pat
         assert (model_of(name, tune).eval()(pixels) - model(pixels)).abs().max() > 1e-3
     assert set(trainable_parameters(other)) == set(trainable_parameters(model))
     changed = {"lora_rank": 4} if tune == "lora" else {}
-    wrong = {"vgg:groupnorm": "cnn:groupnorm", "features:random": "vgg:groupnorm", "vit": "vit"}[name]
+    wrong = {"vgg:groupnorm": "cnn:groupnorm", "features:random": "vgg:groupnorm", "vit": "vit"}[
+        name
+    ]
     with pytest.raises(ValueError, match=r"model.weights='.*' are of another model"):
         model_of(wrong, "lora" if changed else "head", weights=weights, **changed)
     with pytest.raises(ValueError, match=r"model.weights='.*none.safetensors': no such file"):
@@ -453,15 +567,25 @@ def test_weights_are_read_back_as_a_run_writes_them(model_of: Any, tmp_path: Pat
 
 
 def test_weights_of_another_way_to_train_are_refused(model_of: Any, tmp_path: Path) -> None:
-    save_weights(LoadedModel(model_of("vit", "full"), None, "", "full", "mean"), (), tmp_path, MADE_UP)
+    save_weights(
+        LoadedModel(model_of("vit", "full"), None, "", "full", "mean"), (), tmp_path, MADE_UP
+    )
     weights = str(tmp_path / "model.safetensors")
-    assert set(trainable_parameters(model_of("vit", "head", weights=weights))) == {"head.weight", "head.bias"}
+    assert set(trainable_parameters(model_of("vit", "head", weights=weights))) == {
+        "head.weight",
+        "head.bias",
+    }
     with pytest.raises(ValueError, match="are of another model"):  # no shape differs, only names
         model_of("vit", "lora", weights=weights)
 
 
 def test_weights_of_other_channels_or_labels_are_refused(model_of: Any, tmp_path: Path) -> None:
-    save_weights(LoadedModel(model_of("cnn:groupnorm", "full"), None, "", "full", "mean"), (), tmp_path, MADE_UP)
+    save_weights(
+        LoadedModel(model_of("cnn:groupnorm", "full"), None, "", "full", "mean"),
+        (),
+        tmp_path,
+        MADE_UP,
+    )
     weights = str(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="are of another model"):
         model_of("cnn:groupnorm", "full", (3, 8, 8), weights=weights)

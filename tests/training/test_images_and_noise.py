@@ -1,4 +1,6 @@
-"""Images beside texts, and correlated noise from the configuration to the ledger: spectrum, plan, train, stop, resume, refusals."""
+"""Images beside texts, and correlated noise from the configuration to the ledger: spectrum, plan,
+train, stop, resume, refusals.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from quietgrad.accounting import epsilon
 from quietgrad.comparing.comparison import run_comparison
 from quietgrad.comparing.table import load_comparison
 from quietgrad.curvature import load_spectrum
-from quietgrad.facts import PoissonGaussian, RandomizedClipping
+from quietgrad.events import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import read_ledger
 from quietgrad.noise import GaussianNoise
 from quietgrad.noise.correlation.mixing import load_mixing, mixing_matrix
@@ -36,15 +38,22 @@ def stripes(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     labels = np.arange(count) % 2
     row, column = np.indices((SIZE, SIZE))
     patterns = np.stack([row % 4 < 2, column % 4 < 2]) * 160 + 40
-    return (patterns[labels] + rng.integers(-30, 31, (count, SIZE, SIZE))).astype(np.uint8), labels.astype(np.uint8)
+    return (patterns[labels] + rng.integers(-30, 31, (count, SIZE, SIZE))).astype(
+        np.uint8
+    ), labels.astype(np.uint8)
 
 
 def write_idx(folder: Path, compressed: bool, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for part, count, which in (("train", TRAIN, seed), ("t10k", TEST, seed + 1)):
         images, labels = stripes(count, which)
-        for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
-            head = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+        for name, array in (
+            (f"{part}-images-idx3-ubyte", images),
+            (f"{part}-labels-idx1-ubyte", labels),
+        ):
+            head = bytes([0, 0, 8, array.ndim]) + b"".join(
+                n.to_bytes(4, "big") for n in array.shape
+            )
             content = head + array.tobytes()
             if compressed:
                 (folder / f"{name}.gz").write_bytes(gzip.compress(content))
@@ -91,7 +100,9 @@ def values(images: Path, tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_both_forms_of_the_files_read_alike_and_splits_hold_each_record_once(tmp_path: Path, images: Path) -> None:
+def test_both_forms_of_the_files_read_alike_and_splits_hold_each_record_once(
+    tmp_path: Path, images: Path
+) -> None:
     plain = write_idx(tmp_path / "plain", compressed=False)
     (one, test), (two, _) = load_images(str(images)), load_images(str(plain))
     assert torch.equal(one.pixels, two.pixels) and np.array_equal(one.labels, two.labels)
@@ -106,7 +117,9 @@ def test_both_forms_of_the_files_read_alike_and_splits_hold_each_record_once(tmp
     assert set(half.train.record_ids) <= ids[0]
 
 
-def test_digits_come_from_the_wheel_or_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_come_from_the_wheel_or_the_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import importlib.metadata as metadata
 
     rng = np.random.default_rng(0)
@@ -119,11 +132,15 @@ def test_digits_come_from_the_wheel_or_the_package_is_named(tmp_path: Path, monk
         def locate(self) -> Path:
             return tmp_path / self.name
 
-    monkeypatch.setattr(metadata, "files", lambda package: [Held()] if package == "scikit-learn" else [])
+    monkeypatch.setattr(
+        metadata, "files", lambda package: [Held()] if package == "scikit-learn" else []
+    )
     train_part, test = load_images("packaged:digits", 14)
     assert train_part.pixels.shape == (16, 1, 14, 14) and len(test) == 4
     whole, _ = load_images("packaged:digits")
-    assert np.array_equal(whole.pixels[0, 0].numpy().ravel(), np.round(table[1, :64] * 255 / 16).astype(np.uint8))
+    assert np.array_equal(
+        whole.pixels[0, 0].numpy().ravel(), np.round(table[1, :64] * 255 / 16).astype(np.uint8)
+    )
     assert whole.labels[0] == table[1, 64]
     monkeypatch.setattr(metadata, "files", lambda package: None)
     with pytest.raises(ValueError, match="pip install scikit-learn"):
@@ -142,12 +159,19 @@ def test_plan_and_train_with_banded_noise(quietgrad, values, write_config) -> No
     code, out, _ = quietgrad("plan", config, "--json")
     planned = json.loads(out)
     assert code == 0 and planned["bands"] == 3 and planned["compositions"] == 3
-    assert planned["objective"] < planned["objective_of_independent_noise"] and planned["relative_gap"] < 1e-3
+    assert (
+        planned["objective"] < planned["objective_of_independent_noise"]
+        and planned["relative_gap"] < 1e-3
+    )
     code, out, err = quietgrad("train", config, "--json")
     result = json.loads(out)
     assert code == 0 and result["epsilon"] == planned["epsilon"] <= 4.0
     said = " ".join(err.replace("│", " ").split())
-    assert "cyclic Poisson: 3 parts" in said and "correlated over 3 bands" in said and "prefix sums" in said
+    assert (
+        "cyclic Poisson: 3 parts" in said
+        and "correlated over 3 bands" in said
+        and "prefix sums" in said
+    )
     header = read_ledger(folder).header
     assert header["sampler"] == "cyclic-poisson" and header["record_identity"] == "content"
     assert header["neighbouring"] == "add-remove" and "part_sizes" not in header
@@ -161,7 +185,9 @@ def test_plan_and_train_with_banded_noise(quietgrad, values, write_config) -> No
 
 
 def test_bands_are_chosen_from_public_facts_and_drawn(values) -> None:
-    prepared, _, run_dir = train(values | {"noise.bands": 0, "training.steps": 12, "training.expected_batch_size": 8})
+    prepared, _, run_dir = train(
+        values | {"noise.bands": 0, "training.steps": 12, "training.expected_batch_size": 8}
+    )
     choice = prepared.plan.band_choice
     assert choice is not None and choice.error_ratio <= 1
     assert choice.chosen.error == min(c.error for c in choice.candidates)
@@ -169,7 +195,9 @@ def test_bands_are_chosen_from_public_facts_and_drawn(values) -> None:
         assert run_dir.bands_figure.read_bytes().startswith(b"\x89PNG")
 
 
-def test_plan_draws_the_choice_of_bands_before_anything_runs(quietgrad, values, write_config, tmp_path: Path) -> None:
+def test_plan_draws_the_choice_of_bands_before_anything_runs(
+    quietgrad, values, write_config, tmp_path: Path
+) -> None:
     figure = tmp_path / "bands.png"
     chosen = values | {"noise.bands": 0}
     code, out, err = quietgrad("plan", write_config(chosen), "--figure", figure, "--json")
@@ -185,10 +213,13 @@ def test_plan_draws_the_choice_of_bands_before_anything_runs(quietgrad, values, 
         assert code == 2 and part in err and not out, err
 
 
-def test_a_choice_of_one_band_is_kept_for_the_resume(values, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_of_one_band_is_kept_for_the_resume(
+    values, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = values | {"noise.bands": 0}
     monkeypatch.setattr(
-        "quietgrad.noise.correlation.bands.BandCandidate.error", property(lambda self: float(self.bands))
+        "quietgrad.noise.correlation.bands.BandCandidate.error",
+        property(lambda self: float(self.bands)),
     )
     first, _, run_dir = train(values, report=interrupt_at(4))
     assert first.plan.event.bands == 1 and load_mixing(run_dir.mixing).bands == 1
@@ -207,10 +238,28 @@ def test_a_matrix_of_a_start_that_released_nothing_is_not_kept(values) -> None:
     assert load_mixing(folder / "mixing.npz").bands == 2
 
 
-def test_a_comparison_makes_a_matrix_for_every_setting_that_shapes_it(values, tmp_path: Path) -> None:
-    base = {name: value for name, value in values.items() if not name.startswith(("privacy.", "training.run_dir"))}
-    lines = ["[comparison]", "epsilons = [4.0]", "seeds = 1", "tuning_seeds = 1", "learning_rates = [0.2]"]
-    lines += ["protocol_rate = 0.2", 'reference = "short"', "[variants.short]", "training.steps = 6", "[variants.long]"]
+def test_a_comparison_makes_a_matrix_for_every_setting_that_shapes_it(
+    values, tmp_path: Path
+) -> None:
+    base = {
+        name: value
+        for name, value in values.items()
+        if not name.startswith(("privacy.", "training.run_dir"))
+    }
+    lines = [
+        "[comparison]",
+        "epsilons = [4.0]",
+        "seeds = 1",
+        "tuning_seeds = 1",
+        "learning_rates = [0.2]",
+    ]
+    lines += [
+        "protocol_rate = 0.2",
+        'reference = "short"',
+        "[variants.short]",
+        "training.steps = 6",
+        "[variants.long]",
+    ]
     lines += ["training.steps = 9"]
     tables: dict[str, list[str]] = {}
     for name, value in base.items():
@@ -225,7 +274,9 @@ def test_a_comparison_makes_a_matrix_for_every_setting_that_shapes_it(values, tm
     assert sorted(made) == [6, 9]
 
 
-def test_the_sketch_that_plan_offers_is_calibrated_for_the_same_bands(quietgrad, values, write_config) -> None:
+def test_the_sketch_that_plan_offers_is_calibrated_for_the_same_bands(
+    quietgrad, values, write_config
+) -> None:
     code, out, _ = quietgrad("plan", write_config(values), "--json")
     offered = json.loads(out)["sketch"]
     plan = prepare(config_of(values | {"clipping.estimator": "hutch"})).plan
@@ -245,7 +296,9 @@ def test_a_seeded_run_goes_on_exactly_where_it_was(values, memory: str, stop: in
         torch.testing.assert_close(p, expected[name], rtol=0, atol=1e-6)
 
 
-def test_without_a_seed_the_keys_are_kept_secret_until_the_end_and_one_block_goes_on(values) -> None:
+def test_without_a_seed_the_keys_are_kept_secret_until_the_end_and_one_block_goes_on(
+    values,
+) -> None:
     with pytest.raises(OSError, match="went away"):
         train(values, report=crash_at(5))
     folder = Path(values["training.run_dir"])
@@ -295,8 +348,13 @@ def test_the_three_methods_compose(values) -> None:
         | {"denoising.method": "persistent", "denoising.delay": 2, "optimizer.momentum": 0.9}
         | {"training.run_dir": folder + "-denoised"}
     )
-    assert (denoised.plan.event, denoised.plan.epsilon) == (plain.event, plain.epsilon)  # post-processing is free
-    sketched, _, run_dir = train(values | {"clipping.estimator": "hutch", "training.run_dir": folder + "-sketched"})
+    assert (denoised.plan.event, denoised.plan.epsilon) == (
+        plain.event,
+        plain.epsilon,
+    )  # post-processing is free
+    sketched, _, run_dir = train(
+        values | {"clipping.estimator": "hutch", "training.run_dir": folder + "-sketched"}
+    )
     event = sketched.plan.event
     assert isinstance(event.clipping, RandomizedClipping) and event.bands == 3
     assert event.noise_multiplier > plain.noise_multiplier  # sketches cost noise
@@ -340,12 +398,16 @@ def test_weights_know_the_images_that_they_are_from(values, tmp_path: Path) -> N
         prepare(config_of(values | weights | noise))
         for changed in ({"data.public_fraction": 0.0}, {"data.public_fraction": 0.1}):
             with pytest.raises(
-                ValueError, match=r"model.weights='.*' were trained without privacy on private training"
+                ValueError,
+                match=r"model.weights='.*' were trained without privacy on private training",
             ):
                 prepare(config_of(values | weights | noise | changed))
-        with pytest.raises(ValueError, match=r"of the form \[1, 8, 8\], the private ones have \[1, 6, 6\]"):
+        with pytest.raises(
+            ValueError, match=r"of the form \[1, 8, 8\], the private ones have \[1, 6, 6\]"
+        ):
             prepare(config_of(values | weights | noise | {"data.image_size": 6}))
-    # Weights of other origin say nothing of their data, and a header that was tampered with is no reason to believe them.
+    # Weights of other origin say nothing of their data, and a header that was tampered with is no
+    # reason to believe them.
     tensors = load_file(str(made.weights_path))
     plain, odd = tmp_path / "plain.safetensors", tmp_path / "odd.safetensors"
     save_file(tensors, str(plain))
@@ -355,7 +417,9 @@ def test_weights_know_the_images_that_they_are_from(values, tmp_path: Path) -> N
         prepare(config_of(values | {"model.weights": str(odd)}))
 
 
-def test_plan_says_what_is_not_read_and_compares_at_the_same_epsilon(quietgrad, values, write_config) -> None:
+def test_plan_says_what_is_not_read_and_compares_at_the_same_epsilon(
+    quietgrad, values, write_config
+) -> None:
     code, out, err = quietgrad("plan", write_config(values | {"noise.clamp": 1.5}), "--json")
     said = " ".join(err.split())
     assert code == 0 and said.count("is without effect") == 1
@@ -367,14 +431,20 @@ def test_plan_says_what_is_not_read_and_compares_at_the_same_epsilon(quietgrad, 
     assert planned["predicted_error_ratio"] == pytest.approx(expected)
     late = {"denoising.method": "amplify", "training.steps": 8}
     code, _, err = quietgrad("plan", write_config(values | late))
-    assert code == 0 and "leaves the first 8 steps as they are, and there are 8" in " ".join(err.split())
-    code, _, err = quietgrad("plan", write_config(values | {"denoising.method": "persistent", "training.steps": 9}))
+    assert code == 0 and "leaves the first 8 steps as they are, and there are 8" in " ".join(
+        err.split()
+    )
+    code, _, err = quietgrad(
+        "plan", write_config(values | {"denoising.method": "persistent", "training.steps": 9})
+    )
     assert code == 0 and "without effect" not in err
 
 
 def test_banded_noise_follows_the_schedule(values) -> None:
     constant = prepare(config_of(values)).plan.mixing
-    falling = prepare(config_of(values | {"optimizer.schedule": "linear", "optimizer.warmup_steps": 2})).plan.mixing
+    falling = prepare(
+        config_of(values | {"optimizer.schedule": "linear", "optimizer.warmup_steps": 2})
+    ).plan.mixing
     rates = tuple((1.0, 2.0, *[3.0] * 7)[t] / 3 * (1 - 0.95 * t / 9) for t in range(9))
     expected = mixing_matrix(PrefixSums(9, 0.0, rates), 3)
     assert falling.objective == pytest.approx(expected.objective, rel=1e-9)
@@ -407,10 +477,15 @@ def test_public_data_may_not_be_the_private_ones(values, images: Path) -> None:
         ({"model.tune": "lora"}, "use 'full' or 'head'"),
         ({"model.weights": "gone.safetensors"}, "no such file"),
         ({"data.validation_fraction": 0.9}, "leave no training records"),
-        ({"noise.bands": 0, "privacy.target_epsilon": None, "privacy.noise_multiplier": 1.0}, "bands='auto'"),
+        (
+            {"noise.bands": 0, "privacy.target_epsilon": None, "privacy.noise_multiplier": 1.0},
+            "bands='auto'",
+        ),
     ],
 )
-def test_bad_configurations_are_refused_before_any_work(values, changes: dict[str, Any], message: str) -> None:
+def test_bad_configurations_are_refused_before_any_work(
+    values, changes: dict[str, Any], message: str
+) -> None:
     chosen = {name: value for name, value in (values | changes).items() if value is not None}
     with pytest.raises(ValueError, match=message):
         prepare(config_of(chosen))

@@ -1,4 +1,6 @@
-"""A head fitted to public records, or drawn at random: better than chance at once, frozen, and refused where it makes no sense."""
+"""A head fitted to public records, or drawn at random: better than chance at once, frozen, and
+refused where it makes no sense.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def test_it_is_fitted_to_half_of_the_validation_records_and_frozen(settings: dic
     prepared = prepare(config_of(settings | {"model.public_head_steps": 50, "training.seed": 0}))
     head = prepared.model.classifier.head
     assert float(head.weight.norm()) > 0 and not head.weight.requires_grad
-    assert len(prepared.validation) == len(prepared.task.splits.validation) // 2  # the other half was fitted to
+    assert (
+        len(prepared.validation) == len(prepared.task.splits.validation) // 2
+    )  # the other half was fitted to
     found = predictions(prepared.model.classifier, prepared.validation, 64, prepared.device)
     assert (found == prepared.validation.labels).mean() > 0.7
 
@@ -27,8 +31,15 @@ def test_training_goes_on_above_and_below_it(settings: dict) -> None:
     assert prepared.model.classifier.head.weight.equal(before)
 
 
-def test_a_random_head_has_orthonormal_rows_stays_and_the_body_learns_to_meet_it(settings: dict) -> None:
-    values = settings | {"model.random_head": True, "model.tune": "full", "training.seed": 0, "privacy.enabled": False}
+def test_a_random_head_has_orthonormal_rows_stays_and_the_body_learns_to_meet_it(
+    settings: dict,
+) -> None:
+    values = settings | {
+        "model.random_head": True,
+        "model.tune": "full",
+        "training.seed": 0,
+        "privacy.enabled": False,
+    }
     values["training.steps"] = 30
     before = prepare(config_of(values)).model.classifier.head.weight.detach().clone()
     torch.testing.assert_close(before @ before.T, torch.eye(len(before)), atol=1e-5, rtol=0)
@@ -42,8 +53,14 @@ def test_a_random_head_has_orthonormal_rows_stays_and_the_body_learns_to_meet_it
 
 
 def test_a_resumed_run_goes_on_under_the_head_that_it_began_with(settings: dict) -> None:
-    """Without a seed the head is drawn from the operating system's entropy: it cannot be drawn again."""
-    values = settings | {"model.random_head": True, "model.tune": "full", "training.checkpoint_every": 1}
+    """Without a seed the head is drawn from the operating system's entropy: it cannot be drawn
+    again.
+    """
+    values = settings | {
+        "model.random_head": True,
+        "model.tune": "full",
+        "training.checkpoint_every": 1,
+    }
     prepared, first, _ = train(values, report=interrupt_at(3))
     assert first.interrupted
     head = prepared.model.classifier.head.weight.detach().clone()

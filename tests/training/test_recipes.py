@@ -26,7 +26,9 @@ def test_a_recipe_is_taken(path: Path) -> None:
         load_config(path)
 
 
-@pytest.mark.parametrize("path", [p for p in RECIPES if is_comparison(p)], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in RECIPES if is_comparison(p)], ids=lambda path: path.stem
+)
 def test_committed_results_are_of_the_recipe_beside_them(path: Path) -> None:
     comparison = load_comparison(path)
     if not comparison.results.is_file():

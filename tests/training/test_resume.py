@@ -1,4 +1,6 @@
-"""Stops and resumes: a stop costs nothing but time, every release is counted once, and no resume gets round the ledger."""
+"""Stops and resumes: a stop costs nothing but time, every release is counted once, and no resume
+gets round the ledger.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from quietgrad.training.files.run_dir import RunDir
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_interrupted_and_resumed_equals_uninterrupted(optimizer: str, settings) -> None:
     values = settings | {
-        "training.seed": 3, "data.public": True, "optimizer.name": optimizer, "optimizer.momentum": 0.9, "training.steps": 7, "model.dropout": 0.1,
+        "training.seed": 3, "data.public": True, "optimizer.name": optimizer,
+        "optimizer.momentum": 0.9, "training.steps": 7, "model.dropout": 0.1,
     }  # fmt: skip
     whole, _, _ = train(values | {"training.run_dir": settings["training.run_dir"] + "-whole"})
     _, first, run_dir = train(values, report=interrupt_at(3))
@@ -68,7 +71,10 @@ def test_crash_before_the_first_checkpoint(settings) -> None:
 def test_finished_run_resumes_to_its_own_result(settings) -> None:
     _, first, run_dir = train(settings)
     _, second, _ = train(settings, resume=True)
-    assert second.result["epsilon"] == first.result["epsilon"] and second.result["metrics"] == first.result["metrics"]
+    assert (
+        second.result["epsilon"] == first.result["epsilon"]
+        and second.result["metrics"] == first.result["metrics"]
+    )
     assert read_ledger(run_dir.path).releases == 6
 
 
@@ -109,10 +115,17 @@ def test_ctrl_c_on_the_command_line_and_resume(settings, write_config, quietgrad
     config, folder = write_config(values), Path(settings["training.run_dir"])
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(
-        command("train", config, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command("train", config, "--json"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     deadline = time.monotonic() + 60
-    while not (folder / "ledger.jsonl").exists() or (folder / "ledger.jsonl").read_bytes().count(b"\n") < 5:
+    while (
+        not (folder / "ledger.jsonl").exists()
+        or (folder / "ledger.jsonl").read_bytes().count(b"\n") < 5
+    ):
         assert child.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     child.send_signal(signal.SIGINT)

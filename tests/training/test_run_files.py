@@ -1,4 +1,6 @@
-"""The files of a run directory under attack: no secret outside the secret file, locks before writes, and whatever a kill or a full disk leaves behind, one line says what to do."""
+"""The files of a run directory under attack: no secret outside the secret file, locks before
+writes, and whatever a kill or a full disk leaves behind, one line says what to do.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,11 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
 # Secrets
 
 
-def test_the_directory_of_a_seeded_run_does_not_give_its_noise_away(settings, run_dir: RunDir) -> None:
-    # Before: config.toml held the seed, checkpoint.pt torch's generator state, and with Adam's moments the noise-free mean came out to 1e-7.
+def test_the_directory_of_a_seeded_run_does_not_give_its_noise_away(
+    settings, run_dir: RunDir
+) -> None:
+    # Before: config.toml held the seed, checkpoint.pt torch's generator state, and with Adam's
+    # moments the noise-free mean came out to 1e-7.
     values = settings | {
         "data.public": False,
         "training.seed": SEED,
@@ -53,7 +58,13 @@ def test_the_directory_of_a_seeded_run_does_not_give_its_noise_away(settings, ru
     train(values, report=interrupt_at(3))
     number = int(SEED, 16)
     key = seeds.key_of_seed(SEED, read_ledger(run_dir.path).sessions[0].name)
-    secret = [SEED.encode(), str(number).encode(), number.to_bytes(16, "big"), number.to_bytes(16, "little"), key.root]
+    secret = [
+        SEED.encode(),
+        str(number).encode(),
+        number.to_bytes(16, "big"),
+        number.to_bytes(16, "little"),
+        key.root,
+    ]
     secret += [seeds.key_of_seed(SEED).root, key.root.hex().encode()]
     files = files_of(run_dir.path)
     assert SEED.encode() in files.pop("secrets.json")
@@ -67,7 +78,9 @@ def test_the_directory_of_a_seeded_run_does_not_give_its_noise_away(settings, ru
         "ledger.jsonl.count",
     } <= files.keys()
     for path in (run_dir.checkpoint, run_dir.previous_checkpoint):
-        assert torch.get_rng_state().numel() > 5000 and not list(byte_tensors(torch.load(path, weights_only=True)))
+        assert torch.get_rng_state().numel() > 5000 and not list(
+            byte_tensors(torch.load(path, weights_only=True))
+        )
 
 
 def byte_tensors(value: object) -> Any:
@@ -79,23 +92,31 @@ def byte_tensors(value: object) -> Any:
             yield from byte_tensors(part)
 
 
-def test_a_seeded_run_on_private_data_resumes_with_the_seed_of_its_secret_file(settings, run_dir: RunDir) -> None:
+def test_a_seeded_run_on_private_data_resumes_with_the_seed_of_its_secret_file(
+    settings, run_dir: RunDir
+) -> None:
     values = settings | {"data.public": False, "training.seed": SEED}
     train(values, report=interrupt_at(2))
     settings = settings | {"data.public": False}
     resumed, outcome, _ = train(settings, resume=True)  # the user does not give it again
     assert resumed.config.training.seed == SEED and outcome.result["steps"] == 6
     assert [s.source for s in read_ledger(run_dir.path).sessions] == ["seed", "seed"]
-    assert len({s.name for s in read_ledger(run_dir.path).sessions}) == 2  # and draws nothing of before again
+    assert (
+        len({s.name for s in read_ledger(run_dir.path).sessions}) == 2
+    )  # and draws nothing of before again
     assert not run_dir.secrets.exists()
     # A finished run needs no seed any more.
     assert train(settings, resume=True)[1].result["epsilon"] == outcome.result["epsilon"]
 
 
-def test_another_seed_is_refused_on_a_resume_without_saying_either(settings, run_dir: RunDir) -> None:
+def test_another_seed_is_refused_on_a_resume_without_saying_either(
+    settings, run_dir: RunDir
+) -> None:
     train(settings | {"data.public": False, "training.seed": SEED}, report=interrupt_at(2))
     other = SEED[::-1]
-    with pytest.raises(ValueError, match=r"training\.seed is not the one that the run began with") as refused:
+    with pytest.raises(
+        ValueError, match=r"training\.seed is not the one that the run began with"
+    ) as refused:
         train(settings | {"data.public": False, "training.seed": other}, resume=True)
     assert SEED not in str(refused.value) and other not in str(refused.value)
     config = config_of(settings | {"data.public": False, "training.seed": str(SEED).upper()})
@@ -106,15 +127,28 @@ def test_a_seed_stays_in_the_configuration_where_it_is_no_secret(settings) -> No
     for changes in ({"data.public": True}, {"privacy.enabled": False}):
         config = config_of(settings | {"training.seed": 3} | changes)
         assert without_seed(config) == config
-    assert without_seed(config_of(settings | {"data.public": False, "training.seed": SEED})).training.seed is None
+    assert (
+        without_seed(
+            config_of(settings | {"data.public": False, "training.seed": SEED})
+        ).training.seed
+        is None
+    )
 
 
 def test_dropout_is_keyed_by_step(settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    # So that a resume needs no generator's state. Not keyed, an interrupted run differs from a whole one.
-    values = settings | {"training.seed": 3, "data.public": True, "model.dropout": 0.3, "model.tune": "full"}
+    # So that a resume needs no generator's state. Not keyed, an interrupted run differs from a
+    # whole one.
+    values = settings | {
+        "training.seed": 3,
+        "data.public": True,
+        "model.dropout": 0.3,
+        "model.tune": "full",
+    }
 
     def gap(name: str) -> float:
-        whole, _, _ = train(values | {"training.run_dir": f"{settings['training.run_dir']}-{name}-whole"})
+        whole, _, _ = train(
+            values | {"training.run_dir": f"{settings['training.run_dir']}-{name}-whole"}
+        )
         stopped = values | {"training.run_dir": f"{settings['training.run_dir']}-{name}"}
         train(stopped, report=interrupt_at(3))
         torch.randn(7)  # whatever else the process draws
@@ -123,13 +157,19 @@ def test_dropout_is_keyed_by_step(settings, monkeypatch: pytest.MonkeyPatch) -> 
         return max(float((p - expected[name]).abs().max()) for name, p in weights(resumed).items())
 
     assert gap("keyed") == 0.0
-    monkeypatch.setattr(runner, "model_seeds", lambda prepared, private: lambda step: torch.initial_seed())
+    monkeypatch.setattr(
+        runner, "model_seeds", lambda prepared, private: lambda step: torch.initial_seed()
+    )
     before = torch.manual_seed
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: None if seed == torch.initial_seed() else before(seed))
+    monkeypatch.setattr(
+        torch, "manual_seed", lambda seed: None if seed == torch.initial_seed() else before(seed)
+    )
     assert gap("unkeyed") > 0.0
 
 
-def test_rows_are_kept_at_checkpoints_sparingly_and_at_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_kept_at_checkpoints_sparingly_and_at_a_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Private:
         kept = 0
 
@@ -209,7 +249,9 @@ def test_a_start_that_was_killed_early_blocks_nothing(left: str, settings, run_d
     if left == "torn first line":
         run_dir.ledger.write_bytes(b'{"line": 1, "type": "mechanism", "for')
     with pytest.raises(
-        ValueError, match="holds no run to resume: nothing was released or saved there; start it without --resume"
+        ValueError,
+        match="holds no run to resume: nothing was released or saved there; start it without "
+        "--resume",
     ):
         train(settings, resume=True)
     _, outcome, _ = train(settings)
@@ -246,11 +288,15 @@ def damaged(path: Path, how: str) -> None:
             middle = whole.index(archive.read(tensor)) + tensor.file_size // 2
         path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :])
     else:
-        path.write_bytes({"empty": b"", "cut off": whole[: len(whole) // 2], "zeros": b"\0" * len(whole)}[how])
+        path.write_bytes(
+            {"empty": b"", "cut off": whole[: len(whole) // 2], "zeros": b"\0" * len(whole)}[how]
+        )
 
 
 @pytest.mark.parametrize("how", ["empty", "cut off", "zeros", "missing", "changed"])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(how: str, settings, run_dir: RunDir) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    how: str, settings, run_dir: RunDir
+) -> None:
     # Before: a zero-length one ended in "Aborted.", and there was no other.
     values = settings | {"training.checkpoint_every": 2}
     with pytest.raises(OSError, match="went away"):
@@ -259,8 +305,12 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(how: str, settings, ru
     said: list[str] = []
     config = with_kept_seed(config_of(values), run_dir)
     outcome = runner.train(prepare(config), run_dir, True, lambda progress: None, said.append)
-    assert said == ["checkpoint.pt is damaged or gone; going on from checkpoint.previous.pt, step 2"]
-    assert outcome.result["steps"] == 6 and read_ledger(run_dir.path).releases == 6  # five were spent
+    assert said == [
+        "checkpoint.pt is damaged or gone; going on from checkpoint.previous.pt, step 2"
+    ]
+    assert (
+        outcome.result["steps"] == 6 and read_ledger(run_dir.path).releases == 6
+    )  # five were spent
 
 
 def test_without_any_checkpoint_that_can_be_read_one_line_says_so(
@@ -273,14 +323,21 @@ def test_without_any_checkpoint_that_can_be_read_one_line_says_so(
         path.write_bytes(b"")
     code, _, err = quietgrad("train", write_config(values), "--resume", "--json")
     last = err.splitlines()[-1]
-    assert code == 2 and last.startswith("error: no checkpoint in") and "Aborted" not in err and "Traceback" not in err
+    assert (
+        code == 2
+        and last.startswith("error: no checkpoint in")
+        and "Aborted" not in err
+        and "Traceback" not in err
+    )
     assert "remove them" in last or "remove both" in last
     for path in (run_dir.checkpoint, run_dir.previous_checkpoint):
         path.unlink()
     assert train(values, resume=True)[1].result["steps"] == 6  # as the message says
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files are read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="names of open files are read from /proc"
+)
 def test_a_checkpoint_and_its_name_are_synced_before_it_counts(
     settings, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,7 +356,11 @@ def test_a_checkpoint_and_its_name_are_synced_before_it_counts(
     monkeypatch.setattr(os, "replace", move)
     train(settings | {"training.checkpoint_every": 3}, report=interrupt_at(6))
     first = synced.index("checkpoint.pt.tmp")
-    assert synced[first : first + 3] == ["checkpoint.pt.tmp", "checkpoint.pt.tmp -> checkpoint.pt", "run"]
+    assert synced[first : first + 3] == [
+        "checkpoint.pt.tmp",
+        "checkpoint.pt.tmp -> checkpoint.pt",
+        "run",
+    ]
     second = synced.index("checkpoint.pt.tmp", first + 1)
     moves = ["checkpoint.pt -> checkpoint.previous.pt", "checkpoint.pt.tmp -> checkpoint.pt"]
     assert synced[second : second + 4] == ["checkpoint.pt.tmp", *moves, "run"]
@@ -331,21 +392,33 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
         code, _, err = quietgrad("train", write_config(settings), "--json")
-    assert code == 1 and err.splitlines()[-1].startswith("error: ledger=") and "No space left" in err.splitlines()[-1]
+    assert (
+        code == 1
+        and err.splitlines()[-1].startswith("error: ledger=")
+        and "No space left" in err.splitlines()[-1]
+    )
     code, out, err = quietgrad("train", write_config(settings), "--resume", "--json")
     assert code == 0 and json.loads(out)["steps"] == 6, err
     assert read_ledger(run_dir.path).releases == 6
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), EOFError(), OSError(5, "Input/output error")], ids=repr)
-def test_whatever_ends_a_run_is_one_line(error: BaseException, settings, quietgrad, write_config, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), EOFError(), OSError(5, "Input/output error")], ids=repr
+)
+def test_whatever_ends_a_run_is_one_line(
+    error: BaseException, settings, quietgrad, write_config, monkeypatch
+) -> None:
     def ends(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(runner, "train", ends)
     code, _, err = quietgrad("train", write_config(settings), "--json")
     assert code == (130 if isinstance(error, KeyboardInterrupt) else 1)
-    assert err.splitlines()[-1].startswith("error: ") and "Aborted" not in err and "Traceback" not in err
+    assert (
+        err.splitlines()[-1].startswith("error: ")
+        and "Aborted" not in err
+        and "Traceback" not in err
+    )
 
 
 # Rolled back as a whole
@@ -355,16 +428,24 @@ def test_a_directory_that_was_rolled_back_is_told_by_a_number_kept_elsewhere(
     settings, run_dir: RunDir, quietgrad: Callable[..., tuple[int, str, str]], write_config
 ) -> None:
     train(settings, report=interrupt_at(2))
-    older = {name: (run_dir.path / name).read_bytes() for name in ("ledger.jsonl", "ledger.jsonl.count")}
+    older = {
+        name: (run_dir.path / name).read_bytes() for name in ("ledger.jsonl", "ledger.jsonl.count")
+    }
     code, out, err = quietgrad("train", write_config(settings), "--resume")
     assert code == 0 and "--expect-releases 6" in " ".join(out.replace("│", " ").split()), out + err
     assert quietgrad("epsilon", "--ledger", run_dir.path, "--expect-releases", 6, "--json")[0] == 0
     for name, contents in older.items():
         (run_dir.path / name).write_bytes(contents)
-    assert quietgrad("epsilon", "--ledger", run_dir.path, "--json")[0] == 0  # cannot be seen from within
-    code, out, err = quietgrad("epsilon", "--ledger", run_dir.path, "--expect-releases", 6, "--json")
+    assert (
+        quietgrad("epsilon", "--ledger", run_dir.path, "--json")[0] == 0
+    )  # cannot be seen from within
+    code, out, err = quietgrad(
+        "epsilon", "--ledger", run_dir.path, "--expect-releases", 6, "--json"
+    )
     assert code == 2 and out == "" and "holds 2 releases, and --expect-releases says 6" in err
-    code, out, err = quietgrad("epsilon", "--noise-multiplier", 1, "--delta", 1e-5, "--expect-releases", 6)
+    code, out, err = quietgrad(
+        "epsilon", "--noise-multiplier", 1, "--delta", 1e-5, "--expect-releases", 6
+    )
     assert code == 2 and "--expect-releases belongs to a ledger" in err
 
 

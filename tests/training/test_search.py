@@ -1,4 +1,6 @@
-"""Settings found by Optuna: proposals, refusals, studies that stop and resume anywhere, and a small real search."""
+"""Settings found by Optuna: proposals, refusals, studies that stop and resume anywhere, and a small
+real search.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_images import write_class_folders
 
-from quietgrad.comparing.comparison import chosen_run, open_runs, read_results, run_comparison, runs_left
+from quietgrad.comparing.comparison import (
+    chosen_run,
+    open_runs,
+    read_results,
+    run_comparison,
+    runs_left,
+)
 from quietgrad.comparing.search import RATE, Range, SearchTable, Settings, propose, search_table
 from quietgrad.comparing.table import Comparison, Run, load_comparison
 
@@ -56,14 +64,21 @@ def test_the_next_trial_depends_on_the_trials_before_it_and_the_seed_alone() -> 
         assert propose(searched, "banded", trials[:told]) == trials[told][0]
     turned = [(proposed, -value) for proposed, value in trials]
     assert propose(searched, "banded", turned) != propose(searched, "banded", trials)
-    assert propose(table(*EVERYTHING, search_seed=1), "banded", trials) != propose(searched, "banded", trials)
+    assert propose(table(*EVERYTHING, search_seed=1), "banded", trials) != propose(
+        searched, "banded", trials
+    )
     assert len({proposed for proposed, _ in trials}) == len(trials)
 
 
 def test_another_process_makes_the_same_trials() -> None:
     trials = study(table(*EVERYTHING), "banded", peak, 6)
-    code = f"from quietgrad.comparing.search import *\nprint(propose({table(*EVERYTHING)!r}, 'banded', {trials!r}))"
-    made = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        f"from quietgrad.comparing.search import *\nprint(propose({table(*EVERYTHING)!r}, "
+        f"'banded', {trials!r}))"
+    )
+    made = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
     assert made.stdout.strip() == repr(propose(table(*EVERYTHING), "banded", trials))
 
 
@@ -71,7 +86,9 @@ def test_a_variant_is_asked_for_its_own_settings_within_their_bounds() -> None:
     for variant in ("banded", "other"):
         for proposed, _ in study(table(*EVERYTHING), variant, peak, 12):
             found = dict(proposed)
-            assert set(found) == {r.key for r in EVERYTHING} - (set() if variant == "banded" else {"noise.bands"})
+            assert set(found) == {r.key for r in EVERYTHING} - (
+                set() if variant == "banded" else {"noise.bands"}
+            )
             assert 1e-4 <= found[RATE] <= 1.0 and 0.1 <= found["privacy.max_grad_norm"] <= 10
             assert found["denoising.method"] in METHOD.choices
             bands = found.get("noise.bands", 1)
@@ -93,7 +110,10 @@ def test_trials_are_random_until_the_last_of_the_startup() -> None:
     searched = table(LEARNING_RATE, startup=4)
     trials = study(searched, "other", peak, 6)
     turned = [(proposed, -value) for proposed, value in trials]
-    same = [propose(searched, "other", trials[:n]) == propose(searched, "other", turned[:n]) for n in range(6)]
+    same = [
+        propose(searched, "other", trials[:n]) == propose(searched, "other", turned[:n])
+        for n in range(6)
+    ]
     assert same == [True, True, True, True, False, False]
 
 
@@ -101,8 +121,11 @@ def test_trials_are_random_until_the_last_of_the_startup() -> None:
 def test_the_sampler_learns_from_earlier_trials(seed: int) -> None:
     values = [v for _, v in study(table(LEARNING_RATE, search_seed=seed), "other", peak, 25)]
     assert max(values[4:]) > max(values[:4])
-    random = [v for _, v in study(table(LEARNING_RATE, search_seed=seed, startup=25), "other", peak, 25)]
-    # Half of what is learnt lies within a factor of 5.6 of the best rate; of random ones, half within a factor of 10.
+    random = [
+        v for _, v in study(table(LEARNING_RATE, search_seed=seed, startup=25), "other", peak, 25)
+    ]
+    # Half of what is learnt lies within a factor of 5.6 of the best rate; of random ones, half
+    # within a factor of 10.
     assert np.median(values[4:]) > -3 > np.median(random[4:])
 
 
@@ -114,7 +137,9 @@ def test_the_sampler_learns_from_earlier_trials(seed: int) -> None:
     seed=st.integers(0, 1000),
 )
 @settings(deadline=None, max_examples=150)
-def test_rounding_keeps_the_bounds(low: float, ratio: float, log: bool, negative: bool, seed: int) -> None:
+def test_rounding_keeps_the_bounds(
+    low: float, ratio: float, log: bool, negative: bool, seed: int
+) -> None:
     high = low * ratio
     if negative and not log:
         low, high = -high, -low
@@ -125,9 +150,13 @@ def test_rounding_keeps_the_bounds(low: float, ratio: float, log: bool, negative
         assert value in (low, high) or value == float(f"{value:.3g}")
 
 
-@given(low=st.integers(1, 50), width=st.integers(1, 50), log=st.booleans(), seed=st.integers(0, 1000))
+@given(
+    low=st.integers(1, 50), width=st.integers(1, 50), log=st.booleans(), seed=st.integers(0, 1000)
+)
 @settings(deadline=None, max_examples=30)
-def test_whole_numbers_stay_whole_and_reach_both_bounds(low: int, width: int, log: bool, seed: int) -> None:
+def test_whole_numbers_stay_whole_and_reach_both_bounds(
+    low: int, width: int, log: bool, seed: int
+) -> None:
     searched = table(Range("a.b", low, low + width, log=log), search_seed=seed, startup=2)
     for proposed, _ in study(searched, "x", lambda found: found["a.b"], 4):
         value = dict(proposed)["a.b"]
@@ -135,7 +164,10 @@ def test_whole_numbers_stay_whole_and_reach_both_bounds(low: int, width: int, lo
 
 
 def test_both_bounds_of_whole_numbers_are_tried() -> None:
-    found = {dict(p)["a.b"] for p, _ in study(table(Range("a.b", 1, 2), startup=12), "x", lambda found: 0.0, 12)}
+    found = {
+        dict(p)["a.b"]
+        for p, _ in study(table(Range("a.b", 1, 2), startup=12), "x", lambda found: 0.0, 12)
+    }
     assert found == {1, 2}
 
 
@@ -174,7 +206,9 @@ def test_a_table_is_read_as_written() -> None:
 def test_a_bad_search_is_refused(changes: dict, message: str) -> None:
     values = {"trials": 4, "ranges": {RATE: {"low": 0.1, "high": 1.0}}} | changes
     with pytest.raises(ValueError, match=message):
-        search_table({name: value for name, value in values.items() if value is not None}, ["banded"])
+        search_table(
+            {name: value for name, value in values.items() if value is not None}, ["banded"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -189,9 +223,12 @@ def test_a_bad_search_is_refused(changes: dict, message: str) -> None:
         ({"low": "a", "high": "b"}, "must have low < high"),
         ({}, "must have low < high"),
         ({"choices": []}, "or choices"),
-        ({"low": 0.1, "height": 1.0}, 'unknown key search.ranges."optimizer.learning_rate".height; did you mean'),
-        ({"key": "a.b", "low": 0.1, "high": 1.0}, 'unknown key search.ranges."optimizer.learning_rate".key'),
-        ({"low": 0.1, "high": 1.0, "variants": ["bandit"]}, "'bandit', which is no variant; did you mean 'banded'"),
+        ({"low": 0.1, "height": 1.0}, 'unknown key search.ranges."optimizer.learning_rate".height; '
+                                      'did you mean'),
+        ({"key": "a.b", "low": 0.1, "high": 1.0}, 'unknown key '
+                                                  'search.ranges."optimizer.learning_rate".key'),
+        ({"low": 0.1, "high": 1.0, "variants": ["bandit"]},
+         "'bandit', which is no variant; did you mean 'banded'"),
         (0.5, "=0.5 must be a table"),
     ],
     ids=str,
@@ -216,7 +253,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_comparison(pictures: Path, tmp_path: Path) -> WriteComparison:
     def write(search: str = "", name: str = "comparison", **changed: Any) -> Path:
         values: dict[str, Any] = {
-            "results": f"{name}.jsonl", "figure": f"{name}.png", "epsilons": [4.0], "seeds": 3, "tuning_seeds": 2,
+            "results": f"{name}.jsonl", "figure": f"{name}.png", "epsilons": [4.0], "seeds": 3,
+            "tuning_seeds": 2,
             "eval_every": 2,
         } | changed  # fmt: skip
         path = tmp_path / f"{name}.toml"
@@ -228,7 +266,8 @@ def write_comparison(pictures: Path, tmp_path: Path) -> WriteComparison:
                     '[variants.baseline]\n[variants.denoised]\ndenoising.method = "persistent"',
                     search or f"[search]\ntrials = 3\nstartup = 2\n{RATES}\n{NORMS}\n{ONE_METHOD}",
                     '[model]\nname = "features:random"\ntune = "head"',
-                    f"[data]\npublic = true\nsource = {json.dumps(str(pictures))}\nimage_size = 8\nvalidation_fraction = 0.3",
+                    f"[data]\npublic = true\nsource = {json.dumps(str(pictures))}\nimage_size = "
+                    "8\nvalidation_fraction = 0.3",
                     '[optimizer]\nname = "sgd"\nmomentum = 0.5',
                     '[training]\nexpected_batch_size = 24\nsteps = 4\nprecision = "float32"',
                 ]
@@ -243,21 +282,32 @@ def write_comparison(pictures: Path, tmp_path: Path) -> WriteComparison:
 @pytest.mark.parametrize(
     ("extra", "changed", "message"),
     [
-        ("", {"learning_rates": [0.1], "protocol_rate": 0.1}, r"are a grid, and \[search\] takes its place"),
+        ("", {"learning_rates": [0.1], "protocol_rate": 0.1},
+         r"are a grid, and \[search\] takes its place"),
         ("", {"learning_rates": [1e-3]}, r"are a grid, and \[search\] takes its place"),
         ("", {"protocol_rate": 1e-3}, r"are a grid, and \[search\] takes its place"),
-        ('[search.ranges."model.lora_rank"]\nlow = 2\nhigh = 8', {}, '"model.lora_rank" cannot vary'),
-        ('[search.ranges."data.image_size"]\nchoices = [8, 16]', {}, '"data.image_size" cannot vary'),
+        ('[search.ranges."model.lora_rank"]\nlow = 2\nhigh = 8', {},
+         '"model.lora_rank" cannot vary'),
+        ('[search.ranges."data.image_size"]\nchoices = [8, 16]', {},
+         '"data.image_size" cannot vary'),
         ('[search.ranges."training.seed"]\nlow = 1\nhigh = 9', {}, '"training.seed" cannot vary'),
-        ('[search.ranges."privacy.target_epsilon"]\nlow = 1.0\nhigh = 8.0', {}, '"privacy.target_epsilon" cannot vary'),
-        ('[search.ranges."privacy.target_delta"]\nlow = 0.1\nhigh = 0.2', {}, '"privacy.target_delta" cannot vary'),
-        ('[search.ranges."privacy.noise_multiplier"]\nlow = 1.0\nhigh = 2.0', {}, '"privacy.noise_multiplier" cannot'),
+        ('[search.ranges."privacy.target_epsilon"]\nlow = 1.0\nhigh = 8.0', {},
+         '"privacy.target_epsilon" cannot vary'),
+        ('[search.ranges."privacy.target_delta"]\nlow = 0.1\nhigh = 0.2', {},
+         '"privacy.target_delta" cannot vary'),
+        ('[search.ranges."privacy.noise_multiplier"]\nlow = 1.0\nhigh = 2.0', {},
+         '"privacy.noise_multiplier" cannot'),
         ('[search.ranges."speed"]\nlow = 1.0\nhigh = 2.0', {}, '"speed" cannot vary'),
-        ('[search.ranges."optimizer.speed"]\nlow = 1.0\nhigh = 2.0', {}, "unknown key optimizer.speed"),
-        ('[search.ranges."denoising.kappa"]\nlow = 0.5\nhigh = 2.0\nvariants = ["denoised"]', {}, "denoising.kappa=0.5"),
-        ('[search.ranges."denoising.kappa"]\nlow = 1.0\nhigh = 2.0', {}, "no key of denoising.method='none'"),
-        ('[search.ranges."denoising.method"]\nchoices = ["publish", "none"]', {}, "denoising.method='publish'"),
-        ('[search.ranges."noise.bands"]\nlow = 1\nhigh = 4\nvariants = ["denoise"]', {}, "'denoise', which is no"),
+        ('[search.ranges."optimizer.speed"]\nlow = 1.0\nhigh = 2.0', {},
+         "unknown key optimizer.speed"),
+        ('[search.ranges."denoising.kappa"]\nlow = 0.5\nhigh = 2.0\nvariants = ["denoised"]', {},
+         "denoising.kappa=0.5"),
+        ('[search.ranges."denoising.kappa"]\nlow = 1.0\nhigh = 2.0', {},
+         "no key of denoising.method='none'"),
+        ('[search.ranges."denoising.method"]\nchoices = ["publish", "none"]', {},
+         "denoising.method='publish'"),
+        ('[search.ranges."noise.bands"]\nlow = 1\nhigh = 4\nvariants = ["denoise"]', {},
+         "'denoise', which is no"),
         ('[search.ranges."noise.bands"]\nlow = 4\nhigh = 1', {}, "low < high"),
     ],
 )  # fmt: skip
@@ -268,16 +318,26 @@ def test_bad_searches_are_refused_before_any_work(
         load_comparison(write_comparison(f"[search]\ntrials = 3\n{RATES}\n{extra}", **changed))
 
 
-def test_a_search_without_learning_rates_is_refused(quietgrad: Any, write_comparison: WriteComparison) -> None:
+def test_a_search_without_learning_rates_is_refused(
+    quietgrad: Any, write_comparison: WriteComparison
+) -> None:
     code, _, err = quietgrad("compare", write_comparison(f"[search]\ntrials = 3\n{NORMS}"))
     assert code == 2 and 'has no "optimizer.learning_rate"' in err and err.count("\n") == 1
 
 
 def line_of(comparison: Comparison, run: Run) -> dict[str, Any]:
-    """A finished run that nobody trained: better near a rate of 0.1 and at large norms, and different by seed."""
+    """A finished run that nobody trained: better near a rate of 0.1 and at large norms, and
+    different by seed.
+    """
     norm = dict(run.settings).get("privacy.max_grad_norm", 1.0)
-    score = math.exp(-(math.log10(run.rate / 0.1) ** 2)) * norm / (1 + norm) + 0.5 * math.sin(90 * run.rate + run.seed)
-    return run.record() | {"key": comparison.key_of(run), "curve": [[2, 0.5], [4, score]], "test": score}
+    score = math.exp(-(math.log10(run.rate / 0.1) ** 2)) * norm / (1 + norm) + 0.5 * math.sin(
+        90 * run.rate + run.seed
+    )
+    return run.record() | {
+        "key": comparison.key_of(run),
+        "curve": [[2, 0.5], [4, score]],
+        "test": score,
+    }
 
 
 def append(comparison: Comparison, run: Run) -> None:
@@ -285,7 +345,9 @@ def append(comparison: Comparison, run: Run) -> None:
         file.write(json.dumps(line_of(comparison, run)) + "\n")
 
 
-def test_however_a_search_is_stopped_its_trials_are_the_same(write_comparison: WriteComparison) -> None:
+def test_however_a_search_is_stopped_its_trials_are_the_same(
+    write_comparison: WriteComparison,
+) -> None:
     search = f"[search]\ntrials = 5\nstartup = 2\n{RATES}\n{NORMS}\n{ONE_METHOD}"
     rng = np.random.default_rng(0)
     made = []
@@ -294,7 +356,8 @@ def test_however_a_search_is_stopped_its_trials_are_the_same(write_comparison: W
         left = runs_left(comparison, {})
         assert left == 2 * (5 * 2 + 1)
         while todo := open_runs(comparison, read_results(comparison)):
-            # One run at a time, in any order, each time read from the file: as if the process had died after it.
+            # One run at a time, in any order, each time read from the file: as if the process had
+            # died after it.
             append(comparison, todo[0 if attempt == 0 else rng.integers(len(todo))])
             left -= 1
             assert runs_left(comparison, read_results(comparison)) == left
@@ -303,7 +366,9 @@ def test_however_a_search_is_stopped_its_trials_are_the_same(write_comparison: W
     assert made[0] == made[1] == made[2]
 
 
-def test_every_variant_gets_as_many_trials_and_its_best_gets_the_other_seeds(write_comparison: WriteComparison) -> None:
+def test_every_variant_gets_as_many_trials_and_its_best_gets_the_other_seeds(
+    write_comparison: WriteComparison,
+) -> None:
     comparison = load_comparison(write_comparison(epsilons=[2.0, 4.0]))
     while todo := open_runs(comparison, read_results(comparison)):
         assert {run.trial for run in todo} <= {0, 1, 2}
@@ -320,7 +385,11 @@ def test_every_variant_gets_as_many_trials_and_its_best_gets_the_other_seeds(wri
             best = max(means, key=means.__getitem__)
             assert [run.trial for run in runs if run.seed == 2] == [best]
             chosen = chosen_run(comparison, results, variant, epsilon)
-            assert chosen is not None and (chosen.trial, chosen.seed) == (best, 0) and chosen in results
+            assert (
+                chosen is not None
+                and (chosen.trial, chosen.seed) == (best, 0)
+                and chosen in results
+            )
             assert ("denoising.kappa" in dict(chosen.settings)) == (variant == "denoised")
     some = {run: record for run, record in results.items() if run.trial != 2}
     assert chosen_run(comparison, some, "baseline", 2.0) is None
@@ -328,12 +397,16 @@ def test_every_variant_gets_as_many_trials_and_its_best_gets_the_other_seeds(wri
 
 def test_settings_reach_the_configuration_of_their_run(write_comparison: WriteComparison) -> None:
     comparison = load_comparison(write_comparison())
-    run = Run("denoised", 4.0, 0.25, 1, (("denoising.kappa", 1.5), ("privacy.max_grad_norm", 0.3)), 2)
+    run = Run(
+        "denoised", 4.0, 0.25, 1, (("denoising.kappa", 1.5), ("privacy.max_grad_norm", 0.3)), 2
+    )
     config = comparison.config_of(run)
     assert (config.denoising.kappa, config.denoising.method) == (1.5, "persistent")
     assert (config.privacy.max_grad_norm, config.privacy.target_epsilon) == (0.3, 4.0)
     assert (config.optimizer.learning_rate, config.training.seed) == (0.25, 1)
-    other = Run("denoised", 4.0, 0.25, 1, (("denoising.kappa", 1.5), ("privacy.max_grad_norm", 0.4)), 2)
+    other = Run(
+        "denoised", 4.0, 0.25, 1, (("denoising.kappa", 1.5), ("privacy.max_grad_norm", 0.4)), 2
+    )
     assert comparison.key_of(run) != comparison.key_of(other)
     assert Run.of(json.loads(json.dumps(run.record()))) == run
 
@@ -344,19 +417,30 @@ class Stopped(Exception):
 
 def facts(comparison: Comparison) -> dict[Run, tuple]:
     """What does not depend on how fast the machine is."""
-    return {run: (r["curve"], r["test"], r["noise_multiplier"]) for run, r in read_results(comparison).items()}
+    return {
+        run: (r["curve"], r["test"], r["noise_multiplier"])
+        for run, r in read_results(comparison).items()
+    }
 
 
-def test_a_real_search_stops_resumes_is_shared_and_reported(quietgrad: Any, write_comparison: WriteComparison) -> None:
+def test_a_real_search_stops_resumes_is_shared_and_reported(
+    quietgrad: Any, write_comparison: WriteComparison
+) -> None:
     whole = load_comparison(write_comparison(name="whole", tuning_seeds=1, seeds=2))
     made: list[Run] = []
     run_comparison(whole, lambda run, record, left: made.append(run))
     assert len(made) == len(set(made)) == 2 * (3 + 1) and runs_left(whole, read_results(whole)) == 0
     for line in map(json.loads, whole.results.read_text().splitlines()):
-        wanted = {"privacy.max_grad_norm"} | ({"denoising.kappa"} if line["variant"] == "denoised" else set())
+        wanted = {"privacy.max_grad_norm"} | (
+            {"denoising.kappa"} if line["variant"] == "denoised" else set()
+        )
         assert set(dict(line["settings"])) == wanted and line["trial"] in (0, 1, 2)
-    # Learning rates and clipping norms of the random trials are shared, and differ from trial to trial.
-    shared = [{(r.trial, r.rate) for r in made if r.variant == v and r.trial < 2} for v in ("baseline", "denoised")]
+    # Learning rates and clipping norms of the random trials are shared, and differ from trial to
+    # trial.
+    shared = [
+        {(r.trial, r.rate) for r in made if r.variant == v and r.trial < 2}
+        for v in ("baseline", "denoised")
+    ]
     assert shared[0] == shared[1] and len({rate for _, rate in shared[0]}) == 2
 
     stopped = load_comparison(write_comparison(name="stopped", tuning_seeds=1, seeds=2))
@@ -390,7 +474,9 @@ def test_a_real_search_stops_resumes_is_shared_and_reported(quietgrad: Any, writ
         best = chosen_run(whole, read_results(whole), variant, 4.0)
         assert best is not None
         found = ", ".join(f"{k.rpartition('.')[2]} {v:g}" for k, v in best.settings)
-        assert f"| 4 | {variant} | {best.rate:g}, {found} | 2 | " in row and "max_grad_norm" in found
+        assert (
+            f"| 4 | {variant} | {best.rate:g}, {found} | 2 | " in row and "max_grad_norm" in found
+        )
     code, out, _ = quietgrad("compare", whole.path, "--report")
     assert code == 0 and rows[0] in out and rows[1] in out
 

@@ -1,4 +1,6 @@
-"""``noise.source = "secure"`` from the command line: what is printed, what the ledger says, and what happens without the package."""
+"""``noise.source = "secure"`` from the command line: what is printed, what the ledger says, and
+what happens without the package.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,15 @@ pytest.importorskip("cryptography")
 
 
 @pytest.mark.parametrize("method", ["independent", "banded"])
-def test_a_run_with_secure_noise_says_so_and_what_it_costs(quietgrad, settings, write_config, method: str) -> None:
-    values = settings | {"noise.source": "secure", "noise.method": method, "noise.bands": 2, "data.test_fraction": 0.3}
+def test_a_run_with_secure_noise_says_so_and_what_it_costs(
+    quietgrad, settings, write_config, method: str
+) -> None:
+    values = settings | {
+        "noise.source": "secure",
+        "noise.method": method,
+        "noise.bands": 2,
+        "data.test_fraction": 0.3,
+    }
     code, out, err = quietgrad("train", write_config(values), "--json")
     assert code == 0, err
     assert json.loads(out)["epsilon"] <= 4.0
@@ -27,7 +36,9 @@ def test_a_run_with_secure_noise_says_so_and_what_it_costs(quietgrad, settings, 
 def test_without_the_package_nothing_starts(quietgrad, settings, write_config, monkeypatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "cryptography" else find(name, *a)
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "cryptography" else find(name, *a),
     )
     code, _, err = quietgrad("train", write_config(settings | {"noise.source": "secure"}))
     assert code != 0 and "quietgrad[secure]" in err

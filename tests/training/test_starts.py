@@ -19,7 +19,9 @@ def private(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_privacy(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in values.items() if k != "privacy.target_epsilon"} | {"privacy.enabled": False}
+    return {k: v for k, v in values.items() if k != "privacy.target_epsilon"} | {
+        "privacy.enabled": False
+    }
 
 
 @pytest.mark.parametrize("tune", ["lora", "full"])
@@ -30,10 +32,17 @@ def test_a_run_does_not_start_from_another_by_accident(
     first = private | {"model.tune": tune, "training.run_dir": str(tmp_path / "first")}
     _, outcome, run_dir = train(without_privacy(first) if kind == WITHOUT_PRIVACY else first)
     record = read_provenance(run_dir.model)
-    assert record is not None and record["data"] == "reviews.csv" and not record["data_declared_public"]
+    assert (
+        record is not None
+        and record["data"] == "reviews.csv"
+        and not record["data_declared_public"]
+    )
     assert record["private"] == (kind == EPSILONS_ADD)
     if kind == EPSILONS_ADD:
-        assert record["epsilon"] == outcome.result["epsilon"] and record["delta"] == outcome.result["delta"]
+        assert (
+            record["epsilon"] == outcome.result["epsilon"]
+            and record["delta"] == outcome.result["delta"]
+        )
     second = private | {"model.name": str(run_dir.model), "model.tune": "head"}
     with pytest.raises(ValueError, match=f'model.accept_start = "{kind}"'):
         prepare(config_of(second))
@@ -41,18 +50,28 @@ def test_a_run_does_not_start_from_another_by_accident(
     assert outcome.result["started_from"] == [record] and len(outcome.result["start_warnings"]) == 1
     made = read_provenance(again.model)
     assert made is not None and made["started_from"] == [record]
-    assert json.loads(again.result.read_text())["start_warnings"] == outcome.result["start_warnings"]
+    assert (
+        json.loads(again.result.read_text())["start_warnings"] == outcome.result["start_warnings"]
+    )
 
 
 def test_a_run_on_public_data_is_a_public_start(private: dict[str, Any], tmp_path: Path) -> None:
-    first = private | {"data.public": True, "training.seed": 1, "training.run_dir": str(tmp_path / "first")}
+    first = private | {
+        "data.public": True,
+        "training.seed": 1,
+        "training.run_dir": str(tmp_path / "first"),
+    }
     _, outcome, run_dir = train(first)
     assert outcome.result["data_declared_public"] and "seed_warning" not in outcome.result
-    prepared = prepare(config_of(private | {"model.name": str(run_dir.model), "model.tune": "head"}))
+    prepared = prepare(
+        config_of(private | {"model.name": str(run_dir.model), "model.tune": "head"})
+    )
     assert len(prepared.started_from) == 1
 
 
-def test_a_private_label_reaches_nothing_that_is_written(private: dict[str, Any], tmp_path: Path) -> None:
+def test_a_private_label_reaches_nothing_that_is_written(
+    private: dict[str, Any], tmp_path: Path
+) -> None:
     source = tmp_path / "rare.csv"
     for text in (f"a rare story {i}" for i in range(50)):
         write_records(source, [(text, "unheard-of"), *labelled_texts()])
@@ -84,7 +103,11 @@ def test_progress_result_and_ledger_of_declared_data_say_so(
     assert code == 0 and json.loads(out)["data_declared_public"] is True
 
 
-def test_a_short_seed_on_private_data_is_refused(quietgrad: Any, settings: dict[str, Any], write_config: Any) -> None:
-    code, _, err = quietgrad("train", write_config(settings | {"data.public": False, "training.seed": 1}))
+def test_a_short_seed_on_private_data_is_refused(
+    quietgrad: Any, settings: dict[str, Any], write_config: Any
+) -> None:
+    code, _, err = quietgrad(
+        "train", write_config(settings | {"data.public": False, "training.seed": 1})
+    )
     assert code == 2 and "has fewer than 128 bits" in err and "data.public = true" in err
     assert not Path(settings["training.run_dir"], "ledger.jsonl").exists()

@@ -1,4 +1,6 @@
-"""Tables: rows are encoded by themselves and by public rows, and a small network learns from them privately."""
+"""Tables: rows are encoded by themselves and by public rows, and a small network learns from them
+privately.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def test_a_network_learns_a_table_and_can_be_used_afterwards(values: dict[str, A
     classifier, encoding, labels = load_saved_table(run_dir.model)
     rows = load_rows(values["data.source"], "income")
     held = prepared.task.splits.test
-    encoded = encoding.encode(rows.subset(np.array([rows.texts.index(text) for text in held.texts])))
+    encoded = encoding.encode(
+        rows.subset(np.array([rows.texts.index(text) for text in held.texts]))
+    )
     with torch.no_grad():
         logits = classifier(torch.from_numpy(encoded.numbers), torch.from_numpy(encoded.codes))
     truth = np.array([labels.index(held.label_names[i]) for i in held.labels])
@@ -74,7 +78,9 @@ def test_clipping_of_a_table_agrees_with_the_oracle(values: dict[str, Any]) -> N
     assert verify_clipping(prepared.model.classifier, prepared.loss(), batch) < 1e-4
 
 
-def test_one_private_row_changes_how_no_other_is_read(values: dict[str, Any], tmp_path: Path) -> None:
+def test_one_private_row_changes_how_no_other_is_read(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
     """Neither a new category, nor a huge number, nor a word among numbers, nor a new label."""
     plain = load_task(config_of(values))
     strange = "1e9,astronaut,never,unheard-of\n"
@@ -88,7 +94,9 @@ def test_one_private_row_changes_how_no_other_is_read(values: dict[str, Any], tm
     place = more.record_ids.index(next(iter(added)))
     rest = np.delete(np.arange(len(theirs)), place)
     ours = plain.encoding.encode(plain.splits.train)
-    assert np.array_equal(theirs.numbers[rest], ours.numbers) and np.array_equal(theirs.codes[rest], ours.codes)
+    assert np.array_equal(theirs.numbers[rest], ours.numbers) and np.array_equal(
+        theirs.codes[rest], ours.codes
+    )
     assert theirs.labels[place] == IGNORED
     assert theirs.codes[place].tolist() == [0]
     assert theirs.numbers[place].tolist() == [FARTHEST, 0.0, 0.0, 1.0]
@@ -97,11 +105,15 @@ def test_one_private_row_changes_how_no_other_is_read(values: dict[str, Any], tm
 def test_encoding_survives_its_file(values: dict[str, Any]) -> None:
     encoding = load_task(config_of(values)).encoding
     assert Encoding.from_json(encoding.to_json()) == encoding
-    assert set(encoding.numbers) == {"age", "hours"} and encoding.categories == {"trade": ("baker", "clerk", "smith")}
+    assert set(encoding.numbers) == {"age", "hours"} and encoding.categories == {
+        "trade": ("baker", "clerk", "smith")
+    }
 
 
 def test_numbers_are_standardised_by_public_rows() -> None:
-    rows = LabelledRows({"a": ("1", "3", "", "inf")}, np.zeros(4, dtype=np.int64), ("x",), "made up")
+    rows = LabelledRows(
+        {"a": ("1", "3", "", "inf")}, np.zeros(4, dtype=np.int64), ("x",), "made up"
+    )
     public = rows.subset(np.array([0, 1]))
     encoded = Encoding.of([public]).encode(rows)
     assert encoded.numbers.tolist() == [[-1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]

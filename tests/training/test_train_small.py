@@ -1,4 +1,6 @@
-"""``quietgrad train`` from end to end on a tiny model: what it writes, what it trains, and that nothing private leaves it."""
+"""``quietgrad train`` from end to end on a tiny model: what it writes, what it trains, and that
+nothing private leaves it.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,19 @@ from quietgrad.training.tasks.text.batches import tokenise
 from quietgrad.training.tasks.text.models import load_saved
 
 RESULT_KEYS = {
-    "epsilon", "delta", "private", "steps", "planned_steps", "metrics", "run_dir", "majority_accuracy",
+    "epsilon", "delta", "private", "steps", "planned_steps", "metrics", "run_dir",
+    "majority_accuracy",
     "metric", "trainable_parameters",
-    "records", "noise_multiplier", "sample_rate", "neighbouring", "data_declared_public", "seed_warning",
+    "records", "noise_multiplier", "sample_rate", "neighbouring", "data_declared_public",
+    "seed_warning",
 }  # fmt: skip
-METRICS_KEYS = {"step", "validation_accuracy", "validation_records", "epsilon", "data_declared_public"}
+METRICS_KEYS = {
+    "step",
+    "validation_accuracy",
+    "validation_records",
+    "epsilon",
+    "data_declared_public",
+}
 SEED = "0f2e4d6c8b1a39577e93d5c1f4a6b802"  # of the length that private data ask for
 CHECKPOINT_KEYS = {"fixed_head", "step", "trainable", "optimizer"}  # and no generator's state
 
@@ -46,7 +56,10 @@ def test_command_line_from_plan_to_epsilon(quietgrad, settings, write_config) ->
     assert result["epsilon"] <= 4.0 and result["delta"] < 1 / 60 and result["steps"] == 6
     assert 0 <= result["metrics"]["accuracy"] <= 1
     assert result["run_dir"] == str(folder)
-    assert result["epsilon"] == planned["epsilon"] and result["noise_multiplier"] == planned["noise_multiplier"]
+    assert (
+        result["epsilon"] == planned["epsilon"]
+        and result["noise_multiplier"] == planned["noise_multiplier"]
+    )
     assert "epsilon" in err  # progress and guarantee, for people
 
     written = {p.name for p in folder.iterdir()}
@@ -104,7 +117,16 @@ def test_nothing_private_is_written(settings) -> None:
         "model",
     }
     assert {p.name for p in run_dir.path.iterdir()} <= known
-    private_words = ("loss", "batch_sizes", "realised", "clip_rate", "clipped", "grad_norms", "nonfinite", "indices")
+    private_words = (
+        "loss",
+        "batch_sizes",
+        "realised",
+        "clip_rate",
+        "clipped",
+        "grad_norms",
+        "nonfinite",
+        "indices",
+    )
     for path in run_dir.path.rglob("*.json*"):
         if "tokenizer" not in path.name:
             assert not [word for word in private_words if f'"{word}' in path.read_text()], path
@@ -114,7 +136,8 @@ def test_nothing_private_is_written(settings) -> None:
 
 
 def test_reported_numbers_do_not_come_from_private_labels(settings) -> None:
-    # Which class is the more frequent one in training is private; the comparison value has to come from public records.
+    # Which class is the more frequent one in training is private; the comparison value has to come
+    # from public records.
     reported = []
     for label in (0, 1):
         prepared = prepare(config_of(settings | {"training.steps": 1}))
@@ -130,7 +153,11 @@ def test_reported_numbers_do_not_come_from_private_labels(settings) -> None:
 @pytest.mark.parametrize("head", ["mean", "auto"])
 @pytest.mark.parametrize("tune", ["lora", "full", "head"])
 def test_head_has_its_own_learning_rate(tune: str, head: str, settings) -> None:
-    rates = {"optimizer.learning_rate": 1e-3, "optimizer.head_learning_rate": 5e-2, "optimizer.warmup_steps": 0}
+    rates = {
+        "optimizer.learning_rate": 1e-3,
+        "optimizer.head_learning_rate": 5e-2,
+        "optimizer.warmup_steps": 0,
+    }
     config = config_of(settings | rates | {"model.tune": tune, "model.head": head})
     classifier = prepare(config).model.classifier
     optimizer, schedule = build_optimizer(classifier, config.optimizer, 10)
@@ -146,14 +173,21 @@ def test_head_has_its_own_learning_rate(tune: str, head: str, settings) -> None:
 @pytest.mark.parametrize("head", ["mean", "auto"])
 @pytest.mark.parametrize("tune", ["lora", "full", "head"])
 def test_every_way_to_tune(tune: str, head: str, settings) -> None:
-    changed = {"model.tune": tune, "model.head": head, "privacy.noise_multiplier": 0.5, "training.steps": 3}
+    changed = {
+        "model.tune": tune,
+        "model.head": head,
+        "privacy.noise_multiplier": 0.5,
+        "training.steps": 3,
+    }
     values = {k: v for k, v in settings.items() if k != "privacy.target_epsilon"} | changed
     before = weights(prepare(config_of(values)))
     prepared, outcome, run_dir = train(values)
     assert not outcome.interrupted
     parameters = dict(prepared.model.classifier.named_parameters())
     pretrained = {
-        n for n in before if "lora_" not in n and "head" not in n and "classifier" not in n and "pooler" not in n
+        n
+        for n in before
+        if "lora_" not in n and "head" not in n and "classifier" not in n and "pooler" not in n
     }
     for name, p in parameters.items():
         if not p.requires_grad and name in pretrained:
@@ -165,11 +199,14 @@ def test_every_way_to_tune(tune: str, head: str, settings) -> None:
     assert labels == ["bad", "good"]
     texts = tokenise(prepared.task.splits.test, tokenizer, 16)
     again = predictions(classifier, texts, 8, torch.device("cpu"))
-    assert np.array_equal(again, predictions(prepared.model.classifier, prepared.test, 8, torch.device("cpu")))
+    assert np.array_equal(
+        again, predictions(prepared.model.classifier, prepared.test, 8, torch.device("cpu"))
+    )
     batch = texts.collate(np.arange(5), torch.device("cpu"))
     with torch.no_grad():
         one, other = (
-            m(batch["input_ids"], batch["attention_mask"]) for m in (classifier, prepared.model.classifier.eval())
+            m(batch["input_ids"], batch["attention_mask"])
+            for m in (classifier, prepared.model.classifier.eval())
         )
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -194,7 +231,9 @@ def test_optimisers_with_and_without_privacy(optimizer: str, private: bool, sett
 
 @pytest.mark.parametrize("estimator", ["hutch", "hutch++", "ghost", "materialized"])
 def test_estimators(estimator: str, settings) -> None:
-    prepared, outcome, run_dir = train(settings | {"clipping.estimator": estimator, "training.steps": 3})
+    prepared, outcome, run_dir = train(
+        settings | {"clipping.estimator": estimator, "training.steps": 3}
+    )
     assert outcome.result["epsilon"] <= 4.0
     contents = read_ledger(run_dir.path)
     assert epsilon(contents.event, contents.header["delta"]) == outcome.result["epsilon"]
@@ -209,7 +248,8 @@ def test_a_model_can_learn_and_noise_can_prevent_it(settings) -> None:
     accuracy = {}
     for sigma in (0.3, 100.0):
         changed = {
-            "privacy.noise_multiplier": sigma, "training.steps": 60, "training.seed": 0, "training.eval_every": 0, "model.tune": "full",
+            "privacy.noise_multiplier": sigma, "training.steps": 60, "training.seed": 0,
+            "training.eval_every": 0, "model.tune": "full",
             "training.run_dir": f"{settings['training.run_dir']}-{sigma}",
         }  # fmt: skip
         values = {k: v for k, v in settings.items() if k != "privacy.target_epsilon"} | changed
@@ -219,8 +259,14 @@ def test_a_model_can_learn_and_noise_can_prevent_it(settings) -> None:
 
 def test_micro_batches_and_evaluations_change_nothing_but_rounding(settings) -> None:
     found = []
-    for i, changed in enumerate(({}, {"clipping.max_physical_batch_size": 5}, {"training.eval_every": 0})):
-        values = {"training.seed": 2, "optimizer.name": "sgd", "training.run_dir": f"{settings['training.run_dir']}{i}"}
+    for i, changed in enumerate(
+        ({}, {"clipping.max_physical_batch_size": 5}, {"training.eval_every": 0})
+    ):
+        values = {
+            "training.seed": 2,
+            "optimizer.name": "sgd",
+            "training.run_dir": f"{settings['training.run_dir']}{i}",
+        }
         found.append(weights(train(settings | values | changed)[0]))
     for other in found[1:]:
         for name, p in found[0].items():
@@ -230,21 +276,30 @@ def test_micro_batches_and_evaluations_change_nothing_but_rounding(settings) -> 
 @pytest.mark.parametrize("changed", [{"model.lora_layers": 1}, {"model.tune": "head"}], ids=str)
 def test_cached_frozen_layers_give_the_same_gradients(changed: dict, settings) -> None:
     prepared = prepare(config_of(settings | changed))
-    torch.nn.init.normal_(prepared.model.classifier.head.weight)  # a head of zeros lets no gradient through
+    torch.nn.init.normal_(
+        prepared.model.classifier.head.weight
+    )  # a head of zeros lets no gradient through
     cache = prepared.prefix_cache()
     assert cache is not None
     records = np.array([0, 3, 4, 9])
     whole = per_example_norms(
         prepared.model.classifier, prepared.loss(), prepared.train.collate(records, prepared.device)
     )
-    cached = per_example_norms(cache.upper, prepared.loss(), cache.collate(records, prepared.device))
+    cached = per_example_norms(
+        cache.upper, prepared.loss(), cache.collate(records, prepared.device)
+    )
     torch.testing.assert_close(whole, cached, rtol=1e-4, atol=0)
 
 
 def test_nothing_is_cached_where_the_lowest_layer_trains(settings) -> None:
     assert prepare(config_of(settings | {"model.tune": "full"})).prefix_cache() is None
-    assert prepare(config_of(settings | {"model.tune": "lora", "model.lora_layers": 0})).prefix_cache() is None
     assert (
-        prepare(config_of(settings | {"model.tune": "head", "training.cache_frozen_layers": False})).prefix_cache()
+        prepare(config_of(settings | {"model.tune": "lora", "model.lora_layers": 0})).prefix_cache()
+        is None
+    )
+    assert (
+        prepare(
+            config_of(settings | {"model.tune": "head", "training.cache_frozen_layers": False})
+        ).prefix_cache()
         is None
     )

@@ -1,4 +1,6 @@
-"""Helpers of the image tests: small data sets of files, and Hugging Face models of a few thousand parameters."""
+"""Helpers of the image tests: small data sets of files, and Hugging Face models of a few thousand
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ SIZE = 8
 
 
 def stripes(kinds: np.ndarray, seed: int) -> np.ndarray:
-    """[n, 8, 8] bytes: kind 0 has horizontal stripes, 1 vertical ones, 2 both, 3 none, all with noise."""
+    """[n, 8, 8] bytes: kind 0 has horizontal stripes, 1 vertical ones, 2 both, 3 none, all with
+    noise.
+    """
     rng = np.random.default_rng(seed)
     row, column = np.indices((SIZE, SIZE))
     across, down = row % 4 < 2, column % 4 < 2
@@ -28,13 +32,19 @@ def write_picture(path: Path, pixels: np.ndarray) -> Path:
     return path
 
 
-def write_class_folders(folder: Path, train: int = 120, test: int = 24, seed: int = 0, coloured: bool = False) -> Path:
+def write_class_folders(
+    folder: Path, train: int = 120, test: int = 24, seed: int = 0, coloured: bool = False
+) -> Path:
     """train/across, train/down, test/across, test/down with stripes."""
     for part, count, which in (("train", train, seed), ("test", test, seed + 1000)):
         kinds = np.arange(count) % 2
         for i, picture in enumerate(stripes(kinds, which)):
-            pixels = np.stack([picture, 255 - picture, picture // 2], axis=-1) if coloured else picture
-            write_picture(folder / part / ("across", "down")[kinds[i]] / f"{part}{i:03}.png", pixels)
+            pixels = (
+                np.stack([picture, 255 - picture, picture // 2], axis=-1) if coloured else picture
+            )
+            write_picture(
+                folder / part / ("across", "down")[kinds[i]] / f"{part}{i:03}.png", pixels
+            )
     return folder
 
 
@@ -42,7 +52,9 @@ FINDINGS = ("Across", "Down", "Across|Down", "No Finding")
 
 
 def write_findings(folder: Path, train: int = 160, test: int = 60, seed: int = 0) -> Path:
-    """Stripes in the form of ChestX-ray14: bare names in a table, files in subfolders, no label or several."""
+    """Stripes in the form of ChestX-ray14: bare names in a table, files in subfolders, no label or
+    several.
+    """
     for part, count, which in (("train", train, seed), ("test", test, seed + 1000)):
         kinds = np.random.default_rng(which).integers(0, 4, count)
         lines = ["Image Index,Finding Labels"]
@@ -78,7 +90,9 @@ def save_tiny_resnet(folder: Path) -> Path:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
+    config = transformers.ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic"
+    )
     model = transformers.ResNetModel(config).train()
     with torch.no_grad():
         for _ in range(3):

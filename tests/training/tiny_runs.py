@@ -1,4 +1,6 @@
-"""Helpers of the training tests: a small data set that a tiny model can learn, and short runs on it, stopped where a test wants."""
+"""Helpers of the training tests: a small data set that a tiny model can learn, and short runs on
+it, stopped where a test wants.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,20 @@ from quietgrad.training.prepare import Prepared, prepare
 from quietgrad.training.settings.config import TrainConfig, config_from
 
 WORDS = {"good": ["lovely", "great", "superb", "bright"], "bad": ["awful", "dull", "poor", "grim"]}
-COMMON = ["the", "film", "was", "a", "story", "actor", "very", "and", "quite", "with", "plot", "music"]
+COMMON = [
+    "the",
+    "film",
+    "was",
+    "a",
+    "story",
+    "actor",
+    "very",
+    "and",
+    "quite",
+    "with",
+    "plot",
+    "music",
+]
 RECORDS = 120
 
 
@@ -32,7 +47,10 @@ def labelled_texts(count: int = RECORDS) -> list[tuple[str, str]]:
     records = []
     for i in range(count):
         label = ("good", "bad")[i % 2]
-        words = [*generator.choice(COMMON, generator.integers(3, 9)), *generator.choice(WORDS[label], 2)]
+        words = [
+            *generator.choice(COMMON, generator.integers(3, 9)),
+            *generator.choice(WORDS[label], 2),
+        ]
         generator.shuffle(words)
         records.append((" ".join(words), label))
     return records
@@ -47,14 +65,20 @@ def config_of(values: dict[str, Any]) -> TrainConfig:
 
 
 def train(
-    values: dict[str, Any], resume: bool = False, report: Callable[[runner.Progress], None] | None = None
+    values: dict[str, Any],
+    resume: bool = False,
+    report: Callable[[runner.Progress], None] | None = None,
 ) -> tuple[Prepared, runner.Outcome, RunDir]:
     config = config_of(values)
     run_dir = open_run_dir(config.training.run_dir, resume)
     if resume:
         config = with_kept_seed(config, run_dir)
     prepared = prepare(config, saved_mixing(run_dir) if resume else None)
-    return prepared, runner.train(prepared, run_dir, resume, report or (lambda progress: None)), run_dir
+    return (
+        prepared,
+        runner.train(prepared, run_dir, resume, report or (lambda progress: None)),
+        run_dir,
+    )
 
 
 def weights(prepared: Prepared) -> dict[str, torch.Tensor]:

@@ -1,6 +1,8 @@
-"""Events to epsilon, delta and trade-off curves, and back to a noise multiplier. Never imports torch.
+"""Events to epsilon, delta and trade-off curves, and back to a noise multiplier. Never imports
+torch.
 
-Every epsilon is an upper bound for the add-or-remove-one-record relation; see docs/privacy.md for the argument.
+Every epsilon is an upper bound for the add-or-remove-one-record relation; see docs/privacy.md for
+the argument.
 """
 
 from quietgrad.accounting.calibrate import noise_multiplier

@@ -10,7 +10,13 @@ from scipy import optimize
 
 from quietgrad.accounting.spending import epsilon as epsilon_of
 from quietgrad.checks import require_delta, require_positive
-from quietgrad.facts import ClippingClaim, EventSequence, ExactClipping, PoissonGaussian, PrivacyEvent
+from quietgrad.events import (
+    ClippingClaim,
+    EventSequence,
+    ExactClipping,
+    PoissonGaussian,
+    PrivacyEvent,
+)
 
 SMALLEST_MULTIPLIER = 1e-2
 LARGEST_MULTIPLIER = 1e6
@@ -62,7 +68,8 @@ def noise_multiplier(
 def calibrate(epsilon_at: Callable[[float], float], target_epsilon: float) -> float:
     """Solves epsilon_at(sigma) <= target for the smallest sigma, epsilon_at decreasing.
 
-    Works on log sigma against log epsilon, where the curve is nearly straight, and returns the side that meets the target.
+    Works on log sigma against log epsilon, where the curve is nearly straight, and returns the side
+    that meets the target.
     """
     tolerance = min(EPSILON_TOLERANCE, 4e-4 * target_epsilon)
     seen: dict[float, float] = {}
@@ -83,8 +90,10 @@ def calibrate(epsilon_at: Callable[[float], float], target_epsilon: float) -> fl
         value = excess(high)
         if value > 0 and high >= math.log(LARGEST_MULTIPLIER):
             raise ValueError(
-                f"target_epsilon={target_epsilon} is not met by any noise multiplier up to {LARGEST_MULTIPLIER:g}; allow a larger "
-                "epsilon or delta, fewer steps, a smaller sampling rate or, with sketches, a larger sketch_dim"
+                f"target_epsilon={target_epsilon} is not met by any noise multiplier up to "
+                f"{LARGEST_MULTIPLIER:g}; allow a larger "
+                "epsilon or delta, fewer steps, a smaller sampling rate or, with sketches, a "
+                "larger sketch_dim"
             )
     if low == high:
         while value <= 0:
@@ -101,7 +110,9 @@ def calibrate(epsilon_at: Callable[[float], float], target_epsilon: float) -> fl
     shift = math.log1p(-tolerance / (2 * target_epsilon))
     root_tolerance = -shift / 8
     if excess_of(seen[high], target_epsilon) <= shift:
-        optimize.brentq(lambda x: excess(x) - shift, low, high, xtol=root_tolerance, rtol=1e-12, maxiter=60)
+        optimize.brentq(
+            lambda x: excess(x) - shift, low, high, xtol=root_tolerance, rtol=1e-12, maxiter=60
+        )
     meeting = [x for x, e in seen.items() if e <= target_epsilon]
     return math.exp(min(meeting))
 

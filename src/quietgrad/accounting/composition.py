@@ -1,4 +1,6 @@
-"""Composition of steps and phases with dp-accounting's privacy-loss distributions, on a grid chosen for the event."""
+"""Composition of steps and phases with dp-accounting's privacy-loss distributions, on a grid chosen
+for the event.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ from quietgrad.accounting.one_step import (
     smallest_loss,
 )
 from quietgrad.accounting.scale_mixture import ScaleMixture, scale_mixture
-from quietgrad.facts import EventSequence, ExactClipping, PoissonGaussian, PrivacyEvent
+from quietgrad.events import EventSequence, ExactClipping, PoissonGaussian, PrivacyEvent
 
 Array = NDArray[np.float64]
 
-# The spread of a one-step loss is resolved by this many grid intervals: the variance added by connecting the dots is at
-# most a quarter of a squared interval, so composed epsilons move by less than 1e-4 of their Gaussian part.
+# The spread of a one-step loss is resolved by this many grid intervals: the variance added by
+# connecting the dots is at most a quarter of a squared interval, so composed epsilons move by less
+# than 1e-4 of their Gaussian part.
 INTERVALS_PER_SPREAD = 60
 LARGEST_INTERVAL = 0.005
 LARGEST_ONE_STEP_GRID = 200_000
@@ -40,9 +43,11 @@ class Discretisation:
 
     Attributes:
         interval: spacing of the loss grid.
-        range_limited: the interval is coarser than wanted, because the range of losses is very wide.
+        range_limited: the interval is coarser than wanted, because the range of losses is very
+            wide.
         mixture_bins: number of values of the scale Z (1 for exact clipping).
-        widest_relative_bin: contributions are overstated by at most this share through the bins of Z.
+        widest_relative_bin: contributions are overstated by at most this share through the bins of
+            Z.
         tail_mass: probability that truncation may have moved into delta, all steps together.
     """
 
@@ -55,29 +60,38 @@ class Discretisation:
 
 @dataclass(frozen=True)
 class ComposedLoss:
-    """Privacy-loss distribution of a whole event in one direction: atoms on a grid plus mass at infinity."""
+    """Privacy-loss distribution of a whole event in one direction: atoms on a grid plus mass at
+    infinity.
+    """
 
     losses: Array
     probabilities: Array
     infinity: float
 
     def delta(self, epsilon: float) -> float:
-        """Hockey-stick divergence at epsilon >= 0: an upper bound of the event's delta in this direction."""
+        """Hockey-stick divergence at epsilon >= 0: an upper bound of the event's delta in this
+        direction.
+        """
         start = int(np.searchsorted(self.losses, epsilon, side="right"))
         gap = -np.expm1(epsilon - self.losses[start:])
         return min(1.0, self.infinity + float(np.dot(gap, self.probabilities[start:])))
 
     def epsilon(self, delta: float) -> float:
-        """Smallest epsilon >= 0 with ``self.delta(epsilon) <= delta``; infinity if there is none."""
+        """Smallest epsilon >= 0 with ``self.delta(epsilon) <= delta``;
+        infinity if there is none.
+        """
         if self.infinity > delta:
             return math.inf
         if self.delta(0.0) <= delta:
             return 0.0
-        # delta() falls along the grid: bisect on grid points, then solve U - e^eps L = delta between two of them.
+        # delta() falls along the grid: bisect on grid points, then solve U - e^eps L = delta
+        # between two of them.
         low, high = int(np.searchsorted(self.losses, 0.0)) - 1, self.losses.size - 1
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.delta(float(self.losses[middle])) > delta else (low, middle)
+            low, high = (
+                (middle, high) if self.delta(float(self.losses[middle])) > delta else (low, middle)
+            )
         base = float(self.losses[high])
         upper = self.infinity + float(self.probabilities[high:].sum())
         lower = float(np.dot(self.probabilities[high:], np.exp(base - self.losses[high:])))
@@ -106,20 +120,25 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
 
     Args:
         event: what was released.
-        tail_mass: probability that truncation may move into delta, over all steps; keep it far below the delta of interest.
+        tail_mass: probability that truncation may move into delta, over all steps; keep it far
+            below the delta of interest.
         refine: above 1, a grid finer by that factor (for convergence checks).
 
     Returns:
-        A pessimistic privacy-loss distribution in both directions, whatever the grid. Cost: one FFT per phase of a length that
-        grows with the standard deviation of the composed loss over the grid's interval, so roughly with sqrt(T).
+        A pessimistic privacy-loss distribution in both directions, whatever the grid. Cost: one FFT
+        per phase of a length that grows with the standard deviation of the composed loss over the
+        grid's interval, so roughly with sqrt(T).
     """
     phases = event.events if isinstance(event, EventSequence) else (event,)
     if not phases:
         raise ValueError("the event sequence is empty: nothing was released, and epsilon is 0")
     phases = _merge_equal_phases(phases)
     truncation = tail_mass / (4 * len(phases))
-    coarse = [scale_mixture(p.clipping, truncation / p.compositions, GRID_MIXTURE_BINS) for p in phases]
-    # One grid serves all phases: the finest that any of them asks for, unless the widest could then not be held.
+    coarse = [
+        scale_mixture(p.clipping, truncation / p.compositions, GRID_MIXTURE_BINS) for p in phases
+    ]
+    # One grid serves all phases: the finest that any of them asks for, unless the widest could then
+    # not be held.
     grids = [_grid(p, m, truncation, refine) for p, m in zip(phases, coarse, strict=True)]
     wanted = min(g.interval for g in grids)
     range_limit = max((g.highest - g.lowest) / LARGEST_ONE_STEP_GRID for g in grids)
@@ -127,7 +146,10 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
     points = max((g.highest - g.lowest) / interval for g in grids)
     bins = int(min(MIXTURE_BINS, max(GRID_MIXTURE_BINS, MIXTURE_WORK * refine / points)))
     mixtures = [scale_mixture(p.clipping, truncation / p.compositions, bins) for p in phases]
-    steps = [_one_step_on_grid(p, m, g, interval) for p, m, g in zip(phases, mixtures, grids, strict=True)]
+    steps = [
+        _one_step_on_grid(p, m, g, interval)
+        for p, m, g in zip(phases, mixtures, grids, strict=True)
+    ]
     return ComposedEvent(
         remove=_compose_direction([s.remove for s in steps], phases, interval, truncation),
         add=_compose_direction([s.add for s in steps], phases, interval, truncation),
@@ -142,13 +164,19 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
 
 
 def _merge_equal_phases(phases: tuple[PoissonGaussian, ...]) -> tuple[PoissonGaussian, ...]:
-    """Neighbouring phases of one unbanded mechanism become one phase: splitting a run changes nothing."""
+    """Neighbouring phases of one unbanded mechanism become one phase: splitting a run changes
+    nothing.
+    """
     merged: list[PoissonGaussian] = []
     for phase in phases:
         for i, earlier in enumerate(merged):
             if phase.bands == 1 and replace(phase, steps=earlier.steps) == earlier:
                 merged[i] = PoissonGaussian(
-                    phase.noise_multiplier, phase.sample_rate, earlier.steps + phase.steps, phase.clipping, 1
+                    phase.noise_multiplier,
+                    phase.sample_rate,
+                    earlier.steps + phase.steps,
+                    phase.clipping,
+                    1,
                 )
                 break
         else:
@@ -170,19 +198,26 @@ def _grid(phase: PoissonGaussian, mixture: ScaleMixture, truncation: float, refi
     highest = largest_loss(mixture, sigma, q, per_step)
     lowest = smallest_loss(mixture, sigma, q, per_step)
     spread = loss_spread(1.0 / sigma, q)
-    interval = min(spread / INTERVALS_PER_SPREAD, LARGEST_INTERVAL, (highest - lowest) / 50) / refine
+    interval = (
+        min(spread / INTERVALS_PER_SPREAD, LARGEST_INTERVAL, (highest - lowest) / 50) / refine
+    )
     # The composed loss has standard deviation about sqrt(n) * spread, and tails of a few ranges.
     reach = 20.0 * math.sqrt(n) * spread + 4.0 * (highest - lowest)
     if isinstance(phase.clipping, ExactClipping) and q == 1.0:
-        # One Gaussian mechanism: its loss is normal, so the interval can grow with the composed spread's own scale.
+        # One Gaussian mechanism: its loss is normal, so the interval can grow with the composed
+        # spread's own scale.
         interval = min(spread / INTERVALS_PER_SPREAD, (highest - lowest) / 50) / refine
     return _Grid(lowest, highest, interval, reach / LARGEST_COMPOSED_GRID)
 
 
-def _one_step_on_grid(phase: PoissonGaussian, mixture: ScaleMixture, grid: _Grid, interval: float) -> OneStep:
+def _one_step_on_grid(
+    phase: PoissonGaussian, mixture: ScaleMixture, grid: _Grid, interval: float
+) -> OneStep:
     first = math.floor(grid.lowest / interval)
     last = max(math.ceil(grid.highest / interval), first + 1)
-    return one_step(mixture, phase.noise_multiplier, phase.participation_rate, first, last, interval)
+    return one_step(
+        mixture, phase.noise_multiplier, phase.participation_rate, first, last, interval
+    )
 
 
 def _compose_direction(
@@ -190,18 +225,25 @@ def _compose_direction(
 ) -> ComposedLoss:
     composed: pld_pmf.DensePLDPmf | None = None
     for atom, phase in zip(atoms, phases, strict=True):
-        one = pld_pmf.DensePLDPmf(interval, atom.first, atom.probabilities, atom.infinity, pessimistic_estimate=True)
+        one = pld_pmf.DensePLDPmf(
+            interval, atom.first, atom.probabilities, atom.infinity, pessimistic_estimate=True
+        )
         n = phase.compositions
         with warnings.catch_warnings():
             # dp-accounting's search for truncation bounds overflows harmlessly on very wide grids.
             warnings.simplefilter("ignore", RuntimeWarning)
             many = one if n == 1 else one.self_compose(n, tail_mass_truncation=truncation)
-        composed = many if composed is None else composed.compose(many, tail_mass_truncation=truncation)
+        composed = (
+            many if composed is None else composed.compose(many, tail_mass_truncation=truncation)
+        )
     assert composed is not None
     probabilities = np.asarray(composed._probs)
-    # The Fourier transform leaves errors of either sign; the most negative entry shows their size. Negative entries are
-    # raised to zero, and the same amount over all entries is added to infinity for those that came out too small.
+    # The Fourier transform leaves errors of either sign; the most negative entry shows their size.
+    # Negative entries are raised to zero, and the same amount over all entries is added to infinity
+    # for those that came out too small.
     error = max(0.0, -float(probabilities.min()))
     slack = error * min(probabilities.size, 100_000)
     losses = (composed._lower_loss + np.arange(probabilities.size)) * interval
-    return ComposedLoss(losses, np.maximum(probabilities, 0.0), min(1.0, composed._infinity_mass + slack))
+    return ComposedLoss(
+        losses, np.maximum(probabilities, 0.0), min(1.0, composed._infinity_mass + slack)
+    )

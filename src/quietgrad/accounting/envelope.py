@@ -1,8 +1,11 @@
-"""Envelopes of randomized clipping: distribution functions that lie above that of R for every gradient.
+"""Envelopes of randomized clipping: distribution functions that lie above that of R for every
+gradient.
 
-R = sketched / true squared norm = alpha + sum_j lambda_j chi2_j(k)/k with alpha + sum_j lambda_j = 1. An envelope is the
-distribution function of a stochastic lower bound Y of R: F_Y(x) >= P(R <= x) for every x, alpha and lambda.
-Sources: DP-SGD-RC, Theorem 5.1 and Algorithms 3 and 4, with errata E5, E6 and E10 (docs/errata.md); docs/privacy.md.
+R = sketched / true squared norm = alpha + sum_j lambda_j chi2_j(k)/k with alpha + sum_j lambda_j =
+1. An envelope is the distribution function of a stochastic lower bound Y of R: F_Y(x) >= P(R <= x)
+   for every x, alpha and lambda.
+Sources: DP-SGD-RC, Theorem 5.1 and Algorithms 3 and 4, with errata E5, E6 and E10 (docs/errata.md);
+docs/privacy.md.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from quietgrad.accounting.hutch_envelope import hutch_envelope, mean_chi2_cdf
-from quietgrad.facts import RandomizedClipping
+from quietgrad.events import RandomizedClipping
 
 Array = NDArray[np.float64]
 
@@ -27,7 +30,9 @@ def envelope_cdf(clipping: RandomizedClipping, x: ArrayLike) -> Array:
 
 
 def envelope_quantile(clipping: RandomizedClipping, probability: float) -> float:
-    """Largest y known to have F_Y(y) <= probability, for small probabilities (both envelopes agree below 1)."""
+    """Largest y known to have F_Y(y) <= probability, for small probabilities (both envelopes agree
+    below 1).
+    """
     y = float(stats.gamma.ppf(probability, clipping.sketch_dim / 2, scale=2 / clipping.sketch_dim))
     y = min(y, 1.0 - 1e-9)
     while mean_chi2_cdf(np.array(y), clipping.sketch_dim) > probability:

@@ -1,14 +1,18 @@
-"""Privacy-loss distribution of one step, in both directions, by connecting the dots from interval masses.
+"""Privacy-loss distribution of one step, in both directions, by connecting the dots from interval
+masses.
 
-A step reveals Z = z and then x ~ N(0, 1) without the record, or x ~ (1 - q) N(0, 1) + q N(mu, 1) with it, mu = z / sigma.
-The loss of the "remove" direction, log(1 - q + q exp(mu x - mu^2 / 2)), grows with x, so the masses of an interval of losses under
-both distributions are differences of normal distribution functions; those of the "add" direction are the same numbers, exchanged
-and mirrored. An interval (a, b] with masses u (upper distribution) and l (lower) becomes two atoms that keep both masses:
+A step reveals Z = z and then x ~ N(0, 1) without the record, or x ~ (1 - q) N(0, 1) + q N(mu, 1)
+with it, mu = z / sigma. The loss of the "remove" direction, log(1 - q + q exp(mu x - mu^2 / 2)),
+grows with x, so the masses of an interval of losses under both distributions are differences of
+normal distribution functions; those of the "add" direction are the same numbers, exchanged and
+mirrored. An interval (a, b] with masses u (upper distribution) and l (lower) becomes two atoms that
+keep both masses:
 
     p_b = (u - l e^a) / (1 - e^(a-b)),   p_a = (l e^b - u) / (e^(b-a) - 1)
 
-which is the pessimistic "connect the dots" discretisation (Doroshenko et al. 2022, Algorithm 1) in a form whose rounding errors are
-relative to the mass of the interval, so that small deltas stay accurate.
+which is the pessimistic "connect the dots" discretisation (Doroshenko et al. 2022, Algorithm 1) in
+a form whose rounding errors are relative to the mass of the interval, so that small deltas stay
+accurate.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from quietgrad.accounting.scale_mixture import ScaleMixture
 
 Array = NDArray[np.float64]
 
-REACH = 12.0  # standard deviations beyond which a normal distribution's mass (below 2e-33) is not resolved
+# standard deviations beyond which a normal distribution's mass (below 2e-33) is not resolved
+REACH = 12.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,9 @@ class OneStep:
 
 
 def loss_spread(mu: float, q: float) -> float:
-    """Standard deviation of the one-step loss without the record, for contributions of size mu: sets the grid's scale."""
+    """Standard deviation of the one-step loss without the record, for contributions of size mu:
+    sets the grid's scale.
+    """
     x = np.linspace(-10.0, 10.0, 2001)
     weights = np.exp(-(x**2) / 2)
     weights /= weights.sum()
@@ -63,7 +70,9 @@ def loss_spread(mu: float, q: float) -> float:
 
 
 def largest_loss(mixture: ScaleMixture, sigma: float, q: float, tail_mass: float) -> float:
-    """A loss that the "remove" direction exceeds with probability at most tail_mass (given that z is in the mixture)."""
+    """A loss that the "remove" direction exceeds with probability at most tail_mass (given that z
+    is in the mixture).
+    """
 
     def mass_above(loss: float) -> float:
         return float(np.dot(mixture.weights, _upper_tail(loss, mixture.scales / sigma, q)))
@@ -88,14 +97,18 @@ def _upper_tail(loss: float, mu: Array, q: float) -> Array:
 
 
 def smallest_loss(mixture: ScaleMixture, sigma: float, q: float, tail_mass: float) -> float:
-    """A lower end of the losses of the "remove" direction (exactly log(1 - q), or, for q near 1, up to tail_mass)."""
+    """A lower end of the losses of the "remove" direction (exactly log(1 - q), or, for q near 1, up
+    to tail_mass).
+    """
     x_low = float(special.ndtri(max(tail_mass, 1e-300)))
     mu_max = float(mixture.scales.max()) / sigma
     without_sampling = mu_max * x_low - mu_max**2 / 2
     return max(math.log1p(-q), without_sampling + math.log(q)) if q < 1 else without_sampling
 
 
-def one_step(mixture: ScaleMixture, sigma: float, q: float, first: int, last: int, interval: float) -> OneStep:
+def one_step(
+    mixture: ScaleMixture, sigma: float, q: float, first: int, last: int, interval: float
+) -> OneStep:
     """Discretises one step on the losses first * interval .. last * interval.
 
     Args:
@@ -106,7 +119,8 @@ def one_step(mixture: ScaleMixture, sigma: float, q: float, first: int, last: in
         interval: spacing of the grid.
 
     Returns:
-        Atoms for both directions, pessimistic for any grid. Cost: O((last - first) * len(mixture.scales)).
+        Atoms for both directions, pessimistic for any grid. Cost: O((last - first) *
+        len(mixture.scales)).
     """
     losses: Array = np.arange(first, last + 1, dtype=np.float64) * interval
     log_odds = _log_odds(losses, q)
@@ -131,7 +145,9 @@ def one_step(mixture: ScaleMixture, sigma: float, q: float, first: int, last: in
 
 
 def _log_odds(losses: Array, q: float) -> Array:
-    """log((e^loss - 1 + q) / q), the exponent mu x - mu^2/2 at which the loss is reached; -inf below log(1 - q)."""
+    """log((e^loss - 1 + q) / q), the exponent mu x - mu^2/2 at which the loss is reached; -inf
+    below log(1 - q).
+    """
     positive = losses > 0
     result = np.full(losses.shape, -np.inf)
     result[positive] = losses[positive] + np.log1p(-(1 - q) * np.exp(-losses[positive]))
@@ -142,20 +158,27 @@ def _log_odds(losses: Array, q: float) -> Array:
 
 
 def _interval_masses(x: Array) -> Array:
-    """Standard normal masses of (-inf, x_0], (x_0, x_1], ..., (x_n, inf), accurate in both tails. x is increasing."""
+    """Standard normal masses of (-inf, x_0], (x_0, x_1], ..., (x_n, inf), accurate in both tails. x
+    is increasing.
+    """
     below, above = special.ndtr(x), special.ndtr(-x)
     inner = np.where(x[:-1] > 0, above[:-1] - above[1:], below[1:] - below[:-1])
     return np.concatenate([below[:1], np.maximum(inner, 0.0), above[-1:]])
 
 
-def _connect_dots(upper: Array, lower: Array, first: int, interval: float, lost_mass: float) -> Atoms:
-    """Atoms on the grid from interval masses: [below the grid, between its points ..., above the grid]."""
+def _connect_dots(
+    upper: Array, lower: Array, first: int, interval: float, lost_mass: float
+) -> Atoms:
+    """Atoms on the grid from interval masses: [below the grid, between its points ..., above the
+    grid].
+    """
     n = upper.size - 1
     probabilities = np.zeros(n)
     probabilities[0] = upper[0]  # losses below the grid are raised to its first point
     left = (first + np.arange(n - 1)) * interval
     u, l = upper[1:-1], lower[1:-1]
-    # With s = u e^-a - l (>= 0): p_b = s e^a / (1 - e^-h); the rest of u stays at a, so that u is kept exactly.
+    # With s = u e^-a - l (>= 0): p_b = s e^a / (1 - e^-h); the rest of u stays at a, so that u is
+    # kept exactly.
     with np.errstate(over="ignore", invalid="ignore"):
         right_mass = (u - l * np.exp(left)) / -math.expm1(-interval)
     right_mass = np.clip(np.nan_to_num(right_mass, nan=np.inf), 0.0, u)

@@ -1,4 +1,6 @@
-"""Numbers for people that stay sound: a printed epsilon, delta or noise multiplier is never below the one that was computed."""
+"""Numbers for people that stay sound: a printed epsilon, delta or noise multiplier is never below
+the one that was computed.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,17 @@ from decimal import ROUND_CEILING, Context, Decimal
 
 
 def round_up(value: float, digits: int) -> str:
-    """``value`` with ``digits`` decimals, rounded up: ``float`` of the text is at least ``value``. "inf" stays; NaN is "nan"."""
+    """``value`` with ``digits`` decimals, rounded up: ``float`` of the text is at least ``value``.
+    "inf" stays; NaN is "nan".
+    """
     if not math.isfinite(value):
         return str(value)
     wide = Context(prec=400)  # every float64 fits with all of its digits before the point
-    return str(Decimal(repr(float(value))).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_CEILING, context=wide))
+    return str(
+        Decimal(repr(float(value))).quantize(
+            Decimal(1).scaleb(-digits), rounding=ROUND_CEILING, context=wide
+        )
+    )
 
 
 def round_up_to(value: float, figures: int) -> str:

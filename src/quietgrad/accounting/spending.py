@@ -1,6 +1,7 @@
 """From an event to epsilon, delta and the trade-off curve.
 
-Every value is an upper bound of the privacy loss (a lower bound, for trade-off curves) under the add-or-remove-one-record relation.
+Every value is an upper bound of the privacy loss (a lower bound, for trade-off curves) under the
+add-or-remove-one-record relation.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from numpy.typing import ArrayLike, NDArray
 
 from quietgrad.accounting.composition import ComposedEvent, ComposedLoss, Discretisation, compose
 from quietgrad.checks import require_delta, require_finite
-from quietgrad.facts import EventSequence, PoissonGaussian, PrivacyEvent, RandomizedClipping
+from quietgrad.events import EventSequence, PoissonGaussian, PrivacyEvent, RandomizedClipping
 
 Array = NDArray[np.float64]
 Direction = Literal["remove", "add"]
 
-# Share of delta that truncation may use. The smallest serves almost always; the others are tried when randomized clipping with few
-# projections stretches the range of losses so far that the grid had to be coarsened.
+# Share of delta that truncation may use. The smallest serves almost always; the others are tried
+# when randomized clipping with few projections stretches the range of losses so far that the grid
+# had to be coarsened.
 TAIL_SHARES = (1e-4, 1e-2, 0.1)
 SMALLEST_TAIL = 1e-14
 
 
 @dataclass(frozen=True)
 class EpsilonReport:
-    """An epsilon of ``event`` with the reason if it is infinite, and the discretisation that it was computed with."""
+    """An epsilon of ``event`` with the reason if it is infinite, and the discretisation that it was
+    computed with.
+    """
 
     epsilon: float
     delta: float
@@ -44,7 +48,8 @@ def epsilon(event: PrivacyEvent, delta: float) -> float:
         delta: in (0, 1).
 
     Returns:
-        An upper bound >= 0; infinity where no finite one can be shown (``epsilon_report`` says why).
+        An upper bound >= 0; infinity where no finite one can be shown (``epsilon_report`` says
+        why).
 
     Raises:
         ValueError: for delta outside (0, 1).
@@ -65,7 +70,9 @@ def epsilon_report(event: PrivacyEvent, delta: float) -> EpsilonReport:
             break
     assert best is not None
     if math.isinf(best.epsilon):
-        return EpsilonReport(best.epsilon, delta, event, best.discretisation, _why_infinite(event, delta))
+        return EpsilonReport(
+            best.epsilon, delta, event, best.discretisation, _why_infinite(event, delta)
+        )
     return best
 
 
@@ -77,7 +84,8 @@ def delta(event: PrivacyEvent, epsilon: float) -> float:
         epsilon: at least 0.
 
     Returns:
-        An upper bound in [0, 1]; truncation and rounding keep it above about 1e-14 even where the true value is smaller.
+        An upper bound in [0, 1]; truncation and rounding keep it above about 1e-14 even where the
+        true value is smaller.
 
     Raises:
         ValueError: for a negative or non-finite epsilon.
@@ -86,37 +94,49 @@ def delta(event: PrivacyEvent, epsilon: float) -> float:
     composed = compose(event, tail_mass=SMALLEST_TAIL)
     best = composed.delta(epsilon)
     tried = {SMALLEST_TAIL}
-    # The truncations that ``epsilon`` would use for a delta of this size, so that the two undo each other.
+    # The truncations that ``epsilon`` would use for a delta of this size, so that the two undo each
+    # other.
     for share in TAIL_SHARES:
         for tail_mass in (_power_of_ten(share * best), _power_of_ten(10 * share * best)):
-            if tail_mass not in tried and (share == TAIL_SHARES[0] or composed.discretisation.range_limited):
+            if tail_mass not in tried and (
+                share == TAIL_SHARES[0] or composed.discretisation.range_limited
+            ):
                 tried.add(tail_mass)
                 best = min(best, compose(event, tail_mass=tail_mass).delta(epsilon))
     return best
 
 
-def trade_off(event: PrivacyEvent, false_positive_rates: ArrayLike, direction: Direction | None = None) -> Array:
-    """Trade-off function: a lower bound of any attacker's false negative rate at given false positive rates.
+def trade_off(
+    event: PrivacyEvent, false_positive_rates: ArrayLike, direction: Direction | None = None
+) -> Array:
+    """Trade-off function: a lower bound of any attacker's false negative rate at given false
+    positive rates.
 
     Args:
         event: what was released.
         false_positive_rates: [m], in [0, 1].
-        direction: "remove" tests presence against absence of a record, "add" the reverse; None takes the smaller bound.
+        direction: "remove" tests presence against absence of a record, "add" the reverse; None
+            takes the smaller bound.
 
     Returns:
-        [m], false negative rates in [0, 1], below the true trade-off function (f-DP, Dong et al. 2022): each is the supremum over
-        epsilon of max(0, 1 - delta(eps) - e^eps alpha, e^-eps (1 - delta(eps) - alpha)) with the deltas of that direction.
+        [m], false negative rates in [0, 1], below the true trade-off function (f-DP, Dong et al.
+        2022): each is the supremum over epsilon of max(0, 1 - delta(eps) - e^eps alpha, e^-eps (1 -
+        delta(eps) - alpha)) with the deltas of that direction.
     """
     alpha = np.atleast_1d(np.asarray(false_positive_rates, dtype=np.float64))
     if np.any(~np.isfinite(alpha)) or np.any(alpha < 0) or np.any(alpha > 1):
         raise ValueError(f"false_positive_rates={false_positive_rates!r} must lie in [0, 1]")
     if direction not in (None, "remove", "add"):
-        raise ValueError(f"direction={direction!r} is unknown; use 'remove', 'add' or None for the smaller bound")
+        raise ValueError(
+            f"direction={direction!r} is unknown; use 'remove', 'add' or None for the smaller bound"
+        )
     result = np.zeros_like(alpha)
     for tail_mass in (SMALLEST_TAIL, 1e-8, 1e-5):  # each gives a bound; the best one counts
         composed = compose(event, tail_mass=tail_mass)
         if direction is None:
-            bound = np.minimum(_trade_off_of(composed, "remove", alpha), _trade_off_of(composed, "add", alpha))
+            bound = np.minimum(
+                _trade_off_of(composed, "remove", alpha), _trade_off_of(composed, "add", alpha)
+            )
         else:
             bound = _trade_off_of(composed, direction, alpha)
         result = np.maximum(result, bound)
@@ -131,10 +151,15 @@ def _power_of_ten(value: float) -> float:
 
 
 def _trade_off_of(composed: ComposedEvent, direction: Direction, alpha: Array) -> Array:
-    # Test the null "dataset Q" against "dataset P", where P is the upper distribution of the direction's loss log P/Q. A test with
-    # false positive rate alpha = Q(S) has power P(S) <= e^eps alpha + delta_direction(eps) for every real eps; negative ones follow
-    # from the other direction: Q(S^c) <= e^eps P(S^c) + delta_other(eps).
-    this, other = (composed.remove, composed.add) if direction == "remove" else (composed.add, composed.remove)
+    # Test the null "dataset Q" against "dataset P", where P is the upper distribution of the
+    # direction's loss log P/Q. A test with false positive rate alpha = Q(S) has power P(S) <= e^eps
+    # alpha + delta_direction(eps) for every real eps; negative ones follow from the other
+    # direction: Q(S^c) <= e^eps P(S^c) + delta_other(eps).
+    this, other = (
+        (composed.remove, composed.add)
+        if direction == "remove"
+        else (composed.add, composed.remove)
+    )
     result = np.zeros_like(alpha)
     for e, d in _profile(this):
         np.maximum(result, 1.0 - d - math.exp(min(e, 700.0)) * alpha, out=result)
@@ -153,7 +178,9 @@ def _profile(loss: ComposedLoss) -> list[tuple[float, float]]:
 
 
 def advantage(event: PrivacyEvent) -> float:
-    """Upper bound of a membership attacker's advantage max(true positive rate - false positive rate) = delta(0)."""
+    """Upper bound of a membership attacker's advantage max(true positive rate - false positive
+    rate) = delta(0).
+    """
     return delta(event, 0.0)
 
 
@@ -166,17 +193,20 @@ def renyi_epsilon(event: PrivacyEvent, order: float, delta: float) -> float:
     """Refused: Quietgrad composes privacy-loss distributions only.
 
     Raises:
-        ValueError: always, with the reason: randomized clipping has infinite Renyi moments, and for exact events the Renyi
-            bound is never tighter than ``epsilon``.
+        ValueError: always, with the reason: randomized clipping has infinite Renyi moments, and for
+            exact events the Renyi bound is never tighter than ``epsilon``.
     """
     phases = event.events if isinstance(event, EventSequence) else (event,)
     if any(isinstance(p.clipping, RandomizedClipping) for p in phases):
         raise ValueError(
-            "Renyi accounting of randomized clipping does not exist: the scale Z = R^(-1/2) is unbounded, so every Renyi "
-            "moment of order above 1 is infinite; use quietgrad.accounting.epsilon, which composes privacy-loss distributions"
+            "Renyi accounting of randomized clipping does not exist: the scale Z = R^(-1/2) is "
+            "unbounded, so every Renyi "
+            "moment of order above 1 is infinite; use quietgrad.accounting.epsilon, which composes "
+            "privacy-loss distributions"
         )
     raise ValueError(
-        f"Renyi accounting (order={order}) is not offered: its bound is never tighter than the privacy-loss distribution's; "
+        f"Renyi accounting (order={order}) is not offered: its bound is never tighter than the "
+        "privacy-loss distribution's; "
         f"use quietgrad.accounting.epsilon(event, delta={delta})"
     )
 
@@ -188,11 +218,17 @@ def _require_epsilon(value: float) -> None:
 
 
 def _why_infinite(event: PrivacyEvent, delta: float) -> str:
-    phases: tuple[PoissonGaussian, ...] = event.events if isinstance(event, EventSequence) else (event,)
+    phases: tuple[PoissonGaussian, ...] = (
+        event.events if isinstance(event, EventSequence) else (event,)
+    )
     dims = [p.clipping.sketch_dim for p in phases if isinstance(p.clipping, RandomizedClipping)]
     if dims:
         return (
-            f"the privacy loss exceeds every value on the grid with probability above delta={delta}: with sketch_dim={min(dims)} the "
+            "the privacy loss exceeds every value on the grid with probability above "
+            f"delta={delta}: with sketch_dim={min(dims)} the "
             "norm estimate can fall near zero; use a larger sketch_dim or a larger noise_multiplier"
         )
-    return f"the privacy loss exceeds every value on the grid with probability above delta={delta}; use a larger noise_multiplier"
+    return (
+        "the privacy loss exceeds every value on the grid with probability above "
+        f"delta={delta}; use a larger noise_multiplier"
+    )

@@ -1,6 +1,8 @@
-"""Attacks on a plan's own mechanism, and the lower bounds on epsilon that they prove: what an accountant's upper bound is held against.
+"""Attacks on a plan's own mechanism, and the lower bounds on epsilon that they prove: what an
+accountant's upper bound is held against.
 
-An audit can show that a claimed epsilon is wrong. It can never show that it is right: a lower bound is a statement about the attack that was made.
+An audit can show that a claimed epsilon is wrong. It can never show that it is right: a lower bound
+is a statement about the attack that was made.
 """
 
 from quietgrad.auditing.bounds.errors import (

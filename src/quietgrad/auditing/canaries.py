@@ -1,4 +1,6 @@
-"""Canaries: records made to be found. They are the last m records of the data set; a fair coin, the audit's own secret, decides of each whether it is there."""
+"""Canaries: records made to be found. They are the last m records of the data set; a fair coin, the
+audit's own secret, decides of each whether it is there.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,14 @@ ENTRIES = 64  # of a canary's direction, where there are more canaries than para
 
 @dataclass(frozen=True)
 class GradientCanaries:
-    """Canaries whose gradient is given: a direction of few entries, clipped to C like any record's gradient.
+    """Canaries whose gradient is given: a direction of few entries, clipped to C like any record's
+    gradient.
 
     Attributes:
         count: m.
-        entries: entries of a direction that are not zero, of equal size and random sign. None: 1 (Dirac canaries, each with a parameter entry of its own) where there are enough parameters, else 64.
+        entries: entries of a direction that are not zero, of equal size and random sign. None: 1
+            (Dirac canaries, each with a parameter entry of its own) where there are enough
+            parameters, else 64.
     """
 
     count: int
@@ -41,9 +46,13 @@ class GradientCanaries:
         if entries == 1 and self.count <= size:
             positions = order.permutation(size)[: self.count, None]
         else:
-            positions = np.stack([order.choice(size, entries, replace=False) for _ in range(self.count)])
+            positions = np.stack(
+                [order.choice(size, entries, replace=False) for _ in range(self.count)]
+            )
         signs = order.choice([-1.0, 1.0], size=positions.shape)
-        return Directions(size, torch.from_numpy(positions), torch.from_numpy(signs / np.sqrt(entries)))
+        return Directions(
+            size, torch.from_numpy(positions), torch.from_numpy(signs / np.sqrt(entries))
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,9 @@ class Directions:
         """[chosen, size] canaries' gradients, of norm ``length``."""
         index = torch.from_numpy(chosen)
         made = like.new_zeros(len(chosen), self.size)
-        return made.scatter_(1, self.positions[index].to(like.device), (self.values[index] * length).to(made))
+        return made.scatter_(
+            1, self.positions[index].to(like.device), (self.values[index] * length).to(made)
+        )
 
     def products(self, vector: Tensor, chosen: NDArray[np.int64]) -> NDArray[np.float64]:
         """[chosen] inner products of a gradient, [size], with the canaries' directions."""
@@ -80,7 +91,8 @@ class Directions:
 
 @dataclass(frozen=True)
 class InputCanaries:
-    """Canaries that are records like others, made so that their gradients are long and unlike the rest: mislabelled, or far from the data. They must be public or made up.
+    """Canaries that are records like others, made so that their gradients are long and unlike the
+    rest: mislabelled, or far from the data. They must be public or made up.
 
     Attributes:
         batch: m examples as the loss takes them.

@@ -11,7 +11,8 @@ from quietgrad.plan import PrivateRun
 
 
 def contribution(run: PrivateRun, gradients: Mapping[str, Tensor]) -> ClippedSum:
-    """Gradients of some records, each clipped to the plan's C, as their sum. Zeros are the contribution of a record that is absent, though its index was drawn.
+    """Gradients of some records, each clipped to the plan's C, as their sum. Zeros are the
+    contribution of a record that is absent, though its index was drawn.
 
     Args:
         run: with its batch open.

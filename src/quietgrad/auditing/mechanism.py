@@ -1,7 +1,11 @@
-"""White-box audit of a plan by many runs: the whole mechanism as it ships, with one canary that is there or not (Nasr et al. 2023, "Tight auditing of differentially private machine learning").
+"""White-box audit of a plan by many runs: the whole mechanism as it ships, with one canary that is
+there or not (Nasr et al. 2023, "Tight auditing of differentially private machine learning").
 
-The attacker knows all that the definition of differential privacy gives him: every other record, which of them were drawn, the projections, the mixing matrix, and the canary's clipped contribution. He
-subtracts what the others contributed, and takes the log-likelihood ratio of the rest: by the claimed noise, and by what he learnt of noise and signal on other runs. Under the claimed mechanism the first is the best test there is.
+The attacker knows all that the definition of differential privacy gives him: every other record,
+which of them were drawn, the projections, the mixing matrix, and the canary's clipped contribution.
+He subtracts what the others contributed, and takes the log-likelihood ratio of the rest: by the
+claimed noise, and by what he learnt of noise and signal on other runs. Under the claimed mechanism
+the first is the best test there is.
 """
 
 from __future__ import annotations
@@ -24,13 +28,18 @@ from quietgrad.auditing.bounds.errors import (
     require_confidence,
     upper_rate,
 )
-from quietgrad.auditing.bounds.thresholds import best_threshold, errors_at, worth_for_curve, worth_for_epsilon
+from quietgrad.auditing.bounds.thresholds import (
+    best_threshold,
+    errors_at,
+    worth_for_curve,
+    worth_for_epsilon,
+)
 from quietgrad.auditing.report import KINDS, AuditReport, Kind, Look, findings_of, rate_points
 from quietgrad.auditing.scores.attacks import learnt_scores, noise_levels, scores_of
 from quietgrad.auditing.stage import Stage, linear_stage
 from quietgrad.auditing.trials import Trials, run_trials
 from quietgrad.checks import require_at_least, require_int, require_word
-from quietgrad.facts import PoissonGaussian
+from quietgrad.events import PoissonGaussian
 from quietgrad.plan import PrivacyPlan
 from quietgrad.tensors import trainable_parameters
 
@@ -51,16 +60,22 @@ def audit_mechanism(
     """Runs the plan many times, every other time with the canary, and proves what it can.
 
     Args:
-        plan: any plan; record N - 1 of its data set is the canary. Every run is ``plan.start()`` with the plan's sampler, clipper and noise, without a ledger.
-        stage: model, other records and canary; None: a linear layer and made-up records. The model is not updated.
-        runs: half of them with the canary. About 4000 show 0.8 of the claimed epsilon at sampling rate 1; error counts alone need about exp(epsilon) times as many as a curve.
-        kind: "gradient": a given gradient is clipped and added as the canary's contribution; "input": the canary goes through model and clipper with the others of its batch.
-        direction: parameter name -> gradient of the canary, for kind="gradient"; None: equal entries in all parameters.
+        plan: any plan; record N - 1 of its data set is the canary. Every run is ``plan.start()``
+            with the plan's sampler, clipper and noise, without a ledger.
+        stage: model, other records and canary; None: a linear layer and made-up records. The model
+            is not updated.
+        runs: half of them with the canary. About 4000 show 0.8 of the claimed epsilon at sampling
+            rate 1; error counts alone need about exp(epsilon) times as many as a curve.
+        kind: "gradient": a given gradient is clipped and added as the canary's contribution;
+            "input": the canary goes through model and clipper with the others of its batch.
+        direction: parameter name -> gradient of the canary, for kind="gradient"; None: equal
+            entries in all parameters.
         confidence: of the bounds.
         seed: of the audit's own choices; the plan draws by its own.
 
     Returns:
-        Lower bounds on the whole run and on one participation, by error counts (valid whatever the mechanism is) and by the trade-off curve of the claimed family.
+        Lower bounds on the whole run and on one participation, by error counts (valid whatever the
+        mechanism is) and by the trade-off curve of the claimed family.
 
     Raises:
         ValueError: for bad arguments, or a stage of other records than the plan's.
@@ -68,15 +83,20 @@ def audit_mechanism(
     require_word("kind", kind, KINDS)
     require_confidence(confidence)
     require_int("runs", runs)
-    require_at_least("runs", runs, FEWEST_RUNS, "rates cannot be told from fewer; thousands are usual")
+    require_at_least(
+        "runs", runs, FEWEST_RUNS, "rates cannot be told from fewer; thousands are usual"
+    )
     stage = linear_stage(plan) if stage is None else stage
     stage.require(plan)
     if plan.seed is not None:
         raise ValueError(
-            "the plan has a seed, so all of its runs would draw the same batches and noise; build it without one to audit it"
+            "the plan has a seed, so all of its runs would draw the same batches and noise; build "
+            "it without one to audit it"
         )
     if direction is not None and kind != "gradient":
-        raise ValueError("direction is for kind='gradient'; an input canary's gradient is the model's")
+        raise ValueError(
+            "direction is for kind='gradient'; an input canary's gradient is the model's"
+        )
     given = _everywhere(stage) if direction is None else dict(direction)
     coins = np.arange(runs) % 2 == 1
     trials = run_trials(plan, stage, coins, kind, given)
@@ -99,7 +119,9 @@ class _Judged:
     chosen: NDArray[np.bool_]
 
 
-def _judge(plan: PrivacyPlan, trials: Trials, kind: Kind, confidence: float, order: np.random.Generator) -> AuditReport:
+def _judge(
+    plan: PrivacyPlan, trials: Trials, kind: Kind, confidence: float, order: np.random.Generator
+) -> AuditReport:
     runs = len(trials.present)
     chosen = np.zeros(runs, dtype=bool)
     chosen[: math.ceil(CHOOSING * runs)] = True
@@ -122,13 +144,20 @@ def _judge(plan: PrivacyPlan, trials: Trials, kind: Kind, confidence: float, ord
         looks += [_by_counts(part, plan.delta), _by_curve(part, plan.delta)]
     learnt = learnt_scores(trials, chosen)
     if learnt is not None:
-        looks.append(_by_counts(replace(whole, released="whole run, learnt attack", scores=learnt), plan.delta))
+        looks.append(
+            _by_counts(
+                replace(whole, released="whole run, learnt attack", scores=learnt), plan.delta
+            )
+        )
     held = int((~chosen & ~present).sum())
     fewest = upper_rate(0, held, (1 - confidence) / 2)
     notes = (
-        f"{int(chosen.sum())} of {runs} runs chose noise levels and thresholds; errors were counted on the others.",
-        f"With so many runs error counts alone (Clopper-Pearson) show no more than epsilon = {epsilon_of_rates(fewest, fewest, plan.delta):.2f}, whatever the mechanism.",
-        "Trade-off bounds are for mechanisms that differ from the claimed one in their noise multiplier; above the claim they refute it whatever the mechanism is.",
+        f"{int(chosen.sum())} of {runs} runs chose noise levels and thresholds; errors were "
+        "counted on the others.",
+        "With so many runs error counts alone (Clopper-Pearson) show no more than epsilon = "
+        f"{epsilon_of_rates(fewest, fewest, plan.delta):.2f}, whatever the mechanism.",
+        "Trade-off bounds are for mechanisms that differ from the claimed one in their noise "
+        "multiplier; above the claim they refute it whatever the mechanism is.",
     )
     return AuditReport(
         "many runs",

@@ -1,9 +1,13 @@
 """Audit of one training run with many canaries (Steinke, Nasr and Jagielski 2023).
 
-The canaries are the last m records of the data set that the plan is for, so they are sampled, clipped, noised and accounted for like all others. A fair coin decides of each whether it is there; the attacker
-scores every canary from what was released, calls the highest in and the lowest out, and the number of right calls bounds epsilon from below.
+The canaries are the last m records of the data set that the plan is for, so they are sampled,
+clipped, noised and accounted for like all others. A fair coin decides of each whether it is there;
+the attacker scores every canary from what was released, calls the highest in and the lowest out,
+and the number of right calls bounds epsilon from below.
 
-The attacker knows the other records and which of them were drawn, as in the definition of differential privacy, and takes their part away from every release: what is left is noise and canaries.
+The attacker knows the other records and which of them were drawn, as in the definition of
+differential privacy, and takes their part away from every release: what is left is noise and
+canaries.
 """
 
 from __future__ import annotations
@@ -36,11 +40,19 @@ from quietgrad.tensors import Batch, trainable_parameters
 
 View = Callable[[NoisySum], NoisySum]
 NOTES = (
-    "A run with canaries is not the run without: its model must not be published as the trained one.",
-    "Which canaries were in was decided by the audit's own secret coins; the canaries are made up or public.",
-    "The attacker knows all other records and which were drawn, and takes their part away. Canaries are clipped in micro-batches of their own, so this audit does not see what one record does to others of its micro-batch; audit_mechanism with input canaries does.",
+    "A run with canaries is not the run without: its model must not be published as the trained "
+    "one.",
+    "Which canaries were in was decided by the audit's own secret coins; the canaries are made up "
+    "or public.",
+    "The attacker knows all other records and which were drawn, and takes their part away. "
+    "Canaries are clipped in micro-batches of their own, so this audit does not see what one "
+    "record does to others of its micro-batch; audit_mechanism with input canaries does.",
 )
-INDEPENDENT = "Bounds 'as independent runs' treat the canaries as runs of their own, which they are under the claimed mechanism: above the claim they refute it; below it they are estimates."
+INDEPENDENT = (
+    "Bounds 'as independent runs' treat the canaries as runs of their own, which they "
+    "are under the claimed mechanism: above the claim they refute it; below it they are "
+    "estimates."
+)
 
 
 @dataclass(frozen=True)
@@ -68,34 +80,43 @@ def audit_one_run(
     """Trains once with canaries and guesses which were in.
 
     Args:
-        plan: for N + m records: the N that ``batches_of`` knows, then the canaries. Started without a ledger.
+        plan: for N + m records: the N that ``batches_of`` knows, then the canaries. Started without
+            a ledger.
         model, per_example_loss: as for ``PrivateRun.clip``.
-        batches_of: indices in 0 .. N - 1 -> their micro-batches; for no index one empty micro-batch.
+        batches_of: indices in 0 .. N - 1 -> their micro-batches; for no index one empty
+            micro-batch.
         canaries: m gradients, or m records.
-        update: what training does with a released sum (optimiser, denoiser); None leaves the model as it is.
-        views: name -> what is made of a released sum, such as a denoised one, and attacked too. None: the plan's denoiser, where it has one.
-        guesses: (k+, k-), fixed beforehand; None: what the plan's own mechanism makes best (``planning.number_of_guesses``).
+        update: what training does with a released sum (optimiser, denoiser); None leaves the model
+            as it is.
+        views: name -> what is made of a released sum, such as a denoised one, and attacked too.
+            None: the plan's denoiser, where it has one.
+        guesses: (k+, k-), fixed beforehand; None: what the plan's own mechanism makes best
+            (``planning.number_of_guesses``).
         confidence: of the bounds.
         seed: of coins and canaries; None takes the operating system's entropy.
         progress: called after each release with the number of releases.
 
     Returns:
-        Lower bounds by guesses (Theorem 5.2, whatever the mechanism is) for the releases, their views and the weights; for gradient canaries also as if every canary were a run of its own, which under the
-        claimed mechanism it is.
+        Lower bounds by guesses (Theorem 5.2, whatever the mechanism is) for the releases, their
+        views and the weights; for gradient canaries also as if every canary were a run of its own,
+        which under the claimed mechanism it is.
 
     Raises:
-        ValueError: if the plan is for fewer records than there are canaries, or averages views of input canaries.
+        ValueError: if the plan is for fewer records than there are canaries, or averages views of
+            input canaries.
     """
     require_confidence(confidence)
     m = canaries.count
     records = plan.dataset_size - m
     if records < 0:
         raise ValueError(
-            f"the plan is for {plan.dataset_size} records, and there are {m} canaries; build the plan for the records and the canaries together"
+            f"the plan is for {plan.dataset_size} records, and there are {m} canaries; build the "
+            "plan for the records and the canaries together"
         )
     if isinstance(canaries, InputCanaries) and plan.clipper.views > 1:
         raise ValueError(
-            f"the plan averages {plan.clipper.views} views of a record, and input canaries have one; use GradientCanaries"
+            f"the plan averages {plan.clipper.views} views of a record, and input canaries have "
+            "one; use GradientCanaries"
         )
     order = np.random.default_rng(secrets.randbits(128) if seed is None else seed)
     included = order.random(m) < 0.5
@@ -110,7 +131,9 @@ def audit_one_run(
         scorers = {name: GradientScores(plan, layout, model, directions) for name in looking}
     else:
         batch = canaries.batch
-        scorers = {name: InputScores(plan, layout, model, per_example_loss, batch) for name in looking}
+        scorers = {
+            name: InputScores(plan, layout, model, per_example_loss, batch) for name in looking
+        }
     first = scorers["releases"]
     first.begin()
     with plan.start() as run:
@@ -150,7 +173,11 @@ def audit_one_run(
 
 def _denoised(plan: PrivacyPlan, model: nn.Module) -> dict[str, View]:
     denoiser = plan.denoiser
-    return {} if denoiser is None else {"denoised releases": lambda noisy: denoiser.denoise(noisy, model)}
+    return (
+        {}
+        if denoiser is None
+        else {"denoised releases": lambda noisy: denoiser.denoise(noisy, model)}
+    )
 
 
 def _by_guesses(
@@ -172,13 +199,17 @@ def _by_guesses(
     )
 
 
-def _as_runs(plan: PrivacyPlan, seen: _Seen, included: NDArray[np.bool_], confidence: float) -> list[Look]:
+def _as_runs(
+    plan: PrivacyPlan, seen: _Seen, included: NDArray[np.bool_], confidence: float
+) -> list[Look]:
     """Bounds as if every canary were a run; the thresholds come from the plan alone."""
     if included.all() or not included.any():
         return []  # too few canaries for rates of either kind
 
     def errors(worth: Callable[[float, float], float]) -> ErrorCounts:
-        return errors_at(seen.scores, included, planned_threshold(plan.event, len(included), worth, confidence))
+        return errors_at(
+            seen.scores, included, planned_threshold(plan.event, len(included), worth, confidence)
+        )
 
     counts, curve = errors(worth_for_epsilon(plan.delta)), errors(worth_for_curve)
     return [

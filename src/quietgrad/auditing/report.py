@@ -10,15 +10,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quietgrad.auditing.bounds.errors import ErrorCounts, lower_rate, upper_rate
-from quietgrad.facts import PoissonGaussian
+from quietgrad.events import PoissonGaussian
 
 Attack = Literal["many runs", "one run"]
 Kind = Literal["gradient", "input"]
 KINDS: tuple[Kind, ...] = ("gradient", "input")
 
-SHOWN = (0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # false positive rates in the figure
+SHOWN = (
+    0.005,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.6,
+    0.7,
+    0.8,
+    0.9,
+)  # false positive rates in the figure
 
-MEANING = "A lower bound says what this attack could show, and nothing about better attacks: far below the claimed epsilon it is no evidence that less noise would do. Above it, the claim is wrong."
+MEANING = (
+    "A lower bound says what this attack could show, and nothing about better attacks: far "
+    "below the claimed epsilon it is no evidence that less noise would do. Above it, the "
+    "claim is wrong."
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +56,8 @@ class Finding:
         method: how the errors became an epsilon.
         claimed: epsilon that is claimed of what was looked at.
         epsilon: lower bound that holds with the report's confidence, taken alone.
-        joint: lower bound at a higher confidence, so that those of all findings hold together with the report's.
+        joint: lower bound at a higher confidence, so that those of all findings hold together with
+            the report's.
         evidence: the counts behind it.
     """
 
@@ -71,7 +89,14 @@ def findings_of(looks: Sequence[Look], confidence: float) -> tuple[Finding, ...]
     """Every look's bound, alone and with Bonferroni's correction for all of them."""
     together = 1 - (1 - confidence) / len(looks)
     return tuple(
-        Finding(look.released, look.method, look.claimed, look.bound(confidence), look.bound(together), look.evidence)
+        Finding(
+            look.released,
+            look.method,
+            look.claimed,
+            look.bound(confidence),
+            look.bound(together),
+            look.evidence,
+        )
         for look in looks
     )
 
@@ -123,7 +148,9 @@ class AuditReport:
 
     @property
     def refuted(self) -> bool:
-        """Whether some claim is wrong. Of a mechanism that meets its claims this is said with probability at most 1 - ``confidence``."""
+        """Whether some claim is wrong. Of a mechanism that meets its claims this is said with
+        probability at most 1 - ``confidence``.
+        """
         return any(finding.refutes for finding in self.findings)
 
     @property
@@ -132,11 +159,14 @@ class AuditReport:
         wrong = next((f for f in self.findings if f.refutes), None)
         if wrong is not None:
             return (
-                f"REFUTED: epsilon = {wrong.claimed:.4g} is claimed of {wrong.released}, and it is above {wrong.joint:.4g} (confidence {self.confidence:g} over all findings, "
-                f"{wrong.method}); nothing may be claimed of this mechanism until the cause is found"
+                f"REFUTED: epsilon = {wrong.claimed:.4g} is claimed of {wrong.released}, and it is "
+                f"above {wrong.joint:.4g} (confidence {self.confidence:g} over all findings, "
+                f"{wrong.method}); nothing may be claimed of this mechanism until the cause is "
+                "found"
             )
         return (
-            f"Not refuted: this attack shows that epsilon is above {self.lower_bound:.4g} at delta = {self.delta:.3g} (confidence {self.confidence:g}), and at most {self.claimed:.4g} "
+            f"Not refuted: this attack shows that epsilon is above {self.lower_bound:.4g} at delta "
+            f"= {self.delta:.3g} (confidence {self.confidence:g}), and at most {self.claimed:.4g} "
             "is claimed. This is no proof of the claim."
         )
 
@@ -175,8 +205,12 @@ class AuditReport:
         }
 
 
-def rate_points(scores: NDArray[np.float64], included: NDArray[np.bool_], confidence: float) -> tuple[RatePoint, ...]:
-    """Errors at thresholds between the highest and the lowest scores, each rate with Clopper-Pearson limits of its own (two-sided, at ``confidence``)."""
+def rate_points(
+    scores: NDArray[np.float64], included: NDArray[np.bool_], confidence: float
+) -> tuple[RatePoint, ...]:
+    """Errors at thresholds between the highest and the lowest scores, each rate with
+    Clopper-Pearson limits of its own (two-sided, at ``confidence``).
+    """
     absent, present = scores[~included], scores[included]
     if not len(absent) or not len(present):
         return ()

@@ -1,4 +1,6 @@
-"""What the many runs of an audit train: a model so small that thousands of runs take seconds, or one of the user's own."""
+"""What the many runs of an audit train: a model so small that thousands of runs take seconds, or
+one of the user's own.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Stage:
     Attributes:
         model, per_example_loss: as for ``PrivateRun.clip``.
         records: records 0 .. N - 2 of the plan's data set.
-        canary: one example, record N - 1. Read for input canaries; a gradient canary takes its place but not its gradient.
+        canary: one example, record N - 1. Read for input canaries; a gradient canary takes its
+            place but not its gradient.
     """
 
     model: nn.Module
@@ -40,7 +43,9 @@ class Stage:
         known, one = self.known, batch_size_of(self.canary)
         if known != plan.dataset_size - 1 or one != 1:
             raise ValueError(
-                f"the stage has {known} records and {one} canaries; the plan is for {plan.dataset_size} records, the last of which is the canary: give one fewer, and one canary"
+                f"the stage has {known} records and {one} canaries; the plan is for "
+                f"{plan.dataset_size} records, the last of which is the canary: give one fewer, "
+                "and one canary"
             )
 
     def choose(self, indices: Tensor, with_canary: bool) -> Batch:
@@ -56,13 +61,16 @@ class Stage:
 
 
 def linear_stage(plan: PrivacyPlan) -> Stage:
-    """One linear layer and a loss that is linear in its output: every record's gradient is one outer product, the same at all weights, ten times as long as C.
+    """One linear layer and a loss that is linear in its output: every record's gradient is one
+    outer product, the same at all weights, ten times as long as C.
 
-    Gradients of rank one, and no parameter beside the layer's weight, are where the sketched norm of a gradient varies most.
+    Gradients of rank one, and no parameter beside the layer's weight, are where the sketched norm
+    of a gradient varies most.
     """
     if plan.clipper.views > 1:
         raise ValueError(
-            f"the plan averages {plan.clipper.views} views of a record, and the built-in stage has one; pass a Stage whose tensors have the shape [records, views, ...]"
+            f"the plan averages {plan.clipper.views} views of a record, and the built-in stage has "
+            "one; pass a Stage whose tensors have the shape [records, views, ...]"
         )
     generator = torch.Generator().manual_seed(0)  # made-up public records
     model = nn.Linear(INPUTS, OUTPUTS, bias=False)

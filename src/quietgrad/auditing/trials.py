@@ -29,8 +29,10 @@ class Trials:
 
     Attributes:
         present: [runs] whether the canary was there.
-        products: [runs, participations, parameters] inner products of (whitened) residual and canary's contribution, in units of (sigma C)^2.
-        energies: [runs, participations, parameters] squared norms of the contribution's part in each parameter, in the same units.
+        products: [runs, participations, parameters] inner products of (whitened) residual and
+            canary's contribution, in units of (sigma C)^2.
+        energies: [runs, participations, parameters] squared norms of the contribution's part in
+            each parameter, in the same units.
     """
 
     present: NDArray[np.bool_]
@@ -42,19 +44,25 @@ class Trials:
 
 
 def run_trials(
-    plan: PrivacyPlan, stage: Stage, coins: NDArray[np.bool_], kind: Kind, direction: Mapping[str, Tensor]
+    plan: PrivacyPlan,
+    stage: Stage,
+    coins: NDArray[np.bool_],
+    kind: Kind,
+    direction: Mapping[str, Tensor],
 ) -> Trials:
     """One run of the plan a coin. Cost: three clip calls and one release a step."""
     layout = Layout(trainable_parameters(stage.model))
     if set(direction) != set(layout.names):
         raise ValueError(
-            f"direction names {sorted(direction)}, the trainable parameters are {sorted(layout.names)}; give a gradient for each"
+            f"direction names {sorted(direction)}, the trainable parameters are "
+            f"{sorted(layout.names)}; give a gradient for each"
         )
     given = _long_enough(direction, 2 * plan.max_grad_norm)
     steps = participations(plan, plan.dataset_size - 1)
     whitener = Whitener(plan)
     weights = torch.tensor(
-        [[whitener.weight(int(t), j) for j in range(plan.steps)] for t in steps], dtype=torch.float64
+        [[whitener.weight(int(t), j) for j in range(plan.steps)] for t in steps],
+        dtype=torch.float64,
     )
     lengths = np.array([whitener.variance(int(t)) for t in steps])[:, None]
     unit = (plan.noise_multiplier * plan.max_grad_norm) ** 2
@@ -63,21 +71,29 @@ def run_trials(
     shape = (len(coins), len(steps), len(layout.names))
     products, energies = np.zeros(shape), np.zeros(shape)
     for i, present in enumerate(coins):
-        residuals, contributions = _one_run(plans[bool(present)], stage, verdict, bool(present), kind, given, layout)
+        residuals, contributions = _one_run(
+            plans[bool(present)], stage, verdict, bool(present), kind, given, layout
+        )
         white = weights @ residuals
         chosen = contributions[torch.from_numpy(steps)]
         products[i] = np.add.reduceat((white * chosen).numpy(), layout.starts, axis=1) / unit
-        energies[i] = np.add.reduceat((chosen * chosen).numpy(), layout.starts, axis=1) * lengths / unit
+        energies[i] = (
+            np.add.reduceat((chosen * chosen).numpy(), layout.starts, axis=1) * lengths / unit
+        )
     return Trials(coins, products, energies)
 
 
 def without_last(plan: PrivacyPlan) -> PrivacyPlan:
-    """The same mechanism on one record fewer: rate, noise and divisor are public settings and stay. The only record of a data set cannot be taken out; its place then stays, empty."""
+    """The same mechanism on one record fewer: rate, noise and divisor are public settings and stay.
+    The only record of a data set cannot be taken out; its place then stays, empty.
+    """
     if plan.dataset_size == 1:
         return plan
     size = plan.dataset_size - 1
     parts = None if plan.sampler.parts is None else plan.sampler.parts[:-1]
-    return replace(plan, dataset_size=size, sampler=replace(plan.sampler, dataset_size=size, parts=parts))
+    return replace(
+        plan, dataset_size=size, sampler=replace(plan.sampler, dataset_size=size, parts=parts)
+    )
 
 
 def _one_run(
@@ -89,7 +105,9 @@ def _one_run(
     given: Mapping[str, Tensor],
     layout: Layout,
 ) -> tuple[Tensor, Tensor]:
-    """[steps, size] releases without the other records' part, and the contribution that the canary had or would have had; float64."""
+    """[steps, size] releases without the other records' part, and the contribution that the canary
+    had or would have had; float64.
+    """
     residuals = torch.zeros(plan.steps, layout.size, dtype=torch.float64)
     contributions = torch.zeros_like(residuals)
     canary = stage.known
@@ -98,17 +116,29 @@ def _one_run(
         for step, drawn in enumerate(run.batches()):
             others = torch.from_numpy(drawn[drawn != canary])
             known = _clip(run, stage, others, False) if len(others) or len(drawn) == 0 else None
-            alone = contribution(run, given) if kind == "gradient" else _clip(run, stage, others[:0], True)
+            alone = (
+                contribution(run, given)
+                if kind == "gradient"
+                else _clip(run, stage, others[:0], True)
+            )
             total = known
             if len(others) < len(drawn):
                 if present and kind == "input":
-                    total = _clip(run, stage, others, True)  # in the same micro-batches as the others, as any record
+                    total = _clip(
+                        run, stage, others, True
+                    )  # in the same micro-batches as the others, as any record
                 else:
-                    mine = alone if present else contribution(run, {n: torch.zeros_like(g) for n, g in given.items()})
+                    mine = (
+                        alone
+                        if present
+                        else contribution(run, {n: torch.zeros_like(g) for n, g in given.items()})
+                    )
                     total = mine if known is None else known + mine
             assert total is not None
             released = layout.flatten(run.release(total).gradients).double()
-            residuals[step] = released if known is None else released - layout.flatten(known.gradients)
+            residuals[step] = (
+                released if known is None else released - layout.flatten(known.gradients)
+            )
             contributions[step] = layout.flatten(alone.gradients)
     return residuals, contributions
 
@@ -121,5 +151,7 @@ def _long_enough(direction: Mapping[str, Tensor], length: float) -> dict[str, Te
     """One example's gradient, [1, *shape], of norm ``length``."""
     norm = torch.stack([g.double().square().sum() for g in direction.values()]).sum().sqrt()
     if not norm > 0:
-        raise ValueError("direction is zero everywhere: a canary without a gradient cannot be found")
+        raise ValueError(
+            "direction is zero everywhere: a canary without a gradient cannot be found"
+        )
     return {name: g.unsqueeze(0) * (length / float(norm)) for name, g in direction.items()}

@@ -1,4 +1,6 @@
-"""One verdict of the clipper's guard for all runs of an audit: model and loss are the same in each, and examining them thousands of times would take nearly all of its time."""
+"""One verdict of the clipper's guard for all runs of an audit: model and loss are the same in each,
+and examining them thousands of times would take nearly all of its time.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,24 @@ EXAMINED = 8  # records that the guard looks at
 
 
 class SharedVerdict:
-    """Model and loss, examined before the first run; later looks come as if all runs were one long one."""
+    """Model and loss, examined before the first run; later looks come as if all runs were one long
+    one.
+    """
 
     def __init__(self, plan: PrivacyPlan, stage: Stage) -> None:
         some = torch.arange(min(stage.known, EXAMINED))
-        records = stage.choose(some, True) if len(some) else map_tensors(stage.canary, _with_another)
+        records = (
+            stage.choose(some, True) if len(some) else map_tensors(stage.canary, _with_another)
+        )
         self._bound = plan.clipper.bind(stage.model, stage.per_example_loss)
         self._bound.check(records)
         self._steps = plan.steps
         self._runs = 0
 
     def serve(self, run: PrivateRun) -> None:
-        """Puts the bound clipper into a run that begins. Everything else of the run stays its own."""
+        """Puts the bound clipper into a run that begins. Everything else of
+        the run stays its own.
+        """
         bindings: Any = _Numbered(self._bound, self._runs * self._steps)
         run._bindings = bindings
         self._runs += 1

@@ -6,7 +6,9 @@ import sys
 
 
 def main() -> None:
-    """Entry point: runs a command; a user's mistake becomes one line on standard error and exit code 2."""
+    """Entry point: runs a command; a user's mistake becomes one line on standard error and exit
+    code 2.
+    """
     from quietgrad.cli.app import app
     from quietgrad.cli.output import fail
 

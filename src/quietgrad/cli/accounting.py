@@ -12,9 +12,15 @@ import typer
 from quietgrad.accounting import epsilon_report, noise_multiplier
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.accounting.spending import EpsilonReport
-from quietgrad.checks import require_at_least, require_delta, require_delta_for, require_int, require_positive
+from quietgrad.checks import (
+    require_at_least,
+    require_delta,
+    require_delta_for,
+    require_int,
+    require_positive,
+)
 from quietgrad.cli.output import console, print_json, print_table
-from quietgrad.facts import (
+from quietgrad.events import (
     ClippingClaim,
     EventSequence,
     ExactClipping,
@@ -27,7 +33,9 @@ from quietgrad.ledger import read_ledger
 DatasetSize = Annotated[int | None, typer.Option(help="N, number of training records.")]
 BatchSize = Annotated[int | None, typer.Option(help="B, expected batch size.")]
 Steps = Annotated[int | None, typer.Option(help="T, number of noisy steps.")]
-SketchDim = Annotated[int | None, typer.Option(help="k of randomized clipping; leave out for exact clipping.")]
+SketchDim = Annotated[
+    int | None, typer.Option(help="k of randomized clipping; leave out for exact clipping.")
+]
 EnvelopeName = Annotated[str, typer.Option(help="Envelope of randomized clipping: mixed or hutch.")]
 Rank = Annotated[int | None, typer.Option(help="D, total sketched rank, for the hutch envelope.")]
 Bands = Annotated[int, typer.Option(help="b, bands of correlated noise; 1 is independent noise.")]
@@ -51,9 +59,17 @@ def calibrate(
     clipping = _clipping(sketch_dim, envelope, rank)
     assert dataset_size is not None
     require_delta_for("delta", delta, dataset_size)
-    sigma = noise_multiplier(epsilon, delta, sample_rate=q, steps=total, clipping=clipping, bands=bands)
+    sigma = noise_multiplier(
+        epsilon, delta, sample_rate=q, steps=total, clipping=clipping, bands=bands
+    )
     event = PoissonGaussian(sigma, q, total, clipping, bands)
-    _show("Calibrated noise", event, epsilon_report(event, delta), as_json, {"target_epsilon": epsilon})
+    _show(
+        "Calibrated noise",
+        event,
+        epsilon_report(event, delta),
+        as_json,
+        {"target_epsilon": epsilon},
+    )
 
 
 def epsilon(
@@ -68,10 +84,15 @@ def epsilon(
     envelope: EnvelopeName = "mixed",
     rank: Rank = None,
     bands: Bands = 1,
-    ledger: Annotated[Path | None, typer.Option(help="A run directory or ledger file: what was really spent.")] = None,
+    ledger: Annotated[
+        Path | None, typer.Option(help="A run directory or ledger file: what was really spent.")
+    ] = None,
     expect_releases: Annotated[
         int | None,
-        typer.Option(help="With --ledger: how many releases the run said it made; a ledger of fewer was rolled back."),
+        typer.Option(
+            help="With --ledger: how many releases the run said it made; a ledger of fewer was "
+            "rolled back."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -80,7 +101,9 @@ def epsilon(
         mechanism = (noise_multiplier, dataset_size, batch_size, steps, sketch_dim, rank)
         if any(value is not None for value in mechanism) or envelope != "mixed" or bands != 1:
             raise ValueError(
-                "--ledger brings its own mechanism; leave out --noise-multiplier, --dataset-size, --batch-size, --steps, --sketch-dim, --envelope, --rank and --bands, or leave out --ledger"
+                "--ledger brings its own mechanism; leave out --noise-multiplier, --dataset-size, "
+                "--batch-size, --steps, --sketch-dim, --envelope, --rank and --bands, or leave out "
+                "--ledger"
             )
         _from_ledger(ledger, delta, expect_releases, as_json)
         return
@@ -88,12 +111,15 @@ def epsilon(
         raise ValueError("--expect-releases belongs to a ledger; give --ledger RUN_DIR as well")
     if noise_multiplier is None or delta is None:
         raise ValueError(
-            "give --noise-multiplier and --delta with --dataset-size, --batch-size and --steps, or give --ledger RUN_DIR"
+            "give --noise-multiplier and --delta with --dataset-size, --batch-size and --steps, or "
+            "give --ledger RUN_DIR"
         )
     q, total = _rate_and_steps(dataset_size, batch_size, steps)
     assert dataset_size is not None
     require_delta_for("delta", delta, dataset_size)
-    event = PoissonGaussian(noise_multiplier, q, total, _clipping(sketch_dim, envelope, rank), bands)
+    event = PoissonGaussian(
+        noise_multiplier, q, total, _clipping(sketch_dim, envelope, rank), bands
+    )
     _show("Privacy spent", event, epsilon_report(event, delta), as_json, {})
 
 
@@ -101,7 +127,9 @@ def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json:
     contents = read_ledger(path)
     if expected is not None and contents.releases < expected:
         raise ValueError(
-            f"ledger={str(path)!r} holds {contents.releases} releases, and --expect-releases says {expected}: the directory is an earlier state of the run, so its epsilon would be too small; "
+            f"ledger={str(path)!r} holds {contents.releases} releases, and --expect-releases says "
+            f"{expected}: the directory is an earlier state of the run, so its epsilon would be "
+            "too small; "
             "restore the newest one"
         )
     at = contents.header.get("delta") if delta is None else delta
@@ -114,14 +142,21 @@ def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json:
     else:
         require_delta("delta", at)
     relation = contents.header.get("neighbouring", "add-remove")
-    extra = {"releases": contents.releases, "ledger": str(path), "neighbouring": relation, "seeded": contents.seeded}
+    extra = {
+        "releases": contents.releases,
+        "ledger": str(path),
+        "neighbouring": relation,
+        "seeded": contents.seeded,
+    }
     if contents.header.get("data_declared_public"):
         extra["data_declared_public"] = True
     if contents.not_private is not None:
         if as_json:
             print_json({"epsilon": None, "delta": at, "not_private": contents.not_private, **extra})
         else:
-            console(False).print(f"No epsilon: this run gave up privacy ({contents.not_private}).", markup=False)
+            console(False).print(
+                f"No epsilon: this run gave up privacy ({contents.not_private}).", markup=False
+            )
         return
     if contents.event is None:
         record = {"epsilon": 0.0, "delta": at, **extra}
@@ -130,19 +165,35 @@ def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json:
         else:
             console(False).print("Nothing has been released: epsilon = 0.")
         return
-    _show("Privacy spent according to the ledger", contents.event, epsilon_report(contents.event, at), as_json, extra)
+    _show(
+        "Privacy spent according to the ledger",
+        contents.event,
+        epsilon_report(contents.event, at),
+        as_json,
+        extra,
+    )
 
 
-def _rate_and_steps(dataset_size: int | None, batch_size: int | None, steps: int | None) -> tuple[float, int]:
-    for name, value in (("dataset_size", dataset_size), ("batch_size", batch_size), ("steps", steps)):
+def _rate_and_steps(
+    dataset_size: int | None, batch_size: int | None, steps: int | None
+) -> tuple[float, int]:
+    for name, value in (
+        ("dataset_size", dataset_size),
+        ("batch_size", batch_size),
+        ("steps", steps),
+    ):
         if value is None:
-            raise ValueError(f"--{name.replace('_', '-')} is missing; give --dataset-size, --batch-size and --steps")
+            raise ValueError(
+                f"--{name.replace('_', '-')} is missing; give --dataset-size, --batch-size and "
+                "--steps"
+            )
         require_int(name, value)
         require_at_least(name, value, 1, "use a whole number of at least 1")
     assert dataset_size is not None and batch_size is not None and steps is not None
     if batch_size > dataset_size:
         raise ValueError(
-            f"batch_size={batch_size} exceeds dataset_size={dataset_size}; the sampling rate cannot exceed 1"
+            f"batch_size={batch_size} exceeds dataset_size={dataset_size}; the sampling rate "
+            "cannot exceed 1"
         )
     return batch_size / dataset_size, steps
 
@@ -150,12 +201,17 @@ def _rate_and_steps(dataset_size: int | None, batch_size: int | None, steps: int
 def _clipping(sketch_dim: int | None, envelope: str, rank: int | None) -> ClippingClaim:
     if sketch_dim is None:
         if rank is not None or envelope != "mixed":
-            raise ValueError("--envelope and --rank belong to randomized clipping; give --sketch-dim as well")
+            raise ValueError(
+                "--envelope and --rank belong to randomized clipping; give --sketch-dim as well"
+            )
         return ExactClipping()
     return RandomizedClipping(sketch_dim, envelope, rank)  # type: ignore[arg-type]
 
 
-DECLARED_PUBLIC = "the training records were declared public: seeds may be known, and nothing is promised for them"
+DECLARED_PUBLIC = (
+    "the training records were declared public: seeds may be known, and nothing is "
+    "promised for them"
+)
 
 # Parts that a record's index decides stay as they are only if its place stays, empty.
 RELATIONS = {"add-remove": "add or remove one record", "zero-out": "leave one record's place empty"}
@@ -183,7 +239,11 @@ def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
         "discretisation": asdict(report.discretisation),
     }
     if sketch is not None:
-        record |= {"sketch_dim": sketch.sketch_dim, "envelope": sketch.envelope, "rank": sketch.total_rank}
+        record |= {
+            "sketch_dim": sketch.sketch_dim,
+            "envelope": sketch.envelope,
+            "rank": sketch.total_rank,
+        }
     if len(phases) > 1:
         record["phases"] = [p.to_json() for p in phases]
     if report.reason:
@@ -191,7 +251,9 @@ def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
     return record
 
 
-def _show(title: str, event: PrivacyEvent, report: EpsilonReport, as_json: bool, extra: dict[str, Any]) -> None:
+def _show(
+    title: str, event: PrivacyEvent, report: EpsilonReport, as_json: bool, extra: dict[str, Any]
+) -> None:
     record = describe(event, report) | extra
     if as_json:
         print_json(record)
@@ -199,12 +261,21 @@ def _show(title: str, event: PrivacyEvent, report: EpsilonReport, as_json: bool,
     infinite = math.isinf(report.epsilon)
     identity = "content" if record["neighbouring"] == "add-remove" else "index"
     rows = [
-        ("epsilon", f"infinite: {report.reason}" if infinite else f"{round_up(report.epsilon, 4)} (an upper bound)"),
+        (
+            "epsilon",
+            f"infinite: {report.reason}"
+            if infinite
+            else f"{round_up(report.epsilon, 4)} (an upper bound)",
+        ),
         ("delta", round_up_to(report.delta, 6)),
-        ("noise multiplier", f"{round_up(record['noise_multiplier'], 4)}, relative to the clipping norm, on the sum"),
+        (
+            "noise multiplier",
+            f"{round_up(record['noise_multiplier'], 4)}, relative to the clipping norm, on the sum",
+        ),
         (
             "steps",
-            f"{record['steps']}, as {record['compositions']} compositions at rate {record['participation_rate']:.6g}",
+            f"{record['steps']}, as {record['compositions']} compositions at rate "
+            f"{record['participation_rate']:.6g}",
         ),
         *([("data", DECLARED_PUBLIC)] if record.get("data_declared_public") else []),
         ("neighbouring relation", RELATIONS[str(record["neighbouring"])]),
@@ -212,7 +283,8 @@ def _show(title: str, event: PrivacyEvent, report: EpsilonReport, as_json: bool,
             "sampler",
             "Poisson"
             if record["sampler"] == "poisson"
-            else f"Poisson within {record['bands']} fixed parts, in turn; a record's {identity} decides its part",
+            else f"Poisson within {record['bands']} fixed parts, in turn; a record's {identity} "
+            "decides its part",
         ),
         (
             "clipping",
@@ -224,7 +296,8 @@ def _show(title: str, event: PrivacyEvent, report: EpsilonReport, as_json: bool,
         ("discretisation", _discretisation(report)),
         (
             "invalid if",
-            "batches are shuffled instead of Poisson-sampled; a record appears more than once; sums are divided by the realised batch size; "
+            "batches are shuffled instead of Poisson-sampled; a record appears more than once; "
+            "sums are divided by the realised batch size; "
             "a step is released but not counted; the noise can be predicted",
         ),
     ]

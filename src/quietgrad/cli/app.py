@@ -20,10 +20,14 @@ app.command("calibrate")(accounting.calibrate)
 app.command("epsilon")(accounting.epsilon)
 
 ConfigPath = Annotated[
-    Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Configuration; the embedded default without one.")
+    Path | None,
+    typer.Argument(
+        metavar="[CONFIG.toml]", help="Configuration; the embedded default without one."
+    ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key; may be repeated."),
 ]
 
 
@@ -46,7 +50,9 @@ def root(
 def train(
     config: ConfigPath = None,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in training.run_dir.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in training.run_dir.")
+    ] = False,
     as_json: accounting.AsJson = False,
 ) -> None:
     """Fine-tunes a text classifier privately; without CONFIG, MiniLM on 38 thousand tweets."""
@@ -62,20 +68,28 @@ def plan(
     figure: Annotated[
         Path | None,
         typer.Option(
-            "--figure", metavar="FILE.png", help="Draw what the number of bands was chosen by (noise.bands = 0)."
+            "--figure",
+            metavar="FILE.png",
+            help="Draw what the number of bands was chosen by (noise.bands = 0).",
         ),
     ] = None,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Says what ``train`` would run: guarantee, noise, estimator per layer, predicted time and memory. Trains nothing."""
+    """Says what ``train`` would run: guarantee, noise, estimator per layer, predicted time and
+    memory. Trains nothing.
+    """
     from quietgrad.cli.training import run_plan
 
     run_plan(config, overrides or [], figure, as_json)
 
 
 @app.command()
-def spectrum(config: ConfigPath = None, overrides: Overrides = None, as_json: accounting.AsJson = False) -> None:
-    """Pretrains on public unlabelled images, and computes the Hessian's spectrum that shapes NoiseCurve's noise."""
+def spectrum(
+    config: ConfigPath = None, overrides: Overrides = None, as_json: accounting.AsJson = False
+) -> None:
+    """Pretrains on public unlabelled images, and computes the Hessian's spectrum that shapes
+    NoiseCurve's noise.
+    """
     from quietgrad.cli.spectrum import run_spectrum
 
     run_spectrum(config, overrides or [], as_json)
@@ -84,17 +98,26 @@ def spectrum(config: ConfigPath = None, overrides: Overrides = None, as_json: ac
 @app.command()
 def compare(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG.toml", help="A comparison, such as recipes/denoising.toml.")
+        Path,
+        typer.Argument(metavar="CONFIG.toml", help="A comparison, such as recipes/denoising.toml."),
     ],
     only_report: Annotated[
-        bool, typer.Option("--report", help="Table and figure of the runs that are there; run nothing.")
+        bool,
+        typer.Option("--report", help="Table and figure of the runs that are there; run nothing."),
     ] = False,
     shard: Annotated[
-        str, typer.Option("--shard", metavar="I/N", help="Make every N-th run from the I-th: for several processes.")
+        str,
+        typer.Option(
+            "--shard",
+            metavar="I/N",
+            help="Make every N-th run from the I-th: for several processes.",
+        ),
     ] = "0/1",
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Trains variants side by side, tunes each (a grid of rates, or with [search] Optuna), and makes a table and a figure; stops and resumes anywhere."""
+    """Trains variants side by side, tunes each (a grid of rates, or with [search] Optuna), and
+    makes a table and a figure; stops and resumes anywhere.
+    """
     from quietgrad.cli.compare import run_compare
 
     run_compare(config, only_report, shard, as_json)
@@ -107,18 +130,27 @@ def audit(
     kind: Annotated[
         str,
         typer.Option(
-            help="Canaries: 'gradient' (given gradients, one entry each) or 'input' (public records with wrong labels)."
+            help="Canaries: 'gradient' (given gradients, one entry each) or 'input' (public "
+            "records with wrong labels)."
         ),
     ] = "gradient",
-    canaries: Annotated[int, typer.Option(help="m, records more, each in or out by a fair coin.")] = 1000,
+    canaries: Annotated[
+        int, typer.Option(help="m, records more, each in or out by a fair coin.")
+    ] = 1000,
     confidence: Annotated[float, typer.Option(help="Of the lower bounds.")] = 0.95,
     figure: Annotated[
         Path | None,
-        typer.Option("--figure", metavar="FILE.png", help="Draw the claimed trade-off curve and the attack's errors."),
+        typer.Option(
+            "--figure",
+            metavar="FILE.png",
+            help="Draw the claimed trade-off curve and the attack's errors.",
+        ),
     ] = Path("audit.png"),
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Trains once with canaries and attacks the releases: a lower bound on epsilon, to hold the claim against. Never a proof of it."""
+    """Trains once with canaries and attacks the releases: a lower bound on epsilon, to hold the
+    claim against. Never a proof of it.
+    """
     from quietgrad.cli.audit import run_audit
 
     run_audit(config, overrides or [], kind, canaries, confidence, figure, as_json)

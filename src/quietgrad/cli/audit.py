@@ -30,11 +30,20 @@ def run_audit(
     from quietgrad.auditing.report import MEANING
     from quietgrad.training.audited_run import audited_run
 
-    columns = (TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=target, refresh_per_second=2) as bar:
         task = bar.add_task("training with canaries", total=None)
         run = audited_run(
-            config, canaries, kind, confidence, lambda done, steps: bar.update(task, completed=done, total=steps)
+            config,
+            canaries,
+            kind,
+            confidence,
+            lambda done, steps: bar.update(task, completed=done, total=steps),
         )
     report, plan = run.report, run.plan
     record: dict[str, Any] = report.to_json() | {
@@ -50,8 +59,13 @@ def run_audit(
             (p.false_positive, p.false_positive_limits, p.false_negative, p.false_negative_limits)
             for p in report.points
         ]
-        title = f"{kind} canaries: epsilon = {report.claimed:.3g} claimed, above {report.lower_bound:.3g} shown (delta = {report.delta:.2g})"
-        audit_figure(plan.event, points, title, f"boxes: {100 * confidence:g} % limits of each rate", figure)
+        title = (
+            f"{kind} canaries: epsilon = {report.claimed:.3g} claimed, above "
+            f"{report.lower_bound:.3g} shown (delta = {report.delta:.2g})"
+        )
+        audit_figure(
+            plan.event, points, title, f"boxes: {100 * confidence:g} % limits of each rate", figure
+        )
     if as_json:
         print_json(record)
         return
@@ -59,15 +73,26 @@ def run_audit(
         target,
         "Audit of one training run",
         [
-            ("claimed", f"epsilon = {report.claimed:.4f} at delta = {report.delta:.3g}, an upper bound"),
-            ("shown", f"epsilon > {report.lower_bound:.4f} with confidence {confidence:g} over all rows below"),
+            (
+                "claimed",
+                f"epsilon = {report.claimed:.4f} at delta = {report.delta:.3g}, an upper bound",
+            ),
+            (
+                "shown",
+                f"epsilon > {report.lower_bound:.4f} with confidence {confidence:g} over all rows "
+                "below",
+            ),
             ("verdict", report.verdict),
             (
                 "canaries",
-                f"{report.trials} ({kind}) beside {run.records} records; every canary in or out by a fair coin",
+                f"{report.trials} ({kind}) beside {run.records} records; every canary in or out by "
+                "a fair coin",
             ),
             ("mechanism", _mechanism(plan)),
-            (f"test {run.metric}", f"{run.score:.4f}, of the model that trained with canaries; it was not kept"),
+            (
+                f"test {run.metric}",
+                f"{run.score:.4f}, of the model that trained with canaries; it was not kept",
+            ),
             *([] if figure is None else [("figure", str(figure))]),
         ],
     )
@@ -82,15 +107,24 @@ def _mechanism(plan: Any) -> str:
     k = getattr(claim, "sketch_dim", None)
     clipping = "exact clipping" if k is None else f"{plan.clipper.estimator} with k = {k}"
     bands = "" if plan.event.bands == 1 else f", {plan.event.bands} bands"
-    return f"noise multiplier {plan.noise_multiplier:.4f}, rate {plan.event.sample_rate:.4f}, {plan.steps} steps, {clipping}{bands}"
+    return (
+        f"noise multiplier {plan.noise_multiplier:.4f}, rate {plan.event.sample_rate:.4f}, "
+        f"{plan.steps} steps, {clipping}{bands}"
+    )
 
 
 def _bound(finding: Any) -> str:
     seen = finding.evidence
     if hasattr(seen, "guesses"):
-        counts = f"{seen.correct} of {seen.guesses} guesses right, {seen.canaries - seen.guesses} canaries not guessed"
+        counts = (
+            f"{seen.correct} of {seen.guesses} guesses right, {seen.canaries - seen.guesses} "
+            "canaries not guessed"
+        )
     else:
-        counts = f"{seen.false_positives} of {seen.absent} absent called present, {seen.false_negatives} of {seen.present} present called absent"
+        counts = (
+            f"{seen.false_positives} of {seen.absent} absent called present, "
+            f"{seen.false_negatives} of {seen.present} present called absent"
+        )
     return f"{finding.epsilon:.4f}   ({counts})" + ("   ABOVE THE CLAIM" if finding.refutes else "")
 
 
@@ -98,4 +132,8 @@ def _require_place(figure: Path) -> None:
     if figure.suffix.lower() != ".png":
         fail(f"--figure={str(figure)!r} must end in .png: the figure is a PNG file", 2)
     if not figure.absolute().parent.is_dir():
-        fail(f"--figure={str(figure)!r}: no such folder; make it, or name a file in one that is there", 2)
+        fail(
+            f"--figure={str(figure)!r}: no such folder; make it, or name a file in one that is "
+            "there",
+            2,
+        )

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from quietgrad.comparing.table import Comparison, Run
     from quietgrad.report.comparison import Series
 
-GUARANTEE = "Each epsilon is that of its run alone, were its seed secret: here seeds are known and the runs add up, so compare on records that are public."
+GUARANTEE = (
+    "Each epsilon is that of its run alone, were its seed secret: here seeds are known and "
+    "the runs add up, so compare on records that are public."
+)
 Protocols = dict[str, dict[float, dict[str, "Series"]]]
 
 
@@ -31,7 +34,8 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
 
         def report(run: Run, record: dict[str, Any], left: int) -> None:
             target.print(
-                f"{run.variant}, epsilon {run.epsilon:g}, rate {run.rate:g}{described(run)}, seed {run.seed}: validation {record['curve'][-1][1]:.4f}, "
+                f"{run.variant}, epsilon {run.epsilon:g}, rate {run.rate:g}{described(run)}, seed "
+                f"{run.seed}: validation {record['curve'][-1][1]:.4f}, "
                 f"{record['seconds']:.0f} s; {left} more known"
             )
 
@@ -58,7 +62,9 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
                 "missing_runs": missing,
                 "guarantee": GUARANTEE,
                 "figure": str(comparison.figure),
-                "tables": {k: markdown(v, comparison.table.shares, words) for k, v in tables.items()},
+                "tables": {
+                    k: markdown(v, comparison.table.shares, words) for k, v in tables.items()
+                },
             }
         )
         return
@@ -75,13 +81,17 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
 def described(run: Run) -> str:
     """The settings that a search found, beside the rate."""
     return "".join(
-        f", {key.rpartition('.')[2]} {value:g}" if isinstance(value, float) else f", {key.rpartition('.')[2]} {value}"
+        f", {key.rpartition('.')[2]} {value:g}"
+        if isinstance(value, float)
+        else f", {key.rpartition('.')[2]} {value}"
         for key, value in run.settings
     )
 
 
 def protocols_of(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) -> Protocols:
-    """Protocol -> epsilon -> variant -> finished runs; epsilons where the reference or a variant has none are left out."""
+    """Protocol -> epsilon -> variant -> finished runs; epsilons where the reference or a variant
+    has none are left out.
+    """
     from quietgrad.comparing.comparison import chosen_run
     from quietgrad.comparing.table import Run
     from quietgrad.report.comparison import Series
@@ -95,8 +105,16 @@ def protocols_of(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) 
             variants = {}
             for variant in comparison.variants:
                 one = Run(variant, epsilon, comparison.table.protocol_rate, 0)
-                best = one if protocol == "one rate" else chosen_run(comparison, results, variant, epsilon)
-                runs = {r.seed: v for r, v in results.items() if best is not None and replace(r, seed=0) == best}
+                best = (
+                    one
+                    if protocol == "one rate"
+                    else chosen_run(comparison, results, variant, epsilon)
+                )
+                runs = {
+                    r.seed: v
+                    for r, v in results.items()
+                    if best is not None and replace(r, seed=0) == best
+                }
                 if best is not None and runs:
                     variants[variant] = Series(
                         best.rate,
@@ -114,6 +132,7 @@ def _shard(text: str) -> tuple[int, int]:
     first, slash, count = text.partition("/")
     if not slash or not first.isdigit() or not count.isdigit() or int(first) >= int(count):
         raise ValueError(
-            f"--shard {text!r} must be I/N with I from 0 to N - 1, such as 0/2 in one process and 1/2 in another"
+            f"--shard {text!r} must be I/N with I from 0 to N - 1, such as 0/2 in one process and "
+            "1/2 in another"
         )
     return int(first), int(count)

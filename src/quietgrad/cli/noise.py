@@ -1,4 +1,6 @@
-"""What ``plan`` and ``train`` say of the noise: matrix, bands, participation, and predicted error against independent noise."""
+"""What ``plan`` and ``train`` say of the noise: matrix, bands, participation, and predicted error
+against independent noise.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +14,44 @@ def noise_rows(plan: Any) -> list[tuple[str, str]]:
     event, size = plan.event, plan.expected_batch_size
     if plan.event.bands == 1:
         rows = [
-            ("sampling", f"Poisson, rate {event.sample_rate:.5f}, expected batch size {size:.0f}, {plan.steps} steps"),
+            (
+                "sampling",
+                f"Poisson, rate {event.sample_rate:.5f}, expected batch size {size:.0f}, "
+                f"{plan.steps} steps",
+            ),
             (
                 "noise",
-                f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping norm {plan.max_grad_norm:g}, independent from step to step",
+                f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping norm "
+                f"{plan.max_grad_norm:g}, independent from step to step",
             ),
         ]
         return rows + _choice_rows(plan)
     mixing = plan.mixing
-    gap = "not computed" if mixing.relative_gap is None else f"at most {100 * mixing.relative_gap:.2g} %"
+    gap = (
+        "not computed"
+        if mixing.relative_gap is None
+        else f"at most {100 * mixing.relative_gap:.2g} %"
+    )
     if mixing.kkt_residual is not None:
         gap += f" (residual of the optimality conditions {mixing.kkt_residual:.1g})"
     return [
         (
             "sampling",
-            f"cyclic Poisson: {event.bands} parts of about {plan.dataset_size / event.bands:.0f} records take turns, rate {event.participation_rate:.5f} within a part, expected batch size "
+            f"cyclic Poisson: {event.bands} parts of about {plan.dataset_size / event.bands:.0f} "
+            f"records take turns, rate {event.participation_rate:.5f} within a part, expected "
+            "batch size "
             f"{size:.0f}, {plan.steps} steps; a record can be in {event.compositions} of them",
         ),
         (
             "noise",
-            f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping norm {plan.max_grad_norm:g}, correlated over {event.bands} bands ({mixing.family}) for "
+            f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping norm "
+            f"{plan.max_grad_norm:g}, correlated over {event.bands} bands ({mixing.family}) for "
             f"{mixing.workload}",
         ),
         (
             "correlation",
-            f"error {mixing.objective / mixing.independent:.4f} of independent noise's at the same multiplier{_at_the_same_epsilon(plan)}; distance to the best matrix: {gap}",
+            f"error {mixing.objective / mixing.independent:.4f} of independent noise's at the same "
+            f"multiplier{_at_the_same_epsilon(plan)}; distance to the best matrix: {gap}",
         ),
         *_choice_rows(plan),
     ]
@@ -58,7 +73,9 @@ def source_rows(plan: Any, entries: int) -> list[tuple[str, str]]:
     return [
         (
             "noise source",
-            f"{source.name}: AES-256, on a grid of {source.grid:.2g} standard deviations; rounding {entries:,} entries to it raises the sensitivity by a share of {cost:.2g}, and the noise is "
+            f"{source.name}: AES-256, on a grid of {source.grid:.2g} standard deviations; rounding "
+            f"{entries:,} entries to it raises the sensitivity by a share of {cost:.2g}, and the "
+            "noise is "
             "made larger by as much, so the epsilon stands",
         )
     ]
@@ -91,7 +108,9 @@ def noise_record(plan: Any) -> dict[str, Any]:
 
 
 def error_ratio(plan: Any) -> float | None:
-    """Predicted error over independent noise's at the same epsilon; None where a noise multiplier was given instead. Cost: one search of the accountant for fixed bands."""
+    """Predicted error over independent noise's at the same epsilon; None where a noise multiplier
+    was given instead. Cost: one search of the accountant for fixed bands.
+    """
     if plan.band_choice is not None:
         return float(plan.band_choice.error_ratio)
     independent = plan.multiplier_for(bands=1)
@@ -103,7 +122,11 @@ def error_ratio(plan: Any) -> float | None:
 
 def _at_the_same_epsilon(plan: Any) -> str:
     ratio = error_ratio(plan)
-    return "" if ratio is None else f", {ratio:.4f} at the same epsilon (weaker amplification by sampling counted)"
+    return (
+        ""
+        if ratio is None
+        else f", {ratio:.4f} at the same epsilon (weaker amplification by sampling counted)"
+    )
 
 
 def _choice_rows(plan: Any) -> list[tuple[str, str]]:
@@ -114,6 +137,7 @@ def _choice_rows(plan: Any) -> list[tuple[str, str]]:
     return [
         (
             "bands",
-            f"{plan.band_choice.chosen.bands} chosen from public facts; predicted error relative to independent noise, amplification counted, by bands: {tried}",
+            f"{plan.band_choice.chosen.bands} chosen from public facts; predicted error relative "
+            f"to independent noise, amplification counted, by bands: {tried}",
         )
     ]

@@ -1,4 +1,6 @@
-"""Tables for people on standard error or output, one JSON object for programs on standard output."""
+"""Tables for people on standard error or output, one JSON object for programs
+on standard output.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def console(as_json: bool) -> Console:
 
 
 def print_json(record: dict[str, Any]) -> None:
-    """One JSON object; infinite numbers, which JSON lacks, become null (the record's ``reason`` says why)."""
+    """One JSON object; infinite numbers, which JSON lacks, become null (the record's ``reason``
+    says why).
+    """
     json.dump(_finite(record), sys.stdout, indent=2)
     sys.stdout.write("\n")
     sys.stdout.flush()
@@ -55,14 +59,20 @@ def fail(message: str, code: int) -> NoReturn:
 
 
 def one_line(command: Callable[P, R]) -> Callable[P, R]:
-    """Makes an interruption, or an error of the system (a full disk, a file that went away), one line that says what it was, before the command-line library makes "Aborted." of it."""
+    """Makes an interruption, or an error of the system (a full disk, a file that went away), one
+    line that says what it was, before the command-line library makes "Aborted." of it.
+    """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
         except KeyboardInterrupt:
-            fail("interrupted; what a private run released is in its ledger, and --resume goes on with it", code=130)
+            fail(
+                "interrupted; what a private run released is in its ledger, and --resume goes on "
+                "with it",
+                code=130,
+            )
         except (OSError, EOFError) as error:
             fail(f"{type(error).__name__}: {error}", code=1)
 

@@ -19,7 +19,10 @@ def run_spectrum(config_path: Path | None, overrides: list[str], as_json: bool) 
     made = make_spectrum(config, target.print)
     spectrum, facts = made.spectrum, made.spectrum.facts
     figure = made.spectrum_path.with_suffix(".png")
-    title = f"{facts['parameters']:,} parameters, {facts['hessian_images']:,} public images ({facts['public']})"
+    title = (
+        f"{facts['parameters']:,} parameters, {facts['hessian_images']:,} public images "
+        f"({facts['public']})"
+    )
     spectrum_figure(spectrum.top, spectrum.eigenvalues(), title, figure)
     record: dict[str, Any] = {
         "top": [float(v) for v in spectrum.top],
@@ -37,21 +40,26 @@ def run_spectrum(config_path: Path | None, overrides: list[str], as_json: bool) 
     rows = [
         (
             "largest",
-            f"{spectrum.top[0]:.4g}, the {len(spectrum.top)}th {spectrum.top[-1]:.3g} (residuals at most {spectrum.residuals.max():.1e})",
+            f"{spectrum.top[0]:.4g}, the {len(spectrum.top)}th {spectrum.top[-1]:.3g} (residuals "
+            f"at most {spectrum.residuals.max():.1e})",
         ),
         (
             "positive part",
-            f"sums to {facts['positive_mass']:.4g} \u00b1 {facts['positive_mass_error']:.2g}; about {facts['positive_count']:.0f} above {facts['count_threshold']:.2g}",
+            f"sums to {facts['positive_mass']:.4g} \u00b1 {facts['positive_mass_error']:.2g}; "
+            f"about {facts['positive_count']:.0f} above {facts['count_threshold']:.2g}",
         ),
         ("negative part", f"sums to {facts['negative_mass']:.4g}; counted as zero"),
         (
             "tail",
-            f"ends at rank {spectrum.tail_index:,} with {spectrum.tail_value:g}: there the fitted curve has the positive part's sum",
+            f"ends at rank {spectrum.tail_index:,} with {spectrum.tail_value:g}: there the fitted "
+            "curve has the positive part's sum",
         ),
         ("spectrum", f"{made.spectrum_path} (noise.spectrum)"),
         (
             "weights",
-            "none: the body is frozen" if made.weights_path is None else f"{made.weights_path} (model.weights)",
+            "none: the body is frozen"
+            if made.weights_path is None
+            else f"{made.weights_path} (model.weights)",
         ),
         ("figure", str(figure)),
     ]

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.checks import SettingsWarning
@@ -18,7 +25,12 @@ from quietgrad.cli.accounting import DECLARED_PUBLIC, RELATIONS
 from quietgrad.cli.noise import noise_record, noise_rows, source_rows
 from quietgrad.cli.output import console, fail, one_line, print_json, print_table
 from quietgrad.training.files.provenance import start_warnings
-from quietgrad.training.settings.config import TrainConfig, load_config, load_saved_config, require_same_settings
+from quietgrad.training.settings.config import (
+    TrainConfig,
+    load_config,
+    load_saved_config,
+    require_same_settings,
+)
 from quietgrad.training.settings.references import references_for
 from quietgrad.training.settings.unread import unread_settings
 
@@ -45,11 +57,14 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     if prepared.plan is not None:
         difference = verify_on_public_records(prepared)
         target.print(
-            f"Clipping agrees with per-example autograd on validation records: relative difference {difference:.1e}."
+            "Clipping agrees with per-example autograd on validation records: relative difference "
+            f"{difference:.1e}."
         )
         _print_guarantee(target, prepared)
     else:
-        target.print("[bold]Privacy is switched off:[/bold] this run is a reference, and not private.")
+        target.print(
+            "[bold]Privacy is switched off:[/bold] this run is a reference, and not private."
+        )
     columns = (
         TextColumn("[bold]{task.description}"),
         BarColumn(),
@@ -70,9 +85,14 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
                 score_text = f" | validation {prepared.metric.name} {progress.score:.3f}"
                 if not target.is_terminal:
                     target.print(
-                        f"step {progress.step}/{progress.steps}: epsilon spent {round_up(progress.epsilon, 3)}{declared}{score_text}"
+                        f"step {progress.step}/{progress.steps}: epsilon spent "
+                        f"{round_up(progress.epsilon, 3)}{declared}{score_text}"
                     )
-            spent = f"epsilon {round_up(progress.epsilon, 3)}{declared}" if prepared.plan is not None else "not private"
+            spent = (
+                f"epsilon {round_up(progress.epsilon, 3)}{declared}"
+                if prepared.plan is not None
+                else "not private"
+            )
             bar.update(task, completed=progress.step, spent=spent + score_text)
 
         outcome = runner.train(prepared, run_dir, resume, report, _sayer(target))
@@ -80,12 +100,15 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
         if as_json:
             print_json(outcome.result | {"interrupted": True})
         fail(
-            f"stopped after step {outcome.result['steps']} of {prepared.steps}; everything is saved{_count_to_keep(outcome.result)}. "
+            f"stopped after step {outcome.result['steps']} of {prepared.steps}; everything is "
+            f"saved{_count_to_keep(outcome.result)}. "
             f"Go on with: quietgrad train --resume --set training.run_dir={run_dir.path}",
             code=130,
         )
     known = references_for(config)
-    figure.score_figure(run_dir.read_metrics(), outcome.result, known.get("non_private_accuracy"), run_dir.figure)
+    figure.score_figure(
+        run_dir.read_metrics(), outcome.result, known.get("non_private_accuracy"), run_dir.figure
+    )
     result = outcome.result | {"seconds": round(time.monotonic() - started, 1)}
     if as_json:
         print_json(result)
@@ -93,17 +116,27 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
 
 
 def _sayer(target: Console) -> Callable[[str], None]:
-    return lambda line: target.print(f"[yellow]note:[/yellow] {line}", highlight=False, soft_wrap=True)
+    return lambda line: target.print(
+        f"[yellow]note:[/yellow] {line}", highlight=False, soft_wrap=True
+    )
 
 
 def _count_to_keep(result: dict[str, Any]) -> str:
-    """A directory that was rolled back as a whole looks like an earlier state of itself; only a number kept elsewhere can tell."""
+    """A directory that was rolled back as a whole looks like an earlier state of itself; only a
+    number kept elsewhere can tell.
+    """
     if not result["private"]:
         return ""
-    return f" (keep elsewhere: {result['steps']} releases; quietgrad epsilon --ledger {result['run_dir']} --expect-releases {result['steps']} refuses a directory rolled back)"
+    return (
+        f" (keep elsewhere: {result['steps']} releases; quietgrad epsilon --ledger "
+        f"{result['run_dir']} --expect-releases {result['steps']} refuses a directory rolled "
+        "back)"
+    )
 
 
-def run_plan(config_path: Path | None, overrides: list[str], figure: Path | None, as_json: bool) -> None:
+def run_plan(
+    config_path: Path | None, overrides: list[str], figure: Path | None, as_json: bool
+) -> None:
     """See ``quietgrad plan --help``."""
     target = console(as_json)
     config = load_config(config_path, overrides)
@@ -127,7 +160,10 @@ def run_plan(config_path: Path | None, overrides: list[str], figure: Path | None
     if prepared.plan is not None:
         _print_guarantee(target, prepared)
     else:
-        nothing = "none: with privacy.enabled=false nothing protects the training records, and the run has no epsilon"
+        nothing = (
+            "none: with privacy.enabled=false nothing protects the training records, and the "
+            "run has no epsilon"
+        )
         print_table(target, "Privacy plan", [("guarantee", nothing)])
     _print_clipping(target, record)
     print_table(
@@ -136,14 +172,20 @@ def run_plan(config_path: Path | None, overrides: list[str], figure: Path | None
         [
             (
                 "frozen layers",
-                "run once per record, then cached" if record["cached_frozen_layers"] else "run at every step",
+                "run once per record, then cached"
+                if record["cached_frozen_layers"]
+                else "run at every step",
             ),
             (
                 "training time",
-                f"about {record['predicted_seconds']:.0f} s for {prepared.steps} steps, evaluations not counted",
+                f"about {record['predicted_seconds']:.0f} s for {prepared.steps} steps, "
+                "evaluations not counted",
             ),
             ("memory", f"about {record['predicted_memory_mib']:.0f} MiB at the peak"),
-            ("trainable parameters", f"{record['trainable_parameters']:,} of {record['parameters']:,}"),
+            (
+                "trainable parameters",
+                f"{record['trainable_parameters']:,} of {record['parameters']:,}",
+            ),
             *([] if figure is None else [("figure", str(figure))]),
         ],
     )
@@ -154,17 +196,29 @@ def _require_choice_to_draw(config: TrainConfig, figure: Path) -> None:
     if figure.suffix.lower() != ".png":
         fail(f"--figure={str(figure)!r} must end in .png: the figure is a PNG file", 2)
     if not figure.absolute().parent.is_dir():
-        fail(f"--figure={str(figure)!r}: no such folder; make it, or name a file in one that is there", 2)
-    if config.noise.method == "independent" or config.noise.bands != 0 or not config.privacy.enabled:
         fail(
-            f"--figure draws a choice of bands, and noise.method={config.noise.method!r} with noise.bands={config.noise.bands} leaves none; set noise.method=banded (or noisecurve) and noise.bands=0",
+            f"--figure={str(figure)!r}: no such folder; make it, or name a file in one that is "
+            "there",
+            2,
+        )
+    if (
+        config.noise.method == "independent"
+        or config.noise.bands != 0
+        or not config.privacy.enabled
+    ):
+        fail(
+            f"--figure draws a choice of bands, and noise.method={config.noise.method!r} with "
+            f"noise.bands={config.noise.bands} leaves none; set noise.method=banded (or "
+            "noisecurve) and noise.bands=0",
             2,
         )
 
 
 def _say_what_is_unread(config: TrainConfig) -> None:
     for sentence in unread_settings(config):
-        Console(stderr=True).print(f"[bold]Note:[/bold] {sentence}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"[bold]Note:[/bold] {sentence}", highlight=False, soft_wrap=True
+        )
 
 
 def _print_clipping(target: Console, record: dict[str, Any]) -> None:
@@ -173,37 +227,61 @@ def _print_clipping(target: Console, record: dict[str, Any]) -> None:
         return
     rows = []
     for layer in record["layers"]:
-        work = f", {layer['multiplications']:,} multiplications an example" if layer["multiplications"] else ""
-        kept = ", kept for the sum" if layer["kept"] and layer["estimator"] == "materialized" else ""
-        rows.append((layer["shape"], f"{layer['count']} parameters, {layer['estimator']}{kept}{work}"))
+        work = (
+            f", {layer['multiplications']:,} multiplications an example"
+            if layer["multiplications"]
+            else ""
+        )
+        kept = (
+            ", kept for the sum" if layer["kept"] and layer["estimator"] == "materialized" else ""
+        )
+        rows.append(
+            (layer["shape"], f"{layer['count']} parameters, {layer['estimator']}{kept}{work}")
+        )
     print_table(target, "Norm estimator by shape of parameter", rows)
-    rows = [("chosen", f"{record['engine']}; {record['micro_batch_size']} examples at a time ({record['why']})")]
+    rows = [
+        (
+            "chosen",
+            f"{record['engine']}; {record['micro_batch_size']} examples at a time "
+            f"({record['why']})",
+        )
+    ]
     for other in record["alternatives"]:
         rows.append(
             (
                 other["engine"],
-                f"{other['ratio']:.2f} times the non-private step, {other['mib']:,.0f} MiB over parameters and data, "
+                f"{other['ratio']:.2f} times the non-private step, {other['mib']:,.0f} MiB over "
+                "parameters and data, "
                 f"{other['micro_batch_size']} examples at a time",
             )
         )
     plain = record["non_private"]
     rows.append(
-        ("without privacy", f"{plain['seconds']:.3g} s and {plain['mib']:,.0f} MiB for such a batch (modelled)")
+        (
+            "without privacy",
+            f"{plain['seconds']:.3g} s and {plain['mib']:,.0f} MiB for such a batch (modelled)",
+        )
     )
     sketch = record["sketch"]
     if "noise_multiplier" in sketch:
         rows.append(
             (
                 "sketching",
-                f"hutch with k = {sketch['sketch_dim']} would {_saving(sketch['saves'])} and raise the noise multiplier from "
-                f"{round_up(record['noise_multiplier'], 4)} to {round_up(sketch['noise_multiplier'], 4)}",
+                f"hutch with k = {sketch['sketch_dim']} would {_saving(sketch['saves'])} and raise "
+                "the noise multiplier from "
+                f"{round_up(record['noise_multiplier'], 4)} to "
+                f"{round_up(sketch['noise_multiplier'], 4)}",
             )
         )
     print_table(target, "Engines", rows)
 
 
 def _saving(share: float) -> str:
-    return f"save {100 * share:.1f} % of the time" if share > 0 else f"take {-100 * share:.1f} % more time"
+    return (
+        f"save {100 * share:.1f} % of the time"
+        if share > 0
+        else f"take {-100 * share:.1f} % more time"
+    )
 
 
 def _config_to_run(path: Path | None, overrides: list[str], resume: bool) -> TrainConfig:
@@ -238,18 +316,27 @@ def _print_guarantee(target: Console, prepared: Any) -> None:
 
     plan = prepared.plan
     train = prepared.train
-    delta_note = "" if prepared.config.privacy.target_delta is not None else " (1 / N^1.1, at most 0.01: the default)"
+    delta_note = (
+        ""
+        if prepared.config.privacy.target_delta is not None
+        else " (1 / N^1.1, at most 0.01: the default)"
+    )
     rows = [
         (
             "guarantee",
-            f"epsilon = {round_up(plan.epsilon, 4)} at delta = {round_up_to(plan.delta, 3)}{delta_note}, {RELATIONS[plan.neighbouring]}",
+            f"epsilon = {round_up(plan.epsilon, 4)} at delta = "
+            f"{round_up_to(plan.delta, 3)}{delta_note}, {RELATIONS[plan.neighbouring]}",
         ),
         (
             "records",
-            f"{len(train)} {'declared public' if plan.data_are_public else 'private'} for training; {len(prepared.validation)} validation and {len(prepared.test)} test, declared public",
+            f"{len(train)} {'declared public' if plan.data_are_public else 'private'} for "
+            f"training; {len(prepared.validation)} validation and {len(prepared.test)} test, "
+            "declared public",
         ),
         *noise_rows(plan),
-        *source_rows(plan, sum(p.numel() for p in trainable_parameters(prepared.model.classifier).values())),
+        *source_rows(
+            plan, sum(p.numel() for p in trainable_parameters(prepared.model.classifier).values())
+        ),
         ("clipping", _clipping_text(plan)),
     ]
     if plan.data_are_public:
@@ -259,7 +346,8 @@ def _print_guarantee(target: Console, prepared: Any) -> None:
         rows.append(
             (
                 "seed",
-                "given: the noise is reproducible, so the guarantee holds only if the seed stays secret and serves this run alone",
+                "given: the noise is reproducible, so the guarantee holds only if the seed stays "
+                "secret and serves this run alone",
             )
         )
     print_table(target, "Privacy plan", rows)
@@ -270,7 +358,10 @@ def _clipping_text(plan: Any) -> str:
     k = getattr(claim, "sketch_dim", None)
     if k is None:
         return f"exact per-example norms ({plan.clipper.estimator})"
-    return f"randomized: {plan.clipper.estimator} with k = {k}, {claim.envelope} envelope in the accountant"
+    return (
+        f"randomized: {plan.clipper.estimator} with k = {k}, {claim.envelope} envelope in the "
+        "accountant"
+    )
 
 
 def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]) -> None:
@@ -281,7 +372,8 @@ def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]
         rows.append(
             (
                 "privacy",
-                f"epsilon = {round_up(result['epsilon'], 4)} at delta = {round_up_to(result['delta'], 3)} ({RELATIONS[result['neighbouring']]})",
+                f"epsilon = {round_up(result['epsilon'], 4)} at delta = "
+                f"{round_up_to(result['delta'], 3)} ({RELATIONS[result['neighbouring']]})",
             )
         )
     else:
@@ -299,7 +391,8 @@ def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]
         rows.append(
             (
                 "without privacy",
-                f"{known['non_private_accuracy']:.4f} (recorded; to measure it again: {known['command']})",
+                f"{known['non_private_accuracy']:.4f} (recorded; to measure it again: "
+                f"{known['command']})",
             )
         )
     rows.append(("time", f"{result['seconds']:.0f} s"))

@@ -24,26 +24,36 @@ def clipped_gradients(
     micro_batch_size: int | None = None,
     projections: Projections | None = None,
 ) -> ClippedSum:
-    """Sum over the batch of per-example gradients, each clipped to norm ``max_grad_norm`` over all trainable parameters together.
+    """Sum over the batch of per-example gradients, each clipped to norm ``max_grad_norm`` over all
+    trainable parameters together.
 
     Args:
         model: any module without cross-example layers; left as it was found.
         per_example_loss: (model, batch) -> [examples].
-        batch: nested containers of tensors with the example as first dimension; an empty batch gives zeros.
+        batch: nested containers of tensors with the example as first dimension; an empty batch
+            gives zeros.
         max_grad_norm: C, above 0.
-        estimator: "auto" or "exact" (cheapest exact norm per layer), "materialized", "ghost", "hutch" or "hutch++". The last two are
+        estimator: "auto" or "exact" (cheapest exact norm per layer), "materialized", "ghost",
+            "hutch" or "hutch++". The last two are
             randomized: their claim carries the sketch dimension, and the accountant must use it.
         sketch_dim: k of the sketches, at least 2.
         micro_batch_size: examples per forward pass; None takes the batch whole.
-        projections: random projections of sketches; the parts of one batch need the same. None draws fresh ones.
+        projections: random projections of sketches; the parts of one batch need the same. None
+            draws fresh ones.
 
     Returns:
-        ``ClippedSum``: ``.gradients`` maps parameter names to sums, ``.claim`` states the sensitivity. Private until noise is added.
+        ``ClippedSum``: ``.gradients`` maps parameter names to sums, ``.claim`` states the
+            sensitivity. Private until noise is added.
 
     Raises:
         ValueError: naming the layer, parameter or argument, with the remedy.
     """
-    clipper = Clipper(max_grad_norm, require_word("estimator", estimator, ESTIMATORS), sketch_dim, micro_batch_size)
+    clipper = Clipper(
+        max_grad_norm,
+        require_word("estimator", estimator, ESTIMATORS),
+        sketch_dim,
+        micro_batch_size,
+    )
     return clipper.clip(model, per_example_loss, batch, projections)
 
 
@@ -57,9 +67,12 @@ def per_example_norms(
     micro_batch_size: int | None = None,
     projections: Projections | None = None,
 ) -> Tensor:
-    """[examples] norms (not squared) of the per-example gradients over all trainable parameters together. Private.
+    """[examples] norms (not squared) of the per-example gradients over all trainable parameters
+    together. Private.
 
     Arguments and errors as for ``clipped_gradients``.
     """
-    clipper = Clipper(1.0, require_word("estimator", estimator, ESTIMATORS), sketch_dim, micro_batch_size)
+    clipper = Clipper(
+        1.0, require_word("estimator", estimator, ESTIMATORS), sketch_dim, micro_batch_size
+    )
     return clipper.norms(model, per_example_loss, batch, projections)

@@ -1,4 +1,6 @@
-"""Which losses are one and the same, and the bound clippers of a run: each (model, loss) pair is guarded once."""
+"""Which losses are one and the same, and the bound clippers of a run: each (model, loss) pair is
+guarded once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from quietgrad.clipping.clipper import Clipper
 
 @dataclass
 class Bindings:
-    """The bound clippers of a run, one a (model, loss) pair, so that each pair is guarded once and not at every step.
+    """The bound clippers of a run, one a (model, loss) pair, so that each pair is guarded once and
+    not at every step.
 
     Attributes:
         clipper: what is bound.
@@ -38,10 +41,12 @@ class Bindings:
 
 
 def same_function(one: object, other: object) -> bool:
-    """Whether two losses are one function: the same object, or the same code over the same defaults, globals and closed-over objects.
+    """Whether two losses are one function: the same object, or the same code over the same
+    defaults, globals and closed-over objects.
 
-    A lambda written inside a training loop is a new object at every step; if all that it can read is the same (by identity, not by value), calling
-    it is calling the one before. Anything else counts as another loss.
+    A lambda written inside a training loop is a new object at every step; if all that it can read
+    is the same (by identity, not by value), calling it is calling the one before. Anything else
+    counts as another loss.
     """
     if one is other:
         return True

@@ -1,6 +1,8 @@
-"""A clipper bound to one model and one loss: owns what is found out about the two, and clips batch after batch.
+"""A clipper bound to one model and one loss: owns what is found out about the two, and clips batch
+after batch.
 
-Nothing about models or losses is kept anywhere else: layout, traces, gradient checkpointing and the guard's verdict live and die with it.
+Nothing about models or losses is kept anywhere else: layout, traces, gradient checkpointing and the
+guard's verdict live and die with it.
 """
 
 from __future__ import annotations
@@ -34,8 +36,15 @@ from quietgrad.clipping.soundness.mixing import Subject
 from quietgrad.clipping.soundness.processes import refuse_process_group, refuse_wrapped_model
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
 from quietgrad.clipping.soundness.unchanged import unchanged
-from quietgrad.facts import SensitivityClaim
-from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, slice_batch, tensors_of, trainable_parameters
+from quietgrad.events import SensitivityClaim
+from quietgrad.tensors import (
+    Batch,
+    accumulation_dtype,
+    batch_size_of,
+    slice_batch,
+    tensors_of,
+    trainable_parameters,
+)
 
 # Of what is free, the share that a step may take when no budget is given.
 SHARE_OF_FREE_MEMORY = 0.8
@@ -74,11 +83,14 @@ class Settings(Protocol):
 class BoundClipper:
     """A ``Clipper`` for one (model, loss) pair; made by ``Clipper.bind``.
 
-    The guard (``quietgrad.clipping.soundness.guard``) runs before the first batch is clipped, whatever it holds, and again at guarded steps. Trainable
-    parameters may be frozen and unfrozen, and modes switched, between calls: each combination is guarded on its own.
+    The guard (``quietgrad.clipping.soundness.guard``) runs before the first batch is clipped,
+    whatever it holds, and again at guarded steps. Trainable parameters may be frozen and unfrozen,
+    and modes switched, between calls: each combination is guarded on its own.
     """
 
-    def __init__(self, clipper: Settings, model: nn.Module, per_example_loss: PerExampleLoss) -> None:
+    def __init__(
+        self, clipper: Settings, model: nn.Module, per_example_loss: PerExampleLoss
+    ) -> None:
         self.clipper = clipper
         self.model = model
         self.per_example_loss = per_example_loss
@@ -92,17 +104,20 @@ class BoundClipper:
         self._calls = 0
 
     def check(self, public_batch: Batch) -> None:
-        """Runs the guard now, on records that need no protection; from here on it examines these in place of private ones.
+        """Runs the guard now, on records that need no protection; from here on it examines these in
+        place of private ones.
 
         Args:
-            public_batch: two or more public or made-up records, as varied and as many as a usual micro-batch where possible.
+            public_batch: two or more public or made-up records, as varied and as many as a usual
+                micro-batch where possible.
 
         Raises:
             ValueError: with fewer than two records, or naming what cannot be clipped per example.
         """
         if batch_size_of(public_batch) < 2:
             raise ValueError(
-                "guard_batch holds fewer than two records, so nothing can be seen of losses that compare records; pass two or more"
+                "guard_batch holds fewer than two records, so nothing can be seen of losses that "
+                "compare records; pass two or more"
             )
         self._guard.public = public_batch
         self._falling_back(lambda: self._check(public_batch))
@@ -111,21 +126,26 @@ class BoundClipper:
         with self._prepared(public_batch, 0, always=True):
             pass
 
-    def clip(self, batch: Batch, projections: Projections | None = None, step: int | None = None) -> ClippedSum:
+    def clip(
+        self, batch: Batch, projections: Projections | None = None, step: int | None = None
+    ) -> ClippedSum:
         """Sum of clipped per-example gradients of a batch, micro-batch by micro-batch.
 
         Args:
             batch: nested containers of tensors with the example as first dimension; may be empty.
-            projections: of this release, for sketches: the same for every part of a batch; None draws fresh ones, for one call.
-            step: number of the release that the batch is for, from 0: says when the guard runs again; None counts calls.
+            projections: of this release, for sketches: the same for every part of a batch; None
+                draws fresh ones, for one call.
+            step: number of the release that the batch is for, from 0: says when the guard runs
+                again; None counts calls.
 
         Returns:
             The clipped sum. Private until noise is added.
 
         Raises:
-            ValueError: for cross-example layers, losses that are not one per example or depend on other
-                examples, buffers and parameters that change while the loss is computed, models spread
-                over devices, models that cannot be captured where book-keeping or sketches are asked for.
+            ValueError: for cross-example layers, losses that are not one per example or depend on
+                other examples, buffers and parameters that change while the loss is computed,
+                models spread over devices, models that cannot be captured where book-keeping or
+                sketches are asked for.
             RuntimeError: under a process group of several ranks.
         """
         refuse_process_group()
@@ -141,10 +161,15 @@ class BoundClipper:
             for part in _micro_batches(batch, how.micro_batch_size):
                 finite = add(work, part, sums)
                 counts += PrivateCounts(len(finite), (~finite).sum())
-        gradients = {name: sums.pop(name) if name in sums else _zeros_like(p) for name, p in layout.parameters.items()}
+        gradients = {
+            name: sums.pop(name) if name in sums else _zeros_like(p)
+            for name, p in layout.parameters.items()
+        }
         return ClippedSum(gradients, self.clipper.claim, counts)
 
-    def norms(self, batch: Batch, projections: Projections | None = None, step: int | None = None) -> Tensor:
+    def norms(
+        self, batch: Batch, projections: Projections | None = None, step: int | None = None
+    ) -> Tensor:
         """[examples] norms (not squared) of the whole per-example gradients. Private."""
         return self._falling_back(lambda: self._norms(batch, projections, step))
 
@@ -160,9 +185,15 @@ class BoundClipper:
                         if one
                         else group_norms(work, part)
                     )
-                    parts.append(norms if len(norms) == 1 else norms.square().sum(dim=0, keepdim=True).sqrt())
+                    parts.append(
+                        norms if len(norms) == 1 else norms.square().sum(dim=0, keepdim=True).sqrt()
+                    )
         like = next(iter(layout.parameters.values()))
-        return torch.cat(parts, dim=1)[0].to(accumulation_dtype(like.dtype)) if parts else like.new_zeros(0)
+        return (
+            torch.cat(parts, dim=1)[0].to(accumulation_dtype(like.dtype))
+            if parts
+            else like.new_zeros(0)
+        )
 
     def execution_choice(self, batch: Batch) -> ExecutionChoice:
         """Engine and micro-batch size for a batch like this one; nothing is clipped."""
@@ -175,7 +206,8 @@ class BoundClipper:
     def _falling_back(self, work: Callable[[], Result]) -> Result:
         """``work``; once more, one example at a time, where the planner chooses and capture fails.
 
-        Which engine runs changes nothing of what a record contributes, so it may depend on the batch.
+        Which engine runs changes nothing of what a record contributes, so it may depend on the
+        batch.
         """
         calls = self._calls
         try:
@@ -190,19 +222,25 @@ class BoundClipper:
         return work()
 
     def traced(self, layout: Layout, batch: Batch) -> ModelTrace:
-        """The trace of the first example, or of an earlier one of up to twice its size: shapes change from batch to batch, choices need not."""
+        """The trace of the first example, or of an earlier one of up to twice its size: shapes
+        change from batch to batch, choices need not.
+        """
         entries = sum(t[:1].numel() for t in tensors_of(batch))
         key = (frozenset(layout.parameters), max(entries, 1).bit_length())
         if key not in self._traces:
             captured = key[0] not in self._not_captured
-            self._traces[key] = trace(self.model, layout, self.per_example_loss, batch, self._checkpointing, captured)
+            self._traces[key] = trace(
+                self.model, layout, self.per_example_loss, batch, self._checkpointing, captured
+            )
         return self._traces[key]
 
     @contextmanager
     def _prepared(
         self, batch: Batch, step: int | None, always: bool = False
     ) -> Iterator[tuple[Layout, ExecutionChoice]]:
-        """Layout and execution choice, once the guard lets the batch through; inside, the model's tensors must not change."""
+        """Layout and execution choice, once the guard lets the batch through; inside, the model's
+        tensors must not change.
+        """
         refuse_cross_example_layers(self.model)
         layout = layout_of(self.model, self._shared)
         self._limits(layout)
@@ -211,7 +249,8 @@ class BoundClipper:
         subject = Subject(self.model, layout, self.per_example_loss, self._checkpointing)
         with unchanged(
             self.model,
-            thorough=always or self._guard.is_early(subject, batch_size_of(batch) * self.clipper.views, step),
+            thorough=always
+            or self._guard.is_early(subject, batch_size_of(batch) * self.clipper.views, step),
         ):
             how = self._choose(layout, batch)
             yield layout, self._guarded(subject, batch, how, step, always)
@@ -221,26 +260,41 @@ class BoundClipper:
     ) -> ExecutionChoice:
         rows = rows_of(batch, self.clipper.views)  # the views of a record count as examples
         captures = how.engine != "one-example"
-        # Records that never run together cannot mix. A batch of one says nothing of how many will run together next time.
+        # Records that never run together cannot mix. A batch of one says nothing of how many will
+        # run together next time.
         alone = not captures or self.clipper.micro_batch_size == 1
-        size = 1 if alone else max(min(how.micro_batch_size * self.clipper.views, batch_size_of(rows)), 2)
+        size = (
+            1
+            if alone
+            else max(min(how.micro_batch_size * self.clipper.views, batch_size_of(rows)), 2)
+        )
         if not always and not self._guard.is_due(subject, rows, size, step, captures):
             return how
         together = self._guard.examine(subject, rows, size, step, captures)
-        return how if together else replace(how, micro_batch_size=1, why="undecided whether examples mix")
+        return (
+            how
+            if together
+            else replace(how, micro_batch_size=1, why="undecided whether examples mix")
+        )
 
     def _choose(self, layout: Layout, batch: Batch) -> ExecutionChoice:
         settings = self.clipper
         n = min(batch_size_of(batch), settings.max_micro_batch_size or batch_size_of(batch))
         why = self._not_captured.get(frozenset(layout.parameters))
         if why is not None:
-            return ExecutionChoice("one-example", 1, math.nan, math.nan, f"one example at a time, since {why}")
+            return ExecutionChoice(
+                "one-example", 1, math.nan, math.nan, f"one example at a time, since {why}"
+            )
         sketched, engine = self.clipper.sketched, settings.engine
         if engine == "auto" and settings.micro_batch_size is not None:
-            engine = "one-example" if settings.micro_batch_size == 1 and not sketched else "bookkeeping"
+            engine = (
+                "one-example" if settings.micro_batch_size == 1 and not sketched else "bookkeeping"
+            )
         if engine == "one-example" or settings.micro_batch_size is not None or n < 2:
             size = 1 if engine == "one-example" else settings.micro_batch_size or max(n, 1)
-            return ExecutionChoice("bookkeeping" if engine == "auto" else engine, size, math.nan, math.nan, "asked for")
+            return ExecutionChoice(
+                "bookkeeping" if engine == "auto" else engine, size, math.nan, math.nan, "asked for"
+            )
         device = next(iter(layout.parameters.values())).device
         speed = settings.speed or modelled_throughput(device)
         budget = settings.memory_budget or SHARE_OF_FREE_MEMORY * free_bytes(device)
@@ -249,12 +303,19 @@ class BoundClipper:
             engines = ("bookkeeping",) if sketched else ("bookkeeping", "one-example")
         rows = rows_of(batch, settings.views)
         how = choose_execution(
-            self.traced(layout, rows), settings.policies(layout), n * settings.views, speed, budget, engines
+            self.traced(layout, rows),
+            settings.policies(layout),
+            n * settings.views,
+            speed,
+            budget,
+            engines,
         )
         return replace(how, micro_batch_size=-(-how.micro_batch_size // settings.views))
 
     def _limits(self, layout: Layout) -> Thresholds:
-        return thresholds(list(layout.parameters), self.clipper.max_grad_norm, cast(Split, self.clipper.groups))
+        return thresholds(
+            list(layout.parameters), self.clipper.max_grad_norm, cast(Split, self.clipper.groups)
+        )
 
     def _work(self, layout: Layout, projections: Projections | None) -> Work:
         return Work(
@@ -272,10 +333,15 @@ class BoundClipper:
 
 
 def _micro_batches(batch: Batch, size: int) -> list[Batch]:
-    return [slice_batch(batch, start, start + size) for start in range(0, batch_size_of(batch), size)]
+    return [
+        slice_batch(batch, start, start + size) for start in range(0, batch_size_of(batch), size)
+    ]
 
 
 def _zeros_like(p: Tensor) -> Tensor:
     return torch.zeros_like(
-        p, dtype=accumulation_dtype(p.dtype), memory_format=torch.contiguous_format, requires_grad=False
+        p,
+        dtype=accumulation_dtype(p.dtype),
+        memory_format=torch.contiguous_format,
+        requires_grad=False,
     )

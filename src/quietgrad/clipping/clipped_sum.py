@@ -8,30 +8,40 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quietgrad.facts import SensitivityClaim
+from quietgrad.events import SensitivityClaim
 
 ENTRIES = 64  # of each parameter that a stamp remembers
 
 
 def _some_entries(gradient: Tensor) -> Tensor:
     """A copy of entries at even distances, as bits: not-a-number equals itself."""
-    flat = gradient.detach().reshape(-1) if gradient.is_contiguous() else gradient.detach().flatten()
+    flat = (
+        gradient.detach().reshape(-1) if gradient.is_contiguous() else gradient.detach().flatten()
+    )
     some = flat[:: max(1, flat.numel() // ENTRIES)].clone()
     return some.view(
-        torch.int64 if some.element_size() == 8 else torch.int32 if some.element_size() == 4 else torch.int16
+        torch.int64
+        if some.element_size() == 8
+        else torch.int32
+        if some.element_size() == 4
+        else torch.int16
     )
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """Where a clipped sum comes from. Secret and private: what of it does not fit is refused without saying how.
+    """Where a clipped sum comes from. Secret and private: what of it does not fit is refused
+    without saying how.
 
     Attributes:
         run: the run that clipped it, as an object that is nobody else's.
         release: which release of that run it is for.
         parts: one object for every call that clipped: a part that is added twice is in both.
-        tensors: the sums that were stamped, with their versions and some of their entries: a sum that was changed afterwards, in place or by another in its place, has lost its bound. Versions do not
-            count what is written through ``.data`` or numpy, so the entries are compared too: a sum that was scaled is seen, one entry among many that was written need not be.
+        tensors: the sums that were stamped, with their versions and some of their entries: a sum
+            that was changed afterwards, in place or by another in its place, has lost its bound.
+            Versions do not count what is written through ``.data`` or numpy, so the entries are
+            compared too: a sum that was scaled is seen, one entry among many that was written need
+            not be.
     """
 
     run: object
@@ -40,7 +50,9 @@ class Stamp:
     tensors: tuple[tuple[str, Tensor, int, Tensor], ...] = field(repr=False, compare=False)
 
     @classmethod
-    def on(cls, gradients: Mapping[str, Tensor], run: object, release: int, parts: frozenset[object]) -> Stamp:
+    def on(
+        cls, gradients: Mapping[str, Tensor], run: object, release: int, parts: frozenset[object]
+    ) -> Stamp:
         """A stamp on sums as they are now.
 
         Raises:
@@ -48,14 +60,22 @@ class Stamp:
         """
         if any(g.is_inference() for g in gradients.values()):
             raise ValueError(
-                "clipped sums of torch.inference_mode() cannot be told from changed ones; clip outside of it (torch.no_grad() is fine)"
+                "clipped sums of torch.inference_mode() cannot be told from changed ones; clip "
+                "outside of it (torch.no_grad() is fine)"
             )
-        return cls(run, release, parts, tuple((name, g, g._version, _some_entries(g)) for name, g in gradients.items()))
+        return cls(
+            run,
+            release,
+            parts,
+            tuple((name, g, g._version, _some_entries(g)) for name, g in gradients.items()),
+        )
 
     def fits(self, gradients: Mapping[str, Tensor]) -> bool:
         """Whether ``gradients`` are the very tensors that were stamped, unchanged."""
         return len(gradients) == len(self.tensors) and all(
-            gradients.get(name) is tensor and tensor._version == version and torch.equal(_some_entries(tensor), entries)
+            gradients.get(name) is tensor
+            and tensor._version == version
+            and torch.equal(_some_entries(tensor), entries)
             for name, tensor, version, entries in self.tensors
         )
 
@@ -65,7 +85,9 @@ class Stamp:
 
 @dataclass(frozen=True)
 class PrivateCounts:
-    """Private counters of a batch. They are never released, logged or saved: a batch's size and clipping rate depend on the data."""
+    """Private counters of a batch. They are never released, logged or saved: a batch's size and
+    clipping rate depend on the data.
+    """
 
     examples: int = 0
     nonfinite: Tensor | None = None
@@ -84,10 +106,12 @@ class ClippedSum:
     """Sum over a batch of clipped per-example gradients, with the bound on one example's share.
 
     Attributes:
-        gradients: parameter name -> sum of the clipped per-example gradients, in the parameter's shape. Private.
+        gradients: parameter name -> sum of the clipped per-example gradients, in the parameter's
+            shape. Private.
         claim: what one record can contribute to the sum.
         private: counters that must not be released.
-        stamp: the run and the release that it is for; None for a sum that no run clipped, which none releases.
+        stamp: the run and the release that it is for; None for a sum that no run clipped, which
+            none releases.
     """
 
     gradients: dict[str, Tensor] = field(repr=False)
@@ -99,23 +123,33 @@ class ClippedSum:
         """Micro-batches and ranks add up.
 
         Raises:
-            ValueError: if the two make different claims, hold different parameters, are of different runs or releases, or share a part.
+            ValueError: if the two make different claims, hold different parameters, are of
+                different runs or releases, or share a part.
         """
         if self.claim != other.claim:
-            raise ValueError(f"cannot add clipped sums with different claims: {self.claim} and {other.claim}")
+            raise ValueError(
+                f"cannot add clipped sums with different claims: {self.claim} and {other.claim}"
+            )
         if self.gradients.keys() != other.gradients.keys():
             raise ValueError(
-                "cannot add clipped sums of different parameters; trainable parameters changed between micro-batches"
+                "cannot add clipped sums of different parameters; trainable parameters changed "
+                "between micro-batches"
             )
         for name, g in self.gradients.items():
             one, two = ((x.shape, x.dtype) for x in (g, other.gradients[name]))
-            if one != two:  # else addition would repeat the smaller, and a record would contribute as often
+            if (
+                one != two
+            ):  # else addition would repeat the smaller, and a record would contribute as often
                 raise ValueError(
-                    f"cannot add clipped sums of different shapes or types: {name!r} has {tuple(one[0])} of {one[1]} and {tuple(two[0])} of {two[1]}; give gradients in the parameter's shape, "
+                    f"cannot add clipped sums of different shapes or types: {name!r} has "
+                    f"{tuple(one[0])} of {one[1]} and {tuple(two[0])} of {two[1]}; give gradients "
+                    "in the parameter's shape, "
                     "and the number of examples where there are several"
                 )
         gradients = {name: g + other.gradients[name] for name, g in self.gradients.items()}
-        return ClippedSum(gradients, self.claim, self.private + other.private, self._joined(other, gradients))
+        return ClippedSum(
+            gradients, self.claim, self.private + other.private, self._joined(other, gradients)
+        )
 
     def _joined(self, other: ClippedSum, gradients: Mapping[str, Tensor]) -> Stamp | None:
         one, two = self.stamp, other.stamp
@@ -123,15 +157,18 @@ class ClippedSum:
             return None
         if one is None or two is None or one.run is not two.run or one.release != two.release:
             raise ValueError(
-                "cannot add clipped sums of different runs or releases, or one that no run clipped: clip every part of a batch with run.clip, after batches() gave it and "
+                "cannot add clipped sums of different runs or releases, or one that no run "
+                "clipped: clip every part of a batch with run.clip, after batches() gave it and "
                 "before it is released (gradients made otherwise: run.contribution)"
             )
         if one.parts & two.parts:
             raise ValueError(
-                "cannot add a clipped sum twice: a record would contribute more than the clipping norm; add the result of every run.clip once"
+                "cannot add a clipped sum twice: a record would contribute more than the clipping "
+                "norm; add the result of every run.clip once"
             )
         if not (one.fits(self.gradients) and two.fits(other.gradients)):
             raise ValueError(
-                "a clipped sum was changed after it was clipped, so its bound is gone; leave it as run.clip returned it"
+                "a clipped sum was changed after it was clipped, so its bound is gone; leave it as "
+                "run.clip returned it"
             )
         return Stamp.on(gradients, one.run, one.release, one.parts | two.parts)

@@ -1,4 +1,5 @@
-"""The clipper: public settings of clipping, and the claim they make. ``bind`` gives it a model and a loss (see ``bound``).
+"""The clipper: public settings of clipping, and the claim they make. ``bind`` gives it a model and
+a loss (see ``bound``).
 
 Source: docs/clipping.md; Bu et al. 2023 for book-keeping, DP-SGD-RC for sketched norms.
 """
@@ -18,35 +19,47 @@ from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.engines.thresholds import SCALINGS, Groups, Scaling, require_groups
 from quietgrad.clipping.engines.work import ENGINES, Engine
-from quietgrad.clipping.layer_overrides import LayerOverrides, claim_of, policies_of, require_layer_overrides
+from quietgrad.clipping.layer_overrides import (
+    LayerOverrides,
+    claim_of,
+    policies_of,
+    require_layer_overrides,
+)
 from quietgrad.clipping.norms.choice import DEFAULT_SKETCH_DIM, ESTIMATORS, Estimator, Policy
 from quietgrad.clipping.norms.cost import Throughput, modelled_throughput
 from quietgrad.clipping.norms.projections import Projections
 from quietgrad.clipping.planner.execution import ExecutionChoice
-from quietgrad.facts import RandomizedClipping, SensitivityClaim
+from quietgrad.events import RandomizedClipping, SensitivityClaim
 from quietgrad.tensors import Batch
 
 
 @dataclass(frozen=True)
 class Clipper:
-    """Turns a batch into a ``ClippedSum``; holds public settings only. Everything but C is the planner's unless asked for.
+    """Turns a batch into a ``ClippedSum``; holds public settings only. Everything but C is the
+    planner's unless asked for.
 
     Attributes:
         max_grad_norm: C.
-        estimator: "exact" or "auto" (cheapest exact one per layer), "materialized", "ghost", "hutch" or "hutch++".
+        estimator: "exact" or "auto" (cheapest exact one per layer), "materialized", "ghost",
+            "hutch" or "hutch++".
         sketch_dim: k of the sketches.
         micro_batch_size: examples per forward pass; None lets the planner choose,
         max_micro_batch_size: up to this many.
-        engine: "bookkeeping", "one-example", or "auto" for the planner's choice, which is one example at
-            a time, whatever the micro-batch size, where book-keeping cannot tell examples apart and
-            norms are exact.
-        groups: "whole" (one norm over all parameters), "layer" (one per module), or parameter name pattern -> share of C.
+        engine: "bookkeeping", "one-example", or "auto" for the planner's choice, which is one
+            example at a time, whatever the micro-batch size, where book-keeping cannot tell
+            examples apart and norms are exact.
+        groups: "whole" (one norm over all parameters), "layer" (one per module), or parameter name
+            pattern -> share of C.
         scaling: "clip", factors min(1, C/n), or "automatic", C/(n + 0.01).
-        layers: parameter name pattern -> estimator, for single layers; sketches may carry a k: "hutch:64".
-        views: K rows of the model's batch that make up one record (augmentation multiplicity): every tensor of a batch has the shape [records, K, ...], and the gradient of the
-            mean of a record's K losses is clipped.
-        memory_budget: bytes that a step may take over parameters and data; None: what is free, and no more than a non-private step.
-        speed: of the device, for the planner; None: a stated model, so that equal configurations choose alike.
+        layers: parameter name pattern -> estimator, for single layers; sketches may carry a k:
+            "hutch:64".
+        views: K rows of the model's batch that make up one record (augmentation multiplicity):
+            every tensor of a batch has the shape [records, K, ...], and the gradient of the mean of
+            a record's K losses is clipped.
+        memory_budget: bytes that a step may take over parameters and data; None: what is free, and
+            no more than a non-private step.
+        speed: of the device, for the planner; None: a stated model, so that equal configurations
+            choose alike.
         claim: what one record can contribute.
 
     Raises:
@@ -78,11 +91,14 @@ class Clipper:
         object.__setattr__(self, "claim", SensitivityClaim(self.max_grad_norm, clipping))
         if self.sketched and self.groups != "whole":
             raise ValueError(
-                f"groups={self.groups!r} with a sketched estimator cannot be accounted for: the envelope bounds one norm over all parameters; "
+                f"groups={self.groups!r} with a sketched estimator cannot be accounted for: the "
+                "envelope bounds one norm over all parameters; "
                 "use groups='whole', or an exact estimator"
             )
         if self.memory_budget is not None and not self.memory_budget > 0:
-            raise ValueError(f"memory_budget={self.memory_budget!r} must be above 0: it is a number of bytes")
+            raise ValueError(
+                f"memory_budget={self.memory_budget!r} must be above 0: it is a number of bytes"
+            )
         require_int("views", self.views)
         require_at_least("views", self.views, 1, "1 is no augmentation")
         for name in ("micro_batch_size", "max_micro_batch_size"):
@@ -92,7 +108,8 @@ class Clipper:
                 require_at_least(name, size, 1, "it is the number of examples in one forward pass")
         if engine == "one-example" and self.micro_batch_size not in (None, 1):
             raise ValueError(
-                f"micro_batch_size={self.micro_batch_size} does not go with engine='one-example', which takes one example at a time; leave it "
+                f"micro_batch_size={self.micro_batch_size} does not go with engine='one-example', "
+                "which takes one example at a time; leave it "
                 "out, or use engine='bookkeeping'"
             )
 
@@ -109,8 +126,9 @@ class Clipper:
         Args:
             model: trained model; left as it was found, ``.grad`` fields included.
             per_example_loss: (model, batch) -> [examples], one loss per example.
-            guard_batch: two or more public or made-up records that the guard examines, now and at later guarded steps; None examines the
-                private batches themselves, the first one before it is clipped.
+            guard_batch: two or more public or made-up records that the guard examines, now and at
+                later guarded steps; None examines the private batches themselves, the first one
+                before it is clipped.
 
         Raises:
             ValueError: where the guard refuses model or loss on ``guard_batch``.
@@ -121,18 +139,28 @@ class Clipper:
         return bound
 
     def clip(
-        self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch, projections: Projections | None = None
+        self,
+        model: nn.Module,
+        per_example_loss: PerExampleLoss,
+        batch: Batch,
+        projections: Projections | None = None,
     ) -> ClippedSum:
         """``bind`` for one batch: the guard runs at every call. See ``BoundClipper.clip``."""
         return self.bind(model, per_example_loss).clip(batch, projections)
 
     def norms(
-        self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch, projections: Projections | None = None
+        self,
+        model: nn.Module,
+        per_example_loss: PerExampleLoss,
+        batch: Batch,
+        projections: Projections | None = None,
     ) -> Tensor:
         """``bind`` for one batch. See ``BoundClipper.norms``."""
         return self.bind(model, per_example_loss).norms(batch, projections)
 
-    def execution_choice(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> ExecutionChoice:
+    def execution_choice(
+        self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch
+    ) -> ExecutionChoice:
         """Engine and micro-batch size for a batch like this one."""
         return self.bind(model, per_example_loss).execution_choice(batch)
 
@@ -140,5 +168,10 @@ class Clipper:
         """Parameter name -> how its estimator is chosen."""
         speed = self.speed or modelled_throughput(next(iter(layout.parameters.values())).device)
         return policies_of(
-            layout.parameters, self.estimator, self.sketch_dim, cast(LayerOverrides, self.layers), speed, True
+            layout.parameters,
+            self.estimator,
+            self.sketch_dim,
+            cast(LayerOverrides, self.layers),
+            speed,
+            True,
         )

@@ -9,7 +9,7 @@ from quietgrad.checks import require_at_least, require_int, require_word
 from quietgrad.clipping.engines.work import Engine
 from quietgrad.clipping.norms.choice import ESTIMATORS, SKETCHES, Estimator, Policy
 from quietgrad.clipping.norms.cost import Throughput
-from quietgrad.facts import SMALLEST_SKETCH_DIM, ClippingClaim, ExactClipping, RandomizedClipping
+from quietgrad.events import SMALLEST_SKETCH_DIM, ClippingClaim, ExactClipping, RandomizedClipping
 
 # (pattern of parameter names, estimator, k)
 LayerOverrides = tuple[tuple[str, Estimator, int], ...]
@@ -18,10 +18,12 @@ LayerOverrides = tuple[tuple[str, Estimator, int], ...]
 def require_layer_overrides(
     layers: Mapping[str, str] | Iterable[tuple[str, Estimator, int]], sketch_dim: int
 ) -> LayerOverrides:
-    """Checks ``layers``: parameter name pattern -> "ghost", "materialized", "exact", "hutch", "hutch++", or "hutch:64" with a k of its own.
+    """Checks ``layers``: parameter name pattern -> "ghost", "materialized", "exact", "hutch",
+    "hutch++", or "hutch:64" with a k of its own.
 
     Raises:
-        ValueError: for an unknown estimator, or a k that is not a multiple of ``sketch_dim``, which the accountant uses for all.
+        ValueError: for an unknown estimator, or a k that is not a multiple of ``sketch_dim``, which
+            the accountant uses for all.
     """
     if not isinstance(layers, Mapping):
         return tuple(layers)
@@ -31,24 +33,34 @@ def require_layer_overrides(
         estimator = require_word(f"layers[{pattern!r}]", name, ESTIMATORS)
         if k_text and (not k_text.isdecimal() or estimator not in SKETCHES):
             raise ValueError(
-                f"layers[{pattern!r}]={word!r} is not understood; write an estimator, or a sketch with its k like 'hutch:64'"
+                f"layers[{pattern!r}]={word!r} is not understood; write an estimator, or a sketch "
+                "with its k like 'hutch:64'"
             )
         k = int(k_text) if k_text else sketch_dim
         if estimator in SKETCHES and (k < sketch_dim or k % sketch_dim):
             raise ValueError(
-                f"layers[{pattern!r}]={word!r}: k = {k} is not a multiple of sketch_dim={sketch_dim}, so the envelope would not cover it; "
+                f"layers[{pattern!r}]={word!r}: k = {k} is not a multiple of "
+                f"sketch_dim={sketch_dim}, so the envelope would not cover it; "
                 f"use a multiple, or set sketch_dim to a common divisor"
             )
         overrides.append((str(pattern), estimator, k))
     return tuple(overrides)
 
 
-def claim_of(estimator: Estimator, sketch_dim: int, overrides: LayerOverrides, engine: Engine) -> ClippingClaim:
-    """Exact unless some layer may be sketched; examples taken one at a time are exact whatever was asked for."""
+def claim_of(
+    estimator: Estimator, sketch_dim: int, overrides: LayerOverrides, engine: Engine
+) -> ClippingClaim:
+    """Exact unless some layer may be sketched; examples taken one at a time are exact whatever was
+    asked for.
+    """
     require_int("sketch_dim", sketch_dim)
-    require_at_least("sketch_dim", sketch_dim, SMALLEST_SKETCH_DIM, "it is the number of projections of a sketch")
+    require_at_least(
+        "sketch_dim", sketch_dim, SMALLEST_SKETCH_DIM, "it is the number of projections of a sketch"
+    )
     sketched = estimator in SKETCHES or any(word in SKETCHES for _, word, _ in overrides)
-    return RandomizedClipping(sketch_dim) if sketched and engine != "one-example" else ExactClipping()
+    return (
+        RandomizedClipping(sketch_dim) if sketched and engine != "one-example" else ExactClipping()
+    )
 
 
 def policies_of(
@@ -59,7 +71,8 @@ def policies_of(
     speed: Throughput,
     may_keep: bool,
 ) -> dict[str, Policy]:
-    """Parameter name -> how its estimator is chosen; the first override whose pattern matches decides.
+    """Parameter name -> how its estimator is chosen; the first override whose pattern matches
+    decides.
 
     Raises:
         ValueError: for an override that matches no trainable parameter.
@@ -68,13 +81,16 @@ def policies_of(
     policies = {}
     used = set()
     for name in names:
-        override = next((override for override in overrides if fnmatchcase(name, override[0])), None)
+        override = next(
+            (override for override in overrides if fnmatchcase(name, override[0])), None
+        )
         used.add(override)
         word, k = (estimator, sketch_dim) if override is None else override[1:]
         policies[name] = Policy(word, k, speed, may_keep=may_keep)
     unused = [override[0] for override in overrides if override not in used]
     if unused:
         raise ValueError(
-            f"layers has pattern {unused[0]!r}, which matches no trainable parameter; correct it or take it out"
+            f"layers has pattern {unused[0]!r}, which matches no trainable parameter; correct it "
+            "or take it out"
         )
     return policies

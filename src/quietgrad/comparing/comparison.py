@@ -1,14 +1,18 @@
-"""Many runs of one task that differ in a few settings: variants x epsilons x learning rates x seeds, each run one line of a file, so a comparison stops and resumes anywhere.
+"""Many runs of one task that differ in a few settings: variants x epsilons x learning rates x
+seeds, each run one line of a file, so a comparison stops and resumes anywhere.
 
-Two protocols in one set of runs. *One rate*: every variant at the same learning rate. *Tuned*: every variant at its own best rate of the grid, chosen by final validation
-accuracy over the first seeds. With a [search] table there is only the second, and Optuna's trials take the grid's place. As in the papers, the choice is not part of any
-epsilon; test accuracy is looked at for the chosen settings only.
+Two protocols in one set of runs. *One rate*: every variant at the same learning rate. *Tuned*:
+every variant at its own best rate of the grid, chosen by final validation accuracy over the first
+seeds. With a [search] table there is only the second, and Optuna's trials take the grid's place. As
+in the papers, the choice is not part of any epsilon; test accuracy is looked at for the chosen
+settings only.
 
-Each epsilon is that of its run alone, were its seed secret. Here seeds are known, runs on the same records add up, and no ledger is kept: a comparison is for records that are
-public, or whose use for tuning is accounted for elsewhere.
+Each epsilon is that of its run alone, were its seed secret. Here seeds are known, runs on the same
+records add up, and no ledger is kept: a comparison is for records that are public, or whose use for
+tuning is accounted for elsewhere.
 
-Data, model and cached states are prepared once; a run starts from the same initial parameters, and a seed fixes batches and noise for all variants alike, so variants are
-compared seed by seed.
+Data, model and cached states are prepared once; a run starts from the same initial parameters, and
+a seed fixes batches and noise for all variants alike, so variants are compared seed by seed.
 """
 
 from __future__ import annotations
@@ -35,7 +39,9 @@ def read_results(comparison: Comparison) -> dict[Run, dict[str, Any]]:
         for line in comparison.results.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             run = Run.of(record)
-            fits = run.variant in comparison.variants and (run.trial is None) == (comparison.search is None)
+            fits = run.variant in comparison.variants and (run.trial is None) == (
+                comparison.search is None
+            )
             if fits and record["key"] == comparison.key_of(run):
                 found[run] = record
     return found
@@ -44,11 +50,15 @@ def read_results(comparison: Comparison) -> dict[Run, dict[str, Any]]:
 def best_rate(
     comparison: Comparison, results: Mapping[Run, dict[str, Any]], variant: str, epsilon: float
 ) -> float | None:
-    """The rate with the highest mean final validation accuracy over the tuning seeds; None before the grid is done."""
+    """The rate with the highest mean final validation accuracy over the tuning seeds; None before
+    the grid is done.
+    """
     table = comparison.table
     means = {}
     for rate in table.learning_rates:
-        runs = [results.get(Run(variant, epsilon, rate, seed)) for seed in range(table.tuning_seeds)]
+        runs = [
+            results.get(Run(variant, epsilon, rate, seed)) for seed in range(table.tuning_seeds)
+        ]
         if any(r is None for r in runs):
             return None
         means[rate] = float(np.mean([r["curve"][-1][1] for r in runs if r is not None]))
@@ -58,7 +68,9 @@ def best_rate(
 def chosen_run(
     comparison: Comparison, results: Mapping[Run, dict[str, Any]], variant: str, epsilon: float
 ) -> Run | None:
-    """A variant's best settings at an epsilon, as its run of seed 0; None before grid or search are done."""
+    """A variant's best settings at an epsilon, as its run of seed 0; None before grid or search are
+    done.
+    """
     if comparison.search is None:
         rate = best_rate(comparison, results, variant, epsilon)
         return None if rate is None else Run(variant, epsilon, rate, 0)
@@ -77,24 +89,33 @@ def runs_left(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) -> 
     for variant, epsilon in _studies(comparison):
         trials = comparison.search.trials * table.tuning_seeds
         tuned = sum(
-            r.seed < table.tuning_seeds and r.trial is not None and r.trial < comparison.search.trials
+            r.seed < table.tuning_seeds
+            and r.trial is not None
+            and r.trial < comparison.search.trials
             for r in results
             if (r.variant, r.epsilon) == (variant, epsilon)
         )
         best = chosen_run(comparison, results, variant, epsilon)
         final = (
-            0 if best is None else sum(_with_seed(best, s) in results for s in range(table.tuning_seeds, table.seeds))
+            0
+            if best is None
+            else sum(_with_seed(best, s) in results for s in range(table.tuning_seeds, table.seeds))
         )
         left += trials - tuned + table.seeds - table.tuning_seeds - final
     return left
 
 
 def open_runs(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) -> list[Run]:
-    """Runs that are still to be made and known now: the grid of the tuning seeds first, the rest once the rates are known; of a search the next trial of every study, or
-    the seeds that are left for its best."""
+    """Runs that are still to be made and known now: the grid of the tuning seeds first, the rest
+    once the rates are known; of a search the next trial of every study, or the seeds that are left
+    for its best."""
     table = comparison.table
     if comparison.search is not None:
-        return [run for study in _studies(comparison) for run in _open_of_study(comparison, results, *study)]
+        return [
+            run
+            for study in _studies(comparison)
+            for run in _open_of_study(comparison, results, *study)
+        ]
     grid = [
         Run(variant, epsilon, rate, seed)
         for seed in range(table.tuning_seeds)
@@ -111,22 +132,30 @@ def open_runs(comparison: Comparison, results: Mapping[Run, dict[str, Any]]) -> 
         for epsilon in table.epsilons
         for variant in comparison.variants
         for rate in sorted(
-            {table.protocol_rate, best_rate(comparison, results, variant, epsilon) or table.protocol_rate}
+            {
+                table.protocol_rate,
+                best_rate(comparison, results, variant, epsilon) or table.protocol_rate,
+            }
         )
     ]
     return [run for run in rest if run not in results]
 
 
 def run_comparison(
-    comparison: Comparison, report: Callable[[Run, dict[str, Any], int], None], shard: tuple[int, int] = (0, 1)
+    comparison: Comparison,
+    report: Callable[[Run, dict[str, Any], int], None],
+    shard: tuple[int, int] = (0, 1),
 ) -> None:
     """Makes the runs that remain and appends each to the results file.
 
     Args:
         comparison: from ``load_comparison``.
-        report: called after every run with the run, its record and how many are left of those known.
-        shard: (i, n): of the runs that remain make the i-th of n parts, for several processes at once. A process whose part of the grid is done does not wait for the
-            others: rates are chosen once the whole grid is there, so start it again for the seeds that are left.
+        report: called after every run with the run, its record and how many are left of those
+            known.
+        shard: (i, n): of the runs that remain make the i-th of n parts, for several processes at
+            once. A process whose part of the grid is done does not wait for the
+            others: rates are chosen once the whole grid is there, so start it again for the seeds
+            that are left.
     """
     work: Any = None
     while True:
@@ -143,13 +172,19 @@ def run_comparison(
 
 
 def _studies(comparison: Comparison) -> list[tuple[str, float]]:
-    return [(variant, epsilon) for epsilon in comparison.table.epsilons for variant in comparison.variants]
+    return [
+        (variant, epsilon)
+        for epsilon in comparison.table.epsilons
+        for variant in comparison.variants
+    ]
 
 
 def _trials(
     comparison: Comparison, results: Mapping[Run, dict[str, Any]], variant: str, epsilon: float
 ) -> list[tuple[Run, float]]:
-    """Finished trials of a study in order: the run of seed 0, and the mean of final validation accuracy over the tuning seeds."""
+    """Finished trials of a study in order: the run of seed 0, and the mean of final validation
+    accuracy over the tuning seeds.
+    """
     by_trial: dict[int, dict[int, Run]] = {}
     for run in results:
         if (run.variant, run.epsilon) == (variant, epsilon) and run.trial is not None:
@@ -158,7 +193,11 @@ def _trials(
     seeds = range(comparison.table.tuning_seeds)
     # More may be there, from when more were asked for.
     most = comparison.search.trials if comparison.search is not None else 0
-    while len(found) < most and len(found) in by_trial and all(s in by_trial[len(found)] for s in seeds):
+    while (
+        len(found) < most
+        and len(found) in by_trial
+        and all(s in by_trial[len(found)] for s in seeds)
+    ):
         runs = by_trial[len(found)]
         found.append((runs[0], float(np.mean([results[runs[s]]["curve"][-1][1] for s in seeds]))))
     return found
@@ -174,10 +213,16 @@ def _open_of_study(
         rest = [_with_seed(best, seed) for seed in range(table.tuning_seeds, table.seeds)]
         return [run for run in rest if run not in results]
     trials = _trials(comparison, results, variant, epsilon)
-    told = [(tuple(sorted({RATE: run.rate, **dict(run.settings)}.items())), value) for run, value in trials]
+    told = [
+        (tuple(sorted({RATE: run.rate, **dict(run.settings)}.items())), value)
+        for run, value in trials
+    ]
     settings = dict(propose(search, variant, told))
     rate = float(settings.pop(RATE))
-    rest = [Run(variant, epsilon, rate, s, tuple(settings.items()), len(trials)) for s in range(table.tuning_seeds)]
+    rest = [
+        Run(variant, epsilon, rate, s, tuple(settings.items()), len(trials))
+        for s in range(table.tuning_seeds)
+    ]
     return [run for run in rest if run not in results]
 
 

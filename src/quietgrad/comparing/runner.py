@@ -1,4 +1,6 @@
-"""One run of a comparison after another in one process: data, model, cached states and mixing matrices are prepared once."""
+"""One run of a comparison after another in one process: data, model, cached states and mixing
+matrices are prepared once.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,12 @@ class ComparisonRunner:
     """Data, model and cached states, shared by the runs of one process."""
 
     def __init__(self, comparison: Comparison) -> None:
-        # The same run in every process, whichever it makes first: its seed initialises the parameters of all.
+        # The same run in every process, whichever it makes first: its seed initialises the
+        # parameters of all.
         prepared = prepare(comparison.config_of(comparison.first))
-        for variant in comparison.variants:  # before any run: a spectrum that is missing or does not fit
+        for (
+            variant
+        ) in comparison.variants:  # before any run: a spectrum that is missing or does not fit
             check_spectrum(
                 comparison.config_of(replace(comparison.first, variant=variant)),
                 prepared.model.classifier,
@@ -42,12 +47,20 @@ class ComparisonRunner:
         self.comparison = comparison
         self.caches = {
             name: prepared.prefix_cache(texts)
-            for name, texts in (("train", prepared.train), ("validation", prepared.validation), ("test", prepared.test))
+            for name, texts in (
+                ("train", prepared.train),
+                ("validation", prepared.validation),
+                ("test", prepared.test),
+            )
         }
         train = self.caches["train"]
         self.model: nn.Module = prepared.model.classifier if train is None else train.upper
-        self.initial = {name: p.detach().clone() for name, p in trainable_parameters(self.model).items()}
-        everything = distinct if comparison.table.distinct else (lambda records: np.arange(len(records)))
+        self.initial = {
+            name: p.detach().clone() for name, p in trainable_parameters(self.model).items()
+        }
+        everything = (
+            distinct if comparison.table.distinct else (lambda records: np.arange(len(records)))
+        )
         self.counted = {name: everything(self._records(name)) for name in ("validation", "test")}
         validation, every = self.counted["validation"], comparison.table.eval_records
         self.scheduled = validation[spread(validation, every or len(validation))]
@@ -58,7 +71,9 @@ class ComparisonRunner:
         config = self.comparison.config_of(run)
         plan = self._plan(config)
         assert plan is not None
-        prepared = replace(self.prepared, config=config, plan=plan, sampler=plan.sampler, steps=plan.steps)
+        prepared = replace(
+            self.prepared, config=config, plan=plan, sampler=plan.sampler, steps=plan.steps
+        )
         with torch.no_grad():
             for name, parameter in trainable_parameters(self.model).items():
                 parameter.copy_(self.initial[name])
@@ -70,7 +85,9 @@ class ComparisonRunner:
         started = time.monotonic()
         with plan.start() as private:
             for step, indices in enumerate(private.batches()):
-                torch.manual_seed(private.model_seed())  # dropout: the same whichever runs came before
+                torch.manual_seed(
+                    private.model_seed()
+                )  # dropout: the same whichever runs came before
                 batches = self.prepared.micro_batches(indices, self.caches["train"])
                 noisy = private.backward(self.model, loss, batches)
                 schedule(step)
@@ -92,8 +109,12 @@ class ComparisonRunner:
     def _plan(self, config: TrainConfig) -> PrivacyPlan | None:
         """The plan; a mixing matrix that an earlier run needed too is not found again."""
         tree = config.to_dict()
-        tree["training"].pop("seed", None)  # all that a matrix can depend on, and more; not the seed
-        settings = json.dumps([tree[table] for table in ("noise", "optimizer", "privacy", "clipping", "training")])
+        tree["training"].pop(
+            "seed", None
+        )  # all that a matrix can depend on, and more; not the seed
+        settings = json.dumps(
+            [tree[table] for table in ("noise", "optimizer", "privacy", "clipping", "training")]
+        )
         task = self.prepared.task
         check_spectrum(config, self.model, task.record_ids, task.form)
         plan = build_plan(config, self.prepared.task.record_ids, self._mixings.get(settings))

@@ -1,6 +1,8 @@
-"""Settings found by Optuna, with the same number of trials for every variant and epsilon (papers/002, appendix D.1).
+"""Settings found by Optuna, with the same number of trials for every variant and epsilon
+(papers/002, appendix D.1).
 
-A study is one variant at one epsilon. Its next trial is a function of the trials before it and of the seed alone, so a search stops and resumes anywhere.
+A study is one variant at one epsilon. Its next trial is a function of the trials before it and of
+the seed alone, so a search stops and resumes anywhere.
 """
 
 from __future__ import annotations
@@ -63,38 +65,58 @@ class SearchTable:
         return sorted(mine, key=lambda r: bool(r.variants))
 
     def signature_of(self, variant: str) -> str:
-        """Of all that decides which settings of a variant are tried; not of how many are, nor of what other variants try."""
-        ranges = [{k: v for k, v in asdict(r).items() if k != "variants"} for r in self.ranges_of(variant)]
+        """Of all that decides which settings of a variant are tried; not of how many are, nor of
+        what other variants try.
+        """
+        ranges = [
+            {k: v for k, v in asdict(r).items() if k != "variants"} for r in self.ranges_of(variant)
+        ]
         text = json.dumps([self.startup, self.search_seed, ranges], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def search_table(values: dict[str, Any], variants: Sequence[str]) -> SearchTable:
-    """The [search] table of a comparison: trials, startup, search_seed, and [search.ranges."table.key"].
+    """The [search] table of a comparison: trials, startup, search_seed, and
+    [search.ranges."table.key"].
 
     Raises:
         ValueError: for unknown keys, bounds that are none, or no range of the learning rate.
     """
     if not isinstance(values, dict) or not isinstance(values.get("ranges", {}), dict):
-        raise ValueError('[search] must be a table with trials and [search.ranges."table.key"] tables')
+        raise ValueError(
+            '[search] must be a table with trials and [search.ranges."table.key"] tables'
+        )
     values = dict(values)
     ranges = values.pop("ranges", {})
     for key in values:
         if key not in ("trials", "startup", "search_seed"):
-            raise ValueError(f"unknown key search.{key}{nearest(key, ['trials', 'startup', 'search_seed', 'ranges'])}")
+            raise ValueError(
+                "unknown key "
+                f"search.{key}{nearest(key, ['trials', 'startup', 'search_seed', 'ranges'])}"
+            )
     for key in ("trials", "startup", "search_seed"):
         if not isinstance(values.get(key, 1), int) or isinstance(values.get(key), bool):
             raise ValueError(f"search.{key}={values[key]!r} must be a whole number")
-    require_at_least("search.trials", values.get("trials", 0), 1, "say how many settings each variant may try")
-    require_at_least("search.startup", values.get("startup", 4), 1, "the sampler learns from at least one trial")
-    require_at_least("search.search_seed", values.get("search_seed", 0), 0, "use a whole number of at least 0")
+    require_at_least(
+        "search.trials", values.get("trials", 0), 1, "say how many settings each variant may try"
+    )
+    require_at_least(
+        "search.startup", values.get("startup", 4), 1, "the sampler learns from at least one trial"
+    )
+    require_at_least(
+        "search.search_seed", values.get("search_seed", 0), 0, "use a whole number of at least 0"
+    )
     if RATE not in ranges:
         raise ValueError(
-            f'[search.ranges] has no "{RATE}"; variants compared at one rate are compared at the rate that suits one of them'
+            f'[search.ranges] has no "{RATE}"; variants compared at one rate are compared at the '
+            "rate that suits one of them"
         )
     found = tuple(_range(key, value, variants) for key, value in ranges.items())
     if any(r.key == RATE and r.variants for r in found):
-        raise ValueError(f'search.ranges."{RATE}".variants: every variant needs a rate of its own; leave variants out')
+        raise ValueError(
+            f'search.ranges."{RATE}".variants: every variant needs a rate of its own; leave '
+            "variants out"
+        )
     return SearchTable(**values, ranges=found)
 
 
@@ -105,17 +127,25 @@ def _range(key: str, values: Any, variants: Sequence[str]) -> Range:
     hints = typing.get_type_hints(Range)
     for found in values:
         if found not in hints or found == "key":
-            raise ValueError(f"unknown key {name}.{found}{nearest(found, [h for h in hints if h != 'key'])}")
+            raise ValueError(
+                f"unknown key {name}.{found}{nearest(found, [h for h in hints if h != 'key'])}"
+            )
     for found in ("choices", "variants"):
         if not isinstance(values.get(found, []), list):
             raise ValueError(f"{name}.{found}={values[found]!r} must be a list")
     for variant in values.get("variants", ()):
         if variant not in variants:
-            raise ValueError(f"{name}.variants names {variant!r}, which is no variant{nearest(variant, variants)}")
+            raise ValueError(
+                f"{name}.variants names {variant!r}, which is no "
+                f"variant{nearest(variant, variants)}"
+            )
     if not values.get("choices"):
         low, high = (values.get(bound) for bound in ("low", "high"))
         if not _ordered(low, high, bool(values.get("log"))):
-            raise ValueError(f"{name} must have low < high (and low > 0 with log = true), or choices; got {values}")
+            raise ValueError(
+                f"{name} must have low < high (and low > 0 with log = true), or choices; got "
+                f"{values}"
+            )
     fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     return Range(key, **fixed)
 
@@ -141,7 +171,12 @@ def propose(table: SearchTable, variant: str, trials: Sequence[tuple[Settings, f
         import optuna
     except ImportError as error:
         raise ValueError("a [search] needs optuna: pip install 'quietgrad[search]'") from error
-    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+    from optuna.distributions import (
+        BaseDistribution,
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     distributions: dict[str, BaseDistribution] = {}
@@ -152,7 +187,8 @@ def propose(table: SearchTable, variant: str, trials: Sequence[tuple[Settings, f
             distributions[r.key] = IntDistribution(r.low, r.high, log=r.log)
         else:
             distributions[r.key] = FloatDistribution(r.low, r.high, log=r.log)
-    # A sampler of its own for each trial: what it proposes depends on the trials told, not on how many were asked for in this process.
+    # A sampler of its own for each trial: what it proposes depends on the trials told, not on how
+    # many were asked for in this process.
     sampler = optuna.samplers.TPESampler(
         seed=table.search_seed * 100_003 + len(trials),
         n_startup_trials=table.startup,
@@ -160,7 +196,11 @@ def propose(table: SearchTable, variant: str, trials: Sequence[tuple[Settings, f
     )
     study = optuna.create_study(direction="maximize", sampler=sampler)
     for settings, value in trials:
-        study.add_trial(optuna.trial.create_trial(params=dict(settings), distributions=distributions, value=value))
+        study.add_trial(
+            optuna.trial.create_trial(
+                params=dict(settings), distributions=distributions, value=value
+            )
+        )
     asked = study.ask(distributions)
     bounds = {r.key: r for r in table.ranges_of(variant)}
     return tuple((key, _rounded(value, bounds[key])) for key, value in sorted(asked.params.items()))

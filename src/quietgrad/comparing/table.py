@@ -1,4 +1,6 @@
-"""What a comparison compares: its file, read and checked, and the configuration and the key of each of its runs."""
+"""What a comparison compares: its file, read and checked, and the configuration and the key of each
+of its runs.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +57,14 @@ class ComparisonTable:
         learning_rates: the grid.
         tuning_seeds: the first so many run the whole grid; the others the chosen rates alone.
         protocol_rate: the rate of the one-rate protocol; in the grid.
-        head_rate: learning rate of the head as a multiple of the learning rate (0: the configuration's own, fixed).
+        head_rate: learning rate of the head as a multiple of the learning rate (0: the
+            configuration's own, fixed).
         reference: the variant that the others are compared with.
         shares: of the reference's final accuracy, whose first crossing is counted in steps.
-        eval_every, eval_records: steps between evaluations, validation records used for them (0: all).
-        distinct: whether validation and test count equal inputs once: a message that many passed on would else decide the rate.
+        eval_every, eval_records: steps between evaluations, validation records used for them (0:
+            all).
+        distinct: whether validation and test count equal inputs once: a message that many passed on
+            would else decide the rate.
     """
 
     title: str = ""
@@ -97,12 +102,23 @@ class Run:
 
     def record(self) -> dict[str, Any]:
         """As it is written: what a grid does not have is left out."""
-        return {k: v for k, v in asdict(self).items() if not (k in ("settings", "trial") and self.trial is None)}
+        return {
+            k: v
+            for k, v in asdict(self).items()
+            if not (k in ("settings", "trial") and self.trial is None)
+        }
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Run:
         settings = tuple((key, value) for key, value in record.get("settings", ()))
-        return cls(record["variant"], record["epsilon"], record["rate"], record["seed"], settings, record.get("trial"))
+        return cls(
+            record["variant"],
+            record["epsilon"],
+            record["rate"],
+            record["seed"],
+            settings,
+            record.get("trial"),
+        )
 
 
 @dataclass(frozen=True)
@@ -156,10 +172,14 @@ class Comparison:
         """Changes with every setting that can change the outcome."""
         tree = self.config_of(run).to_dict()
         default = TrainConfig().to_dict()
-        for name in LATER:  # at their defaults they change nothing, and results of before they came stay valid
+        for name in (
+            LATER
+        ):  # at their defaults they change nothing, and results of before they came stay valid
             table, _, key = name.partition(".")
             idle = name in ACTIVE and tree.get(table, {}).get("method") != ACTIVE[name]
-            if key and (idle or tree.get(table, {}).get(key) == BEFORE.get(name, default[table].get(key))):
+            if key and (
+                idle or tree.get(table, {}).get(key) == BEFORE.get(name, default[table].get(key))
+            ):
                 tree.get(table, {}).pop(key, None)
             elif not key and tree[table] == default[table]:
                 tree.pop(table)
@@ -177,12 +197,14 @@ def load_comparison(path: str | Path) -> Comparison:
     """Reads and checks a comparison.
 
     Raises:
-        ValueError: missing or malformed file, unknown table or key, a variant or protocol that does not fit, naming it and the remedy.
+        ValueError: missing or malformed file, unknown table or key, a variant or protocol that does
+            not fit, naming it and the remedy.
     """
     file, tree = Path(path), read_toml(path)
     if "comparison" not in tree or "variants" not in tree:
         raise ValueError(
-            f"config={str(file)!r} has no [comparison] or no [variants.NAME] table; `quietgrad train` takes single runs"
+            f"config={str(file)!r} has no [comparison] or no [variants.NAME] table; `quietgrad "
+            "train` takes single runs"
         )
     given = tree.pop("comparison")
     table = _table(given)
@@ -190,24 +212,41 @@ def load_comparison(path: str | Path) -> Comparison:
     search = search_table(tree.pop("search"), list(variants)) if "search" in tree else None
     if search is not None and ("learning_rates" in given or "protocol_rate" in given):
         raise ValueError(
-            "comparison.learning_rates and protocol_rate are a grid, and [search] takes its place; keep one of the two"
+            "comparison.learning_rates and protocol_rate are a grid, and [search] takes its place; "
+            "keep one of the two"
         )
     if table.reference not in variants:
-        raise ValueError(f"comparison.reference={table.reference!r} is no variant{nearest(table.reference, variants)}")
+        raise ValueError(
+            f"comparison.reference={table.reference!r} is no "
+            f"variant{nearest(table.reference, variants)}"
+        )
     if table.protocol_rate not in table.learning_rates:
         raise ValueError(
-            f"comparison.protocol_rate={table.protocol_rate} is not in learning_rates={table.learning_rates}; add it to the grid"
+            f"comparison.protocol_rate={table.protocol_rate} is not in "
+            f"learning_rates={table.learning_rates}; add it to the grid"
         )
-    require_at_least("comparison.tuning_seeds", table.tuning_seeds, 1, "choose rates with at least one seed")
-    require_at_least("comparison.seeds", table.seeds, table.tuning_seeds, "there are fewer seeds than tuning seeds")
+    require_at_least(
+        "comparison.tuning_seeds", table.tuning_seeds, 1, "choose rates with at least one seed"
+    )
+    require_at_least(
+        "comparison.seeds",
+        table.seeds,
+        table.tuning_seeds,
+        "there are fewer seeds than tuning seeds",
+    )
     for value in (*table.epsilons, *table.learning_rates):
         require_positive("comparison.epsilons and learning_rates", value)
     if search is not None and table.head_rate and any(r.key == HEAD_RATE for r in search.ranges):
-        raise ValueError(f'comparison.head_rate and search.ranges."{HEAD_RATE}" both set the head\'s rate; keep one')
+        raise ValueError(
+            f'comparison.head_rate and search.ranges."{HEAD_RATE}" both set the head\'s rate; keep '
+            "one"
+        )
     declared = tree.get("data", {})
     if not isinstance(declared, dict) or declared.get("public") is not True:
         raise ValueError(
-            f"config={str(file)!r}: a comparison makes many runs with known seeds on the same records, which no single epsilon covers; compare on records that are public, and say so with "
+            f"config={str(file)!r}: a comparison makes many runs with known seeds on the same "
+            "records, which no single epsilon covers; compare on records that are public, and say "
+            "so with "
             "data.public = true"
         )
     found = Comparison(file, table, variants, tree, search)
@@ -215,23 +254,35 @@ def load_comparison(path: str | Path) -> Comparison:
         ranges = search.ranges_of(variant) if search is not None else []
         named = [(f"variants.{variant}.{name}", name) for name in changed]
         for shown, name in named + [(f'search.ranges."{r.key}"', r.key) for r in ranges]:
-            if name in FIXED or (name.partition(".")[0] not in VARIED_TABLES and name not in VARIED_KEYS):
+            if name in FIXED or (
+                name.partition(".")[0] not in VARIED_TABLES and name not in VARIED_KEYS
+            ):
                 raise ValueError(
-                    f"{shown} cannot vary: data, model and cached states are shared by all runs; vary one of "
+                    f"{shown} cannot vary: data, model and cached states are shared by all runs; "
+                    "vary one of "
                     f"{', '.join((*VARIED_TABLES, *VARIED_KEYS))}, or make a comparison of its own"
                 )
         ends = {r.key: (*r.choices, *(() if r.choices else (r.low, r.high))) for r in ranges}
         least = {key: values[0] for key, values in ends.items()}
         # A proposal that no configuration takes would end the search each time it is started.
-        tried = [least] + [least | {key: value} for key, values in ends.items() for value in values[1:]]
+        tried = [least] + [
+            least | {key: value} for key, values in ends.items() for value in values[1:]
+        ]
         for values in tried:
             settings = tuple((key, value) for key, value in values.items() if key != RATE)
             config = found.config_of(
-                Run(variant, table.epsilons[0], float(values.get(RATE, table.protocol_rate)), 0, settings)
+                Run(
+                    variant,
+                    table.epsilons[0],
+                    float(values.get(RATE, table.protocol_rate)),
+                    0,
+                    settings,
+                )
             )
         if not config.privacy.enabled:
             raise ValueError(
-                "privacy.enabled=false: a comparison has an epsilon for every run; use `quietgrad train` for a reference without privacy"
+                "privacy.enabled=false: a comparison has an epsilon for every run; use `quietgrad "
+                "train` for a reference without privacy"
             )
     return found
 
@@ -245,7 +296,9 @@ def _table(values: dict[str, Any]) -> ComparisonTable:
         if isinstance(value, bool) != (wanted is bool) or not isinstance(
             value, (int, float) if wanted is float else wanted
         ):
-            raise ValueError(f"comparison.{key}={value!r} must be of type {getattr(wanted, '__name__', wanted)}")
+            raise ValueError(
+                f"comparison.{key}={value!r} must be of type {getattr(wanted, '__name__', wanted)}"
+            )
     return ComparisonTable(**values)
 
 
@@ -253,5 +306,9 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     """{"denoising": {"method": "paper"}} to {"denoising.method": "paper"}."""
     for table, keys in values.items():
         if not isinstance(keys, dict):
-            raise ValueError(f"variants: {table}={keys!r} must be a key of a table, such as denoising.method")
-    return {f"{table}.{key}": value for table, keys in values.items() for key, value in keys.items()}
+            raise ValueError(
+                f"variants: {table}={keys!r} must be a key of a table, such as denoising.method"
+            )
+    return {
+        f"{table}.{key}": value for table, keys in values.items() for key, value in keys.items()
+    }

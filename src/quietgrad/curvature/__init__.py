@@ -1,4 +1,6 @@
-"""Public data to a Hessian spectrum, with provenance. Nothing here may see private records: what it computes is used without noise."""
+"""Public data to a Hessian spectrum, with provenance. Nothing here may see private records: what it
+computes is used without noise.
+"""
 
 from quietgrad.curvature.lanczos import TopEigenvalues, top_eigenvalues
 from quietgrad.curvature.operators import CurvatureOperator

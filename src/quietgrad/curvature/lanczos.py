@@ -1,4 +1,6 @@
-"""The largest eigenvalues of a symmetric operator, by implicitly restarted Lanczos (ARPACK, through scipy), each with its residual."""
+"""The largest eigenvalues of a symmetric operator, by implicitly restarted Lanczos (ARPACK, through
+scipy), each with its residual.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class TopEigenvalues:
 
     Attributes:
         values: [k], descending.
-        residuals: [k] norms of H u - mu u for the unit vectors u found; |mu - an eigenvalue| is at most that.
+        residuals: [k] norms of H u - mu u for the unit vectors u found; |mu - an eigenvalue| is at
+            most that.
         products: number of products with H.
     """
 
@@ -30,7 +33,11 @@ class TopEigenvalues:
 
 
 def top_eigenvalues(
-    operator: LinearOperator, count: int, tolerance: float = 1e-5, max_restarts: int = 50, seed: int = 0
+    operator: LinearOperator,
+    count: int,
+    tolerance: float = 1e-5,
+    max_restarts: int = 50,
+    seed: int = 0,
 ) -> TopEigenvalues:
     """The ``count`` largest eigenvalues.
 
@@ -42,7 +49,8 @@ def top_eigenvalues(
         seed: of the start vector.
 
     Returns:
-        Values, residuals and the number of products. Memory: 2 k + 1 vectors of p float64; time beside the products: about 8 k^2 p multiplications.
+        Values, residuals and the number of products. Memory: 2 k + 1 vectors of p float64; time
+        beside the products: about 8 k^2 p multiplications.
 
     Raises:
         ValueError: if count is not in 1 .. p - 1.
@@ -53,7 +61,10 @@ def top_eigenvalues(
     require_at_least("count", count, 1, "ask for at least one eigenvalue")
     require_positive("tolerance", tolerance)
     if count >= size:
-        raise ValueError(f"count={count} is not below the number of parameters, {size}; ask for at most {size - 1}")
+        raise ValueError(
+            f"count={count} is not below the number of parameters, {size}; ask for at most "
+            f"{size - 1}"
+        )
     products = 0
 
     def counted(vector: Floats) -> Floats:
@@ -62,15 +73,22 @@ def top_eigenvalues(
         return np.asarray(operator.matvec(vector), dtype=np.float64).reshape(-1)
 
     counting = LinearOperator(operator.shape, matvec=counted, dtype=np.float64)
-    start = RandomKey.from_seed(seed).generator("initialisation", 0, "lanczos").standard_normal(size)
+    start = (
+        RandomKey.from_seed(seed).generator("initialisation", 0, "lanczos").standard_normal(size)
+    )
     kept = min(size, max(2 * count + 1, 20))
     try:
-        values, vectors = eigsh(counting, count, which="LA", v0=start, ncv=kept, tol=tolerance, maxiter=max_restarts)
+        values, vectors = eigsh(
+            counting, count, which="LA", v0=start, ncv=kept, tol=tolerance, maxiter=max_restarts
+        )
     except ArpackNoConvergence as error:
         raise RuntimeError(
-            f"{len(error.eigenvalues)} of {count} eigenvalues converged to {tolerance:g} in {products} products; ask for fewer, raise tolerance (products in single "
+            f"{len(error.eigenvalues)} of {count} eigenvalues converged to {tolerance:g} in "
+            f"{products} products; ask for fewer, raise tolerance (products in single "
             "precision are good to about 1e-6) or raise max_restarts"
         ) from error
     order = np.argsort(values)[::-1]
-    residuals = np.array([np.linalg.norm(counted(vectors[:, i]) - values[i] * vectors[:, i]) for i in order])
+    residuals = np.array(
+        [np.linalg.norm(counted(vectors[:, i]) - values[i] * vectors[:, i]) for i in order]
+    )
     return TopEigenvalues(values[order], residuals, products)

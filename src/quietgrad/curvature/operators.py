@@ -1,4 +1,5 @@
-"""Products of a vector with the Hessian, or the Gauss-Newton matrix, of a mean loss over public data, without forming either.
+"""Products of a vector with the Hessian, or the Gauss-Newton matrix, of a mean loss over public
+data, without forming either.
 
 Symbols: p parameters, n examples, theta parameters as one vector, L(theta) = (1/n) sum_i loss_i.
 """
@@ -25,9 +26,11 @@ KINDS = ("hessian", "gauss-newton")
 
 
 class CurvatureOperator(LinearOperator):
-    """H v for H the Hessian or the Gauss-Newton matrix of the mean loss, as a scipy linear operator [p, p] on float64 vectors.
+    """H v for H the Hessian or the Gauss-Newton matrix of the mean loss, as a scipy linear operator
+    [p, p] on float64 vectors.
 
-    Deterministic: put the model in evaluation mode, or without dropout. Attention must be the eager implementation: fused kernels have no second derivative.
+    Deterministic: put the model in evaluation mode, or without dropout. Attention must be the eager
+    implementation: fused kernels have no second derivative.
     """
 
     def __init__(
@@ -43,17 +46,22 @@ class CurvatureOperator(LinearOperator):
         """
         Args:
             model: with the parameters at which to differentiate.
-            per_example_loss: (model, batch) -> [examples]; with kind="gauss-newton" the model's outputs [examples, ...] instead.
+            per_example_loss: (model, batch) -> [examples]; with kind="gauss-newton" the model's
+                outputs [examples, ...] instead.
             batches: the public data, cut as memory allows.
             kind: "hessian" or "gauss-newton".
-            parameters: names of those to differentiate by (None: all trainable ones; LoRA factors are such).
+            parameters: names of those to differentiate by (None: all trainable ones; LoRA factors
+                are such).
             output_loss: for "gauss-newton", (outputs, batch) -> [examples], convex in the outputs.
-            keep_graphs: keep every batch's first derivative: products then cost half, memory grows with all examples instead of one batch ("hessian" only).
+            keep_graphs: keep every batch's first derivative: products then cost half, memory grows
+                with all examples instead of one batch ("hessian" only).
 
-        Cost of a product: about two training steps over the data ("hessian"), three ("gauss-newton").
+        Cost of a product: about two training steps over the data ("hessian"), three
+        ("gauss-newton").
 
         Raises:
-            ValueError: unknown kind or parameter, no batches, a loss that is not one value per example.
+            ValueError: unknown kind or parameter, no batches, a loss that is not one value per
+                example.
         """
         self.kind = require_word("kind", kind, KINDS)
         found = trainable_parameters(model)
@@ -65,9 +73,15 @@ class CurvatureOperator(LinearOperator):
             raise ValueError("batches is empty: there is no data to take the curvature of")
         if kind == "gauss-newton" and output_loss is None:
             raise ValueError(
-                "kind='gauss-newton' needs output_loss, the part of the loss that follows the model's outputs"
+                "kind='gauss-newton' needs output_loss, the part of the loss that follows the "
+                "model's outputs"
             )
-        self.model, self.loss, self.batches, self.output_loss = model, per_example_loss, batches, output_loss
+        self.model, self.loss, self.batches, self.output_loss = (
+            model,
+            per_example_loss,
+            batches,
+            output_loss,
+        )
         self.names = names
         self.parameters = [found[name] for name in names]
         self.examples = sum(batch_size_of(batch) for batch in batches)
@@ -87,7 +101,9 @@ class CurvatureOperator(LinearOperator):
         flat = torch.cat([t.reshape(-1) for t in total]).double().cpu().numpy()
         return flat / self.examples
 
-    def _hessian(self, index: int, batch: Batch, direction: list[Tensor]) -> Sequence[Tensor | None]:
+    def _hessian(
+        self, index: int, batch: Batch, direction: list[Tensor]
+    ) -> Sequence[Tensor | None]:
         if self._graphs is None:
             slopes = self._slopes(batch)
         else:
@@ -104,15 +120,25 @@ class CurvatureOperator(LinearOperator):
 
     def _slopes(self, batch: Batch) -> list[Tensor]:
         losses = self._checked(self.loss(self.model, batch), batch)
-        slopes = torch.autograd.grad(losses.sum(), self.parameters, create_graph=True, allow_unused=True)
-        # A parameter without influence, or with a linear one, has no second derivative: a zero that depends on it keeps autograd content.
-        return [p * 0.0 if slope is None else slope + p * 0.0 for slope, p in zip(slopes, self.parameters, strict=True)]
+        slopes = torch.autograd.grad(
+            losses.sum(), self.parameters, create_graph=True, allow_unused=True
+        )
+        # A parameter without influence, or with a linear one, has no second derivative: a zero that
+        # depends on it keeps autograd content.
+        return [
+            p * 0.0 if slope is None else slope + p * 0.0
+            for slope, p in zip(slopes, self.parameters, strict=True)
+        ]
 
-    def _gauss_newton(self, index: int, batch: Batch, direction: list[Tensor]) -> Sequence[Tensor | None]:
+    def _gauss_newton(
+        self, index: int, batch: Batch, direction: list[Tensor]
+    ) -> Sequence[Tensor | None]:
         assert self.output_loss is not None
         outputs = self.loss(self.model, batch)
         probe = torch.zeros_like(outputs, requires_grad=True)
-        pulled = torch.autograd.grad(outputs, self.parameters, probe, create_graph=True, allow_unused=True)
+        pulled = torch.autograd.grad(
+            outputs, self.parameters, probe, create_graph=True, allow_unused=True
+        )
         used = [(g, v) for g, v in zip(pulled, direction, strict=True) if g is not None]
         # J v: the derivative of J^T probe . v by the probe.
         (moved,) = torch.autograd.grad([g for g, _ in used], probe, [v for _, v in used])
@@ -125,7 +151,8 @@ class CurvatureOperator(LinearOperator):
     def _checked(self, losses: Tensor, batch: Batch) -> Tensor:
         if losses.shape != (batch_size_of(batch),):
             raise ValueError(
-                f"the loss returned the shape {tuple(losses.shape)} for {batch_size_of(batch)} examples; return one value per example, shape [examples]"
+                f"the loss returned the shape {tuple(losses.shape)} for {batch_size_of(batch)} "
+                "examples; return one value per example, shape [examples]"
             )
         return losses
 
@@ -133,6 +160,8 @@ class CurvatureOperator(LinearOperator):
         parts, start = [], 0
         for p in self.parameters:
             stop = start + p.numel()
-            parts.append(torch.from_numpy(vector[start:stop].copy()).to(p.device, p.dtype).reshape(p.shape))
+            parts.append(
+                torch.from_numpy(vector[start:stop].copy()).to(p.device, p.dtype).reshape(p.shape)
+            )
             start = stop
         return parts

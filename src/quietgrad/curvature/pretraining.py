@@ -1,7 +1,9 @@
-"""Public weights without labels: SimCLR (Chen et al. 2020), then a head for labels made from the images themselves, so that there is a loss whose Hessian can be taken.
+"""Public weights without labels: SimCLR (Chen et al. 2020), then a head for labels made from the
+images themselves, so that there is a loss whose Hessian can be taken.
 
-NoiseCurve (section 4.2) assigns labels at random. Random labels ask nothing of the features, and the Hessian's top comes out too small; labels that name clusters of the features
-have the structure of classes without any being known. Both are here.
+NoiseCurve (section 4.2) assigns labels at random. Random labels ask nothing of the features, and
+the Hessian's top comes out too small; labels that name clusters of the features have the structure
+of classes without any being known. Both are here.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ Progress = Callable[[int, int], None]
 
 
 def augmented(pixels: Tensor, generator: torch.Generator) -> Tensor:
-    """A random view of every image: resized crop (area 40 to 100 %, aspect 3/4 to 4/3), mirror, brightness and contrast, in one resampling.
+    """A random view of every image: resized crop (area 40 to 100 %, aspect 3/4 to 4/3), mirror,
+    brightness and contrast, in one resampling.
 
     Args:
         pixels: [n, channels, height, width].
@@ -45,7 +48,10 @@ def augmented(pixels: Tensor, generator: torch.Generator) -> Tensor:
     grid = F.affine_grid(theta, list(pixels.shape), align_corners=False)
     view = F.grid_sample(pixels, grid, align_corners=False, padding_mode="reflection")
     mean = view.mean(dim=(1, 2, 3), keepdim=True)
-    contrast, brightness = uniform(0.6, 1.4)[:, None, None, None], uniform(-0.4, 0.4)[:, None, None, None]
+    contrast, brightness = (
+        uniform(0.6, 1.4)[:, None, None, None],
+        uniform(-0.4, 0.4)[:, None, None, None],
+    )
     return (view - mean) * contrast + mean + brightness
 
 
@@ -61,11 +67,13 @@ def simclr(
     seed: int = 0,
     progress: Progress = lambda done, of: None,
 ) -> None:
-    """Trains ``encoder`` in place so that two views of one image lie closer than views of different ones.
+    """Trains ``encoder`` in place so that two views of one image lie closer than views of different
+    ones.
 
     Args:
         embed: pixels to [n, width], a method of the encoder.
-        encoder: whose parameters train (Adam); a projection head of two layers is added and thrown away.
+        encoder: whose parameters train (Adam); a projection head of two layers is added and thrown
+            away.
         pixels: [n, channels, height, width] public images.
         epochs, batch_size, learning_rate, temperature: as in the paper, smaller.
         width: of the embedding.
@@ -80,7 +88,9 @@ def simclr(
     if len(pixels) < 2:
         raise ValueError(f"there are {len(pixels)} public images; contrast needs at least two")
     generator = torch.Generator(device=pixels.device).manual_seed(seed)
-    projection = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(pixels.device)
+    projection = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(
+        pixels.device
+    )
     parameters = [*(p for p in encoder.parameters() if p.requires_grad), *projection.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     for epoch in range(epochs):
@@ -103,7 +113,9 @@ def simclr(
 def made_up_labels(
     embed: Embedding, pixels: Tensor, count: int, kind: str = "clusters", seed: int = 0
 ) -> NDArray[np.int64]:
-    """[n] labels 0 .. count - 1 that nobody gave: "clusters" of the embedding (k-means), or "random"."""
+    """[n] labels 0 .. count - 1 that nobody gave: "clusters" of the embedding (k-means), or
+    "random".
+    """
     require_word("kind", kind, LABELS)
     generator = np.random.default_rng(seed)
     if kind == "random":
@@ -127,7 +139,9 @@ def fit_to_labels(
     learning_rate: float = 2e-3,
     seed: int = 0,
 ) -> None:
-    """Trains the given parameters of a classifier on made-up labels, in place: Adam; cross entropy for [n] labels, the mean of binary ones for [n, labels]."""
+    """Trains the given parameters of a classifier on made-up labels, in place: Adam; cross entropy
+    for [n] labels, the mean of binary ones for [n, labels].
+    """
     loss = F.binary_cross_entropy_with_logits if labels.ndim == 2 else F.cross_entropy
     generator = torch.Generator().manual_seed(seed)
     targets = torch.from_numpy(labels).to(pixels.device)

@@ -1,7 +1,9 @@
-"""Stochastic Lanczos quadrature: how many eigenvalues are positive, and what they sum to (Ubaru, Chen and Saad 2017).
+"""Stochastic Lanczos quadrature: how many eigenvalues are positive, and what they sum to (Ubaru,
+Chen and Saad 2017).
 
-Symbols: p size, m Lanczos steps, s random probes; f(H) has the trace p E[u^T f(H) u] over unit probes u, and u^T f(H) u is close to sum_k tau_k^2 f(theta_k) with the Ritz values theta_k
-and first components tau_k of m steps from u.
+Symbols: p size, m Lanczos steps, s random probes; f(H) has the trace p E[u^T f(H) u] over unit
+probes u, and u^T f(H) u is close to sum_k tau_k^2 f(theta_k) with the Ritz values theta_k and first
+components tau_k of m steps from u.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class PositivePart:
         count, count_error: eigenvalues above ``threshold``.
         mass, mass_error: sum of the positive eigenvalues.
         negative_mass: sum of the negative ones (below 0).
-        threshold: what counts as positive in ``count``: the resolution of m steps, so that eigenvalues at zero do not count.
+        threshold: what counts as positive in ``count``: the resolution of m steps, so that
+            eigenvalues at zero do not count.
     """
 
     count: float
@@ -39,14 +42,19 @@ class PositivePart:
 
 
 def positive_part(
-    operator: LinearOperator, probes: int = 8, steps: int = 80, threshold: float | None = None, seed: int = 0
+    operator: LinearOperator,
+    probes: int = 8,
+    steps: int = 80,
+    threshold: float | None = None,
+    seed: int = 0,
 ) -> PositivePart:
     """Count and mass of the positive eigenvalues of a symmetric operator.
 
     Args:
         operator: [p, p].
         probes: s; errors fall as 1 / sqrt(s).
-        steps: m, products a probe; what is finer than about (largest - smallest) / m^2 is not resolved.
+        steps: m, products a probe; what is finer than about (largest - smallest) / m^2 is not
+            resolved.
         threshold: smallest eigenvalue that counts (None: that resolution).
         seed: of the probes.
 
@@ -60,13 +68,20 @@ def positive_part(
         require_at_least(name, value, least, f"use at least {least}")
     size = int(operator.shape[0])
     generator = RandomKey.from_seed(seed).generator("initialisation", 0, "quadrature")
-    rules = [_rule(operator, generator.choice([-1.0, 1.0], size=size), min(steps, size)) for _ in range(probes)]
+    rules = [
+        _rule(operator, generator.choice([-1.0, 1.0], size=size), min(steps, size))
+        for _ in range(probes)
+    ]
     if threshold is None:
         spread = max(nodes.max() for nodes, _ in rules) - min(nodes.min() for nodes, _ in rules)
         threshold = float(spread) / steps**2
     counts = np.array([size * float(weights[nodes > threshold].sum()) for nodes, weights in rules])
-    masses = np.array([size * float((weights * np.maximum(nodes, 0)).sum()) for nodes, weights in rules])
-    negative = np.array([size * float((weights * np.minimum(nodes, 0)).sum()) for nodes, weights in rules])
+    masses = np.array(
+        [size * float((weights * np.maximum(nodes, 0)).sum()) for nodes, weights in rules]
+    )
+    negative = np.array(
+        [size * float((weights * np.minimum(nodes, 0)).sum()) for nodes, weights in rules]
+    )
     error = np.sqrt(probes)
     return PositivePart(
         float(counts.mean()),

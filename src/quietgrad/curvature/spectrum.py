@@ -1,4 +1,6 @@
-"""A spectrum with its provenance: which parameters, which data, which loss, and how it was computed."""
+"""A spectrum with its provenance: which parameters, which data, which loss, and how it was
+computed.
+"""
 
 from __future__ import annotations
 
@@ -54,23 +56,32 @@ class Spectrum:
         if dict(parameters) == self.parameters:
             return
         other = sorted(
-            name for name in {*parameters, *self.parameters} if parameters.get(name) != self.parameters.get(name)
+            name
+            for name in {*parameters, *self.parameters}
+            if parameters.get(name) != self.parameters.get(name)
         )
         raise ValueError(
-            f"the spectrum is of another parameter set: {other[0]!r} is {self.parameters.get(other[0], 'not in it')} there and "
-            f"{parameters.get(other[0], 'not trained')} here; compute it for the parameters that train (quietgrad spectrum)"
+            f"the spectrum is of another parameter set: {other[0]!r} is "
+            f"{self.parameters.get(other[0], 'not in it')} there and "
+            f"{parameters.get(other[0], 'not trained')} here; compute it for the parameters that "
+            "train (quietgrad spectrum)"
         )
 
     def require_disjoint(self, private_hashes: Iterable[str]) -> None:
-        """Raises ValueError if a private record is among the public ones, or none is named: the noise is shaped by them without protection."""
+        """Raises ValueError if a private record is among the public ones, or none is named: the
+        noise is shaped by them without protection.
+        """
         if not self.record_hashes:
             raise ValueError(
-                "the spectrum does not name its public records, so private ones among them could not be told; save it with their record_hashes (quietgrad.curvature.spectrum.record_hash)"
+                "the spectrum does not name its public records, so private ones among them could "
+                "not be told; save it with their record_hashes "
+                "(quietgrad.curvature.spectrum.record_hash)"
             )
         shared = set(self.record_hashes) & set(private_hashes)
         if shared:
             raise ValueError(
-                "some of the spectrum's public records are among the private training records; a spectrum of private data is not accounted for: "
+                "some of the spectrum's public records are among the private training records; a "
+                "spectrum of private data is not accounted for: "
                 "compute it on other records, or remove these from the training data"
             )
 
@@ -85,7 +96,9 @@ class Spectrum:
             "facts": self.facts,
         }
         temporary = Path(path).with_suffix(".tmp.npz")
-        np.savez_compressed(temporary, top=self.top, residuals=self.residuals, described=json.dumps(described))
+        np.savez_compressed(
+            temporary, top=self.top, residuals=self.residuals, described=json.dumps(described)
+        )
         os.replace(temporary, path)
 
 
@@ -117,7 +130,8 @@ def load_spectrum(path: str | Path) -> Spectrum:
             )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, BadZipFile) as error:
         raise ValueError(
-            f"spectrum={str(path)!r} is not a whole spectrum file: {error!r}; make it again with quietgrad spectrum"
+            f"spectrum={str(path)!r} is not a whole spectrum file: {error!r}; make it again with "
+            "quietgrad spectrum"
         ) from error
 
 

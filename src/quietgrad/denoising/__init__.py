@@ -1,4 +1,6 @@
-"""``NoisySum`` to a better-aligned ``NoisySum``: a function of released values and public facts, so it costs no privacy."""
+"""``NoisySum`` to a better-aligned ``NoisySum``: a function of released values and public facts, so
+it costs no privacy.
+"""
 
 from quietgrad.denoising.formulas import (
     bulk_edge,

@@ -1,8 +1,11 @@
-"""What noise does to singular values, and what undoes it best: the formulas of random matrix theory for a low-rank matrix in Gaussian noise.
+"""What noise does to singular values, and what undoes it best: the formulas of random matrix theory
+for a low-rank matrix in Gaussian noise.
 
-Symbols: m, n rows and columns; s standard deviation of the noise in every entry; lam a singular value of the signal, y the one observed in its place;
-e = s (sqrt m + sqrt n) the bulk's upper edge. Sources: Shabalin and Nobel 2013; Gavish and Donoho 2014; Gradient Matrix Denoising, eqs. 3-8 (methods.md, section 4).
-All functions act elementwise, in the dtype of their tensor, and cost a few operations an entry.
+Symbols: m, n rows and columns; s standard deviation of the noise in every entry; lam a singular
+value of the signal, y the one observed in its place; e = s (sqrt m + sqrt n) the bulk's upper edge.
+Sources: Shabalin and Nobel 2013; Gavish and Donoho 2014; Gradient Matrix Denoising, eqs. 3-8
+(methods.md, section 4). All functions act elementwise, in the dtype of their tensor, and cost a few
+operations an entry.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from quietgrad.checks import require_at_least
 
 
 def bulk_edge(shape: Sequence[int], noise_std: float) -> float:
-    """s (sqrt m + sqrt n): the largest singular value of pure noise, up to a fluctuation of relative size min(m, n)^(-2/3)."""
+    """s (sqrt m + sqrt n): the largest singular value of pure noise, up to a fluctuation of
+    relative size min(m, n)^(-2/3).
+    """
     m, n = _sides(shape)
     return _std(noise_std) * (math.sqrt(m) + math.sqrt(n))
 
@@ -29,7 +34,8 @@ def detection_threshold(shape: Sequence[int], noise_std: float) -> float:
 
 
 def observed_singular_values(signal: Tensor, shape: Sequence[int], noise_std: float) -> Tensor:
-    """F: where a signal's singular values are found after the noise; those below the threshold at the bulk's edge (eq. 3).
+    """F: where a signal's singular values are found after the noise; those below the threshold at
+    the bulk's edge (eq. 3).
 
     Args:
         signal: any shape, non-negative.
@@ -40,7 +46,9 @@ def observed_singular_values(signal: Tensor, shape: Sequence[int], noise_std: fl
     s = _std(noise_std)
     lam = signal.clamp(min=max(detection_threshold(shape, s), torch.finfo(signal.dtype).tiny))
     # At the threshold itself F is the edge, so the clamp is the second case of eq. 3.
-    return torch.where(signal > 0, ((lam + s * s * n / lam) * (lam + s * s * m / lam)).sqrt(), bulk_edge(shape, s))
+    return torch.where(
+        signal > 0, ((lam + s * s * n / lam) * (lam + s * s * m / lam)).sqrt(), bulk_edge(shape, s)
+    )
 
 
 def signal_singular_values(observed: Tensor, shape: Sequence[int], noise_std: float) -> Tensor:
@@ -49,11 +57,14 @@ def signal_singular_values(observed: Tensor, shape: Sequence[int], noise_std: fl
     s = _std(noise_std)
     root = _root(observed, shape, s)
     middle = observed.square() - s * s * (m + n)
-    return torch.where(observed > bulk_edge(shape, s), ((middle + root) / 2).clamp(min=0).sqrt(), 0.0)
+    return torch.where(
+        observed > bulk_edge(shape, s), ((middle + root) / 2).clamp(min=0).sqrt(), 0.0
+    )
 
 
 def shrink(singular_values: Tensor, shape: Sequence[int], noise_std: float) -> Tensor:
-    """The coefficients that make the mean squared error smallest: sqrt((y^2 - s^2 (m+n))^2 - 4 m n s^4) / y above the edge, else 0.
+    """The coefficients that make the mean squared error smallest: sqrt((y^2 - s^2 (m+n))^2 - 4 m n
+    s^4) / y above the edge, else 0.
 
     Equal to eq. 8, lam times both cosines, without its divisions by small differences.
 
@@ -70,8 +81,12 @@ def shrink(singular_values: Tensor, shape: Sequence[int], noise_std: float) -> T
     return root / singular_values.clamp(min=tiny)
 
 
-def squared_overlaps(signal: Tensor, shape: Sequence[int], noise_std: float) -> tuple[Tensor, Tensor]:
-    """Squared cosines between the signal's left and right singular vectors and the observed ones (eqs. 4-6); 0 below the threshold."""
+def squared_overlaps(
+    signal: Tensor, shape: Sequence[int], noise_std: float
+) -> tuple[Tensor, Tensor]:
+    """Squared cosines between the signal's left and right singular vectors and the observed ones
+    (eqs. 4-6); 0 below the threshold.
+    """
     m, n = _sides(shape)
     s2 = _std(noise_std) ** 2
     lam2 = signal.square()
@@ -84,7 +99,8 @@ def squared_overlaps(signal: Tensor, shape: Sequence[int], noise_std: float) -> 
 
 
 def _root(y: Tensor, shape: Sequence[int], s: float) -> Tensor:
-    # (y^2 - s^2 (m+n))^2 - 4 m n s^4 = (y^2 - upper^2) (y^2 - lower^2), each a product of a sum and a difference: no cancellation.
+    # (y^2 - s^2 (m+n))^2 - 4 m n s^4 = (y^2 - upper^2) (y^2 - lower^2), each a product of a sum and
+    # a difference: no cancellation.
     m, n = _sides(shape)
     upper, lower = s * (math.sqrt(m) + math.sqrt(n)), s * abs(math.sqrt(m) - math.sqrt(n))
     first = ((y - upper).clamp(min=0) * (y + upper)).sqrt()
@@ -99,5 +115,7 @@ def _sides(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _std(noise_std: float) -> float:
-    require_at_least("noise_std", noise_std, 0, "pass the standard deviation of the noise in one entry")
+    require_at_least(
+        "noise_std", noise_std, 0, "pass the standard deviation of the noise in one entry"
+    )
     return float(noise_std)

@@ -32,7 +32,9 @@ Named = dict[str, nn.Parameter]
 
 
 class _Level(NamedTuple):
-    """Parameters whose moments have received the same releases, and their noise before and after one more."""
+    """Parameters whose moments have received the same releases, and their noise before and after
+    one more.
+    """
 
     before: MomentNoise
     after: MomentNoise
@@ -40,7 +42,9 @@ class _Level(NamedTuple):
 
 
 class _MomentOptimizer(torch.optim.Optimizer):
-    """Names, noise bookkeeping and the order of a step; what differs is how a release enters the state, and how the direction is scaled."""
+    """Names, noise bookkeeping and the order of a step; what differs is how a release enters the
+    state, and how the direction is scaled.
+    """
 
     def __init__(
         self,
@@ -51,23 +55,31 @@ class _MomentOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"model must be the module that was clipped, not {type(model).__name__}: gradients are known by its parameters' names; pass a part of its parameters as groups"
+                f"model must be the module that was clipped, not {type(model).__name__}: gradients "
+                "are known by its parameters' names; pass a part of its parameters as groups"
             )
         require_momentum_rule("rule", rule)
         self._model = model
         self._rule = rule
         self._last: weakref.ref[NoisySum] | None = None
         trainable = [p for p in model.parameters() if p.requires_grad]
-        super().__init__(trainable if groups is None else groups, {**defaults, "moment_noise": None})
+        super().__init__(
+            trainable if groups is None else groups, {**defaults, "moment_noise": None}
+        )
 
     def add_param_group(self, param_group: Group) -> None:
-        """As in torch; the settings of the group are checked, and that its parameters are the model's."""
+        """As in torch; the settings of the group are checked, and that its parameters are the
+        model's.
+        """
         self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         known = {id(p) for p in self._model.parameters()}
         if any(id(p) not in known for p in self.param_groups[-1]["params"]):
             self.param_groups.pop()
-            raise ValueError("groups has a parameter that is not model's; pass the model that was clipped, and its own")
+            raise ValueError(
+                "groups has a parameter that is not model's; pass the model that was clipped, and "
+                "its own"
+            )
 
     def __getstate__(self) -> dict[str, Any]:  # torch's leaves out all but its own attributes
         return super().__getstate__() | {"_model": self._model, "_rule": self._rule, "_last": None}
@@ -77,7 +89,9 @@ class _MomentOptimizer(torch.optim.Optimizer):
         for name in ("lr", "weight_decay"):
             value = float(group[name])
             require_finite(name, value)
-            require_at_least(name, value, 0, "pass 0 for none" if name == "weight_decay" else "0 stands still")
+            require_at_least(
+                name, value, 0, "pass 0 for none" if name == "weight_decay" else "0 stands still"
+            )
 
     @torch.no_grad()
     def step(self, noisy: NoisySum | None = None) -> None:  # type: ignore[override]
@@ -88,7 +102,8 @@ class _MomentOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: without a ``NoisySum``.
-            ValueError: if it was denoised or stepped on before, or lacks a parameter of this optimiser. Nothing has changed then.
+            ValueError: if it was denoised or stepped on before, or lacks a parameter of this
+                optimiser. Nothing has changed then.
         """
         if not isinstance(noisy, NoisySum):
             raise TypeError(
@@ -97,30 +112,39 @@ class _MomentOptimizer(torch.optim.Optimizer):
             )
         if noisy.denoised:
             raise ValueError(
-                "this sum was denoised before: its noise level is not known any more; pass the released one"
+                "this sum was denoised before: its noise level is not known any more; pass the "
+                "released one"
             )
         if self._last is not None and self._last() is noisy:
             raise ValueError(
-                "this sum was stepped on before: twice the same noise does not average out, and the moment's noise level would be wrong; step once on a release"
+                "this sum was stepped on before: twice the same noise does not average out, and "
+                "the moment's noise level would be wrong; step once on a release"
             )
         names = {id(p): name for name, p in self._model.named_parameters()}
-        named = [{names[id(p)]: p for p in group["params"] if p.requires_grad} for group in self.param_groups]
+        named = [
+            {names[id(p)]: p for p in group["params"] if p.requires_grad}
+            for group in self.param_groups
+        ]
         missing = [name for group in named for name in group if name not in noisy.gradients]
         if missing:
             raise ValueError(
-                f"the released sum has no gradient of {missing[0]!r}; clip and step with the same trainable parameters"
+                f"the released sum has no gradient of {missing[0]!r}; clip and step with the same "
+                "trainable parameters"
             )
         for name, parameter in (item for group in named for item in group.items()):
             if noisy.gradients[name].shape != parameter.shape:
                 raise ValueError(
-                    f"the released sum has {tuple(noisy.gradients[name].shape)} for {name!r}, and the parameter is {tuple(parameter.shape)}; clip and step with the same model"
+                    f"the released sum has {tuple(noisy.gradients[name].shape)} for {name!r}, and "
+                    f"the parameter is {tuple(parameter.shape)}; clip and step with the same model"
                 )
         divisor = noisy.expected_batch_size
         levels = [
             [
                 _Level(
                     noise,
-                    noise.after(*self._recursion(group), noisy.noise_std / divisor, noisy.mixing_row),
+                    noise.after(
+                        *self._recursion(group), noisy.noise_std / divisor, noisy.mixing_row
+                    ),
                     of_level,
                 )
                 for noise, of_level in self._histories(group, parameters)
@@ -134,10 +158,13 @@ class _MomentOptimizer(torch.optim.Optimizer):
     def _histories(self, group: Group, named: Named) -> list[tuple[MomentNoise, Named]]:
         """Parameters by what their moments have received so far."""
         levels = _levels_of(group)
-        begun = [self.state[p] for p in group["params"] if self.state.get(p)]  # frozen ones too: they keep a level
+        begun = [
+            self.state[p] for p in group["params"] if self.state.get(p)
+        ]  # frozen ones too: they keep a level
         if any(state.get("history", 0) >= len(levels) for state in begun):
             raise ValueError(
-                "a moment comes from a state without its noise level, as of another optimiser's; load what this optimiser's state_dict gave, or begin anew"
+                "a moment comes from a state without its noise level, as of another optimiser's; "
+                "load what this optimiser's state_dict gave, or begin anew"
             )
         found: dict[int | None, Named] = {}
         for name, parameter in named.items():
@@ -147,13 +174,17 @@ class _MomentOptimizer(torch.optim.Optimizer):
         noises = {i: MomentNoise() if i is None else _noise_of(levels[i]) for i in found}
         return [(noises[i], of_level) for i, of_level in found.items()]
 
-    def _step_group(self, group: Group, levels: list[_Level], noisy: NoisySum, divisor: float) -> None:
+    def _step_group(
+        self, group: Group, levels: list[_Level], noisy: NoisySum, divisor: float
+    ) -> None:
         for level in levels:
             for name, direction in self._directions(level, group, noisy, divisor).items():
                 self._move(level.named[name], direction, group)
         self._keep_levels(group, levels)
 
-    def _directions(self, level: _Level, group: Group, noisy: NoisySum, divisor: float) -> dict[str, Tensor]:
+    def _directions(
+        self, level: _Level, group: Group, noisy: NoisySum, divisor: float
+    ) -> dict[str, Tensor]:
         """The release goes into the moments; returns what the rule makes of them."""
         named = level.named
         states = {name: self.state.get(p, {}) for name, p in named.items()}
@@ -179,7 +210,9 @@ class _MomentOptimizer(torch.optim.Optimizer):
         return moments | directions
 
     def _keep_levels(self, group: Group, levels: list[_Level]) -> None:
-        """Writes them to the group, where ``state_dict`` finds them; frozen parameters keep the level they had."""
+        """Writes them to the group, where ``state_dict`` finds them; frozen parameters keep the
+        level they had.
+        """
         before = _levels_of(group)
         kept = [_saved(level.after) for level in levels]
         moved: dict[int, int] = {}
@@ -202,7 +235,9 @@ class _MomentOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _received(self, named: Named, group: Group, noisy: NoisySum, divisor: float) -> NoisySum:
-        """What goes into the moments, times ``divisor``: the release, and what is known without it."""
+        """What goes into the moments, times ``divisor``: the release, and what
+        is known without it.
+        """
         return noisy
 
     def _receive(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
@@ -236,8 +271,10 @@ class SpectralSGD(_MomentOptimizer):
         model: holds the parameters; those that require a gradient are optimised.
         rule: what is made of the first moment, such as ``PersistentAmplification()``.
         lr, momentum: as in ``torch.optim.SGD`` (dampening 0, no Nesterov).
-        weight_decay: as in ``torch.optim.SGD``: a part of the gradient. It is a function of earlier releases, so the noise level is the same with it.
-        groups: parameter groups with settings of their own, as for any torch optimiser; None takes all trainable parameters.
+        weight_decay: as in ``torch.optim.SGD``: a part of the gradient. It is a function of earlier
+            releases, so the noise level is the same with it.
+        groups: parameter groups with settings of their own, as for any torch optimiser; None takes
+            all trainable parameters.
 
     Raises:
         TypeError: for a rule of the gradient.
@@ -276,7 +313,10 @@ class SpectralSGD(_MomentOptimizer):
         decay = float(group["weight_decay"])
         if not decay:
             return noisy
-        gradients = {name: torch.add(noisy.gradients[name], p, alpha=decay * divisor) for name, p in named.items()}
+        gradients = {
+            name: torch.add(noisy.gradients[name], p, alpha=decay * divisor)
+            for name, p in named.items()
+        }
         return replace(noisy, gradients=gradients)
 
     def _move(self, parameter: nn.Parameter, direction: Tensor, group: Group) -> None:
@@ -293,7 +333,8 @@ class SpectralAdamW(_MomentOptimizer):
         model: holds the parameters; those that require a gradient are optimised.
         rule: what is made of the first moment, such as ``PersistentAmplification()``.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
-        groups: parameter groups with settings of their own, as for any torch optimiser; None takes all trainable parameters.
+        groups: parameter groups with settings of their own, as for any torch optimiser; None takes
+            all trainable parameters.
 
     Raises:
         TypeError: for a rule of the gradient.
@@ -326,7 +367,11 @@ class SpectralAdamW(_MomentOptimizer):
     def _receive(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
         state = self.state[parameter]
         if "exp_avg" not in state:
-            state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            state |= {
+                "step": 0,
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
         b1, b2 = group["betas"]
         state["step"] += 1
         state["exp_avg"].lerp_(gradient.to(parameter.dtype), 1 - b1)
@@ -344,4 +389,7 @@ class SpectralAdamW(_MomentOptimizer):
 
 def _require_decay(name: str, value: float) -> None:
     if not 0 <= value < 1:
-        raise ValueError(f"{name}={value!r} must be in [0, 1): it is the share of the moment that is kept at a step")
+        raise ValueError(
+            f"{name}={value!r} must be in [0, 1): it is the share of the moment that is kept at a "
+            "step"
+        )

@@ -1,21 +1,32 @@
-"""The singular triplets of a noisy matrix that stand out of the noise, without a decomposition of the whole matrix.
+"""The singular triplets of a noisy matrix that stand out of the noise, without a decomposition of
+the whole matrix.
 
-The noise level is known, so the interval that holds the noise's singular values is known, and a Chebyshev polynomial can be laid over it: it stays within
-[-1, 1] there and grows exponentially outside. With m <= n rows and columns, X = (G G^T - (m + n) s^2) / (2 sqrt(mn) s^2) maps the bulk to [-1, 1] and a singular
-value y to x(y) > 1.
+The noise level is known, so the interval that holds the noise's singular values is known, and a
+Chebyshev polynomial can be laid over it: it stays within [-1, 1] there and grows exponentially
+outside. With m <= n rows and columns, X = (G G^T - (m + n) s^2) / (2 sqrt(mn) s^2) maps the bulk to
+[-1, 1] and a singular value y to x(y) > 1.
 
-- *Test.* A few Gaussian vectors w are filtered. If a singular value of kappa e or more is there, T_k(X) w is long with probability 1 - ``MISSED``, for the degree
-  k chosen here: each vector misses it only by being nearly orthogonal to one direction. Layers whose vectors stay short are passed over.
-- *Search.* Subspace iteration in rounds, from the test's filtered vectors, which point towards what stands out already: what is not strong yet is filtered, with what is strong projected
-  out (else it would drown the weaker), then the whole block takes two steps with X, and Rayleigh-Ritz. A block that fills up is followed by a wider one.
-- *Fallback.* Small matrices, and those in which more stands out than the widest block holds, go through the eigenvalues of G G^T.
+- *Test.* A few Gaussian vectors w are filtered. If a singular value of kappa e or more is there,
+  T_k(X) w is long with probability 1 - ``MISSED``, for the degree
+  k chosen here: each vector misses it only by being nearly orthogonal to one direction. Layers
+  whose vectors stay short are passed over.
+- *Search.* Subspace iteration in rounds, from the test's filtered vectors, which point towards what
+  stands out already: what is not strong yet is filtered, with what is strong projected out (else it
+  would drown the weaker), then the whole block takes two steps with X, and Rayleigh-Ritz. A block
+  that fills up is followed by a wider one.
+- *Fallback.* Small matrices, and those in which more stands out than the widest block holds, go
+  through the eigenvalues of G G^T.
 
-X is formed where that is cheaper than applying G and G^T in turn to thin blocks (``FORMED_SIDE_TEST`` for both, ``FORMED_SIDE`` for the search alone, ``FORMED_RATIO``), unless what
-stands out is so strong that its squares would drown the bulk in float32 (``FORMED_STRENGTH``). Cost of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side 384 at kappa = 1.02), with X formed
-2 m^2 n + 2 m^2 p k; of the search 80 m n p, or 40 m^2 p with X formed; of the fallback 2 m^2 n + O(m^3). Memory: the stack of matrices once, m^2 for each X that is formed, and
-O((m + n) p) vectors a matrix.
+X is formed where that is cheaper than applying G and G^T in turn to thin blocks
+(``FORMED_SIDE_TEST`` for both, ``FORMED_SIDE`` for the search alone, ``FORMED_RATIO``), unless what
+stands out is so strong that its squares would drown the bulk in float32 (``FORMED_STRENGTH``). Cost
+of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side 384 at
+kappa = 1.02), with X formed 2 m^2 n + 2 m^2 p k; of the search 80 m n p, or 40 m^2 p with X formed;
+of the fallback 2 m^2 n + O(m^3). Memory: the stack of matrices once, m^2 for each X that is formed,
+and O((m + n) p) vectors a matrix.
 
-Vectors are rows of their blocks: on a processor a thin product from the left is three times as fast as one from the right.
+Vectors are rows of their blocks: on a processor a thin product from the left is three times as fast
+as one from the right.
 
 Shape legend: l matrices of one shape, m <= n their sides, p vectors.
 """
@@ -32,14 +43,23 @@ from torch import Tensor
 from quietgrad.denoising.formulas import bulk_edge
 
 VECTORS = 8  # of the test
-BLOCKS = (VECTORS, 24)  # vectors of the search, which begins with the test's, and of its second attempt
-ROOM = 3  # a block is full if fewer of its vectors are left over: they are what separates a spike from the bulk
+BLOCKS = (
+    VECTORS,
+    24,
+)  # vectors of the search, which begins with the test's, and of its second attempt
+# a block is full if fewer of its vectors are left over: they are what separates a spike from the
+# bulk
+ROOM = 3
 MISSED = 1e-4  # probability that the test passes over a matrix with a singular value of kappa e
-HIGHEST_DEGREE = 40  # a test that needs more (kappa close to 1) is left out: the search does as well
+HIGHEST_DEGREE = (
+    40  # a test that needs more (kappa close to 1) is left out: the search does as well
+)
 DENSE_SIDE = 64  # up to this side the eigenvalues of G G^T are cheaper than the search
 STRONG = 3.0  # Ritz values x beyond this are projected out of the filter
 ROUNDS = (4, 8)  # degrees of the search's filters
-VERY_STRONG = 60.0  # beside a Ritz value x beyond this (some six edges) the first vectors say nothing of weaker ones, and the search gets another round
+# beside a Ritz value x beyond this (some six edges) the first vectors say nothing of weaker ones,
+# and the search gets another round
+VERY_STRONG = 60.0
 DIVERGED = 1e15  # a matrix of a norm of so many noise levels is passed over
 FORMED_SIDE = 1024  # X is formed for the search up to this m,
 FORMED_SIDE_TEST = 400  # for the test, too, up to this,
@@ -64,8 +84,10 @@ class Spikes:
 def find_spikes(stack_lmn: Tensor, noise_std: float) -> Spikes:
     """Triplets above the edge of every matrix of a stack.
 
-    Singular values are those of a full decomposition to 1e-3 relative where they are 2 % above the edge or more (2e-3 beside one that is several times as large); closer to it, and
-    beside one of a thousand edges, one may be missed, where the shrinker leaves little of it. Deterministic: starting vectors come from a generator of fixed seed, which knows nothing of the matrices.
+    Singular values are those of a full decomposition to 1e-3 relative where they are 2 % above the
+    edge or more (2e-3 beside one that is several times as large); closer to it, and beside one of a
+    thousand edges, one may be missed, where the shrinker leaves little of it. Deterministic:
+    starting vectors come from a generator of fixed seed, which knows nothing of the matrices.
 
     Args:
         stack_lmn: [l, m, n] matrices in float32 or float64.
@@ -75,7 +97,8 @@ def find_spikes(stack_lmn: Tensor, noise_std: float) -> Spikes:
 
 
 def detect(stack_lmn: Tensor, noise_std: float, kappa: float) -> tuple[Tensor, Spikes] | None:
-    """Test, and search where it finds something: ([l] which matrices, their triplets above the edge), or None for no matrix at all.
+    """Test, and search where it finds something: ([l] which matrices, their triplets above the
+    edge), or None for no matrix at all.
 
     Args:
         stack_lmn, noise_std: as for ``find_spikes``.
@@ -105,13 +128,19 @@ def _as_given(found: Spikes, stack_lmn: Tensor) -> Spikes:
     return found
 
 
-def _find(operator: _Operator, filtered_lpm: Tensor | None = None, blocks: tuple[int, ...] = BLOCKS) -> Spikes:
+def _find(
+    operator: _Operator, filtered_lpm: Tensor | None = None, blocks: tuple[int, ...] = BLOCKS
+) -> Spikes:
     """``filtered_lpm``: the test's vectors, which point towards what stands out already."""
     m = operator.stack.shape[1]
     if not blocks or m <= DENSE_SIDE or 4 * blocks[0] >= m:
         return _by_eigenvalues(operator.stack, operator.noise_std)
     start = _start(operator.stack, blocks[0])
-    block = _two_steps(operator, start) if filtered_lpm is None else _orthonormal(_usable(filtered_lpm, start))
+    block = (
+        _two_steps(operator, start)
+        if filtered_lpm is None
+        else _orthonormal(_usable(filtered_lpm, start))
+    )
     found = _search(operator, block)
     full = found.values_lp[:, blocks[0] - ROOM] > 0
     if not bool(full.any()):
@@ -120,28 +149,38 @@ def _find(operator: _Operator, filtered_lpm: Tensor | None = None, blocks: tuple
 
 
 def _usable(filtered_lpm: Tensor, otherwise_lpm: Tensor) -> Tensor:
-    """The filtered vectors at length 1; where a strong signal overflowed the polynomial, the others."""
+    """The filtered vectors at length 1; where a strong signal overflowed the polynomial, the
+    others.
+    """
     lengths = torch.linalg.vector_norm(filtered_lpm, dim=2, keepdim=True)
     usable = (torch.isfinite(lengths) & (lengths > 0)).all(dim=1, keepdim=True)
     return torch.where(usable, filtered_lpm / lengths, otherwise_lpm)
 
 
 def _are_strong(stack_lmn: Tensor, noise_std: float) -> Tensor:
-    """[l] False only where no singular value is above about ``FORMED_STRENGTH`` edges: of the sum of squares, m n s^2 is noise."""
+    """[l] False only where no singular value is above about ``FORMED_STRENGTH`` edges: of the sum
+    of squares, m n s^2 is noise.
+    """
     m, n = stack_lmn.shape[1:]
     squared = torch.linalg.vector_norm(stack_lmn, dim=(1, 2)).double().square()
-    return ~(squared <= m * n * noise_std**2 + (FORMED_STRENGTH * bulk_edge((m, n), noise_std)) ** 2)
+    return ~(
+        squared <= m * n * noise_std**2 + (FORMED_STRENGTH * bulk_edge((m, n), noise_std)) ** 2
+    )
 
 
 def _are_finite(stack_lmn: Tensor, noise_std: float) -> Tensor:
-    """[l] False for matrices of a run that has diverged, whose squares overflow: there is nothing to tell apart in them."""
+    """[l] False for matrices of a run that has diverged, whose squares overflow: there is nothing
+    to tell apart in them.
+    """
     return torch.linalg.vector_norm(stack_lmn, dim=(1, 2)) <= DIVERGED * noise_std
 
 
 def has_spike(stack_lmn: Tensor, noise_std: float, kappa: float) -> Tensor:
-    """[l] False where the largest singular value is below kappa e, up to a probability ``MISSED``; True where it may not be.
+    """[l] False where the largest singular value is below kappa e, up to a probability ``MISSED``;
+    True where it may not be.
 
-    Pure noise gives False unless its largest singular value strays above the edge by more than about half of kappa - 1.
+    Pure noise gives False unless its largest singular value strays above the edge by more than
+    about half of kappa - 1.
     """
     return _test(_Operator.of(_wide(stack_lmn), noise_std, FORMED_SIDE_TEST), kappa)[0]
 
@@ -153,16 +192,18 @@ def _test(operator: _Operator, kappa: float) -> tuple[Tensor, Tensor | None]:
     if m <= DENSE_SIDE or degree > HIGHEST_DEGREE:
         return torch.ones(l, dtype=torch.bool, device=operator.stack.device), None
     filtered_lpm = operator.chebyshev(_start(operator.stack, VECTORS), degree)
-    # Not "longer than": a signal strong enough to overflow the polynomial leaves what compares with nothing.
+    # Not "longer than": a signal strong enough to overflow the polynomial leaves what compares with
+    # nothing.
     return ~(torch.linalg.vector_norm(filtered_lpm, dim=2) <= longest).all(dim=1), filtered_lpm
 
 
 def degree_of_test(shape: Sequence[int], kappa: float) -> tuple[int, float]:
     """Degree of the test's polynomial, and the length that a filtered vector must not exceed.
 
-    A vector of m normal entries has length about sqrt m, and no more than that once filtered if all lies in the bulk. A singular value of kappa e makes it at least
-    T_k(x) |u^T w|, and |u^T w| is the size of one normal variable: the degree is the smallest for which all vectors stay short with probability
-    at most ``MISSED``.
+    A vector of m normal entries has length about sqrt m, and no more than that once filtered if all
+    lies in the bulk. A singular value of kappa e makes it at least T_k(x) |u^T w|, and |u^T w| is
+    the size of one normal variable: the degree is the smallest for which all vectors stay short
+    with probability at most ``MISSED``.
     """
     m, n = shape
     longest = math.sqrt(m)
@@ -179,7 +220,9 @@ def _position(ratio: float, m: int, n: int) -> float:
 
 
 class _Operator:
-    """X of a stack, applied to blocks of row vectors [l, p, m]; from ``x_lmm`` where that is given."""
+    """X of a stack, applied to blocks of row vectors [l, p, m]; from ``x_lmm``
+    where that is given.
+    """
 
     def __init__(self, stack_lmn: Tensor, noise_std: float, x_lmm: Tensor | None = None) -> None:
         m, n = stack_lmn.shape[1:]
@@ -206,7 +249,9 @@ class _Operator:
 
     def some(self, which: Tensor) -> _Operator:
         """Of some of the matrices."""
-        return _Operator(self.stack[which], self.noise_std, None if self.x_lmm is None else self.x_lmm[which])
+        return _Operator(
+            self.stack[which], self.noise_std, None if self.x_lmm is None else self.x_lmm[which]
+        )
 
     def position(self, values: Tensor) -> Tensor:
         """X's eigenvalues for singular values; those of noise are in [-1, 1]."""
@@ -221,7 +266,9 @@ class _Operator:
         return y.sub_(w, alpha=self.centre).mul_(scale / self.half_width)
 
     def chebyshev(self, w: Tensor, degree: int, outside: Tensor | None = None) -> Tensor:
-        """T_degree(X) w by the three-term recursion; ``outside`` [l, q, m] (orthonormal or zero rows) is projected out at every step."""
+        """T_degree(X) w by the three-term recursion; ``outside`` [l, q, m] (orthonormal or zero
+        rows) is projected out at every step.
+        """
         before, now = w, _without(self.apply(w), outside)
         for _ in range(degree - 1):
             before, now = now, _without(self.apply(now, 2.0).sub_(before), outside)
@@ -229,7 +276,9 @@ class _Operator:
 
 
 def _without(w: Tensor, outside: Tensor | None) -> Tensor:
-    return w if outside is None else w.sub_(torch.bmm(torch.bmm(w, outside.transpose(1, 2)), outside))
+    return (
+        w if outside is None else w.sub_(torch.bmm(torch.bmm(w, outside.transpose(1, 2)), outside))
+    )
 
 
 def _start(stack_lmn: Tensor, vectors: int) -> Tensor:
@@ -240,7 +289,9 @@ def _start(stack_lmn: Tensor, vectors: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Ritz:
-    """Approximate values and left vectors (rows), largest first, and what the right vectors follow from (the rotation in float64)."""
+    """Approximate values and left vectors (rows), largest first, and what the right vectors follow
+    from (the rotation in float64).
+    """
 
     values_lp: Tensor
     left_lpm: Tensor
@@ -250,7 +301,9 @@ class _Ritz:
     def right_lpn(self) -> Tensor:
         """Right vectors, as rows."""
         right = torch.bmm(self.rotation_lpp, self.projected_lpn.to(self.rotation_lpp))
-        return right.to(self.left_lpm) / self.values_lp.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
+        return right.to(self.left_lpm) / self.values_lp.clamp(
+            min=torch.finfo(torch.float32).tiny
+        ).unsqueeze(2)
 
 
 def _search(operator: _Operator, block_lpm: Tensor) -> Spikes:
@@ -273,13 +326,18 @@ def _round(operator: _Operator, ritz: _Ritz, degree: int) -> _Ritz:
     filtered = operator.chebyshev(ritz.left_lpm * (1 - strong), degree, kept)
     lengths = torch.linalg.vector_norm(filtered, dim=2, keepdim=True)
     tiny = torch.finfo(filtered.dtype).tiny
-    # Beside a signal of 1e5 edges or more its rounding, filtered, can overflow: then those vectors stay as they were.
-    weak = torch.where(torch.isfinite(lengths), filtered / lengths.clamp(min=tiny), ritz.left_lpm * (1 - strong))
+    # Beside a signal of 1e5 edges or more its rounding, filtered, can overflow: then those vectors
+    # stay as they were.
+    weak = torch.where(
+        torch.isfinite(lengths), filtered / lengths.clamp(min=tiny), ritz.left_lpm * (1 - strong)
+    )
     return _rayleigh_ritz(operator, _two_steps(operator, kept + weak))
 
 
 def _two_steps(operator: _Operator, block: Tensor) -> Tensor:
-    """Two applications of X, orthonormal after each: columns in descending order keep the weak apart from the strong."""
+    """Two applications of X, orthonormal after each: columns in descending order keep the weak
+    apart from the strong.
+    """
     return _orthonormal(operator.apply(_orthonormal(operator.apply(block))))
 
 
@@ -324,5 +382,7 @@ def _by_eigenvalues(stack_lmn: Tensor, noise_std: float) -> Spikes:
     width = max(1, int(above.sum(dim=1).max()))
     values = torch.where(above, values, 0.0)[:, :width]
     left = vectors.flip(2)[:, :, :width]
-    right = torch.bmm(wide.transpose(1, 2), left) / torch.where(values > 0, values, torch.inf).unsqueeze(1)
+    right = torch.bmm(wide.transpose(1, 2), left) / torch.where(
+        values > 0, values, torch.inf
+    ).unsqueeze(1)
     return Spikes(values.to(stack_lmn), left.to(stack_lmn), right.to(stack_lmn))

@@ -1,9 +1,12 @@
-"""How a line is written, and what a second file beside the ledger keeps: how many lines there are, and the digest of all of them.
+"""How a line is written, and what a second file beside the ledger keeps: how many lines there are,
+and the digest of all of them.
 
-A line carries its number and the SHA-256 of the chain up to it: of the digest before and its own bytes. So a lost, moved, repeated or changed line is noticed. Lines cut off at the end are
-noticed by the count file. Neither defends against somebody who rewrites both files: digests are no secret.
+A line carries its number and the SHA-256 of the chain up to it: of the digest before and its own
+bytes. So a lost, moved, repeated or changed line is noticed. Lines cut off at the end are noticed
+by the count file. Neither defends against somebody who rewrites both files: digests are no secret.
 
-The count file holds two slots of fixed length, written in turn, each with a digest of its own: a write that is cut off damages one slot and leaves the other, the count before.
+The count file holds two slots of fixed length, written in turn, each with a digest of its own: a
+write that is cut off damages one slot and leaves the other, the count before.
 """
 
 from __future__ import annotations
@@ -34,16 +37,21 @@ def decoded(line: bytes, number: int, before: str) -> tuple[dict[str, object], s
     """A line's record and the chain's digest after it.
 
     Raises:
-        ValueError: if the line has another number, or is not the one that was written after those before it.
+        ValueError: if the line has another number, or is not the one that was written after those
+            before it.
     """
     if line[-_TAIL : -_TAIL + len(_SEPARATOR)] != _SEPARATOR:
         raise ValueError("it is not a line of a ledger of this version, or it was changed")
     body, digest = line[:-_TAIL] + b"}", line[-66:-2].decode("ascii", "replace")
     record = json.loads(body)
     if record.get("line") != number:
-        raise ValueError(f"it says that it is line {record.get('line')!r}: lines are missing, repeated or moved")
+        raise ValueError(
+            f"it says that it is line {record.get('line')!r}: lines are missing, repeated or moved"
+        )
     if _digest(before, body) != digest:
-        raise ValueError("its digest is not that of the lines up to here: it, or one before it, was changed")
+        raise ValueError(
+            "its digest is not that of the lines up to here: it, or one before it, was changed"
+        )
     return record, digest
 
 
@@ -53,7 +61,9 @@ def _digest(before: str, body: bytes) -> str:
 
 @dataclass(frozen=True)
 class Count:
-    """What was on disk when the count was written: number of lines, releases among them, and the chain's digest."""
+    """What was on disk when the count was written: number of lines, releases among them, and the
+    chain's digest.
+    """
 
     lines: int = 0
     releases: int = 0
@@ -77,12 +87,18 @@ def read_count(path: Path) -> Count | None:
         return None
     except OSError as error:
         raise ValueError(
-            f"count={str(path)!r} cannot be read ({error.strerror or error}); put the count file of this ledger in its place, or begin a new run directory"
+            f"count={str(path)!r} cannot be read ({error.strerror or error}); put the count file "
+            "of this ledger in its place, or begin a new run directory"
         ) from error
-    counts = [c for c in (_from_slot(contents[i * SLOT : (i + 1) * SLOT]) for i in (0, 1)) if c is not None]
+    counts = [
+        c
+        for c in (_from_slot(contents[i * SLOT : (i + 1) * SLOT]) for i in (0, 1))
+        if c is not None
+    ]
     if not counts:
         raise ValueError(
-            f"count={str(path)!r} is damaged: it does not say how long the ledger was, so a shortened ledger could not be told from a whole one; restore both files from the "
+            f"count={str(path)!r} is damaged: it does not say how long the ledger was, so a "
+            "shortened ledger could not be told from a whole one; restore both files from the "
             "same moment, or begin a new run directory: nothing can be claimed of this one"
         )
     return max(counts, key=lambda count: count.lines)

@@ -1,4 +1,6 @@
-"""Reading a ledger: every line is checked against its number and the chain, the whole against the count file. What cannot be proved whole is refused, never counted low."""
+"""Reading a ledger: every line is checked against its number and the chain, the whole against the
+count file. What cannot be proved whole is refused, never counted low.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quietgrad.facts import PoissonGaussian, PrivacyEvent
+from quietgrad.events import PoissonGaussian, PrivacyEvent
 from quietgrad.ledger.chain import START, Count, count_path, decoded, encoded, read_count
 from quietgrad.ledger.records import (
     Mechanism,
@@ -20,7 +22,11 @@ from quietgrad.ledger.records import (
 )
 
 LEDGER_NAME = "ledger.jsonl"
-REMEDY = "restore the ledger and its count file from the same moment, or begin a new run directory: nothing can be claimed of this one, and going on could draw the same noise twice"
+REMEDY = (
+    "restore the ledger and its count file from the same moment, or begin a new run "
+    "directory: nothing can be claimed of this one, and going on could draw the same noise "
+    "twice"
+)
 
 
 @dataclass(frozen=True)
@@ -30,11 +36,15 @@ class LedgerContents:
     Attributes:
         event: all releases so far as one privacy event; None if there was none.
         releases: number of noisy sums released, a torn last line counted as one.
-        header: the mechanism line: facts such as dataset size and target delta; empty before it was written.
-        noise_block: for correlated noise, the step at which the last block began and the digest of its mixing matrix.
+        header: the mechanism line: facts such as dataset size and target delta; empty before it was
+            written.
+        noise_block: for correlated noise, the step at which the last block began and the digest of
+            its mixing matrix.
         sessions: starts of the run in order.
-        noise_drawn: how that block's noise is drawn: dtype, library and device; None before its first release.
-        not_private: why the run gave up privacy (``PrivateRun.give_up_privacy``): no epsilon covers it; None for any other.
+        noise_drawn: how that block's noise is drawn: dtype, library and device; None before its
+            first release.
+        not_private: why the run gave up privacy (``PrivateRun.give_up_privacy``): no epsilon covers
+            it; None for any other.
     """
 
     event: PrivacyEvent | None = None
@@ -88,13 +98,16 @@ def read_ledger(path: str | Path) -> LedgerContents:
     file = ledger_path(path)
     if not file.is_file():
         raise ValueError(
-            f"ledger={str(path)!r}: no ledger there; pass a run directory that holds {LEDGER_NAME}, or that file"
+            f"ledger={str(path)!r}: no ledger there; pass a run directory that holds "
+            f"{LEDGER_NAME}, or that file"
         )
     return scan(file).contents
 
 
 def holds_records(path: Path) -> bool:
-    """Whether a release may have been made under this ledger: it has a complete line, or its count file says that it had."""
+    """Whether a release may have been made under this ledger: it has a complete line, or its count
+    file says that it had.
+    """
     count_file = count_path(path)
     if count_file.exists():
         count = read_count(count_file)
@@ -106,16 +119,23 @@ def holds_records(path: Path) -> bool:
 def scan(file: Path) -> Scan:
     """Reads and checks a ledger file; see ``read_ledger``."""
     counts = count_path(file)
-    before = read_count(counts)  # twice, with the ledger in between: another process may be writing both
+    before = read_count(
+        counts
+    )  # twice, with the ledger in between: another process may be writing both
     whole = file.read_bytes()
     after = read_count(counts)
     *lines, tail = whole.split(b"\n")
-    if not lines and (before is None or not before.lines) and (before is not None or _is_start(tail)):
+    if (
+        not lines
+        and (before is None or not before.lines)
+        and (before is not None or _is_start(tail))
+    ):
         # No mechanism line was ever complete, so no release can have been made.
         return Scan(LedgerContents(), Count(), 0)
     if before is None or after is None:
         raise ValueError(
-            f"ledger={str(file)!r} lacks its count file {counts.name!r}, so a shortened ledger could not be told from a whole one; {REMEDY}"
+            f"ledger={str(file)!r} lacks its count file {counts.name!r}, so a shortened ledger "
+            f"could not be told from a whole one; {REMEDY}"
         )
     growing = _Growing(file, {count.lines: count.chain for count in (before, after)})
     for number, line in enumerate(lines, start=1):
@@ -126,11 +146,13 @@ def scan(file: Path) -> Scan:
         missing = _rest_of_torn_line(complete, before, tail)
         if missing is None:
             raise ValueError(
-                f"ledger={str(file)!r} was shortened: it has {complete.lines} lines, and its count file says that it had {before.lines}; {REMEDY}"
+                f"ledger={str(file)!r} was shortened: it has {complete.lines} lines, and its count "
+                f"file says that it had {before.lines}; {REMEDY}"
             )
     if complete.lines > after.lines + 1:
         raise ValueError(
-            f"ledger={str(file)!r} has {complete.lines} lines, and its count file is that of {after.lines}: they are not from the same moment; {REMEDY}"
+            f"ledger={str(file)!r} has {complete.lines} lines, and its count file is that of "
+            f"{after.lines}: they are not from the same moment; {REMEDY}"
         )
     torn = bool(tail)
     size = len(whole) - len(tail)
@@ -138,13 +160,17 @@ def scan(file: Path) -> Scan:
 
 
 def _is_start(tail: bytes) -> bool:
-    """Whether a file without any line end can be a first line that was cut off, and not some other file."""
+    """Whether a file without any line end can be a first line that was cut off, and not some other
+    file.
+    """
     first = b'{"line": 1, "type": "mechanism", '
     return tail.startswith(first) or first.startswith(tail)
 
 
 def _rest_of_torn_line(complete: Count, counted: Count, tail: bytes) -> bytes | None:
-    """What a torn last line lacks, if it was complete when it was counted: the line is made again, and the counted digest proves it."""
+    """What a torn last line lacks, if it was complete when it was counted: the line is made again,
+    and the counted digest proves it.
+    """
     if not tail or counted.lines != complete.lines + 1 or counted.releases != complete.releases + 1:
         return None
     line, digest = encoded(counted.lines, Release(complete.releases), complete.chain)
@@ -170,7 +196,9 @@ class _Growing:
             record = record_from_json(fields)
             self._add(record, fields)
         except ValueError as error:
-            raise ValueError(f"ledger={str(self._file)!r} is damaged at line {number}: {error}; {REMEDY}") from error
+            raise ValueError(
+                f"ledger={str(self._file)!r} is damaged at line {number}: {error}; {REMEDY}"
+            ) from error
         self._require_known(number, chain)
         self.count = Count(number, self._releases, chain)
 
@@ -185,18 +213,27 @@ class _Growing:
             if self._phase is not None:
                 raise ValueError("a second mechanism: a ledger holds the releases of one")
             self._phase = record.event
-            self._said = replace(self._said, header={k: v for k, v in fields.items() if k != "line"})
+            self._said = replace(
+                self._said, header={k: v for k, v in fields.items() if k != "line"}
+            )
             return
         if self._phase is None:
             raise ValueError("it comes before the mechanism line")
-        if isinstance(record, Release | SessionStart | NoiseBlock) and record.step != self._releases:
-            raise ValueError(f"it is of step {record.step}, and {self._releases} releases come before it")
+        if (
+            isinstance(record, Release | SessionStart | NoiseBlock)
+            and record.step != self._releases
+        ):
+            raise ValueError(
+                f"it is of step {record.step}, and {self._releases} releases come before it"
+            )
         if isinstance(record, Release):
             self._releases += 1
         elif isinstance(record, SessionStart):
             self._sessions.append(record)
         elif isinstance(record, NoiseBlock):
-            self._said = replace(self._said, noise_block=(record.step, record.mixing), noise_drawn=None)
+            self._said = replace(
+                self._said, noise_block=(record.step, record.mixing), noise_drawn=None
+            )
         elif isinstance(record, NoiseDrawn):
             self._said = replace(self._said, noise_drawn=record.how)
         elif isinstance(record, PrivacyGivenUp):
@@ -205,5 +242,6 @@ class _Growing:
     def _require_known(self, number: int, chain: str) -> None:
         if self._known.get(number, chain) != chain:
             raise ValueError(
-                f"ledger={str(self._file)!r} is not the one that its count file is of: line {number} has another digest; {REMEDY}"
+                f"ledger={str(self._file)!r} is not the one that its count file is of: line "
+                f"{number} has another digest; {REMEDY}"
             )

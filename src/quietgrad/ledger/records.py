@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quietgrad.facts import PoissonGaussian, event_from_json
+from quietgrad.events import PoissonGaussian, event_from_json
 
 FORMAT = 2
 SOURCES = ("entropy", "seed", "public seed")
@@ -31,11 +31,15 @@ class Mechanism:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Mechanism:
         if record["format"] != FORMAT:
-            raise ValueError(f"it is of format {record['format']!r}, and this version reads {FORMAT}")
+            raise ValueError(
+                f"it is of format {record['format']!r}, and this version reads {FORMAT}"
+            )
         event = event_from_json(record["event"])
         if not isinstance(event, PoissonGaussian):
             raise ValueError("a mechanism line holds one mechanism")
-        return cls(event, {k: v for k, v in record.items() if k not in ("type", "format", "event", "line")})
+        return cls(
+            event, {k: v for k, v in record.items() if k not in ("type", "format", "event", "line")}
+        )
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class SessionStart:
 
     Attributes:
         step: the first release that it can make.
-        name: public and random, of this start alone; with a seed the root follows from seed and name.
+        name: public and random, of this start alone; with a seed the root follows from seed and
+            name.
         seal: a digest of the root, by which a root that is kept elsewhere is known to be this one.
         source: where the root comes from: one of SOURCES.
     """
@@ -55,13 +60,21 @@ class SessionStart:
     source: str = "entropy"
 
     def to_json(self) -> dict[str, Any]:
-        return {"type": "session", "step": self.step, "name": self.name, "seal": self.seal, "source": self.source}
+        return {
+            "type": "session",
+            "step": self.step,
+            "name": self.name,
+            "seal": self.seal,
+            "source": self.source,
+        }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> SessionStart:
         if record["source"] not in SOURCES:
             raise ValueError(f"source {record['source']!r} is unknown to this version")
-        return cls(int(record["step"]), str(record["name"]), str(record["seal"]), str(record["source"]))
+        return cls(
+            int(record["step"]), str(record["name"]), str(record["seal"]), str(record["source"])
+        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,9 @@ class NoiseBlock:
 
 @dataclass(frozen=True)
 class NoiseDrawn:
-    """How the block's noise is drawn: with another dtype, library or device the same keys give other numbers."""
+    """How the block's noise is drawn: with another dtype, library or device the same keys give
+    other numbers.
+    """
 
     how: str
 
@@ -95,7 +110,9 @@ class NoiseDrawn:
 
 @dataclass(frozen=True)
 class Release:
-    """Release number ``step`` is about to be made. ``torn``: its line was cut off, and is counted."""
+    """Release number ``step`` is about to be made. ``torn``: its line was cut
+    off, and is counted.
+    """
 
     step: int
     torn: bool = False
@@ -137,7 +154,8 @@ def record_from_json(record: Mapping[str, Any]) -> Record:
     """Reads back what ``to_json`` wrote.
 
     Raises:
-        ValueError: if the line is of an unknown kind or lacks a field; it may stand for a release that this version does not know how to count.
+        ValueError: if the line is of an unknown kind or lacks a field; it may stand for a release
+            that this version does not know how to count.
     """
     kind = record.get("type")
     if kind not in _KINDS:
@@ -145,5 +163,7 @@ def record_from_json(record: Mapping[str, Any]) -> Record:
     try:
         made: Record = _KINDS[str(kind)].from_json(record)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"a line of type {kind!r} lacks a field, or it is not as it was written: {error}") from error
+        raise ValueError(
+            f"a line of type {kind!r} lacks a field, or it is not as it was written: {error}"
+        ) from error
     return made

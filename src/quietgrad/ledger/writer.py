@@ -1,4 +1,5 @@
-"""Writing a ledger: a line, and then the count of it, are on disk before the call returns, and only then is the noise drawn.
+"""Writing a ledger: a line, and then the count of it, are on disk before the call returns, and only
+then is the noise drawn.
 
 What a kill or a power cut can leave, and what it means:
 
@@ -16,8 +17,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quietgrad.durable import lock, make_folder
-from quietgrad.facts import PoissonGaussian
-from quietgrad.ledger.chain import Count, CountWriter, count_path, create_count, encoded, read_count, write_all
+from quietgrad.events import PoissonGaussian
+from quietgrad.ledger.chain import (
+    Count,
+    CountWriter,
+    count_path,
+    create_count,
+    encoded,
+    read_count,
+    write_all,
+)
 from quietgrad.ledger.reader import REMEDY, LedgerContents, scan
 from quietgrad.ledger.records import (
     Mechanism,
@@ -33,10 +42,12 @@ _FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0)
 
 
 class LedgerWriter:
-    """Appends to a ledger. Use as a context manager, or call ``close``. One process at a time may hold a ledger.
+    """Appends to a ledger. Use as a context manager, or call ``close``. One process at a time may
+    hold a ledger.
 
     Attributes:
-        contents: what the ledger said when it was opened, after the lock was taken: nobody else can add to it.
+        contents: what the ledger said when it was opened, after the lock was taken: nobody else can
+            add to it.
     """
 
     def __init__(self, path: str | Path, resume: bool | None = None) -> None:
@@ -44,10 +55,12 @@ class LedgerWriter:
 
         Args:
             path: the ledger file.
-            resume: True never creates one; False never goes on with one; None does what fits: a new ledger only where there is none, and no trace of one.
+            resume: True never creates one; False never goes on with one; None does what fits: a new
+                ledger only where there is none, and no trace of one.
 
         Raises:
-            ValueError: if it is in use, damaged, cannot be written, is not there and must be, or is there and must not be.
+            ValueError: if it is in use, damaged, cannot be written, is not there and must be, or is
+                there and must not be.
         """
         self._path = Path(os.path.abspath(path))  # the same file, wherever the process goes
         self._name = f"ledger={str(path)!r}"
@@ -60,28 +73,32 @@ class LedgerWriter:
             self._file = os.open(self._path, _FLAGS if resume else _FLAGS | os.O_CREAT, 0o666)
         except OSError as error:
             raise ValueError(
-                f"{self._name} cannot be written: {error.strerror or error}; use a directory that can be written"
+                f"{self._name} cannot be written: {error.strerror or error}; use a directory that "
+                "can be written"
             ) from error
         try:
             self._begin(resume)
         except OSError as error:
             self.close()
             raise ValueError(
-                f"{self._name} cannot be written: {error.strerror or error}; nothing was released by this start"
+                f"{self._name} cannot be written: {error.strerror or error}; nothing was released "
+                "by this start"
             ) from error
         except BaseException:
             self.close()
             raise
 
     def mechanism(self, event: PoissonGaussian, **facts: Any) -> None:
-        """States the mechanism of the releases that follow; ``facts`` are public facts worth keeping beside it.
+        """States the mechanism of the releases that follow; ``facts`` are public facts worth
+        keeping beside it.
 
         Raises:
             ValueError: if the ledger has one already.
         """
         if self._count.lines:
             raise ValueError(
-                f"{self._name} states its mechanism already, and a ledger holds the releases of one; begin another ledger (the epsilons add)"
+                f"{self._name} states its mechanism already, and a ledger holds the releases of "
+                "one; begin another ledger (the epsilons add)"
             )
         self._append(Mechanism(event, facts))
 
@@ -90,7 +107,9 @@ class LedgerWriter:
         self._append(start)
 
     def noise_block(self, step: int, mixing: str) -> None:
-        """Says that noise correlated by the matrix of digest ``mixing`` refers to no release before ``step``."""
+        """Says that noise correlated by the matrix of digest ``mixing`` refers to no release before
+        ``step``.
+        """
         self._append(NoiseBlock(step, mixing))
 
     def noise_drawn(self, how: str) -> None:
@@ -102,16 +121,20 @@ class LedgerWriter:
 
         Raises:
             ValueError: if that is not the release that comes next.
-            RuntimeError: if the ledger cannot be written, or its files are no longer those that were opened: the release must not be made.
+            RuntimeError: if the ledger cannot be written, or its files are no longer those that
+                were opened: the release must not be made.
         """
         if step != self._count.releases:
             raise ValueError(
-                f"step={step}: release {self._count.releases} comes next; no release is skipped, and none made twice"
+                f"step={step}: release {self._count.releases} comes next; no release is skipped, "
+                "and none made twice"
             )
         self._append(Release(step))
 
     def not_private(self, reason: str) -> None:
-        """Says that values which no noise covers are looked at from here on: the run has no epsilon."""
+        """Says that values which no noise covers are looked at from here on: the run has no
+        epsilon.
+        """
         self._append(PrivacyGivenUp(reason))
 
     def close(self) -> None:
@@ -126,7 +149,8 @@ class LedgerWriter:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a LedgerWriter holds open files and their lock: it is neither copied nor pickled; pass the object itself"
+            "a LedgerWriter holds open files and their lock: it is neither copied nor pickled; "
+            "pass the object itself"
         )
 
     def __enter__(self) -> LedgerWriter:
@@ -142,11 +166,13 @@ class LedgerWriter:
         counted = read_count(counts)
         if counted is not None and counted.lines:
             raise ValueError(
-                f"{self._name} is gone: its count file {counts.name!r} says that it had {counted.lines} lines, {counted.releases} of them releases; {REMEDY}"
+                f"{self._name} is gone: its count file {counts.name!r} says that it had "
+                f"{counted.lines} lines, {counted.releases} of them releases; {REMEDY}"
             )
         if resume:
             raise ValueError(
-                f"{self._name}: no ledger there to resume, so nothing is known of what was released; {REMEDY}"
+                f"{self._name}: no ledger there to resume, so nothing is known of what was "
+                f"released; {REMEDY}"
             )
 
     def _begin(self, resume: bool | None) -> None:
@@ -155,12 +181,15 @@ class LedgerWriter:
         found = scan(self._path)
         counts = count_path(self._path)
         if resume is False and found.complete.lines:
-            raise ValueError(f"{self._name} holds a run already; resume it, or use another run directory")
+            raise ValueError(
+                f"{self._name} holds a run already; resume it, or use another run directory"
+            )
         if not found.complete.lines:
             # Nothing was released under it: a first line that was cut off, if any, goes.
             if resume and not counts.exists():
                 raise ValueError(
-                    f"{self._name} is empty and has no count file, so nothing is known of what was released; {REMEDY}"
+                    f"{self._name} is empty and has no count file, so nothing is known of what was "
+                    f"released; {REMEDY}"
                 )
             os.ftruncate(self._file, 0)
             create_count(counts)
@@ -181,30 +210,39 @@ class LedgerWriter:
         assert self._count_writer is not None
         write_all(self._file, rest)
         os.fsync(self._file)
-        line, chain = encoded(self._count.lines + 1, Release(self._count.releases), self._count.chain)
+        line, chain = encoded(
+            self._count.lines + 1, Release(self._count.releases), self._count.chain
+        )
         self._size += len(line)
         self._count = Count(self._count.lines + 1, self._count.releases + 1, chain)
 
     def _append(self, record: Record) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"{self._name} was opened by another process, of which this is a copy: a release here would repeat its noise; start the run in the process that makes the releases"
+                f"{self._name} was opened by another process, of which this is a copy: a release "
+                "here would repeat its noise; start the run in the process that makes the releases"
             )
         if self._broken is not None:
-            raise RuntimeError(f"{self._name}: {self._broken}; no release was made. Start again from the ledger")
+            raise RuntimeError(
+                f"{self._name}: {self._broken}; no release was made. Start again from the ledger"
+            )
         self._require_open_file(self._size)
         assert self._count_writer is not None
         line, chain = encoded(self._count.lines + 1, record, self._count.chain)
-        count = Count(self._count.lines + 1, self._count.releases + isinstance(record, Release), chain)
+        count = Count(
+            self._count.lines + 1, self._count.releases + isinstance(record, Release), chain
+        )
         try:
             write_all(self._file, line)
             os.fsync(self._file)
             self._count_writer.write(count)
         except OSError as error:
-            # What is on disk now is not known; the next start reads it, and counts what may be there.
+            # What is on disk now is not known; the next start reads it, and counts what may be
+            # there.
             self._broken = f"it could not be written ({error.strerror or error})"
             raise RuntimeError(
-                f"{self._name} could not be written ({error.strerror or error}), so the release was not made; make room on the disk or use another, then resume"
+                f"{self._name} could not be written ({error.strerror or error}), so the release "
+                "was not made; make room on the disk or use another, then resume"
             ) from error
         except BaseException:  # a second Ctrl-C, say, between the line and its count
             self._broken = "writing it was interrupted"
@@ -213,7 +251,9 @@ class LedgerWriter:
         self._count = count
 
     def _require_open_file(self, size: int | None) -> None:
-        """Before each line: the paths still lead to the open files, and nobody else wrote to them. Otherwise the line would go into a dead file."""
+        """Before each line: the paths still lead to the open files, and nobody else wrote to them.
+        Otherwise the line would go into a dead file.
+        """
         files = [(self._file, self._path, size)]
         if self._count_writer is not None:
             files.append((self._count_writer.descriptor, self._count_writer.path, None))
@@ -231,6 +271,7 @@ class LedgerWriter:
     def _replaced(self, path: Path, what: str) -> RuntimeError:
         self._broken = f"{path.name} {what} while the run was going on"
         return RuntimeError(
-            f"{self._name}: {path.name} {what} while the run was going on, so no further release is made; restore ledger and count file as this run left them and resume, or begin a "
+            f"{self._name}: {path.name} {what} while the run was going on, so no further release "
+            "is made; restore ledger and count file as this run left them and resume, or begin a "
             "new run directory"
         )

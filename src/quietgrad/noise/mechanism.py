@@ -4,12 +4,14 @@ Released row t is row t of C_mix^-1 z, produced online by forward substitution; 
 one band, C_mix = I. Symbols: T steps, b bands, C = C_mix, z_t independent draws,
 w_t = (z_t - sum_{m=1}^{b-1} C[t, t-m] w_{t-m}) / C[t, t] (methods.md, section 3).
 
-What a step needs of the past is explicit: a ``NoiseHistory``. It holds the last b - 1 rows, or nothing, when rows are made anew from their keyed streams. Because streams are keyed
-by (step, parameter), the noise is the same for any cut into micro-batches and any number of processes, and a process that releases some parameters only (a shard) holds
-the history of those alone.
+What a step needs of the past is explicit: a ``NoiseHistory``. It holds the last b - 1 rows, or
+nothing, when rows are made anew from their keyed streams. Because streams are keyed by (step,
+parameter), the noise is the same for any cut into micro-batches and any number of processes, and a
+process that releases some parameters only (a shard) holds the history of those alone.
 
-A block is a stretch of steps whose noise refers to no step before it. A run is one block, unless it goes on where the earlier draws are lost: a new block sets
-C[t, j] = 0 for t in it and j before it, which only shortens columns, so the sensitivity stays within what was accounted for.
+A block is a stretch of steps whose noise refers to no step before it. A run is one block, unless it
+goes on where the earlier draws are lost: a new block sets C[t, j] = 0 for t in it and j before it,
+which only shortens columns, so the sensitivity stays within what was accounted for.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ from quietgrad.noise.sources.source import NoiseSource
 from quietgrad.randomness import RandomKey
 
 COLUMN_TOLERANCE = 1e-10
-NEGLIGIBLE = (
-    1e-12  # regenerated rows leave out smaller coefficients: they move the accounted columns by at most 1e-12 T sqrt(b)
-)
+# regenerated rows leave out smaller coefficients: they move the accounted columns by at most 1e-12
+# T sqrt(b)
+NEGLIGIBLE = 1e-12
 LARGEST_NORMAL = 14.0  # exceeded with probability 2e-44 by a normal number
-LARGEST_ROW = 1000.0  # norm of a row of C^-1: single precision then still leaves four digits of every independent draw
+# norm of a row of C^-1: single precision then still leaves four digits of every independent draw
+LARGEST_ROW = 1000.0
 Rows = tuple[Mapping[str, Tensor], ...]
 MEMORIES = ("rows", "regenerate")
 
@@ -47,7 +50,8 @@ class NoiseHistory:
     Attributes:
         step: the release that comes next.
         since: first step of the block.
-        rows: w_{step-1}, w_{step-2}, ... of the block, at most b - 1, unscaled; empty with memory="regenerate".
+        rows: w_{step-1}, w_{step-2}, ... of the block, at most b - 1, unscaled; empty with
+            memory="regenerate".
         coefficients: rows step-1, step-2, ... of C^-1, at most b - 1, [step] each; public.
     """
 
@@ -93,30 +97,44 @@ class GaussianNoise:
         largest = float(np.linalg.norm(mixing.columns, axis=1).max())
         if not largest <= 1 + COLUMN_TOLERANCE:  # a NaN too
             raise ValueError(
-                f"mixing has a column of norm {largest:.12g}; columns of norm at most 1 are what is accounted for: divide each by its norm"
+                f"mixing has a column of norm {largest:.12g}; columns of norm at most 1 are what "
+                "is accounted for: divide each by its norm"
             )
         if not (mixing.columns[:, 0] > 0).all():
-            raise ValueError("mixing has a diagonal entry that is not positive, so it has no inverse")
+            raise ValueError(
+                "mixing has a diagonal entry that is not positive, so it has no inverse"
+            )
         amplified = mixing.largest_inverse_row()
         if not amplified <= LARGEST_ROW:
             raise ValueError(
-                f"mixing amplifies the noise of some step {amplified:.3g} times, and rounding with it, so what would run is not what is accounted for (limit "
-                f"{LARGEST_ROW:g}); give the workload a white part (Curvature(floor=1e-3), noise.floor) or use fewer bands"
+                f"mixing amplifies the noise of some step {amplified:.3g} times, and rounding with "
+                "it, so what would run is not what is accounted for (limit "
+                f"{LARGEST_ROW:g}); give the workload a white part (Curvature(floor=1e-3), "
+                "noise.floor) or use fewer bands"
             )
         if self.source.grid:
             self._require_exact_rows(mixing, amplified)
 
     def _require_exact_rows(self, mixing: BandedLower, amplified: float) -> None:
-        """For rows on a grid: what float64 adds to the rounding of a row's second part stays within half a step of the grid (``quietgrad.noise.sources.grid``)."""
+        """For rows on a grid: what float64 adds to the rounding of a row's second part stays within
+        half a step of the grid (``quietgrad.noise.sources.grid``).
+        """
         if self.memory != "rows":
             raise ValueError(
-                f"memory={self.memory!r} sums rows with rounded coefficients, which leaves the grid of noise_source={self.source.name!r}; use memory='rows' (noise.memory)"
+                f"memory={self.memory!r} sums rows with rounded coefficients, which leaves the "
+                f"grid of noise_source={self.source.name!r}; use memory='rows' (noise.memory)"
             )
         rows = (mixing.row(t) for t in range(mixing.steps))
-        largest = LARGEST_NORMAL * amplified * max(float(np.abs(band[1:]).sum() / band[0]) for band in rows)
+        largest = (
+            LARGEST_NORMAL
+            * amplified
+            * max(float(np.abs(band[1:]).sum() / band[0]) for band in rows)
+        )
         if not largest * (self.bands + 1) * 2.0**-52 <= self.source.grid / 2:
             raise ValueError(
-                f"mixing amplifies the noise of some step {amplified:.3g} times: float64 cannot keep its rows on the grid of noise_source={self.source.name!r}; use fewer bands, or "
+                f"mixing amplifies the noise of some step {amplified:.3g} times: float64 cannot "
+                f"keep its rows on the grid of noise_source={self.source.name!r}; use fewer bands, "
+                "or "
                 "give the workload a white part (Curvature(floor=1e-3), noise.floor)"
             )
 
@@ -174,8 +192,12 @@ class GaussianNoise:
             later = replace(later, rows=(noise, *history.rows)[: self.bands - 1])
         else:
             noise = self._regenerated(clipped.gradients, key_of, coefficients)
-        noisy = {name: covered(g, noise[name], scale, grid) for name, g in clipped.gradients.items()}
-        return NoisySum(noisy, scale * float(np.linalg.norm(coefficients)), mixing_row=coefficients), later
+        noisy = {
+            name: covered(g, noise[name], scale, grid) for name, g in clipped.gradients.items()
+        }
+        return NoisySum(
+            noisy, scale * float(np.linalg.norm(coefficients)), mixing_row=coefficients
+        ), later
 
     def replay(
         self,
@@ -185,22 +207,28 @@ class GaussianNoise:
         step: int,
         kept: NoiseHistory | None = None,
     ) -> NoiseHistory:
-        """The history at ``step`` of a block that began at ``since``, from its keyed streams alone: how a run goes on after a stop. Cost with "rows": the noise of the steps drawn again.
+        """The history at ``step`` of a block that began at ``since``, from its keyed streams alone:
+        how a run goes on after a stop. Cost with "rows": the noise of the steps drawn again.
 
         Args:
             like: tensors in the shape, dtype and device of the gradients.
             key_of: step to the root of the streams that drew it; sessions have roots of their own.
             since, step: first step of the block, step that comes next.
-            kept: an earlier history of the same block, with its rows: only the steps after it are drawn again.
+            kept: an earlier history of the same block, with its rows: only the steps after it are
+                drawn again.
         """
         rows: Rows = () if kept is None else kept.rows
         if self.memory == "rows" and self.bands > 1:
             for t in range(since if kept is None else kept.step, step):
-                rows = (self._next_row(like, key_of(t), NoiseHistory(t, since, rows)), *rows)[: self.bands - 1]
+                rows = (self._next_row(like, key_of(t), NoiseHistory(t, since, rows)), *rows)[
+                    : self.bands - 1
+                ]
         return NoiseHistory(step, since, rows, self._inverse_rows(since, step))
 
     def _inverse_rows(self, since: int, step: int) -> tuple[Floats, ...]:
-        """Rows step - 1, step - 2, ... of C^-1 within the block, at most b - 1, [row + 1] each. One solve: row i is C^-T applied to the i-th unit vector. Cost 4 (step - since) b^2."""
+        """Rows step - 1, step - 2, ... of C^-1 within the block, at most b - 1, [row + 1] each. One
+        solve: row i is C^-T applied to the i-th unit vector. Cost 4 (step - since) b^2.
+        """
         size = step - since
         count = min(self.bands - 1, size)
         if self.mixing is None or not count:
@@ -214,7 +242,9 @@ class GaussianNoise:
         return tuple(np.concatenate((before, solved[: size - k, k])) for k in range(count))
 
     def _advance(self, mixing: BandedLower, history: NoiseHistory) -> tuple[Floats, NoiseHistory]:
-        """Row ``history.step`` of C^-1 within the block, [step + 1], and the history without rows."""
+        """Row ``history.step`` of C^-1 within the block, [step + 1], and the
+        history without rows.
+        """
         t = history.step
         if t >= mixing.steps:
             raise ValueError(f"step={t} is beyond the mixing matrix, which has {mixing.steps} rows")
@@ -224,9 +254,13 @@ class GaussianNoise:
         for m, before in enumerate(history.coefficients, start=1):
             row[: len(before)] -= band[m] * before
         row /= band[0]
-        return row, NoiseHistory(t + 1, history.since, (), (row, *history.coefficients)[: self.bands - 1])
+        return row, NoiseHistory(
+            t + 1, history.since, (), (row, *history.coefficients)[: self.bands - 1]
+        )
 
-    def _next_row(self, like: Mapping[str, Tensor], key: RandomKey, history: NoiseHistory) -> dict[str, Tensor]:
+    def _next_row(
+        self, like: Mapping[str, Tensor], key: RandomKey, history: NoiseHistory
+    ) -> dict[str, Tensor]:
         assert self.mixing is not None
         band = self.mixing.row(history.step)
         made = {}
@@ -234,7 +268,13 @@ class GaussianNoise:
             row = self.source.normal(tensor, key, history.step, name, 1 / float(band[0]))
             if history.rows:
                 before = [kept[name] for kept in history.rows]
-                row.add_(drift(before, [float(c / band[0]) for c in band[1 : len(before) + 1]], self.source.grid))
+                row.add_(
+                    drift(
+                        before,
+                        [float(c / band[0]) for c in band[1 : len(before) + 1]],
+                        self.source.grid,
+                    )
+                )
             made[name] = row
         return made
 
@@ -246,6 +286,9 @@ class GaussianNoise:
         for name, tensor in like.items():
             row = tensor.new_zeros(tensor.shape)
             for j in used:
-                row.add_(self.source.normal(tensor, key_of(int(j)), int(j), name), alpha=float(coefficients[j]))
+                row.add_(
+                    self.source.normal(tensor, key_of(int(j)), int(j), name),
+                    alpha=float(coefficients[j]),
+                )
             made[name] = row
         return made

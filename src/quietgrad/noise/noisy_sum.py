@@ -18,10 +18,13 @@ class NoisySum:
 
     Attributes:
         gradients: parameter name -> noisy sum, in the parameter's shape.
-        noise_std: standard deviation of the noise in every entry, sigma * C (a public fact), for correlated noise that of this step.
-        mixing_row: for noise that is correlated across steps, this step's coefficients of the mechanism's independent draws, up to a positive factor; None where the noise
-            is independent of all other steps'.
-        denoised: whether a denoiser has been over it: ``noise_std`` then is what was added, no longer what is there.
+        noise_std: standard deviation of the noise in every entry, sigma * C (a public fact), for
+            correlated noise that of this step.
+        mixing_row: for noise that is correlated across steps, this step's coefficients of the
+            mechanism's independent draws, up to a positive factor; None where the noise is
+            independent of all other steps'.
+        denoised: whether a denoiser has been over it: ``noise_std`` then is what was added, no
+            longer what is there.
         expected_batch_size: B, what the mean divides by, never the realised size, which is private
             (erratum E1); 1 for gradients that are no sum over a batch.
     """
@@ -34,7 +37,12 @@ class NoisySum:
 
     def __post_init__(self) -> None:
         require_finite("noise_std", self.noise_std)
-        require_at_least("noise_std", self.noise_std, 0, "pass the standard deviation of the noise that was added")
+        require_at_least(
+            "noise_std",
+            self.noise_std,
+            0,
+            "pass the standard deviation of the noise that was added",
+        )
         require_positive("expected_batch_size", self.expected_batch_size, "a plan has it")
 
     def mean(self) -> dict[str, Tensor]:
@@ -42,7 +50,8 @@ class NoisySum:
         return {name: g / self.expected_batch_size for name, g in self.gradients.items()}
 
     def write_gradients(self, model: nn.Module) -> None:
-        """Sets ``.grad`` of every parameter named here to the mean, in the parameter's dtype, for any ``torch.optim`` optimiser.
+        """Sets ``.grad`` of every parameter named here to the mean, in the parameter's dtype, for
+        any ``torch.optim`` optimiser.
 
         Raises:
             ValueError: if the model lacks one of the parameters.
@@ -50,7 +59,9 @@ class NoisySum:
         parameters = dict(model.named_parameters())
         missing = [name for name in self.gradients if name not in parameters]
         if missing:
-            raise ValueError(f"the model has no parameter named {missing[0]!r}; pass the model that was clipped")
+            raise ValueError(
+                f"the model has no parameter named {missing[0]!r}; pass the model that was clipped"
+            )
         for name, g in self.mean().items():
             with torch.no_grad():
                 parameters[name].grad = g.to(parameters[name].dtype)

@@ -1,4 +1,6 @@
-"""One frozen configuration to sampler, clipper, noise and privacy event, cross-checked: the only room that knows all of them."""
+"""One frozen configuration to sampler, clipper, noise and privacy event, cross-checked: the only
+room that knows all of them.
+"""
 
 from quietgrad.plan.config import PrivacyConfig
 from quietgrad.plan.plan import PrivacyPlan

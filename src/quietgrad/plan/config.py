@@ -25,7 +25,7 @@ from quietgrad.clipping.engines.thresholds import SCALINGS
 from quietgrad.clipping.engines.work import ENGINES
 from quietgrad.clipping.norms.choice import DEFAULT_SKETCH_DIM, ESTIMATORS
 from quietgrad.denoising.rules.protocols import GradientRule, require_gradient_rule
-from quietgrad.facts import PoissonGaussian
+from quietgrad.events import PoissonGaussian
 from quietgrad.noise.correlation.bands import BandChoice, choose_bands, default_candidates
 from quietgrad.noise.correlation.mixing import FAMILIES, MixingMatrix, mixing_matrix
 from quietgrad.noise.correlation.workloads import PrefixSums, Workload, as_workload
@@ -33,7 +33,7 @@ from quietgrad.noise.mechanism import MEMORIES, GaussianNoise
 from quietgrad.noise.sources.source import noise_source
 from quietgrad.plan.plan import PrivacyPlan
 from quietgrad.plan.seeds import Seed, key_of_seed, require_secret_seed
-from quietgrad.sampling.parts import deal, index_ids
+from quietgrad.sampling.parts import index_ids, partition
 from quietgrad.sampling.poisson import PoissonSampler
 
 
@@ -44,28 +44,39 @@ class PrivacyConfig:
     Attributes:
         target_epsilon: calibrate the noise to this epsilon; give this or ``noise_multiplier``.
         noise_multiplier: sigma, relative to the clipping norm, on the sum of clipped gradients.
-        target_delta: default 1 / N^1.1, at most 0.01; 1/N and more is refused, because a mechanism that publishes a record would meet it.
+        target_delta: default 1 / N^1.1, at most 0.01; 1/N and more is refused, because a mechanism
+            that publishes a record would meet it.
         max_grad_norm: C.
         expected_batch_size: B; give this or ``sample_rate``.
         sample_rate: q = B / N.
         steps: T; give this or ``epochs``.
         epochs: T = round(epochs / q), at least 1.
         estimator, sketch_dim: see ``quietgrad.clipping.clipped_gradients``.
-        augmentation_multiplicity: K views of a record, averaged before they are clipped: every tensor of a batch has the shape [records, K, ...] (``Clipper.views``).
-        max_physical_batch_size: most examples per forward pass (None: the planner's choice); changes a record's contribution by rounding at most.
-        memory_budget: bytes that a step may take over parameters and data; changes a record's contribution by rounding at most.
-        clipping_engine, clipping_groups, clipping_scaling, clipping_layers: see ``quietgrad.clipping.Clipper``.
-        bands: b of noise correlated across steps; 1 is independent noise, "auto" chooses b from public facts (``quietgrad.noise.choose_bands``).
-        workload: what the correlation minimises: ``PrefixSums``, ``Curvature``, a [steps, steps] matrix, or a function from steps to one (None: prefix sums).
+        augmentation_multiplicity: K views of a record, averaged before they are clipped: every
+            tensor of a batch has the shape [records, K, ...] (``Clipper.views``).
+        max_physical_batch_size: most examples per forward pass (None: the planner's choice);
+            changes a record's contribution by rounding at most.
+        memory_budget: bytes that a step may take over parameters and data; changes a record's
+            contribution by rounding at most.
+        clipping_engine, clipping_groups, clipping_scaling, clipping_layers: see
+        ``quietgrad.clipping.Clipper``.
+        bands: b of noise correlated across steps; 1 is independent noise, "auto" chooses b from
+            public facts (``quietgrad.noise.choose_bands``).
+        workload: what the correlation minimises: ``PrefixSums``, ``Curvature``, a [steps, steps]
+            matrix, or a function from steps to one (None: prefix sums).
         mixing: a matrix already found, instead of ``bands`` and ``workload``.
         mixing_family: see ``quietgrad.noise.mixing_matrix``.
         noise_memory: "rows" or "regenerate", see ``quietgrad.noise.GaussianNoise``.
-        noise_source: "keyed", or "secure" for numbers from a cryptographic stream on a grid (docs/privacy.md); needs the extra ``secure``.
+        noise_source: "keyed", or "secure" for numbers from a cryptographic stream on a grid
+            (docs/privacy.md); needs the extra ``secure``.
         denoiser: what ``PrivateRun.backward`` makes of a released sum before it is written to
             ``.grad``, such as ``quietgrad.denoising.SpikesWithBulk()``; no effect on privacy.
-        seed: makes sampling, projections and noise reproducible; the guarantee then holds only if it stays secret. Where data are private: a string of at least 32 hexadecimal digits
-            (``secrets.token_hex(16)``) or a whole number of at least 2^127, drawn at random, that starts one run.
-        data_are_public: declares that the records need no protection, so that short and repeated seeds are allowed. Every epsilon of such a run is marked so.
+        seed: makes sampling, projections and noise reproducible; the guarantee then holds only if
+            it stays secret. Where data are private: a string of at least 32 hexadecimal digits
+            (``secrets.token_hex(16)``) or a whole number of at least 2^127, drawn at random, that
+            starts one run.
+        data_are_public: declares that the records need no protection, so that short and repeated
+            seeds are allowed. Every epsilon of such a run is marked so.
     """
 
     target_epsilon: float | None = None
@@ -100,8 +111,10 @@ class PrivacyConfig:
 
         Args:
             dataset_size: N, records in the training data, treated as public.
-            record_ids: with more than one band, what identifies each record, a function of that record alone (its content): it decides the record's part. None takes its
-                index; the guarantee then is for leaving a record's place empty ("zero-out"), and the order of the records must stay the same in every session.
+            record_ids: with more than one band, what identifies each record, a function of that
+                record alone (its content): it decides the record's part. None takes its index; the
+                guarantee then is for leaving a record's place empty ("zero-out"), and the order of
+                the records must stay the same in every session.
 
         Raises:
             ValueError, TypeError: naming the argument, its value and the remedy.
@@ -119,7 +132,9 @@ class PrivacyConfig:
         source = noise_source(self.noise_source)
         if self.mixing is not None and not isinstance(self.mixing, MixingMatrix):
             raise TypeError(
-                f"mixing must be what quietgrad.noise.mixing_matrix returned, not {type(self.mixing).__name__}; for a matrix of your own give its workload and bands"
+                "mixing must be what quietgrad.noise.mixing_matrix returned, not "
+                f"{type(self.mixing).__name__}; for a matrix of your own give its workload and "
+                "bands"
             )
         if self.denoiser is not None:
             require_gradient_rule("denoiser", self.denoiser)
@@ -150,7 +165,12 @@ class PrivacyConfig:
                 return float(self.noise_multiplier)
             assert self.target_epsilon is not None
             return noise_multiplier(
-                self.target_epsilon, delta, sample_rate=q, steps=steps, clipping=clipper.claim.clipping, bands=bands
+                self.target_epsilon,
+                delta,
+                sample_rate=q,
+                steps=steps,
+                clipping=clipper.claim.clipping,
+                bands=bands,
             )
 
         choice, mixing = self._mixing(steps, q, sigma_of)
@@ -159,7 +179,8 @@ class PrivacyConfig:
         event = PoissonGaussian(sigma, q, steps, clipper.claim.clipping, bands)
         if event.bands * q > 1:
             warnings.warn(
-                f"bands={bands} times the sampling rate {q:.4g} exceeds 1: every batch is a whole part of {dataset_size / bands:.0f} records, fewer than the "
+                f"bands={bands} times the sampling rate {q:.4g} exceeds 1: every batch is a whole "
+                f"part of {dataset_size / bands:.0f} records, fewer than the "
                 f"{q * dataset_size:.0f} asked for; use at most {int(1 / q)} bands",
                 SettingsWarning,
                 stacklevel=2,
@@ -169,9 +190,10 @@ class PrivacyConfig:
             ids = index_ids(dataset_size) if record_ids is None else record_ids
             if len(ids) != dataset_size:
                 raise ValueError(
-                    f"record_ids has {len(ids)} entries for dataset_size={dataset_size}; give one a record"
+                    f"record_ids has {len(ids)} entries for dataset_size={dataset_size}; give one "
+                    "a record"
                 )
-            parts = deal(ids, bands)
+            parts = partition(ids, bands)
         correlation = None if mixing is None or bands == 1 else mixing.banded
         return PrivacyPlan(
             dataset_size=dataset_size,
@@ -198,29 +220,34 @@ class PrivacyConfig:
         if self.mixing is not None:
             if self.bands != 1 or self.workload is not None:
                 raise ValueError(
-                    "mixing is given, and so are bands or workload; give the matrix, or what it is made from"
+                    "mixing is given, and so are bands or workload; give the matrix, or what it is "
+                    "made from"
                 )
             if self.mixing.steps != steps:
                 raise ValueError(
-                    f"mixing has {self.mixing.steps} rows for {steps} steps; build it for the steps of the run"
+                    f"mixing has {self.mixing.steps} rows for {steps} steps; build it for the "
+                    "steps of the run"
                 )
             return None, self.mixing
         if self.bands == 1:
             if self.workload is not None:
                 raise ValueError(
-                    "workload is given, but bands=1 is independent noise; set bands to a number above 1, or to 'auto'"
+                    "workload is given, but bands=1 is independent noise; set bands to a number "
+                    "above 1, or to 'auto'"
                 )
             return None, None
         given = PrefixSums if self.workload is None else self.workload
         load = as_workload(given(steps) if callable(given) else given)
         if load.steps != steps:
             raise ValueError(
-                f"workload is for {load.steps} steps, the run has {steps}; build it for the steps of the run"
+                f"workload is for {load.steps} steps, the run has {steps}; build it for the steps "
+                "of the run"
             )
         if self.bands == "auto":
             if self.target_epsilon is None:
                 raise ValueError(
-                    "bands='auto' weighs correlation against the noise that target_epsilon needs; give target_epsilon instead of noise_multiplier, or a number of bands"
+                    "bands='auto' weighs correlation against the noise that target_epsilon needs; "
+                    "give target_epsilon instead of noise_multiplier, or a number of bands"
                 )
             found = choose_bands(load, sigma_of, default_candidates(steps, q), self.mixing_family)
             return found, found.chosen.mixing
@@ -238,7 +265,8 @@ class PrivacyConfig:
         require_positive("expected_batch_size", self.expected_batch_size)
         if self.expected_batch_size > dataset_size:
             raise ValueError(
-                f"expected_batch_size={self.expected_batch_size} exceeds the number of records, {dataset_size}; use at most {dataset_size}"
+                f"expected_batch_size={self.expected_batch_size} exceeds the number of records, "
+                f"{dataset_size}; use at most {dataset_size}"
             )
         return self.expected_batch_size / dataset_size
 

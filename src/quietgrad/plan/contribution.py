@@ -1,4 +1,6 @@
-"""Clipping of per-example gradients that were not captured by the clipper: canaries, and gradients of a user's own."""
+"""Clipping of per-example gradients that were not captured by the clipper: canaries, and gradients
+of a user's own.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,17 @@ from torch import Tensor
 
 from quietgrad.checks import require_at_least, require_int
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
-from quietgrad.facts import SensitivityClaim
+from quietgrad.events import SensitivityClaim
 from quietgrad.tensors import accumulation_dtype
 
-# The factor is C / norm in float64, and this much less: its rounding to the sum's dtype and that of every product then stay below C.
+# The factor is C / norm in float64, and this much less: its rounding to the sum's dtype and that of
+# every product then stay below C.
 MARGIN = 1 - 2.0**-20
 
 
-def clip_given(gradients: Mapping[str, Tensor], examples: int | None, claim: SensitivityClaim) -> ClippedSum:
+def clip_given(
+    gradients: Mapping[str, Tensor], examples: int | None, claim: SensitivityClaim
+) -> ClippedSum:
     """Sum of given per-example gradients, each shortened to norm C. Private.
 
     Args:
@@ -33,17 +38,21 @@ def clip_given(gradients: Mapping[str, Tensor], examples: int | None, claim: Sen
     require_int("examples", count)
     require_at_least("examples", count, 0, "it is a number of records")
     if not gradients:
-        raise ValueError("gradients is empty; give one tensor for every trainable parameter, by name")
+        raise ValueError(
+            "gradients is empty; give one tensor for every trainable parameter, by name"
+        )
     rows = {name: (g.detach()[None] if single else g.detach()) for name, g in gradients.items()}
     unreal = next((name for name, row in rows.items() if not row.is_floating_point()), None)
     if unreal is not None:
         raise ValueError(
-            f"gradients[{unreal!r}] has the dtype {rows[unreal].dtype}; give real floating-point tensors (complex ones as real and imaginary parts)"
+            f"gradients[{unreal!r}] has the dtype {rows[unreal].dtype}; give real floating-point "
+            "tensors (complex ones as real and imaginary parts)"
         )
     for name, row in rows.items():
         if not row.dim() or row.shape[0] != count:
             raise ValueError(
-                f"gradients[{name!r}] does not have the number of records as first dimension; give [examples, *shape]"
+                f"gradients[{name!r}] does not have the number of records as first dimension; give "
+                "[examples, *shape]"
             )
     wide = {name: row.to(torch.float64) for name, row in rows.items()}
     device = next(iter(wide.values())).device
@@ -56,13 +65,19 @@ def clip_given(gradients: Mapping[str, Tensor], examples: int | None, claim: Sen
     scale = torch.where(finite & (largest > 0), largest, torch.ones_like(largest))
     squares = torch.zeros_like(largest)
     for row in wide.values():
-        squares = squares + (_flat(row) / scale[:, None].to(row.device)).square().sum(dim=1).to(device)
+        squares = squares + (_flat(row) / scale[:, None].to(row.device)).square().sum(dim=1).to(
+            device
+        )
     norms = squares.sqrt() * scale
     limit = claim.max_grad_norm * MARGIN
-    factors = torch.where(norms > limit, limit / norms.clamp_min(math.ulp(0.0)), torch.ones_like(norms))
+    factors = torch.where(
+        norms > limit, limit / norms.clamp_min(math.ulp(0.0)), torch.ones_like(norms)
+    )
     sums = {}
     for name, row in wide.items():
-        kept = torch.where(_as_column(finite, row), row, torch.zeros_like(row)) * _as_column(factors, row)
+        kept = torch.where(_as_column(finite, row), row, torch.zeros_like(row)) * _as_column(
+            factors, row
+        )
         sums[name] = kept.sum(dim=0).to(accumulation_dtype(rows[name].dtype))
     return ClippedSum(sums, claim, PrivateCounts(count, (~finite).sum()))
 

@@ -1,6 +1,8 @@
-"""The last rows of correlated noise in a secret file: a resume draws again only the steps after them, instead of the whole block.
+"""The last rows of correlated noise in a secret file: a resume draws again only the steps after
+them, instead of the whole block.
 
-A file is used only where it is of this ledger's draws: the same matrix, way of drawing and block, and the same sessions up to its step, known by their seals. Otherwise, and where it is damaged, the
+A file is used only where it is of this ledger's draws: the same matrix, way of drawing and block,
+and the same sessions up to its step, known by their seals. Otherwise, and where it is damaged, the
 block is drawn again from its roots: slower, and the same numbers.
 """
 
@@ -20,7 +22,9 @@ from quietgrad.noise.mechanism import GaussianNoise, NoiseHistory
 from quietgrad.plan.sessions import drew
 
 
-def save_rows(path: Path, noise: GaussianNoise, history: NoiseHistory, how: str, sessions: tuple[Session, ...]) -> None:
+def save_rows(
+    path: Path, noise: GaussianNoise, history: NoiseHistory, how: str, sessions: tuple[Session, ...]
+) -> None:
     """Replaces the file, readable by its owner alone.
 
     Args:
@@ -30,7 +34,9 @@ def save_rows(path: Path, noise: GaussianNoise, history: NoiseHistory, how: str,
         sessions: of the run; those that drew the block are named in the file.
     """
     record = _facts(noise, how, sessions, history.since, history.step)
-    record["rows"] = [{name: row.detach().cpu() for name, row in rows.items()} for rows in history.rows]
+    record["rows"] = [
+        {name: row.detach().cpu() for name, row in rows.items()} for rows in history.rows
+    ]
     with replacing(path, secret=True) as file:
         torch.save(record, file)
 
@@ -63,25 +69,43 @@ def load_rows(
             noise.memory == "rows"
             and since < at <= step
             and len(rows) == min(noise.bands - 1, at - since)
-            and {k: v for k, v in record.items() if k != "rows"} == _facts(noise, how, sessions, since, at)
+            and {k: v for k, v in record.items() if k != "rows"}
+            == _facts(noise, how, sessions, since, at)
             and all(_shapes(row) == _shapes(like, noise) for row in rows)
         )
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError, EOFError, AttributeError, pickle.UnpicklingError):
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        EOFError,
+        AttributeError,
+        pickle.UnpicklingError,
+    ):
         return None
     if not fits:
         return None
-    moved = tuple({name: row[name].to(tensor.device) for name, tensor in like.items()} for row in rows)
+    moved = tuple(
+        {name: row[name].to(tensor.device) for name, tensor in like.items()} for row in rows
+    )
     return NoiseHistory(at, since, moved)
 
 
-def _facts(noise: GaussianNoise, how: str, sessions: tuple[Session, ...], since: int, step: int) -> dict[str, Any]:
-    drawn = [[session.step, session.name, session.root.seal()] for session in drew(sessions, since, step)]
+def _facts(
+    noise: GaussianNoise, how: str, sessions: tuple[Session, ...], since: int, step: int
+) -> dict[str, Any]:
+    drawn = [
+        [session.step, session.name, session.root.seal()] for session in drew(sessions, since, step)
+    ]
     return {"step": step, "since": since, "mixing": noise.digest, "drawn": how, "sessions": drawn}
 
 
 def _shapes(
     tensors: Mapping[str, Tensor], noise: GaussianNoise | None = None
 ) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Of rows; of gradients, the shapes of the rows that ``noise`` would draw for them: on a grid, rows are float64."""
+    """Of rows; of gradients, the shapes of the rows that ``noise`` would draw for them: on a grid,
+    rows are float64.
+    """
     exact = noise is not None and noise.source.grid > 0
     return {name: (t.shape, torch.float64 if exact else t.dtype) for name, t in tensors.items()}

@@ -13,7 +13,7 @@ from quietgrad.accounting.spending import EpsilonReport
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.soundness.processes import refuse_launcher, refuse_process_group
 from quietgrad.denoising.rules.protocols import GradientRule
-from quietgrad.facts import ClippingClaim, PoissonGaussian
+from quietgrad.events import ClippingClaim, PoissonGaussian
 from quietgrad.keyring import KeyRing, rows_path
 from quietgrad.ledger import LedgerWriter, holds_records
 from quietgrad.noise.correlation.bands import BandChoice
@@ -43,7 +43,8 @@ class PrivacyPlan:
         report: epsilon at that delta, with the discretisation used.
         mixing: the mixing matrix of correlated noise, and what is known of it.
         band_choice: how the number of bands was chosen, where it was.
-        record_identity: with more than one band, what decides a record's part: "content" (``record_ids`` were given) or "index".
+        record_identity: with more than one band, what decides a record's part: "content"
+            (``record_ids`` were given) or "index".
         target_epsilon: what the noise was calibrated for; None where a noise multiplier was given.
         denoiser: what is done to a released sum before it is written to ``.grad``.
         seed: secret unless the data are public; None draws from the operating system.
@@ -67,14 +68,20 @@ class PrivacyPlan:
     data_are_public: bool = False
 
     def __post_init__(self) -> None:
-        # The mechanism that runs is the one accounted for; these can only fail if the plan was put together by hand.
-        if self.sampler.sample_rate != self.event.sample_rate or self.sampler.dataset_size != self.dataset_size:
+        # The mechanism that runs is the one accounted for; these can only fail if the plan was put
+        # together by hand.
+        if (
+            self.sampler.sample_rate != self.event.sample_rate
+            or self.sampler.dataset_size != self.dataset_size
+        ):
             raise ValueError(
-                "the sampler's rate or data set size is not the accounted one; build plans with PrivacyConfig.build"
+                "the sampler's rate or data set size is not the accounted one; build plans with "
+                "PrivacyConfig.build"
             )
         if self.noise.noise_multiplier != self.event.noise_multiplier:
             raise ValueError(
-                "the noise multiplier that would run is not the accounted one; build plans with PrivacyConfig.build"
+                "the noise multiplier that would run is not the accounted one; build plans with "
+                "PrivacyConfig.build"
             )
         if not self.event.bands == self.noise.bands == self.sampler.bands:
             raise ValueError(
@@ -90,12 +97,14 @@ class PrivacyPlan:
             )
         if self.clipper.claim.clipping != self.event.clipping:
             raise ValueError(
-                f"the clipper claims {self.clipper.claim.clipping}, but {self.event.clipping} was accounted for; "
+                f"the clipper claims {self.clipper.claim.clipping}, but {self.event.clipping} was "
+                "accounted for; "
                 "build plans with PrivacyConfig.build"
             )
         if self.report.event != self.event or self.report.delta != self.delta:
             raise ValueError(
-                "the epsilon was computed for another event or delta; build plans with PrivacyConfig.build"
+                "the epsilon was computed for another event or delta; build plans with "
+                "PrivacyConfig.build"
             )
 
     @property
@@ -157,23 +166,34 @@ class PrivacyPlan:
         denoised.write_gradients(model)
 
     def start(
-        self, ledger: str | Path | None = None, keys: str | Path | None = None, resume: bool | None = None
+        self,
+        ledger: str | Path | None = None,
+        keys: str | Path | None = None,
+        resume: bool | None = None,
     ) -> PrivateRun:
-        """Begins to run the plan, or goes on with it if the ledger already holds releases of the same mechanism.
+        """Begins to run the plan, or goes on with it if the ledger already holds releases of the
+        same mechanism.
 
-        Every start draws with a root of its own, so that none draws another's noise again (``quietgrad.plan.sessions``); with a seed and data that were declared public the seed alone fixes all draws.
+        Every start draws with a root of its own, so that none draws another's noise again
+        (``quietgrad.plan.sessions``); with a seed and data that were declared public the seed alone
+        fixes all draws.
 
-        Correlated noise goes on exactly where its earlier draws can be made again: with the same seed, or ``keys``, and the same matrix. Otherwise it begins anew (a new
-        block): as private, a little less well correlated. So it does, with a warning at the first release, where the dtype of the gradients, the device or the library that draws is
-        another than before.
+        Correlated noise goes on exactly where its earlier draws can be made again: with the same
+        seed, or ``keys``, and the same matrix. Otherwise it begins anew (a new block): as private,
+        a little less well correlated. So it does, with a warning at the first release, where the
+        dtype of the gradients, the device or the library that draws is another than before.
 
         Args:
-            ledger: file to record every release in before it is made; its count file lies beside it. None keeps count in memory only.
-            keys: file for what has to stay secret: the roots of correlated noise without a seed, or the seed. Remove it when the run has ended, and never publish it.
-            resume: True goes on with a ledger and never creates one; False begins one and never goes on; None does what fits.
+            ledger: file to record every release in before it is made; its count file lies beside
+                it. None keeps count in memory only.
+            keys: file for what has to stay secret: the roots of correlated noise without a seed, or
+                the seed. Remove it when the run has ended, and never publish it.
+            resume: True goes on with a ledger and never creates one; False begins one and never
+                goes on; None does what fits.
 
         Raises:
-            ValueError: if the ledger was written by a different mechanism, is in use, damaged, shortened or gone, or the seed has started another run.
+            ValueError: if the ledger was written by a different mechanism, is in use, damaged,
+                shortened or gone, or the seed has started another run.
             RuntimeError: in one of several processes (a process group, torchrun).
         """
         refuse_process_group()
@@ -186,10 +206,14 @@ class PrivacyPlan:
         secret = None if keys is None else Path(keys)
         if secret is not None and secret.exists() and not holds_records(Path(ledger)):
             raise ValueError(
-                f"keys={str(keys)!r} is there, but no ledger of its run at ledger={str(ledger)!r}, so nothing is known of what was released; restore the ledger with its count file, or "
+                f"keys={str(keys)!r} is there, but no ledger of its run at ledger={str(ledger)!r}, "
+                "so nothing is known of what was released; restore the ledger with its count "
+                "file, or "
                 "begin in a new run directory"
             )
-        writer = LedgerWriter(ledger, resume)  # locked before it is read: nobody else can add releases in between
+        writer = LedgerWriter(
+            ledger, resume
+        )  # locked before it is read: nobody else can add releases in between
         try:
             contents = writer.contents
             if contents.header:
@@ -208,8 +232,12 @@ class PrivacyPlan:
                 )
             session = new_session(contents.releases, self.seed, self.data_are_public)
             begun = Begun(KeyRing((session,)))
-            if contents.releases < self.steps:  # else nothing is left to draw, and nothing to write down
-                begun = begin_session(session, writer, contents, self.seed, secret, self.noise.digest)
+            if (
+                contents.releases < self.steps
+            ):  # else nothing is left to draw, and nothing to write down
+                begun = begin_session(
+                    session, writer, contents, self.seed, secret, self.noise.digest
+                )
         except BaseException:
             writer.close()
             raise
@@ -224,8 +252,14 @@ class PrivacyPlan:
 
     @property
     def neighbouring(self) -> str:
-        """The relation that epsilon is about. Parts dealt by index move when a record is taken out, so its place has to stay, empty."""
-        return "zero-out" if self.sampler.bands > 1 and self.record_identity == "index" else NEIGHBOURING
+        """The relation that epsilon is about. Parts partitioned by index move when a record is
+        taken out, so its place has to stay, empty.
+        """
+        return (
+            "zero-out"
+            if self.sampler.bands > 1 and self.record_identity == "index"
+            else NEIGHBOURING
+        )
 
     def _sampling_facts(self) -> dict[str, object]:
         cyclic = self.sampler.bands > 1
@@ -238,10 +272,14 @@ class PrivacyPlan:
         return facts | ({"record_identity": self.record_identity} if cyclic else {})
 
     def _part_sizes(self) -> dict[str, list[int]]:
-        """[b], where they follow from N and b alone. Dealt by content they say more of a record than that it is there, and are kept nowhere."""
+        """[b], where they follow from N and b alone. Partitioned by content they say more of a
+        record than that it is there, and are kept nowhere.
+        """
         if self.sampler.parts is None or self.record_identity != "index":
             return {}
-        return {"part_sizes": np.bincount(self.sampler.parts, minlength=self.sampler.bands).tolist()}
+        return {
+            "part_sizes": np.bincount(self.sampler.parts, minlength=self.sampler.bands).tolist()
+        }
 
     def _require_same_mechanism(self, header: dict[str, object]) -> None:
         planned = {
@@ -255,6 +293,8 @@ class PrivacyPlan:
         for name, value in planned.items():
             if header.get(name) != value:
                 raise ValueError(
-                    f"resume with a changed privacy setting: {name} was {header.get(name)!r} and is now {value!r}; "
-                    "resume with the settings of the first start, or begin a new run directory (its epsilon adds to this one's)"
+                    f"resume with a changed privacy setting: {name} was {header.get(name)!r} and "
+                    f"is now {value!r}; "
+                    "resume with the settings of the first start, or begin a new run directory "
+                    "(its epsilon adds to this one's)"
                 )

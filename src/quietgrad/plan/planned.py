@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import nn
 
 from quietgrad.clipping.clipper import Clipper
-from quietgrad.facts import PoissonGaussian
+from quietgrad.events import PoissonGaussian
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.sampling.poisson import PoissonSampler
 

@@ -1,4 +1,6 @@
-"""A run belongs to the process that started it: a fork, a copy or a pickle of it would draw the same noise again, and the difference of the two releases would be the data."""
+"""A run belongs to the process that started it: a fork, a copy or a pickle of it would draw the
+same noise again, and the difference of the two releases would be the data.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,11 @@ class BoundToProcess:
         """
         if self._made_in != (os.getpid(), _forks):
             raise RuntimeError(
-                "this run was started in another process, of which this one is a fork: both would draw the same noise, and the difference of their releases would be the data; use the run "
-                "in the process that started it (workers that only load records may be forked), or start a run here with a ledger of its own"
+                "this run was started in another process, of which this one is a fork: both would "
+                "draw the same noise, and the difference of their releases would be the data; use "
+                "the run "
+                "in the process that started it (workers that only load records may be forked), or "
+                "start a run here with a ledger of its own"
             )
 
     def __copy__(self) -> NoReturn:
@@ -49,6 +54,8 @@ class BoundToProcess:
 
     def _refuse_copy(self) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: the copy would draw the same noise, and the difference of two releases would be the data; pass the run itself, or start "
+            f"a {type(self).__name__} cannot be copied or pickled: the copy would draw the same "
+            "noise, and the difference of two releases would be the data; pass the run itself, or "
+            "start "
             "another with plan.start() (their epsilons add)"
         )

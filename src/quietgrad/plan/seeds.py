@@ -1,7 +1,9 @@
 """Seeds: which are long enough to be secret, and that none starts two runs.
 
-With a seed all coins and all noise follow from it, so who finds the seed can subtract the noise, and two runs with one seed give away the difference of their data. A seed of few bits is found by trying.
-So where data are private a seed has at least 128 bits, looks drawn rather than typed, and starts one run; where they are declared public none of this matters.
+With a seed all coins and all noise follow from it, so who finds the seed can subtract the noise,
+and two runs with one seed give away the difference of their data. A seed of few bits is found by
+trying. So where data are private a seed has at least 128 bits, looks drawn rather than typed, and
+starts one run; where they are declared public none of this matters.
 """
 
 from __future__ import annotations
@@ -18,15 +20,18 @@ DIGITS = BITS // 4
 # Of 32 hexadecimal digits drawn at random fewer are different with probability below 4e-8.
 LEAST_DIFFERENT = 8
 REMEDY = (
-    "leave the seed out (the noise then comes from the operating system), or give one of at least 128 bits, drawn for this run alone and kept secret, such as what "
-    "python -c 'import secrets; print(secrets.token_hex(16))' prints, as a string; for data that are public set data_are_public=True (data.public = true)"
+    "leave the seed out (the noise then comes from the operating system), or give one of at least "
+    "128 bits, drawn for this run alone and kept secret, such as what "
+    "python -c 'import secrets; print(secrets.token_hex(16))' prints, as a string; for data that "
+    "are public set data_are_public=True (data.public = true)"
 )
 
 Seed = int | str
 
 
 def key_of_seed(seed: Seed, start: str = "") -> RandomKey:
-    """The root of all streams that a seed stands for; a hexadecimal string stands for its number. ``start``: see ``RandomKey.from_seed``.
+    """The root of all streams that a seed stands for; a hexadecimal string stands for its number.
+    ``start``: see ``RandomKey.from_seed``.
 
     Raises:
         TypeError, ValueError: for what is no seed.
@@ -40,7 +45,9 @@ def root_key(seed: Seed | None) -> RandomKey:
 
 
 def require_secret_seed(seed: Seed) -> None:
-    """Refuses a seed that could be found by trying. The rule: a string of at least 32 hexadecimal digits, leading zeros counted, or a whole number of at least 2^127; and at least 8 different digits.
+    """Refuses a seed that could be found by trying. The rule: a string of at least 32 hexadecimal
+    digits, leading zeros counted, or a whole number of at least 2^127; and at least 8 different
+    digits.
 
     Raises:
         TypeError, ValueError: with the remedy. The seed itself is in no message.
@@ -50,10 +57,16 @@ def require_secret_seed(seed: Seed) -> None:
     long = len(digits) >= DIGITS if isinstance(seed, str) else number >= 2 ** (BITS - 1)
     if not long or len(set(digits.lower())) < LEAST_DIFFERENT:
         short = "has fewer than 128 bits" + (
-            "" if isinstance(seed, str) else " (a whole number counts from 2^127 on; a string, by its digits)"
+            ""
+            if isinstance(seed, str)
+            else " (a whole number counts from 2^127 on; a string, by its digits)"
         )
-        what = short if not long else "looks typed rather than drawn (fewer than 8 different digits)"
-        raise ValueError(f"the seed {what}, so it could be guessed and the noise subtracted: {REMEDY}")
+        what = (
+            short if not long else "looks typed rather than drawn (fewer than 8 different digits)"
+        )
+        raise ValueError(
+            f"the seed {what}, so it could be guessed and the noise subtracted: {REMEDY}"
+        )
 
 
 @dataclass
@@ -69,12 +82,14 @@ class SeedUse:
     releases: int
 
 
-# Digest of a key -> its use. Of the process, not of a plan: two plans with one seed draw the same numbers.
+# Digest of a key -> its use. Of the process, not of a plan: two plans with one seed draw the same
+# numbers.
 _uses: dict[bytes, SeedUse] = {}
 
 
 def claim_seed(key: RandomKey, ledger: str | Path | None, releases: int) -> SeedUse:
-    """Notes that a run with a secret seed starts. Only the run's own ledger, with all its releases, goes on with it.
+    """Notes that a run with a secret seed starts. Only the run's own ledger, with all its releases,
+    goes on with it.
 
     Args:
         key: of the seed.
@@ -94,12 +109,16 @@ def claim_seed(key: RandomKey, ledger: str | Path | None, releases: int) -> Seed
         return _uses.setdefault(name, SeedUse(place, releases))
     if place is None or use.ledger != place:
         raise ValueError(
-            "this seed has started a run already, and the same seed draws the same noise: the difference of two releases would be the data. Give every run a seed of its own, or go on "
-            "with the first run by its ledger; for data that are public set data_are_public=True (data.public = true)"
+            "this seed has started a run already, and the same seed draws the same noise: the "
+            "difference of two releases would be the data. Give every run a seed of its own, or go "
+            "on "
+            "with the first run by its ledger; for data that are public set data_are_public=True "
+            "(data.public = true)"
         )
     if releases < use.releases:
         raise ValueError(
-            f"ledger={str(ledger)!r} holds fewer releases than were made with this seed, so their noise would be drawn again; restore the ledger, or begin a run with another seed"
+            f"ledger={str(ledger)!r} holds fewer releases than were made with this seed, so their "
+            "noise would be drawn again; restore the ledger, or begin a run with another seed"
         )
     return use
 
@@ -107,7 +126,10 @@ def claim_seed(key: RandomKey, ledger: str | Path | None, releases: int) -> Seed
 def _number(seed: object) -> int:
     if isinstance(seed, str):
         if not seed or not all(digit in "0123456789abcdefABCDEF" for digit in seed):
-            raise ValueError("seed is a string that is not made of hexadecimal digits alone; see secrets.token_hex(16)")
+            raise ValueError(
+                "seed is a string that is not made of hexadecimal digits alone; see "
+                "secrets.token_hex(16)"
+            )
         return int(seed, 16)
     require_int("seed", seed)
     assert isinstance(seed, int) or hasattr(seed, "__index__")

@@ -1,7 +1,10 @@
-"""Starts of a run: every one draws with a root of its own, and correlated noise goes on where the roots of its earlier draws can be had.
+"""Starts of a run: every one draws with a root of its own, and correlated noise goes on where the
+roots of its earlier draws can be had.
 
-With a seed the root of a start follows from the seed and the start's random name, which the ledger holds. So no start, resume, copy or restored backup can draw the noise of another again, whatever
-its seed; who has the seed and the ledger can make all draws again. Only where the data were declared public does the seed alone fix the root, and a run is the same at every start.
+With a seed the root of a start follows from the seed and the start's random name, which the ledger
+holds. So no start, resume, copy or restored backup can draw the noise of another again, whatever
+its seed; who has the seed and the ledger can make all draws again. Only where the data were
+declared public does the seed alone fix the root, and a run is the same at every start.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ def begin_session(
     keys: Path | None,
     digest: str | None,
 ) -> Begun:
-    """Writes down a session: in the secret file what has to be kept of it, in the ledger its name and seal.
+    """Writes down a session: in the secret file what has to be kept of it, in the ledger its name
+    and seal.
 
     Args:
         session: from ``new_session``.
@@ -72,7 +76,10 @@ def begin_session(
     earlier = roots_of_block(contents, digest, kept, seed)
     ring = (KeyRing() if earlier is None else earlier).with_session(session)
     if keys is not None and session.source != "public seed":
-        write_secrets(Secrets(secret_seed, KeyRing(tuple(s for s in ring.sessions if s.source == "entropy"))), keys)
+        write_secrets(
+            Secrets(secret_seed, KeyRing(tuple(s for s in ring.sessions if s.source == "entropy"))),
+            keys,
+        )
     writer.session(start_of(session))
     if earlier is None or contents.noise_block is None:
         writer.noise_block(session.step, digest)
@@ -80,10 +87,14 @@ def begin_session(
     return Begun(ring, contents.noise_block[0], contents.noise_drawn)
 
 
-def roots_of_block(contents: LedgerContents, digest: str, kept: Secrets, seed: Seed | None) -> KeyRing | None:
-    """The roots that drew the block so far; None where there is none, it is of another matrix, or a root is lost.
+def roots_of_block(
+    contents: LedgerContents, digest: str, kept: Secrets, seed: Seed | None
+) -> KeyRing | None:
+    """The roots that drew the block so far; None where there is none, it is of another matrix, or a
+    root is lost.
 
-    A root counts only if its seal is the recorded one: another seed, or an older secret file, would make other numbers than those that were drawn.
+    A root counts only if its seal is the recorded one: another seed, or an older secret file, would
+    make other numbers than those that were drawn.
     """
     if contents.noise_block is None or contents.noise_block[1] != digest:
         return None
@@ -102,7 +113,11 @@ Start = TypeVar("Start", Session, SessionStart)
 def drew(starts: tuple[Start, ...], since: int, until: int) -> tuple[Start, ...]:
     """The starts that drew steps ``since`` to ``until - 1``, in order."""
     after = [*(start.step for start in starts[1:]), until]
-    return tuple(start for start, end in zip(starts, after, strict=False) if max(start.step, since) < min(end, until))
+    return tuple(
+        start
+        for start, end in zip(starts, after, strict=False)
+        if max(start.step, since) < min(end, until)
+    )
 
 
 def start_of(session: Session) -> SessionStart:
@@ -112,7 +127,9 @@ def start_of(session: Session) -> SessionStart:
 
 def _root_of(start: SessionStart, kept: Secrets, seed: Seed | None) -> RandomKey | None:
     if start.source == "entropy":
-        return next((session.root for session in kept.ring.sessions if session.name == start.name), None)
+        return next(
+            (session.root for session in kept.ring.sessions if session.name == start.name), None
+        )
     given = kept.seed if seed is None else seed
     if given is None:
         return None

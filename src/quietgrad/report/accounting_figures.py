@@ -13,35 +13,57 @@ from quietgrad.accounting.envelope import envelope_cdf
 from quietgrad.accounting.hutch_envelope import hutch_envelope
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.accounting.scale_mixture import scale_mixture
-from quietgrad.facts import RandomizedClipping
+from quietgrad.events import RandomizedClipping
 
 
 def plot_sigma_against_sketch_dim(
-    target_epsilon: float, target_delta: float, sample_rate: float, steps: int, sketch_dims: Sequence[int], path: Path
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    sketch_dims: Sequence[int],
+    path: Path,
 ) -> dict[int, float]:
-    """Draws the noise multiplier against k, with exact clipping as the floor, and returns the values (key 0: exact)."""
+    """Draws the noise multiplier against k, with exact clipping as the floor, and returns the
+    values (key 0: exact).
+    """
     plt = _pyplot()
     exact = noise_multiplier(target_epsilon, target_delta, sample_rate=sample_rate, steps=steps)
     values = {0: exact}
     for k in sketch_dims:
         values[k] = noise_multiplier(
-            target_epsilon, target_delta, sample_rate=sample_rate, steps=steps, clipping=RandomizedClipping(k)
+            target_epsilon,
+            target_delta,
+            sample_rate=sample_rate,
+            steps=steps,
+            clipping=RandomizedClipping(k),
         )
     figure, axis = plt.subplots(figsize=(6.4, 4), layout="constrained")
     axis.plot(
-        list(sketch_dims), [values[k] for k in sketch_dims], "o-", color="#1f5fa8", label="randomized, mixed envelope"
+        list(sketch_dims),
+        [values[k] for k in sketch_dims],
+        "o-",
+        color="#1f5fa8",
+        label="randomized, mixed envelope",
     )
-    axis.axhline(exact, color="#3a7d44", linestyle="--", label=f"exact clipping, {round_up(exact, 3)}")
+    axis.axhline(
+        exact, color="#3a7d44", linestyle="--", label=f"exact clipping, {round_up(exact, 3)}"
+    )
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(list(sketch_dims), [str(k) for k in sketch_dims])
-    ticks = [t for t in (0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100) if exact * 0.9 < t < max(values.values()) * 1.1]
+    ticks = [
+        t
+        for t in (0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100)
+        if exact * 0.9 < t < max(values.values()) * 1.1
+    ]
     axis.set_yticks(ticks, [f"{t:g}" for t in ticks])
     axis.minorticks_off()
     axis.set_xlabel("sketch dimension k")
     axis.set_ylabel("noise multiplier")
     axis.set_title(
-        f"epsilon = {target_epsilon:g}, delta = {round_up_to(target_delta, 2)}, q = {sample_rate:.4f}, T = {steps}",
+        f"epsilon = {target_epsilon:g}, delta = {round_up_to(target_delta, 2)}, q = "
+        f"{sample_rate:.4f}, T = {steps}",
         fontsize=10,
     )
     axis.grid(alpha=0.25)
@@ -52,7 +74,9 @@ def plot_sigma_against_sketch_dim(
 
 
 def plot_envelopes(sketch_dim: int, total_rank: int, path: Path) -> None:
-    """Draws both envelopes with some true laws of R below them, and the discretised mixed envelope."""
+    """Draws both envelopes with some true laws of R below them, and the
+    discretised mixed envelope.
+    """
     plt = _pyplot()
     x = np.linspace(0.3, 1.7, 1401)
     rng = np.random.default_rng(0)

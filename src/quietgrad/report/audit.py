@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from quietgrad.accounting import trade_off
-from quietgrad.facts import PrivacyEvent
+from quietgrad.events import PrivacyEvent
 
 Interval = tuple[float, float]
 GRID = 161
@@ -24,7 +24,8 @@ def audit_figure(
     boxes: str,
     path: str | Path,
 ) -> None:
-    """Draws them to a PNG. Every attack on a mechanism that meets its claim lies on the curve or above it.
+    """Draws them to a PNG. Every attack on a mechanism that meets its claim lies on the curve or
+    above it.
 
     Args:
         event: what is accounted for.
@@ -34,18 +35,33 @@ def audit_figure(
         path: PNG file.
     """
     # Points crowd at both ends of the curve.
-    rates = np.concatenate([[0.0], np.geomspace(1e-4, 0.05, GRID), np.linspace(0.05, 1.0, GRID)[1:]])
+    rates = np.concatenate(
+        [[0.0], np.geomspace(1e-4, 0.05, GRID), np.linspace(0.05, 1.0, GRID)[1:]]
+    )
     figure = Figure(figsize=(6.2, 5.6), layout="constrained")
     axes = figure.add_subplot()
     curve = trade_off(event, rates, "remove")
     axes.fill_between(
-        rates, 0, curve, color=CLAIM, alpha=0.10, linewidth=0, label="a box all in here refutes the claim"
+        rates,
+        0,
+        curve,
+        color=CLAIM,
+        alpha=0.10,
+        linewidth=0,
+        label="a box all in here refutes the claim",
     )
     axes.plot(rates, curve, color=CLAIM, label="claimed: no attack errs less")
     axes.plot([0, 1], [1, 0], "--", color="#888888", linewidth=0.9, label="guessing at random")
     for false_positive, (low, high), false_negative, (below, above) in points:
         axes.add_patch(
-            Rectangle((low, below), high - low, above - below, facecolor=ATTACK, alpha=0.15, edgecolor=ATTACK)
+            Rectangle(
+                (low, below),
+                high - low,
+                above - below,
+                facecolor=ATTACK,
+                alpha=0.15,
+                edgecolor=ATTACK,
+            )
         )
         axes.plot(false_positive, false_negative, "o", color=ATTACK, markersize=4)
     axes.plot([], [], "o", color=ATTACK, markersize=4, label=f"this attack ({boxes})")

@@ -1,6 +1,8 @@
-"""A comparison's table and figure: accuracy at the end, steps to a share of the reference's accuracy, differences seed by seed, with intervals.
+"""A comparison's table and figure: accuracy at the end, steps to a share of the reference's
+accuracy, differences seed by seed, with intervals.
 
-Intervals are 95 % Student intervals over seeds. A variant is compared with the reference seed by seed, since a seed fixes batches and noise for both.
+Intervals are 95 % Student intervals over seeds. A variant is compared with the reference seed by
+seed, since a seed fixes batches and noise for both.
 """
 
 from __future__ import annotations
@@ -47,12 +49,18 @@ class Interval:
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
         x = np.asarray(values, dtype=float)
-        half = float(student_t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
+        half = (
+            float(student_t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x)))
+            if len(x) > 1
+            else float("nan")
+        )
         return cls(float(x.mean()), half)
 
     def __format__(self, spec: str) -> str:
         width = spec.replace("+", "")
-        return f"{self.mean:{spec}}" + (" (one seed)" if math.isnan(self.half) else f" ± {self.half:{width}}")
+        return f"{self.mean:{spec}}" + (
+            " (one seed)" if math.isnan(self.half) else f" ± {self.half:{width}}"
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,8 @@ class Row:
         variant, epsilon, rate, seeds: which runs.
         test, validation: accuracy at the end.
         difference: test accuracy minus the reference's, seed by seed; None for the reference.
-        steps: first step whose mean validation accuracy reaches each share of the reference's at its end; None where it does not.
+        steps: first step whose mean validation accuracy reaches each share of the reference's at
+            its end; None where it does not.
         speed_up: steps of the reference over the variant's, per share.
         settings: what else a search found.
     """
@@ -87,7 +96,9 @@ def steps_to(curve: Curve, accuracy: float) -> float | None:
         if value >= accuracy:
             if previous is None or value == previous[1]:
                 return float(step)
-            return previous[0] + (step - previous[0]) * (accuracy - previous[1]) / (value - previous[1])
+            return previous[0] + (step - previous[0]) * (accuracy - previous[1]) / (
+                value - previous[1]
+            )
         previous = (step, value)
     return None
 
@@ -99,7 +110,9 @@ def mean_curve(series: Series) -> list[tuple[int, float]]:
     return [(step, float(np.mean([c[step] for c in by_seed]))) for step in sorted(shared)]
 
 
-def rows(chosen: Mapping[float, Mapping[str, Series]], reference: str, shares: Sequence[float]) -> list[Row]:
+def rows(
+    chosen: Mapping[float, Mapping[str, Series]], reference: str, shares: Sequence[float]
+) -> list[Row]:
     """The table of one protocol: epsilon -> variant -> runs; the reference first."""
     found = []
     for epsilon, variants in chosen.items():
@@ -110,7 +123,10 @@ def rows(chosen: Mapping[float, Mapping[str, Series]], reference: str, shares: S
         for variant in [reference, *(v for v in variants if v != reference)]:
             series = variants[variant]
             steps = tuple(steps_to(mean_curve(series), goal) for goal in goals)
-            paired = [series.tests[s] - base.tests[s] for s in sorted(series.tests.keys() & base.tests.keys())]
+            paired = [
+                series.tests[s] - base.tests[s]
+                for s in sorted(series.tests.keys() & base.tests.keys())
+            ]
             found.append(
                 Row(
                     variant,
@@ -121,7 +137,10 @@ def rows(chosen: Mapping[float, Mapping[str, Series]], reference: str, shares: S
                     Interval.of([curve[-1][1] for curve in series.curves.values()]),
                     None if variant == reference else Interval.of(paired),
                     steps,
-                    tuple(None if a is None or b is None else b / a for a, b in zip(steps, base_steps, strict=True)),
+                    tuple(
+                        None if a is None or b is None else b / a
+                        for a, b in zip(steps, base_steps, strict=True)
+                    ),
                     series.settings,
                 )
             )
@@ -130,30 +149,41 @@ def rows(chosen: Mapping[float, Mapping[str, Series]], reference: str, shares: S
 
 def markdown(table: Sequence[Row], shares: Sequence[float], metric: str = "accuracy") -> str:
     """The table for a document."""
-    rate = "learning rate" + (" and what else was found" if any(row.settings for row in table) else "")
+    rate = "learning rate" + (
+        " and what else was found" if any(row.settings for row in table) else ""
+    )
     heads = ["epsilon", "variant", rate, "seeds", f"test {metric}", "minus reference"]
-    heads += [f"steps to {share:.0%}" for share in shares] + [f"speed-up {share:.0%}" for share in shares]
+    heads += [f"steps to {share:.0%}" for share in shares] + [
+        f"speed-up {share:.0%}" for share in shares
+    ]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for row in table:
         rate = f"{row.rate:g}" + (f", {row.settings}" if row.settings else "")
         cells = [f"{row.epsilon:g}", row.variant, rate, str(row.seeds), f"{row.test:.4f}"]
         cells.append("" if row.difference is None else f"{row.difference:+.4f}")
         cells += ["never" if s is None else f"{s:.0f}" for s in row.steps]
-        cells += ["" if row.difference is None else "-" if s is None else f"{s:.2f}" for s in row.speed_up]
+        cells += [
+            "" if row.difference is None else "-" if s is None else f"{s:.2f}" for s in row.speed_up
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def comparison_figure(
-    protocols: Mapping[str, Mapping[float, Mapping[str, Series]]], title: str, path: Path, end_apart: bool = False
+    protocols: Mapping[str, Mapping[float, Mapping[str, Series]]],
+    title: str,
+    path: Path,
+    end_apart: bool = False,
 ) -> None:
-    """Validation accuracy against steps: a row a protocol, a column an epsilon; mean over seeds and 95 % interval.
+    """Validation accuracy against steps: a row a protocol, a column an epsilon; mean over seeds and
+    95 % interval.
 
     Args:
         protocols: name -> epsilon -> variant -> runs.
         title: above all panels.
         path: PNG to write.
-        end_apart: whether the last evaluation is on other records than those before it: a dot, not a piece of the line.
+        end_apart: whether the last evaluation is on other records than those before it: a dot, not
+            a piece of the line.
     """
     import matplotlib
 
@@ -192,7 +222,9 @@ def _draw(axis: object, series: Series, variant: str, colour: str, end_apart: bo
     means = np.array([i.mean for i in intervals])
     halves = np.nan_to_num(np.array([i.half for i in intervals]))
     if end_apart and len(steps) > 1:
-        axis.errorbar(steps[-1:], means[-1:], halves[-1:], color=colour, fmt="o", markersize=3.5, elinewidth=1)  # type: ignore[attr-defined]
+        axis.errorbar(
+            steps[-1:], means[-1:], halves[-1:], color=colour, fmt="o", markersize=3.5, elinewidth=1
+        )  # type: ignore[attr-defined]
         steps, means, halves = steps[:-1], means[:-1], halves[:-1]
     axis.plot(steps, means, color=colour, linewidth=1.6, label=f"{variant} (rate {series.rate:g})")  # type: ignore[attr-defined]
     axis.fill_between(steps, means - halves, means + halves, color=colour, alpha=0.18, linewidth=0)  # type: ignore[attr-defined]

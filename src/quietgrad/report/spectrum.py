@@ -1,4 +1,6 @@
-"""Figure of a spectrum: eigenvalues by rank, computed and extended (as NoiseCurve's figures 2 to 4)."""
+"""Figure of a spectrum: eigenvalues by rank, computed and extended (as NoiseCurve's figures 2 to
+4).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 
-def spectrum_figure(top: NDArray[np.float64], extended: NDArray[np.float64], title: str, path: str | Path) -> None:
+def spectrum_figure(
+    top: NDArray[np.float64], extended: NDArray[np.float64], title: str, path: str | Path
+) -> None:
     """Draws computed and extended eigenvalues over their ranks, both axes logarithmic, to a PNG.
 
     Args:
@@ -21,10 +25,21 @@ def spectrum_figure(top: NDArray[np.float64], extended: NDArray[np.float64], tit
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.add_subplot()
     ranks = np.arange(1, len(extended) + 1)
-    axes.plot(ranks, extended, color="#1b6ca8", linewidth=1.5, label=f"fitted tail, to rank {len(extended):,}")
+    axes.plot(
+        ranks,
+        extended,
+        color="#1b6ca8",
+        linewidth=1.5,
+        label=f"fitted tail, to rank {len(extended):,}",
+    )
     kept = top[top > 0]
     axes.plot(
-        np.arange(1, len(kept) + 1), kept, "o", color="#c4541a", markersize=2.5, label=f"{len(kept)} computed (Lanczos)"
+        np.arange(1, len(kept) + 1),
+        kept,
+        "o",
+        color="#c4541a",
+        markersize=2.5,
+        label=f"{len(kept)} computed (Lanczos)",
     )
     axes.set_xscale("log")
     axes.set_yscale("log")

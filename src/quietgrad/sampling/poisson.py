@@ -25,9 +25,10 @@ class PoissonSampler:
         sample_rate: q = B / N; within its part a record is drawn at rate min(1, b q). A batch may
             be empty, and its realised size is private.
         bands: b, parts that take turns; 1 is plain Poisson sampling.
-        parts: [N] from ``deal``; None for one part. With contents as identities private, and so are
-            their sizes: they say more of a record than that it is there. Dealt by index they follow
-            from N and b.
+        parts: [N] from ``partition``; None for one part. With contents as identities private, and
+            so are
+            their sizes: they say more of a record than that it is there. Partitioned by index they
+            follow from N and b.
 
     Raises:
         ValueError, TypeError: naming the setting and the remedy.
@@ -46,14 +47,19 @@ class PoissonSampler:
         require_at_least("bands", self.bands, 1, "1 is plain Poisson sampling")
         if self.parts is None:
             if self.bands > 1:
-                raise ValueError(f"bands={self.bands} needs parts; use quietgrad.sampling.deal")
+                raise ValueError(
+                    f"bands={self.bands} needs parts; use quietgrad.sampling.partition"
+                )
             return
         if self.parts.shape != (self.dataset_size,):
             raise ValueError(
-                f"parts has the shape {self.parts.shape} for {self.dataset_size} records; give one part a record"
+                f"parts has the shape {self.parts.shape} for {self.dataset_size} records; give one "
+                "part a record"
             )
         if self.parts.min() < 0 or self.parts.max() >= self.bands:
-            raise ValueError(f"parts must be in 0 .. {self.bands - 1}; use quietgrad.sampling.deal")
+            raise ValueError(
+                f"parts must be in 0 .. {self.bands - 1}; use quietgrad.sampling.partition"
+            )
 
     @property
     def participation_rate(self) -> float:

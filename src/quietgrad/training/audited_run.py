@@ -53,7 +53,8 @@ def audited_run(
     confidence: float,
     progress: Callable[[int, int], None] | None = None,
 ) -> AuditedRun:
-    """Trains as ``quietgrad train`` does, with ``canaries`` records more, and audits it. Writes nothing.
+    """Trains as ``quietgrad train`` does, with ``canaries`` records more, and audits it. Writes
+    nothing.
 
     Args:
         config: of ``quietgrad train``; privacy must be on.
@@ -73,10 +74,14 @@ def audited_run(
         raise ValueError("privacy.enabled=false: there is no epsilon to audit; set it to true")
     prepared = prepare(config)
     if kind == "input" and not prepared.task.classifies:
-        raise ValueError("input canaries are records with a wrong label, and these have none; use kind='gradient'")
+        raise ValueError(
+            "input canaries are records with a wrong label, and these have none; use "
+            "kind='gradient'"
+        )
     if kind == "input" and canaries > len(prepared.validation):
         raise ValueError(
-            f"canaries={canaries} exceeds the {len(prepared.validation)} public validation records that input canaries are made from; use fewer"
+            f"canaries={canaries} exceeds the {len(prepared.validation)} public validation records "
+            "that input canaries are made from; use fewer"
         )
     identities = tuple(secrets.token_bytes(IDENTITY_BYTES) for _ in range(canaries))
     plan = build_plan(config, prepared.task.record_ids + identities)
@@ -86,7 +91,8 @@ def audited_run(
     entries = sum(p.numel() for p in trainable_parameters(model).values())
     if kind == "gradient" and canaries > entries:
         raise ValueError(
-            f"canaries={canaries} exceeds the {entries} trainable entries, each of which is one gradient canary's own; use at most {entries}"
+            f"canaries={canaries} exceeds the {entries} trainable entries, each of which is one "
+            f"gradient canary's own; use at most {entries}"
         )
 
     chosen = GradientCanaries(canaries) if kind == "gradient" else mislabelled(prepared, canaries)
@@ -117,7 +123,9 @@ def audited_run(
 
 
 def mislabelled(prepared: Prepared, count: int) -> InputCanaries:
-    """Public validation records, each with a label that is not its own: their gradients are long, and the other records do not pull the same way."""
+    """Public validation records, each with a label that is not its own: their gradients are long,
+    and the other records do not pull the same way.
+    """
     order = np.random.default_rng(secrets.randbits(128))
     records = prepared.validation.subset(order.permutation(len(prepared.validation))[:count])
     cache = prepared.prefix_cache(records)

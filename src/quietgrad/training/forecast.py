@@ -1,4 +1,6 @@
-"""What a run would do and cost, from one micro-batch of validation records, which are declared public."""
+"""What a run would do and cost, from one micro-batch of validation records, which are declared
+public.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,15 @@ from torch import nn
 from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.planner.explain import explain
-from quietgrad.facts import RandomizedClipping
+from quietgrad.events import RandomizedClipping
 from quietgrad.plan import PrivacyPlan
 from quietgrad.training.prepare import Prepared
 from quietgrad.training.tasks.loaded import trainable_count
 
 
 def forecast(prepared: Prepared) -> dict[str, Any]:
-    """Estimator per shape of parameter, predicted time and memory, and the privacy facts. Trains nothing.
+    """Estimator per shape of parameter, predicted time and memory, and the privacy facts. Trains
+    nothing.
 
     Returns:
         A record for ``quietgrad plan``; times are of this machine, right now.
@@ -56,7 +59,11 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
         "predicted_memory_mib": _peak_memory_mib(),
         "parameters": sum(p.numel() for p in prepared.model.classifier.parameters()),
         "trainable_parameters": trainable_count(prepared.model.classifier),
-        "records": {"train": len(prepared.train), "validation": len(prepared.validation), "test": len(prepared.test)},
+        "records": {
+            "train": len(prepared.train),
+            "validation": len(prepared.validation),
+            "test": len(prepared.test),
+        },
     }
     if prepared.plan is not None:
         plan = prepared.plan
@@ -72,7 +79,9 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
 
 
 def _noise_of_a_sketch(plan: PrivacyPlan) -> dict[str, float]:
-    """The noise multiplier that sketched norms would need for the same guarantee; nothing where the multiplier was given."""
+    """The noise multiplier that sketched norms would need for the same guarantee; nothing where the
+    multiplier was given.
+    """
     if isinstance(plan.event.clipping, RandomizedClipping):
         return {}
     sigma = plan.multiplier_for(clipping=RandomizedClipping(plan.clipper.sketch_dim))

@@ -1,4 +1,6 @@
-"""Unmodified torch optimisers, or those that denoise their first moment; a rate of its own for the head and a schedule that depends on the step number alone."""
+"""Unmodified torch optimisers, or those that denoise their first moment; a rate of its own for the
+head and a schedule that depends on the step number alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ LAST_RATE = 0.05  # share of the learning rate that is left at the last step
 
 
 def head_parameter_names(model: nn.Module) -> set[str]:
-    """Names of the head's parameters: ours, or what a Hugging Face classifier has on top of its base model."""
+    """Names of the head's parameters: ours, or what a Hugging Face classifier has on top of its
+    base model.
+    """
     if hasattr(model, "head"):
         return {name for name, _ in model.named_parameters() if name.startswith("head.")}
     inner: Any = getattr(model, "encoder", model)
@@ -50,14 +54,21 @@ def build_optimizer(
 
     With a ``rule`` the optimiser is one that acts by it.
 
-    Linear warm-up over ``warmup_steps``, then linear decay or none; a function of the step number, so a resumed run goes on where it was.
+    Linear warm-up over ``warmup_steps``, then linear decay or none; a function of the step number,
+    so a resumed run goes on where it was.
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     head_names = head_parameter_names(model)
     head = [p for name, p in trainable if name in head_names]
     body = [p for name, p in trainable if name not in head_names]
-    head_rate = table.learning_rate if table.head_learning_rate is None else table.head_learning_rate
-    groups = [{"params": p, "lr": rate} for p, rate in ((body, table.learning_rate), (head, head_rate)) if p]
+    head_rate = (
+        table.learning_rate if table.head_learning_rate is None else table.head_learning_rate
+    )
+    groups = [
+        {"params": p, "lr": rate}
+        for p, rate in ((body, table.learning_rate), (head, head_rate))
+        if p
+    ]
     optimizer: torch.optim.Optimizer
     if rule is not None:
         if table.name == "adamw":
@@ -68,7 +79,9 @@ def build_optimizer(
     elif table.name == "adamw":
         optimizer = torch.optim.AdamW(groups, weight_decay=table.weight_decay)
     else:
-        optimizer = torch.optim.SGD(groups, momentum=table.momentum, weight_decay=table.weight_decay)
+        optimizer = torch.optim.SGD(
+            groups, momentum=table.momentum, weight_decay=table.weight_decay
+        )
     base = [float(g["lr"]) for g in optimizer.param_groups]
 
     def schedule(step: int) -> None:
@@ -81,5 +94,9 @@ def build_optimizer(
 def rate_factor(table: OptimizerTable, step: int, steps: int) -> float:
     """What the learning rate is multiplied by at a step (0-based) of ``steps``."""
     warm = min(1.0, (step + 1) / (table.warmup_steps + 1))
-    decay = 1.0 if table.schedule == "constant" else LAST_RATE + (1 - LAST_RATE) * (1 - step / max(steps, 1))
+    decay = (
+        1.0
+        if table.schedule == "constant"
+        else LAST_RATE + (1 - LAST_RATE) * (1 - step / max(steps, 1))
+    )
     return warm * decay

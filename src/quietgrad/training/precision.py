@@ -1,4 +1,6 @@
-"""In which precision a model runs: autocast where the configuration asks for it, or where it pays."""
+"""In which precision a model runs: autocast where the configuration asks for
+it, or where it pays.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import torch
 from quietgrad.training.settings.config import TrainConfig
 
 
-def precision_context(config: TrainConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def precision_context(
+    config: TrainConfig, device: torch.device
+) -> contextlib.AbstractContextManager[Any]:
     """Autocast to bfloat16 where ``training.precision`` asks for it."""
     if precision_of(config, device) == "bfloat16":
         return torch.autocast(device.type, torch.bfloat16)
@@ -24,7 +28,11 @@ def precision_of(config: TrainConfig, device: torch.device) -> str:
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
     if device.type == "cpu":
-        return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() and _has_bfloat16_units() else "float32"
+        return (
+            "bfloat16"
+            if torch.ops.mkldnn._is_mkldnn_bf16_supported() and _has_bfloat16_units()
+            else "float32"
+        )
     return "float32"
 
 

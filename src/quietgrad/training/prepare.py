@@ -1,4 +1,6 @@
-"""Everything that can go wrong before training goes wrong here: configuration, data, model, plan, layers, run directory."""
+"""Everything that can go wrong before training goes wrong here: configuration, data, model, plan,
+layers, run directory.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ class Prepared:
         return self.task.evaluation_batch(self.config)
 
     def loss(self) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
-        """(model, micro-batch) -> [examples], under autocast where the config asks for it; from inputs or cached states alike."""
+        """(model, micro-batch) -> [examples], under autocast where the config asks for it; from
+        inputs or cached states alike.
+        """
         per_example = self.task.loss
 
         def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -89,18 +93,22 @@ class Prepared:
         return loss
 
     def prefix_cache(self, records: Records | None = None) -> Any:
-        """States of the training records (or others) below the lowest trainable part, computed once.
+        """States of the training records (or others) below the lowest trainable part, computed
+        once.
 
         None where that does not apply or is switched off.
         """
         if not self.config.training.cache_frozen_layers:
             return None
         wanted = self.train if records is None else records
-        return self.task.cache(self.config, self.model.classifier, wanted, self.validation, self.device)
+        return self.task.cache(
+            self.config, self.model.classifier, wanted, self.validation, self.device
+        )
 
     def micro_batches(self, indices: NDArray[np.int64], cache: Any) -> Iterator[dict[str, Tensor]]:
-        """The training records at ``indices`` in micro-batches that are cheap to make, from their cached
-        states where there are some. For no record one empty micro-batch: it is a step like others."""
+        """The training records at ``indices`` in micro-batches that are cheap to make, from their
+        cached states where there are some. For no record one empty micro-batch: it is a step like
+        others."""
         source = self.train if cache is None else cache
         if not len(indices):
             yield source.collate(indices, self.device)
@@ -110,7 +118,8 @@ class Prepared:
 
 
 def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared:
-    """Loads data and model, builds the plan, and checks all of it. ``mixing``: the matrix of a run that goes on.
+    """Loads data and model, builds the plan, and checks all of it. ``mixing``: the matrix of a run
+    that goes on.
 
     Raises:
         ValueError, TypeError: for anything the user can mend, naming key, value and remedy.
@@ -123,7 +132,10 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
     plan = build_plan(config, task.record_ids, mixing)
     if plan is None:
         reference = replace(
-            _privacy_config(config, None, plain=True), target_epsilon=None, noise_multiplier=1.0, target_delta=None
+            _privacy_config(config, None, plain=True),
+            target_epsilon=None,
+            noise_multiplier=1.0,
+            target_delta=None,
         ).build(len(task.record_ids))
         sampler, steps = reference.sampler, reference.steps
     else:
@@ -134,18 +146,27 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
     trainable_parameters(model.classifier)
     refuse_cross_example_layers(model.classifier)
     check_spectrum(config, model.classifier, task.record_ids, task.form)
-    prepared = Prepared(config, task, train, validation, test, model, plan, sampler, steps, device, started_from)
+    prepared = Prepared(
+        config, task, train, validation, test, model, plan, sampler, steps, device, started_from
+    )
     if prepared.metric is MEAN_AUC:
         every = config.training.eval_records
         scheduled = validation.subset(spread(validation, every)) if every else validation
-        for name, part in (("validation records (training.eval_records)", scheduled), ("test records", test)):
+        for name, part in (
+            ("validation records (training.eval_records)", scheduled),
+            ("test records", test),
+        ):
             if not dividing(part.labels).any():
-                raise ValueError(f"no label divides the {len(part)} {name}, so they have no mean AUC; use more")
+                raise ValueError(
+                    f"no label divides the {len(part)} {name}, so they have no mean AUC; use more"
+                )
     return prepared
 
 
 def start_of(config: TrainConfig) -> tuple[Record, ...]:
-    """What the outputs of earlier runs that a configuration starts from say of themselves; a start that would not be covered is refused."""
+    """What the outputs of earlier runs that a configuration starts from say of themselves; a start
+    that would not be covered is refused.
+    """
     protect = config.privacy.enabled and not config.data.public
     return check_start(config.model.name, config.model.weights, config.model.accept_start, protect)
 
@@ -153,13 +174,17 @@ def start_of(config: TrainConfig) -> tuple[Record, ...]:
 def build_plan(
     config: TrainConfig, record_ids: Sequence[bytes], mixing: MixingMatrix | None = None
 ) -> PrivacyPlan | None:
-    """The privacy plan of a configuration; None where privacy is switched off. ``mixing``: a matrix found earlier, instead of solving again."""
+    """The privacy plan of a configuration; None where privacy is switched off. ``mixing``: a matrix
+    found earlier, instead of solving again.
+    """
     if not config.privacy.enabled:
         return None
     return _privacy_config(config, mixing).build(len(record_ids), record_ids)
 
 
-def _privacy_config(config: TrainConfig, mixing: MixingMatrix | None, plain: bool = False) -> PrivacyConfig:
+def _privacy_config(
+    config: TrainConfig, mixing: MixingMatrix | None, plain: bool = False
+) -> PrivacyConfig:
     return PrivacyConfig(
         **({} if plain else noise_settings(config, mixing)),
         denoiser=None if plain else config.denoising.gradient_rule,
@@ -179,7 +204,8 @@ def _privacy_config(config: TrainConfig, mixing: MixingMatrix | None, plain: boo
 
 
 def verify_on_public_records(prepared: Prepared) -> float:
-    """Compares the clipping engine with the slow oracle on three validation records; returns the largest relative difference.
+    """Compares the clipping engine with the slow oracle on three validation records; returns the
+    largest relative difference.
 
     Raises:
         RuntimeError: if they disagree by more than rounding.
@@ -191,15 +217,19 @@ def verify_on_public_records(prepared: Prepared) -> float:
     limit = LARGEST_DIFFERENCE[precision_of(prepared.config, prepared.device)]
     if not difference < limit:
         raise RuntimeError(
-            f"per-example clipping disagrees with plain autograd by {difference:.1e} (limit {limit:g}) on validation records: some layer of "
-            f"{prepared.config.model.name!r} is captured wrongly; train other layers (model.tune, model.lora_targets) and report this"
+            f"per-example clipping disagrees with plain autograd by {difference:.1e} (limit "
+            f"{limit:g}) on validation records: some layer of "
+            f"{prepared.config.model.name!r} is captured wrongly; train other layers (model.tune, "
+            "model.lora_targets) and report this"
         )
     return difference
 
 
 @contextlib.contextmanager
 def _head_off_zero(classifier: nn.Module) -> Any:
-    """A head of zeros lets no gradient through: for the check it is filled with small numbers, and put back."""
+    """A head of zeros lets no gradient through: for the check it is filled with small numbers, and
+    put back.
+    """
     head = getattr(classifier, "head", None)
     if not isinstance(head, nn.Linear):
         yield

@@ -1,4 +1,6 @@
-"""The plain training loop: drives a prepared run, keeps its records, and can be stopped and resumed at any moment."""
+"""The plain training loop: drives a prepared run, keeps its records, and can be stopped and resumed
+at any moment.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from quietgrad.plan.seeds import root_key
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.evaluation import final_metrics, score_of
 from quietgrad.training.files.checkpoint import restore_checkpoint, save_checkpoint
-from quietgrad.training.files.noise_state import NoiseKeeper, forget_keys, start_private, without_seed
+from quietgrad.training.files.noise_state import (
+    NoiseKeeper,
+    forget_keys,
+    start_private,
+    without_seed,
+)
 from quietgrad.training.files.provenance import Record, provenance, start_warnings
 from quietgrad.training.files.run_dir import RunDir, environment
 from quietgrad.training.optimizers import build_optimizer, step_on_release
@@ -64,7 +71,8 @@ def train(
     Args:
         prepared: from ``prepare``.
         run_dir: from ``open_run_dir``.
-        resume: go on from the directory's checkpoint; releases that the ledger holds beyond it are spent, and not made up for.
+        resume: go on from the directory's checkpoint; releases that the ledger holds beyond it are
+            spent, and not made up for.
         report: called after every step with public facts.
         say: called with a line on what a resume found and went on without.
 
@@ -72,8 +80,10 @@ def train(
         The result record, also written to the run directory.
 
     Raises:
-        ValueError: a resume with changed privacy settings or without its ledger; a directory that is in use.
-        RuntimeError: if the ledger can no longer be written, no trainable tensor moved, or a frozen one did.
+        ValueError: a resume with changed privacy settings or without its ledger; a directory that
+            is in use.
+        RuntimeError: if the ledger can no longer be written, no trainable tensor moved, or a frozen
+            one did.
     """
     classifier = prepared.model.classifier
     loop = _Loop(prepared, run_dir)
@@ -83,21 +93,27 @@ def train(
         run_dir.require_state(resume)
         if not resume:
             write_whole(run_dir.config, without_seed(prepared.config).to_toml().encode())
-        private = start_private(prepared.plan, run_dir, resume) if prepared.plan is not None else None
+        private = (
+            start_private(prepared.plan, run_dir, resume) if prepared.plan is not None else None
+        )
         if private is not None:
             stack.enter_context(private)
         if resume and private is None and run_dir.ledger.exists():
             raise ValueError(
-                f"cannot resume {str(run_dir.path)!r} without privacy: it is a private run; set privacy.enabled=true, or begin a new run directory"
+                f"cannot resume {str(run_dir.path)!r} without privacy: it is a private run; set "
+                "privacy.enabled=true, or begin a new run directory"
             )
         done, made = loop.restore(say) if resume else 0, 0
         if private is not None:
             if private.released < done:
                 raise ValueError(
-                    f"cannot resume: the checkpoint in {str(run_dir.path)!r} is at step {done}, but the ledger counts {private.released} releases: the ledger is "
-                    "not the one of this run, or lost lines, and nothing can be claimed; restore it, or begin a new run directory"
+                    f"cannot resume: the checkpoint in {str(run_dir.path)!r} is at step {done}, "
+                    f"but the ledger counts {private.released} releases: the ledger is "
+                    "not the one of this run, or lost lines, and nothing can be claimed; restore "
+                    "it, or begin a new run directory"
                 )
-            # Releases that the ledger holds beyond the checkpoint are spent: training goes on at the next number.
+            # Releases that the ledger holds beyond the checkpoint are spent: training goes on at
+            # the next number.
             done = max(done, private.released)
         keeper, seeds = NoiseKeeper(private), model_seeds(prepared, private)
         run_dir.write_json(run_dir.environment, environment())
@@ -136,7 +152,8 @@ class _Loop:
         self.prepared = prepared
         self.run_dir = run_dir
         self.model = prepared.model.classifier
-        # With a frozen lower part, training starts from cached states; evaluation always runs the whole model.
+        # With a frozen lower part, training starts from cached states; evaluation always runs the
+        # whole model.
         self.cache = prepared.prefix_cache()
         self.trained: nn.Module = self.model if self.cache is None else self.cache.upper
         self.loss = prepared.loss()
@@ -146,14 +163,21 @@ class _Loop:
         self.optimizer, self.schedule = built
         every = prepared.config.training.eval_records
         self.eval_part = (
-            prepared.validation.subset(spread(prepared.validation, every)) if every else prepared.validation
+            prepared.validation.subset(spread(prepared.validation, every))
+            if every
+            else prepared.validation
         )
 
     def guard_on_public_records(self, private: PrivateRun) -> None:
-        """The clipper's guard looks at validation records, so that its refusal says nothing of private ones. Where training starts from cached states there are none: the library's own upper part is examined on its batches."""
+        """The clipper's guard looks at validation records, so that its refusal says nothing of
+        private ones. Where training starts from cached states there are none: the library's own
+        upper part is examined on its batches.
+        """
         count = min(len(self.prepared.validation), GUARDED_RECORDS)
         if self.cache is None and count > 1:
-            batch = self.prepared.validation.collate(spread(self.prepared.validation, count), self.prepared.device)
+            batch = self.prepared.validation.collate(
+                spread(self.prepared.validation, count), self.prepared.device
+            )
             private.check(self.trained, self.loss, batch)
 
     def private_gradients(self, private: PrivateRun, indices: Any) -> NoisySum:
@@ -216,7 +240,9 @@ def trained_on(prepared: Prepared, done: int) -> Record:
     return provenance(config.data.source, facts, config.data.public, prepared.started_from)
 
 
-def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, float] | None) -> dict[str, Any]:
+def _summary(
+    prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, float] | None
+) -> dict[str, Any]:
     plan = prepared.plan
     result: dict[str, Any] = {
         "epsilon": None if plan is None else _epsilon_so_far(prepared, done),
@@ -229,7 +255,11 @@ def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, 
         "metric": prepared.metric.key,
         **_guessing(prepared),
         "trainable_parameters": trainable_count(prepared.model.classifier),
-        "records": {"train": len(prepared.train), "validation": len(prepared.validation), "test": len(prepared.test)},
+        "records": {
+            "train": len(prepared.train),
+            "validation": len(prepared.validation),
+            "test": len(prepared.test),
+        },
     }
     if prepared.config.data.public:
         result["data_declared_public"] = True
@@ -242,7 +272,8 @@ def _summary(prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, 
         result["neighbouring"] = plan.neighbouring
         if plan.seed is not None and not prepared.config.data.public:
             result["seed_warning"] = (
-                "the noise is reproducible from the seed: the guarantee holds only if the seed stays secret and serves one run"
+                "the noise is reproducible from the seed: the guarantee holds only if the seed "
+                "stays secret and serves one run"
             )
     return result
 
@@ -264,7 +295,9 @@ def _epsilon_so_far(prepared: Prepared, done: int) -> float:
 
 
 class _ShownEpsilon:
-    """Epsilon for the progress bar: computed at twentieths of the run and rounded up to the next one, still an upper bound."""
+    """Epsilon for the progress bar: computed at twentieths of the run and rounded up to the next
+    one, still an upper bound.
+    """
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
@@ -279,10 +312,13 @@ class _ShownEpsilon:
 
 
 def model_seeds(prepared: Prepared, private: PrivateRun | None) -> Callable[[int], int]:
-    """Step -> what torch's own generators are seeded with before it, for what the model draws (dropout).
+    """Step -> what torch's own generators are seeded with before it, for what the model draws
+    (dropout).
 
-    Keyed by step, they hold no state that a resume would have to save: a saved state would give away the masks, and how many were drawn, which is how many records were in the batches.
-    The generators are those of the process, which belongs to the training loop; ``PrivateRun`` itself leaves them alone.
+    Keyed by step, they hold no state that a resume would have to save: a saved state would give
+    away the masks, and how many were drawn, which is how many records were in the batches. The
+    generators are those of the process, which belongs to the training loop; ``PrivateRun`` itself
+    leaves them alone.
     """
     if private is not None:
         return lambda step: private.model_seed()
@@ -303,12 +339,14 @@ def _require_movement(classifier: nn.Module, before: dict[str, Tensor], steps: i
     trainable = set(trainable_parameters(classifier))
     if steps and not moved & trainable:
         raise RuntimeError(
-            f"after {steps} steps no trainable tensor has moved; check learning rates and the optimiser's parameters"
+            f"after {steps} steps no trainable tensor has moved; check learning rates and the "
+            "optimiser's parameters"
         )
     wrong = sorted(moved - trainable)
     if wrong:
         raise RuntimeError(
-            f"the frozen tensor {wrong[0]!r} has moved during training ({len(wrong)} of them); something writes to it outside the optimiser"
+            f"the frozen tensor {wrong[0]!r} has moved during training ({len(wrong)} of them); "
+            "something writes to it outside the optimiser"
         )
 
 
@@ -319,7 +357,9 @@ class _Stop:
 
 @contextlib.contextmanager
 def _stop_on_signal() -> Iterator[_Stop]:
-    """The first Ctrl-C or SIGTERM ends the run after the current step, saved; a second Ctrl-C ends it at once."""
+    """The first Ctrl-C or SIGTERM ends the run after the current step, saved; a second Ctrl-C ends
+    it at once.
+    """
     stop = _Stop()
 
     def handle(number: int, frame: Any) -> None:

@@ -1,8 +1,10 @@
 """From an attack's errors over independent runs to lower bounds on epsilon.
 
-An attack calls a record present or absent. Under (epsilon, delta)-differential privacy its false positive rate a (absent, called present) and false negative rate b satisfy
-b >= max(1 - delta - e^epsilon a, e^-epsilon (1 - delta - a)) (Kairouz et al. 2015), and under f-DP b >= f(a) (Dong et al. 2022). Both rates are replaced by
-Clopper-Pearson upper limits, each at half of the error probability, so that both hold together with the stated confidence.
+An attack calls a record present or absent. Under (epsilon, delta)-differential privacy its false
+positive rate a (absent, called present) and false negative rate b satisfy b >= max(1 - delta -
+e^epsilon a, e^-epsilon (1 - delta - a)) (Kairouz et al. 2015), and under f-DP b >= f(a) (Dong et
+al. 2022). Both rates are replaced by Clopper-Pearson upper limits, each at half of the error
+probability, so that both hold together with the stated confidence.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from scipy import optimize, stats
 
 from quietgrad.accounting import epsilon, trade_off
 from quietgrad.checks import require_at_least, require_delta, require_finite, require_int
-from quietgrad.facts import ExactClipping, PoissonGaussian
+from quietgrad.events import ExactClipping, PoissonGaussian
 
 LARGEST_EPSILON = 200.0
 STRIDE = 1.5  # factor between the noise multipliers that bracket the one looked for
@@ -31,7 +33,8 @@ def require_confidence(confidence: float) -> None:
 
 @dataclass(frozen=True)
 class ErrorCounts:
-    """How often an attack erred, over independent trials that had no part in choosing its threshold.
+    """How often an attack erred, over independent trials that had no part in choosing its
+    threshold.
 
     Attributes:
         false_positives: trials without the record that were called trials with it.
@@ -50,7 +53,9 @@ class ErrorCounts:
             wrong, total = getattr(self, errors), getattr(self, trials)
             require_int(errors, wrong)
             require_int(trials, total)
-            require_at_least(trials, total, 1, "a rate needs at least one trial of either kind; make more runs")
+            require_at_least(
+                trials, total, 1, "a rate needs at least one trial of either kind; make more runs"
+            )
             if not 0 <= wrong <= total:
                 raise ValueError(f"{errors}={wrong} must be between 0 and {trials}={total}")
 
@@ -70,7 +75,9 @@ class ErrorCounts:
 
 
 def upper_rate(errors: int, trials: int, level: float) -> float:
-    """Clopper-Pearson upper limit of a rate: exceeded by the true one with probability at most ``level``."""
+    """Clopper-Pearson upper limit of a rate: exceeded by the true one with probability at most
+    ``level``.
+    """
     return 1.0 if errors >= trials else float(stats.beta.isf(level, errors + 1, trials - errors))
 
 
@@ -79,7 +86,9 @@ def lower_rate(errors: int, trials: int, level: float) -> float:
     return 1.0 - upper_rate(trials - errors, trials, level)
 
 
-def lower_bound_clopper_pearson(errors: ErrorCounts, delta: float, confidence: float = 0.95) -> float:
+def lower_bound_clopper_pearson(
+    errors: ErrorCounts, delta: float, confidence: float = 0.95
+) -> float:
     """Lower bound on epsilon at ``delta`` from error counts alone: whatever the mechanism is.
 
     Args:
@@ -88,7 +97,8 @@ def lower_bound_clopper_pearson(errors: ErrorCounts, delta: float, confidence: f
         confidence: probability, over the runs, that the bound holds.
 
     Returns:
-        At least 0. With n trials of either kind it cannot exceed about log(n / log(2 / (1 - confidence))): many runs are needed for a large epsilon.
+        At least 0. With n trials of either kind it cannot exceed about log(n / log(2 / (1 -
+        confidence))): many runs are needed for a large epsilon.
     """
     require_delta("delta", delta)
     return epsilon_of_rates(*errors.upper_rates(confidence), delta)
@@ -104,11 +114,13 @@ def epsilon_of_rates(false_positive: float, false_negative: float, delta: float)
 
 
 def lower_bound_gaussian(errors: ErrorCounts, delta: float, confidence: float = 0.95) -> float:
-    """Lower bound on epsilon at ``delta`` of a mechanism whose trade-off function is Gaussian: DP-SGD at sampling rate 1 with exact clipping.
+    """Lower bound on epsilon at ``delta`` of a mechanism whose trade-off function is Gaussian:
+    DP-SGD at sampling rate 1 with exact clipping.
 
-    The rates' limits a and b show that the mechanism is not mu-GDP for any mu below Phi^-1(1 - a) - Phi^-1(b) (Nasr et al. 2023, section 4.3), and mu gives epsilon
-    (Dong et al. 2022, Corollary 2.13). Far fewer runs are needed than by ``lower_bound_clopper_pearson``, since one threshold anywhere shows the whole curve; the
-    price is the assumption about its shape.
+    The rates' limits a and b show that the mechanism is not mu-GDP for any mu below Phi^-1(1 - a) -
+    Phi^-1(b) (Nasr et al. 2023, section 4.3), and mu gives epsilon (Dong et al. 2022, Corollary
+    2.13). Far fewer runs are needed than by ``lower_bound_clopper_pearson``, since one threshold
+    anywhere shows the whole curve; the price is the assumption about its shape.
 
     Args:
         errors, delta, confidence: see ``lower_bound_clopper_pearson``.
@@ -140,12 +152,18 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return float(optimize.brentq(excess, 0.0, LARGEST_EPSILON, xtol=1e-9))
 
 
-def lower_bound_trade_off(errors: ErrorCounts, event: PoissonGaussian, delta: float, confidence: float = 0.95) -> float:
-    """The same for any plan: the epsilon that the accountant prints for the largest noise multiplier that the errors leave possible.
+def lower_bound_trade_off(
+    errors: ErrorCounts, event: PoissonGaussian, delta: float, confidence: float = 0.95
+) -> float:
+    """The same for any plan: the epsilon that the accountant prints for the largest noise
+    multiplier that the errors leave possible.
 
-    ``lower_bound_gaussian`` generalised: of the event's family (same sampling, steps, clipping; any noise multiplier) every member is refuted whose trade-off function at the
-    limit of the false positive rate lies above the limit of the false negative rate (Nasr et al. 2023, section 4.4). A value above the claimed epsilon therefore refutes the claimed
-    trade-off function whatever the true mechanism is. A value below it is a lower bound on epsilon if the true mechanism is one of the family.
+    ``lower_bound_gaussian`` generalised: of the event's family (same sampling, steps, clipping; any
+    noise multiplier) every member is refuted whose trade-off function at the limit of the false
+    positive rate lies above the limit of the false negative rate (Nasr et al. 2023, section 4.4). A
+    value above the claimed epsilon therefore refutes the claimed trade-off function whatever the
+    true mechanism is. A value below it is a lower bound on epsilon if the true mechanism is one of
+    the family.
 
     Args:
         errors, delta, confidence: see ``lower_bound_clopper_pearson``.
@@ -156,7 +174,9 @@ def lower_bound_trade_off(errors: ErrorCounts, event: PoissonGaussian, delta: fl
     """
     require_delta("delta", delta)
     if event.participation_rate == 1 and isinstance(event.clipping, ExactClipping):
-        return lower_bound_gaussian(errors, delta, confidence)  # the family is the Gaussian one, in closed form
+        return lower_bound_gaussian(
+            errors, delta, confidence
+        )  # the family is the Gaussian one, in closed form
     false_positive, false_negative = errors.upper_rates(confidence)
     if false_positive + false_negative >= 1:
         return 0.0

@@ -1,15 +1,24 @@
-"""Auditing with one run: how many of m independent coins an attacker may guess, and what the number says of epsilon.
+"""Auditing with one run: how many of m independent coins an attacker may guess, and what the number
+says of epsilon.
 
-Theorem (Steinke, Nasr and Jagielski 2023, Theorem 5.2 and Corollary 5.4). Let S be uniform on {-1, +1}^m, let M be (epsilon, delta)-differentially private in each of the m coins, and let T in
-{-1, 0, +1}^m be computed from M(S), with r entries that are not 0 (guesses; 0 abstains). With W binomial(r, e^epsilon / (1 + e^epsilon)), for every v
+Theorem (Steinke, Nasr and Jagielski 2023, Theorem 5.2 and Corollary 5.4). Let S be uniform on {-1,
++1}^m, let M be (epsilon, delta)-differentially private in each of the m coins, and let T in {-1, 0,
++1}^m be computed from M(S), with r entries that are not 0 (guesses; 0 abstains). With W binomial(r,
+e^epsilon / (1 + e^epsilon)), for every v
 
-    P[ at least v entries of T equal those of S ]  <=  P[W >= v] + 2 m delta max_{1 <= i <= v} P[v > W >= v - i] / i.
+    P[ at least v entries of T equal those of S ]  <=  P[W >= v] + 2 m delta max_{1 <= i <= v} P[v >
+    W >= v - i] / i.
 
-For delta = 0 (their Proposition 5.1): given T and S_1 .. S_(i-1), the odds of S_i are at most e^epsilon, so one guess after the other is right with probability at most that of a coin of
-W. With delta, each coin is in addition given away with probability of order delta; F is how many are, its expectation is of order m delta, and the worst law of F puts its mass on the number i whose gain
-P[v > W >= v - i] per coin is largest. Another bound, also true and smaller for large deltas: F >= 1 has probability at most m delta, so P[W >= v] + m delta.
+For delta = 0 (their Proposition 5.1): given T and S_1 .. S_(i-1), the odds of S_i are at most
+e^epsilon, so one guess after the other is right with probability at most that of a coin of W. With
+delta, each coin is in addition given away with probability of order delta; F is how many are, its
+expectation is of order m delta, and the worst law of F puts its mass on the number i whose gain P[v
+> W >= v - i] per coin is largest. Another bound, also true and smaller for large deltas: F >= 1 has
+probability at most m delta, so P[W >= v] + m delta.
 
-Why it may be applied to a run of DP-SGD: a canary is a record of its own; all other records and the coins of their sampling are fixed, and known to the attacker, as in the definition of differential privacy.
+Why it may be applied to a run of DP-SGD: a canary is a record of its own; all other records and the
+coins of their sampling are fixed, and known to the attacker, as in the definition of differential
+privacy.
 """
 
 from __future__ import annotations
@@ -23,8 +32,11 @@ from quietgrad.auditing.bounds.errors import LARGEST_EPSILON, require_confidence
 from quietgrad.checks import require_at_least, require_finite, require_int
 
 
-def p_value_one_run(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """Upper bound of the probability of so many right guesses under (epsilon, delta)-differential privacy.
+def p_value_one_run(
+    correct: int, guesses: int, canaries: int, epsilon: float, delta: float
+) -> float:
+    """Upper bound of the probability of so many right guesses under (epsilon, delta)-differential
+    privacy.
 
     Args:
         correct: v, right guesses.
@@ -49,12 +61,16 @@ def p_value_one_run(correct: int, guesses: int, canaries: int, epsilon: float, d
     return min(1.0, beta + canaries * delta * min(2 * gain, 1.0))
 
 
-def lower_bound_one_run(correct: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95) -> float:
-    """Largest epsilon that the guesses refute: the run is (epsilon, delta)-differentially private for no smaller one, with this confidence.
+def lower_bound_one_run(
+    correct: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95
+) -> float:
+    """Largest epsilon that the guesses refute: the run is (epsilon, delta)-differentially private
+    for no smaller one, with this confidence.
 
     Args:
         correct, guesses, canaries, delta: see ``p_value_one_run``.
-        confidence: one minus the probability that a mechanism which meets its claim yields a larger value.
+        confidence: one minus the probability that a mechanism which meets its claim yields a larger
+            value.
 
     Returns:
         At least 0; 0 where nothing is refuted.
@@ -81,7 +97,8 @@ def lower_bound_one_run(correct: int, guesses: int, canaries: int, delta: float,
 def count_correct(
     scores: np.ndarray, included: np.ndarray, likely: int, unlikely: int, order: np.random.Generator
 ) -> int:
-    """Right guesses where the ``likely`` highest scores are called in and the ``unlikely`` lowest out. Ties are broken at random.
+    """Right guesses where the ``likely`` highest scores are called in and the ``unlikely`` lowest
+    out. Ties are broken at random.
 
     Args:
         scores: [m], higher where the attack believes more in the canary's presence.
@@ -90,7 +107,9 @@ def count_correct(
         order: breaks ties.
     """
     if likely + unlikely > len(scores):
-        raise ValueError(f"likely + unlikely = {likely + unlikely} guesses exceed the {len(scores)} canaries")
+        raise ValueError(
+            f"likely + unlikely = {likely + unlikely} guesses exceed the {len(scores)} canaries"
+        )
     ranked = np.lexsort((order.random(len(scores)), scores))
     guessed_in = included[ranked[len(scores) - likely :]] if likely else included[:0]
     return int(guessed_in.sum()) + int((~included[ranked[:unlikely]]).sum())
@@ -101,7 +120,8 @@ def _require_counts(correct: int, guesses: int, canaries: int) -> None:
         require_int(name, value)
     if not 0 <= correct <= guesses <= canaries or canaries < 1:
         raise ValueError(
-            f"correct={correct}, guesses={guesses}, canaries={canaries} must satisfy 0 <= correct <= guesses <= canaries, with at least one canary"
+            f"correct={correct}, guesses={guesses}, canaries={canaries} must satisfy 0 <= correct "
+            "<= guesses <= canaries, with at least one canary"
         )
 
 

@@ -1,4 +1,6 @@
-"""How many guesses to make in one run, and at which thresholds to count errors: decided from the plan alone, before any score is seen, so that the choice costs no confidence."""
+"""How many guesses to make in one run, and at which thresholds to count errors: decided from the
+plan alone, before any score is seen, so that the choice costs no confidence.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from quietgrad.auditing.bounds.errors import ErrorCounts
 from quietgrad.auditing.bounds.guessing import count_correct, lower_bound_one_run
 from quietgrad.auditing.bounds.thresholds import QUANTILES, errors_at
 from quietgrad.auditing.scores.whitening import log_likelihood_ratio
-from quietgrad.facts import PoissonGaussian
+from quietgrad.events import PoissonGaussian
 
 SIMULATED = 200_000  # canaries,
 DRAWS = 8_000_000  # or as many as give so many draws
@@ -22,7 +24,9 @@ SHARES = np.geomspace(0.01, 1.0, 16)
 def simulated_scores(
     event: PoissonGaussian, count: int, draws: np.random.Generator
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """[count] log-likelihood ratios of gradient canaries in the claimed mechanism with exact clipping, and their coins."""
+    """[count] log-likelihood ratios of gradient canaries in the claimed mechanism with exact
+    clipping, and their coins.
+    """
     mu, rate = 1 / event.noise_multiplier, event.participation_rate
     included = draws.random(count) < 0.5
     scores = np.zeros(count)
@@ -33,8 +37,11 @@ def simulated_scores(
     return scores, included
 
 
-def number_of_guesses(event: PoissonGaussian, canaries: int, delta: float, confidence: float) -> tuple[int, int]:
-    """(k+, k-), how many of the highest scores to call in and of the lowest to call out, so that the bound expected of a perfect implementation is largest.
+def number_of_guesses(
+    event: PoissonGaussian, canaries: int, delta: float, confidence: float
+) -> tuple[int, int]:
+    """(k+, k-), how many of the highest scores to call in and of the lowest to call out, so that
+    the bound expected of a perfect implementation is largest.
 
     Args:
         event: what is accounted for.
@@ -53,7 +60,9 @@ def number_of_guesses(event: PoissonGaussian, canaries: int, delta: float, confi
             if sum(many) == 0 or sum(many) > count:
                 continue
             accuracy = count_correct(scores, included, *many, draws) / sum(many)
-            value = lower_bound_one_run(round(accuracy * guesses), guesses, canaries, delta, confidence)
+            value = lower_bound_one_run(
+                round(accuracy * guesses), guesses, canaries, delta, confidence
+            )
             if value > best:
                 best, chosen = value, (likely, unlikely)
     return chosen
@@ -62,7 +71,8 @@ def number_of_guesses(event: PoissonGaussian, canaries: int, delta: float, confi
 def planned_threshold(
     event: PoissonGaussian, canaries: int, worth: Callable[[float, float], float], confidence: float
 ) -> float:
-    """The threshold on a canary's log-likelihood ratio whose errors, as expected of a perfect implementation, are worth most.
+    """The threshold on a canary's log-likelihood ratio whose errors, as expected of a perfect
+    implementation, are worth most.
 
     Args:
         event: what is accounted for.
@@ -75,14 +85,22 @@ def planned_threshold(
 
     def value(threshold: float) -> float:
         wrong, missed = errors_at(scores, included, threshold).rates
-        return worth(*ErrorCounts(round(wrong * half), half, round(missed * half), half).upper_rates(confidence))
+        return worth(
+            *ErrorCounts(round(wrong * half), half, round(missed * half), half).upper_rates(
+                confidence
+            )
+        )
 
     candidates = [float(c) for c in np.unique(np.quantile(scores, QUANTILES))]
     best = max(candidates, key=value)
     return best if value(best) > 0 else 0.0
 
 
-def _expected(event: PoissonGaussian) -> tuple[NDArray[np.float64], NDArray[np.bool_], np.random.Generator]:
-    draws = np.random.default_rng(0)  # made-up scores: nothing here is private or has to be unpredictable
+def _expected(
+    event: PoissonGaussian,
+) -> tuple[NDArray[np.float64], NDArray[np.bool_], np.random.Generator]:
+    draws = np.random.default_rng(
+        0
+    )  # made-up scores: nothing here is private or has to be unpredictable
     count = int(np.clip(DRAWS // event.compositions, FEWEST_SIMULATED, SIMULATED))
     return *simulated_scores(event, count, draws), draws

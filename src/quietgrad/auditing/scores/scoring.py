@@ -1,4 +1,6 @@
-"""Scores of canaries, from one release after the other: log-likelihood ratios of the claimed mechanism, as if each canary were the only one."""
+"""Scores of canaries, from one release after the other: log-likelihood ratios of the claimed
+mechanism, as if each canary were the only one.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,17 @@ TOO_LONG = 2.0  # canaries' gradients are given in so many C, so that clipping h
 
 
 class Scores:
-    """Puts canaries into sums and scores them from what comes out. What both kinds share: whitening, parts, and the sum of log-likelihood ratios."""
+    """Puts canaries into sums and scores them from what comes out. What both kinds share:
+    whitening, parts, and the sum of log-likelihood ratios.
+    """
 
     def __init__(self, plan: PrivacyPlan, layout: Layout, count: int) -> None:
         self._plan, self._layout = plan, layout
         self._whitener = Whitener(plan)
         parts = plan.sampler.parts
-        own = np.zeros(count, dtype=np.int64) if parts is None else parts[plan.dataset_size - count :]
+        own = (
+            np.zeros(count, dtype=np.int64) if parts is None else parts[plan.dataset_size - count :]
+        )
         self._members = [np.flatnonzero(own == part) for part in range(plan.event.bands)]
         self._unit = (plan.noise_multiplier * plan.max_grad_norm) ** 2
         self._scores = np.zeros(count)
@@ -39,7 +45,9 @@ class Scores:
     def see(self, step: int, residual: Tensor) -> None:
         """[size] what was released at a step, without the other records' part."""
         complete = self._whitener.push(step, residual)
-        for row, white in complete + (self._whitener.flush() if step + 1 == self._plan.steps else []):
+        for row, white in complete + (
+            self._whitener.flush() if step + 1 == self._plan.steps else []
+        ):
             members = self._members[row % len(self._members)]
             if len(members):
                 products, energies = self._compare(white, members)
@@ -57,7 +65,9 @@ class Scores:
         """[m], higher for canaries that seem to be in."""
         return self._scores
 
-    def add(self, run: PrivateRun, known: ClippedSum, drawn: Indices, included: NDArray[np.bool_]) -> ClippedSum:
+    def add(
+        self, run: PrivateRun, known: ClippedSum, drawn: Indices, included: NDArray[np.bool_]
+    ) -> ClippedSum:
         """The sum of the whole batch.
 
         Args:
@@ -87,17 +97,23 @@ class Scores:
 class GradientScores(Scores):
     """For canaries whose gradient is given."""
 
-    def __init__(self, plan: PrivacyPlan, layout: Layout, model: nn.Module, directions: Directions) -> None:
+    def __init__(
+        self, plan: PrivacyPlan, layout: Layout, model: nn.Module, directions: Directions
+    ) -> None:
         super().__init__(plan, layout, len(directions.positions))
         self._model, self._directions = model, directions
         self._start: Tensor | None = None
 
-    def add(self, run: PrivateRun, known: ClippedSum, drawn: Indices, included: NDArray[np.bool_]) -> ClippedSum:
+    def add(
+        self, run: PrivateRun, known: ClippedSum, drawn: Indices, included: NDArray[np.bool_]
+    ) -> ClippedSum:
         length = TOO_LONG * self._plan.max_grad_norm
         like = self._layout.flatten(known.gradients)
         taken = drawn[included[drawn]]
         if len(taken):
-            known = known + contribution(run, self._layout.restore(self._directions.rows(taken, length, like)))
+            known = known + contribution(
+                run, self._layout.restore(self._directions.rows(taken, length, like))
+            )
         return self._absent(run, known, int((~included[drawn]).sum()))
 
     def _compare(self, white: Tensor, members: Indices) -> tuple[Floats, Floats]:
@@ -114,28 +130,44 @@ class GradientScores(Scores):
 
 
 class InputScores(Scores):
-    """For canaries that are records. Their gradients change with the model; inner products with all of them are one derivative of a derivative, not one gradient each."""
+    """For canaries that are records. Their gradients change with the model; inner products with all
+    of them are one derivative of a derivative, not one gradient each.
+    """
 
     def __init__(
-        self, plan: PrivacyPlan, layout: Layout, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch
+        self,
+        plan: PrivacyPlan,
+        layout: Layout,
+        model: nn.Module,
+        per_example_loss: PerExampleLoss,
+        batch: Batch,
     ) -> None:
         super().__init__(plan, layout, batch_size_of(batch))
         self._model, self._loss, self._batch = model, per_example_loss, batch
         self._start: Floats | None = None
 
-    def add(self, run: PrivateRun, known: ClippedSum, drawn: Indices, included: NDArray[np.bool_]) -> ClippedSum:
+    def add(
+        self, run: PrivateRun, known: ClippedSum, drawn: Indices, included: NDArray[np.bool_]
+    ) -> ClippedSum:
         taken = drawn[included[drawn]]
         for start in range(0, len(taken), EXAMPLES):
-            known = known + run.clip(self._model, self._loss, self._some(taken[start : start + EXAMPLES]))
+            known = known + run.clip(
+                self._model, self._loss, self._some(taken[start : start + EXAMPLES])
+            )
         return self._absent(run, known, len(drawn) - len(taken))
 
     def _compare(self, white: Tensor, members: Indices) -> tuple[Floats, Floats]:
         limit = self._plan.max_grad_norm
         parts = [members[start : start + EXAMPLES] for start in range(0, len(members), EXAMPLES)]
-        norms = [per_example_norms(self._model, self._loss, self._some(part)).detach() for part in parts]
+        norms = [
+            per_example_norms(self._model, self._loss, self._some(part)).detach() for part in parts
+        ]
         factors = [(limit / n.clamp(min=1e-30)).clamp(max=1.0) for n in norms]
-        # What the others are expected to give is taken away: half of them are in, and each is drawn at the sampling rate.
-        expected = sum(self._weighted_gradient(part, f) for part, f in zip(parts, factors, strict=True))
+        # What the others are expected to give is taken away: half of them are in, and each is drawn
+        # at the sampling rate.
+        expected = sum(
+            self._weighted_gradient(part, f) for part, f in zip(parts, factors, strict=True)
+        )
         tangent = white - expected * (0.5 * self._plan.event.participation_rate)
         slopes = [self._slopes(part, tangent) * f for part, f in zip(parts, factors, strict=True)]
         energies = [(n * f).square() for n, f in zip(norms, factors, strict=True)]
@@ -153,16 +185,25 @@ class InputScores(Scores):
         return self._layout.flatten(filled)
 
     def _slopes(self, part: Indices, tangent: Tensor) -> Tensor:
-        """[part] inner products of the tangent with every loss's gradient: the derivative by w of <tangent, gradient of sum w_i loss_i>."""
+        """[part] inner products of the tangent with every loss's gradient: the derivative by w of
+        <tangent, gradient of sum w_i loss_i>.
+        """
         parameters = trainable_parameters(self._model)
         along = self._layout.restore(tangent)
         with torch.enable_grad():
             losses = self._loss(self._model, self._some(part))
             weights = torch.ones_like(losses, requires_grad=True)
             found = torch.autograd.grad(
-                (losses * weights).sum(), list(parameters.values()), create_graph=True, allow_unused=True
+                (losses * weights).sum(),
+                list(parameters.values()),
+                create_graph=True,
+                allow_unused=True,
             )
-            pairs = [(g, along[name].to(g)) for name, g in zip(parameters, found, strict=True) if g is not None]
+            pairs = [
+                (g, along[name].to(g))
+                for name, g in zip(parameters, found, strict=True)
+                if g is not None
+            ]
             total = torch.stack([(g * t).sum() for g, t in pairs]).sum()
         return torch.autograd.grad(total, weights)[0]
 
@@ -175,7 +216,9 @@ class InputScores(Scores):
 
     def _losses_now(self) -> Floats:
         count = len(self._scores)
-        parts = [np.arange(start, min(start + EXAMPLES, count)) for start in range(0, count, EXAMPLES)]
+        parts = [
+            np.arange(start, min(start + EXAMPLES, count)) for start in range(0, count, EXAMPLES)
+        ]
         with torch.no_grad():
             found = [self._loss(self._model, self._some(part)).double().cpu() for part in parts]
         return torch.cat(found).numpy()

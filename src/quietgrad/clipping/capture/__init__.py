@@ -1,1 +1,3 @@
-"""Who used which parameter, with what gradient: hooks, the backward pass that they see, and the fallback of modules without a rule."""
+"""Who used which parameter, with what gradient: hooks, the backward pass that they see, and the
+fallback of modules without a rule.
+"""

@@ -1,7 +1,9 @@
-"""One forward and one backward pass under capture, and plain gradients of a loss, for every kind of gradient checkpointing.
+"""One forward and one backward pass under capture, and plain gradients of a loss, for every kind of
+gradient checkpointing.
 
-Autograd is asked for the root's gradient only (see ``capture``). Reentrant checkpointing forbids asking for chosen gradients; there the
-parameters are switched off for the pass and everything else is computed, which is the same work.
+Autograd is asked for the root's gradient only (see ``capture``). Reentrant checkpointing forbids
+asking for chosen gradients; there the parameters are switched off for the pass and everything else
+is computed, which is the same work.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Checkpointing:
     """What was found out about a model's gradient checkpointing.
 
     Attributes:
-        reentrant: calls of captured modules come without a graph, which is built in the backward pass.
+        reentrant: calls of captured modules come without a graph, which is built in the backward
+            pass.
     """
 
     reentrant: bool = False
@@ -41,7 +44,9 @@ class _NeedsPlainBackward(Exception):
 
 
 def with_any_checkpointing(known: Checkpointing, work: Callable[[bool], Result]) -> Result:
-    """Runs ``work(reentrant)``, a second time with True if the first finds reentrant checkpointing; ``known`` remembers."""
+    """Runs ``work(reentrant)``, a second time with True if the first finds reentrant checkpointing;
+    ``known`` remembers.
+    """
     if not known.reentrant:
         try:
             return work(False)
@@ -62,7 +67,8 @@ def forward_captured(
 ) -> Iterator[tuple[Tensor, Recording]]:
     """Runs the forward pass; the hooks stay for the backward passes inside the block.
 
-    Under reentrant checkpointing parameters are switched off, unless ``switch_off`` is False and their own gradients are wanted too.
+    Under reentrant checkpointing parameters are switched off, unless ``switch_off`` is False and
+    their own gradients are wanted too.
 
     Yields:
         ([examples] losses, the recording).
@@ -91,7 +97,9 @@ def forward_captured(
 
 @contextlib.contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Modules compiled by ``torch.compile`` run as they were written: hooks see nothing of compiled code."""
+    """Modules compiled by ``torch.compile`` run as they were written: hooks see nothing of compiled
+    code.
+    """
     # Nothing can be compiled in a process that has not imported the compiler.
     compiler = sys.modules.get("torch._dynamo")
     if compiler is None or not any(_is_compiled(module) for module in model.modules()):
@@ -116,7 +124,9 @@ def _switched_off(layout: Layout) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def visit_captured_calls(losses: Tensor, recording: Recording, layout: Layout, retain_graph: bool = False) -> None:
+def visit_captured_calls(
+    losses: Tensor, recording: Recording, layout: Layout, retain_graph: bool = False
+) -> None:
     """The backward pass that delivers every captured call and computes no weight gradient.
 
     Raises:
@@ -125,8 +135,11 @@ def visit_captured_calls(losses: Tensor, recording: Recording, layout: Layout, r
     if recording.attach_all:
         losses.sum().backward(retain_graph=retain_graph)
         return
-    called = {name for s in layout.sites if s.name in recording.calls for name in s.parameters.values()}
-    # A parameter that no captured call accounts for must not influence the loss: asking for its gradient finds out.
+    called = {
+        name for s in layout.sites if s.name in recording.calls for name in s.parameters.values()
+    }
+    # A parameter that no captured call accounts for must not influence the loss: asking for its
+    # gradient finds out.
     asked = {name: p for name, p in layout.parameters.items() if name not in called}
     wanted = [recording.root, *asked.values()]
     found = grads_of(losses.sum(), wanted, retain_graph)
@@ -135,7 +148,9 @@ def visit_captured_calls(losses: Tensor, recording: Recording, layout: Layout, r
             raise never_called(name)
 
 
-def grads_of(loss: Tensor, wanted: list[Tensor], retain_graph: bool = False) -> tuple[Tensor | None, ...]:
+def grads_of(
+    loss: Tensor, wanted: list[Tensor], retain_graph: bool = False
+) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` where it is allowed to be used."""
     try:
         return torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=retain_graph)
@@ -146,7 +161,11 @@ def grads_of(loss: Tensor, wanted: list[Tensor], retain_graph: bool = False) -> 
 
 
 def gradients_of_batch(
-    model: nn.Module, layout: Layout, per_example_loss: PerExampleLoss, batch: Batch, reentrant: bool
+    model: nn.Module,
+    layout: Layout,
+    per_example_loss: PerExampleLoss,
+    batch: Batch,
+    reentrant: bool,
 ) -> dict[str, Tensor | None]:
     """Parameter name -> gradient of a batch's summed losses, by plain autograd."""
     hidden: list[str] = []
@@ -163,7 +182,9 @@ def gradients_of_batch(
         if reentrant:
             handles = attach_frozen(layout, torch.zeros((), requires_grad=True))
         else:
-            handles = [site.module.register_forward_pre_hook(note(site.name)) for site in layout.sites]
+            handles = [
+                site.module.register_forward_pre_hook(note(site.name)) for site in layout.sites
+            ]
         for handle in handles:
             stack.callback(handle.remove)
         losses = per_example_loss(model, batch)
@@ -173,7 +194,9 @@ def gradients_of_batch(
         return plain_gradients(losses.sum(), layout.parameters, reentrant)
 
 
-def plain_gradients(loss: Tensor, parameters: dict[str, nn.Parameter], reentrant: bool) -> dict[str, Tensor | None]:
+def plain_gradients(
+    loss: Tensor, parameters: dict[str, nn.Parameter], reentrant: bool
+) -> dict[str, Tensor | None]:
     """Parameter name -> gradient of a scalar loss; ``.grad`` fields are left as they were."""
     if not reentrant:
         return dict(zip(parameters, grads_of(loss, list(parameters.values())), strict=True))
@@ -181,7 +204,9 @@ def plain_gradients(loss: Tensor, parameters: dict[str, nn.Parameter], reentrant
 
 
 def accumulated_gradients(loss: Tensor, parameters: dict[str, nn.Parameter]) -> list[Tensor | None]:
-    """Gradients where autograd refuses to compute chosen ones; ``.grad`` fields are left as they were."""
+    """Gradients where autograd refuses to compute chosen ones; ``.grad`` fields are left as they
+    were.
+    """
     before = {name: p.grad for name, p in parameters.items()}
     try:
         for p in parameters.values():
@@ -203,10 +228,13 @@ def require_per_example(losses: Any, n: int) -> None:
     if shape != (n,):
         what = type(losses).__name__ if shape is None else f"a tensor of {len(shape)} dimensions"
         raise ValueError(
-            f"per_example_loss returned {what}; return a tensor of shape (examples,), one loss per example (for torch losses: reduction='none'; "
-            "sum or average over tokens yourself; a loss that compares examples has no per-example form)"
+            f"per_example_loss returned {what}; return a tensor of shape (examples,), one loss per "
+            "example (for torch losses: reduction='none'; "
+            "sum or average over tokens yourself; a loss that compares examples has no per-example "
+            "form)"
         )
     if not losses.requires_grad:
         raise ValueError(
-            "per_example_loss returned losses without a gradient; check that it does not detach or use torch.no_grad()"
+            "per_example_loss returned losses without a gradient; check that it does not detach or "
+            "use torch.no_grad()"
         )

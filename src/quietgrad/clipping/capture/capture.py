@@ -1,9 +1,12 @@
-"""Capture of layer inputs and of gradients at layer outputs, by forward hooks that are gone when the block ends.
+"""Capture of layer inputs and of gradients at layer outputs, by forward hooks that are gone when
+the block ends.
 
-Every captured call's outputs pass through an identity of the autograd graph that hangs on one extra leaf, the root. Asking autograd for the
-root's gradient alone makes the backward pass visit every captured call and compute no weight gradient; each call's output gradient is handed to
-a receiver the moment it is complete, together with the inputs, which autograd keeps exactly as it keeps its own saved tensors: gradient
-checkpointing recomputes them, hooks on saved tensors see them. Memory over a plain backward pass is what the receiver decides to keep.
+Every captured call's outputs pass through an identity of the autograd graph that hangs on one extra
+leaf, the root. Asking autograd for the root's gradient alone makes the backward pass visit every
+captured call and compute no weight gradient; each call's output gradient is handed to a receiver
+the moment it is complete, together with the inputs, which autograd keeps exactly as it keeps its
+own saved tensors: gradient checkpointing recomputes them, hooks on saved tensors see them. Memory
+over a plain backward pass is what the receiver decides to keep.
 """
 
 from __future__ import annotations
@@ -31,8 +34,10 @@ class Use:
     Attributes:
         site: the module.
         args, kwargs: its inputs, detached.
-        output_gradients: position among the flattened outputs -> gradient there; outputs that the loss does not depend on are absent.
-        shared: places among the flattened inputs of tensors that all examples share, whatever their shape.
+        output_gradients: position among the flattened outputs -> gradient there; outputs that the
+            loss does not depend on are absent.
+        shared: places among the flattened inputs of tensors that all examples share, whatever their
+            shape.
     """
 
     site: Site
@@ -54,7 +59,8 @@ class Recording:
         receive: called once per captured call during the backward pass; None ignores what arrives.
         calls: site name -> number of calls seen in the forward pass.
         in_forward: True until the losses exist; calls of recomputed forward passes are not counted.
-        attach_all: also where no output requires a gradient of its own (parameters switched off for reentrant checkpointing).
+        attach_all: also where no output requires a gradient of its own (parameters switched off for
+            reentrant checkpointing).
         expanded: names of the modules whose inputs or outputs were expanded to the batch size.
         hidden: names of the modules that were called without a graph in the forward pass.
         paused: True while a module is called by the library itself.
@@ -92,7 +98,9 @@ class _Call:
     shared: frozenset[int]
 
     def deliver(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        at_outputs = {p: g for p, g in zip(self.output_positions, gradients, strict=True) if g is not None}
+        at_outputs = {
+            p: g for p, g in zip(self.output_positions, gradients, strict=True) if g is not None
+        }
         if self.recording.receive is None or not at_outputs:
             return
         if self.spec is None:
@@ -106,14 +114,19 @@ class _Call:
 
 
 class _Identity(torch.autograd.Function):
-    """Outputs unchanged and without a copy; in the backward pass their gradients are delivered and passed on."""
+    """Outputs unchanged and without a copy; in the backward pass their gradients are delivered and
+    passed on.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, inputs: list[Tensor], root: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: _Call, inputs: list[Tensor], root: Tensor, *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        # ``.data`` is the same memory in a tensor that is no view: later in-place operations (ReLU(inplace=True)) are welcome on it.
+        # ``.data`` is the same memory in a tensor that is no view: later in-place operations
+        # (ReLU(inplace=True)) are welcome on it.
         return tuple(output.data for output in outputs)
 
     @staticmethod
@@ -126,14 +139,17 @@ class _Identity(torch.autograd.Function):
 def captured(
     layout: Layout, batch_size: int, receive: Receiver | None, attach_all: bool = False
 ) -> Iterator[Recording]:
-    """Forward and backward passes inside the block deliver every call of the layout's modules to ``receive``.
+    """Forward and backward passes inside the block deliver every call of the layout's modules to
+    ``receive``.
 
-    On exit, also by an exception, no hook is left. Inputs of size 1 along the example dimension (BERT's default ``position_ids``) are
-    expanded to the batch size on the way in, and so are such outputs of modules without a rule (T5's position bias): the forward pass is
-    the same, and every example gets a gradient of its own.
+    On exit, also by an exception, no hook is left. Inputs of size 1 along the example dimension
+    (BERT's default ``position_ids``) are expanded to the batch size on the way in, and so are such
+    outputs of modules without a rule (T5's position bias): the forward pass is the same, and every
+    example gets a gradient of its own.
 
     Raises:
-        ValueError: from the forward pass, if a captured module gets inputs without an example dimension.
+        ValueError: from the forward pass, if a captured module gets inputs without an example
+            dimension.
     """
     device = next(iter(layout.parameters.values())).device
     root = torch.zeros((), device=device, requires_grad=True)
@@ -168,8 +184,8 @@ class _Hang(torch.autograd.Function):
 def attach_frozen(layout: Layout, root: Tensor) -> list[torch.utils.hooks.RemovableHandle]:
     """Hooks that hang the outputs of frozen modules on the root.
 
-    Reentrant checkpointing builds no graph for a segment whose inputs require no gradient (a frozen embedding below LoRA layers): its trainable
-    layers would get no gradient, without an error.
+    Reentrant checkpointing builds no graph for a segment whose inputs require no gradient (a frozen
+    embedding below LoRA layers): its trainable layers would get no gradient, without an error.
     """
 
     def hang(module: nn.Module, args: Any, output: Any) -> Any:
@@ -185,12 +201,15 @@ def _off(recording: Recording) -> bool:
 
 
 def _note_hidden(site: Site, recording: Recording) -> None:
-    # Only reentrant checkpointing, and a user's own no_grad, call modules without a graph while the losses are computed.
+    # Only reentrant checkpointing, and a user's own no_grad, call modules without a graph while the
+    # losses are computed.
     if recording.in_forward and not recording.paused and not torch.is_grad_enabled():
         recording.hidden.add(site.name)
 
 
-def _expander(site: Site, recording: Recording, batch_size: int, shared: SharedInputs) -> Callable[..., Any]:
+def _expander(
+    site: Site, recording: Recording, batch_size: int, shared: SharedInputs
+) -> Callable[..., Any]:
     def expand(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -200,7 +219,11 @@ def _expander(site: Site, recording: Recording, batch_size: int, shared: SharedI
         if first_dimension(first) == batch_size:
             return None
         leaves, spec = _flattened(args, kwargs)
-        common = frozenset() if site.rule is not None else shared.places(site.name, leaves, spec, batch_size)
+        common = (
+            frozenset()
+            if site.rule is not None
+            else shared.places(site.name, leaves, spec, batch_size)
+        )
         if any(first_dimension(x) == batch_size for i, x in enumerate(leaves) if i not in common):
             return None
 
@@ -214,8 +237,12 @@ def _expander(site: Site, recording: Recording, batch_size: int, shared: SharedI
     return expand
 
 
-def _recorder(site: Site, recording: Recording, batch_size: int, shared: SharedInputs) -> Callable[..., Any]:
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _recorder(
+    site: Site, recording: Recording, batch_size: int, shared: SharedInputs
+) -> Callable[..., Any]:
+    def record(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         if _off(recording):
             _note_hidden(site, recording)
             return None
@@ -231,14 +258,20 @@ def _recorder(site: Site, recording: Recording, batch_size: int, shared: SharedI
         leaves, spec = _flattened(args, kwargs)
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         inputs = [leaves[i].detach() for i in places]
-        common = frozenset() if site.rule is not None else shared.places(site.name, leaves, spec, batch_size)
+        common = (
+            frozenset()
+            if site.rule is not None
+            else shared.places(site.name, leaves, spec, batch_size)
+        )
         for i in places:
             leaves[i] = None
         if recording.in_forward:
             recording.calls[site.name] = recording.calls.get(site.name, 0) + 1
         call = _Call(site, recording, tuple(leaves), places, spec, positions, common)
         for i, attached in zip(
-            positions, _Identity.apply(call, inputs, recording.root, *(outputs[i] for i in positions)), strict=True
+            positions,
+            _Identity.apply(call, inputs, recording.root, *(outputs[i] for i in positions)),
+            strict=True,
         ):
             outputs[i] = attached
         return outputs[0] if simple else pytree.tree_unflatten(outputs, output_spec)  # type: ignore[arg-type]
@@ -247,18 +280,26 @@ def _recorder(site: Site, recording: Recording, batch_size: int, shared: SharedI
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Leaves and structure; structure None: positional tensors and nothing else, as nearly always."""
+    """Leaves and structure; structure None: positional tensors and nothing
+    else, as nearly always.
+    """
     if not kwargs and all(isinstance(x, Tensor) for x in args):
         return list(args), None
     return pytree.tree_flatten((args, kwargs))
 
 
 def _carries_gradient(leaf: Any, recording: Recording) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.requires_grad or (recording.attach_all and leaf.is_floating_point()))
+    return isinstance(leaf, Tensor) and (
+        leaf.requires_grad or (recording.attach_all and leaf.is_floating_point())
+    )
 
 
 def _give_outputs_examples(
-    site: Site, outputs: list[Any], positions: tuple[int, ...], recording: Recording, batch_size: int
+    site: Site,
+    outputs: list[Any],
+    positions: tuple[int, ...],
+    recording: Recording,
+    batch_size: int,
 ) -> None:
     if batch_size == 1:
         first = outputs[positions[0]]
@@ -285,9 +326,15 @@ def tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]
     return [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
 
 
-def _require_examples_first(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int) -> None:
+def _require_examples_first(
+    site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
+) -> None:
     leaves = tensors_among(args, kwargs)
     if len(leaves) > 1:  # offsets or weights of bags, a gate: rules read one
         raise several_inputs(site)
-    if not leaves or leaves[0].dim() < (batched_dims(site.module) or 1) or leaves[0].shape[0] != batch_size:
+    if (
+        not leaves
+        or leaves[0].dim() < (batched_dims(site.module) or 1)
+        or leaves[0].shape[0] != batch_size
+    ):
         raise no_example_dimension(site, "is called with an input")

@@ -1,4 +1,6 @@
-"""Models whose per-example gradients cannot be captured from several examples at once, and how they are refused."""
+"""Models whose per-example gradients cannot be captured from several examples at once, and how they
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,18 @@ from quietgrad.clipping.capture.layout import Site
 
 
 class NotCaptured(ValueError):
-    """Book-keeping cannot tell examples apart in this model; one example at a time is exact for it."""
+    """Book-keeping cannot tell examples apart in this model; one example at a
+    time is exact for it.
+    """
 
 
 def no_example_dimension(site: Site, what: str) -> NotCaptured:
     """``what``: "returns a tensor" or "is called with an input"."""
     return NotCaptured(
-        f"layer {site.name!r} ({type(site.module).__name__}) {what} whose first dimension is not the example, so per-example gradients "
-        "cannot be told apart; freeze its parameters (requires_grad_(False)), give its input an example dimension, or take one example at "
+        f"layer {site.name!r} ({type(site.module).__name__}) {what} whose first dimension is not "
+        "the example, so per-example gradients "
+        "cannot be told apart; freeze its parameters (requires_grad_(False)), give its input an "
+        "example dimension, or take one example at "
         "a time (engine='one-example', exact for every layer)"
     )
 
@@ -21,17 +27,22 @@ def no_example_dimension(site: Site, what: str) -> NotCaptured:
 def several_inputs(site: Site) -> NotCaptured:
     """Of a layer whose rule knows one input."""
     return NotCaptured(
-        f"layer {site.name!r} ({type(site.module).__name__}) is called with several tensors, and its per-example gradients are known for "
-        "one; pass one (bags of words as rows of equal length, filled up with padding_idx), freeze its parameters "
-        "(requires_grad_(False)), or take one example at a time (engine='one-example', exact for every layer)"
+        f"layer {site.name!r} ({type(site.module).__name__}) is called with several tensors, and "
+        "its per-example gradients are known for "
+        "one; pass one (bags of words as rows of equal length, filled up with padding_idx), freeze "
+        "its parameters "
+        "(requires_grad_(False)), or take one example at a time (engine='one-example', exact for "
+        "every layer)"
     )
 
 
 def never_called(parameter: str) -> NotCaptured:
     """Of a parameter that acts without a call of its module."""
     return NotCaptured(
-        f"parameter {parameter!r} influences the loss, but the module that owns it is never called, so its per-example gradients "
-        "cannot be captured; freeze it, call the module instead of using its parameter directly, or take one example at a time "
+        f"parameter {parameter!r} influences the loss, but the module that owns it is never "
+        "called, so its per-example gradients "
+        "cannot be captured; freeze it, call the module instead of using its parameter directly, "
+        "or take one example at a time "
         "(engine='one-example', exact for every layer)"
     )
 
@@ -39,7 +50,9 @@ def never_called(parameter: str) -> NotCaptured:
 def not_expandable(layer: str) -> NotCaptured:
     """Of a layer whose one value for all examples cannot be given to each."""
     return NotCaptured(
-        f"layer {layer!r} is called with one value for all examples, and giving every example its own stops the forward pass; give its "
-        "input an example dimension, freeze its parameters (requires_grad_(False)), or take one example at a time "
+        f"layer {layer!r} is called with one value for all examples, and giving every example its "
+        "own stops the forward pass; give its "
+        "input an example dimension, freeze its parameters (requires_grad_(False)), or take one "
+        "example at a time "
         "(engine='one-example', exact for every layer)"
     )

@@ -1,7 +1,9 @@
-"""Per-example gradients of any module: its forward pass is repeated for each example, under vmap where that works.
+"""Per-example gradients of any module: its forward pass is repeated for each example, under vmap
+where that works.
 
-Serves bare ``nn.Parameter``s, custom normalisations, attention and recurrent modules. Cost: one more forward and backward pass of that
-module, and memory for its per-example gradients, [examples, entries of its own parameters].
+Serves bare ``nn.Parameter``s, custom normalisations, attention and recurrent modules. Cost: one
+more forward and backward pass of that module, and memory for its per-example gradients, [examples,
+entries of its own parameters].
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
         Local parameter name -> [batch_size, entries].
 
     Raises:
-        ValueError: if the module draws random numbers (its forward pass could not be repeated), or examples are not its first dimension.
+        ValueError: if the module draws random numbers (its forward pass could not be repeated), or
+            examples are not its first dimension.
     """
     module, output_gradients = use.site.module, use.output_gradients
     _refuse_randomness(use)
@@ -46,53 +49,80 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
     cotangents = [output_gradients[p] for p in positions]
 
     def outputs_of_one(parameters: dict[str, Tensor], example_leaves: list[Any]) -> list[Tensor]:
-        full = [leaf if dim is None else leaf.unsqueeze(dim) for leaf, dim in zip(example_leaves, in_dims, strict=True)]
+        full = [
+            leaf if dim is None else leaf.unsqueeze(dim)
+            for leaf, dim in zip(example_leaves, in_dims, strict=True)
+        ]
         args, kwargs = pytree.tree_unflatten(full, spec)
         flat = pytree.tree_leaves(functional_call(module, parameters, args, kwargs))
         return [flat[p] for p in positions]
 
-    def pulled_back(example_leaves: list[Any], example_cotangents: list[Tensor]) -> dict[str, Tensor]:
+    def pulled_back(
+        example_leaves: list[Any], example_cotangents: list[Tensor]
+    ) -> dict[str, Tensor]:
         pull_back = vjp(lambda parameters: outputs_of_one(parameters, example_leaves), own)[1]
-        return pull_back([c.unsqueeze(d) for c, d in zip(example_cotangents, out_dims, strict=True)])[0]
+        return pull_back(
+            [c.unsqueeze(d) for c, d in zip(example_cotangents, out_dims, strict=True)]
+        )[0]
 
     def by_autograd(i: int) -> list[Tensor]:
         parameters = {name: p.clone().requires_grad_(True) for name, p in own.items()}
-        example = [leaf if dim is None else leaf.select(dim, i) for leaf, dim in zip(leaves, in_dims, strict=True)]
+        example = [
+            leaf if dim is None else leaf.select(dim, i)
+            for leaf, dim in zip(leaves, in_dims, strict=True)
+        ]
         with torch.enable_grad():
             outputs = outputs_of_one(parameters, example)
         seeds = [c.select(d, i).unsqueeze(d) for c, d in zip(cotangents, out_dims, strict=True)]
         found = torch.autograd.grad(outputs, list(parameters.values()), seeds, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), found, strict=True)]
+        return [
+            torch.zeros_like(p) if g is None else g
+            for p, g in zip(parameters.values(), found, strict=True)
+        ]
 
     if batch_size > 1 and all(dim is None for dim in in_dims):
         raise NotCaptured(
-            f"layer {use.site.name!r} ({type(module).__name__}) is called without an input that has an example dimension, so per-example "
-            "gradients cannot be told apart; freeze its own parameters or pass it something with an example dimension"
+            f"layer {use.site.name!r} ({type(module).__name__}) is called without an input that "
+            "has an example dimension, so per-example "
+            "gradients cannot be told apart; freeze its own parameters or pass it something with "
+            "an example dimension"
         )
     gradients: dict[str, Tensor] | None = None
     if batch_size > 1 and use.site.unit.batches:
-        # Operations without a batching rule raise, or warn and run one example after the other inside vmap: right either way.
+        # Operations without a batching rule raise, or warn and run one example after the other
+        # inside vmap: right either way.
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
+            warnings.filterwarnings(
+                "ignore", message="There is a performance drop", category=UserWarning
+            )
             try:
-                gradients = vmap(pulled_back, in_dims=(in_dims, out_dims), randomness="error")(leaves, cotangents)
+                gradients = vmap(pulled_back, in_dims=(in_dims, out_dims), randomness="error")(
+                    leaves, cotangents
+                )
             except (RuntimeError, NotImplementedError) as error:
                 if "random" in str(error):
                     raise ValueError(
-                        f"layer {use.site.name!r} ({type(module).__name__}) has parameters that need the generic fallback, which repeats its "
-                        "forward pass, but it draws random numbers; switch its dropout off, freeze these parameters, or move them into a "
+                        f"layer {use.site.name!r} ({type(module).__name__}) has parameters that "
+                        "need the generic fallback, which repeats its "
+                        "forward pass, but it draws random numbers; switch its dropout off, freeze "
+                        "these parameters, or move them into a "
                         "small module of their own"
                     ) from error
     if gradients is None:
-        each = [by_autograd(i) for i in range(batch_size)]  # one example after the other gives the same numbers
+        each = [
+            by_autograd(i) for i in range(batch_size)
+        ]  # one example after the other gives the same numbers
         gradients = {name: torch.stack([e[j] for e in each]) for j, name in enumerate(own)}
     return {name: DirectGradients(g.reshape(batch_size, -1)) for name, g in gradients.items()}
 
 
 def _is_key_value_cache(leaf: Any) -> bool:
-    """A cache that the forward pass has filled: in a repeated pass it would add the same keys and values once more."""
+    """A cache that the forward pass has filled: in a repeated pass it would add the same keys and
+    values once more.
+    """
     return any(
-        kind.__name__ == "Cache" and kind.__module__ == "transformers.cache_utils" for kind in type(leaf).__mro__
+        kind.__name__ == "Cache" and kind.__module__ == "transformers.cache_utils"
+        for kind in type(leaf).__mro__
     )
 
 
@@ -118,7 +148,8 @@ def _output_example_dim(use: Use, position: int, gradient: Tensor, batch_size: i
     module = use.site.module
     if use.site.unit.needs_batch_first and not module.batch_first:
         raise ValueError(
-            f"layer {use.site.name!r} ({type(module).__name__}) has batch_first=False; build it with batch_first=True, so that "
+            f"layer {use.site.name!r} ({type(module).__name__}) has batch_first=False; build it "
+            "with batch_first=True, so that "
             "examples are its first dimension"
         )
     dim = use.site.unit.dim_at(position)
@@ -139,7 +170,10 @@ def _refuse_randomness(use: Use) -> None:
         )
         if isinstance(rate, float) and rate > 0:
             raise ValueError(
-                f"layer {use.site.name!r} ({type(module).__name__}) has parameters {sorted(use.site.parameters)} that need the generic "
-                f"fallback, which repeats its forward pass, but its child {name!r} applies dropout with probability {rate}; "
-                "set that probability to 0, freeze these parameters, or move them into a small module of their own"
+                f"layer {use.site.name!r} ({type(module).__name__}) has parameters "
+                f"{sorted(use.site.parameters)} that need the generic "
+                f"fallback, which repeats its forward pass, but its child {name!r} applies dropout "
+                f"with probability {rate}; "
+                "set that probability to 0, freeze these parameters, or move them into a small "
+                "module of their own"
             )

@@ -11,7 +11,8 @@ from quietgrad.clipping.capture.units import PLAIN, Unit, first_dimension, unit_
 from quietgrad.clipping.norms.rules import Rule, rule_for
 from quietgrad.tensors import trainable_parameters
 
-# Children that are called with inputs common to all examples (T5's table of relative positions): their parents are captured in their place.
+# Children that are called with inputs common to all examples (T5's table of relative positions):
+# their parents are captured in their place.
 _TABLES_OF_THEIR_PARENT = ("relative_attention_bias",)
 
 
@@ -36,10 +37,13 @@ class Site:
 
 @dataclass
 class SharedInputs:
-    """Tensor arguments of modules without a rule that were ever seen without the example as first dimension: all examples share them.
+    """Tensor arguments of modules without a rule that were ever seen without the example as first
+    dimension: all examples share them.
 
-    A table of [positions, features] has the batch size as its first dimension when there happen to be as many examples as positions. It must not
-    be taken apart then: what is shared in one pass is shared in every pass. The guard's passes over one example come before anything is clipped.
+    A table of [positions, features] has the batch size as its first dimension when there happen to
+    be as many examples as positions. It must not
+    be taken apart then: what is shared in one pass is shared in every pass. The guard's passes over
+    one example come before anything is clipped.
 
     Attributes:
         known: (site, structure of its arguments, place among them).
@@ -47,18 +51,25 @@ class SharedInputs:
 
     known: set[tuple[str, str, int]] = field(default_factory=set)
 
-    def places(self, site: str, leaves: Sequence[object], spec: object, examples: int) -> frozenset[int]:
-        """Places of the shared arguments of a call, after this call is noted; a first dimension of 1 says nothing."""
+    def places(
+        self, site: str, leaves: Sequence[object], spec: object, examples: int
+    ) -> frozenset[int]:
+        """Places of the shared arguments of a call, after this call is noted; a first dimension of
+        1 says nothing.
+        """
         structure = f"{len(leaves)} in order" if spec is None else repr(spec)
         for place, leaf in enumerate(leaves):
             if first_dimension(leaf) not in (-1, 1, examples):
                 self.known.add((site, structure, place))
-        return frozenset(place for place in range(len(leaves)) if (site, structure, place) in self.known)
+        return frozenset(
+            place for place in range(len(leaves)) if (site, structure, place) in self.known
+        )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All capture sites of a model, its trainable parameters (tied ones once), and the modules whose own parameters are all frozen.
+    """All capture sites of a model, its trainable parameters (tied ones once), and the modules
+    whose own parameters are all frozen.
 
     Attributes:
         shared: what was found out about the arguments of modules without a rule.
@@ -71,7 +82,8 @@ class Layout:
 
 
 def layout_of(model: nn.Module, shared: SharedInputs | None = None) -> Layout:
-    """Walks the model once; cheap enough to be done at every step, so freezing and unfreezing mid-run just works.
+    """Walks the model once; cheap enough to be done at every step, so freezing and unfreezing
+    mid-run just works.
 
     Args:
         model: the user's.
@@ -88,7 +100,11 @@ def layout_of(model: nn.Module, shared: SharedInputs | None = None) -> Layout:
     for name, module in model.named_modules():
         if id(module) in inside_unit:
             continue
-        tables = {local: child for local, child in module.named_children() if local in _TABLES_OF_THEIR_PARENT}
+        tables = {
+            local: child
+            for local, child in module.named_children()
+            if local in _TABLES_OF_THEIR_PARENT
+        }
         inside_unit.update(id(table) for table in tables.values())
         unit = unit_of(module)
         whole = unit.whole or bool(getattr(module, "parametrizations", None))
@@ -100,9 +116,15 @@ def layout_of(model: nn.Module, shared: SharedInputs | None = None) -> Layout:
             if id(p) in name_of
         }
         for table_name, table in tables.items():
-            own |= {f"{table_name}.{n}": name_of[id(p)] for n, p in table.named_parameters() if id(p) in name_of}
+            own |= {
+                f"{table_name}.{n}": name_of[id(p)]
+                for n, p in table.named_parameters()
+                if id(p) in name_of
+            }
         if own:
             sites.append(Site(name, module, own, None if whole else rule_for(module), unit))
         elif any(True for _ in module.parameters(recurse=False)):
             frozen.append(module)
-    return Layout(tuple(sites), parameters, tuple(frozen), SharedInputs() if shared is None else shared)
+    return Layout(
+        tuple(sites), parameters, tuple(frozen), SharedInputs() if shared is None else shared
+    )

@@ -1,4 +1,6 @@
-"""Where a module's inputs and outputs carry their examples, for torch's own modules that need to be told apart."""
+"""Where a module's inputs and outputs carry their examples, for torch's own modules that need to be
+told apart.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class Unit:
         state_dim: example dimension of all inputs and outputs but the first (final states are
             [layers, examples, hidden]); 0 where it is the first one everywhere.
         needs_batch_first: whether its own ``batch_first`` decides about the first.
-        pair_mask: name and place of an argument that all examples share where it has two dimensions.
+        pair_mask: name and place of an argument that all examples share where it has two
+            dimensions.
         batches: whether its forward pass has a batching rule.
     """
 

@@ -1,7 +1,10 @@
-"""Augmentation multiplicity: several views of a record, whose gradients are averaged before they are clipped.
+"""Augmentation multiplicity: several views of a record, whose gradients are averaged before they
+are clipped.
 
-Source: De, Berrada, Hayes, Smith and Balle 2022, "Unlocking high-accuracy differentially private image classification through scale", section 3. A record's views are rows of the model's batch; in
-factored form they are further positions of one example, so norms and sums cost what K times as many positions cost.
+Source: De, Berrada, Hayes, Smith and Balle 2022, "Unlocking high-accuracy differentially private
+image classification through scale", section 3. A record's views are rows of the model's batch; in
+factored form they are further positions of one example, so norms and sums cost what K times as many
+positions cost.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ def rows_of(batch: Batch, views: int) -> Batch:
     for tensor in tensors_of(batch):
         if tensor.dim() < 2 or tensor.shape[1] != views:
             raise ValueError(
-                f"views={views}, but a tensor of the batch has no second dimension of that size; give every tensor the shape [records, views, ...], "
+                f"views={views}, but a tensor of the batch has no second dimension of that size; "
+                "give every tensor the shape [records, views, ...], "
                 "labels too (labels.unsqueeze(1).expand(-1, views))"
             )
     return map_tensors(batch, lambda t: t.flatten(0, 1))

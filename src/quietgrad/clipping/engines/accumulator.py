@@ -1,7 +1,9 @@
-"""Per-example norms and what is needed for the weighted sum, collected while a micro-batch's backward pass runs.
+"""Per-example norms and what is needed for the weighted sum, collected while a micro-batch's
+backward pass runs.
 
-A parameter is settled when the last of its uses has arrived: its squared norms are added, and either its factors or its per-example gradients
-are kept until the clip factors are known. Memory: what is kept, plus one block of temporaries.
+A parameter is settled when the last of its uses has arrived: its squared norms are added, and
+either its factors or its per-example gradients are kept until the clip factors are known. Memory:
+what is kept, plus one block of temporaries.
 """
 
 from __future__ import annotations
@@ -75,14 +77,17 @@ class Accumulator:
 
     def _is_last(self, name: str, arrived: int) -> bool:
         recording = self.recording
-        # Reentrant checkpointing shows its calls during the backward pass only: how many there will be is not known before the end.
+        # Reentrant checkpointing shows its calls during the backward pass only: how many there will
+        # be is not known before the end.
         if recording is None or recording.attach_all:
             return False
         if self._expected is None:
             self._expected = {}
             for site in self.layout.sites:
                 for owner in site.parameters.values():
-                    self._expected[owner] = self._expected.get(owner, 0) + recording.calls.get(site.name, 0)
+                    self._expected[owner] = self._expected.get(owner, 0) + recording.calls.get(
+                        site.name, 0
+                    )
         return arrived == self._expected.get(name)
 
     def _settle(self, name: str) -> None:
@@ -92,12 +97,15 @@ class Accumulator:
         measured, kept = settle(uses, name, self.policy_of(name), self.projections, dtype)
         self.sums.add(self.group_of(name), measured, parameter.numel())
         if self.keep:
-            # A use of a tied parameter may arrive after the others were settled only if calls were miscounted.
+            # A use of a tied parameter may arrive after the others were settled only if calls were
+            # miscounted.
             assert name not in self.kept, name
             self.kept[name] = kept
 
     def gradient_of(self, example: int) -> dict[str, Tensor]:
-        """One example's gradient by parameter, formed from what was kept: what is measured of it is what can be added. Memory: one gradient."""
+        """One example's gradient by parameter, formed from what was kept: what is measured of it is
+        what can be added. Memory: one gradient.
+        """
         span, weight = slice(example, example + 1), self.sums.squared.new_ones(1)
         made: Sums = {}
         with full_precision():
@@ -110,12 +118,14 @@ class Accumulator:
         return made
 
     def add_weighted(self, sums: Sums, weights: Tensor, left_out: Tensor | None) -> None:
-        """Adds sum_i weights_i g_i to ``sums`` and lets go of what was kept; a parameter without a sum yet gets one.
+        """Adds sum_i weights_i g_i to ``sums`` and lets go of what was kept; a parameter without a
+        sum yet gets one.
 
         Args:
             sums: parameter name -> sum so far.
             weights: [groups, b] clip factors.
-            left_out: [b] examples that add exactly zero, whatever their gradients hold; None for none.
+            left_out: [b] examples that add exactly zero, whatever their gradients hold; None for
+                none.
         """
         with full_precision():
             for name in list(self.kept):
@@ -127,8 +137,12 @@ class Accumulator:
                     sums[name] = known.weighted_sum(row, parameter.shape, dtype, sums.get(name))
 
 
-def contributions_of(use: Use, examples: int, recording: Recording | None) -> dict[str, Contribution]:
-    """Parameter name -> per-example gradients of one call, by the module's rule or by the fallback."""
+def contributions_of(
+    use: Use, examples: int, recording: Recording | None
+) -> dict[str, Contribution]:
+    """Parameter name -> per-example gradients of one call, by the module's
+    rule or by the fallback.
+    """
     site = use.site
     if site.rule is not None:
         found = site.rule(site.module, input_of(use), use.output_gradients[0], site.parameters)
@@ -141,9 +155,15 @@ def contributions_of(use: Use, examples: int, recording: Recording | None) -> di
 
 
 def settle(
-    uses: list[Contribution], name: str, policy: Policy, projections: Projections, dtype: torch.dtype
+    uses: list[Contribution],
+    name: str,
+    policy: Policy,
+    projections: Projections,
+    dtype: torch.dtype,
 ) -> tuple[Measured, list[Kept]]:
-    """Norms of one parameter's per-example gradients, all its uses together, and what to keep of them."""
+    """Norms of one parameter's per-example gradients, all its uses together, and what to keep of
+    them.
+    """
     matrices: list[MatrixFactors] = [u for u in uses if not isinstance(u, DirectGradients)]
     if len(matrices) < len(uses):
         # One parameter seen by a rule and by the fallback: add before taking the norm.

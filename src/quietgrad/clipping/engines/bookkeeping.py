@@ -1,9 +1,11 @@
-"""Book-keeping: one backward pass without weight gradients, then one weighted product per parameter. Memory: output gradients.
+"""Book-keeping: one backward pass without weight gradients, then one weighted product per
+parameter. Memory: output gradients.
 
-An example whose norm, taken from factors, is not certain to be an upper bound (``rounding``) is left
-out of its micro-batch's product: its gradient is formed from the same factors, measured, and added as
-it is. With sketches it stays: its certified bound, if larger, is divided by instead, because which way
-a record goes may depend on its projection but must not change the law of its estimate.
+An example whose norm, taken from factors, is not certain to be an upper bound (``rounding``) is
+left out of its micro-batch's product: its gradient is formed from the same factors, measured, and
+added as
+it is. With sketches it stays: its certified bound, if larger, is divided by instead, because which
+way a record goes may depend on its projection but must not change the law of its estimate.
 
 (A second backward pass of weighted losses was removed: autograd sums records in the model's own
 precision, and sums uses of a weight that the norms never saw.)
@@ -14,7 +16,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.capture.backward import forward_captured, visit_captured_calls, with_any_checkpointing
+from quietgrad.clipping.capture.backward import (
+    forward_captured,
+    visit_captured_calls,
+    with_any_checkpointing,
+)
 from quietgrad.clipping.capture.views import rows_of
 from quietgrad.clipping.engines.accumulator import Accumulator, Sums
 from quietgrad.clipping.engines.one_example import add_scaled, norms_of_one
@@ -29,17 +35,23 @@ def _accumulated(work: Work, batch: Batch, keep: bool) -> Accumulator:
 
     def run(reentrant: bool) -> Accumulator:
         accumulator = work.accumulator(batch_size_of(batch), keep)
-        passes = forward_captured(work.model, work.layout, work.per_example_loss, rows, accumulator.receive, reentrant)
+        passes = forward_captured(
+            work.model, work.layout, work.per_example_loss, rows, accumulator.receive, reentrant
+        )
         with passes as (losses, recording):
             accumulator.recording = recording
-            visit_captured_calls(losses / work.views if work.views > 1 else losses, recording, work.layout)
+            visit_captured_calls(
+                losses / work.views if work.views > 1 else losses, recording, work.layout
+            )
         return accumulator
 
     return with_any_checkpointing(work.checkpointing, run)
 
 
 def group_norms(work: Work, batch: Batch) -> Tensor:
-    """[groups, b] norms of a micro-batch's per-example gradients: estimates, and for those in doubt the norms of their own gradients. Private."""
+    """[groups, b] norms of a micro-batch's per-example gradients: estimates, and for those in doubt
+    the norms of their own gradients. Private.
+    """
     accumulator = _accumulated(work, batch, keep=not work.sketched)
     norms = accumulator.finish()
     alone = work.doubtful(norms)
@@ -51,7 +63,9 @@ def group_norms(work: Work, batch: Batch) -> Tensor:
 
 
 def add_by_bookkeeping(work: Work, batch: Batch, sums: Sums) -> Tensor:
-    """Adds a micro-batch's clipped gradients to ``sums``; returns [b] whether each example's norm is finite."""
+    """Adds a micro-batch's clipped gradients to ``sums``; returns [b] whether each example's norm
+    is finite.
+    """
     accumulator = _accumulated(work, batch, keep=True)
     with torch.no_grad():
         norms = accumulator.finish()
@@ -64,16 +78,25 @@ def add_by_bookkeeping(work: Work, batch: Batch, sums: Sums) -> Tensor:
             left_out = ~finite
         for i in [] if alone is None else torch.nonzero(alone).flatten().tolist():
             finite[i : i + 1] = _add_gradient(work, accumulator.gradient_of(i), sums)
-        accumulator.add_weighted(sums, factors if alone is None else factors.masked_fill(alone, 0.0), left_out)
+        accumulator.add_weighted(
+            sums, factors if alone is None else factors.masked_fill(alone, 0.0), left_out
+        )
     return finite
 
 
 def _add_gradient(work: Work, gradient: dict[str, Tensor], sums: Sums) -> Tensor:
-    """Adds one example's gradient, which is nobody else's, clipped by its own norm; returns [1] whether that is finite."""
+    """Adds one example's gradient, which is nobody else's, clipped by its own norm; returns [1]
+    whether that is finite.
+    """
     norms = norms_of_one(work, gradient)
     finite = norms.enlarged.isfinite().all(dim=0)
     if bool(finite):
         factors = clip_factors(norms.enlarged, work.limits, work.scaling)[:, 0].tolist()
         for name in list(gradient):
-            add_scaled(sums, {name: gradient.pop(name)}, factors[work.thresholds.group_of[name]], owned=True)
+            add_scaled(
+                sums,
+                {name: gradient.pop(name)},
+                factors[work.thresholds.group_of[name]],
+                owned=True,
+            )
     return finite

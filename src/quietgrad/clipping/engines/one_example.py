@@ -34,15 +34,31 @@ def add_one_by_one(work: Work, example: Batch, sums: Sums) -> Tensor:
             known = _addresses(work.model, example, gradients)
             for name in list(gradients):
                 gradient = gradients.pop(name)
-                # Nor kept by the user's code: a backward pass of its own may return a tensor that it holds on to.
-                kept = gradient is not None and (sys.getrefcount(gradient) > 2 or gradient._is_view())
-                owned = gradient is not None and not kept and known[gradient.untyped_storage().data_ptr()] == 1
-                add_scaled(sums, {name: gradient}, factors[work.thresholds.group_of[name]] / work.views, owned)
+                # Nor kept by the user's code: a backward pass of its own may return a tensor that
+                # it holds on to.
+                kept = gradient is not None and (
+                    sys.getrefcount(gradient) > 2 or gradient._is_view()
+                )
+                owned = (
+                    gradient is not None
+                    and not kept
+                    and known[gradient.untyped_storage().data_ptr()] == 1
+                )
+                add_scaled(
+                    sums,
+                    {name: gradient},
+                    factors[work.thresholds.group_of[name]] / work.views,
+                    owned,
+                )
     return finite
 
 
-def _addresses(model: nn.Module, example: Batch, gradients: dict[str, Tensor | None]) -> Counter[int]:
-    """How many of the gradients, the model's tensors and the batch's lie in each piece of memory: one of its own may be scaled in place."""
+def _addresses(
+    model: nn.Module, example: Batch, gradients: dict[str, Tensor | None]
+) -> Counter[int]:
+    """How many of the gradients, the model's tensors and the batch's lie in each piece of memory:
+    one of its own may be scaled in place.
+    """
     tensors = [
         *(g for g in gradients.values() if g is not None),
         *model.parameters(),
@@ -75,8 +91,12 @@ def gradients_of_one(work: Work, example: Batch) -> dict[str, Tensor | None]:
     )
 
 
-def add_scaled(sums: Sums, gradients: dict[str, Tensor | None], factor: float, owned: bool = False) -> None:
-    """Adds ``factor`` times one example's gradients to ``sums``; ``owned``: nobody else holds their memory, which may be used."""
+def add_scaled(
+    sums: Sums, gradients: dict[str, Tensor | None], factor: float, owned: bool = False
+) -> None:
+    """Adds ``factor`` times one example's gradients to ``sums``; ``owned``: nobody else holds their
+    memory, which may be used.
+    """
     for name, gradient in gradients.items():
         if gradient is None:
             continue

@@ -1,10 +1,13 @@
-"""Which norm estimator each parameter gets, and whether its per-example gradients are kept: the cheapest by modelled time.
+"""Which norm estimator each parameter gets, and whether its per-example gradients are kept: the
+cheapest by modelled time.
 
-Modelled costs per example over the non-private step (docs/clipping.md; design of the methods, section 1), in multiplications and in memory traffic:
+Modelled costs per example over the non-private step (docs/clipping.md; design of the methods,
+section 1), in multiplications and in memory traffic:
 
     ghost               t^2 (p + d)              the weighted product stays to be done
     materialized        t p d                    likewise; row blocks bound the memory
-    materialized, kept  3 p d entries of traffic the weighted product becomes a sum of p d entries: nothing is computed twice
+    materialized, kept  3 p d entries of traffic the weighted product becomes a sum of p d entries:
+                        nothing is computed twice
     hutch, hutch++      t k (p + d), three times that
 """
 
@@ -42,7 +45,8 @@ class Choice:
 
     Attributes:
         estimator: "materialized", "ghost", "hutch" or "hutch++".
-        kept: the per-example gradients are kept and summed by their weights; else the factors are kept and multiplied once more.
+        kept: the per-example gradients are kept and summed by their weights; else the factors are
+            kept and multiplied once more.
         seconds: modelled cost over the non-private step.
         sketch_dim: k, of sketches.
     """
@@ -58,11 +62,12 @@ class Policy:
     """How estimators are chosen.
 
     Attributes:
-        estimator: "auto" and "exact" take the cheapest exact one; the other words are taken literally.
+        estimator: "auto" and "exact" take the cheapest exact one; the other words are taken
+            literally.
         sketch_dim: k of sketches.
         speed: of the device.
-        kept_entries: per-example gradients of one parameter may be kept up to this many entries, or up to the size of the factors
-            they replace, whichever is more.
+        kept_entries: per-example gradients of one parameter may be kept up to this many entries, or
+            up to the size of the factors they replace, whichever is more.
         may_keep: False for engines that have no use for kept gradients.
     """
 
@@ -73,18 +78,26 @@ class Policy:
     may_keep: bool = True
 
     def choose(self, cost: Cost) -> Choice:
-        """The estimator for one parameter, all its uses together. Sketches are never chosen unasked: they change the noise multiplier."""
+        """The estimator for one parameter, all its uses together. Sketches are never chosen
+        unasked: they change the noise multiplier.
+        """
         return _choice(self, cost)
 
     def _choose(self, cost: Cost) -> Choice:
         limit = max(self.kept_entries, cost.factor_entries)
         fits = self.may_keep and cost.gradient_entries <= limit
-        materialized = Choice("materialized", fits, self._seconds("materialized", cost, fits), self.sketch_dim)
+        materialized = Choice(
+            "materialized", fits, self._seconds("materialized", cost, fits), self.sketch_dim
+        )
         if self.estimator == "materialized":
             return materialized
         name: Estimator = "ghost" if self.estimator in ("auto", "exact") else self.estimator
         other = Choice(name, False, self._seconds(name, cost, False), self.sketch_dim)
-        if self.estimator in ("auto", "exact") and cost.positions > 1 and materialized.seconds < other.seconds:
+        if (
+            self.estimator in ("auto", "exact")
+            and cost.positions > 1
+            and materialized.seconds < other.seconds
+        ):
             return materialized
         return other
 

@@ -1,4 +1,6 @@
-"""What a norm costs: the sizes that decide, the stated speeds of a device, and what every estimator says of itself."""
+"""What a norm costs: the sizes that decide, the stated speeds of a device, and what every estimator
+says of itself.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ def modelled_throughput(device: torch.device) -> Throughput:
 
 @dataclass(frozen=True)
 class Cost:
-    """The sizes of one parameter's per-example gradient that decide its estimator, for one micro-batch.
+    """The sizes of one parameter's per-example gradient that decide its estimator, for one
+    micro-batch.
 
     Attributes:
         examples: b.
@@ -65,8 +68,8 @@ class Cost:
         rows, columns: p and d.
         blocks: g, diagonal blocks (groups of a convolution).
         one_hot: an embedding table in all its uses.
-        gram_columns: multiplications of the right Gram matrix per pair of positions, where fewer than d
-            (convolutions).
+        gram_columns: multiplications of the right Gram matrix per pair of positions, where fewer
+            than d (convolutions).
         examples_a_call: how many examples' gradients are formed at once, where they come in pieces
             (convolutions on a processor); 0 elsewhere.
     """
@@ -102,7 +105,9 @@ def cost_of(uses: Sequence[MatrixFactors]) -> Cost:
 
 
 class Sketch(NamedTuple):
-    """What a sketch of one parameter's gradients is made with; other estimators do not look at it."""
+    """What a sketch of one parameter's gradients is made with; other
+    estimators do not look at it.
+    """
 
     name: str
     sketch_dim: int
@@ -110,7 +115,9 @@ class Sketch(NamedTuple):
 
 
 class NormEstimator(Protocol):
-    """One way to take norms of per-example gradients: one file of this folder, one line of ``choice``."""
+    """One way to take norms of per-example gradients: one file of this folder, one line of
+    ``choice``.
+    """
 
     def multiplications(self, cost: Cost, sketch_dim: int) -> float:
         """Per micro-batch, over the weighted product."""
@@ -122,7 +129,9 @@ class NormEstimator(Protocol):
         """Of one parameter, all its uses together, with what they may be wrong by."""
 
 
-def seconds(estimator: NormEstimator, cost: Cost, kept: bool, sketch_dim: int, speed: Throughput) -> float:
+def seconds(
+    estimator: NormEstimator, cost: Cost, kept: bool, sketch_dim: int, speed: Throughput
+) -> float:
     """Modelled seconds per micro-batch over the non-private step."""
     # Kept gradients are the weight gradient's work: nothing is computed twice.
     work = 0.0 if kept else estimator.multiplications(cost, sketch_dim)

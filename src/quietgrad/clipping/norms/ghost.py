@@ -1,8 +1,9 @@
-"""Exact norms from Gram matrices over positions: sum((left left^T) * (right right^T)), in blocks of examples and tiles.
+"""Exact norms from Gram matrices over positions: sum((left left^T) * (right right^T)), in blocks of
+examples and tiles.
 
 Several uses of one parameter (tied weights) are summed before the norm is taken, never after: cross
-terms included. A ghost norm errs by gamma S^2 in its square (S the spread): where positions cancel, it
-says nothing, and its bound says so.
+terms included. A ghost norm errs by gamma S^2 in its square (S the spread): where positions cancel,
+it says nothing, and its bound says so.
 Sources: docs/methods, section 1 and "Real arithmetic".
 Shape legend: b examples, g blocks, t positions, p rows, d columns.
 """
@@ -42,12 +43,15 @@ class Ghost:
         return ghost_norms(uses, dtype)
 
 
-def ghost_norms(uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int = BLOCK_ELEMENTS) -> Measured:
-    """Norms from Gram matrices over positions, a tile of positions and a block of examples at a time.
+def ghost_norms(
+    uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int = BLOCK_ELEMENTS
+) -> Measured:
+    """Norms from Gram matrices over positions, a tile of positions and a block of examples at a
+    time.
 
-    Either Gram matrix errs by gamma |a| |a'| and gamma |g| |g'| in its entries; what that does to the
-    squared norm is bounded with the other matrix as it is, which for ordinary gradients is many times
-    sharper than gamma S^2.
+    Either Gram matrix errs by gamma |a| |a'| and gamma |g| |g'| in its entries; what that does to
+    the squared norm is bounded with the other matrix as it is, which for ordinary gradients is many
+    times sharper than gamma S^2.
     """
     grams = uses[0].grams(dtype, block_elements) if len(uses) == 1 else None
     if grams is None:
@@ -72,12 +76,19 @@ def _in_tiles(uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements:
     for e in range(0, b, examples):
         some = [use.examples(slice(e, e + examples)).unfolded() for use in uses]
         pairs = [(first, second) for i, first in enumerate(some) for second in some[i:]]
-        crosses = [(_ghost_product(one, two, dtype, block_elements), 1 if one is two else 2) for one, two in pairs]
-        parts.append(sum((times * cross for cross, times in crosses), torch.zeros_like(crosses[0][0])))
+        crosses = [
+            (_ghost_product(one, two, dtype, block_elements), 1 if one is two else 2)
+            for one, two in pairs
+        ]
+        parts.append(
+            sum((times * cross for cross, times in crosses), torch.zeros_like(crosses[0][0]))
+        )
     return torch.cat(parts, dim=1)
 
 
-def _measured_by_ghost(uses: Sequence[MatrixFactors], sums: Tensor, spread: Spread, dtype: torch.dtype) -> Measured:
+def _measured_by_ghost(
+    uses: Sequence[MatrixFactors], sums: Tensor, spread: Spread, dtype: torch.dtype
+) -> Measured:
     """From [3, b] sums over pairs of positions, see ``_sums``."""
     s = uses[0].sizes
     squared, left_bound, right_bound = sums
@@ -89,13 +100,23 @@ def _measured_by_ghost(uses: Sequence[MatrixFactors], sums: Tensor, spread: Spre
     slack = left_bound * (of_right + of_products)
     slack.add_(right_bound, alpha=of_left).add_(spread.lost)
     slack.add_(spread.squared, alpha=3.0 * of_right * (of_left + of_right))
-    # The bounds are sums over pairs of positions of products that may have been flushed to zero themselves.
-    slack.add_((of_right + of_left + of_products) * s.g * positions * (positions + 1) * smallest_normal(dtype))
+    # The bounds are sums over pairs of positions of products that may have been flushed to zero
+    # themselves.
+    slack.add_(
+        (of_right + of_left + of_products)
+        * s.g
+        * positions
+        * (positions + 1)
+        * smallest_normal(dtype)
+    )
     return Measured(squared.clamp_min(0), slack, margin_of(uses, spread, positions, dtype))
 
 
-def _sums(right: Tensor, left: Tensor, n: tuple[Tensor, Tensor], m: tuple[Tensor, Tensor]) -> Tensor:
-    """[3, x] float64: sums over a pair of tiles of K_right K_left, of |K_left| |a| |a'| and of |K_right| |g| |g'|.
+def _sums(
+    right: Tensor, left: Tensor, n: tuple[Tensor, Tensor], m: tuple[Tensor, Tensor]
+) -> Tensor:
+    """[3, x] float64: sums over a pair of tiles of K_right K_left, of |K_left| |a| |a'| and of
+    |K_right| |g| |g'|.
 
     Args:
         right, left: [x, t, t'] Gram matrices.
@@ -105,14 +126,18 @@ def _sums(right: Tensor, left: Tensor, n: tuple[Tensor, Tensor], m: tuple[Tensor
 
 
 def _between(gram: Tensor, one: Tensor, two: Tensor) -> Tensor:
-    """[x] float64, sum of |gram| one two; never too small but for products that were flushed to zero."""
+    """[x] float64, sum of |gram| one two; never too small but for products that were flushed to
+    zero.
+    """
     products = gram.abs().mul_(one.unsqueeze(2)).mul_(two.unsqueeze(1))
     larger = 1.001 + 2.0 * gamma(gram.shape[2], gram, gram.dtype)
     return products.sum(2).sum(1, dtype=torch.float64).mul_(larger)
 
 
 def _inner_products(first: Tensor, second: Tensor) -> Tensor:
-    """[x] float64 sums over both other dimensions of products of entries: runs of them in the working precision, their sum in float64."""
+    """[x] float64 sums over both other dimensions of products of entries: runs of them in the
+    working precision, their sum in float64.
+    """
     if first.shape[2] <= PRODUCTS_AT_ONCE:
         return torch.mul(first, second).sum(2).sum(1, dtype=torch.float64)
     one, two = first.flatten(1), second.flatten(1)
@@ -126,12 +151,18 @@ def _inner_products(first: Tensor, second: Tensor) -> Tensor:
     return total
 
 
-def _ghost_product(first: Unfolded, second: Unfolded, dtype: torch.dtype, block_elements: int) -> Tensor:
-    """[3, b] inner products <M_first, M_second> and the sums that bound their errors, see ``_sums``."""
+def _ghost_product(
+    first: Unfolded, second: Unfolded, dtype: torch.dtype, block_elements: int
+) -> Tensor:
+    """[3, b] inner products <M_first, M_second> and the sums that bound their errors, see
+    ``_sums``.
+    """
     s, t2 = first.sizes, second.sizes.t
     b, g, t1 = s.b, s.g, s.t
     same = first is second
-    n, m = zip(*(use.row_norms(dtype) for use in ((first,) if same else (first, second))), strict=True)
+    n, m = zip(
+        *(use.row_norms(dtype) for use in ((first,) if same else (first, second))), strict=True
+    )
     if t1 == t2 == 1 and same:
         squared = (n[0].double() * m[0].double()).square_().sum((1, 2))
         bounds = squared * (1.0 + 4.0 * gamma(s.p + s.d, squared, dtype))
@@ -139,7 +170,8 @@ def _ghost_product(first: Unfolded, second: Unfolded, dtype: torch.dtype, block_
     n = tuple(at_least(x, s.d) for x in n)
     m = tuple(at_least(x, s.p) for x in m)
     side = max(1, int((block_elements // g) ** 0.5))
-    # A whole row of tiles where it fits, square tiles where it does not: of a square, tiles above the diagonal count twice.
+    # A whole row of tiles where it fits, square tiles where it does not: of a square, tiles above
+    # the diagonal count twice.
     tile1, tile2 = (t1, t2) if g * t1 * t2 <= block_elements else (min(t1, side), min(t2, side))
     examples = max(1, min(b, block_elements // max(1, g * tile1 * tile2)))
     result = first.right_bgtd.new_zeros(3, b, dtype=torch.float64)
@@ -149,10 +181,15 @@ def _ghost_product(first: Unfolded, second: Unfolded, dtype: torch.dtype, block_
             one = first.positions(rows, slice(r, r + tile1))
             for u in range(r if same else 0, t2, tile2):
                 two = one if same and r == u else second.positions(rows, slice(u, u + tile2))
-                right = block_products(one.right_bgtd, two.right_bgtd.transpose(2, 3), dtype).flatten(0, 1)
+                right = block_products(
+                    one.right_bgtd, two.right_bgtd.transpose(2, 3), dtype
+                ).flatten(0, 1)
                 left = one.left_gram(two, dtype).expand(-1, g, -1, -1).flatten(0, 1)
                 ends = [
-                    (x[0][rows, :, r : r + tile1].flatten(0, 1), x[-1][rows, :, u : u + tile2].flatten(0, 1))
+                    (
+                        x[0][rows, :, r : r + tile1].flatten(0, 1),
+                        x[-1][rows, :, u : u + tile2].flatten(0, 1),
+                    )
                     for x in (n, m)
                 ]
                 part = _sums(right, left, *ends).unflatten(1, (-1, g)).sum(2)

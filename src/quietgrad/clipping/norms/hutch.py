@@ -1,4 +1,5 @@
-"""Hutchinson's estimate of squared norms: ||right^T (left P)||^2 with P of variance 1/k, k columns; linear in the positions.
+"""Hutchinson's estimate of squared norms: ||right^T (left P)||^2 with P of variance 1/k, k columns;
+linear in the positions.
 
 Sources: docs/methods, section 1; DP-SGD-RC with erratum E2.
 Shape legend: b examples, g blocks, t positions, p rows, d columns, k projections.
@@ -15,11 +16,17 @@ from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
 from quietgrad.clipping.norms.factors import MatrixFactors
 from quietgrad.clipping.norms.projections import Projections
 from quietgrad.clipping.norms.rounding import Measured, squared_norms
-from quietgrad.clipping.norms.sketches import drawn, project_columns, project_rows, sketched, tail_margin
+from quietgrad.clipping.norms.sketches import (
+    drawn,
+    project_columns,
+    project_rows,
+    sketched,
+    tail_margin,
+)
 from quietgrad.clipping.norms.spread import spread_of
 
-# Rows of a sketch; a longer dimension is projected itself, or its sketch would take more memory than
-# the factors.
+# Rows of a sketch; a longer dimension is projected itself, or its sketch would take more memory
+# than the factors.
 LONGEST_SKETCH = 8192
 
 
@@ -28,7 +35,9 @@ class Hutch:
     """t k (p + d) multiplications per example."""
 
     def multiplications(self, cost: Cost, sketch_dim: int) -> float:
-        return cost.examples * cost.blocks * cost.positions * sketch_dim * (cost.rows + cost.columns)
+        return (
+            cost.examples * cost.blocks * cost.positions * sketch_dim * (cost.rows + cost.columns)
+        )
 
     def traffic(self, cost: Cost, kept: bool, speed: Throughput) -> float:
         return 0.0
@@ -38,23 +47,35 @@ class Hutch:
 
 
 def hutch_norms(
-    uses: Sequence[MatrixFactors], name: str, sketch_dim: int, projections: Projections, dtype: torch.dtype
+    uses: Sequence[MatrixFactors],
+    name: str,
+    sketch_dim: int,
+    projections: Projections,
+    dtype: torch.dtype,
 ) -> Measured:
     """Hutchinson estimates of the squared norms: unbiased, relative variance 2/k at rank one.
 
     One dimension is projected by one Gaussian matrix, the same for every example and use that meets
     parameter ``name`` in this release: the smaller one, which needs fewer draws, unless the sketch,
-    [larger, k] for each example, would be too large (tables, heads over a vocabulary). Either has the
-    same law.
+    [larger, k] for each example, would be too large (tables, heads over a vocabulary). Either has
+    the same law.
     """
     some = [use.unfolded() for use in uses]
     s = some[0].sizes
     side = _projected(s.p, s.d)
     projection = drawn(projections.gaussian(name, "hutch", side, sketch_dim), some[0], dtype)
     rows = side == s.p
-    sketch = project_rows(some, projection, dtype) if rows else project_columns(some, projection, dtype)
+    sketch = (
+        project_rows(some, projection, dtype) if rows else project_columns(some, projection, dtype)
+    )
     spread = spread_of(uses, dtype)
-    return sketched(squared_norms(sketch), some, spread, tail_margin(some, side, sketch_dim, sketch, dtype), dtype)
+    return sketched(
+        squared_norms(sketch),
+        some,
+        spread,
+        tail_margin(some, side, sketch_dim, sketch, dtype),
+        dtype,
+    )
 
 
 def _projected(p: int, d: int) -> int:

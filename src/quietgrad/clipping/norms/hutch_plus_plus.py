@@ -48,16 +48,21 @@ class HutchPlusPlus:
 
 
 def hutch_plus_plus_norms(
-    uses: Sequence[MatrixFactors], name: str, sketch_dim: int, projections: Projections, dtype: torch.dtype
+    uses: Sequence[MatrixFactors],
+    name: str,
+    sketch_dim: int,
+    projections: Projections,
+    dtype: torch.dtype,
 ) -> Measured:
     """Hutch++ estimates: exact for per-example gradients of rank below k.
 
-    With M the p x d gradient of one example, Q an orthonormal basis of M^T S and Y = M^T P: ||M Q||^2 + ||Y - Q Q^T Y||^2.
+    With M the p x d gradient of one example, Q an orthonormal basis of M^T S and Y = M^T P: ||M
+    Q||^2 + ||Y - Q Q^T Y||^2.
     """
     some = [use.unfolded() for use in uses]
     s = some[0].sizes
-    # Each block of a grouped convolution gets a basis of its own; the squared norms of blocks add up.
-    # Drawn one after the other, so that one only is held.
+    # Each block of a grouped convolution gets a basis of its own; the squared norms of blocks add
+    # up. Drawn one after the other, so that one only is held.
     project = project_rows if s.p >= s.d else project_columns
     columns = min(sketch_dim, s.p, s.d)
     probe = drawn(projections.gaussian(name, "range", max(s.p, s.d), columns), some[0], dtype)
@@ -69,8 +74,11 @@ def hutch_plus_plus_norms(
     tail.sub_(basis_bgsk @ (basis_bgsk.transpose(2, 3) @ tail))
     squared = squared_norms(tail)
     spread = spread_of(uses, dtype)
-    # The head's basis is orthonormal to the rounding of its factorisation, and no more random than the data. Head and tail are orthogonal: so are their errors.
-    head = math.sqrt(columns) * gamma(chain_of_columns(min(s.p, s.d)), tail, dtype) + position_gamma(some, tail, dtype)
+    # The head's basis is orthonormal to the rounding of its factorisation, and no more random than
+    # the data. Head and tail are orthogonal: so are their errors.
+    head = math.sqrt(columns) * gamma(
+        chain_of_columns(min(s.p, s.d)), tail, dtype
+    ) + position_gamma(some, tail, dtype)
     margin = math.hypot(head, tail_margin(some, max(s.p, s.d), sketch_dim, tail, dtype))
     squared += _head_norms(some, basis_bgsk, dtype)
     measured = sketched(squared, some, spread, margin, dtype)
@@ -85,7 +93,10 @@ def _head_norms(uses: Sequence[Unfolded], basis_bgsk: Tensor, dtype: torch.dtype
     if any(use.one_hot for use in uses):
         return squared_norms((project_columns if tall else project_rows)(uses, basis_bgsk, dtype))
     smalls = [
-        thin_product(use.right_bgtd, basis_bgsk, dtype) if tall else use.left_product(basis_bgsk, dtype) for use in uses
+        thin_product(use.right_bgtd, basis_bgsk, dtype)
+        if tall
+        else use.left_product(basis_bgsk, dtype)
+        for use in uses
     ]
     squared = smalls[0].new_zeros(s.b, dtype=torch.float64)
     for start in range(0, max(s.p, s.d), HEAD_ROWS):

@@ -1,4 +1,5 @@
-"""Exact norms by forming per-example gradients: ||left^T right||^2, in blocks of examples and rows of bounded size.
+"""Exact norms by forming per-example gradients: ||left^T right||^2, in blocks of examples and rows
+of bounded size.
 
 Several uses of one parameter (tied weights) are summed before the norm is taken, never after: cross
 terms included. A materialized norm errs by gamma S in the norm (S the spread).
@@ -32,14 +33,17 @@ CALLS_PER_PIECE = 3  # routines called for each piece of a convolution's per-exa
 
 @dataclass(frozen=True)
 class Materialized:
-    """t p d multiplications per example; kept, 3 p d entries of traffic instead, and no weighted product."""
+    """t p d multiplications per example; kept, 3 p d entries of traffic instead, and no weighted
+    product.
+    """
 
     def multiplications(self, cost: Cost, sketch_dim: int) -> float:
         each = cost.examples * cost.blocks * cost.positions
         return each * (cost.columns if cost.one_hot else cost.rows * cost.columns)
 
     def traffic(self, cost: Cost, kept: bool, speed: Throughput) -> float:
-        # Kept: written, read for the norm, read for the sum, which is read and written once for all examples.
+        # Kept: written, read for the norm, read for the sum, which is read and written once for all
+        # examples.
         entries = cost.gradient_entries * (3.0 + 2.0 / cost.examples if kept else 1.0)
         if cost.examples_a_call:
             calls = CALLS_PER_PIECE * -(-cost.examples // cost.examples_a_call)
@@ -54,7 +58,9 @@ class Materialized:
 
 
 def kept_gradients(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> tuple[Measured, Kept]:
-    """Norms of one parameter's per-example gradients, and the gradients, to be summed by their weights."""
+    """Norms of one parameter's per-example gradients, and the gradients, to be summed by their
+    weights.
+    """
     pieces = _pieces(uses, dtype)
     if pieces is None:
         whole = materialized_gradients(uses, dtype)
@@ -69,7 +75,9 @@ def kept_gradients(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> tuple[M
 
 
 def _pieces(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> Iterator[Tensor] | None:
-    """Per-example gradients a few examples at a time, where they come that way; sums of several uses do not."""
+    """Per-example gradients a few examples at a time, where they come that way; sums of several
+    uses do not.
+    """
     return uses[0].pieces(dtype) if len(uses) == 1 else None
 
 
@@ -79,7 +87,11 @@ def materialized_gradients(uses: Sequence[MatrixFactors], dtype: torch.dtype) ->
     total: Tensor | None = None
     for use in uses:
         pieces = use.pieces(dtype)
-        part = use.unfolded().gradient_rows(0, s.p, dtype) if pieces is None else torch.cat(tuple(pieces))
+        part = (
+            use.unfolded().gradient_rows(0, s.p, dtype)
+            if pieces is None
+            else torch.cat(tuple(pieces))
+        )
         part = part.reshape(s.b, -1)
         total = part if total is None else total.add_(part)
     assert total is not None
@@ -101,7 +113,9 @@ def materialized_norms(
     return Measured(squared, norm_gamma(squared, dtype) * squared, margin)
 
 
-def _squares_in_blocks(uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int) -> Tensor:
+def _squares_in_blocks(
+    uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int
+) -> Tensor:
     s = uses[0].sizes
     rows = max(1, min(s.p, block_elements // max(1, s.d * s.g)))
     most = max(use.sizes.patch_entries for use in uses)

@@ -1,20 +1,29 @@
 """What rounding can do to a norm, and the certified upper bound that gradients are divided by.
 
-Clipping bounds a record's contribution only if its norm is not underestimated, and a norm taken from factors is a difference of large products: where the contributions of a
-record's positions cancel, float32 leaves nothing of it. So every estimate comes with what it may be wrong by (``Measured``), and
+Clipping bounds a record's contribution only if its norm is not underestimated, and a norm taken
+from factors is a difference of large products: where the contributions of a record's positions
+cancel, float32 leaves nothing of it. So every estimate comes with what it may be wrong by
+(``Measured``), and
 
-    cert = sqrt(squared + slack) + margin + floor        at least the norm of what the sum will hold of this record
+    cert = sqrt(squared + slack) + margin + floor        at least the norm of what the sum will hold
+    of this record
 
-Symbols (per example): M = sum_t g_t a_t^T the gradient, S = sum_t |a_t| |g_t| its *spread* (S >= |M|, far above it where positions cancel), u the unit roundoff, gamma(n) = n u (any order of a
-sum of n products errs by at most gamma(n) times the sum of absolute values: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1), eta the smallest normal
-number (products below it may become zero).
+Symbols (per example): M = sum_t g_t a_t^T the gradient, S = sum_t |a_t| |g_t| its *spread* (S >=
+|M|, far above it where positions cancel), u the unit roundoff, gamma(n) = n u (any order of a sum
+of n products errs by at most gamma(n) times the sum of absolute values: Higham, Accuracy and
+Stability of Numerical Algorithms, 2nd ed., section 3.1), eta the smallest normal number (products
+below it may become zero).
 
-    slack    of a squared norm: ghost norms err by up to gamma(p + d + ...) S^2 (``ghost``), any norm by the rounding of its own sum of squares
-    margin   of a norm: the sum is formed by another product than the one that was measured; either errs by gamma(t) S
+    slack    of a squared norm: ghost norms err by up to gamma(p + d + ...) S^2 (``ghost``), any
+             norm by the rounding of its own sum of squares
+    margin   of a norm: the sum is formed by another product than the one that was measured; either
+             errs by gamma(t) S
     floor    of a norm: squares of entries below sqrt(eta) may have become zero
 
-All norms are divided by (1 + SHARE) estimates, so that a contribution is the same function of its record whichever way it was measured: a bound that depended on the way would make it depend on
-who else is in the batch, through the choice of the way. Where ``cert`` is above that, the example is doubtful and is measured again as its own gradient (``bookkeeping``).
+All norms are divided by (1 + SHARE) estimates, so that a contribution is the same function of its
+record whichever way it was measured: a bound that depended on the way would make it depend on who
+else is in the batch, through the choice of the way. Where ``cert`` is above that, the example is
+doubtful and is measured again as its own gradient (``bookkeeping``).
 """
 
 from __future__ import annotations
@@ -26,16 +35,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# By how much a measured norm is enlarged, always: what a certified bound may exceed the estimate by.
+# By how much a measured norm is enlarged, always: what a certified bound may exceed the estimate
+# by.
 SHARE = 2.0**-10
 
-# A sum over more positions is cut into blocks of so many, so that its rounding stays in bounds at any length.
+# A sum over more positions is cut into blocks of so many, so that its rounding stays in bounds at
+# any length.
 LONGEST_CHAIN = 256
 
 # Where padding must not change a bound, positions count as so many, or as the next power of two.
 STEADY_POSITIONS = 8192
 
-# Entries whose squares are added up in the working precision; the rest of a sum of squares is done in float64.
+# Entries whose squares are added up in the working precision; the rest of a sum of squares is done
+# in float64.
 SQUARES_AT_ONCE = 2048
 
 # Of a GPU's matrix units, against the model of one rounding a product and one an addition.
@@ -49,12 +61,14 @@ LARGEST_NORM = 2.0**63
 
 @dataclass(frozen=True)
 class Measured:
-    """Squared norms of one parameter's per-example gradients with what they may be wrong by. Private.
+    """Squared norms of one parameter's per-example gradients with what they may be wrong by.
+    Private.
 
     Attributes:
         squared: [b] float64, estimates of the squared norms.
         slack: [b] float64, at most so much do the squared norms exceed ``squared``.
-        margin: [b] float64, norm of the difference between what was measured and what the sum will hold; 0 where the same numbers serve both.
+        margin: [b] float64, norm of the difference between what was measured and what the sum will
+            hold; 0 where the same numbers serve both.
     """
 
     squared: Tensor
@@ -94,7 +108,9 @@ def blocks(terms: int) -> Iterator[slice]:
 
 
 def squared_norms(values: Tensor) -> Tensor:
-    """[b] float64 sums of squares over all other dimensions: blocks in the working precision, their sum in float64. Relative error at most ``norm_gamma``."""
+    """[b] float64 sums of squares over all other dimensions: blocks in the working precision, their
+    sum in float64. Relative error at most ``norm_gamma``.
+    """
     flat = values.flatten(1)
     n = flat.shape[1]
     if n <= SQUARES_AT_ONCE:
@@ -102,7 +118,11 @@ def squared_norms(values: Tensor) -> Tensor:
     whole = n - n % SQUARES_AT_ONCE
     blocks = flat[:, :whole].unflatten(1, (-1, SQUARES_AT_ONCE))
     total = torch.linalg.vector_norm(blocks, dim=2).double().square_().sum(1)
-    return total if whole == n else total + torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square_()
+    return (
+        total
+        if whole == n
+        else total + torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square_()
+    )
 
 
 def norm_gamma(like: Tensor, dtype: torch.dtype) -> float:
@@ -111,18 +131,24 @@ def norm_gamma(like: Tensor, dtype: torch.dtype) -> float:
 
 
 def direct(values_bn: Tensor) -> Measured:
-    """Gradients that are kept as they were measured: nothing but the rounding of their own squares."""
+    """Gradients that are kept as they were measured: nothing but the rounding
+    of their own squares.
+    """
     squared = squared_norms(values_bn)
-    return Measured(squared, norm_gamma(values_bn, values_bn.dtype) * squared, torch.zeros_like(squared))
+    return Measured(
+        squared, norm_gamma(values_bn, values_bn.dtype) * squared, torch.zeros_like(squared)
+    )
 
 
 @dataclass
 class NormSums:
-    """Squared norms of groups of parameters, added up over parameters while a backward pass runs. Private.
+    """Squared norms of groups of parameters, added up over parameters while a backward pass runs.
+    Private.
 
     Attributes:
         squared, slack: [groups, b] float64, see ``Measured``.
-        margin_squared: [groups, b] float64; parameters are orthogonal, so their margins add up in squares.
+        margin_squared: [groups, b] float64; parameters are orthogonal, so their margins add up in
+            squares.
         entries: for each group, entries of the gradients, for the floor.
     """
 
@@ -165,15 +191,23 @@ class Norms:
     certified: Tensor
 
     def doubtful(self, limits: Tensor, stability: float) -> Tensor:
-        """[b] whether the enlarged norm of some group is no upper bound, and a gradient that must be shortened depends on it.
+        """[b] whether the enlarged norm of some group is no upper bound, and a gradient that must
+        be shortened depends on it.
 
         Args:
             limits: [groups] clipping norms.
-            stability: added to norms before they divide (automatic clipping); 0 where gradients below the limit stay as they are.
+            stability: added to norms before they divide (automatic clipping); 0 where gradients
+                below the limit stay as they are.
         """
-        known = self.enlarged + stability if stability else torch.maximum(self.enlarged, limits.unsqueeze(1))
+        known = (
+            self.enlarged + stability
+            if stability
+            else torch.maximum(self.enlarged, limits.unsqueeze(1))
+        )
         return ~((self.certified <= known) & self.certified.isfinite()).all(dim=0)
 
     def divisors(self) -> Tensor:
-        """[groups, b] the larger of the two: sound whatever the data, and without a jump. For sketches, which are not measured again."""
+        """[groups, b] the larger of the two: sound whatever the data, and without a jump. For
+        sketches, which are not measured again.
+        """
         return torch.maximum(self.enlarged, self.certified)

@@ -1,7 +1,9 @@
-"""Per-layer rules: from a module's input and the gradient at its output to per-example gradients in factored form.
+"""Per-layer rules: from a module's input and the gradient at its output to per-example gradients in
+factored form.
 
-A rule is a function (module, input, output_gradient, parameter names wanted) -> {own parameter name: contribution}. Inputs and output
-gradients have the example as their first dimension. Modules without a rule go through ``fallback``.
+A rule is a function (module, input, output_gradient, parameter names wanted) -> {own parameter
+name: contribution}. Inputs and output gradients have the example as their first dimension. Modules
+without a rule go through ``fallback``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from quietgrad.tensors import accumulation_dtype
 Rule = Callable[[Any, Tensor, Tensor, Collection[str]], dict[str, Contribution]]
 
 
-def linear_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+def linear_rule(
+    module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
     """y = x W^T + b: M_i = G_i^T A_i."""
     return _affine(x, grad, wanted, transposed=False)
 
@@ -41,7 +45,9 @@ def transposed_linear_rule(
     return _affine(x, grad, wanted, transposed=True)
 
 
-def _affine(x: Tensor, grad: Tensor, wanted: Collection[str], transposed: bool) -> dict[str, Contribution]:
+def _affine(
+    x: Tensor, grad: Tensor, wanted: Collection[str], transposed: bool
+) -> dict[str, Contribution]:
     b = x.shape[0]
     a_bgtd = x.reshape(b, 1, -1, x.shape[-1])
     g_bgtp = grad.reshape(b, 1, -1, grad.shape[-1])
@@ -53,8 +59,12 @@ def _affine(x: Tensor, grad: Tensor, wanted: Collection[str], transposed: bool) 
     return out
 
 
-def embedding_rule(module: nn.Embedding, ids: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
-    """y_t = W[id_t]: M_i = onehot(ids)^T G_i, positions that read ``padding_idx`` left out, as autograd does."""
+def embedding_rule(
+    module: nn.Embedding, ids: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
+    """y_t = W[id_t]: M_i = onehot(ids)^T G_i, positions that read ``padding_idx`` left out, as
+    autograd does.
+    """
     b = ids.shape[0]
     ids_bt = ids.reshape(b, -1)
     g_btd = grad.reshape(b, ids_bt.shape[1], grad.shape[-1])
@@ -66,7 +76,8 @@ def embedding_rule(module: nn.Embedding, ids: Tensor, grad: Tensor, wanted: Coll
 def embedding_bag_rule(
     module: nn.EmbeddingBag, ids: Tensor, grad: Tensor, wanted: Collection[str]
 ) -> dict[str, Contribution]:
-    """y = sum_t w_t W[id_t], w_t = 1 or 1 over the number of words: every position has the bag's gradient times w_t.
+    """y = sum_t w_t W[id_t], w_t = 1 or 1 over the number of words: every position has the bag's
+    gradient times w_t.
 
     Bags are rows of ``ids``; words of ``padding_idx`` count for neither.
     """
@@ -79,12 +90,16 @@ def embedding_bag_rule(
     return {"weight": OneHotFactors(ids.long(), g_btd.unsqueeze(1), module.num_embeddings)}
 
 
-def layer_norm_rule(module: nn.LayerNorm, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+def layer_norm_rule(
+    module: nn.LayerNorm, x: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
     normalised = F.layer_norm(x, module.normalized_shape, eps=module.eps)
     return _scale_and_shift_last(normalised, grad, wanted, len(module.normalized_shape))
 
 
-def rms_norm_rule(module: nn.RMSNorm, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+def rms_norm_rule(
+    module: nn.RMSNorm, x: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
     normalised = F.rms_norm(x, module.normalized_shape, eps=module.eps)
     return _scale_and_shift_last(normalised, grad, wanted, len(module.normalized_shape))
 
@@ -92,7 +107,9 @@ def rms_norm_rule(module: nn.RMSNorm, x: Tensor, grad: Tensor, wanted: Collectio
 def scaled_rms_norm_rule(
     module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
 ) -> dict[str, Contribution]:
-    """The RMSNorms of Hugging Face models, y = w n(x) or (1 + w) n(x): the derivative by w is n(x) in both."""
+    """The RMSNorms of Hugging Face models, y = w n(x) or (1 + w) n(x): the derivative by w is n(x)
+    in both.
+    """
     wide = x.to(accumulation_dtype(x.dtype))
     normalised = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + _epsilon_of(module))
     return _scale_and_shift_last(normalised, grad, wanted, 1)
@@ -111,7 +128,9 @@ def _behaves_like_rms_norm(module: nn.Module) -> bool:
     own = dict(module.named_parameters())
     if set(own) != {"weight"} or own["weight"].dim() != 1 or any(True for _ in module.children()):
         return False
-    if "rmsnorm" not in kind.__name__.lower().replace("_", "") and not kind.__name__.endswith("LayerNorm"):
+    if "rmsnorm" not in kind.__name__.lower().replace("_", "") and not kind.__name__.endswith(
+        "LayerNorm"
+    ):
         return False
     if kind not in _is_scaled_rms_norm:
         probe = copy.deepcopy(module).cpu().float()
@@ -127,7 +146,8 @@ def _behaves_like_rms_norm(module: nn.Module) -> bool:
                 y = None
         same = isinstance(y, Tensor) and y.shape == x.shape
         _is_scaled_rms_norm[kind] = same and any(
-            torch.allclose(y, scale * normalised, rtol=1e-4, atol=1e-5) for scale in (weight, 1 + weight)
+            torch.allclose(y, scale * normalised, rtol=1e-4, atol=1e-5)
+            for scale in (weight, 1 + weight)
         )
     return _is_scaled_rms_norm[kind]
 
@@ -145,19 +165,27 @@ def _scale_and_shift_last(
     return out
 
 
-def group_norm_rule(module: nn.GroupNorm, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+def group_norm_rule(
+    module: nn.GroupNorm, x: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
     if x.dtype == grad.dtype and x.dtype in (torch.float32, torch.float64):
         return _native_group_norm(module, x.contiguous(), grad.contiguous(), wanted)
-    return _scale_and_shift_channels(F.group_norm(x, module.num_groups, eps=module.eps), grad, wanted)
+    return _scale_and_shift_channels(
+        F.group_norm(x, module.num_groups, eps=module.eps), grad, wanted
+    )
 
 
 def _native_group_norm(
     module: nn.GroupNorm, x: Tensor, grad: Tensor, wanted: Collection[str]
 ) -> dict[str, Contribution]:
-    """Autograd's routine, with the examples presented as further groups of one example: it sums over examples, not over groups."""
+    """Autograd's routine, with the examples presented as further groups of one example: it sums
+    over examples, not over groups.
+    """
     b, channels = x.shape[:2]
     positions, groups = x.shape[2:].numel(), module.num_groups
-    _, mean, scale = torch.native_group_norm(x, None, None, b, channels, positions, groups, module.eps)
+    _, mean, scale = torch.native_group_norm(
+        x, None, None, b, channels, positions, groups, module.eps
+    )
     together = (1, b * channels, positions)
     # The routine insists on a weight, which only the input's gradient depends on.
     ones = x.new_ones(b * channels)
@@ -166,14 +194,20 @@ def _native_group_norm(
         1, b * channels, positions, b * groups, [False, "weight" in wanted, "bias" in wanted],
     )  # fmt: skip
     found = {"weight": weight, "bias": bias}
-    return {name: DirectGradients(found[name].view(b, channels)) for name in found if name in wanted}
+    return {
+        name: DirectGradients(found[name].view(b, channels)) for name in found if name in wanted
+    }
 
 
-def instance_norm_rule(module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+def instance_norm_rule(
+    module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
     return _scale_and_shift_channels(F.instance_norm(x, eps=float(module.eps)), grad, wanted)  # type: ignore[arg-type]
 
 
-def _scale_and_shift_channels(normalised: Tensor, grad: Tensor, wanted: Collection[str]) -> dict[str, Contribution]:
+def _scale_and_shift_channels(
+    normalised: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
     b, channels = grad.shape[:2]
     out: dict[str, Contribution] = {}
     if "weight" in wanted:
@@ -186,7 +220,9 @@ def _scale_and_shift_channels(normalised: Tensor, grad: Tensor, wanted: Collecti
 def convolution_rule(
     module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor, grad: Tensor, wanted: Collection[str]
 ) -> dict[str, Contribution]:
-    """Conv1d, Conv2d, Conv3d with stride, padding, dilation and groups: positions are output pixels, columns are patches."""
+    """Conv1d, Conv2d, Conv3d with stride, padding, dilation and groups: positions are output
+    pixels, columns are patches.
+    """
     out: dict[str, Contribution] = {}
     if "weight" in wanted:
         sides = module._reversed_padding_repeated_twice
@@ -195,11 +231,17 @@ def convolution_rule(
             mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
             x, before = F.pad(x, sides, mode=mode), tuple(0 for _ in before)
         geometry = Geometry(
-            tuple(module.kernel_size), tuple(module.stride), before, tuple(module.dilation), module.groups
+            tuple(module.kernel_size),
+            tuple(module.stride),
+            before,
+            tuple(module.dilation),
+            module.groups,
         )
         out["weight"] = ConvolutionFactors(x, grad, geometry)
     if "bias" in wanted:
-        out["bias"] = DirectGradients(_sum(grad.reshape(grad.shape[0], module.out_channels, -1), dim=2))
+        out["bias"] = DirectGradients(
+            _sum(grad.reshape(grad.shape[0], module.out_channels, -1), dim=2)
+        )
     return out
 
 
@@ -224,7 +266,8 @@ _RULES: dict[type[nn.Module], Rule] = {
 
 
 def rule_for(module: nn.Module) -> Rule | None:
-    """The rule of a module's exact type; subclasses may change the forward pass and so go through the fallback.
+    """The rule of a module's exact type; subclasses may change the forward pass and so go through
+    the fallback.
 
     A parameter that is recomputed from others (``torch.nn.utils.parametrize``) has no rule either.
     """
@@ -237,13 +280,19 @@ def rule_for(module: nn.Module) -> Rule | None:
         return linear_rule
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return transposed_linear_rule
-    if kind not in _RULES and kind.__module__.startswith("transformers.") and _behaves_like_rms_norm(module):
+    if (
+        kind not in _RULES
+        and kind.__module__.startswith("transformers.")
+        and _behaves_like_rms_norm(module)
+    ):
         return scaled_rms_norm_rule
     return _RULES.get(kind)
 
 
 def batched_dims(module: nn.Module) -> int | None:
-    """Number of dimensions an input must have at least to carry examples first; None where any will do."""
+    """Number of dimensions an input must have at least to carry examples first; None where any will
+    do.
+    """
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return len(module.kernel_size) + 2
     return 1 if isinstance(module, nn.Embedding) else 2

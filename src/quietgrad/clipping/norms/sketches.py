@@ -1,12 +1,13 @@
-"""What random sketches of per-example gradients share: projections of the factors, and what rounding does to them.
+"""What random sketches of per-example gradients share: projections of the factors, and what
+rounding does to them.
 
-Every use of a parameter meets the same projection, so several uses (tied weights) are sums of sketches.
-Sketches are accumulated in float32 at least. Their ``margin`` covers rounding: with a projection that
-knows nothing of the data, every partial sum is Gaussian, and the error is at most gamma(p + t) S times
-a weighted mean of roots of chi-squares over k, hence at most rho(k) gamma(p + t) S but with probability
-1e-12 (the exponential moment of a mean is at most that of one, so Chernoff's bound needs no union:
-Laurent and Massart 2000, Lemma 1); lengths of sums are taken as constants of the parameter, so that
-padding does not change what a record is divided by.
+Every use of a parameter meets the same projection, so several uses (tied weights) are sums of
+sketches. Sketches are accumulated in float32 at least. Their ``margin`` covers rounding: with a
+projection that knows nothing of the data, every partial sum is Gaussian, and the error is at most
+gamma(p + t) S times a weighted mean of roots of chi-squares over k, hence at most rho(k) gamma(p +
+t) S but with probability 1e-12 (the exponential moment of a mean is at most that of one, so
+Chernoff's bound needs no union: Laurent and Massart 2000, Lemma 1); lengths of sums are taken as
+constants of the parameter, so that padding does not change what a record is divided by.
 Shape legend: b examples, g blocks, t positions, p rows, d columns, k projections.
 """
 
@@ -19,15 +20,24 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors import Unfolded
-from quietgrad.clipping.norms.factors.products import COLUMNS, POSITIONS, add_over_positions, thin_product
+from quietgrad.clipping.norms.factors.products import (
+    COLUMNS,
+    POSITIONS,
+    add_over_positions,
+    thin_product,
+)
 from quietgrad.clipping.norms.rounding import Measured, chain, gamma, norm_gamma, steady
 from quietgrad.clipping.norms.spread import Spread
 
 LOG_FAILURE = 27.7  # -log of 1e-12
 
 
-def sketched(squared: Tensor, uses: Sequence[Unfolded], spread: Spread, margin: float, dtype: torch.dtype) -> Measured:
-    """An estimate with its bounds; ``margin``: of the sketch, in units of the spread, the sum's own is added."""
+def sketched(
+    squared: Tensor, uses: Sequence[Unfolded], spread: Spread, margin: float, dtype: torch.dtype
+) -> Measured:
+    """An estimate with its bounds; ``margin``: of the sketch, in units of the spread, the sum's own
+    is added.
+    """
     positions = steady(sum(use.sizes.t for use in uses))
     # An embedding's gradients are added up row by row, one position after the other.
     row_by_row = any(use.one_hot for use in uses)
@@ -36,8 +46,12 @@ def sketched(squared: Tensor, uses: Sequence[Unfolded], spread: Spread, margin: 
     return Measured(squared, slack, spread.norm.mul_(margin + sums))
 
 
-def tail_margin(uses: Sequence[Unfolded], projected: int, sketch_dim: int, like: Tensor, dtype: torch.dtype) -> float:
-    """Of a Gaussian sketch, in units of the spread; ``projected``: length of the dimension that is projected."""
+def tail_margin(
+    uses: Sequence[Unfolded], projected: int, sketch_dim: int, like: Tensor, dtype: torch.dtype
+) -> float:
+    """Of a Gaussian sketch, in units of the spread; ``projected``: length of the dimension that is
+    projected.
+    """
     products = gamma(chain_of_columns(projected), like, dtype) + position_gamma(uses, like, dtype)
     return _rho(sketch_dim) * products
 
@@ -48,13 +62,19 @@ def chain_of_columns(columns: int) -> int:
 
 
 def position_gamma(uses: Sequence[Unfolded], like: Tensor, dtype: torch.dtype) -> float:
-    """Of sums over positions, as many for any padding: what a record is divided by must not depend on it."""
+    """Of sums over positions, as many for any padding: what a record is divided by must not depend
+    on it.
+    """
     return gamma(POSITIONS + steady(sum(use.sizes.t for use in uses)) / POSITIONS, like, dtype)
 
 
 def _rho(sketch_dim: int) -> float:
-    """Root of what chi2(k)/k exceeds with probability 1e-12 at most (Laurent and Massart 2000, Lemma 1)."""
-    return math.sqrt(1.0 + 2.0 * math.sqrt(LOG_FAILURE / sketch_dim) + 2.0 * LOG_FAILURE / sketch_dim)
+    """Root of what chi2(k)/k exceeds with probability 1e-12 at most (Laurent and Massart 2000,
+    Lemma 1).
+    """
+    return math.sqrt(
+        1.0 + 2.0 * math.sqrt(LOG_FAILURE / sketch_dim) + 2.0 * LOG_FAILURE / sketch_dim
+    )
 
 
 def drawn(projection: Tensor, like: Unfolded, dtype: torch.dtype) -> Tensor:

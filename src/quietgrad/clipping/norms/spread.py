@@ -1,7 +1,10 @@
-"""The spread of a per-example gradient: S = sum over positions of |a_t| |g_t|, to which rounding errors of everything formed from its factors are proportional.
+"""The spread of a per-example gradient: S = sum over positions of |a_t| |g_t|, to which rounding
+errors of everything formed from its factors are proportional.
 
-S is at least the norm of the gradient, and far above it where the contributions of positions cancel. Cost t (p + d) per example. Never underestimated: squares that may have been flushed to zero
-are made up for, so that factors of 1e-23 and 1e25, whose product is an ordinary gradient, do not pass for zero.
+S is at least the norm of the gradient, and far above it where the contributions of positions
+cancel. Cost t (p + d) per example. Never underestimated: squares that may have been flushed to zero
+are made up for, so that factors of 1e-23 and 1e25, whose product is an ordinary gradient, do not
+pass for zero.
 Shape legend: b examples, g blocks, t positions, p rows, d columns.
 """
 
@@ -36,7 +39,9 @@ class Spread:
         return self.squared.sqrt()
 
 
-def spread_of(uses: Sequence[MatrixFactors], dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()) -> Spread:
+def spread_of(
+    uses: Sequence[MatrixFactors], dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()
+) -> Spread:
     """Of one parameter, all its uses together: their spreads add up.
 
     Args:
@@ -54,13 +59,15 @@ def spread_of(uses: Sequence[MatrixFactors], dtype: torch.dtype, known: Sequence
 def _spread(total_bg: Tensor, sums_2bg: Tensor, entries: int, dtype: torch.dtype) -> Spread:
     """``entries``: of a row of either factor, at most.
 
-    An inner product of two rows loses at most so many smallest numbers, times the norms of the other
-    factor's rows.
+    An inner product of two rows loses at most so many smallest numbers, times the norms of the
+    other factor's rows.
     """
     lost = sums_2bg.square().sum((0, 2)).mul_(entries * smallest_normal(dtype))
     return Spread((total_bg * ROUNDING).square_().sum(1), lost)
 
 
-def margin_of(uses: Sequence[MatrixFactors], spread: Spread, terms: float, dtype: torch.dtype) -> Tensor:
+def margin_of(
+    uses: Sequence[MatrixFactors], spread: Spread, terms: float, dtype: torch.dtype
+) -> Tensor:
     """[b] what products over positions may be off by: gamma of that many terms times the spread."""
     return spread.norm.mul_(gamma(terms, uses[0].like, dtype))

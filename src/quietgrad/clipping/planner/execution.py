@@ -1,8 +1,10 @@
-"""Engine and micro-batch size for a whole model, by modelled time under a memory budget, with the reasons.
+"""Engine and micro-batch size for a whole model, by modelled time under a memory budget, with the
+reasons.
 
-Memory is modelled as what autograd keeps, plus what the engine keeps, plus gradients and sums; time as the non-private step at the speed that
-the micro-batch's rows allow, plus the engine's extra work. Without a budget, a step may take what is free, but no more than a non-private
-step on the whole batch would (or 64 MiB).
+Memory is modelled as what autograd keeps, plus what the engine keeps, plus gradients and sums; time
+as the non-private step at the speed that the micro-batch's rows allow, plus the engine's extra
+work. Without a budget, a step may take what is free, but no more than a non-private step on the
+whole batch would (or 64 MiB).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from quietgrad.clipping.norms.choice import Choice, Policy
 from quietgrad.clipping.norms.cost import Throughput
 from quietgrad.clipping.planner.tracing import ModelTrace
 
-# Small kernels of one forward and backward pass per captured layer, and what capture adds, in units of the device's overhead of one call.
+# Small kernels of one forward and backward pass per captured layer, and what capture adds, in units
+# of the device's overhead of one call.
 PLAIN_CALLS_PER_LAYER = 8.0
 CAPTURE_CALLS_PER_LAYER = 4.0
 
@@ -85,7 +88,12 @@ def _sizes(engine: Engine, examples: int) -> list[int]:
 
 
 def predicted(
-    engine: Engine, size: int, model: ModelTrace, policies: Mapping[str, Policy], examples: int, speed: Throughput
+    engine: Engine,
+    size: int,
+    model: ModelTrace,
+    policies: Mapping[str, Policy],
+    examples: int,
+    speed: Throughput,
 ) -> ExecutionChoice:
     """Modelled time and memory of one engine at one micro-batch size."""
     rounds = -(-examples // size)
@@ -107,7 +115,9 @@ def predicted(
 
 
 def choices(model: ModelTrace, policies: Mapping[str, Policy], size: int) -> dict[str, Choice]:
-    """Parameter name -> what its policy chooses for a micro-batch of ``size``, matrix-shaped parameters only."""
+    """Parameter name -> what its policy chooses for a micro-batch of ``size``, matrix-shaped
+    parameters only.
+    """
     found = {}
     for parameter in model.parameters:
         cost = parameter.cost_for(size)
@@ -139,15 +149,21 @@ def nonprivate_seconds(model: ModelTrace, examples: int, speed: Throughput) -> f
     work = (model.multiplications + model.weight_multiplications) * examples
     rows = examples * model.rows
     overhead = PLAIN_CALLS_PER_LAYER * model.calls * speed.call_overhead
-    return overhead + work / speed.multiplications_per_second * (1.0 + speed.rows_at_half_speed / rows)
+    return overhead + work / speed.multiplications_per_second * (
+        1.0 + speed.rows_at_half_speed / rows
+    )
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory that is free now: the device's, or the machine's where the operating system tells; infinite where nothing does."""
+    """Memory that is free now: the device's, or the machine's where the operating system tells;
+    infinite where nothing does.
+    """
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            return next(1024.0 * float(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+            return next(
+                1024.0 * float(line.split()[1]) for line in file if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):
         return float("inf")

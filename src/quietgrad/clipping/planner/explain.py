@@ -31,15 +31,20 @@ TEXTS: dict[Engine, str] = {
 }
 
 
-def explain(clipper: Clipper, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> dict[str, Any]:
-    """Engine, micro-batch size and estimators for a batch like this one, with the alternatives' modelled time and memory.
+def explain(
+    clipper: Clipper, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch
+) -> dict[str, Any]:
+    """Engine, micro-batch size and estimators for a batch like this one, with the alternatives'
+    modelled time and memory.
 
-    The choice is the clipper's own; times are modelled with this machine's measured speeds. Shapes are those of ``batch``: pass records that
-    are not private.
+    The choice is the clipper's own; times are modelled with this machine's measured speeds. Shapes
+    are those of ``batch``: pass records that are not private.
 
     Returns:
-        "engine", "micro_batch_size", "why" (where the model cannot be captured, the layer that it fails at); "layers": per shape of parameter the estimator and its cost; "alternatives": per engine;
-        "non_private": the same for the plain step; "sketch": what a sketch of the clipper's dimension would save, as a share of the step.
+        "engine", "micro_batch_size", "why" (where the model cannot be captured, the layer that it
+        fails at); "layers": per shape of parameter the estimator and its cost; "alternatives": per
+        engine; "non_private": the same for the plain step; "sketch": what a sketch of the clipper's
+        dimension would save, as a share of the step.
     """
     layout = layout_of(model)
     bound = clipper.bind(model, per_example_loss)
@@ -66,12 +71,21 @@ def explain(clipper: Clipper, model: nn.Module, per_example_loss: PerExampleLoss
         work = int(estimator.multiplications(cost, choice.sketch_dim) / size)
         kinds[(shape, choice.estimator, choice.kept, spent, 0 if choice.kept else work)] += 1
     rows = [
-        {"shape": s, "estimator": e, "kept": k, "seconds": t * count, "multiplications": m, "count": count}
+        {
+            "shape": s,
+            "estimator": e,
+            "kept": k,
+            "seconds": t * count,
+            "multiplications": m,
+            "count": count,
+        }
         for (s, e, k, t, m), count in sorted(kinds.items(), key=lambda item: -item[0][3] * item[1])
     ]
     alternatives = []
     for engine in ENGINES[1:] if shapes.captured else ENGINES[2:]:
-        guess = predicted(engine, 1 if engine == "one-example" else size, shapes, policies, n, speed)
+        guess = predicted(
+            engine, 1 if engine == "one-example" else size, shapes, policies, n, speed
+        )
         alternatives.append(_row(guess, plain))
     sketched = {name: replace(policy, estimator="hutch") for name, policy in policies.items()}
     exact = {name: replace(policy, estimator="exact") for name, policy in policies.items()}
@@ -84,7 +98,10 @@ def explain(clipper: Clipper, model: nn.Module, per_example_loss: PerExampleLoss
         "layers": rows,
         "alternatives": alternatives,
         "non_private": {"seconds": plain, "mib": nonprivate_bytes(shapes, n) / 2**20},
-        "sketch": {"sketch_dim": clipper.sketch_dim, "saves": (best - with_sketch) / best if shapes.captured else 0.0},
+        "sketch": {
+            "sketch_dim": clipper.sketch_dim,
+            "saves": (best - with_sketch) / best if shapes.captured else 0.0,
+        },
     }
 
 

@@ -1,4 +1,6 @@
-"""How fast a device multiplies and moves data: measured once per device and process, in a few milliseconds."""
+"""How fast a device multiplies and moves data: measured once per device and process, in a few
+milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from quietgrad.clipping.norms.cost import Throughput
 
 @lru_cache(maxsize=8)
 def measured_throughput(device: str) -> Throughput:
-    """Speeds of ``device`` ("cpu", "cuda:0"), measured on random data; the same object for the rest of the process."""
+    """Speeds of ``device`` ("cpu", "cuda:0"), measured on random data; the same object for the rest
+    of the process.
+    """
     where = torch.device(device)
     on_gpu = where.type == "cuda"
     side = 4096 if on_gpu else 768

@@ -1,6 +1,8 @@
-"""What one example's forward and backward pass looks like: sizes of per-example gradients, memory that autograd keeps, multiplications.
+"""What one example's forward and backward pass looks like: sizes of per-example gradients, memory
+that autograd keeps, multiplications.
 
-Nothing of the example's values is kept, but its shape is: plan with a record of the longest shape, which need not be a private one.
+Nothing of the example's values is kept, but its shape is: plan with a record of the longest shape,
+which need not be a private one.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class ParameterTrace:
 
     Attributes:
         name: its name.
-        cost: sizes for one example; None where per-example gradients are small or formed by the fallback.
+        cost: sizes for one example; None where per-example gradients are small or formed by the
+            fallback.
         gradient_entries: entries of the parameter.
         output_gradient_bytes: memory of the gradients at its layer's outputs, per example.
     """
@@ -62,8 +65,10 @@ class ModelTrace:
         multiplications: of forward and backward pass without weight gradients, per example.
         weight_multiplications: of the weight gradients, per example.
         calls: captured calls, each of which costs some overhead.
-        gradient_bytes, sum_bytes: one gradient of all trainable parameters in their own type, and in the type of the sums.
-        captured: False where plain autograd was traced, weight gradients included in ``multiplications``.
+        gradient_bytes, sum_bytes: one gradient of all trainable parameters in their own type, and
+            in the type of the sums.
+        captured: False where plain autograd was traced, weight gradients included in
+            ``multiplications``.
     """
 
     parameters: tuple[ParameterTrace, ...]
@@ -78,13 +83,19 @@ class ModelTrace:
     @property
     def rows(self) -> float:
         """Positions of one example in the layers where the work is."""
-        work = [(c.positions, c.positions * c.rows * c.columns) for p in self.parameters if (c := p.cost) is not None]
+        work = [
+            (c.positions, c.positions * c.rows * c.columns)
+            for p in self.parameters
+            if (c := p.cost) is not None
+        ]
         total = sum(w for _, w in work)
         return sum(t * w for t, w in work) / total if total else 1.0
 
 
 class _Everywhere:
-    """In place of the counter's hooks on modules, which stop where a module is called with a parameter."""
+    """In place of the counter's hooks on modules, which stop where a module is called with a
+    parameter.
+    """
 
     parents = frozenset({"Global"})
 
@@ -125,7 +136,8 @@ def trace(
     checkpointing: Checkpointing,
     captured: bool = True,
 ) -> ModelTrace:
-    """Traces the first example of ``batch``; cost: its forward and backward pass. The random state is left as it was.
+    """Traces the first example of ``batch``; cost: its forward and backward pass. The random state
+    is left as it was.
 
     Args:
         model, layout, per_example_loss: what is traced.
@@ -133,10 +145,14 @@ def trace(
         checkpointing: what is known of the model's.
         captured: False for models that cannot be captured.
     """
-    devices = sorted({p.device.index or 0 for p in layout.parameters.values() if p.device.type == "cuda"})
+    devices = sorted(
+        {p.device.index or 0 for p in layout.parameters.values() if p.device.type == "cuda"}
+    )
     one, trace_it = slice_batch(batch, 0, 1), _trace if captured else _trace_plain
     with torch.random.fork_rng(devices):
-        return with_any_checkpointing(checkpointing, lambda r: trace_it(model, layout, per_example_loss, one, r))
+        return with_any_checkpointing(
+            checkpointing, lambda r: trace_it(model, layout, per_example_loss, one, r)
+        )
 
 
 def _trace_plain(
@@ -145,14 +161,20 @@ def _trace_plain(
     meter = _Meter()
     with meter.reading(model):
         gradients_of_batch(model, layout, per_example_loss, one, reentrant)
-    parameters = tuple(ParameterTrace(name, None, p.numel(), 0) for name, p in layout.parameters.items())
+    parameters = tuple(
+        ParameterTrace(name, None, p.numel(), 0) for name, p in layout.parameters.items()
+    )
     work, saved = meter.multiplications, sum(meter.saved.values())
-    return ModelTrace(parameters, saved, work, 0.0, len(layout.sites), *_bytes_of(layout), captured=False)
+    return ModelTrace(
+        parameters, saved, work, 0.0, len(layout.sites), *_bytes_of(layout), captured=False
+    )
 
 
 def _bytes_of(layout: Layout) -> tuple[int, int]:
     values = list(layout.parameters.values())
-    return sum(p.numel() * p.element_size() for p in values), sum(p.numel() * max(p.element_size(), 4) for p in values)
+    return sum(p.numel() * p.element_size() for p in values), sum(
+        p.numel() * max(p.element_size(), 4) for p in values
+    )
 
 
 def _trace(
@@ -182,7 +204,11 @@ def _trace(
     traces = []
     for name, size in output_bytes.items():
         uses = found.get(name)
-        traces.append(ParameterTrace(name, cost_of(uses) if uses else None, layout.parameters[name].numel(), size))
+        traces.append(
+            ParameterTrace(
+                name, cost_of(uses) if uses else None, layout.parameters[name].numel(), size
+            )
+        )
     weight = sum(Materialized().multiplications(c, 1) for p in traces if (c := p.cost) is not None)
     work, saved = meter.multiplications, sum(meter.saved.values())
     return ModelTrace(tuple(traces), saved, work, weight, calls, *_bytes_of(layout))

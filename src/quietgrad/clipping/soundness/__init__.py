@@ -1,1 +1,3 @@
-"""What must hold before anything is clipped: the guard of a (model, loss) pair, refusals, the slow oracle."""
+"""What must hold before anything is clipped: the guard of a (model, loss) pair, refusals, the slow
+oracle.
+"""

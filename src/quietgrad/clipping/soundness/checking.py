@@ -1,8 +1,11 @@
-"""That nothing escapes the capture, and that capturing changes no loss: captured gradients against plain autograd on the same graph.
+"""That nothing escapes the capture, and that capturing changes no loss: captured gradients against
+plain autograd on the same graph.
 
-Finds parameters that act outside their module's call (functional use, a weight penalty in the loss), modules whose repeated forward pass differs
-(randomness), and layers without an example dimension, which would go unnoticed where another dimension equals the batch size. For privacy an
-escape does no harm, since the clipped sum is formed of captured factors alone; for training it would be a wrong gradient.
+Finds parameters that act outside their module's call (functional use, a weight penalty in the
+loss), modules whose repeated forward pass differs (randomness), and layers without an example
+dimension, which would go unnoticed where another dimension equals the batch size. For privacy an
+escape does no harm, since the clipped sum is formed of captured factors alone; for training it
+would be a wrong gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ LARGEST_DIFFERENCE_IN_HALF_PRECISION = 1e-1
 
 
 def require_capture(subject: Subject, few: Batch) -> bool:
-    """Whether one of these examples, alone, had a finite gradient that was captured as autograd computes it.
+    """Whether one of these examples, alone, had a finite gradient that was captured as autograd
+    computes it.
 
     Raises:
         ValueError: naming the parameter or layer that escapes.
@@ -43,19 +47,24 @@ def require_capture(subject: Subject, few: Batch) -> bool:
 
     def same(place: int) -> bool:
         one = take(few, [place])
-        return with_any_checkpointing(subject.checkpointing, lambda reentrant: _same_gradients(subject, one, reentrant))
+        return with_any_checkpointing(
+            subject.checkpointing, lambda reentrant: _same_gradients(subject, one, reentrant)
+        )
 
     conclusive = any(same(place) for place in places)
     if len(places) > 1:
         pair = take(few, [0, 1])
         with_any_checkpointing(
-            subject.checkpointing, lambda reentrant: _require_same_losses_under_capture(subject, pair, reentrant)
+            subject.checkpointing,
+            lambda reentrant: _require_same_losses_under_capture(subject, pair, reentrant),
         )
     return conclusive
 
 
 def _require_same_losses_under_capture(subject: Subject, pair: Batch, reentrant: bool) -> None:
-    passes = forward_captured(subject.model, subject.layout, subject.per_example_loss, pair, None, reentrant)
+    passes = forward_captured(
+        subject.model, subject.layout, subject.per_example_loss, pair, None, reentrant
+    )
     with seeded(subject.devices), passes as (losses, recording):
         expanded, with_capture = sorted(recording.expanded), losses.detach()
     if not expanded:
@@ -64,7 +73,8 @@ def _require_same_losses_under_capture(subject: Subject, pair: Batch, reentrant:
     without = subject.losses(pair)
     if not torch.allclose(with_capture, without, rtol=1e-2, atol=1e-4, equal_nan=True):
         raise ValueError(
-            f"layer {expanded[0]!r} is called with one value for all examples, and giving every example its own changes the loss; give its "
+            f"layer {expanded[0]!r} is called with one value for all examples, and giving every "
+            "example its own changes the loss; give its "
             "input an example dimension, or freeze its parameters (requires_grad_(False))"
         )
 
@@ -88,7 +98,12 @@ def _same_gradients(subject: Subject, one: Batch, reentrant: bool) -> bool:
             found = tuple(accumulated_gradients(losses.sum(), layout.parameters))
         else:
             found = grads_of(losses.sum(), [recording.root, *parameters])[1:]
-        called = {name for s in layout.sites if s.name in recording.calls for name in s.parameters.values()}
+        called = {
+            name
+            for s in layout.sites
+            if s.name in recording.calls
+            for name in s.parameters.values()
+        }
     half = any(p.dtype in HALVES for p in parameters) or torch.is_autocast_enabled()
     half = half or losses.dtype in HALVES or _is_half(captured)
     subject.half = subject.half or half
@@ -114,18 +129,30 @@ def _same_gradients(subject: Subject, one: Batch, reentrant: bool) -> bool:
 
 
 def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=torch.float32 if x.device.type == "mps" else torch.float64))
+    return float(
+        torch.linalg.vector_norm(
+            x, dtype=torch.float32 if x.device.type == "mps" else torch.float64
+        )
+    )
 
 
 def escaped(name: str) -> ValueError:
     """Of a parameter that acts beside the calls of its module."""
     return ValueError(
-        f"parameter {name!r}: the captured per-example gradient is not the one that autograd computes, so the update would not be its gradient; it "
-        "is used outside its module's call (a functional use, a weight penalty in the loss), or its module's forward pass is "
-        "random; call the module instead, take the penalty out of the loss (weight_decay), or freeze it"
+        f"parameter {name!r}: the captured per-example gradient is not the one that autograd "
+        "computes, so the update would not be its gradient; it "
+        "is used outside its module's call (a functional use, a weight penalty in the loss), or "
+        "its module's forward pass is "
+        "random; call the module instead, take the penalty out of the loss (weight_decay), or "
+        "freeze it"
     )
 
 
 def _is_half(captured: dict[str, list[Contribution]]) -> bool:
-    found = (x for uses in captured.values() for use in uses for x in tensors_of(list(vars(use).values())))
+    found = (
+        x
+        for uses in captured.values()
+        for use in uses
+        for x in tensors_of(list(vars(use).values()))
+    )
     return any(x.dtype in HALVES for x in found)

@@ -1,6 +1,8 @@
-"""Made-up records beside a single one, so that the guard can decide before the first release whatever the first batch.
+"""Made-up records beside a single one, so that the guard can decide before the first release
+whatever the first batch.
 
-They are the record's own numbers moved around: values stay in their range, words stay words, masks and labels stay as they are.
+They are the record's own numbers moved around: values stay in their range, words stay words, masks
+and labels stay as they are.
 """
 
 from __future__ import annotations
@@ -12,13 +14,17 @@ from quietgrad.tensors import Batch, map_tensors, tensors_of
 
 
 def with_companions(one: Batch, examples: int) -> Batch | None:
-    """The record and ``examples - 1`` made-up ones like it; None where nothing of it can be varied (nothing could be decided)."""
+    """The record and ``examples - 1`` made-up ones like it; None where nothing of it can be varied
+    (nothing could be decided).
+    """
     made = map_tensors(one, lambda t: torch.cat([_varied(t, j, examples) for j in range(examples)]))
     return made if any(bool((t[1:] != t[:1]).any()) for t in tensors_of(made)) else None
 
 
 def _varied(t: Tensor, j: int, examples: int) -> Tensor:
-    """[1, ...] the j-th variation: positions rolled, and floating-point numbers shrunk a little; j = 0 is the record itself."""
+    """[1, ...] the j-th variation: positions rolled, and floating-point numbers shrunk a little; j
+    = 0 is the record itself.
+    """
     if j == 0 or t.dtype == torch.bool or _is_mask(t):
         return t
     moved = t.roll(j, dims=t.dim() - 1) if t.dim() > 1 else t

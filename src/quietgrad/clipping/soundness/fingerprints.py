@@ -1,7 +1,9 @@
-"""Fingerprints of what per-example gradients are made of: inputs of a layer and gradients at its output, a few numbers an example.
+"""Fingerprints of what per-example gradients are made of: inputs of a layer and gradients at its
+output, a few numbers an example.
 
-Two passes that give an example the same factors give it the same fingerprints, whatever stood beside it; another gradient has others, unless the
-difference cancels under signs that know nothing of it.
+Two passes that give an example the same factors give it the same fingerprints, whatever stood
+beside it; another gradient has others, unless the difference cancels under signs that know nothing
+of it.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Factors:
-    """Fingerprints of one call's per-example inputs and output gradients: signed sums over positions, and norms.
+    """Fingerprints of one call's per-example inputs and output gradients: signed sums over
+    positions, and norms.
 
     Attributes:
-        input_bd, gradient_bd: [examples, features], sums over positions with signs that are the same in every pass.
+        input_bd, gradient_bd: [examples, features], sums over positions with signs that are the
+            same in every pass.
         input_norms, gradient_norms: [examples].
         half: whether either was in half precision.
         reach: [examples] largest absolute entry of the gradient.
@@ -35,15 +39,19 @@ class Factors:
     reach: Tensor
 
     def is_row_of(self, other: Factors, row: int, tolerance: float, floor: float) -> bool:
-        """Whether the first example is example ``row`` of another pass, to rounding; what has another width cannot be compared and passes.
+        """Whether the first example is example ``row`` of another pass, to rounding; what has
+        another width cannot be compared and passes.
 
         Args:
             other: of the other pass.
             row: place there.
             tolerance: relative to the size of each factor.
-            floor: gradients may differ by so much whatever their size; inputs are not compared where both gradients are smaller.
+            floor: gradients may differ by so much whatever their size; inputs are not compared
+                where both gradients are smaller.
         """
-        pairs = [(self.gradient_bd, other.gradient_bd, self.gradient_norms, other.gradient_norms, floor)]
+        pairs = [
+            (self.gradient_bd, other.gradient_bd, self.gradient_norms, other.gradient_norms, floor)
+        ]
         vanishes = max(float(self.gradient_norms[0]), float(other.gradient_norms[row])) <= floor
         if self.input_bd is not None and other.input_bd is not None and not vanishes:
             pairs.append((self.input_bd, other.input_bd, self.input_norms, other.input_norms, 0.0))
@@ -70,8 +78,9 @@ def factors_of(use: Use, examples: int) -> Factors | None:
     if x is None:
         return Factors(None, torch.ones_like(norms), sums, norms, half, reach)
     known = _wide(x)
-    # Positions without a gradient (padding) add nothing, whatever stands there; nor do those where it is rounding (a first token under a causal mask).
-    # The weight rises with the gradient, since rounding must not decide whether a position counts.
+    # Positions without a gradient (padding) add nothing, whatever stands there; nor do those where
+    # it is rounding (a first token under a causal mask). The weight rises with the gradient, since
+    # rounding must not decide whether a position counts.
     if gradient.dim() > 2 and x.shape == gradient.shape[:-1]:
         known = known * _weights(wide, gradient.dtype)
     elif gradient.dim() > 2 and x.shape[:-1] == gradient.shape[:-1]:
@@ -81,9 +90,15 @@ def factors_of(use: Use, examples: int) -> Factors | None:
 
 
 def _weights(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """[b, ..., d] -> [b, ...]: 0 without a gradient, 1 from the root of the machine epsilon times the example's largest position on."""
+    """[b, ..., d] -> [b, ...]: 0 without a gradient, 1 from the root of the machine epsilon times
+    the example's largest position on.
+    """
     sizes = torch.linalg.vector_norm(gradient, dim=-1)
-    largest = sizes.flatten(1).amax(dim=1).reshape(-1, *[1] * (sizes.dim() - 1)) if sizes.numel() else sizes
+    largest = (
+        sizes.flatten(1).amax(dim=1).reshape(-1, *[1] * (sizes.dim() - 1))
+        if sizes.numel()
+        else sizes
+    )
     enough = (torch.finfo(dtype).eps ** 0.5 * largest).clamp(min=torch.finfo(sizes.dtype).tiny)
     return (sizes / enough).clamp(max=1.0)
 
@@ -93,7 +108,9 @@ def _signed_sums(x: Tensor) -> tuple[Tensor, Tensor]:
     b = x.shape[0]
     x_btd = x.reshape(b, 1, -1) if x.dim() < 3 else x.reshape(b, -1, x.shape[-1])
     places = torch.arange(x_btd.shape[1], device=x.device)
-    signs = ((places * 2654435761) >> 13 & 1).to(x.dtype) * 2 - 1  # a multiplicative hash: no generator is touched
+    signs = ((places * 2654435761) >> 13 & 1).to(
+        x.dtype
+    ) * 2 - 1  # a multiplicative hash: no generator is touched
     return torch.einsum("t,btd->bd", signs, x_btd), torch.linalg.vector_norm(x_btd, dim=(1, 2))
 
 

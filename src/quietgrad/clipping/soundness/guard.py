@@ -1,8 +1,10 @@
-"""The guard of one (model, loss) pair: before the first release, and again by a public rule, it sees that no example's contribution depends on others.
+"""The guard of one (model, loss) pair: before the first release, and again by a public rule, it
+sees that no example's contribution depends on others.
 
-It examines public records where it was given any, else examples of the batch that is about to be clipped, together with made-up ones where the
-batch holds a single record. Until it has decided, examples are taken one at a time, which is exact whatever the model. What it cannot see is
-stated in docs/clipping.md.
+It examines public records where it was given any, else examples of the batch that is about to be
+clipped, together with made-up ones where the batch holds a single record. Until it has decided,
+examples are taken one at a time, which is exact whatever the model. What it cannot see is stated in
+docs/clipping.md.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ from quietgrad.clipping.soundness.mixing import (
 from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.tensors import Batch, batch_size_of
 
-# After the powers of two, every so many releases: the average cost of a look vanishes beside the training (docs/clipping.md, "Cost").
+# After the powers of two, every so many releases: the average cost of a look vanishes beside the
+# training (docs/clipping.md, "Cost").
 PERIOD = 512
 
 
 def is_guarded(step: int) -> bool:
-    """Whether release number ``step`` (from 0) is examined again: the 1st, 2nd, 4th, 8th, ... and every 512th. A public rule."""
+    """Whether release number ``step`` (from 0) is examined again: the 1st, 2nd, 4th, 8th, ... and
+    every 512th. A public rule.
+    """
     number = step + 1
     return number & (number - 1) == 0 or number % PERIOD == 0
 
@@ -45,7 +50,8 @@ class _Verdict:
         captured: whether the capture was compared with autograd.
         remembers_nothing: whether it was seen that nothing is kept between calls.
         one_seen: whether a single record, alone and beside made-up ones, gave no reason to refuse.
-        last_step, last_step_of_one: the release that was examined last, with several records and with one.
+        last_step, last_step_of_one: the release that was examined last, with several records and
+            with one.
     """
 
     together: int = 0
@@ -73,7 +79,9 @@ class Guard:
         return self._verdicts.setdefault(key, _Verdict())
 
     def is_due(self, subject: Subject, batch: Batch, size: int, step: int, captures: bool) -> bool:
-        """Whether this call is examined: undecided, a guarded release, or more examples together than ever before."""
+        """Whether this call is examined: undecided, a guarded release, or more examples together
+        than ever before.
+        """
         if not batch_size_of(batch):
             return False  # nothing is run and nothing is clipped: the sum of no records is zero
         known = self.verdict_of(subject)
@@ -84,7 +92,9 @@ class Guard:
         return (captures and not known.captured) or (size > 1 and self._wants(known, size))
 
     def is_early(self, subject: Subject, count: int, step: int) -> bool:
-        """Whether nothing is decided yet about ``count`` records, or the step is a guarded one that was not examined."""
+        """Whether nothing is decided yet about ``count`` records, or the step is a guarded one that
+        was not examined.
+        """
         known = self.verdict_of(subject)
         if self._is_alone(count):
             guarded = is_guarded(step) and step not in (known.last_step, known.last_step_of_one)
@@ -105,13 +115,15 @@ class Guard:
             batch: the call's records, at least one.
             size: most examples that may run together, by the clipper's settings.
             step: number of the release.
-            captures: whether gradients are captured (else plain autograd forms them, one example at a time).
+            captures: whether gradients are captured (else plain autograd forms them, one example at
+                a time).
 
         Returns:
             Whether several examples may be taken together; one at a time is exact in any case.
 
         Raises:
-            ValueError: naming what mixes examples, escapes the capture or keeps something between calls. The remedy is in it.
+            ValueError: naming what mixes examples, escapes the capture or keeps something between
+                calls. The remedy is in it.
         """
         known = self.verdict_of(subject)
         at_most = LATER if known.remembers_nothing else FIRST
@@ -136,7 +148,9 @@ class Guard:
         return size == 1 or known.together > 0
 
     def _examine_one(self, subject: Subject, one: Batch, together: bool) -> None:
-        """One record and made-up ones: can refuse, but leaves the verdict open for the next batch."""
+        """One record and made-up ones: can refuse, but leaves the verdict open
+        for the next batch.
+        """
         require_no_memory(subject, one)
         made = with_companions(one, 3)
         if made is None:
@@ -148,7 +162,9 @@ class Guard:
                 require_no_memory(subject, made)
         except Mixes:
             raise
-        except Exception:  # a made-up record may be impossible for the model; the next batch decides
+        except (
+            Exception
+        ):  # a made-up record may be impossible for the model; the next batch decides
             return
 
 

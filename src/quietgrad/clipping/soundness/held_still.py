@@ -1,8 +1,10 @@
-"""Randomness that is the same for every example, so that an example's loss alone and in company can be compared with dropout switched on.
+"""Randomness that is the same for every example, so that an example's loss alone and in company can
+be compared with dropout switched on.
 
-Random numbers usually depend on where an example stands in its batch. Inside ``CommonRandomness`` every random operation of PyTorch instead
-gives a pattern over its last dimension, the same for all examples and positions, and the same in every pass. What draws by other means
-(numpy, Python, a fused kernel) escapes; ``mixing`` finds that out by running a pass twice.
+Random numbers usually depend on where an example stands in its batch. Inside ``CommonRandomness``
+every random operation of PyTorch instead gives a pattern over its last dimension, the same for all
+examples and positions, and the same in every pass. What draws by other means (numpy, Python, a
+fused kernel) escapes; ``mixing`` finds that out by running a pass twice.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ _AT_MOST = 2**22
 class CommonRandomness(TorchDispatchMode):
     """Every random operation inside gives the same numbers for all examples, and in every pass.
 
-    One pattern would leave a branch closed that opens on three tosses in ten, so there are three: numbers as they come, all low and all high
-    (the least and the greatest of a hundred draws, whatever the distribution).
+    One pattern would leave a branch closed that opens on three tosses in ten, so there are three:
+    numbers as they come, all low and all high (the least and the greatest of a hundred draws,
+    whatever the distribution).
 
     Attributes:
         level: which of them.
@@ -45,7 +48,9 @@ class CommonRandomness(TorchDispatchMode):
         self.level = level
         self.used = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind == "plain":
@@ -64,54 +69,83 @@ class CommonRandomness(TorchDispatchMode):
         if name == "multinomial":
             return args[0].topk(args[1], dim=-1).indices
         if name == "bernoulli_":
-            return args[0].copy_(self._mask(args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5)))
+            return args[0].copy_(
+                self._mask(args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+            )
         if name == "bernoulli":
-            return self._mask(args[0], args[1] if len(args) > 1 else kwargs.get("p", args[0])).to(args[0].dtype)
+            return self._mask(args[0], args[1] if len(args) > 1 else kwargs.get("p", args[0])).to(
+                args[0].dtype
+            )
         if name.endswith("_") and args and isinstance(args[0], Tensor):
-            return args[0].copy_(self._pattern(args[0], lambda like: func(torch.empty_like(like), *args[1:], **kwargs)))
+            return args[0].copy_(
+                self._pattern(
+                    args[0], lambda like: func(torch.empty_like(like), *args[1:], **kwargs)
+                )
+            )
         if name in _LIKES:
-            return self._pattern(func(*args, **kwargs), lambda like: func(like, *args[1:], **kwargs))
+            return self._pattern(
+                func(*args, **kwargs), lambda like: func(like, *args[1:], **kwargs)
+            )
         if name == "randperm":
             return func(*args, **kwargs).sort().values.roll(1)
         out = func(*args, **kwargs)  # within the caller's seeds
         if name in _FACTORIES:
             place = next(i for i, value in enumerate(args) if isinstance(value, list | tuple))
-            return self._pattern(out, lambda like: func(*args[:place], list(like.shape), *args[place + 1 :], **kwargs))
+            return self._pattern(
+                out,
+                lambda like: func(*args[:place], list(like.shape), *args[place + 1 :], **kwargs),
+            )
         if name == "normal" and isinstance(out, Tensor):
             return self._normal(args, out)
         return out
 
     def _normal(self, args: tuple[Any, ...], like: Tensor) -> Tensor:
         """``torch.normal(mean, deviation)``, either of which may be a tensor."""
-        mean, deviation = args[0], args[1] if len(args) > 1 and not isinstance(args[1], list | tuple) else 1.0
+        mean, deviation = (
+            args[0],
+            args[1] if len(args) > 1 and not isinstance(args[1], list | tuple) else 1.0,
+        )
         return self._pattern(like, lambda one: torch.empty_like(one).normal_()) * deviation + mean
 
     def _mask(self, like: Tensor, probability: Any) -> Tensor:
         """Truth with this probability, a number or a tensor.
 
-        Low and high take turns where an example has more than one, so that no mask hides what another random number does.
+        Low and high take turns where an example has more than one, so that no mask hides what
+        another random number does.
         """
         wide = like if like.is_floating_point() else like.float()
         uniform = self._pattern(wide, lambda one: torch.empty_like(one).uniform_(), by_turns=True)
         mask = uniform < probability
-        if self.level == "usual" and isinstance(probability, float) and probability > 0 and not bool(mask.any()):
+        if (
+            self.level == "usual"
+            and isinstance(probability, float)
+            and probability > 0
+            and not bool(mask.any())
+        ):
             return torch.ones_like(mask)  # everything dropped would hide what is to be seen
         return mask
 
-    def _pattern(self, like: Tensor, draw: Callable[[Tensor], Tensor], by_turns: bool = False) -> Tensor:
-        """``draw`` for one position, the same for all others: over the last dimension that is more than one wide, the first one aside."""
+    def _pattern(
+        self, like: Tensor, draw: Callable[[Tensor], Tensor], by_turns: bool = False
+    ) -> Tensor:
+        """``draw`` for one position, the same for all others: over the last dimension that is more
+        than one wide, the first one aside.
+        """
         wide = [d for d in range(1, like.dim()) if like.shape[d] > 1]
         width = like.shape[wide[-1]] if wide else 3
         with _seeded_torch(like.device):
             drawn = self._drawn(like, width, draw, by_turns and bool(wide))
         if not wide:
-            # One number for a whole example: it must not switch the example off, so the middle of three.
+            # One number for a whole example: it must not switch the example off, so the middle of
+            # three.
             return drawn.sort().values[-2].expand(like.shape).clone()
         shape = [1] * like.dim()
         shape[wide[-1]] = width
         return drawn.view(shape).expand(like.shape).clone()
 
-    def _drawn(self, like: Tensor, width: int, draw: Callable[[Tensor], Tensor], by_turns: bool) -> Tensor:
+    def _drawn(
+        self, like: Tensor, width: int, draw: Callable[[Tensor], Tensor], by_turns: bool
+    ) -> Tensor:
         """[width]: one draw each, or the least or greatest of many."""
         if self.level == "usual":
             return draw(like.new_empty(width))
@@ -126,7 +160,9 @@ class CommonRandomness(TorchDispatchMode):
 
 @functools.cache
 def _kind(func: Any) -> str:
-    """Of an operation: "plain", "attention" or "random"; a fact about PyTorch, so it may be kept."""
+    """Of an operation: "plain", "attention" or "random"; a fact about PyTorch,
+    so it may be kept.
+    """
     if any(argument.name == "dropout_p" for argument in func._schema.arguments):
         return "attention"
     return "random" if torch.Tag.nondeterministic_seeded in func.tags else "plain"
@@ -150,7 +186,9 @@ def _seed_torch(seed: int, devices: list[int]) -> None:
 
 @contextlib.contextmanager
 def seeded(devices: list[int], salt: int = 0) -> Iterator[None]:
-    """The generators of torch, Python and (where it is loaded) numpy begin at a fixed state inside, and are put back."""
+    """The generators of torch, Python and (where it is loaded) numpy begin at a fixed state inside,
+    and are put back.
+    """
     numpy = sys.modules.get("numpy")
     pythons, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng(devices):

@@ -1,9 +1,12 @@
-"""Alone against in company: an example's loss, and what its gradient is made of, must not depend on which others are in the batch.
+"""Alone against in company: an example's loss, and what its gradient is made of, must not depend on
+which others are in the batch.
 
-Values and captured factors (inputs of trainable layers, gradients at their outputs) of a few examples are compared between passes over one example
-and passes over several, in more than one order and number, and with the micro-batch as it will really run. That sees what leaves no gradient
-from one example to another: detached batch statistics, sorting, mining of hard examples, division by the number of examples, a backward pass of
-its own that mixes. What does leave one is seen directly, whatever the randomness: the losses of some examples must have no gradient at the
+Values and captured factors (inputs of trainable layers, gradients at their outputs) of a few
+examples are compared between passes over one example and passes over several, in more than one
+order and number, and with the micro-batch as it will really run. That sees what leaves no gradient
+from one example to another: detached batch statistics, sorting, mining of hard examples, division
+by the number of examples, a backward pass of its own that mixes. What does leave one is seen
+directly, whatever the randomness: the losses of some examples must have no gradient at the
 activations of the others.
 """
 
@@ -33,7 +36,8 @@ from quietgrad.clipping.soundness.fingerprints import HALVES, Factors, factors_o
 from quietgrad.clipping.soundness.held_still import EXTREMES, CommonRandomness, Level, seeded
 from quietgrad.tensors import Batch, batch_size_of, map_tensors, tensors_of
 
-# Examples of the first look and of each later one; of them, so many also by what their gradients are made of.
+# Examples of the first look and of each later one; of them, so many also by what their gradients
+# are made of.
 FIRST = 8
 LATER = 3
 LOOKED_AT = 3
@@ -43,8 +47,9 @@ LOOKED_AT = 3
 class Tolerance:
     """What rounding may do to one example's numbers when others share its matrix products.
 
-    Sums in another order change a float32 activation by about 1e-7 of its size; depth, softmax and cancellation before the loss leave 1e-5 to 1e-4
-    in the models of the tests (TF32 and autocast: 1e-3 to 5e-2). The limits are an order above, and below the few per cent that would matter.
+    Sums in another order change a float32 activation by about 1e-7 of its size; depth, softmax and
+    cancellation before the loss leave 1e-5 to 1e-4 in the models of the tests (TF32 and autocast:
+    1e-3 to 5e-2). The limits are an order above, and below the few per cent that would matter.
 
     Attributes:
         loss, floor: relative and absolute, between losses.
@@ -67,13 +72,17 @@ _TOLERANCES = {
 }
 
 MIXES = (
-    "the loss of one example depends on other examples of the batch, on their number or on their order (seen in {}), so no per-example gradient "
-    "exists; contrastive losses and batch statistics cannot be trained privately per example: use a loss of each example alone, or make the "
+    "the loss of one example depends on other examples of the batch, on their number or on their "
+    "order (seen in {}), so no per-example gradient "
+    "exists; contrastive losses and batch statistics cannot be trained privately per example: use "
+    "a loss of each example alone, or make the "
     "group of examples that belong together one record"
 )
 _KEEPS = (
-    "the loss of one example was another one after other examples had gone through the model, with the same weights and random numbers: model or loss "
-    "keeps something between calls (running statistics, a cache, a generator of its own), so one record's contribution depends on other "
+    "the loss of one example was another one after other examples had gone through the model, with "
+    "the same weights and random numbers: model or loss "
+    "keeps something between calls (running statistics, a cache, a generator of its own), so one "
+    "record's contribution depends on other "
     "records; keep nothing between calls, and draw from torch's default generator"
 )
 
@@ -98,7 +107,13 @@ class Subject:
 
     @property
     def devices(self) -> list[int]:
-        return sorted({p.device.index or 0 for p in self.layout.parameters.values() if p.device.type == "cuda"})
+        return sorted(
+            {
+                p.device.index or 0
+                for p in self.layout.parameters.values()
+                if p.device.type == "cuda"
+            }
+        )
 
     def losses(self, batch: Batch, salt: int = 0) -> Tensor:
         """[examples] losses without a graph; the same random numbers every time."""
@@ -108,7 +123,9 @@ class Subject:
         return losses.detach()
 
     def look(self, batch: Batch, wanted: Sequence[int] | None = None, salt: int = 0) -> Look:
-        """One forward and one backward pass under capture; ``wanted``: of the sum of these examples' losses only."""
+        """One forward and one backward pass under capture; ``wanted``: of the sum of these
+        examples' losses only.
+        """
 
         def run(reentrant: bool) -> Look:
             found: dict[tuple[str, int], Factors] = {}
@@ -121,7 +138,9 @@ class Subject:
                 if factors is not None:
                     found[use.site.name, number] = factors
 
-            passes = forward_captured(self.model, self.layout, self.per_example_loss, batch, receive, reentrant)
+            passes = forward_captured(
+                self.model, self.layout, self.per_example_loss, batch, receive, reentrant
+            )
             with seeded(self.devices, salt), passes as (losses, recording):
                 chosen = losses if wanted is None else losses[list(wanted)]
                 visit_captured_calls(chosen, recording, self.layout)
@@ -136,7 +155,9 @@ class Subject:
 
         def run(reentrant: bool) -> Tensor:
             with seeded(self.devices):
-                gradients = gradients_of_batch(self.model, self.layout, self.per_example_loss, one, reentrant)
+                gradients = gradients_of_batch(
+                    self.model, self.layout, self.per_example_loss, one, reentrant
+                )
             return torch.stack(
                 [
                     torch.zeros((), dtype=torch.double) if g is None else g.double().norm().cpu()
@@ -186,7 +207,8 @@ def spread(n: int, at_most: int) -> list[int]:
 
 
 def require_no_memory(subject: Subject, batch: Batch) -> None:
-    """Examples taken one at a time: the first one's loss and gradient are the same again after the others.
+    """Examples taken one at a time: the first one's loss and gradient are the same again after the
+    others.
 
     Raises:
         Mixes: where they are not.
@@ -204,9 +226,11 @@ def require_no_memory(subject: Subject, batch: Batch) -> None:
 
 
 def require_each_alone(subject: Subject, records: Batch, size: int, thorough: bool) -> bool:
-    """Whether it could be decided that records do not mix, by a few of them: two, a few and ``size`` together.
+    """Whether it could be decided that records do not mix, by a few of them: two, a few and
+    ``size`` together.
 
-    Evaluation mode is looked at where the present mode cannot be compared, and in a ``thorough`` look also where random numbers are drawn. It can
+    Evaluation mode is looked at where the present mode cannot be compared, and in a ``thorough``
+    look also where random numbers are drawn. It can
     refuse and never approve: what mixes in training only is still there.
 
     Raises:
@@ -228,25 +252,35 @@ def require_each_alone(subject: Subject, records: Batch, size: int, thorough: bo
     return decided
 
 
-def _compare_at(level: Level, subject: Subject, records: Batch, places: list[int], size: int) -> bool:
-    """``_compare`` with all random numbers low or high; False too where the model cannot run with these."""
+def _compare_at(
+    level: Level, subject: Subject, records: Batch, places: list[int], size: int
+) -> bool:
+    """``_compare`` with all random numbers low or high; False too where the model cannot run with
+    these.
+    """
     try:
         with CommonRandomness(level):
             return _compare(subject, records, places, size, thorough=False)
     except Mixes:
         raise
-    except Exception:  # numbers that hardly ever come together (every layer left out); one example at a time is exact
+    # numbers that hardly ever come together (every layer left out); one example at a time is exact
+    except Exception:
         return False
 
 
 def _finite_places(subject: Subject, records: Batch, wanted: int) -> list[int]:
-    """Places of records with finite losses, spread over the batch; others are tried where some are not finite."""
+    """Places of records with finite losses, spread over the batch; others are tried where some are
+    not finite.
+    """
     first = spread(batch_size_of(records), wanted)
     losses = subject.losses(take(records, first))
     if bool(losses.isfinite().all()):
         return first
     found: list[int] = []
-    for place in [*first, *(p for p in spread(batch_size_of(records), 4 * wanted) if p not in first)]:
+    for place in [
+        *first,
+        *(p for p in spread(batch_size_of(records), 4 * wanted) if p not in first),
+    ]:
         if bool(subject.losses(take(records, [place])).isfinite().all()):
             found.append(place)
         if len(found) == wanted:
@@ -254,7 +288,9 @@ def _finite_places(subject: Subject, records: Batch, wanted: int) -> list[int]:
     return found
 
 
-def _compare(subject: Subject, records: Batch, places: list[int], size: int, thorough: bool) -> bool:
+def _compare(
+    subject: Subject, records: Batch, places: list[int], size: int, thorough: bool
+) -> bool:
     """Losses and factors alone and in company; False where random numbers cannot be held still."""
     few, n = take(records, places), len(places)
     looks = [subject.look(take(few, [row])) for row in range(min(n, LOOKED_AT if thorough else 2))]
@@ -272,7 +308,9 @@ def _compare(subject: Subject, records: Batch, places: list[int], size: int, tho
                 _require_same_factors(look.factors, company.factors, order.index(row), tolerance)
         for order in (forward[::2], forward[1::2]) if thorough else ():
             yield subject.losses(take(few, order)), alone[order]
-        others = [row for row in range(batch_size_of(records)) if row not in places][: max(size - n, 0)]
+        others = [row for row in range(batch_size_of(records)) if row not in places][
+            : max(size - n, 0)
+        ]
         if others:
             yield subject.losses(take(records, [*places, *others]))[:n], alone
 
@@ -280,7 +318,9 @@ def _compare(subject: Subject, records: Batch, places: list[int], size: int, tho
     for together, apart in in_company():
         if _close(together, apart, tolerance.loss, tolerance.floor):
             continue
-        if not _close(subject.losses(few), subject.losses(few, salt=1), tolerance.loss, tolerance.floor):
+        if not _close(
+            subject.losses(few), subject.losses(few, salt=1), tolerance.loss, tolerance.floor
+        ):
             return False
         _require_same_again(subject.losses(first), alone[:1], tolerance)
         raise Mixes(MIXES.format("its value with and without the others"))
@@ -294,7 +334,9 @@ def _require_same_again(again: Tensor, before: Tensor, tolerance: Tolerance) -> 
 
 
 def _require_no_gradient_between(subject: Subject, few: Batch, thorough: bool) -> None:
-    """The losses of every other example have no gradient at the activations of those between; thorough: and the other way round."""
+    """The losses of every other example have no gradient at the activations of those between;
+    thorough: and the other way round.
+    """
     rows = list(range(batch_size_of(few)))
     for wanted in (rows[::2], rows[1::2]) if thorough else (rows[::2],):
         others = [row for row in rows if row not in wanted]
@@ -305,10 +347,14 @@ def _require_no_gradient_between(subject: Subject, few: Batch, thorough: bool) -
 
 
 def _require_same_factors(
-    alone: dict[tuple[str, int], Factors], company: dict[tuple[str, int], Factors], row: int, tolerance: Tolerance
+    alone: dict[tuple[str, int], Factors],
+    company: dict[tuple[str, int], Factors],
+    row: int,
+    tolerance: Tolerance,
 ) -> None:
-    # Each layer by its own size: with groups, a layer of small gradients is clipped on its own and counts as much as any. Rounding is all there is of
-    # gradients that vanish (keys under a softmax over one position), and it is of the size of what they are a difference of.
+    # Each layer by its own size: with groups, a layer of small gradients is clipped on its own and
+    # counts as much as any. Rounding is all there is of gradients that vanish (keys under a softmax
+    # over one position), and it is of the size of what they are a difference of.
     norms = (float(factors.gradient_norms[0]) for factors in alone.values())
     floor = tolerance.vanishing * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
     for key, one in alone.items():

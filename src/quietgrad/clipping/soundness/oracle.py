@@ -1,4 +1,6 @@
-"""The slow oracle: one example at a time through plain autograd. Everything fast is tested against it."""
+"""The slow oracle: one example at a time through plain autograd. Everything fast is tested against
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,12 @@ from quietgrad.clipping.norms.rounding import SHARE
 from quietgrad.tensors import Batch, batch_size_of, slice_batch, trainable_parameters
 
 
-def oracle_gradients(model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> list[dict[str, Tensor]]:
-    """Per-example gradients, a list over examples of parameter name -> gradient. Cost: one backward pass per example."""
+def oracle_gradients(
+    model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch
+) -> list[dict[str, Tensor]]:
+    """Per-example gradients, a list over examples of parameter name -> gradient. Cost: one backward
+    pass per example.
+    """
     parameters = trainable_parameters(model)
     result = []
     for i in range(batch_size_of(batch)):
@@ -29,12 +35,19 @@ def oracle_gradients(model: nn.Module, per_example_loss: PerExampleLoss, batch: 
 def oracle_norms(gradients: list[dict[str, Tensor]]) -> Tensor:
     """[examples] norms over all parameters together."""
     return torch.stack(
-        [torch.sqrt(sum((g.double().pow(2).sum() for g in one.values()), torch.zeros(()))) for one in gradients]
+        [
+            torch.sqrt(sum((g.double().pow(2).sum() for g in one.values()), torch.zeros(())))
+            for one in gradients
+        ]
     )
 
 
-def oracle_clipped_sum(gradients: list[dict[str, Tensor]], max_grad_norm: float) -> dict[str, Tensor]:
-    """Sum of clipped gradients, norms enlarged as everywhere (``rounding.SHARE``); an example whose norm is not finite adds zero."""
+def oracle_clipped_sum(
+    gradients: list[dict[str, Tensor]], max_grad_norm: float
+) -> dict[str, Tensor]:
+    """Sum of clipped gradients, norms enlarged as everywhere (``rounding.SHARE``); an example whose
+    norm is not finite adds zero.
+    """
     norms = oracle_norms(gradients)
     total = {name: torch.zeros_like(g) for name, g in gradients[0].items()}
     for norm, one in zip(norms.tolist(), gradients, strict=True):

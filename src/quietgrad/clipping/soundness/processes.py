@@ -1,7 +1,8 @@
 """One process only: clipping and noise of several that do not know of each other have no epsilon.
 
-Under an initialised process group every rank would clip its own batch, draw its own noise and count its own releases, and the replicas would drift apart. So it is refused, until there is a
-path that reduces the sums of all ranks before their noise.
+Under an initialised process group every rank would clip its own batch, draw its own noise and count
+its own releases, and the replicas would drift apart. So it is refused, until there is a path that
+reduces the sums of all ranks before their noise.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 REMEDY = (
-    "run it in one process: start it with python rather than torchrun, and without init_process_group, on one device"
+    "run it in one process: start it with python rather than torchrun, and without "
+    "init_process_group, on one device"
 )
-# What launchers tell each process of a group of several: torchrun and accelerate, Open MPI, MPICH, MVAPICH, Horovod, jsrun, srun.
+# What launchers tell each process of a group of several: torchrun and accelerate, Open MPI, MPICH,
+# MVAPICH, Horovod, jsrun, srun.
 SIZES = (
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
@@ -37,13 +40,15 @@ def refuse_process_group() -> None:
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            f"a torch.distributed process group of {dist.get_world_size()} ranks is initialised, and every rank would clip, draw noise and count by itself: no epsilon covers that; "
+            f"a torch.distributed process group of {dist.get_world_size()} ranks is initialised, "
+            "and every rank would clip, draw noise and count by itself: no epsilon covers that; "
             f"{REMEDY}"
         )
 
 
 def refuse_launcher(environment: Mapping[str, str] | None = None) -> None:
-    """Raises in a process that a launcher started as one of several, even where no group is initialised: each would run alone, on the same data.
+    """Raises in a process that a launcher started as one of several, even where no group is
+    initialised: each would run alone, on the same data.
 
     Args:
         environment: of the process; None takes ``os.environ``.
@@ -55,7 +60,9 @@ def refuse_launcher(environment: Mapping[str, str] | None = None) -> None:
     for name in SIZES:
         if known.get(name, "").isdigit() and int(known[name]) > 1:
             raise RuntimeError(
-                f"{name}={known[name]} says that this is one of several processes; each would make its own run on the same data, and their epsilons add: {REMEDY} (where it is alone, "
+                f"{name}={known[name]} says that this is one of several processes; each would make "
+                f"its own run on the same data, and their epsilons add: {REMEDY} (where it is "
+                "alone, "
                 f"remove {name} from the environment)"
             )
 
@@ -68,17 +75,27 @@ def refuse_wrapped_model(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         found = next(
-            (kind.__name__ for kind in type(module).__mro__ if kind.__name__ in WRAPPERS and _is_torchs(kind)), None
+            (
+                kind.__name__
+                for kind in type(module).__mro__
+                if kind.__name__ in WRAPPERS and _is_torchs(kind)
+            ),
+            None,
         )
         if found is not None:
             raise ValueError(
-                f"{'the model' if not name else f'layer {name!r}'} is wrapped in {found}, which spreads examples or parameters over devices and reduces gradients behind the clipping; "
+                f"{'the model' if not name else f'layer {name!r}'} is wrapped in {found}, which "
+                "spreads examples or parameters over devices and reduces gradients behind the "
+                "clipping; "
                 f"pass the model itself (its .module), and {REMEDY}"
             )
-    shared = next((name for name, p in model.named_parameters() if type(p).__name__ == "DTensor"), None)
+    shared = next(
+        (name for name, p in model.named_parameters() if type(p).__name__ == "DTensor"), None
+    )
     if shared is not None:
         raise ValueError(
-            f"parameter {shared!r} is spread over several ranks (a DTensor); pass a model that is whole, and {REMEDY}"
+            f"parameter {shared!r} is spread over several ranks (a DTensor); pass a model that is "
+            f"whole, and {REMEDY}"
         )
 
 

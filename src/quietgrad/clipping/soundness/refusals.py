@@ -1,4 +1,6 @@
-"""Models that cannot be clipped per example are refused by name, with the remedy, before any work starts."""
+"""Models that cannot be clipped per example are refused by name, with the remedy, before any work
+starts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from torch import nn
 
 
 def refuse_cross_example_layers(model: nn.Module) -> None:
-    """Raises for layers whose output for one example depends on other examples, or that change the gradient's bound.
+    """Raises for layers whose output for one example depends on other examples, or that change the
+    gradient's bound.
 
     Raises:
         ValueError: naming the layer, its type and the remedy.
@@ -20,29 +23,39 @@ def refuse_cross_example_layers(model: nn.Module) -> None:
             )
             if not frozen:
                 raise ValueError(
-                    f"layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no per-example gradient exists; "
-                    "replace it by nn.GroupNorm (quietgrad.clipping.replace_batch_norm(model) does), "
+                    f"layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so "
+                    "no per-example gradient exists; "
+                    "replace it by nn.GroupNorm (quietgrad.clipping.replace_batch_norm(model) "
+                    "does), "
                     "or freeze it: eval() and requires_grad_(False)"
                 )
-        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats and module.training:
+        if (
+            isinstance(module, nn.modules.instancenorm._InstanceNorm)
+            and module.track_running_stats
+            and module.training
+        ):
             raise ValueError(
-                f"layer {name!r} ({type(module).__name__}) keeps running statistics of private data without noise; "
+                f"layer {name!r} ({type(module).__name__}) keeps running statistics of private "
+                "data without noise; "
                 "build it with track_running_stats=False"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad:
             if module.max_norm is not None:
                 raise ValueError(
-                    f"layer {name!r} ({type(module).__name__}) has max_norm={module.max_norm}: it rewrites its weights during the forward "
+                    f"layer {name!r} ({type(module).__name__}) has max_norm={module.max_norm}: it "
+                    "rewrites its weights during the forward "
                     "pass, outside the privacy mechanism; build it with max_norm=None"
                 )
             if module.scale_grad_by_freq:
                 raise ValueError(
-                    f"layer {name!r} ({type(module).__name__}) has scale_grad_by_freq=True, which mixes the examples of a batch; "
+                    f"layer {name!r} ({type(module).__name__}) has scale_grad_by_freq=True, which "
+                    "mixes the examples of a batch; "
                     "build it with scale_grad_by_freq=False"
                 )
             if module.sparse:
                 raise ValueError(
-                    f"layer {name!r} ({type(module).__name__}) has sparse=True; noise is dense: build it with sparse=False"
+                    f"layer {name!r} ({type(module).__name__}) has sparse=True; noise is dense: "
+                    "build it with sparse=False"
                 )
 
 
@@ -51,7 +64,8 @@ def replace_batch_norm(model: nn.Module, groups: int = 16) -> nn.Module:
 
     Args:
         model: changed in place.
-        groups: number of groups wanted; the largest divisor of the channel count not above it is used.
+        groups: number of groups wanted; the largest divisor of the channel count not above it is
+            used.
 
     Returns:
         The model, or a new GroupNorm where the model itself is a BatchNorm layer.

@@ -1,8 +1,9 @@
 """A model's parameters and buffers stay as they are while private records go through it.
 
-What a forward pass writes into a buffer (running statistics, a cache filled from the batch) leaves the run without noise: ``state_dict`` holds it.
-It also reaches later records' losses. Each clipping call compares identity and version counter of every tensor of the model before and after,
-and the contents of small buffers; at the guard's steps all contents.
+What a forward pass writes into a buffer (running statistics, a cache filled from the batch) leaves
+the run without noise: ``state_dict`` holds it. It also reaches later records' losses. Each clipping
+call compares identity and version counter of every tensor of the model before and after, and the
+contents of small buffers; at the guard's steps all contents.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-# Contents of buffers up to this size together are copied and compared at every call: about a tenth of a millisecond.
+# Contents of buffers up to this size together are copied and compared at every call: about a tenth
+# of a millisecond.
 SMALL_BYTES = 2**20
 
 
@@ -26,14 +28,17 @@ class Watch:
 
     Args:
         model: watched.
-        thorough: also keep and compare all buffers' contents and the parameters' bits, whatever their size.
+        thorough: also keep and compare all buffers' contents and the parameters' bits, whatever
+            their size.
     """
 
     def __init__(self, model: nn.Module, thorough: bool) -> None:
         self._model = model
         self._buffers = _named(model, "_buffers")
         self._parameters = _named(model, "_parameters")
-        self._versions = {id(t): _version(t) for t in (*self._buffers.values(), *self._parameters.values())}
+        self._versions = {
+            id(t): _version(t) for t in (*self._buffers.values(), *self._parameters.values())
+        }
         left = float("inf") if thorough else SMALL_BYTES
         self._copies: dict[tuple[str, str], Tensor] = {}
         for key, t in sorted(self._buffers.items(), key=lambda item: _bytes(item[1])):
@@ -74,16 +79,21 @@ class Watch:
         for (path, local), tensor in self._buffers.items():
             modules[path]._buffers[local] = tensor
             copy = self._copies.get((path, local))
-            if copy is not None and (_version(tensor) != self._versions[id(tensor)] or not _equal(copy, tensor)):
+            if copy is not None and (
+                _version(tensor) != self._versions[id(tensor)] or not _equal(copy, tensor)
+            ):
                 with torch.no_grad():
                     tensor.data.copy_(copy)
-            complete = complete and (copy is not None or _version(tensor) == self._versions[id(tensor)])
+            complete = complete and (
+                copy is not None or _version(tensor) == self._versions[id(tensor)]
+            )
         return complete
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, thorough: bool = False) -> Iterator[None]:
-    """Refuses a block in which the model's parameters or buffers change; buffers are put back, also after an exception.
+    """Refuses a block in which the model's parameters or buffers change; buffers are put back, also
+    after an exception.
 
     Raises:
         StateChanged: naming the tensor and the remedy.
@@ -100,14 +110,22 @@ def unchanged(model: nn.Module, thorough: bool = False) -> Iterator[None]:
     back = watch.put_back()
     if parameters:
         raise StateChanged(
-            f"parameter {parameters[0]!r} is rewritten while the loss is computed, outside the privacy mechanism; it may hold private records "
-            "now, so do not use or publish these weights: load the last released ones, and let the optimizer alone write parameters"
+            f"parameter {parameters[0]!r} is rewritten while the loss is computed, outside the "
+            "privacy mechanism; it may hold private records "
+            "now, so do not use or publish these weights: load the last released ones, and let the "
+            "optimizer alone write parameters"
         )
     raise StateChanged(
-        f"buffer {buffers[0]!r} changes while the loss is computed: it would carry private records out of the run without noise (state_dict() "
-        f"holds it) and into other records' losses; {'it was put back' if back else 'it may hold private records now: load the weights from before'}. "
-        "Keep no statistics of batches in the model: remove the buffer or stop its updates (eval() of its layer); let a table that grows with the "
-        "longest input grow on a public one before the run"
+        f"buffer {buffers[0]!r} changes while the loss is computed: it would carry private records "
+        "out of the run without noise (state_dict() holds it) and into other records' losses; "
+        + (
+            "it was put back"
+            if back
+            else "load the weights from before: it may hold private records"
+        )
+        + ". Keep no statistics of batches in the model: remove the buffer or stop its updates "
+        "(eval() of its layer); let a table that grows with the longest input grow on a public one "
+        "before the run"
     )
 
 

@@ -1,4 +1,6 @@
-"""A check of the fast path against the slow oracle on the user's own model and a few records that are not private."""
+"""A check of the fast path against the slow oracle on the user's own model and a few records that
+are not private.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,18 @@ from quietgrad.tensors import Batch
 
 
 def verify_clipping(model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> float:
-    """Largest relative difference between the exact fast path and per-example autograd, over norms and the clipped sum.
+    """Largest relative difference between the exact fast path and per-example autograd, over norms
+    and the clipped sum.
 
     Args:
-        model: the model to train; checked in evaluation mode, so that dropout draws nothing, and put back.
+        model: the model to train; checked in evaluation mode, so that dropout draws nothing, and
+            put back.
         per_example_loss: (model, batch) -> [examples].
         batch: two or more records that are *not* private: the result is meant to be looked at.
 
     Returns:
-        About 1e-6 in float32. A large value means that some layer's per-example gradients are captured wrongly: do not train.
+        About 1e-6 in float32. A large value means that some layer's per-example gradients are
+        captured wrongly: do not train.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -36,5 +41,8 @@ def verify_clipping(model: nn.Module, per_example_loss: PerExampleLoss, batch: B
             module.training = training
     worst = float(((fast_norms - norms).abs() / norms.clamp_min(1e-12)).max())
     size = max(float(sum(g.double().pow(2).sum() for g in expected.values())) ** 0.5, 1e-12)
-    difference = float(sum((actual[n].double() - g.double()).pow(2).sum() for n, g in expected.items())) ** 0.5
+    difference = (
+        float(sum((actual[n].double() - g.double()).pow(2).sum() for n, g in expected.items()))
+        ** 0.5
+    )
     return max(worst, difference / size)

@@ -36,7 +36,9 @@ def require_released(noisy: object) -> None:
         kind = type(noisy).__name__
         raise TypeError(f"noisy must be a NoisySum, not {kind}: release the clipped sum first")
     if noisy.denoised:
-        raise ValueError("noisy was denoised before, its noise level is unknown: pass what was released")
+        raise ValueError(
+            "noisy was denoised before, its noise level is unknown: pass what was released"
+        )
 
 
 def denoised(

@@ -1,6 +1,8 @@
-"""Banded lower-triangular matrices: storage by columns, solves in blocks, and the reversed Cholesky factor.
+"""Banded lower-triangular matrices: storage by columns, solves in blocks, and the reversed Cholesky
+factor.
 
-Symbols: T steps, b bands, C lower triangular with C[i, j] = 0 for i - j >= b, X = C^T C (also b-banded), s rows of a block, r columns of a right-hand side.
+Symbols: T steps, b bands, C lower triangular with C[i, j] = 0 for i - j >= b, X = C^T C (also
+b-banded), s rows of a block, r columns of a right-hand side.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class BandedLower:
     """C by columns.
 
     Attributes:
-        columns: [T, b] float64; ``columns[j, m]`` is C[j + m, j], zero where that row does not exist.
+        columns: [T, b] float64; ``columns[j, m]`` is C[j + m, j], zero where that row does not
+            exist.
     """
 
     columns: Floats
@@ -64,14 +67,18 @@ class BandedLower:
         return out
 
     def largest_inverse_row(self, chunk: int = 512) -> float:
-        """Largest norm of a row of C^-1: the noise of one step in units of an independent draw. Cost T^2 b, memory T ``chunk``."""
+        """Largest norm of a row of C^-1: the noise of one step in units of an independent draw.
+        Cost T^2 b, memory T ``chunk``.
+        """
         squares = np.zeros(self.steps)
         for start in range(0, self.steps, chunk):
             width = min(chunk, self.steps - start)
             identity = np.zeros((self.steps - start, width))
             identity[np.arange(width), np.arange(width)] = 1.0
             with np.errstate(over="ignore", invalid="ignore"):
-                squares[start:] += (BandedLower(self.columns[start:]).solve(identity) ** 2).sum(axis=1)
+                squares[start:] += (BandedLower(self.columns[start:]).solve(identity) ** 2).sum(
+                    axis=1
+                )
         return float(np.sqrt(squares.max()))
 
     def solve(self, right: Floats) -> Floats:
@@ -96,7 +103,9 @@ class BandedLower:
 
     @cached_property
     def _blocks(self) -> list[tuple[slice, Floats, Floats]]:
-        """Rows, inverse of the diagonal block [s, s], and the block below it, for every block of s >= b - 1 rows."""
+        """Rows, inverse of the diagonal block [s, s], and the block below it, for every block of s
+        >= b - 1 rows.
+        """
         steps, bands = self.columns.shape
         size = min(max(bands, SMALLEST_BLOCK), steps)
         count = -(-steps // size)
@@ -115,12 +124,16 @@ class BandedLower:
         for k in range(count):
             start, stop = k * size, min((k + 1) * size, steps)
             n, below = stop - start, min(stop + size, steps) - stop
-            blocks.append((slice(start, stop), inverses[k, :n, :n], tall[k, size : size + below, :n]))
+            blocks.append(
+                (slice(start, stop), inverses[k, :n, :n], tall[k, size : size + below, :n])
+            )
         return blocks
 
 
 def band_of_product(left: Floats, right: Floats, bands: int) -> Floats:
-    """[T, b] out[j, m] = left[j + m] . right[j]: the band of left right^T without the rest of it. Cost about 2 T b r multiplications, memory T b."""
+    """[T, b] out[j, m] = left[j + m] . right[j]: the band of left right^T without the rest of it.
+    Cost about 2 T b r multiplications, memory T b.
+    """
     steps = left.shape[0]
     out = np.zeros((steps, bands))
     size = max(bands, SMALLEST_BLOCK)
@@ -135,7 +148,8 @@ def band_of_product(left: Floats, right: Floats, bands: int) -> Floats:
 
 
 def reversed_cholesky(gram: Floats) -> Floats:
-    """The lower-triangular C with C^T C = X (flip, factor, flip); plain Cholesky gives X = L L^T, which is not what is wanted (erratum E7).
+    """The lower-triangular C with C^T C = X (flip, factor, flip); plain Cholesky gives X = L L^T,
+    which is not what is wanted (erratum E7).
 
     Args:
         gram: X, [T, T], symmetric positive definite; a banded X gives a banded C.
@@ -147,7 +161,8 @@ def reversed_cholesky(gram: Floats) -> Floats:
         flipped = np.linalg.cholesky(gram[::-1, ::-1])
     except np.linalg.LinAlgError as error:
         raise ValueError(
-            "the Gram matrix is not positive definite, so it has no factor; pass a symmetric positive definite matrix"
+            "the Gram matrix is not positive definite, so it has no factor; pass a symmetric "
+            "positive definite matrix"
         ) from error
     return np.ascontiguousarray(flipped[::-1, ::-1].T)
 

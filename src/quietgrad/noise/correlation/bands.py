@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quietgrad.noise.correlation.mixing import SECONDS, MixingMatrix, mixing_matrix, solved_without_a_factor
+from quietgrad.noise.correlation.mixing import (
+    SECONDS,
+    MixingMatrix,
+    mixing_matrix,
+    solved_without_a_factor,
+)
 from quietgrad.noise.correlation.workloads import Factored, Workload, as_workload
 
 
@@ -51,7 +56,9 @@ class BandChoice:
 
 
 def default_candidates(steps: int, sample_rate: float | None = None) -> tuple[int, ...]:
-    """1, 2, 4, 6, 8, 12, 16, 24, 32, as far as there are steps, and no part has to be used whole (b q at most 1)."""
+    """1, 2, 4, 6, 8, 12, 16, 24, 32, as far as there are steps, and no part has to be used whole (b
+    q at most 1).
+    """
     limit = min(32, steps)
     if sample_rate is not None:
         limit = min(limit, max(1, int(1 / sample_rate)))
@@ -66,16 +73,19 @@ def choose_bands(
     family: str = "auto",
     max_seconds: float = SECONDS,
 ) -> BandChoice:
-    """Minimises sigma(b)^2 tr(W X_b^-1) over b. Uses no private data: sigma(b) comes from the accountant, W from public facts.
+    """Minimises sigma(b)^2 tr(W X_b^-1) over b. Uses no private data: sigma(b) comes from the
+    accountant, W from public facts.
 
     Args:
         workload: see ``mixing_matrix``.
-        noise_multiplier: b to the sigma that the target needs with b bands (``quietgrad.accounting.noise_multiplier(..., bands=b)``).
+        noise_multiplier: b to the sigma that the target needs with b bands
+            (``quietgrad.accounting.noise_multiplier(..., bands=b)``).
         candidates: numbers of bands to try, 1 is added (None: ``default_candidates``).
         family, max_seconds: see ``mixing_matrix``; the time is shared by all candidates.
 
     Returns:
-        The choice, never worse than independent noise by this criterion. Cost: one calibration and one ``mixing_matrix`` a candidate.
+        The choice, never worse than independent noise by this criterion. Cost: one calibration and
+        one ``mixing_matrix`` a candidate.
 
     Raises:
         ValueError, TypeError: as ``mixing_matrix``.
@@ -84,10 +94,13 @@ def choose_bands(
     if not solved_without_a_factor(load, family):
         load = Factored(load.factor(), load.name)  # once for all candidates
     wanted = sorted({1, *(default_candidates(load.steps) if candidates is None else candidates)})
-    # All of them: with curvature the error can rise before it falls, since two bands already cost amplification.
+    # All of them: with curvature the error can rise before it falls, since two bands already cost
+    # amplification.
     tried = tuple(
         BandCandidate(
-            bands, float(noise_multiplier(bands)), mixing_matrix(load, bands, family, max_seconds / len(wanted))
+            bands,
+            float(noise_multiplier(bands)),
+            mixing_matrix(load, bands, family, max_seconds / len(wanted)),
         )
         for bands in wanted
     )

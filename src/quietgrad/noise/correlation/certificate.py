@@ -1,15 +1,20 @@
-"""How far a mixing matrix can be from the best one: a lower bound on the convex problem's optimum from its dual.
+"""How far a mixing matrix can be from the best one: a lower bound on the convex problem's optimum
+from its dual.
 
-Problem: minimise tr(W X^-1) over positive definite b-banded X with unit diagonal. For any tau >= 0 put G = X^-1 W X^-1 and Z = G + tau X^-1. Every Z' that is at least G
-(as a quadratic form) and zero in the band off its diagonal is feasible for the dual, whose value 2 tr((F^T Z' F)^(1/2)) - tr Z' then is at least
-2 tr(W X^-1) - tr Z'. With E the part of Z that offends (in the band, off the diagonal) and r_i = sum_j |E_ij|, Z' = Z - E + D is such a matrix for the diagonal
-D_i = max(0, r_i - tau / R_i), R_i = sum_j |X_ij|, since diag(r) >= E and diag(R) >= X; and tr Z' = tr(W X^-1) + tau T - <E, X> + tr D. So
+Problem: minimise tr(W X^-1) over positive definite b-banded X with unit diagonal. For any tau >= 0
+put G = X^-1 W X^-1 and Z = G + tau X^-1. Every Z' that is at least G (as a quadratic form) and zero
+in the band off its diagonal is feasible for the dual, whose value 2 tr((F^T Z' F)^(1/2)) - tr Z'
+then is at least 2 tr(W X^-1) - tr Z'. With E the part of Z that offends (in the band, off the
+diagonal) and r_i = sum_j |E_ij|, Z' = Z - E + D is such a matrix for the diagonal D_i = max(0, r_i
+- tau / R_i), R_i = sum_j |X_ij|, since diag(r) >= E and diag(R) >= X; and tr Z' = tr(W X^-1) + tau
+T - <E, X> + tr D. So
 
     tr(W X^-1) - optimum <= tau T + sum_i max(0, r_i - tau / R_i) + |<E, X>|.
 
-Derived here; ``tests/noise/test_mixing.py`` holds it to a conic solver's optimum. Where the best X is nearly singular (a curvature workload of the last step, without a floor) the bound
-says little; the residual of the optimality conditions still tells whether descent has ended: at the optimum G is zero in the band off its diagonal, and its diagonal holds the multipliers
-of X's unit diagonal.
+Derived here; ``tests/noise/test_mixing.py`` holds it to a conic solver's optimum. Where the best X
+is nearly singular (a curvature workload of the last step, without a floor) the bound says little;
+the residual of the optimality conditions still tells whether descent has ended: at the optimum G is
+zero in the band off its diagonal, and its diagonal holds the multipliers of X's unit diagonal.
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ from quietgrad.noise.correlation.banded import BandedLower, Floats, band_of_prod
 
 
 def optimality_gap(mixing: BandedLower, factor: Floats, chunk: int = 512) -> float:
-    """Upper bound on tr(W X^-1) minus its smallest possible value, relative to tr(W X^-1). Cost: T^2 b for the band of X^-1, memory T ``chunk``.
+    """Upper bound on tr(W X^-1) minus its smallest possible value, relative to tr(W X^-1). Cost:
+    T^2 b for the band of X^-1, memory T ``chunk``.
 
     Args:
         mixing: C with unit columns.
@@ -50,7 +56,8 @@ def optimality_gap(mixing: BandedLower, factor: Floats, chunk: int = 512) -> flo
 
 
 def kkt_residual(mixing: BandedLower, factor: Floats) -> float:
-    """Largest |G_ij| / sqrt(G_ii G_jj) in the band off the diagonal: 0 at the optimum, at most 1. Not changed by scaling steps or workload. Cost: T b r.
+    """Largest |G_ij| / sqrt(G_ii G_jj) in the band off the diagonal: 0 at the optimum, at most 1.
+    Not changed by scaling steps or workload. Cost: T b r.
 
     Args:
         mixing: C with unit columns.
@@ -61,7 +68,10 @@ def kkt_residual(mixing: BandedLower, factor: Floats) -> float:
     size = np.sqrt(np.maximum(g[:, 0], np.finfo(np.float64).tiny))
     steps, bands = g.shape
     return max(
-        (float((np.abs(g[: steps - m, m]) / (size[: steps - m] * size[m:])).max()) for m in range(1, bands)),
+        (
+            float((np.abs(g[: steps - m, m]) / (size[: steps - m] * size[m:])).max())
+            for m in range(1, bands)
+        ),
         default=0.0,
     )
 

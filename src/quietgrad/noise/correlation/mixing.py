@@ -1,6 +1,8 @@
-"""The mixing matrix of correlated noise: banded, unit columns, as good as it can be shown to be for a workload.
+"""The mixing matrix of correlated noise: banded, unit columns, as good as it can be shown to be for
+a workload.
 
-Symbols: T steps, b bands, C_mix lower triangular, X = C_mix^T C_mix with unit diagonal, W the workload.
+Symbols: T steps, b bands, C_mix lower triangular, X = C_mix^T C_mix with unit diagonal, W the
+workload.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from quietgrad.checks import require_at_least, require_int, require_positive, re
 from quietgrad.noise.correlation import solver
 from quietgrad.noise.correlation.banded import BandedLower, Floats
 from quietgrad.noise.correlation.certificate import kkt_residual, optimality_gap
-from quietgrad.noise.correlation.workloads import Curvature, PrefixSums, Response, Workload, as_workload
+from quietgrad.noise.correlation.workloads import (
+    Curvature,
+    PrefixSums,
+    Response,
+    Workload,
+    as_workload,
+)
 
 FAMILIES = ("auto", "banded", "toeplitz")
 LARGEST_BANDED = 4096  # steps up to which "auto" takes the whole banded family
@@ -37,10 +45,12 @@ class MixingMatrix:
         banded: its columns.
         objective: tr(W X^-1).
         independent: the same for independent noise, tr(W).
-        relative_gap: proven upper bound on (objective - smallest possible objective) / objective over all banded matrices; None where it was not computed (Toeplitz family).
+        relative_gap: proven upper bound on (objective - smallest possible objective) / objective
+            over all banded matrices; None where it was not computed (Toeplitz family).
         family: "banded" or "toeplitz".
         workload: what W is, in words.
-        kkt_residual: how far the optimality conditions are from being met, from 0 to 1 (``quietgrad.noise.correlation.certificate``); None for the Toeplitz family.
+        kkt_residual: how far the optimality conditions are from being met, from 0 to 1
+            (``quietgrad.noise.correlation.certificate``); None for the Toeplitz family.
     """
 
     banded: BandedLower
@@ -61,7 +71,9 @@ class MixingMatrix:
 
     @property
     def matrix(self) -> NDArray[np.float64]:
-        """C_mix, [T, T] float64, lower triangular. Memory grows as T^2; ``banded`` holds the same in T b."""
+        """C_mix, [T, T] float64, lower triangular. Memory grows as T^2; ``banded`` holds the same
+        in T b.
+        """
         return self.banded.dense()
 
 
@@ -87,28 +99,38 @@ def load_mixing(path: str | Path) -> MixingMatrix:
 
 
 def mixing_matrix(
-    workload: Workload | NDArray[np.float64], bands: int, family: str = "auto", max_seconds: float = SECONDS
+    workload: Workload | NDArray[np.float64],
+    bands: int,
+    family: str = "auto",
+    max_seconds: float = SECONDS,
 ) -> MixingMatrix:
-    """Minimises tr(W X^-1) over b-banded X = C_mix^T C_mix with unit diagonal (NoiseCurve, problem P1).
+    """Minimises tr(W X^-1) over b-banded X = C_mix^T C_mix with unit diagonal (NoiseCurve, problem
+    P1).
 
     Args:
         workload: W, [T, T] symmetric positive semi-definite, or ``PrefixSums``, ``Curvature``.
         bands: b, at most T; 1 is independent noise.
-        family: "banded" (every banded matrix), "toeplitz" (columns alike: b numbers, for many steps), or "auto": banded up to 4096 steps.
-        max_seconds: after so much time of descent the best matrix so far is taken; ``relative_gap`` says what that may cost.
+        family: "banded" (every banded matrix), "toeplitz" (columns alike: b numbers, for many
+            steps), or "auto": banded up to 4096 steps.
+        max_seconds: after so much time of descent the best matrix so far is taken; ``relative_gap``
+            says what that may cost.
 
     Returns:
-        The matrix, never worse than independent noise. Cost a step of descent: T b r for a workload of rank r (T for prefix sums, a few dozens for curvature);
-        small problems are solved by Newton's method instead. Toeplitz prefix sums: T b. Memory T (b + r).
+        The matrix, never worse than independent noise. Cost a step of descent: T b r for a workload
+        of rank r (T for prefix sums, a few dozens for curvature); small problems are solved by
+        Newton's method instead. Toeplitz prefix sums: T b. Memory T (b + r).
 
     Raises:
-        ValueError, TypeError: a workload that is not square, symmetric, finite and positive semi-definite; bands outside 1 .. T; an unknown family.
+        ValueError, TypeError: a workload that is not square, symmetric, finite and positive
+            semi-definite; bands outside 1 .. T; an unknown family.
     """
     load = as_workload(workload)
     require_int("bands", bands)
     require_at_least("bands", bands, 1, "1 means independent noise")
     if bands > load.steps:
-        raise ValueError(f"bands={bands} exceeds steps={load.steps}; use at most as many bands as steps")
+        raise ValueError(
+            f"bands={bands} exceeds steps={load.steps}; use at most as many bands as steps"
+        )
     require_word("family", family, FAMILIES)
     require_positive("max_seconds", max_seconds)
     if family == "auto":
@@ -120,7 +142,9 @@ def mixing_matrix(
 
 
 def solved_without_a_factor(load: Workload, family: str) -> bool:
-    """Whether the Toeplitz family is found from responses to single steps, so that nothing of size T^2 is formed. Prefix sums count as such in any family: their factor is cheap."""
+    """Whether the Toeplitz family is found from responses to single steps, so that nothing of size
+    T^2 is formed. Prefix sums count as such in any family: their factor is cheap.
+    """
     if isinstance(load, PrefixSums):
         return True
     toeplitz = family == "toeplitz" or (family == "auto" and load.steps > LARGEST_BANDED)
@@ -132,7 +156,9 @@ def _banded(load: Workload, bands: int, deadline: float) -> MixingMatrix:
     identity = solver.unit_columns(np.tile(np.eye(1, bands)[0], (steps, 1)))
     independent = float(np.vdot(factor, factor))
     if bands == 1:
-        return MixingMatrix(BandedLower(identity), independent, independent, 0.0, "banded", load.name, 0.0)
+        return MixingMatrix(
+            BandedLower(identity), independent, independent, 0.0, "banded", load.name, 0.0
+        )
     columns = _best_toeplitz(factor, bands, deadline)
     unknowns = (bands - 1) * steps - bands * (bands - 1) // 2
     if unknowns <= solver.NEWTON_UNKNOWNS:
@@ -151,7 +177,8 @@ def _toeplitz(load: Workload, bands: int, deadline: float) -> MixingMatrix:
     if isinstance(load, PrefixSums):
         if load.learning_rates is not None:
             raise ValueError(
-                "family='toeplitz' treats all steps alike, which a schedule of learning rates does not; use family='banded' (cost T^2 b), or a constant rate"
+                "family='toeplitz' treats all steps alike, which a schedule of learning rates does "
+                "not; use family='banded' (cost T^2 b), or a constant rate"
             )
         responses = [Response(load.impulse()[:, None], np.ones(load.steps))]
     elif isinstance(load, Curvature) and solved_without_a_factor(load, "toeplitz"):
@@ -167,15 +194,22 @@ def _toeplitz(load: Workload, bands: int, deadline: float) -> MixingMatrix:
         return _surrogate(coefficients, responses)
 
     independent = sum(response.independent() for response in responses)
-    candidates = [np.eye(1, bands)[0], solver.descend_toeplitz(_square_root(bands), evaluate, deadline)]
+    candidates = [
+        np.eye(1, bands)[0],
+        solver.descend_toeplitz(_square_root(bands), evaluate, deadline),
+    ]
     values = [sum(_exact(c, response) for response in responses) for c in candidates]
     best = int(np.argmin(values))
     columns = solver.unit_columns(np.tile(candidates[best], (load.steps, 1)))
-    return MixingMatrix(BandedLower(columns), values[best], independent, None, "toeplitz", load.name)
+    return MixingMatrix(
+        BandedLower(columns), values[best], independent, None, "toeplitz", load.name
+    )
 
 
 def _best_toeplitz(factor: Floats, bands: int, deadline: float) -> Floats:
-    """[T, b] unit columns from b coefficients, by descent from independent noise or the square root, whichever is better; so never worse than either."""
+    """[T, b] unit columns from b coefficients, by descent from independent noise or the square
+    root, whichever is better; so never worse than either.
+    """
     steps = factor.shape[0]
 
     def columns_from(coefficients: Floats) -> Floats:
@@ -192,14 +226,16 @@ def _best_toeplitz(factor: Floats, bands: int, deadline: float) -> Floats:
 
 
 def _square_root(bands: int) -> Floats:
-    """[b] coefficients of (1 - x)^(-1/2): near the optimum for prefix sums (Fichtenberger, Henzinger and Upadhyay 2023)."""
+    """[b] coefficients of (1 - x)^(-1/2): near the optimum for prefix sums (Fichtenberger,
+    Henzinger and Upadhyay 2023).
+    """
     ratios = np.arange(1, 2 * bands - 2, 2) / np.arange(2, 2 * bands - 1, 2)
     return np.concatenate([[1.0], np.cumprod(ratios)])
 
 
 def _surrogate(coefficients: Floats, responses: Sequence[Response]) -> solver.Evaluation:
-    """log of n^2 times the responses to K, and its gradient: all columns counted as if none was cut at the last step (there are b - 1 such). K inverse of the Toeplitz
-    matrix, n a column's norm.
+    """log of n^2 times the responses to K, and its gradient: all columns counted as if none was cut
+    at the last step (there are b - 1 such). K inverse of the Toeplitz matrix, n a column's norm.
 
     Cost T b r. d(1 / c(x)) / d c_m = - x^m / c(x)^2.
     """
@@ -209,7 +245,9 @@ def _surrogate(coefficients: Floats, responses: Sequence[Response]) -> solver.Ev
     with np.errstate(all="ignore"):
         for response in responses:
             steps = len(response.lagged)
-            sums = lfilter([1.0], coefficients, response.lagged, axis=0)  # first column of the response to K
+            sums = lfilter(
+                [1.0], coefficients, response.lagged, axis=0
+            )  # first column of the response to K
             slopes = lfilter([1.0], coefficients, sums, axis=0)
             weighted = response.lag_weights()[:, None] * sums
             value += float((weighted * sums).sum())
@@ -220,7 +258,9 @@ def _surrogate(coefficients: Floats, responses: Sequence[Response]) -> solver.Ev
 
 
 def _exact(coefficients: Floats, response: Response) -> float:
-    """The response to N K with the norms N of all columns, the cut ones too: only the last b - 1 rows differ from n K. Cost T b^2 r."""
+    """The response to N K with the norms N of all columns, the cut ones too: only the last b - 1
+    rows differ from n K. Cost T b^2 r.
+    """
     steps, bands = len(response.lagged), len(coefficients)
     unit = np.zeros(steps)
     unit[0] = 1.0

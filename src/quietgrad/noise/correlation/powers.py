@@ -1,4 +1,5 @@
-"""Powers of many contractions at once: what noise of one step does later, and few nodes that stand for many.
+"""Powers of many contractions at once: what noise of one step does later, and few nodes that stand
+for many.
 
 Symbols: x a node (1 minus learning rate times eigenvalue), mu its weight, T steps, n nodes.
 """
@@ -11,12 +12,18 @@ from scipy.linalg import eigh_tridiagonal
 
 Floats = NDArray[np.float64]
 
-DROPPED = 1e-15  # relative to the largest: what a factor leaves out is below the rounding of the rest
+DROPPED = (
+    1e-15  # relative to the largest: what a factor leaves out is below the rounding of the rest
+)
 
 
 def mean_over_horizons(nodes: Floats, weights: Floats, steps: int) -> Floats:
-    """[T, T] (1/T) sum over t of sum_i mu_i x_i^(2t - 2 - j - l), t > max(j, l): a geometric sum, Toeplitz minus Hankel, O(T n + T^2)."""
-    x = np.clip(nodes, -1 + 1e-7, 1 - 1e-12)  # at -1 the quotient below is 0 / 0; its limit is reached to 1e-7 T
+    """[T, T] (1/T) sum over t of sum_i mu_i x_i^(2t - 2 - j - l), t > max(j, l): a geometric sum,
+    Toeplitz minus Hankel, O(T n + T^2).
+    """
+    x = np.clip(
+        nodes, -1 + 1e-7, 1 - 1e-12
+    )  # at -1 the quotient below is 0 / 0; its limit is reached to 1e-7 T
     share = weights / (1 - x**2) / steps
     lags = np.arange(2 * steps + 1)
     sequence = np.array([float(share @ x**lag) for lag in lags])
@@ -26,7 +33,9 @@ def mean_over_horizons(nodes: Floats, weights: Floats, steps: int) -> Floats:
 
 
 def gauss_rule(nodes: Floats, weights: Floats, count: int) -> tuple[Floats, Floats]:
-    """The ``count``-node Gauss quadrature of a discrete measure, by Lanczos with full reorthogonalisation (Golub and Meurant 2010, section 4)."""
+    """The ``count``-node Gauss quadrature of a discrete measure, by Lanczos with full
+    reorthogonalisation (Golub and Meurant 2010, section 4).
+    """
     basis = np.zeros((count, len(nodes)))
     total = weights.sum()
     basis[0] = np.sqrt(weights / total)
@@ -51,7 +60,9 @@ def powers(nodes: Floats, weights: Floats, steps: int) -> Floats:
 
 
 def truncated(factor: Floats) -> Floats:
-    """F with the directions below rounding left out: W of smooth powers has a rank of a few dozens."""
+    """F with the directions below rounding left out: W of smooth powers has a
+    rank of a few dozens.
+    """
     u, s, _ = np.linalg.svd(factor, full_matrices=False)
     kept = s**2 > DROPPED * s[0] ** 2
     return u[:, kept] * s[kept]

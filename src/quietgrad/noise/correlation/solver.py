@@ -1,10 +1,14 @@
-"""The convex problem of the mixing matrix: L-BFGS on a feasible parametrisation, and Newton with a barrier where it is small.
+"""The convex problem of the mixing matrix: L-BFGS on a feasible parametrisation, and Newton with a
+barrier where it is small.
 
-Symbols: T steps, b bands, W = F F^T, C lower triangular and b-banded with unit columns, X = C^T C, P = C^-T F, Q = C^-1 P, G = X^-1 W X^-1 = Q Q^T.
+Symbols: T steps, b bands, W = F F^T, C lower triangular and b-banded with unit columns, X = C^T C,
+P = C^-T F, Q = C^-1 P, G = X^-1 W X^-1 = Q Q^T.
 
-Every C with unit columns and positive diagonal is feasible, and X determines C, so a stationary point in C is one of the convex problem in X: its optimum.
-The objective is tr(W X^-1) = |P|^2, its gradient in C the band of -2 P Q^T. L-BFGS sees log |P|^2, whose gradient stays finite where C^-1 explodes, in coordinates
-scaled by sqrt((P P^T)_ii (X^-1)_jj), the diagonal of the Gauss-Newton Hessian.
+Every C with unit columns and positive diagonal is feasible, and X determines C, so a stationary
+point in C is one of the convex problem in X: its optimum. The objective is tr(W X^-1) = |P|^2, its
+gradient in C the band of -2 P Q^T. L-BFGS sees log |P|^2, whose gradient stays finite where C^-1
+explodes, in coordinates scaled by sqrt((P P^T)_ii (X^-1)_jj), the diagonal of the Gauss-Newton
+Hessian.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ Evaluation = tuple[float, Floats]
 
 
 def unit_columns(columns: Floats) -> Floats:
-    """Columns of norm 1, with a positive diagonal, entries outside the matrix zero. Signs change by whole rows, which leaves X as it is."""
+    """Columns of norm 1, with a positive diagonal, entries outside the matrix zero. Signs change by
+    whole rows, which leaves X as it is.
+    """
     steps, bands = columns.shape
     kept = columns * inside(steps, bands)
     norms = np.linalg.norm(kept, axis=1, keepdims=True)
@@ -49,7 +55,9 @@ def objective(columns: Floats, factor: Floats) -> float:
 
 
 def gradient(columns: Floats, factor: Floats) -> Evaluation:
-    """log tr(W X^-1) and its gradient along unit columns, [T, b]. Cost about 12 T b r multiplications."""
+    """log tr(W X^-1) and its gradient along unit columns, [T, b]. Cost about 12 T b r
+    multiplications.
+    """
     mixing = BandedLower(columns)
     with np.errstate(all="ignore"):
         left = mixing.solve_transposed(factor)
@@ -62,7 +70,9 @@ def gradient(columns: Floats, factor: Floats) -> Evaluation:
 
 
 def descend(columns: Floats, factor: Floats, deadline: float, tolerance: float) -> Floats:
-    """L-BFGS from feasible ``columns`` until two rounds differ by less than ``tolerance`` (relative) or ``time.monotonic()`` passes the deadline. Returns feasible columns."""
+    """L-BFGS from feasible ``columns`` until two rounds differ by less than ``tolerance``
+    (relative) or ``time.monotonic()`` passes the deadline. Returns feasible columns.
+    """
     mask = inside(*columns.shape)
     best = np.log(objective(columns, factor))
     while time.monotonic() < deadline:
@@ -85,8 +95,12 @@ def descend(columns: Floats, factor: Floats, deadline: float, tolerance: float) 
     return columns
 
 
-def descend_toeplitz(start: Floats, evaluate: Callable[[Floats], Evaluation], deadline: float) -> Floats:
-    """L-BFGS over b - 1 Toeplitz coefficients (the first is 1); ``evaluate`` maps [b] coefficients to a log-objective and its gradient [b]."""
+def descend_toeplitz(
+    start: Floats, evaluate: Callable[[Floats], Evaluation], deadline: float
+) -> Floats:
+    """L-BFGS over b - 1 Toeplitz coefficients (the first is 1); ``evaluate`` maps [b] coefficients
+    to a log-objective and its gradient [b].
+    """
 
     def free(tail: Floats) -> Evaluation:
         value, slope = evaluate(np.concatenate([[1.0], tail]))
@@ -95,7 +109,12 @@ def descend_toeplitz(start: Floats, evaluate: Callable[[Floats], Evaluation], de
     return np.concatenate([[1.0], _lbfgs(free, start[1:], deadline, iterations=500)])
 
 
-def _lbfgs(evaluate: Callable[[Floats], Evaluation], start: Floats, deadline: float, iterations: int = ROUND) -> Floats:
+def _lbfgs(
+    evaluate: Callable[[Floats], Evaluation],
+    start: Floats,
+    deadline: float,
+    iterations: int = ROUND,
+) -> Floats:
     best: list[tuple[float, Floats]] = []
 
     class OutOfTime(Exception):
@@ -117,13 +136,21 @@ def _lbfgs(evaluate: Callable[[Floats], Evaluation], start: Floats, deadline: fl
             start,
             jac=True,
             method="L-BFGS-B",
-            options={"maxiter": iterations, "maxfun": 2 * iterations, "maxcor": 20, "ftol": 0, "gtol": 0},
+            options={
+                "maxiter": iterations,
+                "maxfun": 2 * iterations,
+                "maxcor": 20,
+                "ftol": 0,
+                "gtol": 0,
+            },
         )
     return best[0][1]
 
 
 def _scales(columns: Floats, factor: Floats, probes: int = 64) -> Floats:
-    """[T, b] sqrt of (P P^T)_ii (X^-1)_jj, the latter from random signs: a scaling needs no digits."""
+    """[T, b] sqrt of (P P^T)_ii (X^-1)_jj, the latter from random signs: a
+    scaling needs no digits.
+    """
     steps, bands = columns.shape
     mixing = BandedLower(columns)
     left = mixing.solve_transposed(factor)
@@ -136,9 +163,11 @@ def _scales(columns: Floats, factor: Floats, probes: int = 64) -> Floats:
 
 
 def newton(columns: Floats, factor: Floats, tolerance: float) -> Floats:
-    """Path following on tr(W X^-1) - tau log det X over the n off-diagonal entries of X in the band; the gap at tau is at most tau T. Cost n^2 memory, n^3 time a step.
+    """Path following on tr(W X^-1) - tau log det X over the n off-diagonal entries of X in the
+    band; the gap at tau is at most tau T. Cost n^2 memory, n^3 time a step.
 
-    Stops once tau T is below ``tolerance`` times the objective, or where rounding ends the progress.
+    Stops once tau T is below ``tolerance`` times the objective, or where rounding ends the
+    progress.
     """
     steps, bands = columns.shape
     workload = factor @ factor.T
@@ -153,7 +182,9 @@ def newton(columns: Floats, factor: Floats, tolerance: float) -> Floats:
             lower = cho_factor(gram, lower=True)
         except np.linalg.LinAlgError:
             return np.inf
-        return float(np.trace(cho_solve(lower, workload)) - 2 * tau * np.log(np.diagonal(lower[0])).sum())
+        return float(
+            np.trace(cho_solve(lower, workload)) - 2 * tau * np.log(np.diagonal(lower[0])).sum()
+        )
 
     start = value_at(x, 0.0)
     tau = start / steps

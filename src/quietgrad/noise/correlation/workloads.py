@@ -1,6 +1,8 @@
-"""Workloads: what the noise of all steps does to the result, as a quadratic form tr(W X^-1) that the mixing matrix minimises.
+"""Workloads: what the noise of all steps does to the result, as a quadratic form tr(W X^-1) that
+the mixing matrix minimises.
 
-Symbols: T steps, eta learning rate, beta momentum, mu_i eigenvalues of a representative Hessian, A [T, T] weights of the gradients in the iterates, W = F F^T [T, T].
+Symbols: T steps, eta learning rate, beta momentum, mu_i eigenvalues of a representative Hessian, A
+[T, T] weights of the gradients in the iterates, W = F F^T [T, T].
 """
 
 from __future__ import annotations
@@ -14,8 +16,20 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.signal import lfilter
 
-from quietgrad.checks import SettingsWarning, require_at_least, require_int, require_positive, require_word
-from quietgrad.noise.correlation.powers import DROPPED, gauss_rule, mean_over_horizons, powers, truncated
+from quietgrad.checks import (
+    SettingsWarning,
+    require_at_least,
+    require_int,
+    require_positive,
+    require_word,
+)
+from quietgrad.noise.correlation.powers import (
+    DROPPED,
+    gauss_rule,
+    mean_over_horizons,
+    powers,
+    truncated,
+)
 
 Floats = NDArray[np.float64]
 
@@ -42,7 +56,8 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class PrefixSums:
-    """Squared errors of all iterates, W = A^T A: what banded matrix factorisation minimises (Choquette-Choo et al. 2023, "DP-BandMF").
+    """Squared errors of all iterates, W = A^T A: what banded matrix factorisation minimises
+    (Choquette-Choo et al. 2023, "DP-BandMF").
 
     Attributes:
         steps: T.
@@ -61,11 +76,13 @@ class PrefixSums:
         if self.learning_rates is not None:
             if len(self.learning_rates) != self.steps:
                 raise ValueError(
-                    f"learning_rates has {len(self.learning_rates)} entries for steps={self.steps}; give one a step"
+                    f"learning_rates has {len(self.learning_rates)} entries for "
+                    f"steps={self.steps}; give one a step"
                 )
             if min(self.learning_rates) < 0 or not max(self.learning_rates) > 0:
                 raise ValueError(
-                    "learning_rates must be at least 0, and one of them positive; drop the steps that do nothing"
+                    "learning_rates must be at least 0, and one of them positive; drop the steps "
+                    "that do nothing"
                 )
 
     @property
@@ -75,14 +92,18 @@ class PrefixSums:
         return "prefix sums" + (f" ({', '.join(extras)})" if extras else "")
 
     def impulse(self) -> Floats:
-        """[T] first column of A where the learning rate is constant: the weight of a gradient k steps later."""
+        """[T] first column of A where the learning rate is constant: the weight of a gradient k
+        steps later.
+        """
         start = np.zeros(self.steps)
         start[0] = 1.0
         return lfilter([1.0], [1.0, -1.0], lfilter([1.0], [1.0, -self.momentum], start))
 
     def weights(self) -> Floats:
         """A [T, T]: w_0 - w_{t+1} = sum_j A[t, j] g_j."""
-        rates = np.ones(self.steps) if self.learning_rates is None else np.asarray(self.learning_rates)
+        rates = (
+            np.ones(self.steps) if self.learning_rates is None else np.asarray(self.learning_rates)
+        )
         lag = np.arange(self.steps)[:, None] - np.arange(self.steps)[None, :]
         velocity = np.where(lag >= 0, self.momentum ** np.maximum(lag, 0), 0.0)
         return np.cumsum(rates[:, None] * velocity, axis=0)
@@ -93,24 +114,31 @@ class PrefixSums:
 
 @dataclass(frozen=True)
 class Curvature:
-    """Expected excess loss after the last step of plain SGD on a quadratic with these eigenvalues (NoiseCurve, theorem 1, without its factor eta^2 / 2).
+    """Expected excess loss after the last step of plain SGD on a quadratic with these eigenvalues
+    (NoiseCurve, theorem 1, without its factor eta^2 / 2).
 
-    W[j, l] = sum_i mu_i (1 - eta mu_i)^(2T - 2 - j - l). Negative eigenvalues count as zero (section 4.3); where eta mu > 2 the powers would grow without bound, so
-    mu is clamped to 2 / eta, with a warning that says how often.
+    W[j, l] = sum_i mu_i (1 - eta mu_i)^(2T - 2 - j - l). Negative eigenvalues count as zero
+    (section 4.3); where eta mu > 2 the powers would grow without bound, so mu is clamped to 2 /
+    eta, with a warning that says how often.
 
-    With a floor, W gains floor tr(W) / T on its diagonal. A spectrum sees noise sequences of a few shapes only, and the best X for it lets all others grow large; where the
-    loss is not quadratic those move the iterate too. The floor charges for the noise's energy in every step alike.
+    With a floor, W gains floor tr(W) / T on its diagonal. A spectrum sees noise sequences of a few
+    shapes only, and the best X for it lets all others grow large; where the loss is not quadratic
+    those move the iterate too. The floor charges for the noise's energy in every step alike.
 
     Attributes:
         eigenvalues: mu, in any order.
         learning_rate: eta, constant.
         steps: T.
         floor: share of the white part, 0 for theorem 1 as it stands.
-        horizon: "final" (theorem 1: the loss after the last step) or "all" (the mean loss after every step: W = (1/T) sum_t W_t with W_t theorem 1's for t steps). Where
-            eta mu is small, "all" is prefix sums; it needs no floor, because no step's noise goes uncounted. "both" is the mean of the two: the last step, whose model
-            is released, counts half, and the way there the other half.
-        clamp: largest eta mu that is believed, in (0, 2]. At 2 (the limit of stability) noise that alternates from step to step is never forgotten, and the best X spends
-            itself on that; clipped training does not behave so (docs/noisecurve.md). At 1 sharper directions forget the past at once.
+        horizon: "final" (theorem 1: the loss after the last step) or "all" (the mean loss after
+            every step: W = (1/T) sum_t W_t with W_t theorem 1's for t steps). Where eta mu is
+            small, "all" is prefix sums; it needs no floor, because no step's noise goes uncounted.
+            "both" is the mean of the two: the last step, whose model is released, counts half, and
+            the way there the other half.
+        clamp: largest eta mu that is believed, in (0, 2]. At 2 (the limit of stability) noise that
+            alternates from step to step is never forgotten, and the best X spends itself on that;
+            clipped training does not behave so (docs/noisecurve.md). At 1 sharper directions forget
+            the past at once.
     """
 
     eigenvalues: tuple[float, ...]
@@ -127,27 +155,40 @@ class Curvature:
         require_word("horizon", self.horizon, HORIZONS)
         mu = np.asarray(self.eigenvalues, dtype=np.float64)
         if mu.ndim != 1 or not mu.size or not np.isfinite(mu).all():
-            raise ValueError("eigenvalues must be a non-empty list of finite numbers; pass the spectrum of a Hessian")
+            raise ValueError(
+                "eigenvalues must be a non-empty list of finite numbers; pass the spectrum of a "
+                "Hessian"
+            )
         if not (mu > 0).any():
             raise ValueError(
-                "eigenvalues holds no positive one, so no direction has curvature; use prefix_sum_workload, or a spectrum of a trained model"
+                "eigenvalues holds no positive one, so no direction has curvature; use "
+                "prefix_sum_workload, or a spectrum of a trained model"
             )
         if not 0 < self.clamp <= 2:
-            raise ValueError(f"clamp={self.clamp!r} must be in (0, 2]; beyond 2 the powers grow without bound")
+            raise ValueError(
+                f"clamp={self.clamp!r} must be in (0, 2]; beyond 2 the powers grow without bound"
+            )
         beyond, limit = int((mu > 2 / self.learning_rate).sum()), self.clamp / self.learning_rate
         if beyond:
             warnings.warn(
-                f"learning_rate={self.learning_rate:g}: {beyond} of {mu.size} eigenvalues exceed 2 / learning_rate = {2 / self.learning_rate:.3g} (the largest is "
-                f"{mu.max():.3g}), where plain SGD without clipping would diverge; {int((mu > limit).sum())} are clamped to {limit:.3g}",
+                f"learning_rate={self.learning_rate:g}: {beyond} of {mu.size} eigenvalues exceed 2 "
+                f"/ learning_rate = {2 / self.learning_rate:.3g} (the largest is "
+                f"{mu.max():.3g}), where plain SGD without clipping would diverge; "
+                f"{int((mu > limit).sum())} are clamped to {limit:.3g}",
                 SettingsWarning,
                 stacklevel=3,
             )
 
     @property
     def name(self) -> str:
-        after = {"final": "the last step", "all": "every step", "both": "every step, the last one half"}[self.horizon]
+        after = {
+            "final": "the last step",
+            "all": "every step",
+            "both": "every step, the last one half",
+        }[self.horizon]
         return (
-            f"curvature ({len(self.eigenvalues)} eigenvalues, learning rate {self.learning_rate:g}, loss after {after})"
+            f"curvature ({len(self.eigenvalues)} eigenvalues, learning rate "
+            f"{self.learning_rate:g}, loss after {after})"
         )
 
     def measure(self) -> tuple[Floats, Floats]:
@@ -157,10 +198,14 @@ class Curvature:
         return 1 - self.learning_rate * mu, mu
 
     def factor(self) -> Floats:
-        """With the horizon "final" never forms W: the measure is replaced by its Gauss rule, whose moments are the same to rounding. Cost: p n^2 + T n^2, n ~ 5 sqrt(T) nodes."""
+        """With the horizon "final" never forms W: the measure is replaced by its Gauss rule, whose
+        moments are the same to rounding. Cost: p n^2 + T n^2, n ~ 5 sqrt(T) nodes.
+        """
         nodes, weights = self._nodes()
         last = powers(nodes, weights, self.steps)[::-1]
-        if self.horizon != "final":  # T^2 memory, T^3 time; ``responses`` has what the Toeplitz family needs instead
+        if (
+            self.horizon != "final"
+        ):  # T^2 memory, T^3 time; ``responses`` has what the Toeplitz family needs instead
             matrix = mean_over_horizons(nodes, weights, self.steps)
             if self.horizon == "both":
                 matrix = (matrix + last @ last.T) / 2
@@ -178,12 +223,15 @@ class Curvature:
         if len(weights) > UNMERGED:
             mu, weights = _merged(weights)
             nodes = 1 - self.learning_rate * mu
-        # x^k is within 1e-16 of a polynomial of degree sqrt(2 k ln(2e16)) on [-1, 1]; n nodes integrate degree 2n - 1.
+        # x^k is within 1e-16 of a polynomial of degree sqrt(2 k ln(2e16)) on [-1, 1]; n nodes
+        # integrate degree 2n - 1.
         enough = int(np.ceil(0.5 * np.sqrt(4 * self.steps * np.log(2e16)))) + 8
         return gauss_rule(nodes, weights, enough) if len(nodes) > enough else (nodes, weights)
 
     def responses(self) -> list[Response]:
-        """The workload as sums over steps of squared responses to the noise before them. Cost and memory T r for a rank r of a few dozens, whatever the horizon."""
+        """The workload as sums over steps of squared responses to the noise before them. Cost and
+        memory T r for a rank r of a few dozens, whatever the horizon.
+        """
         lagged = truncated(powers(*self._nodes(), self.steps))
         shares = {"final": (1.0, 0.0), "all": (0.0, 1.0), "both": (0.5, 0.5)}[self.horizon]
         steps = np.full(self.steps, shares[1] / self.steps)
@@ -192,14 +240,20 @@ class Curvature:
         if self.floor:
             impulse = np.zeros((self.steps, 1))
             impulse[0] = 1.0
-            found.append(Response(impulse, np.full(self.steps, self.floor * found[0].independent() / self.steps)))
+            found.append(
+                Response(
+                    impulse, np.full(self.steps, self.floor * found[0].independent() / self.steps)
+                )
+            )
         return found
 
 
 def _merged(mu: Floats) -> tuple[Floats, Floats]:
-    """Eigenvalues and weights, those within a thousandth of each other as one, so that cost stops growing with the parameters.
+    """Eigenvalues and weights, those within a thousandth of each other as one, so that cost stops
+    growing with the parameters.
 
-    Mass and mean are kept. What changes is of second order: x^2 exp(-x) / 24 times the squared width at most, with x = 2 k eta mu the exponent of a power k, 3e-8 of the mass.
+    Mass and mean are kept. What changes is of second order: x^2 exp(-x) / 24 times the squared
+    width at most, with x = 2 k eta mu the exponent of a power k, 3e-8 of the mass.
     """
     _, group = np.unique(np.floor(np.log(mu) / MERGED), return_inverse=True)
     weights = np.bincount(group, mu).astype(np.float64)
@@ -242,14 +296,17 @@ class DenseWorkload:
         return "given matrix"
 
     def factor(self) -> Floats:
-        """By Cholesky where that works, else by eigenvalues, dropping those below rounding. Cost T^3."""
+        """By Cholesky where that works, else by eigenvalues, dropping those below rounding. Cost
+        T^3.
+        """
         try:
             return np.asarray(np.linalg.cholesky(self.matrix), dtype=np.float64)
         except np.linalg.LinAlgError:
             values, vectors = np.linalg.eigh(self.matrix)
             if values[0] < -INDEFINITENESS * values[-1]:
                 raise ValueError(
-                    f"workload is indefinite: its smallest eigenvalue is {values[0]:.3g}, its largest {values[-1]:.3g}; a workload is a sum of squares "
+                    f"workload is indefinite: its smallest eigenvalue is {values[0]:.3g}, its "
+                    f"largest {values[-1]:.3g}; a workload is a sum of squares "
                     "(set negative curvature to zero before building it)"
                 ) from None
             kept = values > DROPPED * values[-1]
@@ -287,14 +344,20 @@ def prefix_sum_workload(
         learning_rates: [T], a schedule.
 
     Raises:
-        ValueError, TypeError: for arguments out of range. Memory grows as T^2; beyond a few thousand steps pass ``PrefixSums`` itself to ``mixing_matrix``.
+        ValueError, TypeError: for arguments out of range. Memory grows as T^2; beyond a few
+            thousand steps pass ``PrefixSums`` itself to ``mixing_matrix``.
     """
-    a = PrefixSums(steps, momentum, None if learning_rates is None else tuple(map(float, learning_rates))).weights()
+    a = PrefixSums(
+        steps, momentum, None if learning_rates is None else tuple(map(float, learning_rates))
+    ).weights()
     return a.T @ a
 
 
-def curvature_workload(eigenvalues: ArrayLike, learning_rate: float, steps: int) -> NDArray[np.float64]:
-    """W of ``Curvature``, [T, T] float64. Negative eigenvalues count as zero; those above 2 / learning_rate are clamped, with a warning.
+def curvature_workload(
+    eigenvalues: ArrayLike, learning_rate: float, steps: int
+) -> NDArray[np.float64]:
+    """W of ``Curvature``, [T, T] float64. Negative eigenvalues count as zero; those above 2 /
+    learning_rate are clamped, with a warning.
 
     Args:
         eigenvalues: [p], of a representative Hessian of public data.
@@ -325,9 +388,14 @@ def as_workload(workload: object) -> Workload:
         return workload
     matrix = np.asarray(workload, dtype=np.float64)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-        raise ValueError(f"workload has the shape {matrix.shape}; it must be square, [steps, steps]")
+        raise ValueError(
+            f"workload has the shape {matrix.shape}; it must be square, [steps, steps]"
+        )
     if not np.isfinite(matrix).all():
-        raise ValueError("workload holds entries that are not finite; check the learning rate and the eigenvalues")
+        raise ValueError(
+            "workload holds entries that are not finite; check the learning rate and the "
+            "eigenvalues"
+        )
     scale = np.abs(matrix).max()
     if not scale > 0:
         raise ValueError("workload is zero: nothing depends on the noise")

@@ -1,15 +1,22 @@
-"""Correctly rounded normal numbers: round(s z) for z exactly normal, s of any size, entry by entry from a keystream.
+"""Correctly rounded normal numbers: round(s z) for z exactly normal, s of any size, entry by entry
+from a keystream.
 
-Box and Muller's pair: with U uniform in (0, 1) and A in [-1, 1), r = sqrt(-2 ln U), the numbers r cos(pi A) and r sin(pi A) are independent and normal. U and A are
-*real* numbers: their first bits are the two words of block (0, j) of the stream, the next ones those of block (1, j), (2, j), ..., read only where they matter.
-float64 gives s r cos(pi A) with a known error; where no half-integer lies within that error, the rounding is certain. Where one does (2e-5 of the entries at s = 2^30)
-more bits are read, and the interval of what the pair can still become is computed with as many digits as it takes. So every entry has exactly the distribution
-P(k) = Phi((k + 1/2) / s) - Phi((k - 1/2) / s), tails included: nothing is cut off, nothing goes to delta, and the numbers are the same on every machine, from any place of the stream on.
+Box and Muller's pair: with U uniform in (0, 1) and A in [-1, 1), r = sqrt(-2 ln U), the numbers r
+cos(pi A) and r sin(pi A) are independent and normal. U and A are
+*real* numbers: their first bits are the two words of block (0, j) of the stream, the next ones
+those of block (1, j), (2, j), ..., read only where they matter. float64 gives s r cos(pi A) with a
+known error; where no half-integer lies within that error, the rounding is certain. Where one does
+(2e-5 of the entries at s = 2^30) more bits are read, and the interval of what the pair can still
+become is computed with as many digits as it takes. So every entry has exactly the distribution P(k)
+= Phi((k + 1/2) / s) - Phi((k - 1/2) / s), tails included: nothing is cut off, nothing goes to
+delta, and the numbers are the same on every machine, from any place of the stream on.
 
-What is assumed of torch's float64 arithmetic: one rounding in +, -, *, / and sqrt, and at most 4 units in the last place in log, cos and sin (their vector libraries promise 1).
+What is assumed of torch's float64 arithmetic: one rounding in +, -, *, / and sqrt, and at most 4
+units in the last place in log, cos and sin (their vector libraries promise 1).
 
-Source: G. E. P. Box and M. E. Muller, A note on the generation of random normal deviates, 1958; the reading of bits as they are needed is Karney's (Sampling exactly from the
-normal distribution, 2016).
+Source: G. E. P. Box and M. E. Muller, A note on the generation of random normal deviates, 1958; the
+reading of bits as they are needed is Karney's (Sampling exactly from the normal distribution,
+2016).
 """
 
 from __future__ import annotations
@@ -36,12 +43,14 @@ PI = Decimal(
 
 
 def rounded_normals(stream: Keystream, start: int, count: int, scale: float) -> Tensor:
-    """[count] float64 whole numbers: entries start .. start + count - 1 of the stream's round(scale z).
+    """[count] float64 whole numbers: entries start .. start + count - 1 of the stream's round(scale
+    z).
 
     Args:
         stream: where the bits come from.
         start, count: any part of the stream.
-        scale: s, the standard deviation in whole numbers. Beyond 2^40 most entries need the slow way.
+        scale: s, the standard deviation in whole numbers. Beyond 2^40 most entries need the slow
+            way.
     """
     made = torch.empty(count, dtype=torch.float64)
     first, last = start // 2, (start + count + 1) // 2
@@ -65,7 +74,8 @@ def _pairs(stream: Keystream, first: int, count: int, scale: float) -> Tensor:
     torch.mul(angle.sin_(), length, out=scaled[:, 1])
     rounded = scaled.round()
     distance = scaled.sub_(rounded).abs_()
-    # First a constant that bounds the error of nearly all, then each one's own bound for those that fail it.
+    # First a constant that bounds the error of nearly all, then each one's own bound for those that
+    # fail it.
     doubtful = distance > 0.5 - scale * ERROR
     doubtful |= ((radius < NARROW) | (radius > WIDE))[:, None]
     rows, columns = doubtful.nonzero(as_tuple=True)
@@ -77,11 +87,15 @@ def _pairs(stream: Keystream, first: int, count: int, scale: float) -> Tensor:
 
 
 def error_bound(uniform: Tensor, radius: Tensor) -> Tensor:
-    """What r cos(pi A) can err by: about twice what functions within 4 units in the last place give, and the bits of U that were not read.
+    """What r cos(pi A) can err by: about twice what functions within 4 units in the last place
+    give, and the bits of U that were not read.
 
-    The logarithm errs by one unit of U and four of itself, which the root divides by r; cosine, angle and products by 18 units of r; U by 2^-63.
+    The logarithm errs by one unit of U and four of itself, which the root divides by r; cosine,
+    angle and products by 18 units of r; U by 2^-63.
     """
-    radius = radius.abs()  # the root of -0.0 is -0.0, and an error of minus infinity would pass for none
+    radius = (
+        radius.abs()
+    )  # the root of -0.0 is -0.0, and an error of minus infinity would pass for none
     return 64 * ULP * radius + 4 * ULP / radius + 2.0**-61 / (uniform * radius)
 
 
@@ -105,16 +119,26 @@ def _certain(stream: Keystream, pair: int, column: int, scale: float) -> int:
 def _interval(
     uniform: int, angle: int, bits: int, function: Callable[[Decimal], Decimal], scale: float
 ) -> tuple[int, int]:
-    """Smallest and largest rounding that the bits read so far leave open: U in [uniform, uniform + 1] / 2^bits, A in [angle, angle + 1] / 2^bits."""
+    """Smallest and largest rounding that the bits read so far leave open: U in [uniform, uniform +
+    1] / 2^bits, A in [angle, angle + 1] / 2^bits.
+    """
     with decimal.localcontext() as context:
         context.prec = bits // 3 + SPARE_DIGITS
         one = Decimal(1 << bits)
         outer = (-2 * (Decimal(uniform) / one).ln()).sqrt()
-        inner = (-2 * (Decimal(uniform + 1) / one).ln()).sqrt() if uniform + 1 < 1 << bits else Decimal(0)
+        inner = (
+            (-2 * (Decimal(uniform + 1) / one).ln()).sqrt()
+            if uniform + 1 < 1 << bits
+            else Decimal(0)
+        )
         middle = (outer + inner) / 2 * function(PI * Decimal(2 * angle + 1) / (2 * one))
-        open_still = (outer - inner) / 2 + outer * PI / (2 * one) + Decimal(10) ** (10 - context.prec)
+        open_still = (
+            (outer - inner) / 2 + outer * PI / (2 * one) + Decimal(10) ** (10 - context.prec)
+        )
         ends = (Decimal(scale) * (middle - open_still), Decimal(scale) * (middle + open_still))
-        low, high = (int((end + Decimal("0.5")).to_integral_value(decimal.ROUND_FLOOR)) for end in ends)
+        low, high = (
+            int((end + Decimal("0.5")).to_integral_value(decimal.ROUND_FLOOR)) for end in ends
+        )
         return low, high
 
 

@@ -14,7 +14,9 @@ NOISE_SOURCES = ("keyed", "secure")
 
 
 class NoiseSource(Protocol):
-    """Standard normal numbers, a function of (key, step, name) alone: no micro-batch, no rank and no earlier draw changes them."""
+    """Standard normal numbers, a function of (key, step, name) alone: no micro-batch, no rank and
+    no earlier draw changes them.
+    """
 
     @property
     def name(self) -> str:
@@ -23,15 +25,21 @@ class NoiseSource(Protocol):
 
     @property
     def grid(self) -> float:
-        """What the numbers are multiples of, exactly, so that sums on the same grid can be covered without a rounding error (``quietgrad.noise.sources.grid``); 0: any float."""
+        """What the numbers are multiples of, exactly, so that sums on the same grid can be covered
+        without a rounding error (``quietgrad.noise.sources.grid``); 0: any float.
+        """
         ...
 
-    def normal(self, like: Tensor, key: RandomKey, step: int, name: str, scale: float = 1.0) -> Tensor:
+    def normal(
+        self, like: Tensor, key: RandomKey, step: int, name: str, scale: float = 1.0
+    ) -> Tensor:
         """``scale`` times standard normal noise in the shape and on the device of ``like``."""
         ...
 
     def how_drawn(self, like: Mapping[str, Tensor]) -> str:
-        """What the numbers depend on beside key, step and name: a public fact. Where it differs, equal keys give other numbers."""
+        """What the numbers depend on beside key, step and name: a public fact. Where it differs,
+        equal keys give other numbers.
+        """
         ...
 
 
@@ -44,4 +52,8 @@ def noise_source(name: str) -> NoiseSource:
     from quietgrad.noise.sources.keyed import KeyedSource
     from quietgrad.noise.sources.secure import SecureSource
 
-    return SecureSource() if require_word("noise_source", name, NOISE_SOURCES) == "secure" else KeyedSource()
+    return (
+        SecureSource()
+        if require_word("noise_source", name, NOISE_SOURCES) == "secure"
+        else KeyedSource()
+    )

@@ -1,7 +1,8 @@
 """Two checkpoints, the newest and the one before: a stop at any moment leaves one that can be read.
 
-They hold released quantities alone: weights, and the optimiser's moments, which are functions of noisy gradients (post-processing). No generator's state is among them: it would give away draws
-that have to stay secret, and from which the moments' noise could be taken off.
+They hold released quantities alone: weights, and the optimiser's moments, which are functions of
+noisy gradients (post-processing). No generator's state is among them: it would give away draws that
+have to stay secret, and from which the moments' noise could be taken off.
 """
 
 from __future__ import annotations
@@ -19,11 +20,23 @@ from quietgrad.tensors import trainable_parameters
 from quietgrad.training.files.run_dir import RunDir
 
 # What torch.load raises for files that are empty, cut off, overwritten or of something else.
-_DAMAGED = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, pickle.UnpicklingError)
+_DAMAGED = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    pickle.UnpicklingError,
+)
 
 
-def save_checkpoint(run_dir: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, done: int) -> None:
-    """Saves the state after ``done`` steps, on disk before the call returns; the newest so far becomes the previous one.
+def save_checkpoint(
+    run_dir: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, done: int
+) -> None:
+    """Saves the state after ``done`` steps, on disk before the call returns; the newest so far
+    becomes the previous one.
 
     Raises:
         RuntimeError: if it cannot be written; both checkpoints are as they were.
@@ -39,21 +52,25 @@ def save_checkpoint(run_dir: RunDir, model: nn.Module, optimizer: torch.optim.Op
             torch.save(state, file)
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
         raise RuntimeError(
-            f"the checkpoint in {str(run_dir.path)!r} could not be written ({_first_line(error)}); make room on the disk, then resume: what was released is in the ledger"
+            f"the checkpoint in {str(run_dir.path)!r} could not be written ({_first_line(error)}); "
+            "make room on the disk, then resume: what was released is in the ledger"
         ) from error
 
 
 def restore_checkpoint(
     run_dir: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, say: Callable[[str], None]
 ) -> int:
-    """Puts model and optimiser back to the newest checkpoint that can be read, and returns its number of steps; 0 where none was saved: the ledger still counts what was released.
+    """Puts model and optimiser back to the newest checkpoint that can be read, and returns its
+    number of steps; 0 where none was saved: the ledger still counts what was released.
 
     Args:
         run_dir, model, optimizer: of the run.
-        say: called with one line where the newest checkpoint cannot be read and the one before takes its place.
+        say: called with one line where the newest checkpoint cannot be read and the one before
+            takes its place.
 
     Raises:
-        ValueError: if there are checkpoints and none can be read, or they are of another model or optimiser.
+        ValueError: if there are checkpoints and none can be read, or they are of another model or
+            optimiser.
     """
     newest, previous = run_dir.checkpoint, run_dir.previous_checkpoint
     if not newest.exists() and not previous.exists():
@@ -63,10 +80,14 @@ def restore_checkpoint(
         state = _read(previous)
         if state is None:
             raise ValueError(
-                f"no checkpoint in {str(run_dir.path)!r} can be read ({newest.name} and {previous.name} are damaged or gone); restore one, or remove both: training then begins anew with "
+                f"no checkpoint in {str(run_dir.path)!r} can be read ({newest.name} and "
+                f"{previous.name} are damaged or gone); restore one, or remove both: training then "
+                "begins anew with "
                 "the releases that the ledger leaves"
             )
-        say(f"{newest.name} is damaged or gone; going on from {previous.name}, step {state['step']}")
+        say(
+            f"{newest.name} is damaged or gone; going on from {previous.name}, step {state['step']}"
+        )
     _put_back(state, model, optimizer)
     return int(state["step"])
 
@@ -87,7 +108,8 @@ def _put_back(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Op
     shapes = {name: p.shape for name, p in parameters.items()}
     if shapes != {name: value.shape for name, value in state["trainable"].items()}:
         raise ValueError(
-            "resume with a changed model: its trainable parameters are not those of the checkpoint; use the settings of the first start"
+            "resume with a changed model: its trainable parameters are not those of the "
+            "checkpoint; use the settings of the first start"
         )
     with torch.no_grad():
         for name, value in state["trainable"].items():
@@ -98,12 +120,15 @@ def _put_back(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Op
         optimizer.load_state_dict(state["optimizer"])
     except (KeyError, ValueError) as error:
         raise ValueError(
-            "resume with a changed optimiser: its state is not that of the checkpoint; use the settings of the first start"
+            "resume with a changed optimiser: its state is not that of the checkpoint; use the "
+            "settings of the first start"
         ) from error
 
 
 def _fixed_head(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of a frozen head: drawn at random or fitted before training began, so that a resumed run could not make them again."""
+    """Parameters of a frozen head: drawn at random or fitted before training began, so that a
+    resumed run could not make them again.
+    """
     head = getattr(model, "head", None)
     if not isinstance(head, nn.Module):
         return {}

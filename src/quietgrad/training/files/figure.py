@@ -9,7 +9,9 @@ from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.training.tasks.metrics import BY_KEY, MEAN_AUC
 
 
-def score_figure(metrics: list[dict[str, Any]], result: dict[str, Any], reference: float | None, path: Path) -> None:
+def score_figure(
+    metrics: list[dict[str, Any]], result: dict[str, Any], reference: float | None, path: Path
+) -> None:
     """Draws and saves the figure.
 
     Args:
@@ -31,14 +33,27 @@ def score_figure(metrics: list[dict[str, Any]], result: dict[str, Any], referenc
     final = result["metrics"].get(metric.key)
     if final is not None:
         axis.plot(
-            [result["steps"]], [final], "D", color="#0b2e59", markersize=8, label=f"test {metric.name}, {final:.3f}"
+            [result["steps"]],
+            [final],
+            "D",
+            color="#0b2e59",
+            markersize=8,
+            label=f"test {metric.name}, {final:.3f}",
         )
     if reference is not None:
-        axis.axhline(reference, color="#3a7d44", linestyle="--", linewidth=1, label=f"without privacy, {reference:.3f}")
+        axis.axhline(
+            reference,
+            color="#3a7d44",
+            linestyle="--",
+            linewidth=1,
+            label=f"without privacy, {reference:.3f}",
+        )
     guess = 0.5 if metric is MEAN_AUC else result.get("majority_accuracy")
     words = "guessing" if metric is MEAN_AUC else "majority class"
     if guess is not None:
-        axis.axhline(guess, color="#888888", linestyle=":", linewidth=1, label=f"{words}, {guess:.3f}")
+        axis.axhline(
+            guess, color="#888888", linestyle=":", linewidth=1, label=f"{words}, {guess:.3f}"
+        )
     axis.set_xlabel("step")
     axis.set_ylabel(metric.name)
     axis.set_xlim(0, result["planned_steps"] * 1.04)
@@ -46,9 +61,15 @@ def score_figure(metrics: list[dict[str, Any]], result: dict[str, Any], referenc
     if any("epsilon" in m for m in metrics):
         spent = axis.twinx()
         spent.plot(
-            [0, *steps], [0.0, *[m["epsilon"] for m in metrics]], color="#c0504d", linewidth=1.2, label="epsilon spent"
+            [0, *steps],
+            [0.0, *[m["epsilon"] for m in metrics]],
+            color="#c0504d",
+            linewidth=1.2,
+            label="epsilon spent",
         )
-        spent.set_ylabel(f"epsilon spent (delta = {round_up_to(result['delta'], 1)})", color="#c0504d")
+        spent.set_ylabel(
+            f"epsilon spent (delta = {round_up_to(result['delta'], 1)})", color="#c0504d"
+        )
         spent.set_ylim(0, max(m["epsilon"] for m in metrics) * 1.25)
         spent.tick_params(axis="y", colors="#c0504d")
         declared = " (data declared public)" if result.get("data_declared_public") else ""

@@ -1,4 +1,6 @@
-"""What a run keeps of its noise between sessions: the mixing matrix, and while it lasts the secrets: seed, roots of streams, last rows."""
+"""What a run keeps of its noise between sessions: the mixing matrix, and while it lasts the
+secrets: seed, roots of streams, last rows.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,11 @@ SPARING = 50
 
 
 def start_private(plan: PrivacyPlan, run_dir: RunDir, resume: bool) -> PrivateRun:
-    """Starts the plan, or goes on with it: correlated noise exactly where it was, as long as the secret file is there (or a seed is given)."""
-    # A choice of one band is kept too: found again, within a limit of time, it could come out differently.
+    """Starts the plan, or goes on with it: correlated noise exactly where it was, as long as the
+    secret file is there (or a seed is given).
+    """
+    # A choice of one band is kept too: found again, within a limit of time, it could come out
+    # differently.
     if plan.mixing is not None and not resume:
         save_mixing(plan.mixing, run_dir.mixing)
         draw_choice(plan, run_dir.bands_figure)
@@ -27,14 +32,17 @@ def start_private(plan: PrivacyPlan, run_dir: RunDir, resume: bool) -> PrivateRu
 
 
 def without_seed(config: TrainConfig) -> TrainConfig:
-    """The configuration as the run directory keeps it: the seed of a run on private data is a secret, and only the secret file has it."""
+    """The configuration as the run directory keeps it: the seed of a run on private data is a
+    secret, and only the secret file has it.
+    """
     if not config.privacy.enabled or config.data.public:
         return config
     return replace(config, training=replace(config.training, seed=None))
 
 
 def with_kept_seed(config: TrainConfig, run_dir: RunDir) -> TrainConfig:
-    """The configuration to resume with: a seed that is not given comes from the secret file of the run.
+    """The configuration to resume with: a seed that is not given comes from the secret file of the
+    run.
 
     Raises:
         ValueError: if a seed is given that is not the run's. No message holds a seed.
@@ -44,7 +52,8 @@ def with_kept_seed(config: TrainConfig, run_dir: RunDir) -> TrainConfig:
         return config
     if given is not None and key_of_seed(given) != key_of_seed(kept):
         raise ValueError(
-            "resume with a changed setting: training.seed is not the one that the run began with; leave it out (the secret file of the run has it)"
+            "resume with a changed setting: training.seed is not the one that the run began with; "
+            "leave it out (the secret file of the run has it)"
         )
     return replace(config, training=replace(config.training, seed=kept))
 
@@ -71,7 +80,9 @@ def draw_choice(plan: PrivacyPlan, path: Path) -> None:
 
 
 class NoiseKeeper:
-    """Keeps the rows that correlated noise goes on from, in a secret file, no more often than costs a fiftieth of the time; at a stop always."""
+    """Keeps the rows that correlated noise goes on from, in a secret file, no more often than costs
+    a fiftieth of the time; at a stop always.
+    """
 
     def __init__(self, private: PrivateRun | None) -> None:
         self._private = private

@@ -1,11 +1,16 @@
-"""What the library's own outputs were trained on and how, kept with them, so that none passes for a public start by accident.
+"""What the library's own outputs were trained on and how, kept with them, so that none passes for a
+public start by accident.
 
-A run without privacy leaves its records in its weights; a private run has spent its epsilon on them, and a second run on the same records that starts there spends both. Neither can be told from a public model by
-its weights, so the record travels with them: in ``quietgrad.json`` beside them and in the header of every safetensors file, which is often copied alone.
+A run without privacy leaves its records in its weights; a private run has spent its epsilon on
+them, and a second run on the same records that starts there spends both. Neither can be told from a
+public model by its weights, so the record travels with them: in ``quietgrad.json`` beside them and
+in the header of every safetensors file, which is often copied alone.
 
-The record names the source of the data and holds no digest of them. A hash of a record is a membership test that anyone can make: it would publish exactly what a private run protects, and even beside weights that
-were trained without privacy it tells more, and more surely, than they do. A keyed digest would need the key wherever the check is made. So whether two runs share records cannot be checked here, and a start is refused
-whatever the records are, unless it is asked for by name.
+The record names the source of the data and holds no digest of them. A hash of a record is a
+membership test that anyone can make: it would publish exactly what a private run protects, and even
+beside weights that were trained without privacy it tells more, and more surely, than they do. A
+keyed digest would need the key wherever the check is made. So whether two runs share records cannot
+be checked here, and a start is refused whatever the records are, unless it is asked for by name.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 FILE = "quietgrad.json"
-KEY = "quietgrad_trained_on"  # in quietgrad.json, and in the header of safetensors files, whose values are strings
+# in quietgrad.json, and in the header of safetensors files, whose values are strings
+KEY = "quietgrad_trained_on"
 WITHOUT_PRIVACY, EPSILONS_ADD = "trained-without-privacy", "epsilons-add"
 STARTS = (WITHOUT_PRIVACY, EPSILONS_ADD)
 
@@ -26,7 +32,10 @@ Record = dict[str, Any]
 
 
 def provenance(
-    source: str, facts: Mapping[str, Any] | None, data_are_public: bool, started_from: tuple[Record, ...] = ()
+    source: str,
+    facts: Mapping[str, Any] | None,
+    data_are_public: bool,
+    started_from: tuple[Record, ...] = (),
 ) -> Record:
     """What an output says of the run that made it: public facts alone.
 
@@ -37,7 +46,11 @@ def provenance(
         started_from: the records of the outputs that it started from, where that was asked for.
     """
     # A path of the user's machine is nobody's business; the name is for people.
-    name = Path(source).name if os.sep in source and not source.startswith(("packaged:", "torchvision:")) else source
+    name = (
+        Path(source).name
+        if os.sep in source and not source.startswith(("packaged:", "torchvision:"))
+        else source
+    )
     return {
         "private": facts is not None,
         "data": name,
@@ -49,14 +62,18 @@ def provenance(
 
 
 def starts_of(record: Record) -> set[str]:
-    """The names under which a start from such an output has to be asked for; none where all data were declared public."""
+    """The names under which a start from such an output has to be asked for; none where all data
+    were declared public.
+    """
     found = set().union(*(starts_of(earlier) for earlier in record.get("started_from", ())))
     if not record.get("data_declared_public"):
         found.add(EPSILONS_ADD if record.get("private") else WITHOUT_PRIVACY)
     return found
 
 
-def check_start(name: str, weights: str, accepted: str, needs_protection: bool) -> tuple[Record, ...]:
+def check_start(
+    name: str, weights: str, accepted: str, needs_protection: bool
+) -> tuple[Record, ...]:
     """Refuses to start from an output of an earlier run, unless that is asked for.
 
     Args:
@@ -81,11 +98,18 @@ def check_start(name: str, weights: str, accepted: str, needs_protection: bool) 
         if not needs_protection or kinds <= allowed:
             continue
         if WITHOUT_PRIVACY in kinds:
-            what, kind = "a run without privacy, so they hold its records, which no epsilon covers", WITHOUT_PRIVACY
+            what, kind = (
+                "a run without privacy, so they hold its records, which no epsilon covers",
+                WITHOUT_PRIVACY,
+            )
         else:
-            what, kind = "a private run, whose epsilon adds to this one's for every record that both use", EPSILONS_ADD
+            what, kind = (
+                "a private run, whose epsilon adds to this one's for every record that both use",
+                EPSILONS_ADD,
+            )
         raise ValueError(
-            f"{setting}={value!r}: these weights are from {what}; start from a public model, or, where that run's records are no part of these data or its cost is accepted, set "
+            f"{setting}={value!r}: these weights are from {what}; start from a public model, or, "
+            "where that run's records are no part of these data or its cost is accepted, set "
             f'model.accept_start = "{kind}"'
         )
     return tuple(found)
@@ -95,14 +119,17 @@ def start_warnings(records: tuple[Record, ...]) -> list[str]:
     """What a result has to say of its start."""
     kinds = set().union(*(starts_of(record) for record in records))
     said = {
-        WITHOUT_PRIVACY: "started from weights that were trained without privacy: epsilon covers no record that those have seen",
-        EPSILONS_ADD: "started from weights of a private run: for records of both runs their epsilons and deltas add",
+        WITHOUT_PRIVACY: "started from weights that were trained without privacy: epsilon covers "
+        "no record that those have seen",
+        EPSILONS_ADD: "started from weights of a private run: for records of both runs their "
+        "epsilons and deltas add",
     }
     return [said[kind] for kind in STARTS if kind in kinds]
 
 
 def read_provenance(place: Path) -> Record | None:
-    """The record kept with a file or folder of weights; None for what this library did not make, or made of public data.
+    """The record kept with a file or folder of weights; None for what this library did not make, or
+    made of public data.
 
     Raises:
         ValueError: for a record that cannot be read.
@@ -120,7 +147,9 @@ def read_provenance(place: Path) -> Record | None:
         return _checked(described[KEY]) if KEY in described else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{str(place)!r}: what it says of its training cannot be read ({type(error).__name__}), so it cannot be told from a run's output; use weights of known origin"
+            f"{str(place)!r}: what it says of its training cannot be read "
+            f"({type(error).__name__}), so it cannot be told from a run's output; use weights of "
+            "known origin"
         ) from error
 
 
@@ -131,7 +160,9 @@ def stamp_weights(folder: Path, record: Record) -> None:
 
 
 def write_metadata(file: Path, added: Mapping[str, str]) -> None:
-    """Adds entries to a safetensors file's header; the tensors stay as they are. Whole or not at all."""
+    """Adds entries to a safetensors file's header; the tensors stay as they are. Whole or not at
+    all.
+    """
     header, begin = _header(file)
     header["__metadata__"] = {**header.get("__metadata__", {}), **added}
     text = json.dumps(header).encode()
@@ -170,7 +201,9 @@ def _metadata(file: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The JSON header of a safetensors file and where the tensors begin: eight bytes of length, then the header."""
+    """The JSON header of a safetensors file and where the tensors begin: eight bytes of length,
+    then the header.
+    """
     with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > file.stat().st_size:

@@ -1,5 +1,7 @@
-"""The run directory: configuration, environment, ledger, metrics, checkpoints, weights, figure. Nothing private is written to it, but for the secret files of an unfinished run (``secrets.json`` and
-its rows): do not pass the directory on before the run has ended. No other file holds anything that noise, sampling, projections or dropout could be drawn again from.
+"""The run directory: configuration, environment, ledger, metrics, checkpoints, weights, figure.
+Nothing private is written to it, but for the secret files of an unfinished run (``secrets.json``
+and its rows): do not pass the directory on before the run has ended. No other file holds anything
+that noise, sampling, projections or dropout could be drawn again from.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class RunDir:
 
     @property
     def secrets(self) -> Path:
-        """Secret while it exists: the seed, and the roots that correlated noise goes on from after a stop. Removed when the run ends."""
+        """Secret while it exists: the seed, and the roots that correlated noise goes on from after
+        a stop. Removed when the run ends.
+        """
         return self.path / "secrets.json"
 
     @property
@@ -96,22 +100,31 @@ class RunDir:
             lock(descriptor, name, "wait for it, or use another run directory")
             yield
         finally:
-            os.close(descriptor)  # the file stays: removing it would leave two processes with a lock each
+            os.close(
+                descriptor
+            )  # the file stays: removing it would leave two processes with a lock each
 
     def require_state(self, resume: bool) -> None:
-        """Checks that there is a run to go on with, or none to overwrite. A start that was killed before it could release anything counts as none.
+        """Checks that there is a run to go on with, or none to overwrite. A start that was killed
+        before it could release anything counts as none.
 
         Raises:
             ValueError: saying which, and what to do.
         """
-        begun = holds_records(self.ledger) or self.checkpoint.exists() or self.previous_checkpoint.exists()
+        begun = (
+            holds_records(self.ledger)
+            or self.checkpoint.exists()
+            or self.previous_checkpoint.exists()
+        )
         if resume and not (self.config.is_file() and begun):
             raise ValueError(
-                f"training.run_dir={str(self.path)!r} holds no run to resume: nothing was released or saved there; start it without --resume"
+                f"training.run_dir={str(self.path)!r} holds no run to resume: nothing was released "
+                "or saved there; start it without --resume"
             )
         if not resume and (begun or self.result.exists()):
             raise ValueError(
-                f"training.run_dir={str(self.path)!r} already holds a run; add --resume to go on with it, or choose another directory"
+                f"training.run_dir={str(self.path)!r} already holds a run; add --resume to go on "
+                "with it, or choose another directory"
             )
 
     def write_json(self, path: Path, record: dict[str, Any]) -> None:
@@ -144,18 +157,23 @@ def _last_byte(file: BinaryIO) -> bytes:
 
 def _unwritable(path: Path, error: OSError) -> ValueError:
     return ValueError(
-        f"training.run_dir={str(path)!r} cannot be written: {error.strerror or error}; choose another directory"
+        f"training.run_dir={str(path)!r} cannot be written: {error.strerror or error}; choose "
+        "another directory"
     )
 
 
 def open_run_dir(wanted: str, resume: bool) -> RunDir:
-    """Makes (or, to resume, finds) the run directory and proves that it can be written to. Nothing in it is changed; ``RunDir.locked`` comes before the first write.
+    """Makes (or, to resume, finds) the run directory and proves that it can be written to. Nothing
+    in it is changed; ``RunDir.locked`` comes before the first write.
 
     Raises:
-        ValueError: unwritable, already holding a run that is not being resumed, or nothing to resume.
+        ValueError: unwritable, already holding a run that is not being resumed, or nothing to
+            resume.
     """
     if resume and not wanted:
-        raise ValueError("--resume needs the run directory to go on with: --set training.run_dir=PATH")
+        raise ValueError(
+            "--resume needs the run directory to go on with: --set training.run_dir=PATH"
+        )
     path = Path(wanted or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     run = RunDir(path)
     run.require_state(resume)

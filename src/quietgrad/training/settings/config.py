@@ -1,4 +1,6 @@
-"""The TOML configuration of ``quietgrad train``: small tables, every key checked, unknown ones answered with the nearest valid one."""
+"""The TOML configuration of ``quietgrad train``: small tables, every key checked, unknown ones
+answered with the nearest valid one.
+"""
 
 from __future__ import annotations
 
@@ -86,19 +88,24 @@ class TrainConfig:
         _choice("noise.family", self.noise.family, FAMILIES)
         _choice("noise.horizon", self.noise.horizon, HORIZONS)
         if not 0 < self.noise.clamp <= 2:
-            raise ValueError(f"noise.clamp={self.noise.clamp!r} must be in (0, 2]; plain SGD is unstable beyond 2")
+            raise ValueError(
+                f"noise.clamp={self.noise.clamp!r} must be in (0, 2]; plain SGD is unstable beyond "
+                "2"
+            )
         _choice("noise.memory", self.noise.memory, MEMORIES)
         _choice("noise.source", self.noise.source, NOISE_SOURCES)
         noise_source(self.noise.source)  # a missing package is said before any work
         if self.noise.method == "noisecurve" and not self.noise.spectrum:
             raise ValueError(
-                "noise.method='noisecurve' needs noise.spectrum, a file that `quietgrad spectrum CONFIG` writes; without public data use 'banded'"
+                "noise.method='noisecurve' needs noise.spectrum, a file that `quietgrad spectrum "
+                "CONFIG` writes; without public data use 'banded'"
             )
         if self.task.kind == "generate" and (
             self.model.tune == "head" or self.model.public_head_steps or self.model.random_head
         ):
             raise ValueError(
-                "task.kind='generate' has no head to train by itself (model.tune='head', model.public_head_steps, model.random_head); use model.tune = 'lora' or 'full'"
+                "task.kind='generate' has no head to train by itself (model.tune='head', "
+                "model.public_head_steps, model.random_head); use model.tune = 'lora' or 'full'"
             )
         for name, frozen in (
             ("public_head_steps", self.model.public_head_steps),
@@ -106,15 +113,18 @@ class TrainConfig:
         ):
             if frozen and self.model.tune == "head":
                 raise ValueError(
-                    f"model.{name} freezes the head, and with model.tune = 'head' nothing else trains; set one of the two"
+                    f"model.{name} freezes the head, and with model.tune = 'head' nothing else "
+                    "trains; set one of the two"
                 )
         if self.model.public_head_steps and self.model.random_head:
             raise ValueError(
-                "model.public_head_steps fits the head and model.random_head draws it at random; set one of the two"
+                "model.public_head_steps fits the head and model.random_head draws it at random; "
+                "set one of the two"
             )
         if self.model.train_layers and self.model.tune != "full":
             raise ValueError(
-                f"model.train_layers={self.model.train_layers} is for model.tune = 'full', not {self.model.tune!r}; use model.lora_layers with adapters"
+                f"model.train_layers={self.model.train_layers} is for model.tune = 'full', not "
+                f"{self.model.tune!r}; use model.lora_layers with adapters"
             )
         _choice("training.precision", self.training.precision, ("auto", "float32", "bfloat16"))
         require_positive("optimizer.learning_rate", self.optimizer.learning_rate)
@@ -182,17 +192,21 @@ def default_config_path() -> Path:
 
 
 def load_config(
-    path: str | Path | None, overrides: typing.Sequence[str] = (), ignored: typing.Sequence[str] = ()
+    path: str | Path | None,
+    overrides: typing.Sequence[str] = (),
+    ignored: typing.Sequence[str] = (),
 ) -> TrainConfig:
     """Reads a configuration file and applies ``key=value`` overrides.
 
     Args:
         path: a TOML file; None takes the embedded default.
-        overrides: such as ``privacy.target_epsilon=1`` or ``epochs=3`` (a key without its table is looked up in all tables).
+        overrides: such as ``privacy.target_epsilon=1`` or ``epochs=3`` (a key without its table is
+            looked up in all tables).
         ignored: tables that are not this command's, such as a comparison's own.
 
     Raises:
-        ValueError: missing or malformed file, unknown table or key (with the nearest valid one), wrong type, settings that contradict each other.
+        ValueError: missing or malformed file, unknown table or key (with the nearest valid one),
+            wrong type, settings that contradict each other.
     """
     tree = read_toml(default_config_path() if path is None else path)
     for table in ignored:
@@ -201,7 +215,9 @@ def load_config(
 
 
 def load_saved_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> TrainConfig:
-    """The configuration that a run directory holds; what it does not say because it is older is what it was then."""
+    """The configuration that a run directory holds; what it does not say because it is older is
+    what it was then.
+    """
     tree = read_toml(path)
     for name, value in BEFORE.items():
         table, _, key = name.partition(".")
@@ -228,7 +244,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 def config_from(tree: dict[str, Any]) -> TrainConfig:
     """Builds the configuration from nested dictionaries, checking every name and type."""
-    tables = {f.name: typing.get_type_hints(TrainConfig)[f.name] for f in dataclasses.fields(TrainConfig)}
+    tables = {
+        f.name: typing.get_type_hints(TrainConfig)[f.name] for f in dataclasses.fields(TrainConfig)
+    }
     built: dict[str, Any] = {}
     for name, values in tree.items():
         if name not in tables:
@@ -276,7 +294,11 @@ def require_same_settings(first: TrainConfig, now: TrainConfig) -> None:
         ValueError: naming the first setting that changed.
     """
     before, after = (
-        {f"{table}.{key}": value for table, values in c.to_dict().items() for key, value in values.items()}
+        {
+            f"{table}.{key}": value
+            for table, values in c.to_dict().items()
+            for key, value in values.items()
+        }
         for c in (first, now)
     )
     fixed = {"optimizer.learning_rate"} if now.noise.method == "noisecurve" else set()
@@ -284,15 +306,23 @@ def require_same_settings(first: TrainConfig, now: TrainConfig) -> None:
     # A method first: it decides on the other keys of its table.
     for name in sorted(every, key=lambda name: (not name.endswith(".method"), name)):
         if before.get(name) != after.get(name):
-            kind = "privacy setting" if name.startswith(("privacy.", "noise.")) or name in _PRIVACY_KEYS else "setting"
+            kind = (
+                "privacy setting"
+                if name.startswith(("privacy.", "noise.")) or name in _PRIVACY_KEYS
+                else "setting"
+            )
             raise ValueError(
-                f"resume with a changed {kind}: {name} was {before.get(name)!r} and is now {after.get(name)!r}; resume with the settings of the "
+                f"resume with a changed {kind}: {name} was {before.get(name)!r} and is now "
+                f"{after.get(name)!r}; resume with the settings of the "
                 "first start, or begin a new run directory"
             )
 
 
 def _with_overrides(tree: dict[str, Any], overrides: typing.Sequence[str]) -> dict[str, Any]:
-    keys = {table: list(typing.get_type_hints(kind)) for table, kind in typing.get_type_hints(TrainConfig).items()}
+    keys = {
+        table: list(typing.get_type_hints(kind))
+        for table, kind in typing.get_type_hints(TrainConfig).items()
+    }
     return with_overrides(tree, overrides, keys)
 
 
@@ -305,7 +335,11 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
             return value
         if option in (bool, str) and isinstance(value, option):
             return value
-        if typing.get_origin(option) is list and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        if (
+            typing.get_origin(option) is list
+            and isinstance(value, list)
+            and all(isinstance(v, str) for v in value)
+        ):
             return value
         if option is str and isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)
@@ -319,5 +353,6 @@ def _choice(name: str, value: str, options: typing.Sequence[str]) -> None:
 
 
 def _toml_value(value: Any) -> str:
-    # Strings, numbers, booleans and lists of strings are written alike in both, but for one character.
+    # Strings, numbers, booleans and lists of strings are written alike in both, but for one
+    # character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

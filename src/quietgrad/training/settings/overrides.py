@@ -1,7 +1,10 @@
-"""``--set key=value`` over a file's tables. What contradicts itself is refused; nothing is resolved by the order in which it stands.
+"""``--set key=value`` over a file's tables. What contradicts itself is refused; nothing is resolved
+by the order in which it stands.
 
-The rule for settings of which one is given (steps or epochs, target_epsilon or noise_multiplier): both in one file, or both on the command line, are an error. One on the command line takes the place of the
-other in the file, as it takes the place of its own value there: who writes ``--set epochs=3`` over a file that says steps = 100 asks for three epochs.
+The rule for settings of which one is given (steps or epochs, target_epsilon or noise_multiplier):
+both in one file, or both on the command line, are an error. One on the command line takes the place
+of the other in the file, as it takes the place of its own value there: who writes
+``--set epochs=3`` over a file that says steps = 100 asks for three epochs.
 """
 
 from __future__ import annotations
@@ -31,9 +34,14 @@ def require_no_contradiction(tree: Mapping[str, Any], where: str) -> None:
     """
     for table, one, other in ALTERNATIVES:
         values = tree.get(table)
-        if isinstance(values, Mapping) and values.get(one) is not None and values.get(other) is not None:
+        if (
+            isinstance(values, Mapping)
+            and values.get(one) is not None
+            and values.get(other) is not None
+        ):
             raise ValueError(
-                f"{table}.{one}={values[one]!r} and {table}.{other}={values[other]!r} are both given{where}, and each decides what the other does; take one out"
+                f"{table}.{one}={values[one]!r} and {table}.{other}={values[other]!r} are both "
+                f"given{where}, and each decides what the other does; take one out"
             )
 
 
@@ -42,14 +50,19 @@ def with_overrides(tree: Tree, overrides: Sequence[str], keys: Mapping[str, Sequ
 
     Args:
         tree: nested dictionaries of a file.
-        overrides: such as ``privacy.target_epsilon=1`` or ``epochs=3`` (a key without its table is looked up in all tables).
+        overrides: such as ``privacy.target_epsilon=1`` or ``epochs=3`` (a key without its table is
+            looked up in all tables).
         keys: table -> its keys.
 
     Raises:
-        ValueError: for an unknown key, one that is given twice with different values, or two of which one is to be given.
+        ValueError: for an unknown key, one that is given twice with different values, or two of
+            which one is to be given.
     """
     require_no_contradiction(tree, " in the file")
-    result = {table: dict(values) if isinstance(values, dict) else values for table, values in tree.items()}
+    result = {
+        table: dict(values) if isinstance(values, dict) else values
+        for table, values in tree.items()
+    }
     given: Tree = {}
     for override in overrides:
         name, equals, text = override.partition("=")
@@ -58,7 +71,10 @@ def with_overrides(tree: Tree, overrides: Sequence[str], keys: Mapping[str, Sequ
         table, key = _place(name.strip(), keys)
         value, before = _parsed(text.strip()), given.setdefault(table, {})
         if key in before and before[key] != value:
-            raise ValueError(f"--set gives {table}.{key} twice, as {before[key]!r} and as {value!r}; give it once")
+            raise ValueError(
+                f"--set gives {table}.{key} twice, as {before[key]!r} and as {value!r}; give it "
+                "once"
+            )
         before[key] = value
     require_no_contradiction(given, " with --set")
     for table, changed in given.items():

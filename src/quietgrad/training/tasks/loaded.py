@@ -1,4 +1,6 @@
-"""A model that is ready to train, whatever it reads: what of it trains, and how one that is not Hugging Face's is saved."""
+"""A model that is ready to train, whatever it reads: what of it trains, and how one that is not
+Hugging Face's is saved.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class Tuning:
     Attributes:
         how: "lora" (adapters and head), "full" (everything), "head" (the rest is frozen).
         lora_rank, lora_alpha: of adapters; their scale (0: twice the rank).
-        lora_targets: names of the modules that get one (empty: peft's default for the architecture; MiniLM: query, value, and both feed-forward layers).
+        lora_targets: names of the modules that get one (empty: peft's default for the architecture;
+            MiniLM: query, value, and both feed-forward layers).
         lora_layers: number of top layers that get one (0: all).
         train_layers: with "full", number of top layers that train beside the head (0: everything).
     """
@@ -63,13 +66,21 @@ class LoadedModel:
 def save_weights(
     model: LoadedModel, label_names: tuple[str, ...], folder: Path, trained_on: Record, **facts: Any
 ) -> None:
-    """Writes weights in the form that ``model.weights`` reads, and beside them what the model is and was trained on."""
+    """Writes weights in the form that ``model.weights`` reads, and beside them what the model is
+    and was trained on.
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     state = {k: v.detach().contiguous().cpu() for k, v in model.classifier.state_dict().items()}
     save_file(state, str(folder / WEIGHTS_FILE))
-    described = {"base": model.name, "tune": model.tune, "labels": list(label_names), **facts, KEY: trained_on}
+    described = {
+        "base": model.name,
+        "tune": model.tune,
+        "labels": list(label_names),
+        **facts,
+        KEY: trained_on,
+    }
     (folder / DESCRIPTION_FILE).write_text(json.dumps(described, indent=2) + "\n")
     stamp_weights(folder, trained_on)
 
@@ -82,4 +93,7 @@ def trainable_count(model: nn.Module) -> int:
 def parameter_digest(model: nn.Module) -> dict[str, Tensor]:
     """A small fingerprint of every parameter: enough to see whether it moved."""
     with torch.no_grad():
-        return {name: torch.stack([p.double().sum(), p.double().pow(2).sum()]) for name, p in model.named_parameters()}
+        return {
+            name: torch.stack([p.double().sum(), p.double().pow(2).sum()])
+            for name, p in model.named_parameters()
+        }

@@ -1,4 +1,6 @@
-"""What a classifier is judged by: accuracy for one label a record, mean area under the ROC curve for several."""
+"""What a classifier is judged by: accuracy for one label a record, mean area under the ROC curve
+for several.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Metric:
 
 ACCURACY = Metric("accuracy", "accuracy")
 MEAN_AUC = Metric("mean_auc", "mean AUC")
-TOKEN_ACCURACY = Metric("token_accuracy", "token accuracy")  # of generation.py, never called on logits
+TOKEN_ACCURACY = Metric(
+    "token_accuracy", "token accuracy"
+)  # of generation.py, never called on logits
 BY_KEY = {metric.key: metric for metric in (ACCURACY, MEAN_AUC, TOKEN_ACCURACY)}
 
 
@@ -49,7 +53,8 @@ def dividing(labels: Labels) -> NDArray[np.bool_]:
 
 
 def mean_auc(scores: NDArray[np.float32], labels: Labels) -> float:
-    """Mean over labels of the area under the ROC curve, by ranks (Mann-Whitney; ties count a half); labels that all or no records have are left out.
+    """Mean over labels of the area under the ROC curve, by ranks (Mann-Whitney; ties count a half);
+    labels that all or no records have are left out.
 
     Raises:
         ValueError: if every label is so.
@@ -64,6 +69,7 @@ def mean_auc(scores: NDArray[np.float32], labels: Labels) -> float:
             areas.append((ranks[positive].sum() - ones * (ones + 1) / 2) / (ones * zeros))
     if not areas:
         raise ValueError(
-            "no label divides the records, so there is no ROC curve; use more records for evaluation (training.eval_records)"
+            "no label divides the records, so there is no ROC curve; use more records for "
+            "evaluation (training.eval_records)"
         )
     return float(np.mean(areas))

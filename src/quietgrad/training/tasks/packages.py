@@ -1,4 +1,6 @@
-"""Files that ordinary packages carry (a small model, a data set), found through the package's metadata: the package itself is never imported."""
+"""Files that ordinary packages carry (a small model, a data set), found through the package's
+metadata: the package itself is never imported.
+"""
 
 from __future__ import annotations
 
@@ -25,5 +27,7 @@ def packaged_file(package: str, ending: str, setting: str, install: str, holds: 
         raise ValueError(f"{setting} needs the package {package}: {install}") from error
     found = [f for f in files if f.name.endswith(ending)]
     if not found:
-        raise ValueError(f"the installed package {package} holds no {holds}; reinstall it: {install}")
+        raise ValueError(
+            f"the installed package {package} holds no {holds}; reinstall it: {install}"
+        )
     return Path(str(found[0].locate()))

@@ -25,8 +25,12 @@ class Records(Protocol):
 
     def __len__(self) -> int: ...
 
-    def micro_batch_indices(self, indices: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
-        """Cuts the records at ``indices`` into parts of at most ``size`` that are cheap to batch."""
+    def micro_batch_indices(
+        self, indices: NDArray[np.int64], size: int
+    ) -> Iterator[NDArray[np.int64]]:
+        """Cuts the records at ``indices`` into parts of at most ``size`` that
+        are cheap to batch.
+        """
         ...
 
     def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
@@ -47,10 +51,14 @@ def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def classification_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """[examples] cross entropies; where a record has several labels, the mean over labels of their binary ones; 0 for a record that is ignored."""
+    """[examples] cross entropies; where a record has several labels, the mean over labels of their
+    binary ones; 0 for a record that is ignored.
+    """
     logits, labels = logits_of(model, batch).float(), batch["labels"]
     if labels.dim() == 2:
-        losses = F.binary_cross_entropy_with_logits(logits, labels.float().clamp_min(0), reduction="none").mean(1)
+        losses = F.binary_cross_entropy_with_logits(
+            logits, labels.float().clamp_min(0), reduction="none"
+        ).mean(1)
         return losses * (labels >= 0).all(1)
     return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
 
@@ -69,7 +77,8 @@ def outputs(
     chosen: NDArray[np.int64] | None = None,
     source: Batches | None = None,
 ) -> NDArray[np.float32]:
-    """[records, labels] logits in the order of the records, in evaluation mode and without gradients.
+    """[records, labels] logits in the order of the records, in evaluation mode and without
+    gradients.
 
     Args:
         model: the classifier, or what goes on from cached states.
@@ -91,20 +100,26 @@ def outputs(
     return torch.stack([rows[int(i)] for i in wanted]).numpy()
 
 
-def predictions(model: nn.Module, records: Records, size: int, device: torch.device) -> NDArray[np.int64]:
+def predictions(
+    model: nn.Module, records: Records, size: int, device: torch.device
+) -> NDArray[np.int64]:
     """[records] predicted labels, in the order of the records."""
     return outputs(model, records, size, device).argmax(1)
 
 
 def distinct(records: Records) -> NDArray[np.int64]:
-    """Indices of the records whose input no earlier one has, as the model sees it: cut short, many copies of a message are one. Cost: each is collated alone."""
+    """Indices of the records whose input no earlier one has, as the model sees it: cut short, many
+    copies of a message are one. Cost: each is collated alone.
+    """
     first: dict[bytes, int] = {}
     for i in range(len(records)):
         inputs = records.collate(np.array([i]), torch.device("cpu"))
         digest = hashlib.blake2b(digest_size=16)
         for name, value in inputs.items():
             if name != "labels":
-                digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+                digest.update(
+                    name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes()
+                )
         first.setdefault(digest.digest(), i)
     return np.array(list(first.values()), dtype=np.int64)
 

@@ -1,4 +1,6 @@
-"""The kinds of data that training knows, one a line: the first that reads a configuration takes it."""
+"""The kinds of data that training knows, one a line: the first that reads a
+configuration takes it.
+"""
 
 from __future__ import annotations
 

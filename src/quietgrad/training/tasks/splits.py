@@ -1,7 +1,9 @@
-"""Training, validation and test records: who is where follows from each record alone, and which labels there are from public records alone.
+"""Training, validation and test records: who is where follows from each record alone, and which
+labels there are from public records alone.
 
-Records never change sides when others come or go, and records whose text is equal after normalising (case, white space, links, user names, punctuation) are on the same side.
-A training record that cannot be used stays a record, counts, and contributes nothing to any sum.
+Records never change sides when others come or go, and records whose text is equal after normalising
+(case, white space, links, user names, punctuation) are on the same side. A training record that
+cannot be used stays a record, counts, and contributes nothing to any sum.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from numpy.typing import NDArray
 
 from quietgrad.checks import nearest
 
-# Label of a record whose loss is zero, or of a token that is not learnt; what torch's cross entropy leaves out.
+# Label of a record whose loss is zero, or of a token that is not learnt; what torch's cross entropy
+# leaves out.
 IGNORED = -100
 _LINK = re.compile(r"https?://\S+|www\.\S+|@\w+")
 _OTHER = re.compile(r"[\W_]+")
@@ -49,11 +52,14 @@ class TextRecords(Protocol):
 
 
 Texts = TypeVar("Texts", bound=TextRecords)
-Labelled = TypeVar("Labelled", bound=Any)  # a frozen dataclass of records with labels and label_names
+Labelled = TypeVar(
+    "Labelled", bound=Any
+)  # a frozen dataclass of records with labels and label_names
 
 
 def split_with_test(texts: Texts, test: Texts, validation_fraction: float) -> Splits[Texts]:
-    """Training and validation records by a hash of the normalised text, beside test records that are given; those with a test record's text are left out.
+    """Training and validation records by a hash of the normalised text, beside test records that
+    are given; those with a test record's text are left out.
 
     Raises:
         ValueError: for a fraction outside (0, 1) or a part that would be empty.
@@ -68,9 +74,12 @@ def split_with_test(texts: Texts, test: Texts, validation_fraction: float) -> Sp
     for part, members in (("training", train), ("validation", validation)):
         if not members.any():
             raise ValueError(
-                f"data.source={texts.source!r} has {len(texts)} records, too few for a {part} part beside the test records"
+                f"data.source={texts.source!r} has {len(texts)} records, too few for a {part} part "
+                "beside the test records"
             )
-    return Splits(texts.subset(np.flatnonzero(train)), texts.subset(np.flatnonzero(validation)), test)
+    return Splits(
+        texts.subset(np.flatnonzero(train)), texts.subset(np.flatnonzero(validation)), test
+    )
 
 
 def split(texts: Texts, validation_fraction: float, test_fraction: float) -> Splits[Texts]:
@@ -79,12 +88,16 @@ def split(texts: Texts, validation_fraction: float, test_fraction: float) -> Spl
     Raises:
         ValueError: for fractions outside (0, 1) or a part that would be empty.
     """
-    for name, fraction in (("data.validation_fraction", validation_fraction), ("data.test_fraction", test_fraction)):
+    for name, fraction in (
+        ("data.validation_fraction", validation_fraction),
+        ("data.test_fraction", test_fraction),
+    ):
         if not 0 < fraction < 1:
             raise ValueError(f"{name}={fraction!r} must be in (0, 1)")
     if validation_fraction + test_fraction >= 1:
         raise ValueError(
-            "data.validation_fraction and data.test_fraction leave no training records; choose smaller ones"
+            "data.validation_fraction and data.test_fraction leave no training records; choose "
+            "smaller ones"
         )
     position = np.array([_position(t) for t in texts.texts])
     test = position < test_fraction
@@ -93,15 +106,18 @@ def split(texts: Texts, validation_fraction: float, test_fraction: float) -> Spl
     for part, members in (("training", train), ("validation", validation), ("test", test)):
         if not members.any():
             raise ValueError(
-                f"data.source={texts.source!r} has {len(texts)} records, too few for a {part} part; add records or change the fractions"
+                f"data.source={texts.source!r} has {len(texts)} records, too few for a {part} "
+                "part; add records or change the fractions"
             )
     return Splits(*(texts.subset(np.flatnonzero(members)) for members in (train, validation, test)))
 
 
 def with_public_labels(splits: Splits[Labelled], given: Sequence[str] = ()) -> Splits[Labelled]:
-    """The splits with a list of labels that is public: ``given`` (data.labels), or that of validation and test records.
+    """The splits with a list of labels that is public: ``given`` (data.labels), or that of
+    validation and test records.
 
-    A training record whose label is not in the list becomes one that is ignored: it says nothing of itself and changes no other.
+    A training record whose label is not in the list becomes one that is ignored: it says nothing of
+    itself and changes no other.
 
     Raises:
         ValueError: for fewer than two labels, or a validation or test record that cannot be used.
@@ -111,36 +127,44 @@ def with_public_labels(splits: Splits[Labelled], given: Sequence[str] = ()) -> S
     public = [word for part in words[1:] for word in part]
     if None in public:
         raise ValueError(
-            f"data.source={splits.train.source!r}: a validation or test record lacks a text or a label; remove such records"
+            f"data.source={splits.train.source!r}: a validation or test record lacks a text or a "
+            "label; remove such records"
         )
     names = tuple(given) or tuple(sorted({word for word in public if word is not None}))
     unknown = next((word for word in public if word not in names), None)
     if unknown is not None:
         raise ValueError(
-            f"data.source={splits.train.source!r}: label {unknown!r} of a validation or test record is not in data.labels{nearest(unknown, names)}"
+            f"data.source={splits.train.source!r}: label {unknown!r} of a validation or test "
+            f"record is not in data.labels{nearest(unknown, names)}"
         )
     if len(names) < 2:
         raise ValueError(
-            f"data.source={splits.train.source!r}: the validation and test records have the single label {names[0]!r}; classification needs at least two (data.labels)"
+            f"data.source={splits.train.source!r}: the validation and test records have the single "
+            f"label {names[0]!r}; classification needs at least two (data.labels)"
         )
     index = {name: i for i, name in enumerate(names)}
     made = [
         replace(
             part,
-            labels=np.array([IGNORED if w is None else index.get(w, IGNORED) for w in found], dtype=np.int64),
+            labels=np.array(
+                [IGNORED if w is None else index.get(w, IGNORED) for w in found], dtype=np.int64
+            ),
             label_names=names,
         )
         for part, found in zip(parts, words, strict=True)
     ]
     if (made[0].labels == IGNORED).all():
         raise ValueError(
-            f"data.source={splits.train.source!r}: no training record has a text and a label that validation or test records have; check data.text, data.label and data.labels"
+            f"data.source={splits.train.source!r}: no training record has a text and a label that "
+            "validation or test records have; check data.text, data.label and data.labels"
         )
     return Splits(*made)
 
 
 def normalised(text: str) -> str:
-    """Lower case, without links, user names, punctuation and repeated white space; the raw text if nothing is left of it."""
+    """Lower case, without links, user names, punctuation and repeated white space; the raw text if
+    nothing is left of it.
+    """
     kept = _OTHER.sub(" ", _LINK.sub(" ", text.lower())).strip()
     return kept or text.strip()
 

@@ -1,7 +1,8 @@
-"""What a kind of data is to training: records, a model that reads them, a loss, scores, and what is saved.
+"""What a kind of data is to training: records, a model that reads them, a loss, scores, and what is
+saved.
 
-A kind is a folder beside this file with one ``Task`` in ``task.py``, and a line in ``registry``. What stands here is what
-every classifier shares; a kind replaces what is its own.
+A kind is a folder beside this file with one ``Task`` in ``task.py``, and a line in ``registry``.
+What stands here is what every classifier shares; a kind replaces what is its own.
 """
 
 from __future__ import annotations
@@ -23,8 +24,17 @@ from quietgrad.training.tasks.records import Batches, Records, classification_lo
 from quietgrad.training.tasks.splits import Splits
 
 EVALUATION_BATCH = 256
-DROPOUT_RATES = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "dropout_prob", "drop_prob")
-Parts = tuple[Records, Records, Records]  # training (private), validation and test records (declared public)
+DROPOUT_RATES = (
+    "dropout",
+    "attention_dropout",
+    "activation_dropout",
+    "hidden_dropout",
+    "dropout_prob",
+    "drop_prob",
+)
+Parts = tuple[
+    Records, Records, Records
+]  # training (private), validation and test records (declared public)
 
 
 class Task(ABC):
@@ -71,7 +81,9 @@ class Task(ABC):
 
     @property
     def form(self) -> tuple[int, ...] | None:
-        """Shape of a record's tensor, where public ones can be told to be of the same kind by it; None elsewhere."""
+        """Shape of a record's tensor, where public ones can be told to be of the same kind by it;
+        None elsewhere.
+        """
         return None
 
     @property
@@ -92,9 +104,16 @@ class Task(ABC):
         return EVALUATION_BATCH
 
     def cache(
-        self, config: TrainConfig, classifier: nn.Module, records: Records, validation: Records, device: torch.device
+        self,
+        config: TrainConfig,
+        classifier: nn.Module,
+        records: Records,
+        validation: Records,
+        device: torch.device,
     ) -> Any:
-        """States of records below the lowest trainable part, computed once; None where there is no such thing."""
+        """States of records below the lowest trainable part, computed once; None where there is no
+        such thing.
+        """
         return None
 
     def score(
@@ -106,12 +125,21 @@ class Task(ABC):
         chosen: NDArray[np.int64] | None = None,
         source: Batches | None = None,
     ) -> float:
-        """The metric on ``records`` (those at the indices ``chosen``; None: all), higher is better; see ``records.outputs``."""
+        """The metric on ``records`` (those at the indices ``chosen``; None: all), higher is better;
+        see ``records.outputs``.
+        """
         found = outputs(model, records, self.evaluation_batch(config), device, chosen, source)
-        return self.metric(records)(found, records.labels if chosen is None else records.labels[chosen])
+        return self.metric(records)(
+            found, records.labels if chosen is None else records.labels[chosen]
+        )
 
     def final_metrics(
-        self, config: TrainConfig, model: LoadedModel, validation: Records, test: Records, device: torch.device
+        self,
+        config: TrainConfig,
+        model: LoadedModel,
+        validation: Records,
+        test: Records,
+        device: torch.device,
     ) -> dict[str, float]:
         """What a finished run reports of its test and validation records, which are public."""
         key = self.metric(validation).key
@@ -134,5 +162,7 @@ def ready(config: TrainConfig, model: LoadedModel, device: torch.device) -> Load
 
 
 def attention_for(device: torch.device) -> str | None:
-    """On a processor eager attention is several times faster than the fused kernel for short texts."""
+    """On a processor eager attention is several times faster than the fused
+    kernel for short texts.
+    """
     return "eager" if device.type == "cpu" else None

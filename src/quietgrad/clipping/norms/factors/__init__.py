@@ -1,9 +1,17 @@
-"""Per-example gradients in factored form: what a layer's rule hands to the norm estimators and to the weighted sum."""
+"""Per-example gradients in factored form: what a layer's rule hands to the norm estimators and to
+the weighted sum.
+"""
 
 from quietgrad.clipping.norms.factors.convolution import ConvolutionFactors
 from quietgrad.clipping.norms.factors.dense import DenseFactors
 from quietgrad.clipping.norms.factors.direct import DirectGradients, ListedGradients
-from quietgrad.clipping.norms.factors.matrix import BLOCK_ELEMENTS, Kept, MatrixFactors, Sizes, Unfolded
+from quietgrad.clipping.norms.factors.matrix import (
+    BLOCK_ELEMENTS,
+    Kept,
+    MatrixFactors,
+    Sizes,
+    Unfolded,
+)
 from quietgrad.clipping.norms.factors.one_hot import OneHotFactors
 from quietgrad.clipping.norms.factors.patches import Geometry
 

@@ -1,6 +1,8 @@
-"""Factors of a convolution's kernel: positions are output pixels, columns are patches, formed only where needed.
+"""Factors of a convolution's kernel: positions are output pixels, columns are patches, formed only
+where needed.
 
-Shape legend: b examples, g groups, t output positions, p rows, d columns = channels of a group times taps.
+Shape legend: b examples, g groups, t output positions, p rows, d columns = channels of a group
+times taps.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class ConvolutionFactors:
     """One use of a convolution's kernel.
 
     Attributes:
-        x: [b, in_channels, *spatial] input, with any padding that is not symmetric zeros already applied.
+        x: [b, in_channels, *spatial] input, with any padding that is not symmetric zeros already
+            applied.
         grad: [b, out_channels, *out_spatial] gradient at the output.
         geometry: kernel, stride, padding, dilation, groups.
     """
@@ -82,7 +85,13 @@ class ConvolutionFactors:
         1 where not even two fit: there the native routine is faster.
         """
         s = self.sizes
-        return max(1, min(CACHED_ELEMENTS // max(1, s.g * s.t * s.d), BLOCK_ELEMENTS // max(1, s.g * s.p * s.d)))
+        return max(
+            1,
+            min(
+                CACHED_ELEMENTS // max(1, s.g * s.t * s.d),
+                BLOCK_ELEMENTS // max(1, s.g * s.p * s.d),
+            ),
+        )
 
     def examples(self, span: slice) -> ConvolutionFactors:
         return ConvolutionFactors(self.x[span], self.grad[span], self.geometry)
@@ -91,7 +100,9 @@ class ConvolutionFactors:
         return self.unfolded().merged(views)
 
     def without(self, dropped_b: Tensor) -> ConvolutionFactors:
-        return ConvolutionFactors(zeroed(self.x, dropped_b), zeroed(self.grad, dropped_b), self.geometry)
+        return ConvolutionFactors(
+            zeroed(self.x, dropped_b), zeroed(self.grad, dropped_b), self.geometry
+        )
 
     def unfolded(self) -> DenseFactors:
         """The same with patches formed: memory t x d per example."""
@@ -106,7 +117,9 @@ class ConvolutionFactors:
         product = weight_gradient(self.x.to(dtype), scaled, shape, self.geometry)
         return product if into is None else into.add_(product)
 
-    def spread_sums(self, dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()) -> SpreadSums:
+    def spread_sums(
+        self, dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> SpreadSums:
         """Every input entry lies under at most ``taps`` output positions.
 
         So by Cauchy and Schwarz the sum of products is at most the product of whole norms; norms of
@@ -114,7 +127,8 @@ class ConvolutionFactors:
         """
         s = self.sizes
         squares = [
-            torch.linalg.vector_norm(x.reshape(s.b, s.g, -1), dim=2, dtype=dtype).square() for x in (self.x, self.grad)
+            torch.linalg.vector_norm(x.reshape(s.b, s.g, -1), dim=2, dtype=dtype).square()
+            for x in (self.x, self.grad)
         ]
         squares[0] *= self.geometry.taps
         norms = norms_from_squares(torch.stack(squares), s.t * max(s.p, s.d)).double()
@@ -123,8 +137,8 @@ class ConvolutionFactors:
     def pieces(self, dtype: torch.dtype) -> Iterator[Tensor] | None:
         """On a processor: from patches where those of a few examples fit its cache.
 
-        Else by the native routine, one example a call: it forms no patches, but each call costs tens of
-        microseconds beside the work.
+        Else by the native routine, one example a call: it forms no patches, but each call costs
+        tens of microseconds beside the work.
         """
         return None if self.x.is_cuda else self._pieces(dtype)
 
@@ -132,7 +146,9 @@ class ConvolutionFactors:
         s, examples = self.sizes, self.examples_in_cache
         if examples == 1:
             shape = torch.Size((s.g * s.p, s.d // self.geometry.taps, *self.geometry.kernel))
-            for gradient in weight_gradients_one_by_one(self.x, self.grad, shape, self.geometry, dtype):
+            for gradient in weight_gradients_one_by_one(
+                self.x, self.grad, shape, self.geometry, dtype
+            ):
                 yield gradient.reshape(1, -1)
             return
         left = self.grad.reshape(s.b, s.g, s.p, s.t)
@@ -155,7 +171,9 @@ class ConvolutionFactors:
             examples = max(1, min(block_elements, CACHED_ELEMENTS) // (s.g * s.t * max(s.t, s.d)))
             columns = patch_columns(self.x, self.geometry, examples, dtype)
             grams = (c.transpose(1, 2) @ c for c in columns)
-        for some, right in zip(self.grad.reshape(s.b, s.g, s.p, s.t).split(examples), grams, strict=True):
+        for some, right in zip(
+            self.grad.reshape(s.b, s.g, s.p, s.t).split(examples), grams, strict=True
+        ):
             rows = some.flatten(0, 1).to(dtype)
             left = torch.bmm(rows.transpose(1, 2), rows)
             n = norms_from_squares(right.diagonal(dim1=1, dim2=2), s.d)

@@ -55,10 +55,14 @@ class DenseFactors(Unfolded):
         return DenseFactors(self.left_bgtp[span], self.right_bgtd[span])
 
     def positions(self, examples: slice, positions: slice) -> DenseFactors:
-        return DenseFactors(self.left_bgtp[examples, :, positions], self.right_bgtd[examples, :, positions])
+        return DenseFactors(
+            self.left_bgtp[examples, :, positions], self.right_bgtd[examples, :, positions]
+        )
 
     def merged(self, views: int) -> DenseFactors:
-        return DenseFactors(as_positions(self.left_bgtp, views), as_positions(self.right_bgtd, views))
+        return DenseFactors(
+            as_positions(self.left_bgtp, views), as_positions(self.right_bgtd, views)
+        )
 
     def without(self, dropped_b: Tensor) -> DenseFactors:
         return DenseFactors(zeroed(self.left_bgtp, dropped_b), zeroed(self.right_bgtd, dropped_b))
@@ -66,7 +70,9 @@ class DenseFactors(Unfolded):
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        """One product of the size of an ordinary weight gradient, a block of positions at a time."""
+        """One product of the size of an ordinary weight gradient, a block of
+        positions at a time.
+        """
         s = self.sizes
         left, right = self._weighted(weights_b, dtype)
         for span in blocks(s.t):
@@ -75,9 +81,13 @@ class DenseFactors(Unfolded):
                 into.view(s.p, s.d).addmm_(some.reshape(-1, s.p).T, others.reshape(-1, s.d))
                 continue
             if s.g > 1:
-                product = torch.einsum("bgtp,bgtd->gpd", some.to(dtype), others.to(dtype)).reshape(shape)
+                product = torch.einsum("bgtp,bgtd->gpd", some.to(dtype), others.to(dtype)).reshape(
+                    shape
+                )
             else:
-                product = wide_product(some.reshape(-1, s.p).T, others.reshape(-1, s.d), dtype).reshape(shape)
+                product = wide_product(
+                    some.reshape(-1, s.p).T, others.reshape(-1, s.d), dtype
+                ).reshape(shape)
             into = product if into is None else into.add_(product)
         assert into is not None
         return into
@@ -124,5 +134,7 @@ class DenseFactors(Unfolded):
     def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
         return thin_product(self.left_bgtp, projection, dtype)
 
-    def add_left(self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)) -> Tensor:
+    def add_left(
+        self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)
+    ) -> Tensor:
         return add_over_positions(total, self.left_bgtp[..., rows], small_bgtk)

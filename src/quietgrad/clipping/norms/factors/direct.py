@@ -1,4 +1,6 @@
-"""Per-example gradients themselves: of parameters that are small per example, or kept after their norm was taken."""
+"""Per-example gradients themselves: of parameters that are small per example, or kept after their
+norm was taken.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class ListedGradients:
 
     def without(self, dropped_b: Tensor) -> ListedGradients:
         pieces = self._with_parts_of(dropped_b)
-        return ListedGradients(tuple(torch.where(dropped.unsqueeze(1), 0.0, values) for values, dropped in pieces))
+        return ListedGradients(
+            tuple(torch.where(dropped.unsqueeze(1), 0.0, values) for values, dropped in pieces)
+        )
 
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None

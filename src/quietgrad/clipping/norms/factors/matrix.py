@@ -1,8 +1,9 @@
-"""What norm estimators and the weighted sum ask of a matrix parameter's per-example gradients, whatever they are made of.
+"""What norm estimators and the weighted sum ask of a matrix parameter's per-example gradients,
+whatever they are made of.
 
-Every matrix-shaped parameter of every layer has per-example gradients M_i = left_i^T right_i, summed
-over the uses of the parameter. Shape legend: b examples, g diagonal blocks (groups of a convolution; 1
-elsewhere), t positions, p rows, d columns, n entries.
+Every matrix-shaped parameter of every layer has per-example gradients M_i = left_i^T right_i,
+summed over the uses of the parameter. Shape legend: b examples, g diagonal blocks (groups of a
+convolution; 1 elsewhere), t positions, p rows, d columns, n entries.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ BLOCK_ELEMENTS = 8 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one use: examples, blocks, positions, rows, columns; of a convolution, taps of its kernel."""
+    """Sizes of one use: examples, blocks, positions, rows, columns; of a convolution, taps of its
+    kernel.
+    """
 
     b: int
     g: int
@@ -65,7 +68,9 @@ class Kept(Protocol):
         """A slice of the examples (views)."""
 
     def without(self, dropped_b: Tensor) -> Kept:
-        """Gradients of dropped examples are exactly zero, also where they are infinite or not a number."""
+        """Gradients of dropped examples are exactly zero, also where they are infinite or not a
+        number.
+        """
 
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
@@ -107,8 +112,12 @@ class MatrixFactors(Kept, Protocol):
     def unfolded(self) -> Unfolded:
         """The same with both factors formed, so far as they ever are."""
 
-    def spread_sums(self, dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()) -> SpreadSums:
-        """Sums over positions for the spread; ``known``: parts of the [n g, t] norms of both factors' rows."""
+    def spread_sums(
+        self, dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> SpreadSums:
+        """Sums over positions for the spread; ``known``: parts of the [n g, t] norms of both
+        factors' rows.
+        """
 
     def pieces(self, dtype: torch.dtype) -> Iterator[Tensor] | None:
         """[n, g p d] per-example gradients, n examples at a time, each piece in its own memory.
@@ -117,11 +126,15 @@ class MatrixFactors(Kept, Protocol):
         """
 
     def grams(self, dtype: torch.dtype, block_elements: int) -> Iterator[Grams] | None:
-        """Gram matrices of all positions, a block of examples at a time; None where they do not fit or pay."""
+        """Gram matrices of all positions, a block of examples at a time; None where they do not fit
+        or pay.
+        """
 
 
 class Unfolded(MatrixFactors, Protocol):
-    """One use whose columns factor is there position by position; what does not depend on its rows factor."""
+    """One use whose columns factor is there position by position; what does not depend on its rows
+    factor.
+    """
 
     right_bgtd: Tensor
 
@@ -143,7 +156,9 @@ class Unfolded(MatrixFactors, Protocol):
     def pieces(self, dtype: torch.dtype) -> Iterator[Tensor] | None:
         return None
 
-    def spread_sums(self, dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()) -> SpreadSums:
+    def spread_sums(
+        self, dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> SpreadSums:
         s = self.sizes
         if known:
             return sums_of_parts(known, s.g)
@@ -154,14 +169,20 @@ class Unfolded(MatrixFactors, Protocol):
 
     def grams(self, dtype: torch.dtype, block_elements: int) -> Iterator[Grams] | None:
         s = self.sizes
-        return self._grams(dtype, block_elements) if s.t > 1 and s.g * s.t * s.t <= block_elements else None
+        return (
+            self._grams(dtype, block_elements)
+            if s.t > 1 and s.g * s.t * s.t <= block_elements
+            else None
+        )
 
     def _grams(self, dtype: torch.dtype, block_elements: int) -> Iterator[Grams]:
         s = self.sizes
         examples = max(1, min(s.b, block_elements // (s.g * s.t * s.t)))
         for i in range(0, s.b, examples):
             some = self if examples == s.b else self.positions(slice(i, i + examples), slice(None))
-            right = block_products(some.right_bgtd, some.right_bgtd.transpose(2, 3), dtype).flatten(0, 1)
+            right = block_products(some.right_bgtd, some.right_bgtd.transpose(2, 3), dtype).flatten(
+                0, 1
+            )
             left = some.left_gram(some, dtype).expand(-1, s.g, -1, -1).flatten(0, 1)
             n = norms_from_squares(right.diagonal(dim1=1, dim2=2), s.d)
             yield Grams(right, left, n, self.norms_from_gram(left))
@@ -195,5 +216,7 @@ class Unfolded(MatrixFactors, Protocol):
     def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
         """[b, g, t, k] left @ P, for P of shape [p, k] or, per example, [b, g, p, k]."""
 
-    def add_left(self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)) -> Tensor:
+    def add_left(
+        self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)
+    ) -> Tensor:
         """total + left^T small, [b, g, p, k]; ``rows``: of them only these, for dense factors."""

@@ -1,4 +1,5 @@
-"""One-hot factors: the rows of an embedding table that each position reads, never formed as a matrix.
+"""One-hot factors: the rows of an embedding table that each position reads, never formed as a
+matrix.
 
 Shape legend: b examples, g = 1 block, t positions, p rows of the table, d columns, k projections.
 """
@@ -48,7 +49,9 @@ class OneHotFactors(Unfolded):
         return OneHotFactors(self.ids_bt[span], self.right_bgtd[span], self.rows)
 
     def positions(self, examples: slice, positions: slice) -> OneHotFactors:
-        return OneHotFactors(self.ids_bt[examples, positions], self.right_bgtd[examples, :, positions], self.rows)
+        return OneHotFactors(
+            self.ids_bt[examples, positions], self.right_bgtd[examples, :, positions], self.rows
+        )
 
     def merged(self, views: int) -> OneHotFactors:
         ids = self.ids_bt.unflatten(0, (-1, views)).flatten(1)
@@ -102,7 +105,9 @@ class OneHotFactors(Unfolded):
         index = self.ids_bt.unsqueeze(-1).expand(-1, -1, projection.shape[-1])
         return projection[:, 0].gather(1, index).unsqueeze(1)
 
-    def add_left(self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)) -> Tensor:
+    def add_left(
+        self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)
+    ) -> Tensor:
         assert rows == slice(None)
         b, _, t, k = small_bgtk.shape
         for span in spans_of(t):

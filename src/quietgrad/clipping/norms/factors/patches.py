@@ -1,6 +1,8 @@
-"""Convolutions of one to three dimensions as products of matrices: patches, kernels' gradients and Gram matrices of patches.
+"""Convolutions of one to three dimensions as products of matrices: patches, kernels' gradients and
+Gram matrices of patches.
 
-Shape legend: b examples, g groups, c channels of a group, t output positions, u input positions, d = c * taps columns.
+Shape legend: b examples, g groups, c channels of a group, t output positions, u input positions, d
+= c * taps columns.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ PADDED_ELEMENTS = 4 * 1024 * 1024  # of an input that are padded at once: paddin
 
 @dataclass(frozen=True)
 class Geometry:
-    """Kernel, stride, padding (zeros on both sides) and dilation per spatial dimension, and the number of groups."""
+    """Kernel, stride, padding (zeros on both sides) and dilation per spatial dimension, and the
+    number of groups.
+    """
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -40,7 +44,9 @@ def _padded(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _windows(x: Tensor, geometry: Geometry) -> Tensor:
-    """[b, channels, *out, *kernel] what lies under the kernel at each output position: a view of the padded input."""
+    """[b, channels, *out, *kernel] what lies under the kernel at each output position: a view of
+    the padded input.
+    """
     windows = _padded(x, geometry)
     for axis, (kernel, stride, dilation) in enumerate(
         zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)
@@ -60,10 +66,14 @@ def patches(x: Tensor, geometry: Geometry) -> Tensor:
     return grouped.permute(0, 1, *spatial, 2, *kernel).flatten(2 + dims).flatten(2, 1 + dims)
 
 
-def patch_columns(x: Tensor, geometry: Geometry, examples: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """[n g, d, t] transposed patches of ``examples`` examples at a time, all in one piece of memory: the next overwrites the last.
+def patch_columns(
+    x: Tensor, geometry: Geometry, examples: int, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """[n g, d, t] transposed patches of ``examples`` examples at a time, all in one piece of
+    memory: the next overwrites the last.
 
-    Copied in runs of output positions, and into memory that is in the processor's cache already: fresh memory costs as much as the product.
+    Copied in runs of output positions, and into memory that is in the processor's cache already:
+    fresh memory costs as much as the product.
     """
     dims = len(geometry.kernel)
     if geometry.taps == 1 and not any(geometry.padding) and set(geometry.stride) == {1}:
@@ -82,11 +92,14 @@ def patch_columns(x: Tensor, geometry: Geometry, examples: int, dtype: torch.dty
 
 
 def weight_gradient(x: Tensor, grad: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
-    """The kernel's gradient summed over examples, by the same routine as autograd's; contiguous whatever the layout of the images."""
+    """The kernel's gradient summed over examples, by the same routine as autograd's; contiguous
+    whatever the layout of the images.
+    """
     weight = grad.new_empty(1).expand(shape)  # only its shape is read
     zeros = [0] * len(geometry.kernel)
     product = torch.ops.aten.convolution_backward(
-        grad, x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False, zeros, geometry.groups,
+        grad, x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False, zeros,
+        geometry.groups,
         [False, True, False],
     )[1]  # fmt: skip
     return product.contiguous()
@@ -99,18 +112,24 @@ def weight_gradients_one_by_one(
     weight = grad.new_empty(1, dtype=dtype).expand(shape)
     zeros = [0] * len(geometry.kernel)
     settings = (
-        geometry.stride, geometry.padding, geometry.dilation, False, zeros, geometry.groups, [False, True, False],
+        geometry.stride, geometry.padding, geometry.dilation, False, zeros, geometry.groups, [False,
+        True, False],
     )  # fmt: skip
     native = torch.ops.aten.convolution_backward.default
     pairs = zip(x.split(1), grad.split(1), strict=True)
-    return (native(one_grad.to(dtype), one_x.to(dtype), weight, None, *settings)[1] for one_x, one_grad in pairs)
+    return (
+        native(one_grad.to(dtype), one_x.to(dtype), weight, None, *settings)[1]
+        for one_x, one_grad in pairs
+    )
 
 
 def patch_gram(x: Tensor, geometry: Geometry) -> Tensor:
-    """[b g, t, t] inner products of patches, from those of single input positions: no patch is formed.
+    """[b g, t, t] inner products of patches, from those of single input positions: no patch is
+    formed.
 
-    A patch is the concatenation of the positions under the kernel's taps, so its Gram matrix is the sum over taps of shifted copies of the
-    positions' Gram matrix. Multiplications u^2 c against t^2 c taps with patches formed.
+    A patch is the concatenation of the positions under the kernel's taps, so its Gram matrix is the
+    sum over taps of shifted copies of the positions' Gram matrix. Multiplications u^2 c against t^2
+    c taps with patches formed.
     """
     b, channels, *size = x.shape
     g, out = geometry.groups, out_size(size, geometry)
@@ -118,7 +137,8 @@ def patch_gram(x: Tensor, geometry: Geometry) -> Tensor:
     gram = torch.bmm(pixels.transpose(1, 2), pixels).reshape(b * g, *size, *size)
     total = gram.new_zeros(b * g, *out, *out)
     for tap in product(*(range(k) for k in geometry.kernel)):
-        # The padding's zeros add nothing: only outputs whose position under this tap lies inside the input are touched.
+        # The padding's zeros add nothing: only outputs whose position under this tap lies inside
+        # the input are touched.
         spans = [_inside(axis, offset, size, out, geometry) for axis, offset in enumerate(tap)]
         outputs, inputs = (tuple(side) for side in zip(*spans, strict=True))
         every = (slice(None),)
@@ -126,8 +146,12 @@ def patch_gram(x: Tensor, geometry: Geometry) -> Tensor:
     return total.view(b * g, prod(out), prod(out))
 
 
-def _inside(axis: int, offset: int, size: list[int], out: list[int], geometry: Geometry) -> tuple[slice, slice]:
-    """Outputs along an axis whose position under a tap lies inside the input, and those positions."""
+def _inside(
+    axis: int, offset: int, size: list[int], out: list[int], geometry: Geometry
+) -> tuple[slice, slice]:
+    """Outputs along an axis whose position under a tap lies inside the input,
+    and those positions.
+    """
     stride, shift = geometry.stride[axis], offset * geometry.dilation[axis] - geometry.padding[axis]
     first = max(0, -(shift // stride))
     last = min(out[axis] - 1, (size[axis] - 1 - shift) // stride)

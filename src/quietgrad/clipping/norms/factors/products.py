@@ -1,4 +1,5 @@
-"""Products of factors: accumulated in the wide type whatever the factors' own, and of bounded length.
+"""Products of factors: accumulated in the wide type whatever the factors' own, and of bounded
+length.
 
 Shape legend: b examples, g blocks, t positions, n long dimension, k projections.
 """
@@ -12,14 +13,18 @@ from torch import Tensor
 POSITIONS, COLUMNS = 128, 256
 
 # Not part of torch's public interface: used where it is there.
-_HAS_THIN_LINEAR = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_HAS_THIN_LINEAR = torch.backends.mkldnn.is_available() and hasattr(
+    torch.ops.mkldnn, "_linear_pointwise"
+)
 
 
 def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right with sums accumulated and returned in ``dtype``, whatever the factors' own precision.
+    """left @ right with sums accumulated and returned in ``dtype``, whatever the factors' own
+    precision.
 
-    On a GPU half-precision factors stay as they are (tensor cores accumulate in float32); a float32 factor beside one of bfloat16 is taken as the sum of two of bfloat16,
-    which leaves out 2^-17 of it. Elsewhere the factors are widened first.
+    On a GPU half-precision factors stay as they are (tensor cores accumulate in float32); a float32
+    factor beside one of bfloat16 is taken as the sum of two of bfloat16, which leaves out 2^-17 of
+    it. Elsewhere the factors are widened first.
     """
     if left.dtype == right.dtype == dtype:
         return left @ right
@@ -30,7 +35,8 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
             return product(left.to(halves[0]), right.to(halves[0]), out_dtype=dtype)
         if halves[0] == torch.float16:  # its range is too narrow for factors of another scale
             return left.to(dtype) @ right.to(dtype)
-        # One factor is wide, such as one that carries clip factors: its leading and its remaining digits, each in half precision.
+        # One factor is wide, such as one that carries clip factors: its leading and its remaining
+        # digits, each in half precision.
         wide, other = (left, right) if left.dtype == dtype else (right, left)
         leading = wide.to(torch.bfloat16)
         parts = (leading, (wide - leading).to(torch.bfloat16))
@@ -63,7 +69,8 @@ def _few_columns(factor: Tensor, projection: Tensor) -> Tensor:
     sketch must not depend on how records were cut into micro-batches, nor on padding."""
     thin = projection.dim() == 2 and not factor.is_cuda and factor.dtype == torch.float32
     if thin and _HAS_THIN_LINEAR:
-        # The operator behind torch.compile's linear layers: rows of the weight are columns of the projection.
+        # The operator behind torch.compile's linear layers: rows of the weight are columns of the
+        # projection.
         weight = projection.t().contiguous()
         return torch.ops.mkldnn._linear_pointwise(factor, weight, None, "none", [], "")
     return factor @ projection
@@ -75,7 +82,10 @@ def add_over_positions(total: Tensor | None, long_bgtn: Tensor, small_bgtk: Tens
     Widened copies of half-precision factors stay small, too.
     """
     for span in spans_of(small_bgtk.shape[2]):
-        rows, few = long_bgtn[:, :, span].to(small_bgtk.dtype).transpose(2, 3), small_bgtk[:, :, span]
+        rows, few = (
+            long_bgtn[:, :, span].to(small_bgtk.dtype).transpose(2, 3),
+            small_bgtk[:, :, span],
+        )
         if total is None:
             total = rows @ few
         else:

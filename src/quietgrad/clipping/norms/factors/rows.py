@@ -1,4 +1,5 @@
-"""Norms of factors' rows, never too small: squares that may have been flushed to zero are made up for.
+"""Norms of factors' rows, never too small: squares that may have been flushed to zero are made up
+for.
 
 Shape legend: b examples, g blocks, t positions, n entries of a row.
 """
@@ -43,7 +44,9 @@ def norms_from_squares(squares: Tensor, entries: int) -> Tensor:
 
 def sums_over_positions(norms_2bgt: Tensor) -> SpreadSums:
     """From the norms |a_t| and |g_t|."""
-    return (norms_2bgt[0] * norms_2bgt[1]).sum(2, dtype=torch.float64), norms_2bgt.sum(3, dtype=torch.float64)
+    return (norms_2bgt[0] * norms_2bgt[1]).sum(2, dtype=torch.float64), norms_2bgt.sum(
+        3, dtype=torch.float64
+    )
 
 
 def sums_of_parts(known: Sequence[tuple[Tensor, Tensor]], blocks: int) -> SpreadSums:

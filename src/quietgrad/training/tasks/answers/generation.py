@@ -1,4 +1,6 @@
-"""Language modelling of answers: the loss of each record, how good a model is at the next token, and what it writes by itself."""
+"""Language modelling of answers: the loss of each record, how good a model is at the next token,
+and what it writes by itself.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ DECODED = ("none", "rouge1", "rougeL", "exact_match")
 
 def answer_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """[examples] mean cross entropy over the answer's tokens; 0 for an example without any."""
-    losses, counted = _token_losses(model(batch["input_ids"], batch["attention_mask"]), batch["labels"])
+    losses, counted = _token_losses(
+        model(batch["input_ids"], batch["attention_mask"]), batch["labels"]
+    )
     return losses.sum(1) / counted.sum(1).clamp_min(1)
 
 
@@ -30,7 +34,10 @@ def _token_losses(logits_btv: Tensor, labels_bt: Tensor) -> tuple[Tensor, Tensor
     """[b, t - 1] cross entropies of the next token, 0 where it is not learnt, and whether it is."""
     following = labels_bt[:, 1:]
     losses = F.cross_entropy(
-        logits_btv[:, :-1].float().flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="none"
+        logits_btv[:, :-1].float().flatten(0, 1),
+        following.flatten(),
+        ignore_index=IGNORED,
+        reduction="none",
     )
     return losses.view(following.shape), following != IGNORED
 
@@ -49,7 +56,11 @@ class AnswerScores:
 
 
 def answer_scores(
-    model: nn.Module, pairs: TokenisedPairs, size: int, device: torch.device, chosen: NDArray[np.int64] | None = None
+    model: nn.Module,
+    pairs: TokenisedPairs,
+    size: int,
+    device: torch.device,
+    chosen: NDArray[np.int64] | None = None,
 ) -> AnswerScores:
     """In evaluation mode and without gradients; memory grows with size x length x vocabulary."""
     was_training = model.training
@@ -70,12 +81,19 @@ def answer_scores(
 
 
 def decoded_score(
-    kind: str, classifier: nn.Module, tokenizer: Any, pairs: TokenisedPairs, chosen: NDArray[np.int64], length: int
+    kind: str,
+    classifier: nn.Module,
+    tokenizer: Any,
+    pairs: TokenisedPairs,
+    chosen: NDArray[np.int64],
+    length: int,
 ) -> float:
     """Mean over records of how the greedily decoded answer compares with the given one.
 
     Args:
-        kind: "rouge1" or "rougeL" (F1 of single words, and of the longest common subsequence, Lin 2004; against one reference, words not stemmed), or "exact_match" (after lower case, without punctuation and articles, as SQuAD's).
+        kind: "rouge1" or "rougeL" (F1 of single words, and of the longest common subsequence, Lin
+            2004; against one reference, words not stemmed), or "exact_match" (after lower case,
+            without punctuation and articles, as SQuAD's).
         classifier: a causal language model, as ``CausalLanguageModel``.
         tokenizer: its tokenizer.
         pairs: the records.
@@ -118,7 +136,9 @@ def rouge1(written: str, wanted: str) -> float:
 def rouge_l(written: str, wanted: str) -> float:
     """F1 of the longest sequence of words that stands, with gaps, in both texts."""
     left, right = _words(written), _words(wanted)
-    lengths = [0] * (len(right) + 1)  # of the longest common subsequence with each beginning of ``right``
+    lengths = [0] * (
+        len(right) + 1
+    )  # of the longest common subsequence with each beginning of ``right``
     for word in left:
         before = 0
         for j, other in enumerate(right, start=1):

@@ -1,4 +1,6 @@
-"""Records to generate from: a prompt and the answer that is learnt, both made from a record's columns by templates."""
+"""Records to generate from: a prompt and the answer that is learnt, both made from a record's
+columns by templates.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ def load_pairs(source: str, prompt: str, answer: str) -> TextPairs:
     """
     columns = read_columns(source)
     filled = {
-        name: _filled(name, template, columns, source) for name, template in (("prompt", prompt), ("answer", answer))
+        name: _filled(name, template, columns, source)
+        for name, template in (("prompt", prompt), ("answer", answer))
     }
     if not filled["prompt"]:
         raise ValueError(f"data.source={source!r} holds no records")
@@ -75,7 +78,8 @@ def load_pairs(source: str, prompt: str, answer: str) -> TextPairs:
 
 
 def require_answers(splits: Splits[TextPairs]) -> None:
-    """Checks that every validation and test record has an answer. A training record without one stays, says nothing of itself, and contributes nothing.
+    """Checks that every validation and test record has an answer. A training record without one
+    stays, says nothing of itself, and contributes nothing.
 
     Raises:
         ValueError: otherwise, or where no training record has an answer.
@@ -83,10 +87,13 @@ def require_answers(splits: Splits[TextPairs]) -> None:
     source = splits.train.source
     if not all(splits.validation.answers) or not all(splits.test.answers):
         raise ValueError(
-            f"data.source={source!r}: a validation or test record has an empty answer; remove such records"
+            f"data.source={source!r}: a validation or test record has an empty answer; remove such "
+            "records"
         )
     if not any(splits.train.answers):
-        raise ValueError(f"data.source={source!r}: no training record has an answer; check task.answer")
+        raise ValueError(
+            f"data.source={source!r}: no training record has an answer; check task.answer"
+        )
 
 
 def _filled(name: str, template: str, columns: dict[str, list[Any]], source: str) -> list[str]:
@@ -94,18 +101,24 @@ def _filled(name: str, template: str, columns: dict[str, list[Any]], source: str
         parts = list(Formatter().parse(template))
     except ValueError as error:
         raise ValueError(
-            f"task.{name}={template!r} is no template: {error}; write a brace itself as {{{{ or }}}}"
+            f"task.{name}={template!r} is no template: {error}; write a brace itself as {{{{ or "
+            f"}}}}"
         ) from error
     fields = [field for _, field, _, _ in parts if field is not None]
     if not fields:
-        raise ValueError(f"task.{name}={template!r} names no column; write one in braces, such as {{text}}")
+        raise ValueError(
+            f"task.{name}={template!r} names no column; write one in braces, such as {{text}}"
+        )
     for _, field, form, conversion in parts:
         if field is not None and field not in columns:
             raise ValueError(
-                f"task.{name}={template!r}: {field!r} is not a column of {source!r}{nearest(field, columns)}"
+                f"task.{name}={template!r}: {field!r} is not a column of "
+                f"{source!r}{nearest(field, columns)}"
             )
         if form or conversion:
-            raise ValueError(f"task.{name}={template!r}: write {{{field}}} alone; values are taken as they stand")
+            raise ValueError(
+                f"task.{name}={template!r}: write {{{field}}} alone; values are taken as they stand"
+            )
     filled = []
     for row in range(len(columns[fields[0]])):
         pieces = []
@@ -146,7 +159,9 @@ class TokenisedPairs:
         """[n] lengths of the answers in tokens: there are no classes."""
         return np.array([len(row) for row in self.ids], dtype=np.int64) - self.starts
 
-    def micro_batch_indices(self, indices: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+    def micro_batch_indices(
+        self, indices: NDArray[np.int64], size: int
+    ) -> Iterator[NDArray[np.int64]]:
         """Cuts the records at ``indices`` into parts of at most ``size`` with similar lengths."""
         order = indices[np.argsort([len(self.ids[i]) for i in indices], kind="stable")]
         for start in range(0, len(order), size):
@@ -155,7 +170,11 @@ class TokenisedPairs:
     def subset(self, indices: NDArray[np.int64]) -> TokenisedPairs:
         chosen = tuple(self.ids[i] for i in indices)
         return TokenisedPairs(
-            chosen, self.starts[indices], self.pad_id, self.end_id, tuple(self.answers[i] for i in indices)
+            chosen,
+            self.starts[indices],
+            self.pad_id,
+            self.end_id,
+            tuple(self.answers[i] for i in indices),
         )
 
     def middle(self, size: int) -> NDArray[np.int64]:
@@ -164,7 +183,9 @@ class TokenisedPairs:
         return order[max(0, (len(order) - size) // 2) :][:size]
 
     def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
-        """input_ids, attention_mask and labels [examples, longest]; labels are the answer's tokens, elsewhere ``IGNORED``."""
+        """input_ids, attention_mask and labels [examples, longest]; labels are the answer's tokens,
+        elsewhere ``IGNORED``.
+        """
         # Never shorter than two tokens: an empty batch has to have a next token too.
         longest = max((len(self.ids[i]) for i in indices), default=2)
         ids = torch.full((len(indices), longest), self.pad_id, dtype=torch.long)
@@ -175,30 +196,45 @@ class TokenisedPairs:
             ids[row, : len(tokens)] = tokens
             mask[row, : len(tokens)] = 1
             labels[row, self.starts[i] : len(tokens)] = tokens[self.starts[i] :]
-        return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "labels": labels.to(device)}
+        return {
+            "input_ids": ids.to(device),
+            "attention_mask": mask.to(device),
+            "labels": labels.to(device),
+        }
 
 
-def tokenise_pairs(pairs: TextPairs, tokenizer: Any, max_length: int, max_answer_length: int) -> TokenisedPairs:
-    """Tokenises prompts and answers apart, so that the boundary is a token's; an answer keeps its beginning, and the prompt what room is left, its end kept.
+def tokenise_pairs(
+    pairs: TextPairs, tokenizer: Any, max_length: int, max_answer_length: int
+) -> TokenisedPairs:
+    """Tokenises prompts and answers apart, so that the boundary is a token's; an answer keeps its
+    beginning, and the prompt what room is left, its end kept.
 
     Raises:
         ValueError: if the answer may take all of the length.
     """
     if max_answer_length >= max_length:
         raise ValueError(
-            f"task.max_answer_length={max_answer_length} leaves no room for a prompt in model.max_length={max_length}; choose a smaller one"
+            f"task.max_answer_length={max_answer_length} leaves no room for a prompt in "
+            f"model.max_length={max_length}; choose a smaller one"
         )
     end = tokenizer.eos_token_id
     prompts = _ids(tokenizer, pairs.texts)
     answers = _ids(tokenizer, pairs.answers, special=False)
     rows, starts = [], []
     for prompt, answer, text in zip(prompts, answers, pairs.answers, strict=True):
-        kept = [] if not text else answer[: max_answer_length - (end is not None)] + ([end] if end is not None else [])
+        kept = (
+            []
+            if not text
+            else answer[: max_answer_length - (end is not None)]
+            + ([end] if end is not None else [])
+        )
         room = max_length - len(kept)
         # The first token may be one that opens every text; what follows it is cut from the front.
         opening = prompt[:1] if len(prompt) > room else []
         before = opening + prompt[len(prompt) - room + len(opening) :] if opening else prompt
-        before = before or [end if end is not None else 0]  # the first token of an answer is predicted from something
+        before = before or [
+            end if end is not None else 0
+        ]  # the first token of an answer is predicted from something
         rows.append(np.asarray(before + kept, dtype=np.int64))
         starts.append(len(before))
     pad = tokenizer.pad_token_id
@@ -212,5 +248,7 @@ def tokenise_pairs(pairs: TextPairs, tokenizer: Any, max_length: int, max_answer
 
 
 def _ids(tokenizer: Any, texts: Sequence[str], special: bool = True) -> list[list[int]]:
-    found = tokenizer(list(texts), add_special_tokens=special, truncation=False, padding=False)["input_ids"]
+    found = tokenizer(list(texts), add_special_tokens=special, truncation=False, padding=False)[
+        "input_ids"
+    ]
     return [list(row) for row in found]

@@ -96,12 +96,21 @@ class AnswersTask(Task):
     ) -> float:
         """See ``Task.score``."""
         assert isinstance(records, TokenisedPairs)
-        return answer_scores(model, records, self.evaluation_batch(config), device, chosen).token_accuracy
+        return answer_scores(
+            model, records, self.evaluation_batch(config), device, chosen
+        ).token_accuracy
 
     def final_metrics(
-        self, config: TrainConfig, model: LoadedModel, validation: Records, test: Records, device: torch.device
+        self,
+        config: TrainConfig,
+        model: LoadedModel,
+        validation: Records,
+        test: Records,
+        device: torch.device,
     ) -> dict[str, float]:
-        """Token accuracy, perplexity, and where asked the score of answers that the model writes."""
+        """Token accuracy, perplexity, and where asked the score of answers
+        that the model writes.
+        """
         found: dict[str, float] = {}
         for prefix, part in (("", test), ("validation_", validation)):
             assert isinstance(part, TokenisedPairs)
@@ -115,6 +124,11 @@ class AnswersTask(Task):
             assert isinstance(test, TokenisedPairs)
             chosen = spread(test, task.decoded_records)
             found[task.decoded] = decoded_score(
-                task.decoded, model.classifier, model.tokenizer, test, chosen, task.max_answer_length
+                task.decoded,
+                model.classifier,
+                model.tokenizer,
+                test,
+                chosen,
+                task.max_answer_length,
             )
         return found

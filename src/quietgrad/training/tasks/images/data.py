@@ -1,4 +1,6 @@
-"""Labelled images: files in the format of MNIST, the Debian package of Fashion-MNIST, and torchvision's data sets; split by a hash of the pixels."""
+"""Labelled images: files in the format of MNIST, the Debian package of Fashion-MNIST, and
+torchvision's data sets; split by a hash of the pixels.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class LabelledImages:
 
     Attributes:
         pixels: [n, channels, height, width] uint8.
-        labels: [n], indices into ``label_names``; or [n, labels] of zeros and ones, where a record has several. Negative where a record is ignored.
+        labels: [n], indices into ``label_names``; or [n, labels] of zeros and ones, where a record
+            has several. Negative where a record is ignored.
         label_names: names, or the numbers as words.
         source: where they came from.
     """
@@ -53,29 +56,42 @@ class LabelledImages:
 
     def subset(self, indices: NDArray[np.int64]) -> LabelledImages:
         return LabelledImages(
-            self.pixels[torch.from_numpy(indices)], self.labels[indices], self.label_names, self.source
+            self.pixels[torch.from_numpy(indices)],
+            self.labels[indices],
+            self.label_names,
+            self.source,
         )
 
     def resized(self, size: int) -> LabelledImages:
         """Averaged down (or interpolated up) to size x size pixels; 0 leaves them."""
         if not size or self.pixels.shape[-2:] == (size, size):
             return self
-        smooth = F.interpolate(self.pixels.float(), (size, size), mode="bilinear", antialias=True, align_corners=False)
-        return LabelledImages(smooth.round().clamp(0, 255).byte(), self.labels, self.label_names, self.source)
+        smooth = F.interpolate(
+            self.pixels.float(), (size, size), mode="bilinear", antialias=True, align_corners=False
+        )
+        return LabelledImages(
+            smooth.round().clamp(0, 255).byte(), self.labels, self.label_names, self.source
+        )
 
     def with_channels(self, channels: int) -> LabelledImages:
         """Grey images repeated to three channels, or coloured ones averaged to one."""
         if self.pixels.shape[1] == channels:
             return self
         grey = self.pixels.float().mean(dim=1, keepdim=True).round().byte()
-        return LabelledImages(grey.repeat(1, channels, 1, 1), self.labels, self.label_names, self.source)
+        return LabelledImages(
+            grey.repeat(1, channels, 1, 1), self.labels, self.label_names, self.source
+        )
 
     @cached_property
     def record_ids(self) -> tuple[bytes, ...]:
-        """[n] what identifies each record: its pixels. An image under two labels counts as one record's content."""
+        """[n] what identifies each record: its pixels. An image under two labels counts as one
+        record's content.
+        """
         return tuple(hashlib.sha256(image.numpy().tobytes()).digest() for image in self.pixels)
 
-    def micro_batch_indices(self, indices: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+    def micro_batch_indices(
+        self, indices: NDArray[np.int64], size: int
+    ) -> Iterator[NDArray[np.int64]]:
         """Cuts ``indices`` into parts of at most ``size``."""
         for start in range(0, len(indices), size):
             yield indices[start : start + size]
@@ -103,7 +119,9 @@ def load_images(source: str, size: int = 0) -> tuple[LabelledImages, LabelledIma
     """Training and test records of a data set.
 
     Args:
-        source: ``packaged:fashion-mnist`` (the Debian package dataset-fashion-mnist), ``packaged:digits`` (1797 handwritten digits of 8 x 8 pixels in scikit-learn's wheel), a folder with the four files of MNIST's format (.gz or not), or
+        source: ``packaged:fashion-mnist`` (the Debian package dataset-fashion-mnist),
+            ``packaged:digits`` (1797 handwritten digits of 8 x 8 pixels in scikit-learn's wheel), a
+            folder with the four files of MNIST's format (.gz or not), or
             ``torchvision:NAME:FOLDER`` (such as ``torchvision:CIFAR10:data``; needs torchvision).
         size: pixels a side (0: as they are).
 
@@ -122,9 +140,13 @@ def load_images(source: str, size: int = 0) -> tuple[LabelledImages, LabelledIma
 
 
 def split_images(
-    train: LabelledImages, test: LabelledImages, validation_fraction: float, public_fraction: float = 0.0
+    train: LabelledImages,
+    test: LabelledImages,
+    validation_fraction: float,
+    public_fraction: float = 0.0,
 ) -> tuple[Splits[LabelledImages], LabelledImages]:
-    """Private training records, validation and test records (declared public), and public records without use of their labels; by a hash of the pixels.
+    """Private training records, validation and test records (declared public), and public records
+    without use of their labels; by a hash of the pixels.
 
     Raises:
         ValueError: for fractions that leave no part for training or validation.
@@ -137,7 +159,8 @@ def split_images(
             raise ValueError(f"{name}={fraction!r} must be in {'(' if least else '['}0, 1)")
     if validation_fraction + public_fraction >= 1:
         raise ValueError(
-            "data.validation_fraction and data.public_fraction leave no training records; choose smaller ones"
+            "data.validation_fraction and data.public_fraction leave no training records; choose "
+            "smaller ones"
         )
     # Records equal to a test record would be trained on and tested on.
     held = set(test.record_ids)
@@ -148,11 +171,13 @@ def split_images(
     kept = ~seen & ~validation & ~public
     if not validation.any() or not kept.any():
         raise ValueError(
-            f"data.source={train.source!r} has {len(train)} records, too few for a training and a validation part"
+            f"data.source={train.source!r} has {len(train)} records, too few for a training and a "
+            "validation part"
         )
     if (np.asarray(train.labels)[validation].reshape(int(validation.sum()), -1) < 0).any():
         raise ValueError(
-            f"data.source={train.source!r}: a validation image cannot be read, or has a label that no test image has; remove it, or list all labels in data.labels"
+            f"data.source={train.source!r}: a validation image cannot be read, or has a label that "
+            "no test image has; remove it, or list all labels in data.labels"
         )
     parts = [train.subset(np.flatnonzero(chosen)) for chosen in (kept, validation, public)]
     return Splits(parts[0], parts[1], test), parts[2]
@@ -165,19 +190,30 @@ def _fashion_folder() -> Path:
             if Path(line).name.startswith(IDX_FILES["train"][0]):
                 return Path(line).parent
     raise ValueError(
-        f"data.source={PACKAGED_FASHION!r} needs the Debian package {FASHION_PACKAGE} (apt-get install {FASHION_PACKAGE}); elsewhere give the folder of the four files, "
+        f"data.source={PACKAGED_FASHION!r} needs the Debian package {FASHION_PACKAGE} (apt-get "
+        f"install {FASHION_PACKAGE}); elsewhere give the folder of the four files, "
         "or torchvision:FashionMNIST:FOLDER"
     )
 
 
 def _digits() -> tuple[LabelledImages, LabelledImages]:
-    """The table in scikit-learn's wheel, read as data: 64 grey values 0 to 16 and a label a line. Every fifth record is for testing."""
+    """The table in scikit-learn's wheel, read as data: 64 grey values 0 to 16 and a label a line.
+    Every fifth record is for testing.
+    """
     path = packaged_file(
-        DIGITS_PACKAGE, "digits.csv.gz", f"data.source={PACKAGED_DIGITS!r}", f"pip install {DIGITS_PACKAGE}", "digits"
+        DIGITS_PACKAGE,
+        "digits.csv.gz",
+        f"data.source={PACKAGED_DIGITS!r}",
+        f"pip install {DIGITS_PACKAGE}",
+        "digits",
     )
     table = np.loadtxt(path, delimiter=",")
-    pixels = torch.from_numpy((table[:, :64] * (255 / 16)).round().astype(np.uint8)).reshape(-1, 1, 8, 8)
-    everything = LabelledImages(pixels, table[:, 64].astype(np.int64), tuple(map(str, range(10))), PACKAGED_DIGITS)
+    pixels = torch.from_numpy((table[:, :64] * (255 / 16)).round().astype(np.uint8)).reshape(
+        -1, 1, 8, 8
+    )
+    everything = LabelledImages(
+        pixels, table[:, 64].astype(np.int64), tuple(map(str, range(10))), PACKAGED_DIGITS
+    )
     index = np.arange(len(everything))
     return everything.subset(index[index % 5 != 0]), everything.subset(index[index % 5 == 0])
 
@@ -193,20 +229,29 @@ def _idx_file(folder: Path, part: str, which: int) -> Path | None:
 def _idx(folder: Path, part: str, source: str) -> LabelledImages:
     found = [_idx_file(folder, part, which) for which in (0, 1)]
     if None in found:
-        raise ValueError(f"data.source={source!r} lacks the files of MNIST's format, such as {IDX_FILES[part][0]}(.gz)")
+        raise ValueError(
+            f"data.source={source!r} lacks the files of MNIST's format, such as "
+            f"{IDX_FILES[part][0]}(.gz)"
+        )
     images, labels = (_read_idx(file) for file in found if file is not None)
     names = tuple(str(i) for i in range(int(labels.max()) + 1))
-    return LabelledImages(torch.from_numpy(images[:, None].copy()), labels.astype(np.int64), names, source)
+    return LabelledImages(
+        torch.from_numpy(images[:, None].copy()), labels.astype(np.int64), names, source
+    )
 
 
 def _with_labels_of(test: LabelledImages, train: LabelledImages) -> LabelledImages:
-    """Training records under the test records' list of labels, which is public; others are ignored."""
+    """Training records under the test records' list of labels, which is
+    public; others are ignored.
+    """
     labels = np.where(train.labels < len(test.label_names), train.labels, IGNORED)
     return LabelledImages(train.pixels, labels, test.label_names, train.source)
 
 
 def _read_idx(path: Path) -> NDArray[np.uint8]:
-    """An array of bytes: two zero bytes, the type (8), the number of dimensions, their sizes, the entries."""
+    """An array of bytes: two zero bytes, the type (8), the number of dimensions, their sizes, the
+    entries.
+    """
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if raw[:3] != b"\0\0\x08":
         raise ValueError(f"data.source: {path.name} is not a file of bytes in MNIST's format")
@@ -223,11 +268,15 @@ def _torchvision(source: str, train: bool) -> LabelledImages:
             f"data.source={source!r} needs torchvision, in the build that goes with torch: {error}"
         ) from error
     if not folder or not hasattr(datasets, name):
-        raise ValueError(f"data.source={source!r} must be torchvision:NAME:FOLDER with a data set of torchvision")
+        raise ValueError(
+            f"data.source={source!r} must be torchvision:NAME:FOLDER with a data set of torchvision"
+        )
     try:
         held: Any = getattr(datasets, name)(folder, train=train, download=False)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"data.source={source!r} cannot be read: {error}") from error
     pixels = torch.as_tensor(np.asarray(held.data))
     pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2).contiguous()
-    return LabelledImages(pixels, np.asarray(held.targets, dtype=np.int64), tuple(map(str, held.classes)), source)
+    return LabelledImages(
+        pixels, np.asarray(held.targets, dtype=np.int64), tuple(map(str, held.classes)), source
+    )

@@ -1,6 +1,8 @@
-"""The frozen body of an image classifier, run once per record instead of once per step: where only the head trains, each image is one vector.
+"""The frozen body of an image classifier, run once per record instead of once per step: where only
+the head trains, each image is one vector.
 
-Memory: records x width in float32. Privacy is untouched: preprocessing of each record by itself, with weights that do not depend on private records.
+Memory: records x width in float32. Privacy is untouched: preprocessing of each record by itself,
+with weights that do not depend on private records.
 """
 
 from __future__ import annotations
@@ -47,10 +49,15 @@ class FeatureCache:
     def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
         """features [examples, width] and labels."""
         index = torch.from_numpy(indices).to(self.features.device)
-        return {"features": self.features[index].to(device), "labels": self.labels[index].to(device)}
+        return {
+            "features": self.features[index].to(device),
+            "labels": self.labels[index].to(device),
+        }
 
 
-def build_feature_cache(classifier: nn.Module, images: LabelledImages, device: torch.device) -> FeatureCache | None:
+def build_feature_cache(
+    classifier: nn.Module, images: LabelledImages, device: torch.device
+) -> FeatureCache | None:
     """Embeds all images; None where anything below the head trains."""
     if not isinstance(classifier, ImageClassifier):
         return None
@@ -58,7 +65,9 @@ def build_feature_cache(classifier: nn.Module, images: LabelledImages, device: t
         return None
     labels = images.collate(np.arange(0), device)["labels"]  # of the right type and shape
     labels = torch.as_tensor(images.labels, dtype=labels.dtype, device=device)
-    return FeatureCache(HeadOnFeatures(classifier.head), embeddings(classifier, images, device), labels)
+    return FeatureCache(
+        HeadOnFeatures(classifier.head), embeddings(classifier, images, device), labels
+    )
 
 
 def embeddings(classifier: ImageClassifier, images: LabelledImages, device: torch.device) -> Tensor:
@@ -70,7 +79,9 @@ def embeddings(classifier: ImageClassifier, images: LabelledImages, device: torc
         with torch.no_grad():
             for start in range(0, len(images), BLOCK_IMAGES):
                 index = np.arange(start, min(start + BLOCK_IMAGES, len(images)))
-                found[start : start + len(index)] = classifier.embed(images.collate(index, device)["pixels"])
+                found[start : start + len(index)] = classifier.embed(
+                    images.collate(index, device)["pixels"]
+                )
     finally:
         classifier.train(was_training)
     return found

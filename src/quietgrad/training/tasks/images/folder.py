@@ -1,8 +1,12 @@
-"""Labelled images in files: class folders, or a table of file names and labels, one label an image or several (ChestX-ray14's form).
+"""Labelled images in files: class folders, or a table of file names and labels, one label an image
+or several (ChestX-ray14's form).
 
-All images are read once and kept in memory as bytes, at one size: records x channels x size^2 bytes.
+All images are read once and kept in memory as bytes, at one size: records x channels x size^2
+bytes.
 
-Training records are private: one whose file is missing or damaged, or whose label is not in the list (that of the settings or of the test part), stays a record, is named nowhere, and contributes nothing.
+Training records are private: one whose file is missing or damaged, or whose label is not in the
+list (that of the settings or of the test part), stays a record, is named nowhere, and contributes
+nothing.
 """
 
 from __future__ import annotations
@@ -53,16 +57,20 @@ def is_image_folder(source: str) -> bool:
     return (folder / "train.csv").is_file() or (folder / "train").is_dir()
 
 
-def load_image_folder(source: str, layout: FolderLayout, size: int) -> tuple[LabelledImages, LabelledImages]:
+def load_image_folder(
+    source: str, layout: FolderLayout, size: int
+) -> tuple[LabelledImages, LabelledImages]:
     """Training and test records.
 
     Args:
-        source: a folder with train.csv and test.csv (files are named relative to it, or found below it by name), or with train/CLASS/... and test/CLASS/... or val/CLASS/....
+        source: a folder with train.csv and test.csv (files are named relative to it, or found below
+            it by name), or with train/CLASS/... and test/CLASS/... or val/CLASS/....
         layout: names of columns and labels.
         size: pixels a side that all are brought to.
 
     Raises:
-        ValueError: for missing parts, and for test files or labels that are missing, naming the first; where no training image can be used.
+        ValueError: for missing parts, and for test files or labels that are missing, naming the
+            first; where no training image can be used.
     """
     folder = Path(source)
     if not size:
@@ -70,9 +78,14 @@ def load_image_folder(source: str, layout: FolderLayout, size: int) -> tuple[Lab
     train = _listed(folder, "train", layout, public=False)
     # TinyImageNet's test folder has no labels: its val comes first.
     parts = sorted(TEST_PARTS, key=lambda p: not (folder / p / TINY_IMAGENET).is_file())
-    test_part = next((p for p in parts if (folder / f"{p}.csv").is_file() or (folder / p).is_dir()), None)
+    test_part = next(
+        (p for p in parts if (folder / f"{p}.csv").is_file() or (folder / p).is_dir()), None
+    )
     if test_part is None:
-        raise ValueError(f"data.source={source!r} has no test part: add test.csv, or a folder test or val beside train")
+        raise ValueError(
+            f"data.source={source!r} has no test part: add test.csv, or a folder test or val "
+            "beside train"
+        )
     test = _listed(folder, test_part, layout)
     names = layout.labels or tuple(sorted({name for _, found in test for name in found}))
     if len(names) < 2 and not layout.separator:
@@ -82,29 +95,44 @@ def load_image_folder(source: str, layout: FolderLayout, size: int) -> tuple[Lab
             else f"data.source={source!r} has no images"
         )
     if not names:
-        raise ValueError(f"data.source={source!r}: no test image has a label; check data.label and data.no_label")
-    # Test records are declared public: one private file more or less must not change how the others are read.
+        raise ValueError(
+            f"data.source={source!r}: no test image has a label; check data.label and data.no_label"
+        )
+    # Test records are declared public: one private file more or less must not change how the others
+    # are read.
     mode = _mode_of(test[0][0])
-    labels, test_labels = _private_labels(train, names, layout), _labels(test, names, layout, source)
+    labels, test_labels = (
+        _private_labels(train, names, layout),
+        _labels(test, names, layout, source),
+    )
     pixels, readable = _pixels([file for file, _ in train], size, mode, public=False)
     labels[~readable] = _ignored(labels)
     if (labels.reshape(len(labels), -1) < 0).any(axis=1).all():
         raise ValueError(
-            f"data.source={source!r}: no training image can be read and has a label that test images have; check data.text, data.label and data.labels"
+            f"data.source={source!r}: no training image can be read and has a label that test "
+            "images have; check data.text, data.label and data.labels"
         )
     return (
         LabelledImages(pixels, labels, names, source),
-        LabelledImages(_pixels([file for file, _ in test], size, mode)[0], test_labels, names, source),
+        LabelledImages(
+            _pixels([file for file, _ in test], size, mode)[0], test_labels, names, source
+        ),
     )
 
 
-def load_unlabelled_folder(source: str, layout: FolderLayout, size: int, channels: int) -> LabelledImages:
-    """The training part of a folder whose labels nobody asks for, read as images of so many channels; else as ``load_image_folder``.
+def load_unlabelled_folder(
+    source: str, layout: FolderLayout, size: int, channels: int
+) -> LabelledImages:
+    """The training part of a folder whose labels nobody asks for, read as images of so many
+    channels; else as ``load_image_folder``.
 
-    A file that is a private record too comes out with the same pixels, so the check for overlaps finds it.
+    A file that is a private record too comes out with the same pixels, so the check for overlaps
+    finds it.
     """
     if not size:
-        raise ValueError(f"spectrum.public={source!r}: files may differ in size; set data.image_size")
+        raise ValueError(
+            f"spectrum.public={source!r}: files may differ in size; set data.image_size"
+        )
     files = [file for file, _ in _listed(Path(source), "train", layout)]
     return LabelledImages(
         _pixels(files, size, "L" if channels == 1 else "RGB")[0],
@@ -119,9 +147,15 @@ Listed = list[tuple[Path, tuple[str, ...]]]
 
 def _listed(folder: Path, part: str, layout: FolderLayout, public: bool = True) -> Listed:
     table = folder / f"{part}.csv"
-    found = _from_table(folder, table, layout, public) if table.is_file() else _from_folders(folder / part)
+    found = (
+        _from_table(folder, table, layout, public)
+        if table.is_file()
+        else _from_folders(folder / part)
+    )
     if not found:
-        raise ValueError(f"data.source={str(folder)!r}: {part} holds no images ({', '.join(ENDINGS)})")
+        raise ValueError(
+            f"data.source={str(folder)!r}: {part} holds no images ({', '.join(ENDINGS)})"
+        )
     return found
 
 
@@ -130,10 +164,14 @@ def _from_table(folder: Path, table: Path, layout: FolderLayout, public: bool) -
         with table.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{str(table)!r} cannot be read as a table in UTF-8 ({type(error).__name__})") from None
+        raise ValueError(
+            f"{str(table)!r} cannot be read as a table in UTF-8 ({type(error).__name__})"
+        ) from None
     for key, column in (("data.text", layout.file), ("data.label", layout.label)):
         if rows and column not in rows[0]:
-            raise ValueError(f"{key}={column!r} is no column of {table.name}{nearest(column, list(rows[0]))}")
+            raise ValueError(
+                f"{key}={column!r} is no column of {table.name}{nearest(column, list(rows[0]))}"
+            )
     below: dict[str, list[Path]] | None = None
     found: Listed = []
     for number, row in enumerate(rows, start=2):
@@ -154,20 +192,32 @@ def _from_table(folder: Path, table: Path, layout: FolderLayout, public: bool) -
                 continue
             if len(below.get(row[layout.file], ())) > 1:
                 raise ValueError(
-                    f"{table.name} names {row[layout.file]!r}, and there are {len(below[row[layout.file]])} files of that name below {str(folder)!r}; write paths"
+                    f"{table.name} names {row[layout.file]!r}, and there are "
+                    f"{len(below[row[layout.file]])} files of that name below {str(folder)!r}; "
+                    "write paths"
                 )
             if row[layout.file] not in below:
-                raise ValueError(f"{table.name} names {row[layout.file]!r}, which is not below {str(folder)!r}")
+                raise ValueError(
+                    f"{table.name} names {row[layout.file]!r}, which is not below {str(folder)!r}"
+                )
             path = below[row[layout.file]][0]
-        words = row[layout.label].split(layout.separator) if layout.separator else [row[layout.label]]
-        found.append((path, tuple(w.strip() for w in words if w.strip() and w.strip() != layout.no_label)))
+        words = (
+            row[layout.label].split(layout.separator) if layout.separator else [row[layout.label]]
+        )
+        found.append(
+            (path, tuple(w.strip() for w in words if w.strip() and w.strip() != layout.no_label))
+        )
     return found
 
 
 def _from_folders(part: Path) -> Listed:
     annotations = part / TINY_IMAGENET
     if annotations.is_file():
-        lines = [line.split("\t") for line in annotations.read_text(encoding="utf-8").splitlines() if line]
+        lines = [
+            line.split("\t")
+            for line in annotations.read_text(encoding="utf-8").splitlines()
+            if line
+        ]
         return [(part / "images" / line[0], (line[1],)) for line in lines]
     return [
         (path, (group.name,))
@@ -178,9 +228,16 @@ def _from_folders(part: Path) -> Listed:
 
 
 def _private_labels(part: Listed, names: Sequence[str], layout: FolderLayout) -> NDArray[Any]:
-    """As ``_labels``; a record whose labels are not among ``names`` is ignored, and nothing is said of it."""
-    known = [set(words) <= set(names) and (bool(layout.separator) or len(words) == 1) for _, words in part]
-    kept = [(path, words if use else names[:1]) for (path, words), use in zip(part, known, strict=True)]
+    """As ``_labels``; a record whose labels are not among ``names`` is ignored, and nothing is said
+    of it.
+    """
+    known = [
+        set(words) <= set(names) and (bool(layout.separator) or len(words) == 1)
+        for _, words in part
+    ]
+    kept = [
+        (path, words if use else names[:1]) for (path, words), use in zip(part, known, strict=True)
+    ]
     labels = _labels([(path, tuple(words)) for path, words in kept], names, layout, "")
     labels[~np.array(known)] = _ignored(labels)
     return labels
@@ -200,7 +257,9 @@ def _labels(part: Listed, names: Sequence[str], layout: FolderLayout, source: st
             if layout.separator
             else nearest(unknown, names)
         )
-        raise ValueError(f"data.source={source!r}: label {unknown!r} is not among the labels expected{hint}")
+        raise ValueError(
+            f"data.source={source!r}: label {unknown!r} is not among the labels expected{hint}"
+        )
     if layout.separator:
         several = np.zeros((len(part), len(names)), dtype=np.float32)
         for row, (_, words) in enumerate(part):
@@ -222,8 +281,12 @@ def _mode_of(path: Path) -> str:
         raise ValueError(f"data.source: {str(path)!r} cannot be read: {error}") from error
 
 
-def _pixels(paths: Sequence[Path], size: int, mode: str, public: bool = True) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-    """[n, channels, size, size] bytes, and which could be read: a private file that cannot is black, and not named."""
+def _pixels(
+    paths: Sequence[Path], size: int, mode: str, public: bool = True
+) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+    """[n, channels, size, size] bytes, and which could be read: a private file that cannot is
+    black, and not named.
+    """
     from PIL import Image
 
     channels = 1 if mode == "L" else 3
@@ -234,7 +297,11 @@ def _pixels(paths: Sequence[Path], size: int, mode: str, public: bool = True) ->
         try:
             with Image.open(paths[index]) as image:
                 grey = image.mode in WIDE
-                narrow = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8)) if grey else image
+                narrow = (
+                    Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+                    if grey
+                    else image
+                )
                 small = narrow.convert(mode).resize((size, size), Image.Resampling.BILINEAR)
         except (
             OSError,
@@ -245,7 +312,9 @@ def _pixels(paths: Sequence[Path], size: int, mode: str, public: bool = True) ->
             if not public:
                 readable[index] = False
                 return
-            raise ValueError(f"data.source: {str(paths[index])!r} cannot be read: {error}") from error
+            raise ValueError(
+                f"data.source: {str(paths[index])!r} cannot be read: {error}"
+            ) from error
         array = torch.from_numpy(np.array(small))
         found[index] = array[None] if mode == "L" else array.permute(2, 0, 1)
 

@@ -1,6 +1,8 @@
-"""Image classifiers, each a body that embeds and a linear head: NoiseCurve's small CNN and VGG (papers/002, appendix D.1), random features, and Hugging Face's models.
+"""Image classifiers, each a body that embeds and a linear head: NoiseCurve's small CNN and VGG
+(papers/002, appendix D.1), random features, and Hugging Face's models.
 
-With tune = "head" the body is frozen, stays in evaluation mode (so BatchNorm does no harm), and the loss is convex.
+With tune = "head" the body is frozen, stays in evaluation mode (so BatchNorm does no harm), and the
+loss is convex.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class ImageClassifier(nn.Module):
         return self.head(self.embed(pixels).to(self.head.weight.dtype))
 
     def train(self, mode: bool = True) -> ImageClassifier:
-        """A body without trainable parameters stays in evaluation mode: no statistics of private images, no dropout."""
+        """A body without trainable parameters stays in evaluation mode: no statistics of private
+        images, no dropout.
+        """
         super().train(mode)
         for part in self.body():
             if not any(p.requires_grad for p in part.parameters()):
@@ -63,14 +67,20 @@ class ImageClassifier(nn.Module):
 
 
 class SmallCnn(ImageClassifier):
-    """Three convolutions with GroupNorm and ReLU (16, 32, 64 channels, strides 1, 2, 2), average pooling to 2 x 2, a hidden layer, a linear head."""
+    """Three convolutions with GroupNorm and ReLU (16, 32, 64 channels, strides 1, 2, 2), average
+    pooling to 2 x 2, a hidden layer, a linear head.
+    """
 
     def __init__(self, channels: int, num_labels: int, hidden: int = 24) -> None:
         super().__init__(hidden, num_labels)
         widths, strides = (channels, 16, 32, 64), (1, 2, 2)
         layers: list[nn.Module] = []
         for before, after, stride in zip(widths[:-1], widths[1:], strides, strict=True):
-            layers += [nn.Conv2d(before, after, 3, stride, padding=1), nn.GroupNorm(GROUPS, after), nn.ReLU()]
+            layers += [
+                nn.Conv2d(before, after, 3, stride, padding=1),
+                nn.GroupNorm(GROUPS, after),
+                nn.ReLU(),
+            ]
         self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten())
         self.hidden = nn.Linear(4 * widths[-1], hidden)
 
@@ -82,7 +92,9 @@ class SmallCnn(ImageClassifier):
 
 
 class Vgg(ImageClassifier):
-    """Four stages of one or two 3 x 3 convolutions with GroupNorm, each halved by max-pooling, average pooling, a linear head: 1.1 million parameters, smaller than a standard VGG."""
+    """Four stages of one or two 3 x 3 convolutions with GroupNorm, each halved by max-pooling,
+    average pooling, a linear head: 1.1 million parameters, smaller than a standard VGG.
+    """
 
     STAGES = ((32, 32), (64, 64), (128, 128), (256, 256))
 
@@ -92,7 +104,11 @@ class Vgg(ImageClassifier):
         before = channels
         for stage in self.STAGES:
             for after in stage:
-                layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(16, after), nn.ReLU()]
+                layers += [
+                    nn.Conv2d(before, after, 3, padding=1),
+                    nn.GroupNorm(16, after),
+                    nn.ReLU(),
+                ]
                 before = after
             layers.append(nn.MaxPool2d(2, ceil_mode=True))
         self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -105,9 +121,11 @@ class Vgg(ImageClassifier):
 
 
 class RandomFeatures(ImageClassifier):
-    """Random Fourier features (Rahimi and Recht 2007) of the image brought to zero mean and unit length: a convex problem without any pretraining.
+    """Random Fourier features (Rahimi and Recht 2007) of the image brought to zero mean and unit
+    length: a convex problem without any pretraining.
 
-    sqrt(2 / width) cos(A x + b), A of variance 4: inner products of features stand for the kernel exp(-2 |x - y|^2). Matrix and phases do not depend on any data.
+    sqrt(2 / width) cos(A x + b), A of variance 4: inner products of features stand for the kernel
+    exp(-2 |x - y|^2). Matrix and phases do not depend on any data.
     """
 
     def __init__(self, shape: tuple[int, ...], num_labels: int, width: int = FEATURES) -> None:
@@ -134,19 +152,27 @@ class RandomFeatures(ImageClassifier):
 class PretrainedImageClassifier(ImageClassifier):
     """A Hugging Face vision model under a linear head.
 
-    The embedding is a transformer's class token, and the mean over positions where there is none. Images are brought to the size and the normalisation that the
-    model was trained with, grey ones to three channels, as part of the forward pass: a batch costs memory at that size, the data set does not.
+    The embedding is a transformer's class token, and the mean over positions where there is none.
+    Images are brought to the size and the normalisation that the model was trained with, grey ones
+    to three channels, as part of the forward pass: a batch costs memory at that size, the data set
+    does not.
     """
 
-    def __init__(self, backbone: nn.Module, width: int, num_labels: int, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, backbone: nn.Module, width: int, num_labels: int, settings: dict[str, Any]
+    ) -> None:
         super().__init__(width, num_labels)
         self.backbone = backbone
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self.has_class_token = any(n.rpartition(".")[2] == "cls_token" for n, _ in backbone.named_parameters())
+        self.has_class_token = any(
+            n.rpartition(".")[2] == "cls_token" for n, _ in backbone.named_parameters()
+        )
         self.size = int(settings["size"])
         for name in ("mean", "std"):
-            self.register_buffer(name, torch.tensor(settings[name]).view(1, -1, 1, 1), persistent=False)
+            self.register_buffer(
+                name, torch.tensor(settings[name]).view(1, -1, 1, 1), persistent=False
+            )
 
     def body(self) -> list[nn.Module]:
         return [self.backbone]
@@ -157,7 +183,9 @@ class PretrainedImageClassifier(ImageClassifier):
             pixels = pixels.mean(dim=1, keepdim=True)
         pixels = pixels.expand(-1, mean.shape[1], -1, -1)
         if self.size and pixels.shape[-2:] != (self.size, self.size):
-            pixels = F.interpolate(pixels, (self.size, self.size), mode="bilinear", align_corners=False, antialias=True)
+            pixels = F.interpolate(
+                pixels, (self.size, self.size), mode="bilinear", align_corners=False, antialias=True
+            )
         states = self.backbone(pixel_values=((pixels + 1) / 2 - mean) / std).last_hidden_state
         if states.dim() == 4:
             return states.mean(dim=(2, 3))
@@ -179,22 +207,29 @@ def load_image_classifier(
     """Builds a classifier, and fills it with public weights where a file is given.
 
     Args:
-        name: one of ``IMAGE_MODELS``, or ``image:`` and a folder or Hugging Face name, such as ``image:google/vit-base-patch16-224-in21k`` or ``image:microsoft/resnet-152``.
+        name: one of ``IMAGE_MODELS``, or ``image:`` and a folder or Hugging Face name, such as
+            ``image:google/vit-base-patch16-224-in21k`` or ``image:microsoft/resnet-152``.
         shape: of one image, [channels, height, width].
         num_labels: of the data.
-        tuning: what trains; "head" makes a convex problem, "lora" is for Hugging Face transformers (no ``lora_targets``: query and value).
-        weights: safetensors file, such as ``quietgrad spectrum`` writes ("": random, or the pretrained ones).
+        tuning: what trains; "head" makes a convex problem, "lora" is for Hugging Face transformers
+            (no ``lora_targets``: query and value).
+        weights: safetensors file, such as ``quietgrad spectrum`` writes ("": random, or the
+            pretrained ones).
 
     Raises:
         ValueError: unknown name or tuning, or weights of another model.
     """
     if not is_image_model(name):
         raise ValueError(
-            f"model.name={name!r} is no image model; use one of {', '.join(IMAGE_MODELS)}, or image:NAME of Hugging Face{nearest(name, IMAGE_MODELS)}"
+            f"model.name={name!r} is no image model; use one of {', '.join(IMAGE_MODELS)}, or "
+            f"image:NAME of Hugging Face{nearest(name, IMAGE_MODELS)}"
         )
     fitting = _fitting_tunes(name)
     if tuning.how not in fitting:
-        raise ValueError(f"model.tune={tuning.how!r} does not fit {name!r}; use {' or '.join(map(repr, fitting))}")
+        raise ValueError(
+            f"model.tune={tuning.how!r} does not fit {name!r}; use "
+            f"{' or '.join(map(repr, fitting))}"
+        )
     model = _built(name, shape, num_labels)
     if tuning.how == "lora":
         _add_lora(cast(PretrainedImageClassifier, model), name, tuning)
@@ -203,13 +238,17 @@ def load_image_classifier(
         from safetensors.torch import load_file
 
         if not Path(weights).is_file():
-            raise ValueError(f"model.weights={weights!r}: no such file; make one with quietgrad spectrum")
+            raise ValueError(
+                f"model.weights={weights!r}: no such file; make one with quietgrad spectrum"
+            )
         try:
             model.load_state_dict(load_file(weights))
         except RuntimeError as error:
             raise ValueError(f"model.weights={weights!r} are of another model: {error}") from error
         except SafetensorError as error:
-            raise ValueError(f"model.weights={weights!r} is not a safetensors file: {error}") from error
+            raise ValueError(
+                f"model.weights={weights!r} is not a safetensors file: {error}"
+            ) from error
     if tuning.how == "head":
         model.requires_grad_(False)
         model.head.requires_grad_(True)
@@ -242,14 +281,21 @@ def _pretrained(name: str, num_labels: int) -> PretrainedImageClassifier:
         except TypeError:
             backbone = transformers.AutoModel.from_pretrained(path)
     config = backbone.config
-    width = getattr(config, "hidden_size", None) or (getattr(config, "hidden_sizes", None) or [None])[-1]
+    width = (
+        getattr(config, "hidden_size", None)
+        or (getattr(config, "hidden_sizes", None) or [None])[-1]
+    )
     if getattr(backbone, "main_input_name", "") != "pixel_values" or width is None:
-        raise ValueError(f"model.name={name!r} does not read images (pixel_values); use a vision model")
+        raise ValueError(
+            f"model.name={name!r} does not read images (pixel_values); use a vision model"
+        )
     return PretrainedImageClassifier(backbone, int(width), num_labels, _preprocessing(path, config))
 
 
 def _preprocessing(path: str, config: Any) -> dict[str, Any]:
-    """Size and normalisation that the model's own preprocessing file states; without one, the configuration's size and a range of -1 .. 1."""
+    """Size and normalisation that the model's own preprocessing file states; without one, the
+    configuration's size and a range of -1 .. 1.
+    """
     from transformers.image_processing_base import ImageProcessingMixin
 
     channels = int(getattr(config, "num_channels", 3))
@@ -279,7 +325,8 @@ def _add_lora(model: PretrainedImageClassifier, name: str, tuning: Tuning) -> No
     ]
     if not wanted:
         raise ValueError(
-            f"model.tune='lora': {name!r} has no layers query and value; name its layers in model.lora_targets"
+            f"model.tune='lora': {name!r} has no layers query and value; name its layers in "
+            "model.lora_targets"
         )
     try:
         adapted = peft.get_peft_model(

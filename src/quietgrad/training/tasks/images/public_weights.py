@@ -1,4 +1,6 @@
-"""Initial weights that were trained on public images, with what is needed to refuse them where some of those images are private."""
+"""Initial weights that were trained on public images, with what is needed to refuse them where some
+of those images are private.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +19,33 @@ KEY = "quietgrad"  # of the safetensors header, whose values are strings
 def save_public_weights(
     weights: dict[str, Tensor], path: Path, public_ids: Sequence[bytes], image_shape: Sequence[int]
 ) -> None:
-    """Writes a safetensors file, whole or not at all; its header names every image that the weights may have seen.
+    """Writes a safetensors file, whole or not at all; its header names every image that the weights
+    may have seen.
 
     Args:
         weights: name -> tensor.
         path: of the file.
         public_ids: contents of the public records.
-        image_shape: [channels, height, width]: images are known by their pixels, so overlaps are found at one size only.
+        image_shape: [channels, height, width]: images are known by their pixels, so overlaps are
+            found at one size only.
     """
     from safetensors.torch import save_file
 
-    described = {"record_hashes": sorted({record_hash(i) for i in public_ids}), "image_shape": list(image_shape)}
+    described = {
+        "record_hashes": sorted({record_hash(i) for i in public_ids}),
+        "image_shape": list(image_shape),
+    }
     temporary = path.with_suffix(".tmp")
     tensors = {name: value.detach().contiguous().cpu() for name, value in weights.items()}
     save_file(tensors, str(temporary), {KEY: json.dumps(described)})
     os.replace(temporary, path)
 
 
-def check_public_weights(weights: str, private_ids: Iterable[bytes], image_shape: tuple[int, ...] | None) -> None:
-    """Refuses weights that say that they were trained on a private record, or on images of another form, so that no overlap could be found.
+def check_public_weights(
+    weights: str, private_ids: Iterable[bytes], image_shape: tuple[int, ...] | None
+) -> None:
+    """Refuses weights that say that they were trained on a private record, or on images of another
+    form, so that no overlap could be found.
 
     Files of other origin say nothing of their data: that they are public is for their user to know.
 
@@ -54,14 +64,19 @@ def check_public_weights(weights: str, private_ids: Iterable[bytes], image_shape
         return
     if image_shape is not None and tuple(described["image_shape"]) != image_shape:
         raise ValueError(
-            f"model.weights={weights!r} were trained on public images of the form {described['image_shape']}, the private ones have {list(image_shape)}: images are known by their "
-            "pixels, so private ones among the public could not be told; make the weights again with this data.image_size"
+            f"model.weights={weights!r} were trained on public images of the form "
+            f"{described['image_shape']}, the private ones have {list(image_shape)}: images are "
+            "known by their "
+            "pixels, so private ones among the public could not be told; make the weights again "
+            "with this data.image_size"
         )
     shared = set(described["record_hashes"]) & {record_hash(i) for i in private_ids}
     if shared:
         raise ValueError(
-            f"model.weights={weights!r} were trained without privacy on private training records, which no epsilon accounts for; keep those out of the training data "
-            "(the data.public_fraction and validation_fraction that quietgrad spectrum ran with), or make the weights from other images"
+            f"model.weights={weights!r} were trained without privacy on private training records, "
+            "which no epsilon accounts for; keep those out of the training data "
+            "(the data.public_fraction and validation_fraction that quietgrad spectrum ran with), "
+            "or make the weights from other images"
         )
 
 
@@ -77,8 +92,12 @@ def _described(weights: str) -> dict[str, list[str]] | None:
         return None
     try:
         described = json.loads(header[KEY])
-        return {"record_hashes": list(described["record_hashes"]), "image_shape": list(described["image_shape"])}
+        return {
+            "record_hashes": list(described["record_hashes"]),
+            "image_shape": list(described["image_shape"]),
+        }
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"model.weights={weights!r}: its header does not say which images it is from: {error!r}; make it again with quietgrad spectrum"
+            f"model.weights={weights!r}: its header does not say which images it is from: "
+            f"{error!r}; make it again with quietgrad spectrum"
         ) from error

@@ -10,7 +10,12 @@ from torch import nn
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.precision import precision_context
 from quietgrad.training.settings.config import TrainConfig
-from quietgrad.training.tasks.images.data import LabelledImages, is_image_source, load_images, split_images
+from quietgrad.training.tasks.images.data import (
+    LabelledImages,
+    is_image_source,
+    load_images,
+    split_images,
+)
 from quietgrad.training.tasks.images.feature_cache import FeatureCache, build_feature_cache
 from quietgrad.training.tasks.images.folder import (
     FolderLayout,
@@ -18,7 +23,11 @@ from quietgrad.training.tasks.images.folder import (
     load_image_folder,
     load_unlabelled_folder,
 )
-from quietgrad.training.tasks.images.models import IMAGE_MODELS, is_image_model, load_image_classifier
+from quietgrad.training.tasks.images.models import (
+    IMAGE_MODELS,
+    is_image_model,
+    load_image_classifier,
+)
 from quietgrad.training.tasks.loaded import LoadedModel, save_weights
 from quietgrad.training.tasks.records import Records
 from quietgrad.training.tasks.splits import Splits
@@ -32,7 +41,9 @@ class ImagesTask(Task):
         public: images set aside as public and unlabelled, for spectra.
     """
 
-    def __init__(self, splits: Splits[LabelledImages], public: LabelledImages | None = None) -> None:
+    def __init__(
+        self, splits: Splits[LabelledImages], public: LabelledImages | None = None
+    ) -> None:
         self.splits = splits
         self.public = public
 
@@ -47,23 +58,29 @@ class ImagesTask(Task):
         images, wanted = _holds_images(config.data.source), is_image_model(config.model.name)
         if images != wanted:
             raise ValueError(
-                f"data.source={config.data.source!r} holds {'images' if images else 'texts'}, and model.name={config.model.name!r} reads {'images' if wanted else 'texts'}; "
+                f"data.source={config.data.source!r} holds {'images' if images else 'texts'}, and "
+                f"model.name={config.model.name!r} reads {'images' if wanted else 'texts'}; "
                 f"image models are {', '.join(IMAGE_MODELS)} and image:NAME of Hugging Face"
             )
         if config.task.kind == "generate" or config.data.test_source or config.data.text_pair:
             raise ValueError(
-                "task.kind='generate', data.test_source and data.text_pair are for texts; images come with test records"
+                "task.kind='generate', data.test_source and data.text_pair are for texts; images "
+                "come with test records"
             )
         if config.model.public_head_steps or config.model.random_head:
             raise ValueError(
-                "model.public_head_steps and model.random_head are for texts; give an image model public weights (model.weights, from quietgrad spectrum)"
+                "model.public_head_steps and model.random_head are for texts; give an image model "
+                "public weights (model.weights, from quietgrad spectrum)"
             )
         if config.data.label_separator and not is_image_folder(config.data.source):
             raise ValueError(
-                f"data.label_separator={config.data.label_separator!r} is for a folder with train.csv and test.csv; data.source={config.data.source!r} has one label a record"
+                f"data.label_separator={config.data.label_separator!r} is for a folder with "
+                f"train.csv and test.csv; data.source={config.data.source!r} has one label a record"
             )
         train, test = load_any_images(config, config.data.source)
-        return cls(*split_images(train, test, config.data.validation_fraction, config.data.public_fraction))
+        return cls(
+            *split_images(train, test, config.data.validation_fraction, config.data.public_fraction)
+        )
 
     @property
     def form(self) -> tuple[int, ...]:
@@ -73,7 +90,9 @@ class ImagesTask(Task):
     def read(self, config: TrainConfig, device: torch.device) -> tuple[LoadedModel, Parts]:
         """See ``Task.read``."""
         table = config.model
-        classifier = load_image_classifier(table.name, self.form, len(self.label_names), table.tuning, table.weights)
+        classifier = load_image_classifier(
+            table.name, self.form, len(self.label_names), table.tuning, table.weights
+        )
         model = LoadedModel(classifier, None, table.name, table.tuning.how, "mean")
         parts = (self.splits.train, self.splits.validation, self.splits.test)
         return ready(config, model, device), parts
@@ -83,7 +102,12 @@ class ImagesTask(Task):
         save_weights(model, self.label_names, folder, trained_on)
 
     def cache(
-        self, config: TrainConfig, classifier: nn.Module, records: Records, validation: Records, device: torch.device
+        self,
+        config: TrainConfig,
+        classifier: nn.Module,
+        records: Records,
+        validation: Records,
+        device: torch.device,
     ) -> FeatureCache | None:
         """The frozen body, run once an image."""
         assert isinstance(records, LabelledImages)
@@ -92,7 +116,9 @@ class ImagesTask(Task):
 
 
 def load_unlabelled_images(config: TrainConfig, source: str, channels: int) -> LabelledImages:
-    """Training images of a source of either kind, at the configuration's size and with so many channels; their labels are not looked at."""
+    """Training images of a source of either kind, at the configuration's size and with so many
+    channels; their labels are not looked at.
+    """
     if not is_image_folder(source):
         return load_images(source, config.data.image_size)[0].with_channels(channels)
     return load_unlabelled_folder(source, _layout(config), config.data.image_size, channels)

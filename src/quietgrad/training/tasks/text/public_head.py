@@ -1,8 +1,11 @@
-"""A head that does not train privately: fitted to public records before private training begins, or drawn at random; and frozen.
+"""A head that does not train privately: fitted to public records before private training begins, or
+drawn at random; and frozen.
 
-A head that starts from zero lets no gradient through to the layers below, and then takes nearly all of the clipping norm for itself. Fitted to records that are public anyway (the validation
-part is declared so), it leaves the whole clipping norm to the layers that train privately. Without such records a random one serves: the layers below learn to meet it
-(Hoffer, Hubara and Soudry 2018, "Fix your classifier").
+A head that starts from zero lets no gradient through to the layers below, and then takes nearly all
+of the clipping norm for itself. Fitted to records that are public anyway (the validation part is
+declared so), it leaves the whole clipping norm to the layers that train privately. Without such
+records a random one serves: the layers below learn to meet it (Hoffer, Hubara and Soudry 2018, "Fix
+your classifier").
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ from quietgrad.training.tasks.text.models import MeanPooledClassifier, mean_over
 DECAY = 1e-3  # ridge penalty: a few thousand records, a few hundred features
 
 
-def fit_public_head(classifier: torch.nn.Module, public: TokenisedTexts, device: torch.device, steps: int) -> None:
-    """Fits the linear head to the frozen encoder's features of public records, by L-BFGS, and freezes it.
+def fit_public_head(
+    classifier: torch.nn.Module, public: TokenisedTexts, device: torch.device, steps: int
+) -> None:
+    """Fits the linear head to the frozen encoder's features of public records, by L-BFGS, and
+    freezes it.
 
     Args:
         classifier: with a mean-pooled head.
@@ -31,7 +37,9 @@ def fit_public_head(classifier: torch.nn.Module, public: TokenisedTexts, device:
         ValueError: for another kind of classifier.
     """
     if not isinstance(classifier, MeanPooledClassifier):
-        raise ValueError("model.public_head_steps needs the mean-pooled head; set model.head = 'mean'")
+        raise ValueError(
+            "model.public_head_steps needs the mean-pooled head; set model.head = 'mean'"
+        )
     features, labels = _features(classifier, public, device)
     head = classifier.head
     optimizer = torch.optim.LBFGS(head.parameters(), max_iter=steps, line_search_fn="strong_wolfe")
@@ -42,7 +50,9 @@ def fit_public_head(classifier: torch.nn.Module, public: TokenisedTexts, device:
         value.backward()
         return value
 
-    with torch.autocast(device.type, enabled=False):  # a line search in half precision finds no direction to go
+    with torch.autocast(
+        device.type, enabled=False
+    ):  # a line search in half precision finds no direction to go
         optimizer.step(loss)
     head.requires_grad_(False)
     for parameter in head.parameters():
@@ -65,7 +75,9 @@ def draw_random_head(classifier: torch.nn.Module) -> None:
     classifier.head.requires_grad_(False)
 
 
-def _features(classifier: MeanPooledClassifier, texts: TokenisedTexts, device: torch.device) -> tuple[Tensor, Tensor]:
+def _features(
+    classifier: MeanPooledClassifier, texts: TokenisedTexts, device: torch.device
+) -> tuple[Tensor, Tensor]:
 
     was_training = classifier.training
     classifier.eval()

@@ -50,10 +50,13 @@ class TextTask(Task):
         """See ``Task.read``."""
         table = config.model
         kind = cast(HeadKind, table.head)
-        model = load_classifier(table.name, len(self.label_names), table.tuning, kind, attention_for(device))
+        model = load_classifier(
+            table.name, len(self.label_names), table.tuning, kind, attention_for(device)
+        )
         splits = self.splits
         train, validation, test = (
-            tokenise(part, model.tokenizer, table.max_length) for part in (splits.train, splits.validation, splits.test)
+            tokenise(part, model.tokenizer, table.max_length)
+            for part in (splits.train, splits.validation, splits.test)
         )
         ready(config, model, device)
         if table.public_head_steps:
@@ -70,7 +73,12 @@ class TextTask(Task):
         save_classifier(model, self.label_names, folder, trained_on)
 
     def cache(
-        self, config: TrainConfig, classifier: nn.Module, records: Records, validation: Records, device: torch.device
+        self,
+        config: TrainConfig,
+        classifier: nn.Module,
+        records: Records,
+        validation: Records,
+        device: torch.device,
     ) -> PrefixCache | None:
         """The frozen lower layers, run once a record."""
         assert isinstance(records, TokenisedTexts) and isinstance(validation, TokenisedTexts)
@@ -88,4 +96,6 @@ def refuse_weights_of_images(config: TrainConfig) -> None:
         ValueError: with the remedy.
     """
     if config.model.weights:
-        raise ValueError("model.weights is for image models; a text model's folder goes to model.name")
+        raise ValueError(
+            "model.weights is for image models; a text model's folder goes to model.name"
+        )

@@ -1,7 +1,9 @@
-"""Torch-free frozen records that every room shares: what a step is allowed to depend on, and what it released.
+"""Torch-free frozen records that every room shares: what a step is allowed to depend on, and what
+it released.
 
-Symbols: N records, B expected batch size, q = B/N sampling rate, T steps, C clipping norm, b bands, k sketch dimension,
-D total sketched rank, sigma noise multiplier (relative to C, on the sum of clipped gradients).
+Symbols: N records, B expected batch size, q = B/N sampling rate, T steps, C clipping norm, b bands,
+k sketch dimension, D total sketched rank, sigma noise multiplier (relative to C, on the sum of
+clipped gradients).
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ class ExactClipping:
 
 @dataclass(frozen=True)
 class RandomizedClipping:
-    """Contributions are bounded by C * R^(-1/2), R the ratio of the sketched to the true squared norm.
+    """Contributions are bounded by C * R^(-1/2), R the ratio of the sketched to the true squared
+    norm.
 
     Attributes:
-        sketch_dim: smallest sketch dimension k over the sketched layers; the others must be integer multiples of it.
-        envelope: ``mixed`` (sound for any mixture of exact, Hutch and Hutch++ layers) or ``hutch`` (only where every
-            trainable parameter is sketched by Hutch).
+        sketch_dim: smallest sketch dimension k over the sketched layers; the others must be integer
+            multiples of it.
+        envelope: ``mixed`` (sound for any mixture of exact, Hutch and Hutch++ layers) or ``hutch``
+            (only where every trainable parameter is sketched by Hutch).
         total_rank: D, sum over sketched layers of min(p, d, positions); needed by ``hutch`` only.
 
     Source: papers, DP-SGD-RC section 5; docs/privacy.md, section "Randomized clipping".
@@ -45,21 +49,29 @@ class RandomizedClipping:
             "sketch_dim",
             self.sketch_dim,
             SMALLEST_SKETCH_DIM,
-            "with one projection the norm estimate is near zero too often for any finite epsilon; use 8 or more",
+            "with one projection the norm estimate is near zero too often for any finite epsilon; "
+            "use 8 or more",
         )
         if self.envelope not in ENVELOPES:
-            raise ValueError(f"envelope={self.envelope!r} is unknown; use one of {', '.join(ENVELOPES)}")
+            raise ValueError(
+                f"envelope={self.envelope!r} is unknown; use one of {', '.join(ENVELOPES)}"
+            )
         if self.envelope == "hutch":
             if self.total_rank is None:
                 raise ValueError(
-                    "total_rank is required by envelope='hutch': pass the sum over sketched layers of "
+                    "total_rank is required by envelope='hutch': pass the sum over sketched layers "
+                    "of "
                     "min(rows, columns, positions), or use envelope='mixed', which needs none"
                 )
             require_int("total_rank", self.total_rank)
-            require_at_least("total_rank", self.total_rank, 1, "it counts the ranks of the sketched layers")
+            require_at_least(
+                "total_rank", self.total_rank, 1, "it counts the ranks of the sketched layers"
+            )
         elif self.total_rank is not None:
             require_int("total_rank", self.total_rank)
-            require_at_least("total_rank", self.total_rank, 1, "it counts the ranks of the sketched layers")
+            require_at_least(
+                "total_rank", self.total_rank, 1, "it counts the ranks of the sketched layers"
+            )
 
 
 ClippingClaim = ExactClipping | RandomizedClipping
@@ -72,7 +84,8 @@ class SensitivityClaim:
     Attributes:
         max_grad_norm: C; the contribution's norm is at most C (exact) or C * R^(-1/2) (randomized).
         clipping: which of the two, with the sketch facts that the accountant needs.
-        rounding: unit roundoff of the sum itself, relative to C: adding n contributions in floating point moves the sum by about n times this (docs/privacy.md, section 3).
+        rounding: unit roundoff of the sum itself, relative to C: adding n contributions in floating
+            point moves the sum by about n times this (docs/privacy.md, section 3).
     """
 
     max_grad_norm: float
@@ -85,16 +98,20 @@ class SensitivityClaim:
 
 @dataclass(frozen=True)
 class PoissonGaussian:
-    """T steps of the (possibly banded) Gaussian mechanism on Poisson-sampled batches: one phase of DP-SGD.
+    """T steps of the (possibly banded) Gaussian mechanism on Poisson-sampled batches: one phase of
+    DP-SGD.
 
     Attributes:
-        noise_multiplier: sigma, standard deviation of the noise on the sum in units of the clipping norm.
+        noise_multiplier: sigma, standard deviation of the noise on the sum in units of the clipping
+            norm.
         sample_rate: q = B/N, the rate of plain Poisson sampling, before the bands enlarge it.
         steps: T, noisy sums released.
         clipping: exact, or randomized with its sketch facts.
-        bands: b; 1 is independent noise. With b > 1 the data are split into b parts, step t samples from part t mod b.
+        bands: b; 1 is independent noise. With b > 1 the data are split into b parts, step t samples
+            from part t mod b.
 
-    The accountant sees ``compositions`` steps at rate ``participation_rate`` (methods: section 3 and erratum E9).
+    The accountant sees ``compositions`` steps at rate ``participation_rate`` (methods: section 3
+    and erratum E9).
     """
 
     noise_multiplier: float
@@ -111,7 +128,9 @@ class PoissonGaussian:
         require_int("bands", self.bands)
         require_at_least("bands", self.bands, 1, "1 means independent noise")
         if self.bands > self.steps:
-            raise ValueError(f"bands={self.bands} exceeds steps={self.steps}; use at most as many bands as steps")
+            raise ValueError(
+                f"bands={self.bands} exceeds steps={self.steps}; use at most as many bands as steps"
+            )
 
     @property
     def participation_rate(self) -> float:
@@ -124,7 +143,9 @@ class PoissonGaussian:
         return math.ceil(self.steps / self.bands)
 
     def after(self, releases: int) -> PoissonGaussian:
-        """This mechanism with so many releases made. Fewer than b count as b: one record may be in any one of them, so the composition is the same."""
+        """This mechanism with so many releases made. Fewer than b count as b: one record may be in
+        any one of them, so the composition is the same.
+        """
         return replace(self, steps=max(releases, self.bands))
 
     def to_json(self) -> dict[str, Any]:
@@ -139,7 +160,9 @@ class PoissonGaussian:
             record["randomized_clipping"] = {
                 "sketch_dim": int(self.clipping.sketch_dim),
                 "envelope": self.clipping.envelope,
-                "total_rank": None if self.clipping.total_rank is None else int(self.clipping.total_rank),
+                "total_rank": None
+                if self.clipping.total_rank is None
+                else int(self.clipping.total_rank),
             }
         return record
 
@@ -175,7 +198,8 @@ def event_from_json(record: dict[str, Any]) -> PrivacyEvent:
 def _phase_from_json(record: dict[str, Any]) -> PoissonGaussian:
     if record.get("kind") != "poisson-gaussian":
         raise ValueError(
-            f"unknown kind of privacy event: {record.get('kind')!r}; expected 'poisson-gaussian' or 'sequence'"
+            f"unknown kind of privacy event: {record.get('kind')!r}; expected 'poisson-gaussian' "
+            "or 'sequence'"
         )
     sketch = record.get("randomized_clipping")
     return PoissonGaussian(
@@ -189,10 +213,12 @@ def _phase_from_json(record: dict[str, Any]) -> PoissonGaussian:
 
 @dataclass(frozen=True)
 class NotPrivate:
-    """Leave to look at values that no noise covers (``quietgrad.research``). ``PrivateRun.give_up_privacy`` gives it, and the run has no epsilon from then on.
+    """Permission to inspect values that no noise covers (``quietgrad.research``).
+    ``PrivateRun.give_up_privacy`` gives it, and the run has no epsilon from then on.
 
     Attributes:
-        reason: why there is nothing to protect, such as "synthetic data"; of a run it is written to the ledger.
+        reason: why there is nothing to protect, such as "synthetic data"; of a run it is written to
+            the ledger.
     """
 
     reason: str
