@@ -222,9 +222,8 @@ def _draw(axis: object, series: Series, variant: str, colour: str, end_apart: bo
     means = np.array([i.mean for i in intervals])
     halves = np.nan_to_num(np.array([i.half for i in intervals]))
     if end_apart and len(steps) > 1:
-        axis.errorbar(
-            steps[-1:], means[-1:], halves[-1:], color=colour, fmt="o", markersize=3.5, elinewidth=1
-        )  # type: ignore[attr-defined]
+        last = (steps[-1:], means[-1:], halves[-1:])
+        axis.errorbar(*last, color=colour, fmt="o", markersize=3.5, elinewidth=1)  # type: ignore[attr-defined]
         steps, means, halves = steps[:-1], means[:-1], halves[:-1]
     axis.plot(steps, means, color=colour, linewidth=1.6, label=f"{variant} (rate {series.rate:g})")  # type: ignore[attr-defined]
     axis.fill_between(steps, means - halves, means + halves, color=colour, alpha=0.18, linewidth=0)  # type: ignore[attr-defined]
