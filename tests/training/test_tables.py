@@ -49,6 +49,7 @@ def values(tmp_path: Path) -> dict[str, Any]:
         "training.steps": 60,
         "training.eval_every": 0,
         "training.seed": SEED,
+        "training.precision": "float32",  # whatever this machine would choose by itself
         "training.run_dir": str(tmp_path / "run"),
         "optimizer.learning_rate": 2e-2,
     }
