@@ -17,7 +17,7 @@ from quietgrad.clipping import ClippedSum, clipped_gradients, per_example_norms
 from quietgrad.clipping.norms.choice import ESTIMATORS
 from quietgrad.clipping.norms.projections import Projections
 from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
-from quietgrad.clipping.soundness.verify import verify_clipping
+from quietgrad.clipping.verify import verify_clipping
 from quietgrad.events import RandomizedClipping, SensitivityClaim
 from quietgrad.randomness import RandomKey
 

@@ -28,7 +28,6 @@ from quietgrad.noise import (
     mixing_matrix,
     prefix_sum_workload,
 )
-from quietgrad.noise.correlation import workloads
 from quietgrad.noise.correlation.banded import (
     BandedLower,
     Floats,
@@ -39,9 +38,10 @@ from quietgrad.noise.correlation.banded import (
 )
 from quietgrad.noise.correlation.bands import default_candidates
 from quietgrad.noise.correlation.certificate import kkt_residual, optimality_gap
+from quietgrad.noise.correlation.curvature import HORIZONS
 from quietgrad.noise.correlation.mixing import MixingMatrix, _square_root, load_mixing, save_mixing
+from quietgrad.noise.correlation.quadratic_form import DenseWorkload
 from quietgrad.noise.correlation.solver import objective, unit_columns
-from quietgrad.noise.correlation.workloads import HORIZONS, DenseWorkload
 
 DECAYING = tuple(float(8 / i**1.2) for i in range(1, 201))
 RATE = 0.2  # of SGD; 8 * 0.2 < 2: nothing is clamped
@@ -933,7 +933,7 @@ def test_merged_eigenvalues_give_the_same_workload(
         )
     )
     exact = Curvature(mu, 0.6, 40, horizon=horizon).factor()
-    monkeypatch.setattr(workloads, "UNMERGED", 100)
+    monkeypatch.setattr("quietgrad.noise.correlation.curvature.UNMERGED", 100)
     merged = Curvature(mu, 0.6, 40, horizon=horizon).factor()
     exact, merged = exact @ exact.T, merged @ merged.T
     np.testing.assert_allclose(merged, exact, rtol=0, atol=1e-7 * np.abs(exact).max())

@@ -19,7 +19,7 @@ from tiny_runs import config_of, train
 from torch import Tensor, nn
 
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
-from quietgrad.clipping.soundness.verify import verify_clipping
+from quietgrad.clipping.verify import verify_clipping
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.files.provenance import provenance
 from quietgrad.training.prepare import prepare
