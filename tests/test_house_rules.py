@@ -266,6 +266,16 @@ def test_no_test_file_is_too_long() -> None:
     assert {name: n for name, n in lengths.items() if n > LONGEST_TEST} == {}
 
 
+def test_every_slow_test_says_why() -> None:
+    marks = [
+        (path.name, mark)
+        for path in (ROOT / "tests").rglob("*.py")
+        for mark in re.findall(r"pytest\.mark\.slow\b.*", path.read_text(encoding="utf-8"))
+    ]
+    assert len(marks) > 3
+    assert [m for m in marks if not re.match(r'pytest\.mark\.slow\("[^"]{10,}"', m[1])] == []
+
+
 def test_every_module_says_what_it_is_for() -> None:
     empty = {path for path in MODULES if not path.read_text(encoding="utf-8").strip()}
     assert [

@@ -283,6 +283,6 @@ def test_no_kill_loses_or_repeats_a_release(path: Path) -> None:
     check_kills(path, 12)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("421 processes; the test before has fewer of the same")
 def test_421_kills_lose_and_repeat_no_release(path: Path) -> None:
     check_kills(path, 421)
