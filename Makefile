@@ -8,7 +8,7 @@ TIMES ?= 20
 CODE := $(wildcard src tests benchmarks scripts)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-random lint typecheck format clean
+.PHONY: help setup demo test test-all test-random lint typecheck format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,7 +20,10 @@ demo: setup ## train with the default recipe; ARGS="..." is passed on to `quietg
 	$(VENV)/bin/quietgrad train $(ARGS)
 
 # OMP_NUM_THREADS: two workers that each start a thread per core would fight over the cores.
-test: setup lint typecheck ## lint, types and all tests
+test: setup lint typecheck ## lint, types and all tests but the slow ones
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
+
+test-all: setup lint typecheck ## lint, types and all tests
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup
 
 # Other examples in every campaign, and TIMES as many; with the seed that is printed, the same again.

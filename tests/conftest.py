@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 # No test needs a model hub, and where there is no route to one every attempt would wait for its
 # retries.
@@ -60,3 +61,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             test._hypothesis_internal_use_settings = settings(
                 own, max_examples=TIMES * own.max_examples, derandomize=False
             )
+
+
+EXAMINED: dict[object, tuple[bool, bool, int]] = {}
+
+
+@pytest.fixture
+def examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that clip the same models again and again: the guard examines a model, its loss and
+    the shapes of its records in the first call of this process that has them, and decides the same
+    in the others.
+
+    That is most of a tiny run's time. What the guard finds and misses is the subject of
+    tests/attacks and tests/clipping/test_guard.py, where it looks every time.
+    """
+    from quietgrad.clipping.soundness.guard import Guard
+    from quietgrad.tensors import batch_size_of, tensors_of
+
+    examine = Guard.examine
+
+    def once(self: Any, subject: Any, batch: Any, size: int, step: int, captures: bool) -> bool:
+        known = self.verdict_of(subject)
+        records = batch if self.public is None else self.public
+        if batch_size_of(records) == 1:
+            return examine(self, subject, batch, size, step, captures)
+        parameters = subject.layout.parameters.items()
+        loss = subject.per_example_loss
+        key = (
+            (str(subject.model), loss.__module__, loss.__qualname__),
+            tuple((name, p.shape, p.dtype) for name, p in parameters),
+            tuple(module.training for module in subject.model.modules()),
+            tuple((t.shape[1:], t.dtype) for t in tensors_of(records)),
+            (size, step, captures, known.together > 0, known.captured, known.remembers_nothing),
+        )
+        if key not in EXAMINED:
+            together = examine(self, subject, batch, size, step, captures)
+            EXAMINED[key] = (together, known.captured, known.together)
+        together, known.captured, known.together = EXAMINED[key]
+        known.remembers_nothing, known.last_step = True, step
+        return together
+
+    monkeypatch.setattr(Guard, "examine", once)

@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "quietgrad"
 LONGEST = 350
+LONGEST_TEST = 500
 
 # The import table of docs/architecture.md: room -> (rooms, third-party packages) that it may
 # import, the standard library aside.
@@ -254,6 +255,25 @@ def test_no_source_file_is_too_long() -> None:
         name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES
     }
     assert {name: n for name, n in lengths.items() if n > LONGEST} == {}
+
+
+def test_no_test_file_is_too_long() -> None:
+    lengths = {
+        name_of(path): len(path.read_text(encoding="utf-8").splitlines())
+        for path in (ROOT / "tests").rglob("*.py")
+    }
+    assert len(lengths) > 60
+    assert {name: n for name, n in lengths.items() if n > LONGEST_TEST} == {}
+
+
+def test_every_slow_test_says_why() -> None:
+    marks = [
+        (path.name, mark)
+        for path in (ROOT / "tests").rglob("*.py")
+        for mark in re.findall(r"pytest\.mark\.slow\b.*", path.read_text(encoding="utf-8"))
+    ]
+    assert len(marks) > 3
+    assert [m for m in marks if not re.match(r'pytest\.mark\.slow\("[^"]{10,}"', m[1])] == []
 
 
 def test_every_module_says_what_it_is_for() -> None:

@@ -242,6 +242,15 @@ def test_trade_off_is_a_trade_off_function(event, direction):
     assert np.all(curve >= 1 - ALPHAS - advantage(event) - 1e-3)
 
 
+@few(10)
+@given(events)
+def test_deltas_of_many_epsilons_are_those_of_each(event):
+    for loss in (compose(event).remove, compose(event).add):
+        for grid in (np.linspace(0, 5, 40), np.zeros(1), loss.losses[loss.losses >= 0][::97]):
+            each = [loss.delta(float(e)) for e in grid]
+            np.testing.assert_allclose(loss.deltas(grid), each, rtol=1e-11)
+
+
 @pytest.mark.parametrize("k", [4, 32])
 def test_attack_success_is_within_the_advantage(k):
     """True positive rate minus false positive rate is at most the advantage: two bounds of one

@@ -30,6 +30,7 @@ from quietgrad.clipping.norms.rounding import Measured, Norms
 from quietgrad.randomness import RandomKey
 
 LARGEST = 1.001
+UNGUARDED = 4  # a release that the guard does not look at (``is_guarded``)
 EXACT = ["exact", "ghost", "materialized"]
 SKETCHES = ["hutch", "hutch++"]
 KEY = RandomKey.from_seed(0)
@@ -115,11 +116,14 @@ def test_unix_time_as_an_input(estimator: str) -> None:
     x[:, :, 0] = 1.7e9 + 3600 * torch.arange(12) + 86400 * torch.rand(60, 1, generator=source)
     g = torch.randn(60, 12, 16, generator=source)
     clipper = Clipper(1.0, estimator, engine="bookkeeping", micro_batch_size=60)
+    bound = clipper.bind(model, given_gradients)
+    bound.clip((x, g), step=0)
     empty = torch.zeros_like(g)
     for i in range(60):
         only = empty.clone()
         only[i] = g[i]
-        assert float(total(clipper, model, (x, only)).norm()) <= LARGEST
+        sums = bound.clip((x, only), step=UNGUARDED).gradients.values()
+        assert float(sum(s.double().square().sum() for s in sums)) ** 0.5 <= LARGEST
 
 
 @contextlib.contextmanager
@@ -212,21 +216,27 @@ def test_adversarial_search_finds_no_contribution_above_the_bound(kind: str, way
         Clipper(1.0, "ghost", engine="bookkeeping", scaling="automatic"),
     ]
 
-    def worst(pair: Pair) -> float:
+    def beside_nothing(pair: Pair) -> Pair:
         x, g = (torch.cat([torch.zeros_like(t), t]) for t in pair)
+        return x, g
+
+    def worst(pair: Pair) -> float:
         found = 0.0
-        for clipper in clippers:
+        for bound in bounds:
             with contextlib.suppress(ValueError):  # refused by the guard: nothing is contributed
-                sums = clipper.clip(model, loss, (x, g)).gradients
-                found = max(
-                    found, float(sum(v.double().square().sum() for v in sums.values())) ** 0.5
-                )
+                sums = bound.clip(beside_nothing(pair), step=UNGUARDED).gradients.values()
+                found = max(found, float(sum(s.double().square().sum() for s in sums)) ** 0.5)
         return found
 
     start = (
         torch.randn(1, *inputs, generator=source).to(dtype),
         torch.randn(1, *outputs, generator=source).to(dtype) * 100,
     )
+    # The guard looks at the first pair alone, so that it stops none of the attacks that follow.
+    bounds = [clipper.bind(model, loss) for clipper in clippers]
+    for bound in bounds:
+        with contextlib.suppress(ValueError):
+            bound.clip(beside_nothing(start), step=0)
     found = search(worst, start, 30, source)
     assert 0.99 < found <= LARGEST
 
@@ -359,11 +369,14 @@ def test_one_record_more_changes_nothing_of_the_others(estimator: str, place: in
     def others(batch: Pair, size: int, mine: list[int]) -> list[Tensor]:
         """Each record's own contribution: the others' output gradients set to zero."""
         clipper = Clipper(0.5, estimator, 4, engine="bookkeeping", micro_batch_size=size)
+        bound, keys = clipper.bind(model, given_gradients), Projections(KEY, 0)
+        bound.clip(batch, keys, step=0)
         found = []
         for i in mine:
             only = torch.zeros_like(batch[1])
             only[i] = batch[1][i]
-            found.append(total(clipper, model, (batch[0], only)))
+            sums = bound.clip((batch[0], only), keys, step=UNGUARDED).gradients
+            found.append(torch.cat([s.double().flatten() for s in sums.values()]))
         return found
 
     expected = others((x, g), 7, list(range(7)))

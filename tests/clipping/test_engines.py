@@ -30,6 +30,8 @@ from quietgrad.events import ExactClipping, RandomizedClipping
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import trainable_parameters
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 ENGINES = ["bookkeeping", "one-example"]
 
 

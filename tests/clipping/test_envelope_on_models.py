@@ -5,6 +5,7 @@ they come closest to it: at rank one.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ DRAWS = 1200
 MARGIN = math.sqrt(math.log(2 / 1e-6) / (2 * DRAWS))
 
 
+@cache
 def ratios(estimator: str, k: int) -> np.ndarray:
     """R = estimate / truth, squared, for one example whose gradient has rank one: two tokens, one
     prediction, one trainable matrix.
@@ -48,6 +50,7 @@ def stays_below(found: np.ndarray, k: int) -> bool:
     return bool((empirical <= np.asarray(envelope_cdf(RandomizedClipping(k), at)) + MARGIN).all())
 
 
+@pytest.mark.xdist_group("ratios")  # drawn once, for the test below as well
 @pytest.mark.statistical
 @pytest.mark.parametrize("estimator", SKETCHES)
 def test_ratios_stay_below_the_envelope(estimator: str) -> None:
@@ -55,6 +58,7 @@ def test_ratios_stay_below_the_envelope(estimator: str) -> None:
     assert stays_below(ratios(estimator, 8), 8)
 
 
+@pytest.mark.xdist_group("ratios")
 @pytest.mark.statistical
 def test_a_claim_of_more_projections_than_were_drawn_is_noticed() -> None:
     found = ratios("hutch", 8)

@@ -17,11 +17,10 @@ from quietgrad.clipping import Clipper
 from quietgrad.clipping.bindings import Bindings, same_function
 from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.layout import Site
-from quietgrad.clipping.soundness.companions import with_companions
 from quietgrad.clipping.soundness.fingerprints import factors_of
 from quietgrad.clipping.soundness.held_still import CommonRandomness
-from quietgrad.clipping.soundness.mixing import spread, take
 from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_gradients
+from quietgrad.clipping.soundness.records import spread, take, with_companions
 from quietgrad.clipping.soundness.unchanged import StateChanged, unchanged
 
 

@@ -20,8 +20,10 @@ import torch
 from cases import CASES, Case
 from torch import Tensor, nn
 
-from quietgrad.clipping import clipped_gradients, per_example_norms
+from quietgrad.clipping import Clipper, per_example_norms
 from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
+
+pytestmark = pytest.mark.usefixtures("examined_once")
 
 TOLERANCE = 2e-2
 CHOSEN = [c for c in CASES if c.name in ("mlp", "cnn-groupnorm", "bert", "roberta", "llama")]
@@ -38,10 +40,8 @@ def assert_close_to_oracle(
     norms = oracle_norms(gradients)
     clip = float(norms.median())
     expected = whole(oracle_clipped_sum(gradients, clip))
-    actual = clipped_gradients(
-        model, loss, batch, clip, estimator, micro_batch_size=micro_batch_size
-    ).gradients
-    fast_norms = per_example_norms(model, loss, batch, estimator, micro_batch_size=micro_batch_size)
+    bound = Clipper(clip, estimator, micro_batch_size=micro_batch_size).bind(model, loss)
+    actual, fast_norms = bound.clip(batch, step=0).gradients, bound.norms(batch, step=0)
     torch.testing.assert_close(fast_norms.double(), norms.double(), rtol=TOLERANCE, atol=0)
     assert {g.dtype for g in actual.values()} == {
         torch.float32

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quietgrad.clipping import clipped_gradients, per_example_norms
 from quietgrad.clipping.soundness.guard import Guard
-from quietgrad.clipping.soundness.verify import verify_clipping
+from quietgrad.clipping.verify import verify_clipping
 from quietgrad.tensors import slice_batch
 
 MICRO_BATCH_SIZES = [None, 1, 3]

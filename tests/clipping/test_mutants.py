@@ -18,7 +18,7 @@ from quietgrad.clipping.norms import rules
 from quietgrad.clipping.norms.factors import DenseFactors, DirectGradients, OneHotFactors
 from quietgrad.clipping.norms.rounding import Measured, Norms
 from quietgrad.clipping.soundness.guard import Guard
-from quietgrad.clipping.soundness.verify import verify_clipping
+from quietgrad.clipping.verify import verify_clipping
 
 RIGHT_SETTLE, RIGHT_FACTORS, RIGHT_FINISH = (
     accumulator.settle,

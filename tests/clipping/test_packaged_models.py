@@ -85,7 +85,7 @@ def test_minilm(tune: str) -> None:
     assert_equal_to(ask_oracle(model, classification, batch), model, classification, batch)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("135 M parameters through 30 layers; reading the file alone takes seconds")
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_smollm2(smollm2: nn.Module, tune: str) -> None:
     model = smollm2

@@ -12,7 +12,7 @@ from test_against_oracle import assert_equal_to_oracle
 from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper, clipped_gradients, per_example_norms, replace_batch_norm
-from quietgrad.clipping.soundness.verify import verify_clipping
+from quietgrad.clipping.verify import verify_clipping
 
 EXAMPLES = 4
 

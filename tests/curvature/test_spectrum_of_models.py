@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quietgrad.curvature import load_spectrum
 from quietgrad.curvature.pretraining import fit_to_labels, made_up_labels
 from quietgrad.curvature.spectrum import record_hash
-from quietgrad.noise.correlation.workloads import Curvature, curvature_workload
+from quietgrad.noise.correlation.curvature import Curvature, curvature_workload
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training import runner
 from quietgrad.training.files.run_dir import open_run_dir

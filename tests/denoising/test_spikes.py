@@ -144,7 +144,7 @@ def test_small_matrices_are_always_looked_at() -> None:
 def test_the_formed_operator_is_the_one_applied_factor_by_factor(shape: tuple[int, int]) -> None:
     stack = 0.1 * spiked(shape, [4.0, 1.5], seed=4, count=2)
     block = torch.randn(2, 5, shape[0], generator=torch.Generator().manual_seed(5))
-    thin, formed = spikes._Operator(stack, 0.1), spikes._Operator(stack, 0.1).formed()
+    thin, formed = spikes.Operator(stack, 0.1), spikes.Operator(stack, 0.1).formed()
     torch.testing.assert_close(
         formed.apply(block, 2.0), thin.apply(block, 2.0), rtol=1e-4, atol=1e-4
     )
@@ -168,8 +168,8 @@ def test_the_operator_is_formed_for_wide_matrices_without_strong_signals(
     times: float, shape: tuple[int, int], formed: bool
 ) -> None:
     stack = spiked(shape, [times], seed=6)
-    assert (spikes._Operator.of(stack, 1.0).x_lmm is not None) == formed
-    of_some = spikes._Operator.of(stack.expand(3, -1, -1), 1.0).some(
+    assert (spikes.Operator.of(stack, 1.0).x_lmm is not None) == formed
+    of_some = spikes.Operator.of(stack.expand(3, -1, -1), 1.0).some(
         torch.tensor([True, False, True])
     )
     assert (of_some.x_lmm is not None) == formed and of_some.stack.shape[0] == 2
@@ -233,7 +233,7 @@ def test_the_search_begins_with_the_vectors_of_the_test(monkeypatch: pytest.Monk
     starts: list[Tensor] = []
     search = spikes._search
 
-    def watched(operator: spikes._Operator, start: Tensor) -> Spikes:
+    def watched(operator: spikes.Operator, start: Tensor) -> Spikes:
         starts.append(start)
         return search(operator, start)
 

@@ -1,5 +1,5 @@
 """A tiny random BERT with a vocabulary of its own and a small data set: made once, used by all
-training tests.
+training tests; tiny image models likewise.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_model_cases import MEAN, STD
 from tiny_runs import COMMON, WORDS, labelled_texts, write_records
 
 
@@ -68,6 +69,77 @@ def settings(tiny_bert: Path, csv_file: Path, tmp_path: Path) -> dict[str, Any]:
         "training.expected_batch_size": 24,
         "training.steps": 6,
         "training.eval_every": 3,
+        "training.precision": "float32",
+        "training.run_dir": str(tmp_path / "run"),
+    }
+
+
+@pytest.fixture(autouse=True)
+def guard_looks_once(examined_once: None) -> None:
+    """Runs here are of few models, again and again."""
+
+
+@pytest.fixture(scope="session")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saved with its preprocessing, as models on the hub are."""
+    from tiny_images import save_tiny_vit
+
+    folder = save_tiny_vit(tmp_path_factory.mktemp("vit"))
+    stated = {"image_processor_type": "ViTImageProcessor", "size": {"height": 16, "width": 16}}
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(stated | {"image_mean": MEAN, "image_std": STD})
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_images import save_tiny_resnet
+
+    return save_tiny_resnet(tmp_path_factory.mktemp("resnet"))
+
+
+@pytest.fixture
+def model_of(vit: Path, resnet: Path) -> Any:
+    """Builds "vit", "resnet" or one of our own models for images of a shape, with three labels."""
+
+    import torch
+
+    from quietgrad.training.tasks.images.models import load_image_classifier
+    from quietgrad.training.tasks.loaded import Tuning
+
+    def build(
+        name: str, tune: Any, shape: tuple[int, ...] = (1, 8, 8), weights: str = "", **changes: Any
+    ) -> Any:
+        torch.manual_seed(0)
+        folders = {"vit": f"image:{vit}", "resnet": f"image:{resnet}"}
+        return load_image_classifier(
+            folders.get(name, name), shape, 3, Tuning(tune, **({"lora_rank": 2} | changes)), weights
+        )
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_images import write_class_folders
+
+    return write_class_folders(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture
+def values(pictures: Path, tmp_path: Path) -> dict[str, Any]:
+    """Dotted keys of a short run on pictures; modules about other data have their own."""
+    return {
+        "model.lora_rank": 2,
+        "data.public": True,
+        "data.source": str(pictures),
+        "data.image_size": 8,
+        "data.validation_fraction": 0.2,
+        "privacy.target_epsilon": 8.0,
+        "optimizer.learning_rate": 0.1,
+        "training.expected_batch_size": 24,
+        "training.steps": 3,
         "training.precision": "float32",
         "training.run_dir": str(tmp_path / "run"),
     }

@@ -56,7 +56,7 @@ def write_comparison(tiny_bert: Path, csv_file: Path, tmp_path: Path) -> WriteCo
 
 
 def test_from_runs_to_table_and_figure(quietgrad: Any, write_comparison: WriteComparison) -> None:
-    path = write_comparison()
+    path = write_comparison(seeds=2, tuning_seeds=1)
     code, out, err = quietgrad("compare", path, "--json")
     assert code == 0, err
     report = json.loads(out)
@@ -69,7 +69,7 @@ def test_from_runs_to_table_and_figure(quietgrad: Any, write_comparison: WriteCo
 
     comparison = load_comparison(path)
     results = read_results(comparison)
-    grid = 2 * 2 * 2 * 2
+    grid = 2 * 2 * 2  # of variants, epsilons and rates, with one seed to tune by
     best = {
         (v, e): best_rate(comparison, results, v, e)
         for v in ("baseline", "paper")
@@ -143,7 +143,9 @@ def test_distinct_counts_equal_inputs_once(
 
 def test_seeds_pair_the_variants(quietgrad: Any, write_comparison: WriteComparison) -> None:
     """A variant that changes nothing gives the baseline's curve, seed by seed."""
-    path = write_comparison('[variants.same]\ndenoising.method = "none"', epsilons=[2.0], seeds=2)
+    path = write_comparison(
+        '[variants.same]\ndenoising.method = "none"', epsilons=[2.0], seeds=2, learning_rates=[1e-3]
+    )
     assert quietgrad("compare", path, "--json")[0] == 0
     results = read_results(load_comparison(path))
     for run, record in results.items():

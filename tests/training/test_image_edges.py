@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_images import save_tiny_vit, write_class_folders, write_findings, write_picture
+from tiny_images import CHEST, save_tiny_vit, write_class_folders, write_findings, write_picture
 from tiny_runs import config_of
 
 from quietgrad.comparing.search import RATE, Range, SearchTable, propose
@@ -28,10 +28,9 @@ from quietgrad.training.tasks.images.folder import (
 )
 from quietgrad.training.tasks.images.models import load_image_classifier
 from quietgrad.training.tasks.loaded import Tuning
-from quietgrad.training.tasks.text.models import load_saved
+from quietgrad.training.tasks.text.saved import load_saved
 
 SEVERAL = FolderLayout(separator="|", no_label="No Finding")
-CHEST = FolderLayout("Image Index", "Finding Labels", separator="|", no_label="No Finding")
 
 
 def table_of(folder: Path, rows: str) -> Path:

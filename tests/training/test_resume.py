@@ -107,7 +107,7 @@ def command(*arguments: object) -> list[str]:
 
 def test_ctrl_c_on_the_command_line_and_resume(settings, write_config, quietgrad) -> None:
     values = settings | {
-        "training.steps": 200,
+        "training.steps": 120,
         "training.eval_every": 0,
         "training.checkpoint_every": 1000,
         "model.tune": "head",
@@ -133,14 +133,14 @@ def test_ctrl_c_on_the_command_line_and_resume(settings, write_config, quietgrad
     assert child.returncode == 130, err
     stopped = json.loads(out)
     assert stopped["interrupted"] and stopped["epsilon"] < 4.0
-    assert read_ledger(folder).releases == stopped["steps"] < 200
+    assert read_ledger(folder).releases == stopped["steps"] < 120
     assert "--resume" in err.splitlines()[-1]
 
     # As the message says: without CONFIG, from the run directory's own.
     code, out, _ = quietgrad("train", "--resume", "--set", f"training.run_dir={folder}", "--json")
     result = json.loads(out)
-    assert code == 0 and result["steps"] == 200
-    assert read_ledger(folder).releases == 200
+    assert code == 0 and result["steps"] == 120
+    assert read_ledger(folder).releases == 120
     assert result["epsilon"] <= 4.0
     code, out, _ = quietgrad("epsilon", "--ledger", folder, "--json")
     assert math.isclose(json.loads(out)["epsilon"], result["epsilon"], rel_tol=1e-12)

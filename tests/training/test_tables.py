@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_runs import config_of, train
 
-from quietgrad.clipping.soundness.verify import verify_clipping
+from quietgrad.clipping.verify import verify_clipping
 from quietgrad.training.prepare import prepare
 from quietgrad.training.tasks.registry import load_task
 from quietgrad.training.tasks.splits import IGNORED

@@ -9,7 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from quietgrad.training.tasks.images.folder import FolderLayout
+
 SIZE = 8
+# A table of findings, several of which one image may have.
+CHEST = FolderLayout("Image Index", "Finding Labels", separator="|", no_label="No Finding")
 
 
 def stripes(kinds: np.ndarray, seed: int) -> np.ndarray:

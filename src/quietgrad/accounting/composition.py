@@ -76,6 +76,24 @@ class ComposedLoss:
         gap = -np.expm1(epsilon - self.losses[start:])
         return min(1.0, self.infinity + float(np.dot(gap, self.probabilities[start:])))
 
+    def deltas(self, epsilons: Array) -> Array:
+        """``delta`` of rising epsilons, all in one pass over the losses.
+
+        From the largest epsilon down, with h the step to the next larger one e': a loss l above e'
+        adds 1 - e^(e - l) = (1 - e^(e' - l)) + e^(e' - l) (1 - e^-h). Nothing cancels.
+        """
+        starts = [*np.searchsorted(self.losses, epsilons, side="right"), self.losses.size]
+        result = np.empty(len(epsilons))
+        delta, outer, after = self.infinity, 0.0, float(epsilons[-1])
+        for i in range(len(epsilons) - 1, -1, -1):
+            e, part = float(epsilons[i]), slice(starts[i], starts[i + 1])
+            gap = -np.expm1(e - self.losses[part])
+            probabilities = self.probabilities[part]
+            delta += -math.expm1(e - after) * outer + float(np.dot(gap, probabilities))
+            outer = math.exp(e - after) * outer + float(np.dot(1.0 - gap, probabilities))
+            result[i], after = delta, e
+        return np.minimum(result, 1.0)
+
     def epsilon(self, delta: float) -> float:
         """Smallest epsilon >= 0 with ``self.delta(epsilon) <= delta``;
         infinity if there is none.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from quietgrad.accounting.composition import ComposedEvent, ComposedLoss, Discretisation, compose
+from quietgrad.accounting.composition import ComposedLoss, Discretisation, compose
 from quietgrad.checks import require_delta, require_finite
 from quietgrad.events import EventSequence, PoissonGaussian, PrivacyEvent, RandomizedClipping
 
@@ -60,6 +61,11 @@ def epsilon(event: PrivacyEvent, delta: float) -> float:
 def epsilon_report(event: PrivacyEvent, delta: float) -> EpsilonReport:
     """As ``epsilon``, with the discretisation used and the reason of an infinite value."""
     require_delta("delta", delta)
+    return _epsilon_report(event, delta)
+
+
+@lru_cache(maxsize=1024)  # calibration and every summary ask for the same events again
+def _epsilon_report(event: PrivacyEvent, delta: float) -> EpsilonReport:
     best: EpsilonReport | None = None
     for share in TAIL_SHARES:
         composed = compose(event, tail_mass=_power_of_ten(share * delta))
@@ -132,15 +138,15 @@ def trade_off(
         )
     result = np.zeros_like(alpha)
     for tail_mass in (SMALLEST_TAIL, 1e-8, 1e-5):  # each gives a bound; the best one counts
-        composed = compose(event, tail_mass=tail_mass)
+        remove, add, range_limited = _profiles(event, tail_mass)
         if direction is None:
-            bound = np.minimum(
-                _trade_off_of(composed, "remove", alpha), _trade_off_of(composed, "add", alpha)
-            )
+            bound = np.minimum(_trade_off_of(remove, add, alpha), _trade_off_of(add, remove, alpha))
+        elif direction == "remove":
+            bound = _trade_off_of(remove, add, alpha)
         else:
-            bound = _trade_off_of(composed, direction, alpha)
+            bound = _trade_off_of(add, remove, alpha)
         result = np.maximum(result, bound)
-        if not composed.discretisation.range_limited:
+        if not range_limited:
             break
     return result
 
@@ -150,31 +156,39 @@ def _power_of_ten(value: float) -> float:
     return float(10.0 ** max(-20, min(-1, math.floor(math.log10(max(value, 1e-20)) + 1e-9))))
 
 
-def _trade_off_of(composed: ComposedEvent, direction: Direction, alpha: Array) -> Array:
+Profile = tuple[Array, Array]
+
+
+def _trade_off_of(this: Profile, other: Profile, alpha: Array) -> Array:
     # Test the null "dataset Q" against "dataset P", where P is the upper distribution of the
     # direction's loss log P/Q. A test with false positive rate alpha = Q(S) has power P(S) <= e^eps
     # alpha + delta_direction(eps) for every real eps; negative ones follow from the other
     # direction: Q(S^c) <= e^eps P(S^c) + delta_other(eps).
-    this, other = (
-        (composed.remove, composed.add)
-        if direction == "remove"
-        else (composed.add, composed.remove)
-    )
-    result = np.zeros_like(alpha)
-    for e, d in _profile(this):
-        np.maximum(result, 1.0 - d - math.exp(min(e, 700.0)) * alpha, out=result)
-    for e, d in _profile(other):
-        np.maximum(result, math.exp(-e) * (1.0 - d - alpha), out=result)
+    e, d = (part[:, None] for part in this)
+    result = np.max(1.0 - d - np.exp(np.minimum(e, 700.0)) * alpha, axis=0)
+    e, d = (part[:, None] for part in other)
+    result = np.maximum(result, np.max(np.exp(-e) * (1.0 - d - alpha), axis=0))
     return np.clip(result, 0.0, 1.0)
 
 
-def _profile(loss: ComposedLoss) -> list[tuple[float, float]]:
+@lru_cache(maxsize=128)
+def _profiles(event: PrivacyEvent, tail_mass: float) -> tuple[Profile, Profile, bool]:
+    """Epsilons and deltas of both directions ("remove", "add"), and whether the range was limited.
+
+    Kept, because bounds at several confidences ask for the same events.
+    """
+    composed = compose(event, tail_mass=tail_mass)
+    limited = composed.discretisation.range_limited
+    return _profile(composed.remove), _profile(composed.add), limited
+
+
+def _profile(loss: ComposedLoss) -> Profile:
     positive = loss.losses[loss.losses > 0]
     if positive.size == 0:
-        return [(0.0, loss.delta(0.0))]
+        return np.zeros(1), np.array([loss.delta(0.0)])
     top = loss.epsilon(max(2 * loss.infinity, 1e-12))
     grid = np.concatenate([[0.0], np.linspace(0.0, min(top, float(positive[-1])), 400)[1:]])
-    return [(float(e), loss.delta(float(e))) for e in grid]
+    return grid, loss.deltas(grid)
 
 
 def advantage(event: PrivacyEvent) -> float:

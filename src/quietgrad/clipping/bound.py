@@ -32,9 +32,9 @@ from quietgrad.clipping.norms.projections import Projections
 from quietgrad.clipping.planner.execution import ExecutionChoice, choose_execution, free_bytes
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
 from quietgrad.clipping.soundness.guard import Guard
-from quietgrad.clipping.soundness.mixing import Subject
 from quietgrad.clipping.soundness.processes import refuse_process_group, refuse_wrapped_model
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
+from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.events import SensitivityClaim
 from quietgrad.tensors import (

@@ -3,8 +3,7 @@ the whole matrix.
 
 The noise level is known, so the interval that holds the noise's singular values is known, and a
 Chebyshev polynomial can be laid over it: it stays within [-1, 1] there and grows exponentially
-outside. With m <= n rows and columns, X = (G G^T - (m + n) s^2) / (2 sqrt(mn) s^2) maps the bulk to
-[-1, 1] and a singular value y to x(y) > 1.
+outside (``Operator``: X is the matrix so scaled, x(y) > 1 its eigenvalue for a spike y).
 
 - *Test.* A few Gaussian vectors w are filtered. If a singular value of kappa e or more is there,
   T_k(X) w is long with probability 1 - ``MISSED``, for the degree
@@ -17,16 +16,10 @@ outside. With m <= n rows and columns, X = (G G^T - (m + n) s^2) / (2 sqrt(mn) s
 - *Fallback.* Small matrices, and those in which more stands out than the widest block holds, go
   through the eigenvalues of G G^T.
 
-X is formed where that is cheaper than applying G and G^T in turn to thin blocks
-(``FORMED_SIDE_TEST`` for both, ``FORMED_SIDE`` for the search alone, ``FORMED_RATIO``), unless what
-stands out is so strong that its squares would drown the bulk in float32 (``FORMED_STRENGTH``). Cost
-of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side 384 at
-kappa = 1.02), with X formed 2 m^2 n + 2 m^2 p k; of the search 80 m n p, or 40 m^2 p with X formed;
-of the fallback 2 m^2 n + O(m^3). Memory: the stack of matrices once, m^2 for each X that is formed,
-and O((m + n) p) vectors a matrix.
-
-Vectors are rows of their blocks: on a processor a thin product from the left is three times as fast
-as one from the right.
+Cost of the test: about 4 m n p k operations for p = 8 vectors (k = 12 for a square matrix of side
+384 at kappa = 1.02), with X formed 2 m^2 n + 2 m^2 p k; of the search 80 m n p, or 40 m^2 p with X
+formed; of the fallback 2 m^2 n + O(m^3). Memory: the stack of matrices once, m^2 for each X that is
+formed, and O((m + n) p) vectors a matrix.
 
 Shape legend: l matrices of one shape, m <= n their sides, p vectors.
 """
@@ -40,6 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quietgrad.denoising.filter import DENSE_SIDE, FORMED_SIDE_TEST, Operator
 from quietgrad.denoising.formulas import bulk_edge
 
 VECTORS = 8  # of the test
@@ -54,17 +48,12 @@ MISSED = 1e-4  # probability that the test passes over a matrix with a singular 
 HIGHEST_DEGREE = (
     40  # a test that needs more (kappa close to 1) is left out: the search does as well
 )
-DENSE_SIDE = 64  # up to this side the eigenvalues of G G^T are cheaper than the search
 STRONG = 3.0  # Ritz values x beyond this are projected out of the filter
 ROUNDS = (4, 8)  # degrees of the search's filters
 # beside a Ritz value x beyond this (some six edges) the first vectors say nothing of weaker ones,
 # and the search gets another round
 VERY_STRONG = 60.0
 DIVERGED = 1e15  # a matrix of a norm of so many noise levels is passed over
-FORMED_SIDE = 1024  # X is formed for the search up to this m,
-FORMED_SIDE_TEST = 400  # for the test, too, up to this,
-FORMED_RATIO = 2  # from this n / m,
-FORMED_STRENGTH = 100.0  # and up to so many edges: squares are rounded at 1e4 * 6e-8 of the edge's
 
 
 @dataclass(frozen=True)
@@ -93,7 +82,7 @@ def find_spikes(stack_lmn: Tensor, noise_std: float) -> Spikes:
         stack_lmn: [l, m, n] matrices in float32 or float64.
         noise_std: s, standard deviation of the noise in every entry; positive.
     """
-    return _as_given(_find(_Operator.of(_wide(stack_lmn), noise_std)), stack_lmn)
+    return _as_given(_find(Operator.of(_wide(stack_lmn), noise_std)), stack_lmn)
 
 
 def detect(stack_lmn: Tensor, noise_std: float, kappa: float) -> tuple[Tensor, Spikes] | None:
@@ -104,7 +93,7 @@ def detect(stack_lmn: Tensor, noise_std: float, kappa: float) -> tuple[Tensor, S
         stack_lmn, noise_std: as for ``find_spikes``.
         kappa: as for ``has_spike``.
     """
-    operator = _Operator.of(_wide(stack_lmn), noise_std, FORMED_SIDE_TEST)
+    operator = Operator.of(_wide(stack_lmn), noise_std, FORMED_SIDE_TEST)
     candidates, filtered_lpm = _test(operator, kappa)
     if bool(candidates.any()):
         candidates = candidates & _are_finite(operator.stack, noise_std)
@@ -114,7 +103,7 @@ def detect(stack_lmn: Tensor, noise_std: float, kappa: float) -> tuple[Tensor, S
         operator = operator.some(candidates)
         filtered_lpm = None if filtered_lpm is None else filtered_lpm[candidates]
     if operator.x_lmm is None:
-        operator = _Operator.of(operator.stack, noise_std)
+        operator = Operator.of(operator.stack, noise_std)
     return candidates, _as_given(_find(operator, filtered_lpm), stack_lmn)
 
 
@@ -129,7 +118,7 @@ def _as_given(found: Spikes, stack_lmn: Tensor) -> Spikes:
 
 
 def _find(
-    operator: _Operator, filtered_lpm: Tensor | None = None, blocks: tuple[int, ...] = BLOCKS
+    operator: Operator, filtered_lpm: Tensor | None = None, blocks: tuple[int, ...] = BLOCKS
 ) -> Spikes:
     """``filtered_lpm``: the test's vectors, which point towards what stands out already."""
     m = operator.stack.shape[1]
@@ -157,17 +146,6 @@ def _usable(filtered_lpm: Tensor, otherwise_lpm: Tensor) -> Tensor:
     return torch.where(usable, filtered_lpm / lengths, otherwise_lpm)
 
 
-def _are_strong(stack_lmn: Tensor, noise_std: float) -> Tensor:
-    """[l] False only where no singular value is above about ``FORMED_STRENGTH`` edges: of the sum
-    of squares, m n s^2 is noise.
-    """
-    m, n = stack_lmn.shape[1:]
-    squared = torch.linalg.vector_norm(stack_lmn, dim=(1, 2)).double().square()
-    return ~(
-        squared <= m * n * noise_std**2 + (FORMED_STRENGTH * bulk_edge((m, n), noise_std)) ** 2
-    )
-
-
 def _are_finite(stack_lmn: Tensor, noise_std: float) -> Tensor:
     """[l] False for matrices of a run that has diverged, whose squares overflow: there is nothing
     to tell apart in them.
@@ -182,10 +160,10 @@ def has_spike(stack_lmn: Tensor, noise_std: float, kappa: float) -> Tensor:
     Pure noise gives False unless its largest singular value strays above the edge by more than
     about half of kappa - 1.
     """
-    return _test(_Operator.of(_wide(stack_lmn), noise_std, FORMED_SIDE_TEST), kappa)[0]
+    return _test(Operator.of(_wide(stack_lmn), noise_std, FORMED_SIDE_TEST), kappa)[0]
 
 
-def _test(operator: _Operator, kappa: float) -> tuple[Tensor, Tensor | None]:
+def _test(operator: Operator, kappa: float) -> tuple[Tensor, Tensor | None]:
     """What ``has_spike`` returns, and the filtered vectors; None where the test is left out."""
     l, m, n = operator.stack.shape
     degree, longest = degree_of_test((m, n), kappa)
@@ -214,77 +192,15 @@ def degree_of_test(shape: Sequence[int], kappa: float) -> tuple[int, float]:
     return (max(2, math.ceil(wanted / growth)) if wanted < growth * 1e6 else 10**6), longest
 
 
-def _position(ratio: float, m: int, n: int) -> float:
-    """x of a singular value of ``ratio`` edges: 1 at the edge itself."""
-    return (ratio**2 * (math.sqrt(m) + math.sqrt(n)) ** 2 - (m + n)) / (2 * math.sqrt(m * n))
-
-
-class _Operator:
-    """X of a stack, applied to blocks of row vectors [l, p, m]; from ``x_lmm``
-    where that is given.
-    """
-
-    def __init__(self, stack_lmn: Tensor, noise_std: float, x_lmm: Tensor | None = None) -> None:
-        m, n = stack_lmn.shape[1:]
-        s2 = noise_std**2
-        self.stack = stack_lmn
-        self.noise_std = noise_std
-        self.centre = (m + n) * s2
-        self.half_width = 2 * math.sqrt(m * n) * s2
-        self.x_lmm = x_lmm
-
-    @classmethod
-    def of(cls, stack_lmn: Tensor, noise_std: float, largest_side: int = FORMED_SIDE) -> _Operator:
-        """With X formed where that pays and is exact enough."""
-        _, m, n = stack_lmn.shape
-        pays = DENSE_SIDE < m <= largest_side and n >= FORMED_RATIO * m
-        thin = cls(stack_lmn, noise_std)
-        return thin.formed() if pays and not bool(_are_strong(stack_lmn, noise_std).any()) else thin
-
-    def formed(self) -> _Operator:
-        """With X as matrices."""
-        x = torch.bmm(self.stack, self.stack.transpose(1, 2))
-        x.diagonal(dim1=1, dim2=2).sub_(self.centre)
-        return _Operator(self.stack, self.noise_std, x.div_(self.half_width))
-
-    def some(self, which: Tensor) -> _Operator:
-        """Of some of the matrices."""
-        return _Operator(
-            self.stack[which], self.noise_std, None if self.x_lmm is None else self.x_lmm[which]
-        )
-
-    def position(self, values: Tensor) -> Tensor:
-        """X's eigenvalues for singular values; those of noise are in [-1, 1]."""
-        return (values.square() - self.centre) / self.half_width
-
-    def apply(self, w: Tensor, scale: float = 1.0) -> Tensor:
-        """scale X w."""
-        if self.x_lmm is not None:
-            return torch.bmm(w, self.x_lmm).mul_(scale)
-        g = self.stack
-        y = torch.bmm(torch.bmm(w, g), g.transpose(1, 2))
-        return y.sub_(w, alpha=self.centre).mul_(scale / self.half_width)
-
-    def chebyshev(self, w: Tensor, degree: int, outside: Tensor | None = None) -> Tensor:
-        """T_degree(X) w by the three-term recursion; ``outside`` [l, q, m] (orthonormal or zero
-        rows) is projected out at every step.
-        """
-        before, now = w, _without(self.apply(w), outside)
-        for _ in range(degree - 1):
-            before, now = now, _without(self.apply(now, 2.0).sub_(before), outside)
-        return now
-
-
-def _without(w: Tensor, outside: Tensor | None) -> Tensor:
-    return (
-        w if outside is None else w.sub_(torch.bmm(torch.bmm(w, outside.transpose(1, 2)), outside))
-    )
-
-
 def _start(stack_lmn: Tensor, vectors: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     block = torch.randn(vectors, stack_lmn.shape[1], generator=generator, dtype=torch.float32)
     return block.to(stack_lmn).expand(len(stack_lmn), -1, -1).contiguous()
+
+
+def _position(ratio: float, m: int, n: int) -> float:
+    """x of a singular value of ``ratio`` edges: 1 at the edge itself."""
+    return (ratio**2 * (math.sqrt(m) + math.sqrt(n)) ** 2 - (m + n)) / (2 * math.sqrt(m * n))
 
 
 @dataclass(frozen=True)
@@ -306,7 +222,7 @@ class _Ritz:
         ).unsqueeze(2)
 
 
-def _search(operator: _Operator, block_lpm: Tensor) -> Spikes:
+def _search(operator: Operator, block_lpm: Tensor) -> Spikes:
     """``block_lpm``: orthonormal rows to begin with."""
     ritz = _rayleigh_ritz(operator, block_lpm)
     for degree in ROUNDS:
@@ -319,7 +235,7 @@ def _search(operator: _Operator, block_lpm: Tensor) -> Spikes:
     return Spikes(values, ritz.left_lpm.transpose(1, 2), ritz.right_lpn().transpose(1, 2))
 
 
-def _round(operator: _Operator, ritz: _Ritz, degree: int) -> _Ritz:
+def _round(operator: Operator, ritz: _Ritz, degree: int) -> _Ritz:
     """Strong vectors as they are, the others filtered, and all refined."""
     strong = (operator.position(ritz.values_lp) > STRONG).to(ritz.left_lpm.dtype).unsqueeze(2)
     kept = ritz.left_lpm * strong
@@ -334,7 +250,7 @@ def _round(operator: _Operator, ritz: _Ritz, degree: int) -> _Ritz:
     return _rayleigh_ritz(operator, _two_steps(operator, kept + weak))
 
 
-def _two_steps(operator: _Operator, block: Tensor) -> Tensor:
+def _two_steps(operator: Operator, block: Tensor) -> Tensor:
     """Two applications of X, orthonormal after each: columns in descending order keep the weak
     apart from the strong.
     """
@@ -359,7 +275,7 @@ def _replaced(found: Spikes, which: Tensor, better: Spikes) -> Spikes:
     )
 
 
-def _rayleigh_ritz(operator: _Operator, q_lpm: Tensor) -> _Ritz:
+def _rayleigh_ritz(operator: Operator, q_lpm: Tensor) -> _Ritz:
     """Triplets in the span of orthonormal rows."""
     b_lpn = torch.bmm(q_lpm, operator.stack)
     wide = b_lpn.double()  # squares halve the digits of the small ones

@@ -4,13 +4,9 @@ One mechanism: noise that is independent, or correlated across steps by a banded
 """
 
 from quietgrad.noise.correlation.bands import BandChoice, choose_bands
+from quietgrad.noise.correlation.curvature import Curvature, curvature_workload
 from quietgrad.noise.correlation.mixing import MixingMatrix, mixing_matrix
-from quietgrad.noise.correlation.workloads import (
-    Curvature,
-    PrefixSums,
-    curvature_workload,
-    prefix_sum_workload,
-)
+from quietgrad.noise.correlation.workloads import PrefixSums, prefix_sum_workload
 from quietgrad.noise.mechanism import GaussianNoise, NoiseHistory
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.noise.sources.keyed import KeyedSource

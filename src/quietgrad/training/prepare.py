@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
-from quietgrad.clipping.soundness.verify import verify_clipping
+from quietgrad.clipping.verify import verify_clipping
 from quietgrad.noise.correlation.mixing import MixingMatrix
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 from quietgrad.plan.seeds import root_key

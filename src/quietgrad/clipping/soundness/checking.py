@@ -28,7 +28,8 @@ from quietgrad.clipping.engines.accumulator import contributions_of
 from quietgrad.clipping.norms.factors import Contribution
 from quietgrad.clipping.soundness.fingerprints import HALVES
 from quietgrad.clipping.soundness.held_still import seeded
-from quietgrad.clipping.soundness.mixing import Subject, take
+from quietgrad.clipping.soundness.records import take
+from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, tensors_of
 
 # Captured and plain gradients of one example may differ by rounding only.

@@ -14,17 +14,15 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quietgrad.clipping.soundness.checking import require_capture
-from quietgrad.clipping.soundness.companions import with_companions
 from quietgrad.clipping.soundness.mixing import (
     FIRST,
     LATER,
     Mixes,
-    Subject,
     require_each_alone,
     require_no_memory,
-    spread,
-    take,
 )
+from quietgrad.clipping.soundness.records import spread, take, with_companions
+from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.tensors import Batch, batch_size_of
 

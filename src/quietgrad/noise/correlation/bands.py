@@ -14,7 +14,8 @@ from quietgrad.noise.correlation.mixing import (
     mixing_matrix,
     solved_without_a_factor,
 )
-from quietgrad.noise.correlation.workloads import Factored, Workload, as_workload
+from quietgrad.noise.correlation.quadratic_form import Factored, Workload
+from quietgrad.noise.correlation.workloads import as_workload
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,9 @@ from quietgrad.checks import require_at_least, require_int, require_positive, re
 from quietgrad.noise.correlation import solver
 from quietgrad.noise.correlation.banded import BandedLower, Floats
 from quietgrad.noise.correlation.certificate import kkt_residual, optimality_gap
-from quietgrad.noise.correlation.workloads import (
-    Curvature,
-    PrefixSums,
-    Response,
-    Workload,
-    as_workload,
-)
+from quietgrad.noise.correlation.curvature import Curvature, Response
+from quietgrad.noise.correlation.quadratic_form import Workload
+from quietgrad.noise.correlation.workloads import PrefixSums, as_workload
 
 FAMILIES = ("auto", "banded", "toeplitz")
 LARGEST_BANDED = 4096  # steps up to which "auto" takes the whole banded family

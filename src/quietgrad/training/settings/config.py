@@ -16,8 +16,8 @@ from typing import Any
 from quietgrad.checks import nearest, require_at_least, require_positive
 from quietgrad.clipping.norms.choice import ESTIMATORS
 from quietgrad.curvature.pretraining import LABELS
+from quietgrad.noise.correlation.curvature import HORIZONS
 from quietgrad.noise.correlation.mixing import FAMILIES
-from quietgrad.noise.correlation.workloads import HORIZONS
 from quietgrad.noise.mechanism import MEMORIES
 from quietgrad.noise.sources.source import NOISE_SOURCES, noise_source
 from quietgrad.training.files.provenance import STARTS

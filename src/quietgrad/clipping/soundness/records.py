@@ -1,16 +1,36 @@
-"""Made-up records beside a single one, so that the guard can decide before the first release
-whatever the first batch.
+"""The records that the guard looks at: some of a batch, or made-up ones beside a single one, so
+that it can decide before the first release whatever the first batch.
 
-They are the record's own numbers moved around: values stay in their range, words stay words, masks
-and labels stay as they are.
+Made-up records are the record's own numbers moved around: values stay in their range, words stay
+words, masks and labels stay as they are.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quietgrad.tensors import Batch, map_tensors, tensors_of
+
+
+def are_different(records: Batch) -> bool:
+    """Whether they are more than copies of one record, which would show nothing."""
+    return any(bool((t[1:] != t[:1]).any()) for t in tensors_of(records))
+
+
+def take(batch: Batch, rows: Sequence[int]) -> Batch:
+    """The examples at these places, in this order."""
+    chosen = list(rows)
+    return map_tensors(batch, lambda t: t[chosen])
+
+
+def spread(n: int, at_most: int) -> list[int]:
+    """Places spread evenly over n, the first and the last among them."""
+    if n <= at_most:
+        return list(range(n))
+    return sorted({round(i * (n - 1) / (at_most - 1)) for i in range(at_most)})
 
 
 def with_companions(one: Batch, examples: int) -> Batch | None:

@@ -1,0 +1,153 @@
+"""What the guard examines, a model and its loss, and how it looks: passes with the same random
+numbers every time, with or without what per-example gradients are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad.clipping.capture.backward import (
+    Checkpointing,
+    PerExampleLoss,
+    forward_captured,
+    gradients_of_batch,
+    require_per_example,
+    uncompiled,
+    visit_captured_calls,
+    with_any_checkpointing,
+)
+from quietgrad.clipping.capture.capture import Use
+from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.soundness.fingerprints import HALVES, Factors, factors_of
+from quietgrad.clipping.soundness.held_still import seeded
+from quietgrad.tensors import Batch, batch_size_of
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding may do to one example's numbers when others share its matrix products.
+
+    Sums in another order change a float32 activation by about 1e-7 of its size; depth, softmax and
+    cancellation before the loss leave 1e-5 to 1e-4 in the models of the tests (TF32 and autocast:
+    1e-3 to 5e-2). The limits are an order above, and below the few per cent that would matter.
+
+    Attributes:
+        loss, floor: relative and absolute, between losses.
+        factor: relative, between captured factors.
+        again: relative, for the same pass run twice.
+        vanishing: between gradients at a layer's output, relative to the largest one of any layer.
+    """
+
+    loss: float
+    floor: float
+    factor: float
+    again: float
+    vanishing: float
+
+
+_TOLERANCES = {
+    "double": Tolerance(1e-6, 1e-9, 1e-5, 1e-9, 1e-12),
+    "single": Tolerance(5e-3, 1e-4, 2e-2, 1e-4, 1e-6),
+    "half": Tolerance(5e-2, 2e-2, 0.25, 1e-2, 1e-3),
+}
+
+
+@dataclass
+class Subject:
+    """What is examined: the user's model and loss, and what is known of them.
+
+    Attributes:
+        half: whether half precision was seen inside (autocast); found out by passes under capture.
+    """
+
+    model: nn.Module
+    layout: Layout
+    per_example_loss: PerExampleLoss
+    checkpointing: Checkpointing
+    half: bool = False
+
+    @property
+    def devices(self) -> list[int]:
+        return sorted(
+            {
+                p.device.index or 0
+                for p in self.layout.parameters.values()
+                if p.device.type == "cuda"
+            }
+        )
+
+    def losses(self, batch: Batch, salt: int = 0) -> Tensor:
+        """[examples] losses without a graph; the same random numbers every time."""
+        with seeded(self.devices, salt), torch.enable_grad(), uncompiled(self.model):
+            losses = self.per_example_loss(self.model, batch)
+        require_per_example(losses, batch_size_of(batch))
+        return losses.detach()
+
+    def look(self, batch: Batch, wanted: Sequence[int] | None = None, salt: int = 0) -> Look:
+        """One forward and one backward pass under capture; ``wanted``: of the sum of these
+        examples' losses only.
+        """
+
+        def run(reentrant: bool) -> Look:
+            found: dict[tuple[str, int], Factors] = {}
+            calls: dict[str, int] = {}
+            n = batch_size_of(batch)
+
+            def receive(use: Use) -> None:
+                number = calls[use.site.name] = calls.get(use.site.name, -1) + 1
+                factors = factors_of(use, n)
+                if factors is not None:
+                    found[use.site.name, number] = factors
+
+            passes = forward_captured(
+                self.model, self.layout, self.per_example_loss, batch, receive, reentrant
+            )
+            with seeded(self.devices, salt), passes as (losses, recording):
+                chosen = losses if wanted is None else losses[list(wanted)]
+                visit_captured_calls(chosen, recording, self.layout)
+            return Look(losses.detach(), found)
+
+        look = with_any_checkpointing(self.checkpointing, run)
+        self.half = self.half or any(factors.half for factors in look.factors.values())
+        return look
+
+    def plain_norms(self, one: Batch) -> Tensor:
+        """[parameters] norms of one example's gradient by plain autograd."""
+
+        def run(reentrant: bool) -> Tensor:
+            with seeded(self.devices):
+                gradients = gradients_of_batch(
+                    self.model, self.layout, self.per_example_loss, one, reentrant
+                )
+            return torch.stack(
+                [
+                    torch.zeros((), dtype=torch.double) if g is None else g.double().norm().cpu()
+                    for g in gradients.values()
+                ]
+            )
+
+        return with_any_checkpointing(self.checkpointing, run)
+
+    def tolerance(self, losses: Tensor) -> Tolerance:
+        """By the coarsest arithmetic that took part."""
+        dtypes = {p.dtype for p in self.model.parameters()} | {losses.dtype}
+        if self.half or dtypes & set(HALVES) or torch.is_autocast_enabled():
+            return _TOLERANCES["half"]
+        return _TOLERANCES["double" if dtypes == {torch.float64} else "single"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one pass showed.
+
+    Attributes:
+        losses: [examples].
+        factors: (layer, number of its call) -> what its per-example gradients are made of.
+    """
+
+    losses: Tensor
+    factors: dict[tuple[str, int], Factors]

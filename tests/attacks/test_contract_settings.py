@@ -1,0 +1,252 @@
+"""The contract of a run under attack: settings that contradict each other, seeds that can be
+guessed or come twice, epsilons that say less than was spent.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attacks.contract import RECORDS, at, loss, model_of, plan_of
+from quietgrad.accounting.rounding import round_up, round_up_to
+from quietgrad.plan.seeds import require_secret_seed
+
+# Settings that contradict each other
+
+
+def config_of(tmp_path: Path, text: str, *overrides: str) -> Any:
+    from quietgrad.training.settings.config import load_config
+
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+ONE_OF = {
+    ("privacy", "target_epsilon", "noise_multiplier"): (3.0, 0.05),
+    ("training", "steps", "epochs"): (100, 3.0),
+}
+
+
+@pytest.mark.parametrize(("names", "values"), ONE_OF.items(), ids=[names[1] for names in ONE_OF])
+def test_two_alternatives_are_refused_wherever_they_stand(
+    names: tuple[str, str, str], values: tuple[float, float], tmp_path: Path
+) -> None:
+    # `--set target_epsilon=3 --set noise_multiplier=0.05` ran at epsilon 476.
+    table, one, other = names
+    both = rf"{table}\.{one}={values[0]} and {table}\.{other}={values[1]} are both given"
+    for order in (1, -1):
+        with pytest.raises(ValueError, match=both + " with --set"):
+            config_of(
+                tmp_path, "", *[f"{one}={values[0]}", f"{table}.{other}={values[1]}"][::order]
+            )
+    file = f"[{table}]\n{one} = {values[0]}\n{other} = {values[1]}\n"
+    for overrides in (
+        (),
+        (f"{one}=7",),
+        ("training.eval_every=3",),
+    ):  # an override does not settle what a file says twice
+        with pytest.raises(ValueError, match=both + " in the file"):
+            config_of(tmp_path, file, *overrides)
+
+
+@pytest.mark.parametrize(("names", "values"), ONE_OF.items(), ids=[names[1] for names in ONE_OF])
+def test_an_override_takes_the_place_of_the_files_alternative(
+    names: tuple[str, str, str], values: tuple[float, float], tmp_path: Path
+) -> None:
+    table, one, other = names
+    for given, value, wanted in ((one, values[0], other), (other, values[1], one)):
+        found = config_of(tmp_path, f"[{table}]\n{given} = {value}\n", f"{wanted}=5")
+        assert (
+            getattr(getattr(found, table), wanted) == 5
+            and getattr(getattr(found, table), given) is None
+        )
+
+
+def test_one_setting_given_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--set gives training\.steps twice, as 3 and as 9"):
+        config_of(tmp_path, "", "steps=3", "training.steps=9")
+    assert config_of(tmp_path, "", "steps=3", "training.steps=3").training.steps == 3
+
+
+def test_tables_built_by_hand_are_checked_too() -> None:
+    from quietgrad.training.settings.config import TrainConfig
+    from quietgrad.training.settings.tables import PrivacyTable
+
+    with pytest.raises(ValueError, match="both given"):
+        TrainConfig(privacy=PrivacyTable(target_epsilon=3.0, noise_multiplier=0.05))
+
+
+@pytest.mark.parametrize("delta", [1 / RECORDS, 0.5, 0.9])
+def test_no_epsilon_is_shown_for_a_delta_that_admits_publishing_records(
+    delta: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from quietgrad.cli import main
+
+    with pytest.raises(ValueError, match=rf"target_delta={delta} is not below"):
+        plan_of(target_delta=delta)
+    ledger = tmp_path / "ledger.jsonl"
+    plan_of().start(ledger).close()
+    sizes = [
+        "--dataset-size",
+        str(RECORDS),
+        "--batch-size",
+        "12",
+        "--steps",
+        "8",
+        "--delta",
+        str(delta),
+    ]
+    for arguments in (
+        ["calibrate", "--epsilon", "3", *sizes],
+        ["epsilon", "--noise-multiplier", "1.2", *sizes],
+        ["epsilon", "--ledger", str(ledger), "--delta", str(delta)],
+    ):
+        monkeypatch.setattr("sys.argv", ["quietgrad", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        shown = capsys.readouterr()
+        assert ended.value.code == 2 and not shown.out
+        assert f"delta={delta} is not below 1/{RECORDS}" in shown.err
+
+
+# Seeds
+
+
+# drawn once: names of tests must not change from process to process
+LONG = "4f1d8e03b7a62c95d0e4718a3bc9f256"
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        0,
+        42,
+        2**31,
+        2**64,
+        2**127 - 1,
+        2**127,
+        "2a",
+        "0" * 32,
+        "a" * 32,
+        "deadbeef" * 3,
+        f"{7:032x}",
+    ],
+)
+def test_short_and_typed_seeds_are_refused_where_data_are_private(seed: int | str) -> None:
+    with pytest.raises(
+        ValueError, match=r"so it could be guessed.*secrets\.token_hex\(16\).*data_are_public"
+    ) as refused:
+        plan_of(seed=seed)
+    assert (
+        str(seed) not in str(refused.value).replace("128", "").replace("16", "")
+        or len(str(seed)) < 2
+    )
+    plan_of(seed=seed, data_are_public=True)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [LONG, LONG.upper(), LONG + LONG[::-1], int("9" + LONG[1:], 16), int("c" + LONG[:0:-1], 16)],
+)
+def test_drawn_seeds_of_128_bits_are_taken(seed: int | str) -> None:
+    require_secret_seed(seed)
+    assert str(seed) not in repr(plan_of(seed=seed))  # and stay out of what is printed
+
+
+@pytest.mark.parametrize(
+    ("seed", "error"),
+    [
+        ("x" * 32, ValueError),
+        ("", ValueError),
+        (-1, ValueError),
+        (1.5, TypeError),
+        (True, TypeError),
+        (b"1" * 32, TypeError),
+    ],
+)
+def test_what_is_no_seed_is_refused(seed: Any, error: type[Exception]) -> None:
+    for public in (False, True):
+        with pytest.raises(error, match="seed"):
+            plan_of(seed=seed, data_are_public=public)
+
+
+def test_a_string_is_the_number_that_it_writes() -> None:
+    number = int(LONG, 16) | 1 << 127
+    first = plan_of(seed=number, data_are_public=True).start()
+    second = plan_of(seed=f"{number:x}", data_are_public=True).start()
+    assert np.array_equal(next(first.batches()), next(second.batches()))
+
+
+def test_two_starts_with_one_seed_are_refused() -> None:
+    seed = secrets.token_hex(16)
+    plan_of(seed=seed).start()
+    for again in (seed, seed.upper(), int(seed, 16)):
+        other = {"seed": again, "noise_multiplier": 9.0}
+        if isinstance(again, int) and again < 2**127:
+            continue  # the number of a seed that begins with small digits is refused by itself
+        with pytest.raises(ValueError, match="this seed has started a run already"):
+            plan_of(**other).start()
+    plan_of(seed=secrets.token_hex(16)).start()
+
+
+def test_a_seeds_run_goes_on_with_its_own_ledger_only(tmp_path: Path) -> None:
+    seed, ledger = secrets.token_hex(16), tmp_path / "ledger.jsonl"
+    with plan_of(seed=seed).start(ledger) as private:
+        private.step(model_of(), loss, at(next(private.batches())))
+    with plan_of(seed=seed).start(ledger) as private:
+        assert private.released == 1
+        private.step(model_of(), loss, at(next(private.batches())))
+    for other in (None, tmp_path / "other.jsonl"):
+        with pytest.raises(ValueError, match="this seed has started a run already"):
+            plan_of(seed=seed).start(other)
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(ValueError):  # the ledger's own checks may see it first
+        plan_of(seed=seed).start(ledger)
+    ledger.unlink()
+    with pytest.raises(ValueError):
+        plan_of(seed=seed).start(ledger)
+
+
+def test_public_data_may_use_a_seed_again_and_the_ledger_says_so(tmp_path: Path) -> None:
+    from quietgrad.ledger import read_ledger
+
+    drawn = []
+    for i in range(2):
+        with plan_of(seed=1, data_are_public=True).start(tmp_path / f"{i}.jsonl") as private:
+            drawn.append(next(private.batches()))
+    assert np.array_equal(*drawn)
+    assert read_ledger(tmp_path / "0.jsonl").header["data_declared_public"] is True
+    plan_of().start(tmp_path / "2.jsonl").close()
+    assert read_ledger(tmp_path / "2.jsonl").header["data_declared_public"] is False
+    with pytest.raises(ValueError, match="data_declared_public"):  # a declaration is not taken back
+        plan_of(seed=secrets.token_hex(16)).start(tmp_path / "0.jsonl")
+
+
+# What is printed
+
+
+@pytest.mark.parametrize(
+    "value", [0.0, 1e-9, 0.12345, 1.00001, 1.0, 2.0, 4.99999999, 476.0312, 1e6 + 1e-7, math.inf]
+)
+@pytest.mark.parametrize("digits", [0, 2, 3, 4])
+def test_printed_epsilons_are_never_below_the_computed_ones(value: float, digits: int) -> None:
+    shown = float(round_up(value, digits))
+    assert shown >= value
+    assert math.isinf(value) or shown - value < 10.0**-digits * 1.0001
+    assert float(round_up_to(value, 3)) >= value
+    # Rounding to nearest would not do.
+    assert value != 1.00001 or float(f"{value:.{digits}f}") < value
+
+
+def test_a_delta_that_has_few_digits_is_printed_as_it_is() -> None:
+    assert [round_up_to(v, 6) for v in (1e-5, 0.001, 0.01)] == ["1e-5", "0.001", "0.01"]

@@ -1,0 +1,77 @@
+"""What a model keeps between calls: buffers, parameters and plain attributes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from attacks.guarded import KeepsMean, Remembers, With, good, records
+from quietgrad.clipping import Clipper
+
+BUFFERS = ["in-place", "assigned", "data", "new", "large"]
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "one-example"])
+@pytest.mark.parametrize("how", [*BUFFERS, "parameter", "parameter-data"])
+def test_what_a_forward_pass_writes_into_the_model_is_refused(how: str, engine: str) -> None:
+    model = KeepsMean(how)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    what = "parameter 'inner.bias'" if "parameter" in how else "buffer '(mean|another|large)'"
+    with pytest.raises(
+        ValueError, match=f"{what} (changes|is rewritten) while the loss is computed"
+    ):
+        Clipper(1.0, engine=engine).bind(model, good).clip(records())
+    if "parameter" not in how:  # buffers are put back
+        after = model.state_dict()
+        assert after.keys() == before.keys() and all(
+            torch.equal(t, after[name]) for name, t in before.items()
+        )
+
+
+@pytest.mark.parametrize("how", [*BUFFERS, "parameter"])
+def test_a_write_behind_a_gate_is_seen_in_the_call_that_makes_it(how: str) -> None:
+    model = KeepsMean(how, opens_at=6)
+    if (
+        how == "data"
+        # writes past the version counter are seen in small buffers at once, in large ones at
+        # guarded steps
+    ):
+        del model.large
+    bound = Clipper(1.0).bind(model, good)
+    for step in range(6):
+        model.now = step
+        bound.clip(records(), step=step)
+    model.now = 6  # not a guarded step
+    with pytest.raises(ValueError, match="while the loss is computed"):
+        bound.clip(records(), step=6)
+    if how not in ("parameter", "large"):
+        assert not model.state_dict()["mean"].any() and "another" not in model.state_dict()
+
+
+def test_buffers_that_stay_and_weights_that_the_optimizer_writes_are_allowed() -> None:
+    model = KeepsMean("not at all")
+    bound = Clipper(1.0).bind(model, good)
+    for step in range(3):
+        bound.clip(records(), step=step)
+        with torch.no_grad():
+            model.inner.weight.add_(0.1)
+            model.mean.fill_(step)  # between the calls they are the user's to write
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "one-example"])
+def test_a_model_that_remembers_earlier_records_is_refused(engine: str) -> None:
+    with pytest.raises(ValueError, match="keeps something between calls"):
+        Clipper(1.0, engine=engine).bind(Remembers(), good).clip(records())
+
+
+def test_an_attribute_that_nothing_reads_is_allowed() -> None:
+    """It reaches neither state_dict nor any loss; docs/clipping.md says not to publish whole
+    modules.
+    """
+
+    def note(model: With, h: Tensor) -> Tensor:
+        model.last = h.detach()
+        return h
+
+    Clipper(1.0).bind(With(note), good).clip(records())
