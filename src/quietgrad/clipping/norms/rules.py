@@ -59,6 +59,20 @@ def _affine(
     return out
 
 
+def stacked_linear_rule(
+    module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
+    """y_k = x_k W_k^T for blocks W_k of one weight's rows; [b, t, k, features]."""
+    return {"weight": DenseFactors(grad.transpose(1, 2), x.transpose(1, 2))}
+
+
+def repeated_rule(
+    module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
+    """The weight itself, once for every example."""
+    return {"weight": DirectGradients(grad.flatten(1))}
+
+
 def embedding_rule(
     module: nn.Embedding, ids: Tensor, grad: Tensor, wanted: Collection[str]
 ) -> dict[str, Contribution]:
