@@ -15,7 +15,13 @@ from torch import Tensor
 
 from quietgrad.clipping.capture.capture import Call, Identity, Recording
 from quietgrad.clipping.capture.layout import Site
-from quietgrad.clipping.norms.rules import Rule, linear_rule, repeated_rule, stacked_linear_rule
+from quietgrad.clipping.norms.rules import (
+    Rule,
+    embedding_rule,
+    linear_rule,
+    repeated_rule,
+    stacked_linear_rule,
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,10 @@ class Maps:
         x_btkd = torch.stack(inputs, dim=2)
         y_btkp = self._captured(y_btkp, x_btkd, stacked_linear_rule, weight)
         return [y[:, : x.shape[1]] for x, y in zip(xs_btd, y_btkp.unbind(dim=2), strict=True)]
+
+    def embedding(self, ids_bt: Tensor, weight: Tensor) -> Tensor:
+        """[b, t, d] rows of a table."""
+        return self._captured(F.embedding(ids_bt, weight), ids_bt, embedding_rule, weight)
 
     def repeated(self, vector: Tensor) -> Tensor:
         """[b, 1, n]: a vector once for every example."""

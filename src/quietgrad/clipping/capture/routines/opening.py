@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from quietgrad.clipping.capture.capture import Recording, is_off
 from quietgrad.clipping.capture.layout import Layout, Site
 from quietgrad.clipping.capture.routines.attention import attention
+from quietgrad.clipping.capture.routines.bags import embedding_bag
 from quietgrad.clipping.capture.routines.maps import Maps
 from quietgrad.clipping.capture.routines.recurrent import recurrent
 
@@ -43,6 +44,9 @@ ROUTINES: dict[type[nn.Module], dict[Any, Answer]] = {
         F.multi_head_attention_forward: lambda maps, packed, args, kwargs: attention(
             maps, *args, **kwargs
         )
+    },
+    nn.EmbeddingBag: {
+        F.embedding_bag: lambda maps, packed, args, kwargs: embedding_bag(maps, *args, **kwargs)
     },
 }
 
