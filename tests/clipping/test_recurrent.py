@@ -19,6 +19,8 @@ from quietgrad.clipping import Clipper
 from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.capture import fallback
 from quietgrad.clipping.capture.escapes import NotCaptured
+from quietgrad.clipping.capture.routines import opening
+from quietgrad.clipping.capture.routines.recurrent import recurrent
 from quietgrad.clipping.engines import accumulator
 from quietgrad.clipping.soundness.oracle import oracle_gradients
 
@@ -325,3 +327,20 @@ def test_gradients_between_layers_are_plain_autograds() -> None:
     expected = oracle_gradients(model, cross_entropy, batch)
     total = Clipper(1e6, micro_batch_size=EXAMPLES).clip(model, cross_entropy, batch).gradients
     torch.testing.assert_close(total["0.weight"], sum(g["0.weight"] for g in expected))
+
+
+def test_a_routine_that_computes_something_else_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    torch.manual_seed(0)
+
+    def other(routine: str, *args: Any) -> Any:
+        found, *last = recurrent(routine, *args)
+        return 2 * found, *last
+
+    monkeypatch.setattr(opening, "recurrent", other)
+    model, batch = Sequences("gru"), batch_of()
+    with pytest.raises(NotCaptured, match="layer 'rnn' gives another loss"):
+        Clipper(1.0, engine="bookkeeping").clip(model, cross_entropy, batch)
+    assert_equal_to_oracle(model, cross_entropy, batch)
