@@ -1,9 +1,9 @@
 """Per-example gradients of any module: its forward pass is repeated for each example, under vmap
 where that works.
 
-Serves bare ``nn.Parameter``s, custom normalisations, attention and recurrent modules. Cost: one
-more forward and backward pass of that module, and memory for its per-example gradients, [examples,
-entries of its own parameters].
+Serves bare ``nn.Parameter``s, custom normalisations, and attention and recurrent modules that are
+not torch's own (``routines``). Cost: one more forward and backward pass of that module, and memory
+for its per-example gradients, [examples, entries of its own parameters].
 """
 
 from __future__ import annotations
