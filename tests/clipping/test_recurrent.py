@@ -344,3 +344,35 @@ def test_a_routine_that_computes_something_else_is_not_trusted(
     with pytest.raises(NotCaptured, match="layer 'rnn' gives another loss"):
         Clipper(1.0, engine="bookkeeping").clip(model, cross_entropy, batch)
     assert_equal_to_oracle(model, cross_entropy, batch)
+
+
+def sorted_by_hand(model: Sequences, x: Tensor) -> Tensor:
+    lengths = (x[:, :, 0] != 0).sum(1).clamp(min=1)
+    order = lengths.argsort(descending=True)
+    packed = pack_padded_sequence(x[order], lengths[order], batch_first=True)
+    found, _ = model.rnn(packed)
+    found, _ = pad_packed_sequence(found, batch_first=True, total_length=STEPS)
+    return found[order.argsort()].tanh()
+
+
+def test_examples_in_an_order_that_nobody_tells_are_taken_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The layer above sees the batch's order, the recurrence perhaps another one."""
+    monkeypatch.undo()
+    for lengths in ((3, 5, 1, 4), (5, 4, 3, 1), (4, 4, 4, 4)):
+        model, batch = Sequences("gru", sorted_by_hand), batch_of(lengths)
+        with pytest.raises(NotCaptured, match=r"layer 'rnn'.*enforce_sorted=False"):
+            Clipper(1.0, engine="bookkeeping").clip(model, cross_entropy, batch)
+        assert_equal_to_oracle(model, cross_entropy, batch)
+
+
+def test_packed_sequences_of_a_subclass_are_taken_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    model, batch = Sequences("gru", packed_outputs), batch_of()
+    model.rnn = type("Other", (nn.GRU,), {})(WIDTH, HIDDEN, batch_first=True)
+    with pytest.raises(NotCaptured, match="layer 'rnn'"):
+        Clipper(1.0, engine="bookkeeping").clip(model, cross_entropy, batch)
+    assert_equal_to_oracle(model, cross_entropy, batch)

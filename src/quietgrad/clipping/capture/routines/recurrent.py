@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from quietgrad.clipping.capture.escapes import sorted_beforehand
 from quietgrad.clipping.capture.routines.elman import relu_layer, tanh_layer
 from quietgrad.clipping.capture.routines.gru import gru_layer
 from quietgrad.clipping.capture.routines.lstm import lstm_layer
@@ -42,6 +43,10 @@ def recurrent(
         packed: the module's own input, where it is a packed sequence: the routine is not told how
             the examples were sorted.
         args: the routine's.
+
+    Raises:
+        NotCaptured: for sequences that were sorted before they were packed: their rows may stand in
+            another order than those of other layers.
     """
     if len(args) != 9:
         return None
@@ -51,6 +56,8 @@ def recurrent(
             return None
         x_tbd, inactive = x.transpose(0, 1).contiguous() if batch_first else x, None
     else:
+        if packed.sorted_indices is None and maps.examples > 1:
+            raise sorted_beforehand(maps.site)
         data, batch_sizes, hx, weights, biased, layers, dropout, training, two_way = args
         own = PackedSequence(data, batch_sizes, packed.sorted_indices, packed.unsorted_indices)
         x_tbd, lengths = pad_packed_sequence(own)
