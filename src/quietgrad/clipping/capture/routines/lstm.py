@@ -115,7 +115,9 @@ class _Lstm(torch.autograd.Function):
         forget = order.one_where_inactive(f)
         of_cell, of_output = d[..., : 3 * h].unflatten(2, (3, h)), d[..., 3 * h :]
         at_outputs = or_zeros(at_outputs, order.after(outputs))
-        through = at_outputs.clone() if w_out is not None else None  # gradients at the projection
+        through = (
+            torch.empty_like(at_outputs) if w_out is not None else None
+        )  # gradients at the projection
         dh = or_zeros(at_last, outputs[0]) + at_outputs[order.last_step(steps)]
         dc = or_zeros(at_cell, cells[0]).clone()
         for t, earlier in order.backwards(steps):
