@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,7 +35,8 @@ Floats = NDArray[np.float64]
 
 UNMERGED = 20_000  # eigenvalues that are taken one by one
 MERGED = 1e-3  # relative width of a group of eigenvalues beyond that
-HORIZONS = ("final", "all", "both")
+Horizon = Literal["final", "all", "both"]
+HORIZONS: tuple[Horizon, ...] = get_args(Horizon)
 ASYMMETRY = 1e-9
 INDEFINITENESS = 1e-9
 
