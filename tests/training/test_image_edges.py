@@ -195,7 +195,9 @@ def test_random_trials_agree_whatever_the_order_of_ranges() -> None:
 RECIPE = """
 [comparison]
 reference = "plain"
-[variants.plain]
+[variants.plain.noise]
+method = "noisecurve"
+spectrum = "s.npz"
 [search]
 trials = 2
 [search.ranges."optimizer.learning_rate"]

@@ -492,7 +492,7 @@ def test_public_data_may_not_be_the_private_ones(values, images: Path) -> None:
     ("changes", "message"),
     [
         ({"noise.method": "curvy"}, "noise.method='curvy'"),
-        ({"noise.method": "noisecurve"}, "needs noise.spectrum"),
+        ({"noise.method": "noisecurve"}, "noise.spectrum is missing"),
         ({"noise.method": "noisecurve", "noise.spectrum": "gone.npz"}, "no such file"),
         ({"noise.bands": 10}, "bands=10 exceeds steps=9"),
         ({"noise.bands": -1}, "noise.bands"),
