@@ -13,8 +13,8 @@ from torch import nn
 
 from quietgrad.checks import SettingsWarning
 from quietgrad.curvature.spectrum import Spectrum, load_spectrum, record_hash
-from quietgrad.noise.correlation.mixing import LARGEST_BANDED, Family, MixingMatrix
 from quietgrad.noise.correlation.curvature import Horizon
+from quietgrad.noise.correlation.mixing import LARGEST_BANDED, Family, MixingMatrix
 from quietgrad.noise.correlation.workloads import Curvature, PrefixSums, Workload
 from quietgrad.noise.mechanism import Memory
 from quietgrad.noise.methods import (
