@@ -46,12 +46,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from quietgrad.clipping.norms.estimators.ghost import ghost_norms
+from quietgrad.clipping.norms.estimators.hutch import hutch_norms
+from quietgrad.clipping.norms.estimators.hutch_plus_plus import hutch_plus_plus_norms
+from quietgrad.clipping.norms.estimators.materialized import materialized_norms
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import DenseFactors
-from quietgrad.clipping.norms.ghost import ghost_norms
-from quietgrad.clipping.norms.hutch import hutch_norms
-from quietgrad.clipping.norms.hutch_plus_plus import hutch_plus_plus_norms
-from quietgrad.clipping.norms.materialized import materialized_norms
-from quietgrad.clipping.norms.projections import Projections
 
 B, T, K = 2, 4096, 32
 SHAPES = [(2048, 512), (2048, 2048), (8192, 2048)]  # rows p, columns d

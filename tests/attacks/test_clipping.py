@@ -21,11 +21,11 @@ from quietgrad.clipping import Clipper
 from quietgrad.clipping.engines import bookkeeping
 from quietgrad.clipping.norms import ghost, rounding
 from quietgrad.clipping.norms.cost import Sketch
+from quietgrad.clipping.norms.estimators.ghost import ghost_norms
+from quietgrad.clipping.norms.estimators.hutch import Hutch
+from quietgrad.clipping.norms.estimators.materialized import materialized_norms
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import DenseFactors, OneHotFactors
-from quietgrad.clipping.norms.ghost import ghost_norms
-from quietgrad.clipping.norms.hutch import Hutch
-from quietgrad.clipping.norms.materialized import materialized_norms
-from quietgrad.clipping.norms.projections import Projections
 from quietgrad.clipping.norms.rounding import Measured, Norms
 from quietgrad.randomness import RandomKey
 

@@ -22,7 +22,7 @@ from quietgrad.auditing.scores.whitening import Whitener, log_likelihood_ratio, 
 from quietgrad.auditing.stage import weighted_outputs
 from quietgrad.auditing.trials import without_last
 from quietgrad.clipping import ClippedSum
-from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.noise.mechanism import GaussianNoise
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.sampling import PoissonSampler

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quietgrad.clipping import ClippedSum, clipped_gradients, per_example_norms
 from quietgrad.clipping.norms.choice import ESTIMATORS
-from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
 from quietgrad.clipping.verify import verify_clipping
 from quietgrad.events import RandomizedClipping, SensitivityClaim

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quietgrad.clipping import Clipper
+from quietgrad.clipping.norms.estimators.ghost import ghost_norms
+from quietgrad.clipping.norms.estimators.materialized import kept_gradients, materialized_norms
 from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS, ConvolutionFactors, convolution
 from quietgrad.clipping.norms.factors.patches import Geometry, patch_columns, patch_gram, patches
-from quietgrad.clipping.norms.ghost import ghost_norms
-from quietgrad.clipping.norms.materialized import kept_gradients, materialized_norms
 
 EXAMPLES = 5
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}

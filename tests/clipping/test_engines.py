@@ -20,7 +20,7 @@ from quietgrad.clipping.engines import accumulator
 from quietgrad.clipping.engines.thresholds import clip_factors, thresholds
 from quietgrad.clipping.norms.choice import Policy
 from quietgrad.clipping.norms.cost import MODELLED_GPU, MODELLED_PROCESSOR, Cost
-from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.rounding import SHARE
 from quietgrad.clipping.planner.execution import ExecutionChoice, choose_execution, nonprivate_bytes
 from quietgrad.clipping.planner.explain import explain

@@ -15,7 +15,7 @@ from cases import CASES
 from quietgrad.accounting import envelope_cdf
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.norms.choice import SKETCHES
-from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.events import RandomizedClipping
 from quietgrad.randomness import RandomKey
 

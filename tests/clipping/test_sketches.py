@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from quietgrad.clipping import Clipper, clipped_gradients, per_example_norms
 from quietgrad.clipping.norms import projections
 from quietgrad.clipping.norms.cost import Sketch
-from quietgrad.clipping.norms.hutch import hutch_norms
-from quietgrad.clipping.norms.hutch_plus_plus import HutchPlusPlus
-from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.estimators.hutch import hutch_norms
+from quietgrad.clipping.norms.estimators.hutch_plus_plus import HutchPlusPlus
+from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.estimators.sketches import project_columns, project_rows
 from quietgrad.clipping.norms.rounding import SHARE, Measured
-from quietgrad.clipping.norms.sketches import project_columns, project_rows
 from quietgrad.events import ExactClipping, RandomizedClipping, SensitivityClaim
 from quietgrad.randomness import RandomKey
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig
 from quietgrad.clipping import Clipper
-from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_norms
 from quietgrad.randomness import RandomKey
 

@@ -9,7 +9,7 @@ from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.norms.choice import DEFAULT_SKETCH_DIM, ESTIMATORS
-from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.tensors import Batch
 
 

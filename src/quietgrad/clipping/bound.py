@@ -28,7 +28,7 @@ from quietgrad.clipping.engines.thresholds import Groups, Scaling, Split, Thresh
 from quietgrad.clipping.engines.work import Engine, Work
 from quietgrad.clipping.norms.choice import Policy
 from quietgrad.clipping.norms.cost import Throughput, modelled_throughput
-from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.planner.execution import ExecutionChoice, choose_execution, free_bytes
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
 from quietgrad.clipping.soundness.guard import Guard

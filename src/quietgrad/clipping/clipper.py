@@ -27,7 +27,7 @@ from quietgrad.clipping.layer_overrides import (
 )
 from quietgrad.clipping.norms.choice import DEFAULT_SKETCH_DIM, ESTIMATORS, Estimator, Policy
 from quietgrad.clipping.norms.cost import Throughput, modelled_throughput
-from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.planner.execution import ExecutionChoice
 from quietgrad.events import RandomizedClipping, SensitivityClaim
 from quietgrad.tensors import Batch

@@ -15,7 +15,7 @@ from quietgrad.accounting import epsilon_report
 from quietgrad.clipping.bindings import Bindings
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum, Stamp
-from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.soundness.processes import refuse_process_group
 from quietgrad.events import NotPrivate, RandomizedClipping
 from quietgrad.ledger import LedgerWriter

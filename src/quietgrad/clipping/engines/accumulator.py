@@ -19,9 +19,9 @@ from quietgrad.clipping.capture.fallback import fallback_contributions
 from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.norms.choice import ESTIMATOR_OF, Policy
 from quietgrad.clipping.norms.cost import Sketch, cost_of
+from quietgrad.clipping.norms.estimators.materialized import kept_gradients, materialized_gradients
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import Contribution, DirectGradients, Kept, MatrixFactors
-from quietgrad.clipping.norms.materialized import kept_gradients, materialized_gradients
-from quietgrad.clipping.norms.projections import Projections
 from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct
 from quietgrad.tensors import accumulation_dtype, full_precision
 

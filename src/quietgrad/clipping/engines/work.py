@@ -13,7 +13,7 @@ from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.engines.accumulator import Accumulator
 from quietgrad.clipping.engines.thresholds import STABILITY, Scaling, Thresholds
 from quietgrad.clipping.norms.choice import Policy
-from quietgrad.clipping.norms.projections import Projections
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.rounding import Norms, NormSums
 
 Engine = Literal["auto", "bookkeeping", "one-example"]

@@ -19,11 +19,11 @@ from functools import lru_cache
 from typing import Literal
 
 from quietgrad.clipping.norms.cost import Cost, NormEstimator, Throughput, seconds
+from quietgrad.clipping.norms.estimators.ghost import Ghost
+from quietgrad.clipping.norms.estimators.hutch import Hutch
+from quietgrad.clipping.norms.estimators.hutch_plus_plus import HutchPlusPlus
+from quietgrad.clipping.norms.estimators.materialized import Materialized
 from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS
-from quietgrad.clipping.norms.ghost import Ghost
-from quietgrad.clipping.norms.hutch import Hutch
-from quietgrad.clipping.norms.hutch_plus_plus import HutchPlusPlus
-from quietgrad.clipping.norms.materialized import Materialized
 
 Estimator = Literal["auto", "exact", "materialized", "ghost", "hutch", "hutch++"]
 ESTIMATORS: tuple[Estimator, ...] = ("auto", "exact", "materialized", "ghost", "hutch", "hutch++")

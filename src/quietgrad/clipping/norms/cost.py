@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import MatrixFactors
-from quietgrad.clipping.norms.projections import Projections
 from quietgrad.clipping.norms.rounding import Measured
 
 

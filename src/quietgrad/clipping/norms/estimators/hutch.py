@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 
 from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
-from quietgrad.clipping.norms.factors import MatrixFactors
-from quietgrad.clipping.norms.projections import Projections
-from quietgrad.clipping.norms.rounding import Measured, squared_norms
-from quietgrad.clipping.norms.sketches import (
+from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.estimators.sketches import (
     drawn,
     project_columns,
     project_rows,
     sketched,
     tail_margin,
 )
+from quietgrad.clipping.norms.factors import MatrixFactors
+from quietgrad.clipping.norms.rounding import Measured, squared_norms
 from quietgrad.clipping.norms.spread import spread_of
 
 # Rows of a sketch; a longer dimension is projected itself, or its sketch would take more memory

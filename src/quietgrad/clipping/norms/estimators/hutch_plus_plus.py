@@ -14,16 +14,9 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
-from quietgrad.clipping.norms.factors import MatrixFactors, Unfolded
-from quietgrad.clipping.norms.factors.products import (
-    add_over_positions,
-    chain_of_columns,
-    thin_product,
-)
-from quietgrad.clipping.norms.hutch import Hutch
-from quietgrad.clipping.norms.projections import Projections
-from quietgrad.clipping.norms.rounding import Measured, gamma, squared_norms
-from quietgrad.clipping.norms.sketches import (
+from quietgrad.clipping.norms.estimators.hutch import Hutch
+from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.estimators.sketches import (
     drawn,
     position_gamma,
     project_columns,
@@ -31,6 +24,13 @@ from quietgrad.clipping.norms.sketches import (
     sketched,
     tail_margin,
 )
+from quietgrad.clipping.norms.factors import MatrixFactors, Unfolded
+from quietgrad.clipping.norms.factors.products import (
+    add_over_positions,
+    chain_of_columns,
+    thin_product,
+)
+from quietgrad.clipping.norms.rounding import Measured, gamma, squared_norms
 from quietgrad.clipping.norms.spread import spread_of
 
 HEAD_ROWS = 2048  # of the head of Hutch++ that are formed at once
