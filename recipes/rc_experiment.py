@@ -1,20 +1,29 @@
-"""Randomized clipping on long documents: exact norms against Hutch and Hutch++ with k in {8, 32, 128}, at one epsilon.
+"""Randomized clipping on long documents: exact norms against Hutch and Hutch++ with k in {8, 32,
+128}, at one epsilon.
 
-    apt-get download linux-doc-6.1 && dpkg -x linux-doc-6.1_*.deb corpus     # a Debian 12 package, 37 MB, GPL-2
-    pip install 'quietgrad[demo]'
-    python recipes/rc_experiment.py --corpus corpus            # about 40 minutes of one core; stops and resumes at any run
-    python recipes/rc_experiment.py --figure                   # docs/rc_experiment.png and a Markdown table
-    python recipes/rc_experiment.py --corpus corpus --validate '{"learning_rate": 1e-3}'     # other settings, exact norms, on validation records
+    apt-get download linux-doc-6.1 && dpkg -x linux-doc-6.1_*.deb corpus     # a Debian 12 package,
+    37 MB, GPL-2 pip install 'quietgrad[demo]'
+    python recipes/rc_experiment.py --corpus corpus            # about 40 minutes of one core; stops
+    and resumes at any run
+    python recipes/rc_experiment.py --figure                   # docs/rc_experiment.png and a
+    Markdown table
+    python recipes/rc_experiment.py --corpus corpus --validate '{"learning_rate": 1e-3}'     # other
+    settings, exact norms, on validation records
 
-Task: which of 17 subsystems a document of the Linux kernel's documentation belongs to (the folder it lies in; lines that name their own folder are
-removed). One record is one document, cut at 512 tokens. Test records are declared public and are looked at at the end of a run.
+Task: which of 17 subsystems a document of the Linux kernel's documentation belongs to (the folder
+it lies in; lines that name their own folder are removed). One record is one document, cut at 512
+tokens. Test records are declared public and are looked at at the end of a run.
 
-After DP-SGD-RC, sections 6 and appendix D, reduced to what a laptop's processor can do: MiniLM (22.7 M parameters) instead of Llama-3.2-1B; 512 tokens
-instead of 4096; what trains is the last block's feed-forward output layer (1536 x 384), its LayerNorm and the head, above hidden states that are computed
-once per record. All methods share hyper-parameters, which were chosen with exact norms on validation records; as in the paper, that choice is not part of
-the epsilon. A seed fixes batches and the directions of the noise for all methods, so differences to exact norms are taken seed by seed.
+After DP-SGD-RC, sections 6 and appendix D, reduced to what a laptop's processor can do: MiniLM
+(22.7 M parameters) instead of Llama-3.2-1B; 512 tokens instead of 4096; what trains is the last
+block's feed-forward output layer (1536 x 384), its LayerNorm and the head, above hidden states that
+are computed once per record. All methods share hyper-parameters, which were chosen with exact norms
+on validation records; as in the paper, that choice is not part of the epsilon. A seed fixes batches
+and the directions of the noise for all methods, so differences to exact norms are taken seed by
+seed.
 
-The times in the results were taken with an earlier engine, exact norms in row blocks; benchmarks/ compares times.
+The times in the results were taken with an earlier engine, exact norms in row blocks; benchmarks/
+compares times.
 
 Every finished (method, seed) is one line of recipes/results/rc_experiment.jsonl.
 """
@@ -56,11 +65,20 @@ METHODS = ["exact", "hutch-8", "hutch-32", "hutch-128", "hutch++-8", "hutch++-32
 REFERENCE = "non-private"
 SEEDS = [0, 1, 2]
 CLASSES = (
-    "clock", "display", "filesystems", "gpio", "hwmon", "i2c", "iio", "input", "interrupt-controller", "media", "net", "phy", "pinctrl",
+    "clock", "display", "filesystems", "gpio", "hwmon", "i2c", "iio", "input",
+    "interrupt-controller", "media", "net", "phy", "pinctrl",
     "power", "regulator", "sound", "usb",
 )  # fmt: skip
 SAME_SUBSYSTEM = {"networking": "net", "gpu": "display", "fb": "display"}
-GENRES = {"devicetree", "bindings", "driver-api", "userspace-api", "admin-guide", "core-api", "firmware-guide"}
+GENRES = {
+    "devicetree",
+    "bindings",
+    "driver-api",
+    "userspace-api",
+    "admin-guide",
+    "core-api",
+    "firmware-guide",
+}
 GIVES_IT_AWAY = re.compile(r"\$id:|\$schema:|\$ref:|SPDX-License|^%YAML")
 
 
@@ -84,28 +102,42 @@ class Settings:
 
 
 def load_documents(root: Path) -> LabelledTexts:
-    """The kernel's documents in English in the folders of the classes, under the ``Documentation`` that lies somewhere below ``root``."""
+    """The kernel's documents in English in the folders of the classes, under the ``Documentation``
+    that lies somewhere below ``root``.
+    """
     found = sorted(root.glob("**/Documentation/devicetree"))
     if not found:
-        raise SystemExit(f"--corpus {str(root)!r} holds no Documentation/devicetree; see the first lines of this file")
+        raise SystemExit(
+            f"--corpus {str(root)!r} holds no Documentation/devicetree; see the first lines of "
+            "this file"
+        )
     base = found[0].parent
     texts, labels = [], []
     for path in sorted(base.rglob("*")):
         name = path.name.removesuffix(".gz")
         folders = [p for p in path.relative_to(base).parts[:-1] if p not in GENRES]
-        if name == "index.rst" or not name.endswith((".rst", ".txt", ".yaml")) or not folders or not path.is_file():
+        if (
+            name == "index.rst"
+            or not name.endswith((".rst", ".txt", ".yaml"))
+            or not folders
+            or not path.is_file()
+        ):
             continue
         label = SAME_SUBSYSTEM.get(folders[0], folders[0])
         if label in CLASSES:
             raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
             lines = raw.decode("utf-8", "replace").splitlines()
-            texts.append("\n".join(line for line in lines if not GIVES_IT_AWAY.search(line)).strip())
+            texts.append(
+                "\n".join(line for line in lines if not GIVES_IT_AWAY.search(line)).strip()
+            )
             labels.append(CLASSES.index(label))
     return LabelledTexts(tuple(texts), np.array(labels, dtype=np.int64), CLASSES, "linux-doc")
 
 
 class FeedForwardTop(nn.Module):
-    """The last block from its feed-forward layer on, and the head: (attention output [b, t, d], mask [b, t]) to logits."""
+    """The last block from its feed-forward layer on, and the head: (attention output [b, t, d],
+    mask [b, t]) to logits.
+    """
 
     def __init__(self, block: Any, head: nn.Linear) -> None:
         super().__init__()
@@ -121,7 +153,9 @@ class FeedForwardTop(nn.Module):
 
 @dataclass(frozen=True)
 class States:
-    """What enters the last feed-forward layer, for all records: [tokens of all records, width] in bfloat16."""
+    """What enters the last feed-forward layer, for all records: [tokens of all records, width] in
+    bfloat16.
+    """
 
     values: Tensor
     offsets: NDArray[np.int64]
@@ -137,8 +171,12 @@ class States:
         return states, mask, batch["labels"]
 
 
-def compute_states(classifier: nn.Module, block: Any, texts: TokenisedTexts, offsets: NDArray[np.int64]) -> Tensor:
-    """One forward pass over every record, sorted by length: what enters the block's feed-forward layer, [tokens, width]."""
+def compute_states(
+    classifier: nn.Module, block: Any, texts: TokenisedTexts, offsets: NDArray[np.int64]
+) -> Tensor:
+    """One forward pass over every record, sorted by length: what enters the block's feed-forward
+    layer, [tokens, width].
+    """
     values = torch.empty(int(offsets[-1]), block.output.dense.out_features, dtype=torch.bfloat16)
     caught: list[Tensor] = []
     handle = block.intermediate.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
@@ -155,7 +193,9 @@ def compute_states(classifier: nn.Module, block: Any, texts: TokenisedTexts, off
 
 @dataclass(frozen=True)
 class Task:
-    """The records of the three parts, where every run starts from (the pretrained layer and a head of zeros), and a digest of all texts."""
+    """The records of the three parts, where every run starts from (the pretrained layer and a head
+    of zeros), and a digest of all texts.
+    """
 
     train: States
     validation: States
@@ -168,13 +208,19 @@ def prepare(corpus: Path, settings: Settings, cache: Path) -> Task:
     """Reads the documents and computes their hidden states, or reads those of an earlier call."""
     documents = load_documents(corpus)
     digest = hashlib.sha256("\0".join(documents.texts).encode()).hexdigest()[:16]
-    loaded = load_classifier(PACKAGED_MINILM, len(CLASSES), Tuning("head"), "mean", attention="eager")
+    loaded = load_classifier(
+        PACKAGED_MINILM, len(CLASSES), Tuning("head"), "mean", attention="eager"
+    )
     classifier = cast(Any, loaded.classifier.eval())
     block = classifier.encoder.encoder.layer[-1]
     parts = split(documents, settings.validation_fraction, settings.test_fraction)
     cache.mkdir(parents=True, exist_ok=True)
     states: dict[str, States] = {}
-    for name, texts in (("train", parts.train), ("validation", parts.validation), ("test", parts.test)):
+    for name, texts in (
+        ("train", parts.train),
+        ("validation", parts.validation),
+        ("test", parts.test),
+    ):
         tokens = tokenise(texts, loaded.tokenizer, settings.max_length)
         offsets = np.concatenate([[0], np.cumsum([len(row) for row in tokens.ids])])
         file = cache / f"rc-{digest}-{settings.max_length}-{name}.pt"
@@ -185,7 +231,9 @@ def prepare(corpus: Path, settings: Settings, cache: Path) -> Task:
 
 
 def per_example_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """[examples] cross entropies, in bfloat16 where the processor has it; norms and sums stay in float32."""
+    """[examples] cross entropies, in bfloat16 where the processor has it; norms and sums stay in
+    float32.
+    """
     states, mask, labels = batch
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(states, mask)
@@ -204,14 +252,21 @@ def accuracy(model: nn.Module, states: States) -> float:
 def privacy_config(method: str, seed: int, s: Settings) -> PrivacyConfig:
     estimator, _, k = method.rpartition("-") if "hutch" in method else ("exact", "", "32")
     config = PrivacyConfig(
-        target_epsilon=s.epsilon, target_delta=s.delta, max_grad_norm=s.max_grad_norm, expected_batch_size=s.batch_size, steps=s.steps,
+        target_epsilon=s.epsilon, target_delta=s.delta, max_grad_norm=s.max_grad_norm,
+        expected_batch_size=s.batch_size, steps=s.steps,
         estimator=estimator, sketch_dim=int(k), seed=seed, data_are_public=True,
     )  # fmt: skip
-    return replace(config, target_epsilon=None, noise_multiplier=1.0) if method == REFERENCE else config
+    return (
+        replace(config, target_epsilon=None, noise_multiplier=1.0)
+        if method == REFERENCE
+        else config
+    )
 
 
 def train_once(task: Task, method: str, seed: int, settings: Settings, part: str) -> dict[str, Any]:
-    """One run, and its record: accuracy at the end on ``part``, "validation" or "test". The reference takes the same batches, without clipping and noise."""
+    """One run, and its record: accuracy at the end on ``part``, "validation" or "test". The
+    reference takes the same batches, without clipping and noise.
+    """
     plan = privacy_config(method, seed, settings).build(len(task.train.texts))
     model = copy.deepcopy(task.start).train()
     rates = (settings.learning_rate, settings.head_learning_rate)
@@ -223,7 +278,9 @@ def train_once(task: Task, method: str, seed: int, settings: Settings, part: str
     with plan.start() as run:
         for step, indices in enumerate(public_batches if method == REFERENCE else run.batches()):
             begun = time.process_time()
-            write_gradients(None if method == REFERENCE else run, model, task.train, indices, settings)
+            write_gradients(
+                None if method == REFERENCE else run, model, task.train, indices, settings
+            )
             warm = min(1.0, (step + 1) / (settings.warmup_steps + 1))
             decay = settings.last_rate + (1 - settings.last_rate) * (1 - step / plan.steps)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -251,10 +308,18 @@ def train_once(task: Task, method: str, seed: int, settings: Settings, part: str
 
 
 def write_gradients(
-    run: PrivateRun | None, model: nn.Module, train: States, batch: NDArray[np.int64], settings: Settings
+    run: PrivateRun | None,
+    model: nn.Module,
+    train: States,
+    batch: NDArray[np.int64],
+    settings: Settings,
 ) -> None:
-    """Gradients of one step, micro-batch by micro-batch of similar lengths: clipped, added up and released, or plain without a run."""
-    parts = [*train.texts.micro_batch_indices(batch, settings.micro_batch)] or [batch]  # an empty batch counts too
+    """Gradients of one step, micro-batch by micro-batch of similar lengths: clipped, added up and
+    released, or plain without a run.
+    """
+    parts = [*train.texts.micro_batch_indices(batch, settings.micro_batch)] or [
+        batch
+    ]  # an empty batch counts too
     if run is None:
         for part in parts:
             (per_example_loss(model, train.collate(part)).sum() / settings.batch_size).backward()
@@ -263,7 +328,9 @@ def write_gradients(
 
 
 def read_results() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    return (
+        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    )
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
@@ -274,7 +341,9 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     by = {m: rows for m in METHODS if (rows := [r for r in results if r["method"] == m])}
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained", sharey=True, width_ratios=[2, 1])
+    figure, axes = plt.subplots(
+        1, 2, figsize=(10, 3.8), layout="constrained", sharey=True, width_ratios=[2, 1]
+    )
     for y, (method, rows) in enumerate(by.items()):
         found = [r["test_accuracy"] for r in rows]
         color = "#3a7d44" if method == "exact" else "#c0504d" if "++" in method else "#1f5fa8"
@@ -289,36 +358,63 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         axis.set_xlabel(label)
         axis.grid(alpha=0.25, axis="x")
     s = results[0]["settings"]
-    figure.suptitle(f"Exact and randomized clipping, epsilon = {s['epsilon']:g}, delta = {s['delta']:.0e}", fontsize=11)
+    figure.suptitle(
+        f"Exact and randomized clipping, epsilon = {s['epsilon']:g}, delta = {s['delta']:.0e}",
+        fontsize=11,
+    )
     figure.savefig(path, dpi=140)
     plt.close(figure)
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown; differences to exact norms are means over seeds with 95 % Student intervals."""
-    by = {m: rows for m in [REFERENCE, *METHODS] if (rows := {r["seed"]: r for r in results if r["method"] == m})}
+    by = {
+        m: rows
+        for m in [REFERENCE, *METHODS]
+        if (rows := {r["seed"]: r for r in results if r["method"] == m})
+    }
     exact = by["exact"]
     lines = ["| method | noise multiplier | test accuracy | minus exact |", "| --- " * 4 + "|"]
     for method, rows in by.items():
         found = [r["test_accuracy"] for r in rows.values()]
         spread = f" ± {statistics.stdev(found):.3f}" if len(found) > 1 else ""
-        pairs = [r["test_accuracy"] - exact[seed]["test_accuracy"] for seed, r in rows.items() if seed in exact]
+        pairs = [
+            r["test_accuracy"] - exact[seed]["test_accuracy"]
+            for seed, r in rows.items()
+            if seed in exact
+        ]
         difference = ""
         if method not in ("exact", REFERENCE) and len(pairs) > 1:
-            half = student_t.ppf(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
+            half = (
+                student_t.ppf(0.975, len(pairs) - 1)
+                * statistics.stdev(pairs)
+                / math.sqrt(len(pairs))
+            )
             difference = f"{statistics.fmean(pairs):+.3f} ± {half:.3f}"
         sigma = next(iter(rows.values()))["noise_multiplier"]
         shown = f"{sigma:.3f}" if sigma is not None else "0"
-        lines.append(f"| {method} | {shown} | {statistics.fmean(found):.3f}{spread} | {difference} |")
+        lines.append(
+            f"| {method} | {shown} | {statistics.fmean(found):.3f}{spread} | {difference} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, default=Path("corpus"), help="where the package was unpacked")
-    parser.add_argument("--cache", type=Path, default=Path("runs/rc_states"), help="hidden states, 1.5 GB")
-    parser.add_argument("--figure", action="store_true", help="draw and print what is there, train nothing")
-    parser.add_argument("--validate", metavar="JSON", help="settings to try with exact norms; nothing is recorded")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--corpus", type=Path, default=Path("corpus"), help="where the package was unpacked"
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=Path("runs/rc_states"), help="hidden states, 1.5 GB"
+    )
+    parser.add_argument(
+        "--figure", action="store_true", help="draw and print what is there, train nothing"
+    )
+    parser.add_argument(
+        "--validate", metavar="JSON", help="settings to try with exact norms; nothing is recorded"
+    )
     arguments = parser.parse_args()
     if arguments.figure:
         draw(read_results(), FIGURE)
@@ -337,7 +433,10 @@ def main() -> None:
         record = train_once(task, method, seed, settings, "test")
         with RESULTS.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        print(f"{method} {seed}: {record['test_accuracy']:.3f} in {record['wall_seconds']:.0f} s", flush=True)
+        print(
+            f"{method} {seed}: {record['test_accuracy']:.3f} in {record['wall_seconds']:.0f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

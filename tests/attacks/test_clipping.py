@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.engines import bookkeeping
-from quietgrad.clipping.norms import ghost, rounding
+from quietgrad.clipping.norms import rounding
 from quietgrad.clipping.norms.cost import Sketch
+from quietgrad.clipping.norms.estimators import ghost
 from quietgrad.clipping.norms.estimators.ghost import ghost_norms
 from quietgrad.clipping.norms.estimators.hutch import Hutch
 from quietgrad.clipping.norms.estimators.materialized import materialized_norms

@@ -18,8 +18,8 @@ from scipy import special
 from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper, clipped_gradients, per_example_norms
-from quietgrad.clipping.norms import projections
 from quietgrad.clipping.norms.cost import Sketch
+from quietgrad.clipping.norms.estimators import projections
 from quietgrad.clipping.norms.estimators.hutch import hutch_norms
 from quietgrad.clipping.norms.estimators.hutch_plus_plus import HutchPlusPlus
 from quietgrad.clipping.norms.estimators.projections import Projections
