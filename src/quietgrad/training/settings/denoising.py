@@ -14,6 +14,7 @@ from quietgrad.denoising import (
     PublishedShrinkage,
     SpikesWithBulk,
 )
+from quietgrad.denoising.rules.hard_threshold import HardThreshold
 from quietgrad.denoising.rules.protocols import Directions
 from quietgrad.training.settings.reading import Table
 
@@ -46,6 +47,7 @@ DENOISING = Table(
         "none": type(None),
         "published": PublishedShrinkage,
         "bulk": SpikesWithBulk,
+        "truncate": HardThreshold,
         "amplify": ConstantAmplification,
         "persistent": PersistentAmplification,
         "bulk-on-momentum": BulkOnMomentum,
