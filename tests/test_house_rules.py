@@ -24,12 +24,13 @@ LONGEST_TEST = 500
 # import, the standard library aside.
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "checks": (set(), set()),
+    "records": ({"checks"}, set()),
     "events": ({"checks"}, set()),
     "randomness": ({"checks"}, {"numpy"}),
     "tensors": (set(), {"torch"}),
-    "clipping": ({"events", "checks", "randomness", "tensors"}, {"torch"}),
+    "clipping": ({"events", "checks", "randomness", "records", "tensors"}, {"torch"}),
     "noise": (
-        {"events", "checks", "randomness", "tensors", "clipping"},
+        {"events", "checks", "randomness", "records", "tensors", "clipping"},
         {"numpy", "scipy", "torch", "cryptography"},
     ),
     "curvature": ({"checks", "randomness", "tensors"}, {"numpy", "scipy", "torch"}),

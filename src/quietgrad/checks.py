@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import TypeVar
 
@@ -96,6 +96,16 @@ def require_word(name: str, value: object, valid: tuple[Word, ...]) -> Word:
         if word == value:
             return word
     raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(valid)}")
+
+
+def require_at_most_one(given: Mapping[str, object], where: str = "") -> None:
+    """That of settings of which each decides what the other does, no two are given."""
+    both = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if len(both) > 1:
+        raise ValueError(
+            f"{' and '.join(both)} are both given{where}, and each decides what the other does; "
+            "take one out"
+        )
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

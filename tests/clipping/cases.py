@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 VOCABULARY = 40
 
@@ -118,6 +119,30 @@ class Recurrent(nn.Module):
         return self.head(torch.cat([attended.mean(1), last[-1]], dim=1))
 
 
+class Packed(nn.Module):
+    """Time first: packed sequences, given states, attention to something else, a bag of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 6, padding_idx=0)
+        self.bag = nn.EmbeddingBag(VOCABULARY, 10, padding_idx=0)
+        self.gru = nn.GRU(6, 5, num_layers=2, bidirectional=True)
+        self.rnn = nn.RNN(10, 5, bias=False, nonlinearity="relu")
+        self.attention = nn.MultiheadAttention(10, 2, add_bias_kv=True, kdim=5, vdim=5)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        words, length = self.embedding(ids).transpose(0, 1), ids.shape[1]
+        packed = pack_padded_sequence(words, (ids != 0).sum(1), enforce_sorted=False)
+        states, last = self.gru(packed)
+        states, _ = pad_packed_sequence(states, total_length=length)
+        again, _ = self.rnn(states, last[:1] + last[-1:])
+        attended, _ = self.attention(
+            states, again, again, key_padding_mask=ids == 0, need_weights=False
+        )
+        return self.head(attended.mean(0) + self.bag(ids))
+
+
 class Volumes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -220,6 +245,7 @@ CASES = [
     Case("cnn-groupnorm", _plain(SmallCnn, lambda: torch.randn(4, 3, 9, 8))),
     Case("bare-parameters", _plain(BareParameters, lambda: torch.randn(4, 6))),
     Case("recurrent-attention", _plain(Recurrent, lambda: text_batch()["input_ids"])),
+    Case("packed-cross-attention", _plain(Packed, lambda: text_batch()["input_ids"])),
     Case("conv1d-conv3d-fallback", _plain(Volumes, lambda: torch.randn(4, 4, 12))),
     *[
         Case(kind, _hugging_face(kind))

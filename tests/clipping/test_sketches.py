@@ -133,9 +133,8 @@ def test_hutch_plus_plus_with_wrong_projections_is_rejected(mutant: str, monkeyp
 def test_hutch_plus_plus_that_counts_the_range_twice_is_rejected(monkeypatch) -> None:
     def not_deflated(self, uses, sketch: Sketch, dtype: torch.dtype) -> Measured:
         name, k, drawn = sketch
-        basis = torch.linalg.qr(
-            project_columns(uses, drawn.gaussian(name, "range", 24, k), dtype)
-        ).Q
+        probe = drawn.gaussian(name, "range", 24, k)
+        basis = torch.linalg.qr(project_columns(uses, probe, dtype).mT).Q
         head = project_rows(uses, basis, dtype).pow(2).sum(dim=(1, 2, 3))
         tail = hutch_norms(uses, name, k, drawn, dtype)
         return Measured(head + tail.squared, tail.slack, tail.margin)

@@ -22,7 +22,7 @@ from quietgrad.training import runner
 from quietgrad.training.files.run_dir import open_run_dir
 from quietgrad.training.prepare import Prepared, prepare
 from quietgrad.training.settings.config import TrainConfig, config_from
-from quietgrad.training.settings.noise import check_spectrum, noise_settings
+from quietgrad.training.settings.noise import check_spectrum, noise_of
 from quietgrad.training.spectrum_run import SpectrumRun, make_spectrum, public_images
 from quietgrad.training.tasks.images import models as image_models
 from quietgrad.training.tasks.images.feature_cache import HeadOnFeatures, embeddings
@@ -93,7 +93,6 @@ def values(pictures: Path, tmp_path: Path) -> dict[str, Any]:
         "optimizer.learning_rate": 0.5,
         "optimizer.schedule": "constant",
         "optimizer.warmup_steps": 0,
-        "noise.bands": 2,
         "training.expected_batch_size": 16,
         "training.steps": 4,
         "training.precision": "float32",
@@ -136,7 +135,11 @@ def curved(values: dict[str, Any]) -> dict[str, Any]:
     return (
         values
         | started
-        | {"noise.method": "noisecurve", "noise.spectrum": values["spectrum.output"]}
+        | {
+            "noise.method": "noisecurve",
+            "noise.spectrum": values["spectrum.output"],
+            "noise.bands": 2,
+        }
     )
 
 
@@ -227,7 +230,7 @@ def test_the_spectrum_of_adapters_is_of_what_trains(values: dict, vit: Path) -> 
     assert spectrum.parameters == shapes_of(prepared.model.classifier)
     assert sum("lora_" in name for name in spectrum.parameters) == 8
     assert spectrum.top[0] > 0 and (np.diff(spectrum.top) <= 0).all()
-    check_spectrum(config, prepared.model.classifier, prepared.task.record_ids)
+    check_spectrum(config.noise, prepared.model.classifier, prepared.task.record_ids)
     # Pretraining has moved the adapters, and the head begins at zero.
     trainable = trainable_parameters(prepared.model.classifier)
     assert (
@@ -414,13 +417,14 @@ def test_clamps_out_of_range_are_refused(values: dict, clamp: float) -> None:
     with pytest.raises(ValueError, match=r"clamp=.* must be in \(0, 2\]"):
         Curvature(MU, RATE, STEPS, clamp=clamp)
     with pytest.raises(ValueError, match=r"noise.clamp=.* must be in \(0, 2\]"):
-        config_of(values | {"noise.clamp": clamp})
+        config_of(curved(values) | {"noise.clamp": clamp})
 
 
 def test_the_clamp_of_the_configuration_is_the_workloads(values: dict, few_features: None) -> None:
     spectrum_of(values)
     for changes, clamp in (({}, 1.0), ({"noise.clamp": 2.0}, 2.0), ({"noise.clamp": 0.25}, 0.25)):
-        workload = noise_settings(config_of(curved(values) | changes))["workload"](STEPS)
+        config = config_of(curved(values) | changes)
+        workload = noise_of(config.noise, config.optimizer, 1.0).workload(STEPS)
         assert isinstance(workload, Curvature) and (workload.clamp, workload.steps) == (
             clamp,
             STEPS,

@@ -101,7 +101,7 @@ def test_whole_numbers_are_numbers() -> None:
         ("model.lora_rank", 0, "model.lora_rank=0"),
         ("model.max_length", 0, "model.max_length=0"),
         ("model.dropout", -0.1, "model.dropout"),
-        ("clipping.max_physical_batch_size", 0, "clipping.max_physical_batch_size=0"),
+        ("performance.max_physical_batch_size", 0, "performance.max_physical_batch_size=0"),
         ("training.checkpoint_every", 0, "training.checkpoint_every=0"),
         ("training.eval_every", -1, "training.eval_every=-1"),
         ("spectrum.top", 1, "spectrum.top=1"),
@@ -196,7 +196,13 @@ def test_missing_and_malformed_files_are_refused(tmp_path: Path) -> None:
     "overrides",
     [
         [],
-        ["target_delta=1e-05", "learning_rate=2.5e-7", "seed=0", "enabled=false", "momentum=1e16"],
+        [
+            "target_delta=1e-05",
+            "learning_rate=2.5e-7",
+            "seed=0",
+            "enabled=false",
+            "weight_decay=1e16",
+        ],
         ['labels=["a\\"b", "c\\\\d", "ü 🙂", ""]', "epochs=0.5", "head_learning_rate=0.1"],
         ["run_dir='C:\\new\\tab'", 'data.text="two\\nlines\\tand \\u0001"', "lora_targets=[]"],
         ['data.text="\\u007f"'],

@@ -21,7 +21,9 @@ from quietgrad.denoising import (
     PublishedShrinkage,
     SpikesWithBulk,
 )
-from quietgrad.training.settings.config import load_saved_config, require_same_settings
+from quietgrad.training.settings.config import load_config
+from quietgrad.training.settings.denoising import BulkOnMomentum
+from quietgrad.training.settings.resume import require_same_settings
 
 VARIANTS = {
     "none": {},
@@ -50,7 +52,8 @@ def run(settings: dict, variant: str, folder: str, **kwargs: object):
 def test_epsilon_and_ledger_are_identical_and_weights_are_not(
     settings: dict, optimizer: str
 ) -> None:
-    settings = settings | {"optimizer.name": optimizer, "optimizer.momentum": 0.9}
+    momentum = {"optimizer.momentum": 0.9} if optimizer == "sgd" else {}
+    settings = settings | {"optimizer.name": optimizer} | momentum
     runs = {variant: run(settings, variant, f"-{variant}") for variant in VARIANTS}
     ledgers = {
         variant: (Path(r[2].path) / "ledger.jsonl").read_bytes() for variant, r in runs.items()
@@ -151,15 +154,15 @@ def test_the_plan_denoises_what_it_writes() -> None:
             None,
             PersistentAmplification(largest_gain=4.0),
         ),
-        ({"method": "bulk-on-momentum", "delay": 3}, None, OnMomentum(SpikesWithBulk(), 3)),
+        ({"method": "bulk-on-momentum", "delay": 3}, None, BulkOnMomentum(delay=3)),
     ],
     ids=str,
 )
 def test_the_method_picks_the_rule(
     settings: dict, of_gradient: object, of_momentum: object
 ) -> None:
-    table = config_of({f"denoising.{name}": value for name, value in settings.items()}).denoising
-    assert (table.gradient_rule, table.momentum_rule) == (of_gradient, of_momentum)
+    config = config_of({f"denoising.{name}": value for name, value in settings.items()})
+    assert (config.gradient_rule, config.momentum_rule) == (of_gradient, of_momentum)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +202,11 @@ def test_a_key_of_another_method_and_a_value_out_of_range_are_refused(
         config_of({f"denoising.{name}": value for name, value in settings.items()})
 
 
+def test_bulk_on_momentum_is_the_rule_within_a_rule() -> None:
+    table = BulkOnMomentum(1.1, 0.4, 3, True)
+    assert table.rule == OnMomentum(SpikesWithBulk(1.1, 0.4, True), 3)
+
+
 def test_defaults_are_written_down(settings: dict, tmp_path: Path) -> None:
     """A resume goes on with what the rule's defaults were, and saying them is no change."""
     now = config_of(settings | {"denoising.method": "amplify"})
@@ -207,7 +215,7 @@ def test_defaults_are_written_down(settings: dict, tmp_path: Path) -> None:
     }  # fmt: skip
     saved = tmp_path / "config.toml"
     saved.write_text(now.to_toml())
-    assert load_saved_config(saved) == now
+    assert load_config(saved) == now
     require_same_settings(
         now, config_of(settings | {"denoising.method": "amplify", "denoising.gain": 2.0})
     )

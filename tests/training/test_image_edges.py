@@ -194,7 +194,9 @@ def test_random_trials_agree_whatever_the_order_of_ranges() -> None:
 RECIPE = """
 [comparison]
 reference = "plain"
-[variants.plain]
+[variants.plain.noise]
+method = "noisecurve"
+spectrum = "s.npz"
 [search]
 trials = 2
 [search.ranges."optimizer.learning_rate"]
@@ -224,7 +226,7 @@ steps = 2
             '[search.ranges."noise.bands"]\nlow = 1\nhigh = 4.5',
             "noise.bands=4.5 must be of type int",
         ),
-        ('[search.ranges."noise.bands"]\nchoices = "none"', "choices='none' must be a list"),
+        ('[search.ranges."noise.bands"]\nchoices = "none"', "choices='none' must be of type"),
         ('[search.ranges."noise.floor"]\nlow = 0.0\nhigh = inf', "low < high"),
         ('variants = ["plain"]', "every variant needs a rate of its own"),
     ],

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,10 @@ def write_idx(folder: Path, compressed: bool, seed: int = 0) -> Path:
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_idx(tmp_path_factory.mktemp("images"), compressed=True)
+
+
+def independent(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if k != "noise.bands"} | {"noise.method": "independent"}
 
 
 @pytest.fixture
@@ -186,7 +191,7 @@ def test_plan_and_train_with_banded_noise(quietgrad, values, write_config) -> No
 
 def test_bands_are_chosen_from_public_facts_and_drawn(values) -> None:
     prepared, _, run_dir = train(
-        values | {"noise.bands": 0, "training.steps": 12, "training.expected_batch_size": 8}
+        values | {"noise.bands": "auto", "training.steps": 12, "training.expected_batch_size": 8}
     )
     choice = prepared.plan.band_choice
     assert choice is not None and choice.error_ratio <= 1
@@ -199,13 +204,13 @@ def test_plan_draws_the_choice_of_bands_before_anything_runs(
     quietgrad, values, write_config, tmp_path: Path
 ) -> None:
     figure = tmp_path / "bands.png"
-    chosen = values | {"noise.bands": 0}
+    chosen = values | {"noise.bands": "auto"}
     code, out, err = quietgrad("plan", write_config(chosen), "--figure", figure, "--json")
     assert code == 0, err
     assert json.loads(out)["figure"] == str(figure) and figure.read_bytes().startswith(b"\x89PNG")
     for settings, file, part in (
         (values, figure, "noise.bands=3 leaves none"),
-        (chosen | {"noise.method": "independent"}, figure, "noise.method='independent'"),
+        (independent(values), figure, "noise.method='independent'"),
         (chosen, tmp_path / "bands.pdf", "must end in .png"),
         (chosen, tmp_path / "none" / "bands.png", "no such folder"),
     ):
@@ -216,7 +221,7 @@ def test_plan_draws_the_choice_of_bands_before_anything_runs(
 def test_a_choice_of_one_band_is_kept_for_the_resume(
     values, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = values | {"noise.bands": 0}
+    values = values | {"noise.bands": "auto"}
     monkeypatch.setattr(
         "quietgrad.noise.correlation.bands.BandCandidate.error",
         property(lambda self: float(self.bands)),
@@ -394,18 +399,18 @@ def test_weights_know_the_images_that_they_are_from(values, tmp_path: Path) -> N
     """Whatever the noise: no epsilon accounts for what was fitted to private images before."""
     made = make_spectrum(config_of(values), lambda line: None)
     weights = {"model.weights": str(made.weights_path)}
-    for noise in ({}, {"noise.method": "independent", "noise.bands": 0}):
-        prepare(config_of(values | weights | noise))
+    for noisy in (values, independent(values)):
+        prepare(config_of(noisy | weights))
         for changed in ({"data.public_fraction": 0.0}, {"data.public_fraction": 0.1}):
             with pytest.raises(
                 ValueError,
                 match=r"model.weights='.*' were trained without privacy on private training",
             ):
-                prepare(config_of(values | weights | noise | changed))
+                prepare(config_of(noisy | weights | changed))
         with pytest.raises(
             ValueError, match=r"of the form \[1, 8, 8\], the private ones have \[1, 6, 6\]"
         ):
-            prepare(config_of(values | weights | noise | {"data.image_size": 6}))
+            prepare(config_of(noisy | weights | {"data.image_size": 6}))
     # Weights of other origin say nothing of their data, and a header that was tampered with is no
     # reason to believe them.
     tensors = load_file(str(made.weights_path))
@@ -417,15 +422,36 @@ def test_weights_know_the_images_that_they_are_from(values, tmp_path: Path) -> N
         prepare(config_of(values | {"model.weights": str(odd)}))
 
 
-def test_plan_says_what_is_not_read_and_compares_at_the_same_epsilon(
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise.clamp": 1.5}, "noise.clamp=1.5 is no key of noise.method='banded', whose keys "
+         "are: bands, family, memory, source; it belongs to 'noisecurve'"),
+        ({"noise.method": "independent"}, "noise.bands=3 is no key of noise.method='independent', "
+         "whose keys are: source; it belongs to 'banded' and 'noisecurve'"),
+        ({"noise.bandz": 2}, "unknown key noise.bandz; did you mean 'bands'"),
+        ({"noise.workload": "prefix"}, "unknown key noise.workload"),  # for Python alone
+        ({"optimizer.name": "adamw", "optimizer.momentum": 0.9}, "optimizer.momentum=0.9 is no key "
+         "of optimizer.name='adamw'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_key_of_another_method_is_refused(values, changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config_of(values | changes)
+
+
+def test_plan_says_what_does_not_act_and_compares_at_the_same_epsilon(
     quietgrad, values, write_config
 ) -> None:
-    code, out, err = quietgrad("plan", write_config(values | {"noise.clamp": 1.5}), "--json")
+    code, out, err = quietgrad("plan", write_config(values | {"privacy.enabled": False}), "--json")
     said = " ".join(err.split())
     assert code == 0 and said.count("is without effect") == 1
-    assert "noise.clamp=1.5 is without effect: noise.method='banded'" in said
+    assert "noise.method='banded' is without effect: privacy.enabled=false adds no noise" in said
+    code, out, err = quietgrad("plan", write_config(values), "--json")
+    assert code == 0 and "is without effect" not in err
     planned = json.loads(out)
-    plain = prepare(config_of(values | {"noise.method": "independent", "noise.bands": 0})).plan
+    plain = prepare(config_of(independent(values))).plan
     expected = (planned["noise_multiplier"] / plain.noise_multiplier) ** 2
     expected *= planned["objective"] / planned["objective_of_independent_noise"]
     assert planned["predicted_error_ratio"] == pytest.approx(expected)
@@ -466,7 +492,7 @@ def test_public_data_may_not_be_the_private_ones(values, images: Path) -> None:
     ("changes", "message"),
     [
         ({"noise.method": "curvy"}, "noise.method='curvy'"),
-        ({"noise.method": "noisecurve"}, "needs noise.spectrum"),
+        ({"noise.method": "noisecurve"}, "noise.spectrum is missing"),
         ({"noise.method": "noisecurve", "noise.spectrum": "gone.npz"}, "no such file"),
         ({"noise.bands": 10}, "bands=10 exceeds steps=9"),
         ({"noise.bands": -1}, "noise.bands"),
@@ -478,7 +504,11 @@ def test_public_data_may_not_be_the_private_ones(values, images: Path) -> None:
         ({"model.weights": "gone.safetensors"}, "no such file"),
         ({"data.validation_fraction": 0.9}, "leave no training records"),
         (
-            {"noise.bands": 0, "privacy.target_epsilon": None, "privacy.noise_multiplier": 1.0},
+            {
+                "noise.bands": "auto",
+                "privacy.target_epsilon": None,
+                "privacy.noise_multiplier": 1.0,
+            },
             "bands='auto'",
         ),
     ],

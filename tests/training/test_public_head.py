@@ -70,7 +70,7 @@ def test_a_resumed_run_goes_on_under_the_head_that_it_began_with(settings: dict)
 
 
 def test_refusals(settings: dict) -> None:
-    with pytest.raises(ValueError, match=r"model\.random_head freezes the head"):
+    with pytest.raises(ValueError, match=r"model\.random_head=True freezes the head"):
         config_of({"model.tune": "head", "model.random_head": True})
     with pytest.raises(ValueError, match="set one of the two"):
         config_of({"model.random_head": True, "model.public_head_steps": 5})

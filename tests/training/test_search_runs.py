@@ -24,6 +24,7 @@ from quietgrad.comparing.comparison import (
 )
 from quietgrad.comparing.search import propose
 from quietgrad.comparing.table import Comparison, Run, load_comparison
+from quietgrad.denoising import PersistentAmplification
 
 WriteComparison = Callable[..., Path]
 
@@ -180,7 +181,7 @@ def test_settings_reach_the_configuration_of_their_run(write_comparison: WriteCo
         "denoised", 4.0, 0.25, 1, (("denoising.kappa", 1.5), ("privacy.max_grad_norm", 0.3)), 2
     )
     config = comparison.config_of(run)
-    assert (config.denoising.kappa, config.denoising.method) == (1.5, "persistent")
+    assert config.denoising == PersistentAmplification(kappa=1.5)
     assert (config.privacy.max_grad_norm, config.privacy.target_epsilon) == (0.3, 4.0)
     assert (config.optimizer.learning_rate, config.training.seed) == (0.25, 1)
     other = Run(

@@ -218,7 +218,7 @@ def test_optimisers_with_and_without_privacy(optimizer: str, private: bool, sett
         "optimizer.name": optimizer,
         "privacy.enabled": private,
         "optimizer.weight_decay": 0.1,
-        "optimizer.momentum": 0.5,
+        **({"optimizer.momentum": 0.5} if optimizer == "sgd" else {}),
     }
     prepared, outcome, run_dir = train(settings | changed)
     assert outcome.result["private"] is private
@@ -260,7 +260,7 @@ def test_a_model_can_learn_and_noise_can_prevent_it(settings) -> None:
 def test_micro_batches_and_evaluations_change_nothing_but_rounding(settings) -> None:
     found = []
     for i, changed in enumerate(
-        ({}, {"clipping.max_physical_batch_size": 5}, {"training.eval_every": 0})
+        ({}, {"performance.max_physical_batch_size": 5}, {"training.eval_every": 0})
     ):
         values = {
             "training.seed": 2,

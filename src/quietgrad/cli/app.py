@@ -70,7 +70,7 @@ def plan(
         typer.Option(
             "--figure",
             metavar="FILE.png",
-            help="Draw what the number of bands was chosen by (noise.bands = 0).",
+            help="Draw what the number of bands was chosen by (noise.bands = 'auto').",
         ),
     ] = None,
     as_json: accounting.AsJson = False,

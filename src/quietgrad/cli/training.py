@@ -24,15 +24,11 @@ from quietgrad.checks import SettingsWarning
 from quietgrad.cli.accounting import DECLARED_PUBLIC, RELATIONS
 from quietgrad.cli.noise import noise_record, noise_rows, source_rows
 from quietgrad.cli.output import console, fail, one_line, print_json, print_table
+from quietgrad.noise.methods import IndependentNoise
 from quietgrad.training.files.provenance import start_warnings
-from quietgrad.training.settings.config import (
-    TrainConfig,
-    load_config,
-    load_saved_config,
-    require_same_settings,
-)
+from quietgrad.training.settings.config import TrainConfig, load_config
 from quietgrad.training.settings.references import references_for
-from quietgrad.training.settings.unread import unread_settings
+from quietgrad.training.settings.resume import require_same_settings
 
 
 @one_line
@@ -43,11 +39,10 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     from quietgrad.training.files.noise_state import saved_mixing, with_kept_seed, without_seed
     from quietgrad.training.files.run_dir import open_run_dir
 
-    _say_what_is_unread(config)
     run_dir = open_run_dir(config.training.run_dir, resume)
     if resume:
         config = with_kept_seed(config, run_dir)
-        require_same_settings(without_seed(load_saved_config(run_dir.config)), without_seed(config))
+        require_same_settings(without_seed(load_config(run_dir.config)), without_seed(config))
 
     prepared, started = _prepare(config, target, saved_mixing(run_dir) if resume else None)
     from quietgrad.training import runner
@@ -142,7 +137,6 @@ def run_plan(
     config = load_config(config_path, overrides)
     if figure is not None:
         _require_choice_to_draw(config, figure)
-    _say_what_is_unread(config)
     prepared, _ = _prepare(config, target)
     from quietgrad.training.forecast import forecast
 
@@ -201,21 +195,33 @@ def _require_choice_to_draw(config: TrainConfig, figure: Path) -> None:
             "there",
             2,
         )
-    if (
-        config.noise.method == "independent"
-        or config.noise.bands != 0
-        or not config.privacy.enabled
-    ):
+    bands = None if isinstance(config.noise, IndependentNoise) else config.noise.bands
+    if bands != "auto" or not config.privacy.enabled:
+        noise = config.to_dict()["noise"]
         fail(
-            f"--figure draws a choice of bands, and noise.method={config.noise.method!r} with "
-            f"noise.bands={config.noise.bands} leaves none; set noise.method=banded (or "
-            "noisecurve) and noise.bands=0",
+            f"--figure draws a choice of bands, and noise.method={noise['method']!r} with "
+            f"noise.bands={bands} leaves none; set noise.method=banded (or noisecurve) and "
+            "noise.bands=auto",
             2,
         )
 
 
-def _say_what_is_unread(config: TrainConfig) -> None:
-    for sentence in unread_settings(config):
+def _say_what_is_idle(prepared: Any) -> None:
+    """So that nobody believes in noise or denoising that does not run."""
+    config: TrainConfig = prepared.config
+    told = config.to_dict()
+    noise, denoising = told["noise"]["method"], told["denoising"]["method"]
+    delay, found = getattr(config.denoising, "delay", 0), []
+    if prepared.plan is None:
+        found += [f"noise.method={noise!r}"] if noise != "independent" else []
+        found += [f"denoising.method={denoising!r}"] if denoising != "none" else []
+        found = [f"{name} is without effect: privacy.enabled=false adds no noise" for name in found]
+    elif delay >= prepared.steps:
+        found = [
+            f"denoising.method={denoising!r} is without effect: it leaves the first {delay} steps "
+            f"as they are, and there are {prepared.steps}; set denoising.delay"
+        ]
+    for sentence in found:
         Console(stderr=True).print(
             f"[bold]Note:[/bold] {sentence}", highlight=False, soft_wrap=True
         )
@@ -292,7 +298,7 @@ def _config_to_run(path: Path | None, overrides: list[str], resume: bool) -> Tra
 
         saved = RunDir(Path(config.training.run_dir)).config
         if saved.is_file():
-            return load_saved_config(saved, overrides)
+            return load_config(saved, overrides)
     return config
 
 
@@ -305,6 +311,7 @@ def _prepare(config: TrainConfig, target: Console, mixing: Any = None) -> tuple[
 
         with target.status("loading data and model, calibrating the noise"):
             prepared = prepare(config, mixing)
+    _say_what_is_idle(prepared)
     for warning in caught:
         if issubclass(warning.category, SettingsWarning):  # those of libraries are not for the user
             target.print(f"[yellow]warning:[/yellow] {warning.message}")

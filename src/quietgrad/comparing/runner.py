@@ -38,7 +38,7 @@ class ComparisonRunner:
             variant
         ) in comparison.variants:  # before any run: a spectrum that is missing or does not fit
             check_spectrum(
-                comparison.config_of(replace(comparison.first, variant=variant)),
+                comparison.config_of(replace(comparison.first, variant=variant)).noise,
                 prepared.model.classifier,
                 prepared.task.record_ids,
                 prepared.task.form,
@@ -78,8 +78,8 @@ class ComparisonRunner:
             for name, parameter in trainable_parameters(self.model).items():
                 parameter.copy_(self.initial[name])
                 parameter.grad = None
-        of_moment = config.denoising.momentum_rule
-        optimizer, schedule = build_optimizer(self.model, config.optimizer, plan.steps, of_moment)
+        rule = config.momentum_rule
+        optimizer, schedule = build_optimizer(self.model, config.optimizer, plan.steps, rule)
         loss = prepared.loss()
         curve: list[tuple[int, float]] = []
         started = time.monotonic()
@@ -116,7 +116,7 @@ class ComparisonRunner:
             [tree[table] for table in ("noise", "optimizer", "privacy", "clipping", "training")]
         )
         task = self.prepared.task
-        check_spectrum(config, self.model, task.record_ids, task.form)
+        check_spectrum(config.noise, self.model, task.record_ids, task.form)
         plan = build_plan(config, self.prepared.task.record_ids, self._mixings.get(settings))
         if plan is not None and plan.mixing is not None:
             self._mixings[settings] = plan.mixing

@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import typing
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from quietgrad.checks import nearest, require_at_least
+from quietgrad.checks import nearest
+from quietgrad.records import Count, Whole, judge
+from quietgrad.training.settings.reading import one
 
-Value = float | int | str
+Value = int | float | str
 Settings = tuple[tuple[str, Value], ...]
 DIGITS = 3  # significant ones of a proposed number: enough, and a result's line stays readable
 RATE = "optimizer.learning_rate"
@@ -36,11 +37,20 @@ class Range:
     """
 
     key: str
-    low: float = 0.0
-    high: float = 0.0
+    low: int | float = 0.0
+    high: int | float = 0.0
     log: bool = False
     choices: tuple[Value, ...] = ()
     variants: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        judge(self)
+        ends = math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high
+        if not self.choices and not (ends and (self.low > 0 or not self.log)):
+            raise ValueError(
+                f"low={self.low}, high={self.high}: a range must have low < high (and low > 0 with "
+                "log = true), or choices"
+            )
 
 
 @dataclass(frozen=True)
@@ -54,10 +64,13 @@ class SearchTable:
         ranges: one a setting.
     """
 
-    trials: int
-    startup: int = 4
-    search_seed: int = 0
-    ranges: tuple[Range, ...] = field(default_factory=tuple)
+    trials: Count
+    startup: Count = 4
+    search_seed: Whole = 0
+    ranges: tuple[Range, ...] = ()
+
+    def __post_init__(self) -> None:
+        judge(self)
 
     def ranges_of(self, variant: str) -> list[Range]:
         """Those shared by all variants first: random trials then agree on them."""
@@ -86,26 +99,9 @@ def search_table(values: dict[str, Any], variants: Sequence[str]) -> SearchTable
         raise ValueError(
             '[search] must be a table with trials and [search.ranges."table.key"] tables'
         )
-    values = dict(values)
-    ranges = values.pop("ranges", {})
-    for key in values:
-        if key not in ("trials", "startup", "search_seed"):
-            raise ValueError(
-                "unknown key "
-                f"search.{key}{nearest(key, ['trials', 'startup', 'search_seed', 'ranges'])}"
-            )
-    for key in ("trials", "startup", "search_seed"):
-        if not isinstance(values.get(key, 1), int) or isinstance(values.get(key), bool):
-            raise ValueError(f"search.{key}={values[key]!r} must be a whole number")
-    require_at_least(
-        "search.trials", values.get("trials", 0), 1, "say how many settings each variant may try"
-    )
-    require_at_least(
-        "search.startup", values.get("startup", 4), 1, "the sampler learns from at least one trial"
-    )
-    require_at_least(
-        "search.search_seed", values.get("search_seed", 0), 0, "use a whole number of at least 0"
-    )
+    values = {"trials": 0} | dict(values)
+    ranges: dict[str, Any] = values.pop("ranges", {})
+    table = one(SearchTable).read("search", values)
     if RATE not in ranges:
         raise ValueError(
             f'[search.ranges] has no "{RATE}"; variants compared at one rate are compared at the '
@@ -117,43 +113,24 @@ def search_table(values: dict[str, Any], variants: Sequence[str]) -> SearchTable
             f'search.ranges."{RATE}".variants: every variant needs a rate of its own; leave '
             "variants out"
         )
-    return SearchTable(**values, ranges=found)
+    return replace(table, ranges=found)
 
 
 def _range(key: str, values: Any, variants: Sequence[str]) -> Range:
     name = f'search.ranges."{key}"'
     if not isinstance(values, dict):
         raise ValueError(f"{name}={values!r} must be a table of low and high, or of choices")
-    hints = typing.get_type_hints(Range)
-    for found in values:
-        if found not in hints or found == "key":
-            raise ValueError(
-                f"unknown key {name}.{found}{nearest(found, [h for h in hints if h != 'key'])}"
-            )
-    for found in ("choices", "variants"):
-        if not isinstance(values.get(found, []), list):
-            raise ValueError(f"{name}.{found}={values[found]!r} must be a list")
-    for variant in values.get("variants", ()):
+    if "key" in values:
+        raise ValueError(f"unknown key {name}.key: it is the name of this table; take it out")
+    missing = {} if values.get("choices") else {"low": math.inf}  # bounds have no default
+    found: Range = one(Range).read(name, {"key": key} | missing | values)
+    for variant in found.variants:
         if variant not in variants:
             raise ValueError(
                 f"{name}.variants names {variant!r}, which is no "
                 f"variant{nearest(variant, variants)}"
             )
-    if not values.get("choices"):
-        low, high = (values.get(bound) for bound in ("low", "high"))
-        if not _ordered(low, high, bool(values.get("log"))):
-            raise ValueError(
-                f"{name} must have low < high (and low > 0 with log = true), or choices; got "
-                f"{values}"
-            )
-    fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return Range(key, **fixed)
-
-
-def _ordered(low: Any, high: Any, log: bool) -> bool:
-    if not isinstance(low, int | float) or not isinstance(high, int | float):
-        return False
-    return math.isfinite(low) and math.isfinite(high) and low < high and (low > 0 or not log)
+    return found
 
 
 def propose(table: SearchTable, variant: str, trials: Sequence[tuple[Settings, float]]) -> Settings:

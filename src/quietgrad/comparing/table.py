@@ -7,36 +7,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quietgrad.checks import nearest, require_at_least, require_positive
+from quietgrad.checks import nearest, require_at_least
 from quietgrad.comparing.search import RATE, SearchTable, Settings, search_table
-from quietgrad.training.settings.config import ACTIVE, BEFORE, TrainConfig, config_from, read_toml
+from quietgrad.records import Above0, Count, judge
+from quietgrad.training.settings.config import TrainConfig, config_from, read_toml
+from quietgrad.training.settings.reading import one
 
-# Tables and keys that configurations gained after the first results were committed.
-LATER = (
-    "task",
-    "data.test_source",
-    "data.text_pair",
-    "model.lora_alpha",
-    "model.random_head",
-    "model.accept_start",
-    "noise",
-    "noise.source",
-    "noise.floor",
-    "noise.horizon",
-    "noise.clamp",
-    "data.image_size",
-    "data.public_fraction",
-    "data.label_separator",
-    "data.no_label",
-    "model.weights",
-    "optimizer.schedule",
-)
 # What a variant may change; the rest is prepared once for all runs.
 VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer")
 HEAD_RATE = "optimizer.head_learning_rate"
@@ -70,10 +51,10 @@ class ComparisonTable:
     title: str = ""
     results: str = "results.jsonl"
     figure: str = "comparison.png"
-    epsilons: list[float] = field(default_factory=lambda: [3.0])
+    epsilons: list[Above0] = field(default_factory=lambda: [3.0])
     seeds: int = 3
-    learning_rates: list[float] = field(default_factory=lambda: [1e-3])
-    tuning_seeds: int = 2
+    learning_rates: list[Above0] = field(default_factory=lambda: [1e-3])
+    tuning_seeds: Count = 2
     protocol_rate: float = 1e-3
     head_rate: float = 0.0
     reference: str = "baseline"
@@ -81,6 +62,16 @@ class ComparisonTable:
     eval_every: int = 5
     eval_records: int = 0
     distinct: bool = False
+
+    def __post_init__(self) -> None:
+        judge(self)
+        if self.protocol_rate not in self.learning_rates:
+            raise ValueError(
+                f"protocol_rate={self.protocol_rate} is not in "
+                f"learning_rates={self.learning_rates}; add it to the grid"
+            )
+        few = "there are fewer seeds than tuning seeds"
+        require_at_least("seeds", self.seeds, self.tuning_seeds, few)
 
 
 @dataclass(frozen=True)
@@ -171,20 +162,8 @@ class Comparison:
     def key_of(self, run: Run) -> str:
         """Changes with every setting that can change the outcome."""
         tree = self.config_of(run).to_dict()
-        default = TrainConfig().to_dict()
-        for name in (
-            LATER
-        ):  # at their defaults they change nothing, and results of before they came stay valid
-            table, _, key = name.partition(".")
-            idle = name in ACTIVE and tree.get(table, {}).get("method") != ACTIVE[name]
-            if key and (
-                idle or tree.get(table, {}).get(key) == BEFORE.get(name, default[table].get(key))
-            ):
-                tree.get(table, {}).pop(key, None)
-            elif not key and tree[table] == default[table]:
-                tree.pop(table)
-        tree.pop("spectrum", None)  # training does not read it
-        tree["data"].pop("public", None)  # a declaration, not a setting
+        tree.pop("spectrum")  # training does not read it
+        tree["data"].pop("public")  # a declaration, not a setting
         settings: list[Any] = [tree, self.table.eval_every, self.table.eval_records]
         if self.table.distinct:
             settings.append("distinct")
@@ -207,7 +186,7 @@ def load_comparison(path: str | Path) -> Comparison:
             "train` takes single runs"
         )
     given = tree.pop("comparison")
-    table = _table(given)
+    table = one(ComparisonTable).read("comparison", given)
     variants = {name: _flat(values) for name, values in tree.pop("variants").items()}
     search = search_table(tree.pop("search"), list(variants)) if "search" in tree else None
     if search is not None and ("learning_rates" in given or "protocol_rate" in given):
@@ -220,22 +199,6 @@ def load_comparison(path: str | Path) -> Comparison:
             f"comparison.reference={table.reference!r} is no "
             f"variant{nearest(table.reference, variants)}"
         )
-    if table.protocol_rate not in table.learning_rates:
-        raise ValueError(
-            f"comparison.protocol_rate={table.protocol_rate} is not in "
-            f"learning_rates={table.learning_rates}; add it to the grid"
-        )
-    require_at_least(
-        "comparison.tuning_seeds", table.tuning_seeds, 1, "choose rates with at least one seed"
-    )
-    require_at_least(
-        "comparison.seeds",
-        table.seeds,
-        table.tuning_seeds,
-        "there are fewer seeds than tuning seeds",
-    )
-    for value in (*table.epsilons, *table.learning_rates):
-        require_positive("comparison.epsilons and learning_rates", value)
     if search is not None and table.head_rate and any(r.key == HEAD_RATE for r in search.ranges):
         raise ValueError(
             f'comparison.head_rate and search.ranges."{HEAD_RATE}" both set the head\'s rate; keep '
@@ -285,21 +248,6 @@ def load_comparison(path: str | Path) -> Comparison:
                 "train` for a reference without privacy"
             )
     return found
-
-
-def _table(values: dict[str, Any]) -> ComparisonTable:
-    hints = typing.get_type_hints(ComparisonTable)
-    for key, value in values.items():
-        if key not in hints:
-            raise ValueError(f"unknown key comparison.{key}{nearest(key, hints)}")
-        wanted = typing.get_origin(hints[key]) or hints[key]
-        if isinstance(value, bool) != (wanted is bool) or not isinstance(
-            value, (int, float) if wanted is float else wanted
-        ):
-            raise ValueError(
-                f"comparison.{key}={value!r} must be of type {getattr(wanted, '__name__', wanted)}"
-            )
-    return ComparisonTable(**values)
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

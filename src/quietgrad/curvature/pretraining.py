@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from quietgrad.checks import require_at_least, require_positive, require_word
 
-LABELS = ("clusters", "random")
+Labels = Literal["clusters", "random"]
+LABELS: tuple[Labels, ...] = get_args(Labels)
 Embedding = Callable[[Tensor], Tensor]
 Progress = Callable[[int, int], None]
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import numpy as np
 from torch import Tensor
@@ -40,7 +41,8 @@ LARGEST_NORMAL = 14.0  # exceeded with probability 2e-44 by a normal number
 # norm of a row of C^-1: single precision then still leaves four digits of every independent draw
 LARGEST_ROW = 1000.0
 Rows = tuple[Mapping[str, Tensor], ...]
-MEMORIES = ("rows", "regenerate")
+Memory = Literal["rows", "regenerate"]
+MEMORIES: tuple[Memory, ...] = get_args(Memory)
 
 
 @dataclass(frozen=True)

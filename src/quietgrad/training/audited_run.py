@@ -96,8 +96,7 @@ def audited_run(
         )
 
     chosen = GradientCanaries(canaries) if kind == "gradient" else mislabelled(prepared, canaries)
-    of_moment = config.denoising.momentum_rule
-    optimizer, schedule = build_optimizer(model, config.optimizer, plan.steps, of_moment)
+    optimizer, schedule = build_optimizer(model, config.optimizer, plan.steps, config.momentum_rule)
     made = 0
 
     def update(noisy: NoisySum) -> None:

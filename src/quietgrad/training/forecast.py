@@ -28,7 +28,7 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
         A record for ``quietgrad plan``; times are of this machine, right now.
     """
     config = prepared.config
-    size = min(config.clipping.max_physical_batch_size, len(prepared.validation))
+    size = min(config.physical_batch_size, len(prepared.validation))
     typical = prepared.validation.subset(prepared.validation.middle(size))
     prefix_seconds, loss = 0.0, prepared.loss()
     model: nn.Module

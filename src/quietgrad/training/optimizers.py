@@ -5,16 +5,79 @@ head and a schedule that depends on the step number alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from quietgrad.denoising import MomentumRule, SpectralAdamW, SpectralSGD
 from quietgrad.noise.noisy_sum import NoisySum
-from quietgrad.training.settings.tables import OptimizerTable
+from quietgrad.records import Above0, Amount, Whole, judge
 
 LAST_RATE = 0.05  # share of the learning rate that is left at the last step
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What every optimiser has.
+
+    Attributes:
+        learning_rate: of the encoder or adapters.
+        head_learning_rate: of the head (None: as ``learning_rate``).
+        weight_decay: decoupled for AdamW.
+        warmup_steps: linear warm-up.
+        schedule: "linear" (after the warm-up the rate falls linearly to a twentieth) or "constant".
+    """
+
+    learning_rate: Above0 = 1e-3
+    head_learning_rate: Above0 | None = None
+    weight_decay: Amount = 0.0
+    warmup_steps: Whole = 5
+    schedule: Literal["linear", "constant"] = "linear"
+
+    def __post_init__(self) -> None:
+        judge(self)
+
+    def factor(self, step: int, steps: int) -> float:
+        """What the learning rate is multiplied by at a step (0-based) of ``steps``."""
+        warm = min(1.0, (step + 1) / (self.warmup_steps + 1))
+        if self.schedule == "constant":
+            return warm
+        return warm * (LAST_RATE + (1 - LAST_RATE) * (1 - step / max(steps, 1)))
+
+
+@dataclass(frozen=True)
+class AdamW(Rates):
+    """AdamW, or with a rule the one that acts by it."""
+
+    def build(
+        self, model: nn.Module, groups: Groups, rule: MomentumRule | None
+    ) -> torch.optim.Optimizer:
+        """Over the groups, each with its rate."""
+        if rule is not None:
+            return SpectralAdamW(model, rule, weight_decay=self.weight_decay, groups=groups)
+        return torch.optim.AdamW(groups, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True)
+class SGD(Rates):
+    """SGD, with ``momentum`` beside what every optimiser has."""
+
+    momentum: Amount = 0.0
+
+    def build(
+        self, model: nn.Module, groups: Groups, rule: MomentumRule | None
+    ) -> torch.optim.Optimizer:
+        """See ``AdamW.build``."""
+        momentum, decay = self.momentum, self.weight_decay
+        if rule is not None:
+            return SpectralSGD(model, rule, self.learning_rate, momentum, decay, groups=groups)
+        return torch.optim.SGD(groups, momentum=momentum, weight_decay=decay)
+
+
+Optimizer = AdamW | SGD
 
 
 def head_parameter_names(model: nn.Module) -> set[str]:
@@ -48,7 +111,7 @@ def step_on_release(optimizer: torch.optim.Optimizer, noisy: NoisySum | None) ->
 
 
 def build_optimizer(
-    model: nn.Module, table: OptimizerTable, steps: int, rule: MomentumRule | None = None
+    model: nn.Module, table: Optimizer, steps: int, rule: MomentumRule | None = None
 ) -> tuple[torch.optim.Optimizer, Callable[[int], None]]:
     """The optimiser, and a function that sets its learning rates for a step (0-based).
 
@@ -69,34 +132,11 @@ def build_optimizer(
         for p, rate in ((body, table.learning_rate), (head, head_rate))
         if p
     ]
-    optimizer: torch.optim.Optimizer
-    if rule is not None:
-        if table.name == "adamw":
-            optimizer = SpectralAdamW(model, rule, weight_decay=table.weight_decay, groups=groups)
-        else:
-            rate, momentum, decay = table.learning_rate, table.momentum, table.weight_decay
-            optimizer = SpectralSGD(model, rule, rate, momentum, decay, groups=groups)
-    elif table.name == "adamw":
-        optimizer = torch.optim.AdamW(groups, weight_decay=table.weight_decay)
-    else:
-        optimizer = torch.optim.SGD(
-            groups, momentum=table.momentum, weight_decay=table.weight_decay
-        )
+    optimizer = table.build(model, groups, rule)
     base = [float(g["lr"]) for g in optimizer.param_groups]
 
     def schedule(step: int) -> None:
         for group, rate in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = rate * rate_factor(table, step, steps)
+            group["lr"] = rate * table.factor(step, steps)
 
     return optimizer, schedule
-
-
-def rate_factor(table: OptimizerTable, step: int, steps: int) -> float:
-    """What the learning rate is multiplied by at a step (0-based) of ``steps``."""
-    warm = min(1.0, (step + 1) / (table.warmup_steps + 1))
-    decay = (
-        1.0
-        if table.schedule == "constant"
-        else LAST_RATE + (1 - LAST_RATE) * (1 - step / max(steps, 1))
-    )
-    return warm * decay

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
 from quietgrad.clipping.verify import verify_clipping
 from quietgrad.noise.correlation.mixing import MixingMatrix
+from quietgrad.noise.methods import BandedNoise, MatrixNoise
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 from quietgrad.plan.seeds import root_key
 from quietgrad.sampling import PoissonSampler
@@ -24,7 +25,7 @@ from quietgrad.tensors import trainable_parameters
 from quietgrad.training.files.provenance import Record, check_start
 from quietgrad.training.precision import precision_context, precision_of
 from quietgrad.training.settings.config import TrainConfig
-from quietgrad.training.settings.noise import check_spectrum, noise_settings
+from quietgrad.training.settings.noise import check_spectrum, noise_of
 from quietgrad.training.tasks.images.public_weights import check_public_weights
 from quietgrad.training.tasks.loaded import LoadedModel
 from quietgrad.training.tasks.metrics import MEAN_AUC, Metric, dividing
@@ -112,7 +113,7 @@ class Prepared:
         source = self.train if cache is None else cache
         if not len(indices):
             yield source.collate(indices, self.device)
-        size = self.config.clipping.max_physical_batch_size
+        size = self.config.physical_batch_size
         for part in self.train.micro_batch_indices(indices, size):
             yield source.collate(part, self.device)
 
@@ -145,7 +146,7 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
     model, (train, validation, test) = task.read(config, device)
     trainable_parameters(model.classifier)
     refuse_cross_example_layers(model.classifier)
-    check_spectrum(config, model.classifier, task.record_ids, task.form)
+    check_spectrum(config.noise, model.classifier, task.record_ids, task.form)
     prepared = Prepared(
         config, task, train, validation, test, model, plan, sampler, steps, device, started_from
     )
@@ -186,8 +187,8 @@ def _privacy_config(
     config: TrainConfig, mixing: MixingMatrix | None, plain: bool = False
 ) -> PrivacyConfig:
     return PrivacyConfig(
-        **({} if plain else noise_settings(config, mixing)),
-        denoiser=None if plain else config.denoising.gradient_rule,
+        **({} if plain else _noise_settings(config, mixing)),
+        denoiser=None if plain else config.gradient_rule,
         target_epsilon=config.privacy.target_epsilon,
         target_delta=config.privacy.target_delta,
         noise_multiplier=config.privacy.noise_multiplier,
@@ -197,10 +198,25 @@ def _privacy_config(
         epochs=config.training.epochs,
         estimator=config.clipping.estimator,
         sketch_dim=config.clipping.sketch_dim,
-        max_physical_batch_size=config.clipping.max_physical_batch_size,
+        clipping_groups=config.clipping.groups,
+        clipping_scaling=config.clipping.scaling,
+        clipping_layers=config.clipping.layers,
+        clipping_engine=config.performance.engine,
+        memory_budget=config.performance.memory_budget,
+        max_physical_batch_size=config.physical_batch_size,
         seed=config.training.seed,
         data_are_public=config.data.public or plain,
     )
+
+
+def _noise_settings(config: TrainConfig, mixing: MixingMatrix | None) -> dict[str, Any]:
+    noise = noise_of(config.noise, config.optimizer, config.privacy.max_grad_norm, mixing)
+    found: dict[str, Any] = {"noise_source": noise.source, "noise_memory": noise.memory}
+    if isinstance(noise, MatrixNoise):
+        found["mixing"] = noise.mixing
+    elif isinstance(noise, BandedNoise):
+        found |= {"bands": noise.bands, "workload": noise.workload, "mixing_family": noise.family}
+    return found
 
 
 def verify_on_public_records(prepared: Prepared) -> float:

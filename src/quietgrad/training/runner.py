@@ -158,7 +158,7 @@ class _Loop:
         self.trained: nn.Module = self.model if self.cache is None else self.cache.upper
         self.loss = prepared.loss()
         config = prepared.config
-        rule = config.denoising.momentum_rule if prepared.plan is not None else None
+        rule = config.momentum_rule if prepared.plan is not None else None
         built = build_optimizer(self.trained, config.optimizer, prepared.steps, rule)
         self.optimizer, self.schedule = built
         every = prepared.config.training.eval_records

@@ -42,8 +42,8 @@ from quietgrad.training.tasks.loaded import Tuning
 from quietgrad.training.tasks.records import classification_loss
 from quietgrad.training.tasks.registry import load_task
 
-# images of one product's part; of a pretrained model clipping.max_physical_batch_size, if that is
-# less
+# images of one product's part; of a pretrained model performance.max_physical_batch_size, if that
+# is less
 BATCH = 250
 HELD_OUT = "held-out"
 
@@ -144,7 +144,7 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
 
 def _part(config: TrainConfig) -> int:
     if config.model.name.startswith(HUGGING_FACE):
-        return min(BATCH, config.clipping.max_physical_batch_size)
+        return min(BATCH, config.physical_batch_size)
     return BATCH
 
 

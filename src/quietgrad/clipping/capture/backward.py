@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from quietgrad.clipping.capture.capture import Receiver, Recording, attach_frozen, captured
 from quietgrad.clipping.capture.escapes import never_called, not_expandable
 from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.capture.routines.opening import routines_opened
 from quietgrad.tensors import Batch, batch_size_of
 
 Result = TypeVar("Result")
@@ -80,6 +81,7 @@ def forward_captured(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(uncompiled(model))
         recording = stack.enter_context(captured(layout, n, receive, attach_all=reentrant))
+        stack.enter_context(routines_opened(layout, n, recording))
         try:
             losses = per_example_loss(model, batch)
         except torch.OutOfMemoryError:

@@ -63,6 +63,8 @@ class Recording:
             reentrant checkpointing).
         expanded: names of the modules whose inputs or outputs were expanded to the batch size.
         hidden: names of the modules that were called without a graph in the forward pass.
+        opened: names of the modules whose call under way was captured map by map
+            (``routines``).
         paused: True while a module is called by the library itself.
     """
 
@@ -73,7 +75,13 @@ class Recording:
     attach_all: bool = False
     expanded: set[str] = field(default_factory=set)
     hidden: set[str] = field(default_factory=set)
+    opened: set[str] = field(default_factory=set)
     paused: bool = False
+
+    def note_call(self, site: Site) -> None:
+        """Counts a call of the forward pass."""
+        if self.in_forward:
+            self.calls[site.name] = self.calls.get(site.name, 0) + 1
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -86,7 +94,7 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """What of a call is not a tensor: the inputs' tensors are autograd's to keep."""
 
     site: Site
@@ -113,14 +121,14 @@ class _Call:
         self.recording.receive(Use(self.site, args, kwargs, at_outputs, self.shared))
 
 
-class _Identity(torch.autograd.Function):
+class Identity(torch.autograd.Function):
     """Outputs unchanged and without a copy; in the backward pass their gradients are delivered and
     passed on.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, inputs: list[Tensor], root: Tensor, *outputs: Tensor
+        ctx: Any, call: Call, inputs: list[Tensor], root: Tensor, *outputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -196,7 +204,7 @@ def attach_frozen(layout: Layout, root: Tensor) -> list[torch.utils.hooks.Remova
     return [module.register_forward_hook(hang) for module in layout.frozen]
 
 
-def _off(recording: Recording) -> bool:
+def is_off(recording: Recording) -> bool:
     return recording.paused or not torch.is_grad_enabled()
 
 
@@ -213,7 +221,7 @@ def _expander(
     def expand(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if batch_size == 1 or _off(recording):
+        if batch_size == 1 or is_off(recording) or not site.unit.examples_first(module, args):
             return None
         first = args[0] if args and site.rule is not None else None
         if first_dimension(first) == batch_size:
@@ -243,8 +251,11 @@ def _recorder(
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if _off(recording):
+        if is_off(recording):
             _note_hidden(site, recording)
+            return None
+        if site.name in recording.opened:
+            recording.note_call(site)
             return None
         simple = isinstance(output, Tensor)
         outputs, output_spec = ([output], None) if simple else pytree.tree_flatten(output)
@@ -265,12 +276,11 @@ def _recorder(
         )
         for i in places:
             leaves[i] = None
-        if recording.in_forward:
-            recording.calls[site.name] = recording.calls.get(site.name, 0) + 1
-        call = _Call(site, recording, tuple(leaves), places, spec, positions, common)
+        recording.note_call(site)
+        call = Call(site, recording, tuple(leaves), places, spec, positions, common)
         for i, attached in zip(
             positions,
-            _Identity.apply(call, inputs, recording.root, *(outputs[i] for i in positions)),
+            Identity.apply(call, inputs, recording.root, *(outputs[i] for i in positions)),
             strict=True,
         ):
             outputs[i] = attached

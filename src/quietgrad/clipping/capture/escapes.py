@@ -14,7 +14,7 @@ class NotCaptured(ValueError):
 
 
 def no_example_dimension(site: Site, what: str) -> NotCaptured:
-    """``what``: "returns a tensor" or "is called with an input"."""
+    """``what``: "returns a tensor", or "is called with" something."""
     return NotCaptured(
         f"layer {site.name!r} ({type(site.module).__name__}) {what} whose first dimension is not "
         "the example, so per-example gradients "
@@ -33,6 +33,16 @@ def several_inputs(site: Site) -> NotCaptured:
         "its parameters "
         "(requires_grad_(False)), or take one example at a time (engine='one-example', exact for "
         "every layer)"
+    )
+
+
+def sorted_beforehand(site: Site) -> NotCaptured:
+    """Of a recurrent layer whose examples stand in an order that nobody tells."""
+    return NotCaptured(
+        f"layer {site.name!r} ({type(site.module).__name__}) is called with a packed sequence that "
+        "was sorted beforehand, so which row is which example is not known; pack it with "
+        "enforce_sorted=False, freeze its parameters (requires_grad_(False)), or take one example "
+        "at a time (engine='one-example', exact for every layer)"
     )
 
 

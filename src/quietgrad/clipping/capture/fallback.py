@@ -1,9 +1,9 @@
 """Per-example gradients of any module: its forward pass is repeated for each example, under vmap
 where that works.
 
-Serves bare ``nn.Parameter``s, custom normalisations, attention and recurrent modules. Cost: one
-more forward and backward pass of that module, and memory for its per-example gradients, [examples,
-entries of its own parameters].
+Serves bare ``nn.Parameter``s, custom normalisations, and attention and recurrent modules that are
+not torch's own (``routines``). Cost: one more forward and backward pass of that module, and memory
+for its per-example gradients, [examples, entries of its own parameters].
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from quietgrad.clipping.capture.capture import Use
@@ -38,6 +39,8 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
     """
     module, output_gradients = use.site.module, use.output_gradients
     _refuse_randomness(use)
+    if any(isinstance(x, PackedSequence) for x in use.args):
+        raise no_example_dimension(use.site, "is called with a packed sequence")
     wanted = set(use.site.parameters)
     own = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False) if n in wanted}
     leaves, spec = pytree.tree_flatten((use.args, use.kwargs))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,12 @@ class Unit:
     needs_batch_first: bool = False
     pair_mask: tuple[str, int] | None = None
     batches: bool = True
+
+    def examples_first(self, module: nn.Module, args: tuple[Any, ...]) -> bool:
+        """Whether the first input has the example as its first dimension."""
+        if not self.needs_batch_first:
+            return True
+        return bool(module.batch_first) and not (args and isinstance(args[0], PackedSequence))
 
     def dim_at(self, position: int) -> int:
         """Example dimension of an input or output at this place."""

@@ -165,15 +165,17 @@ def settle(
     them.
     """
     matrices: list[MatrixFactors] = [u for u in uses if not isinstance(u, DirectGradients)]
-    if len(matrices) < len(uses):
-        # One parameter seen by a rule and by the fallback: add before taking the norm.
+    if len(matrices) < len(uses) or len({use.sizes.g for use in matrices}) > 1:
+        # One parameter seen by a rule and by the fallback, or cut into blocks of rows in one call
+        # and not in another (attention to itself and to something else): add before taking the
+        # norm.
         total: Tensor | None = None
-        if matrices:
-            total = materialized_gradients(matrices, dtype).values_bn
         for use in uses:
             if isinstance(use, DirectGradients):
                 values = use.values_bn.to(dtype)
-                total = values if total is None else total + values
+            else:
+                values = materialized_gradients([use], dtype).values_bn
+            total = values if total is None else total + values
         assert total is not None
         return direct(total), [DirectGradients(total)]
     choice = policy.choose(cost_of(matrices))

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
 from quietgrad.clipping.norms.factors import MatrixFactors, Unfolded
-from quietgrad.clipping.norms.factors.products import add_over_positions, thin_product
+from quietgrad.clipping.norms.factors.products import (
+    add_over_positions,
+    chain_of_columns,
+    thin_product,
+)
 from quietgrad.clipping.norms.hutch import Hutch
 from quietgrad.clipping.norms.projections import Projections
 from quietgrad.clipping.norms.rounding import Measured, gamma, squared_norms
 from quietgrad.clipping.norms.sketches import (
-    chain_of_columns,
     drawn,
     position_gamma,
     project_columns,
@@ -31,6 +34,8 @@ from quietgrad.clipping.norms.sketches import (
 from quietgrad.clipping.norms.spread import spread_of
 
 HEAD_ROWS = 2048  # of the head of Hutch++ that are formed at once
+# Of a product with the head's basis that are summed at once: its rounding counts sqrt(k) times.
+HEAD_COLUMNS = 64
 
 
 @dataclass(frozen=True)
@@ -66,18 +71,18 @@ def hutch_plus_plus_norms(
     project = project_rows if s.p >= s.d else project_columns
     columns = min(sketch_dim, s.p, s.d)
     probe = drawn(projections.gaussian(name, "range", max(s.p, s.d), columns), some[0], dtype)
-    basis_bgsk = torch.linalg.qr(project(some, probe, dtype)).Q
+    basis_bgsk = torch.linalg.qr(project(some, probe, dtype).transpose(2, 3)).Q
     del probe
     probe = drawn(projections.gaussian(name, "tail", max(s.p, s.d), sketch_dim), some[0], dtype)
     tail = project(some, probe, dtype)
     del probe
-    tail.sub_(basis_bgsk @ (basis_bgsk.transpose(2, 3) @ tail))
+    tail.sub_((tail @ basis_bgsk) @ basis_bgsk.transpose(2, 3))
     squared = squared_norms(tail)
     spread = spread_of(uses, dtype)
     # The head's basis is orthonormal to the rounding of its factorisation, and no more random than
     # the data. Head and tail are orthogonal: so are their errors.
     head = math.sqrt(columns) * gamma(
-        chain_of_columns(min(s.p, s.d)), tail, dtype
+        chain_of_columns(min(s.p, s.d), HEAD_COLUMNS), tail, dtype
     ) + position_gamma(some, tail, dtype)
     margin = math.hypot(head, tail_margin(some, max(s.p, s.d), sketch_dim, tail, dtype))
     squared += _head_norms(some, basis_bgsk, dtype)
@@ -93,9 +98,9 @@ def _head_norms(uses: Sequence[Unfolded], basis_bgsk: Tensor, dtype: torch.dtype
     if any(use.one_hot for use in uses):
         return squared_norms((project_columns if tall else project_rows)(uses, basis_bgsk, dtype))
     smalls = [
-        thin_product(use.right_bgtd, basis_bgsk, dtype)
+        thin_product(use.right_bgtd, basis_bgsk, dtype, HEAD_COLUMNS)
         if tall
-        else use.left_product(basis_bgsk, dtype)
+        else use.left_product(basis_bgsk, dtype, HEAD_COLUMNS)
         for use in uses
     ]
     squared = smalls[0].new_zeros(s.b, dtype=torch.float64)

@@ -59,8 +59,22 @@ def _affine(
     return out
 
 
+def stacked_linear_rule(
+    module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
+    """y_k = x_k W_k^T for blocks W_k of one weight's rows; [b, t, k, features]."""
+    return {"weight": DenseFactors(grad.transpose(1, 2), x.transpose(1, 2))}
+
+
+def repeated_rule(
+    module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
+) -> dict[str, Contribution]:
+    """The weight itself, once for every example."""
+    return {"weight": DirectGradients(grad.flatten(1))}
+
+
 def embedding_rule(
-    module: nn.Embedding, ids: Tensor, grad: Tensor, wanted: Collection[str]
+    module: nn.Embedding | nn.EmbeddingBag, ids: Tensor, grad: Tensor, wanted: Collection[str]
 ) -> dict[str, Contribution]:
     """y_t = W[id_t]: M_i = onehot(ids)^T G_i, positions that read ``padding_idx`` left out, as
     autograd does.
@@ -71,23 +85,6 @@ def embedding_rule(
     if module.padding_idx is not None:
         g_btd = g_btd * (ids_bt != module.padding_idx).unsqueeze(-1)
     return {"weight": OneHotFactors(ids_bt, g_btd.unsqueeze(1), module.num_embeddings)}
-
-
-def embedding_bag_rule(
-    module: nn.EmbeddingBag, ids: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
-    """y = sum_t w_t W[id_t], w_t = 1 or 1 over the number of words: every position has the bag's
-    gradient times w_t.
-
-    Bags are rows of ``ids``; words of ``padding_idx`` count for neither.
-    """
-    weights_bt = torch.ones_like(ids, dtype=grad.dtype)
-    if module.padding_idx is not None:
-        weights_bt = (ids != module.padding_idx).to(grad.dtype)
-    if module.mode == "mean":
-        weights_bt = weights_bt / weights_bt.sum(1, keepdim=True).clamp_min(1)
-    g_btd = weights_bt.unsqueeze(-1) * grad.unsqueeze(1)
-    return {"weight": OneHotFactors(ids.long(), g_btd.unsqueeze(1), module.num_embeddings)}
 
 
 def layer_norm_rule(
@@ -252,7 +249,6 @@ def _sum(x: Tensor, dim: int) -> Tensor:
 _RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear_rule,
     nn.Embedding: embedding_rule,
-    nn.EmbeddingBag: embedding_bag_rule,
     nn.LayerNorm: layer_norm_rule,
     nn.RMSNorm: rms_norm_rule,
     nn.GroupNorm: group_norm_rule,
@@ -274,8 +270,6 @@ def rule_for(module: nn.Module) -> Rule | None:
     if getattr(module, "parametrizations", None):
         return None
     kind = type(module)
-    if kind is nn.EmbeddingBag and module.mode == "max":
-        return None
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
         return linear_rule
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":

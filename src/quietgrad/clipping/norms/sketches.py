@@ -21,9 +21,9 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.factors import Unfolded
 from quietgrad.clipping.norms.factors.products import (
-    COLUMNS,
-    POSITIONS,
     add_over_positions,
+    chain_of_columns,
+    chain_of_positions,
     thin_product,
 )
 from quietgrad.clipping.norms.rounding import Measured, chain, gamma, norm_gamma, steady
@@ -39,11 +39,12 @@ def sketched(
     is added.
     """
     positions = steady(sum(use.sizes.t for use in uses))
-    # An embedding's gradients are added up row by row, one position after the other.
-    row_by_row = any(use.one_hot for use in uses)
-    sums = gamma(positions if row_by_row else chain(positions), squared, dtype)
     slack = torch.add(spread.lost, squared, alpha=norm_gamma(squared, dtype))
-    return Measured(squared, slack, spread.norm.mul_(margin + sums))
+    bound = spread.norm.mul_(margin + gamma(chain(positions), squared, dtype))
+    for use in uses:
+        if use.one_hot:
+            bound.add_(use.spread_by_rows(dtype), alpha=gamma(positions, squared, dtype))
+    return Measured(squared, slack, bound)
 
 
 def tail_margin(
@@ -56,16 +57,12 @@ def tail_margin(
     return _rho(sketch_dim) * products
 
 
-def chain_of_columns(columns: int) -> int:
-    """Longest path of additions through a thin product over so many columns."""
-    return min(columns, COLUMNS) + -(-columns // COLUMNS)
-
-
 def position_gamma(uses: Sequence[Unfolded], like: Tensor, dtype: torch.dtype) -> float:
     """Of sums over positions, as many for any padding: what a record is divided by must not depend
     on it.
     """
-    return gamma(POSITIONS + steady(sum(use.sizes.t for use in uses)) / POSITIONS, like, dtype)
+    positions = steady(sum(use.sizes.t for use in uses))
+    return gamma(chain_of_positions(positions), like, dtype)
 
 
 def _rho(sketch_dim: int) -> float:
@@ -83,7 +80,7 @@ def drawn(projection: Tensor, like: Unfolded, dtype: torch.dtype) -> Tensor:
 
 
 def project_rows(uses: Sequence[Unfolded], projection: Tensor, dtype: torch.dtype) -> Tensor:
-    """M^T P summed over uses: [b, g, d, k] for P of shape [p, k] or per example [b, g, p, k]."""
+    """(M^T P)^T summed over uses: [b, g, k, d] for P of shape [p, k] or [b, g, p, k]."""
     total: Tensor | None = None
     for use in uses:
         total = add_over_positions(total, use.right_bgtd, use.left_product(projection, dtype))
@@ -92,7 +89,7 @@ def project_rows(uses: Sequence[Unfolded], projection: Tensor, dtype: torch.dtyp
 
 
 def project_columns(uses: Sequence[Unfolded], projection: Tensor, dtype: torch.dtype) -> Tensor:
-    """M P summed over uses: [b, g, p, k] for P of shape [d, k] or per example [b, g, d, k]."""
+    """(M P)^T summed over uses: [b, g, k, p] for P of shape [d, k] or [b, g, d, k]."""
     total: Tensor | None = None
     for use in uses:
         total = use.add_left(total, thin_product(use.right_bgtd, projection, dtype))

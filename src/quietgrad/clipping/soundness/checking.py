@@ -23,7 +23,7 @@ from quietgrad.clipping.capture.backward import (
     with_any_checkpointing,
 )
 from quietgrad.clipping.capture.capture import Recording, Use
-from quietgrad.clipping.capture.escapes import never_called
+from quietgrad.clipping.capture.escapes import NotCaptured, never_called
 from quietgrad.clipping.engines.accumulator import contributions_of
 from quietgrad.clipping.norms.factors import Contribution
 from quietgrad.clipping.soundness.fingerprints import HALVES
@@ -68,16 +68,26 @@ def _require_same_losses_under_capture(subject: Subject, pair: Batch, reentrant:
     )
     with seeded(subject.devices), passes as (losses, recording):
         expanded, with_capture = sorted(recording.expanded), losses.detach()
-    if not expanded:
+        opened = sorted(recording.opened)
+    if any(_draws(subject, name) for name in opened):
+        opened = []  # its own masks
+    if not expanded and not opened:
         return
     # The same random state again: dropout draws the same masks.
     without = subject.losses(pair)
     if not torch.allclose(with_capture, without, rtol=1e-2, atol=1e-4, equal_nan=True):
+        if not expanded:
+            raise other_routine(opened[0])
         raise ValueError(
             f"layer {expanded[0]!r} is called with one value for all examples, and giving every "
             "example its own changes the loss; give its "
             "input an example dimension, or freeze its parameters (requires_grad_(False))"
         )
+
+
+def _draws(subject: Subject, name: str) -> bool:
+    module = subject.model.get_submodule(name)
+    return module.training and getattr(module, "dropout", 0.0) > 0
 
 
 def _same_gradients(subject: Subject, one: Batch, reentrant: bool) -> bool:
@@ -146,6 +156,15 @@ def escaped(name: str) -> ValueError:
         "its module's forward pass is "
         "random; call the module instead, take the penalty out of the loss (weight_decay), or "
         "freeze it"
+    )
+
+
+def other_routine(layer: str) -> NotCaptured:
+    """Of a module whose fused routine computes something else than what is known of it."""
+    return NotCaptured(
+        f"layer {layer!r} gives another loss where its routine is made of captured linear maps, so "
+        "this version of PyTorch computes something else there; take one example at a time "
+        "(engine='one-example', exact for every layer)"
     )
 
 

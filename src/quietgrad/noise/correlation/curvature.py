@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,7 +19,8 @@ from quietgrad.noise.correlation.quadratic_form import DenseWorkload, Floats, re
 
 UNMERGED = 20_000  # eigenvalues that are taken one by one
 MERGED = 1e-3  # relative width of a group of eigenvalues beyond that
-HORIZONS = ("final", "all", "both")
+Horizon = Literal["final", "all", "both"]
+HORIZONS: tuple[Horizon, ...] = get_args(Horizon)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal, get_args
 from zipfile import BadZipFile
 
 import numpy as np
@@ -27,7 +28,8 @@ from quietgrad.noise.correlation.curvature import Curvature, Response
 from quietgrad.noise.correlation.quadratic_form import Workload
 from quietgrad.noise.correlation.workloads import PrefixSums, as_workload
 
-FAMILIES = ("auto", "banded", "toeplitz")
+Family = Literal["auto", "banded", "toeplitz"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
 LARGEST_BANDED = 4096  # steps up to which "auto" takes the whole banded family
 TOLERANCE = 1e-7
 SECONDS = 40.0

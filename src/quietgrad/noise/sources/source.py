@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
 from quietgrad.checks import require_word
 from quietgrad.randomness import RandomKey
 
-NOISE_SOURCES = ("keyed", "secure")
+Source = Literal["keyed", "secure"]
+NOISE_SOURCES: tuple[Source, ...] = get_args(Source)
 
 
 class NoiseSource(Protocol):

@@ -20,13 +20,14 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 FILE = "quietgrad.json"
 # in quietgrad.json, and in the header of safetensors files, whose values are strings
 KEY = "quietgrad_trained_on"
 WITHOUT_PRIVACY, EPSILONS_ADD = "trained-without-privacy", "epsilons-add"
 STARTS = (WITHOUT_PRIVACY, EPSILONS_ADD)
+Start = Literal["trained-without-privacy", "epsilons-add"]
 
 Record = dict[str, Any]
 

@@ -1,49 +1,86 @@
-"""The [noise] table to what the plan needs: workload, bands, and checks of the spectrum that shapes
-it.
+"""[noise] of a configuration file: NoiseCurve's record, whose workload comes from a public
+spectrum, and what a configuration's optimiser makes of the workload.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import nn
 
 from quietgrad.checks import SettingsWarning
 from quietgrad.curvature.spectrum import Spectrum, load_spectrum, record_hash
-from quietgrad.noise.correlation.mixing import LARGEST_BANDED, MixingMatrix
+from quietgrad.noise.correlation.curvature import Horizon
+from quietgrad.noise.correlation.mixing import LARGEST_BANDED, Family, MixingMatrix
 from quietgrad.noise.correlation.workloads import Curvature, PrefixSums, Workload
+from quietgrad.noise.mechanism import Memory
+from quietgrad.noise.methods import (
+    BandedNoise,
+    Bands,
+    IndependentNoise,
+    MatrixNoise,
+    NoiseMethod,
+)
+from quietgrad.noise.sources.source import Source
+from quietgrad.records import Amount, judge
 from quietgrad.tensors import trainable_parameters
-from quietgrad.training.optimizers import rate_factor
-from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.optimizers import SGD, Optimizer
 
 
-def noise_settings(config: TrainConfig, mixing: MixingMatrix | None = None) -> dict[str, Any]:
-    """Arguments of ``PrivacyConfig`` for the configuration's noise.
+@dataclass(frozen=True)
+class NoiseCurve:
+    """Banded noise for the curvature of public data.
 
-    Args:
-        config: the configuration.
-        mixing: a matrix found earlier, on resume: it takes the place of solving again.
+    Attributes:
+        spectrum: file that ``quietgrad spectrum`` wrote.
+        curvature_factor: what the spectrum's eigenvalues are multiplied by, because clipped
+            gradients change less than gradients do; 0 takes the mean of min(1, C / norm) over the
+            public images' gradients.
+        floor: weight of a white part in the workload, against noise that the quadratic model does
+            not see: see ``quietgrad.noise.Curvature``.
+        horizon: "final" (the loss after the last step, as in the paper), "all" (after every step)
+            or "both" (the mean of the two), see ``quietgrad.noise.Curvature``.
+        clamp: largest learning rate times eigenvalue that the workload believes, see
+            ``quietgrad.noise.Curvature``: 2 is the paper's, 1 was better here.
+        bands, family, memory, source: see ``BandedNoise``.
     """
-    table = config.noise
-    source: dict[str, Any] = {"noise_source": table.source}
-    if (
-        table.method == "independent" or table.bands == 1
-    ):  # one band is independent noise: a search may come to it
-        return source
-    if mixing is not None:
-        return source | {"mixing": mixing, "noise_memory": table.memory}
-    workload: Callable[[int], Workload]
-    if table.method == "noisecurve":
-        optimizer = config.optimizer
-        plain = (
-            optimizer.name == "sgd"
-            and not optimizer.momentum
-            and optimizer.head_learning_rate is None
-        )
-        if not plain or optimizer.schedule != "constant" or optimizer.warmup_steps:
+
+    spectrum: str = ""
+    curvature_factor: Amount = 0.0
+    floor: Amount = 0.0
+    horizon: Horizon = "both"
+    clamp: float = 1.0
+    bands: Bands = "auto"
+    family: Family = "auto"
+    memory: Memory = "rows"
+    source: Source = "keyed"
+
+    def __post_init__(self) -> None:
+        judge(self)
+        self._banded(None)
+        if not self.spectrum:
+            raise ValueError(
+                "spectrum is missing: it is the file that `quietgrad spectrum CONFIG` writes; "
+                "without public data use noise.method='banded'"
+            )
+        if not 0 < self.clamp <= 2:
+            raise ValueError(
+                f"clamp={self.clamp!r} must be in (0, 2]; plain SGD is unstable beyond 2"
+            )
+
+    def banded(self, optimizer: Optimizer, max_grad_norm: float) -> BandedNoise:
+        """Banded noise with the workload that the spectrum and the learning rate make.
+
+        Raises:
+            ValueError: for a file that is no spectrum, or does not say how clipping shortens its
+                gradients.
+        """
+        plain = isinstance(optimizer, SGD) and not optimizer.momentum
+        constant = optimizer.schedule == "constant" and not optimizer.warmup_steps
+        if not plain or not constant or optimizer.head_learning_rate is not None:
             warnings.warn(
                 "noise.method='noisecurve' is derived for plain SGD with one constant learning "
                 "rate (optimizer.name='sgd', momentum=0, schedule='constant', warmup_steps=0, no "
@@ -52,42 +89,54 @@ def noise_settings(config: TrainConfig, mixing: MixingMatrix | None = None) -> d
                 SettingsWarning,
                 stacklevel=2,
             )
-        spectrum = load_spectrum(table.spectrum)
-        factor = table.curvature_factor or clipping_factor(spectrum, config.privacy.max_grad_norm)
+        spectrum = load_spectrum(self.spectrum)
+        factor = self.curvature_factor or clipping_factor(spectrum, max_grad_norm)
         eigenvalues = tuple(float(m) * factor for m in spectrum.eigenvalues())
+        rate = optimizer.learning_rate
+        return self._banded(
+            lambda steps: Curvature(eigenvalues, rate, steps, self.floor, self.horizon, self.clamp)
+        )
 
-        def workload(steps: int) -> Workload:
-            return Curvature(
-                eigenvalues,
-                config.optimizer.learning_rate,
-                steps,
-                table.floor,
-                table.horizon,
-                table.clamp,
-            )
-    else:
-        momentum = config.optimizer.momentum if config.optimizer.name == "sgd" else 0.0
-
-        def workload(steps: int) -> Workload:
-            return PrefixSums(steps, momentum, _schedule(config, steps))
-
-    return source | {
-        "bands": table.bands if table.bands else "auto",
-        "workload": workload,
-        "mixing_family": table.family,
-        "noise_memory": table.memory,
-    }
+    def _banded(self, workload: Callable[[int], Workload] | None) -> BandedNoise:
+        return BandedNoise(self.bands, self.family, self.memory, self.source, workload)
 
 
-def _schedule(config: TrainConfig, steps: int) -> tuple[float, ...] | None:
-    """Learning rates by step up to a factor; None for a constant one, and for the Toeplitz family,
-    which treats all steps alike.
+def noise_of(
+    noise: IndependentNoise | BandedNoise | NoiseCurve,
+    optimizer: Optimizer,
+    max_grad_norm: float,
+    mixing: MixingMatrix | None = None,
+) -> NoiseMethod:
+    """The noise of a plan: what the table says, for the workload of this optimiser.
+
+    Args:
+        noise: the table.
+        optimizer: whose momentum and learning rates shape the workload.
+        max_grad_norm: C.
+        mixing: a matrix found earlier, on resume: it takes the place of solving again.
     """
-    if config.noise.family == "toeplitz" or (
-        config.noise.family == "auto" and steps > LARGEST_BANDED
-    ):
-        return None
-    rates = tuple(rate_factor(config.optimizer, step, steps) for step in range(steps))
+    if isinstance(noise, IndependentNoise):
+        return noise
+    if noise.bands == 1:  # one band is independent noise: a search may come to it
+        return IndependentNoise(noise.source)
+    if mixing is not None:
+        return MatrixNoise(mixing, noise.memory, noise.source)
+    if isinstance(noise, NoiseCurve):
+        return noise.banded(optimizer, max_grad_norm)
+    momentum = optimizer.momentum if isinstance(optimizer, SGD) else 0.0
+
+    def workload(steps: int) -> Workload:
+        # The Toeplitz family treats all steps alike.
+        long = noise.family == "auto" and steps > LARGEST_BANDED
+        same = noise.family == "toeplitz" or long
+        return PrefixSums(steps, momentum, None if same else _rates(optimizer, steps))
+
+    return replace(noise, workload=workload)
+
+
+def _rates(optimizer: Optimizer, steps: int) -> tuple[float, ...] | None:
+    """Learning rates by step up to a factor; None for a constant one."""
+    rates = tuple(optimizer.factor(step, steps) for step in range(steps))
     return None if len(set(rates)) == 1 else rates
 
 
@@ -108,7 +157,7 @@ def clipping_factor(spectrum: Spectrum, max_grad_norm: float) -> float:
 
 
 def check_spectrum(
-    config: TrainConfig,
+    noise: IndependentNoise | BandedNoise | NoiseCurve,
     classifier: nn.Module,
     private_ids: Iterable[bytes],
     image_shape: tuple[int, ...] | None = None,
@@ -119,16 +168,16 @@ def check_spectrum(
     Raises:
         ValueError: naming what differs.
     """
-    if config.noise.method != "noisecurve":
+    if not isinstance(noise, NoiseCurve):
         return
-    spectrum = load_spectrum(config.noise.spectrum)
+    spectrum = load_spectrum(noise.spectrum)
     spectrum.require_same_parameters(
         {n: tuple(p.shape) for n, p in trainable_parameters(classifier).items()}
     )
     known = spectrum.facts.get("image_shape")
     if image_shape is not None and tuple(known or ()) != image_shape:
         raise ValueError(
-            f"noise.spectrum={config.noise.spectrum!r} is of images of the form "
+            f"noise.spectrum={noise.spectrum!r} is of images of the form "
             f"{known or 'that it does not say'}, the private ones have {list(image_shape)}: images "
             "are known by "
             "their pixels, so private ones among the public could not be told; make the spectrum "

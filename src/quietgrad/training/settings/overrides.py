@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quietgrad.checks import nearest
+from quietgrad.checks import nearest, require_at_most_one
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,23 +26,11 @@ Tree = dict[str, Any]
 ALTERNATIVES = (("training", "steps", "epochs"), ("privacy", "target_epsilon", "noise_multiplier"))
 
 
-def require_no_contradiction(tree: Mapping[str, Any], where: str) -> None:
-    """Refuses two of which one is to be given.
-
-    Raises:
-        ValueError: naming both and the remedy.
-    """
-    for table, one, other in ALTERNATIVES:
+def _require_no_contradiction(tree: Tree, where: str) -> None:
+    for table, *names in ALTERNATIVES:
         values = tree.get(table)
-        if (
-            isinstance(values, Mapping)
-            and values.get(one) is not None
-            and values.get(other) is not None
-        ):
-            raise ValueError(
-                f"{table}.{one}={values[one]!r} and {table}.{other}={values[other]!r} are both "
-                f"given{where}, and each decides what the other does; take one out"
-            )
+        if isinstance(values, dict):
+            require_at_most_one({f"{table}.{name}": values.get(name) for name in names}, where)
 
 
 def with_overrides(tree: Tree, overrides: Sequence[str], keys: Mapping[str, Sequence[str]]) -> Tree:
@@ -58,7 +46,7 @@ def with_overrides(tree: Tree, overrides: Sequence[str], keys: Mapping[str, Sequ
         ValueError: for an unknown key, one that is given twice with different values, or two of
             which one is to be given.
     """
-    require_no_contradiction(tree, " in the file")
+    _require_no_contradiction(tree, " in the file")
     result = {
         table: dict(values) if isinstance(values, dict) else values
         for table, values in tree.items()
@@ -76,7 +64,7 @@ def with_overrides(tree: Tree, overrides: Sequence[str], keys: Mapping[str, Sequ
                 "once"
             )
         before[key] = value
-    require_no_contradiction(given, " with --set")
+    _require_no_contradiction(given, " with --set")
     for table, changed in given.items():
         values = result.setdefault(table, {})
         if not isinstance(values, dict):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Literal
 
-from quietgrad.training.tasks.loaded import Tune, Tuning
+from quietgrad.checks import require_at_most_one
+from quietgrad.curvature.pretraining import Labels
+from quietgrad.records import Above0, Amount, Count, Several, Whole, judge
+from quietgrad.training.files.provenance import Start
+from quietgrad.training.tasks.answers.generation import Decoded
+from quietgrad.training.tasks.loaded import HeadKind, Tune, Tuning
 from quietgrad.training.tasks.text.models import PACKAGED_MINILM
 
 
@@ -41,25 +46,44 @@ class ModelTable:
     """
 
     name: str = PACKAGED_MINILM
-    tune: str = "lora"
-    head: str = "mean"
-    lora_rank: int = 16
-    lora_alpha: int = 0
+    tune: Tune = "lora"
+    head: HeadKind = "mean"
+    lora_rank: Count = 16
+    lora_alpha: Whole = 0
     lora_targets: list[str] = field(default_factory=list)
-    lora_layers: int = 0
-    train_layers: int = 0
-    public_head_steps: int = 0
+    lora_layers: Whole = 0
+    train_layers: Whole = 0
+    public_head_steps: Whole = 0
     random_head: bool = False
     weights: str = ""
-    accept_start: str = ""
-    max_length: int = 64
-    dropout: float = 0.0
+    accept_start: Literal[""] | Start = ""
+    max_length: Count = 64
+    dropout: Amount = 0.0
+
+    def __post_init__(self) -> None:
+        judge(self)
+        for name in ("public_head_steps", "random_head"):
+            if self.tune == "head" and (value := getattr(self, name)):
+                raise ValueError(
+                    f"{name}={value!r} freezes the head, and with tune='head' nothing else trains; "
+                    "set one of the two"
+                )
+        if self.public_head_steps and self.random_head:
+            raise ValueError(
+                f"public_head_steps={self.public_head_steps} fits the head and random_head=True "
+                "draws it at random; set one of the two"
+            )
+        if self.train_layers and self.tune != "full":
+            raise ValueError(
+                f"train_layers={self.train_layers} is for tune='full', not {self.tune!r}; use "
+                "lora_layers with adapters"
+            )
 
     @property
     def tuning(self) -> Tuning:
         """What of the model trains."""
         return Tuning(
-            cast(Tune, self.tune),
+            self.tune,
             self.lora_rank,
             self.lora_alpha,
             tuple(self.lora_targets),
@@ -83,12 +107,15 @@ class TaskTable:
         decoded_records: how many test records are answered so.
     """
 
-    kind: str = "classify"
+    kind: Literal["classify", "generate"] = "classify"
     prompt: str = "{text}"
     answer: str = " {label}"
-    max_answer_length: int = 32
-    decoded: str = "none"
-    decoded_records: int = 200
+    max_answer_length: Count = 32
+    decoded: Decoded = "none"
+    decoded_records: Count = 200
+
+    def __post_init__(self) -> None:
+        judge(self)
 
 
 @dataclass(frozen=True)
@@ -131,9 +158,12 @@ class DataTable:
     no_label: str = ""
     validation_fraction: float = 0.1
     test_fraction: float = 0.1
-    image_size: int = 0
+    image_size: Whole = 0
     public_fraction: float = 0.0
     public: bool = False
+
+    def __post_init__(self) -> None:
+        judge(self)
 
 
 @dataclass(frozen=True)
@@ -155,56 +185,10 @@ class PrivacyTable:
     noise_multiplier: float | None = None
     max_grad_norm: float = 1.0
 
-
-@dataclass(frozen=True)
-class ClippingTable:
-    """How per-example norms are taken.
-
-    Attributes:
-        estimator: "auto", "exact", "materialized", "ghost", "hutch" or "hutch++".
-        sketch_dim: k of the sketches.
-        max_physical_batch_size: examples per forward pass; no effect on privacy.
-    """
-
-    estimator: str = "auto"
-    sketch_dim: int = 32
-    max_physical_batch_size: int = 64
-
-
-@dataclass(frozen=True)
-class NoiseTable:
-    """How the noise of different steps hangs together.
-
-    Attributes:
-        method: "independent", "banded" (correlated for prefix sums: DP-BandMF) or "noisecurve" (for
-            the curvature of public data).
-        bands: b; 0 chooses b from public facts, 1 is independent noise.
-        spectrum: file that ``quietgrad spectrum`` wrote, for "noisecurve".
-        curvature_factor: what the spectrum's eigenvalues are multiplied by, because clipped
-            gradients change less than gradients do; 0 takes the mean of min(1, C / norm) over the
-            public images' gradients.
-        floor: weight of a white part in the curvature workload, against noise that the quadratic
-            model does not see: see ``quietgrad.noise.Curvature``.
-        horizon: "final" (the loss after the last step, as in the paper), "all" (after every step)
-            or "both" (the mean of the two), see ``quietgrad.noise.Curvature``.
-        clamp: largest learning rate times eigenvalue that the workload believes, see
-            ``quietgrad.noise.Curvature``: 2 is the paper's, 1 was better here.
-        family: "auto", "banded" or "toeplitz", see ``quietgrad.noise.mixing_matrix``.
-        memory: "rows" (b - 1 copies of the trainable parameters) or "regenerate" (none, more time).
-        source: "keyed", or "secure" for numbers from a cryptographic stream on a grid
-            (docs/privacy.md), which needs the extra ``secure``.
-    """
-
-    method: str = "independent"
-    bands: int = 0
-    spectrum: str = ""
-    curvature_factor: float = 0.0
-    floor: float = 0.0
-    horizon: str = "both"
-    clamp: float = 1.0
-    family: str = "auto"
-    memory: str = "rows"
-    source: str = "keyed"
+    def __post_init__(self) -> None:
+        judge(self)
+        both = {"target_epsilon": self.target_epsilon, "noise_multiplier": self.noise_multiplier}
+        require_at_most_one(both)
 
 
 @dataclass(frozen=True)
@@ -227,41 +211,21 @@ class SpectrumTable:
     """
 
     public: str = "held-out"
-    public_images: int = 0
+    public_images: Whole = 0
     output: str = "spectrum.npz"
     weights_output: str = "public.safetensors"
-    simclr_epochs: int = 40
-    head_epochs: int = 20
-    made_up_labels: str = "clusters"
-    top: int = 200
-    hessian_records: int = 1000
-    probes: int = 4
-    lanczos_steps: int = 60
-    tail_value: float = 1e-6
+    simclr_epochs: Whole = 40
+    head_epochs: Whole = 20
+    made_up_labels: Labels = "clusters"
+    top: Several = 200
+    hessian_records: Count = 1000
+    probes: Several = 4
+    lanczos_steps: Several = 60
+    tail_value: Above0 = 1e-6
     public_seed: int = 0
 
-
-@dataclass(frozen=True)
-class OptimizerTable:
-    """The optimiser.
-
-    Attributes:
-        name: "adamw" or "sgd".
-        learning_rate: of the encoder or adapters.
-        head_learning_rate: of the head (None: as ``learning_rate``).
-        weight_decay: decoupled for AdamW.
-        momentum: for SGD.
-        warmup_steps: linear warm-up.
-        schedule: "linear" (after the warm-up the rate falls linearly to a twentieth) or "constant".
-    """
-
-    name: str = "adamw"
-    learning_rate: float = 1e-3
-    head_learning_rate: float | None = None
-    weight_decay: float = 0.0
-    momentum: float = 0.0
-    warmup_steps: int = 5
-    schedule: str = "linear"
+    def __post_init__(self) -> None:
+        judge(self)
 
 
 @dataclass(frozen=True)
@@ -289,11 +253,15 @@ class TrainingTable:
     expected_batch_size: int | None = None
     steps: int | None = None
     epochs: float | None = None
-    eval_every: int = 10
-    eval_records: int = 1000
-    checkpoint_every: int = 10
+    eval_every: Whole = 10
+    eval_records: Whole = 1000
+    checkpoint_every: Count = 10
     run_dir: str = ""
     device: str = "auto"
-    precision: str = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
     cache_frozen_layers: bool = True
     seed: int | str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        judge(self)
+        require_at_most_one({"steps": self.steps, "epochs": self.epochs})

@@ -16,9 +16,7 @@ from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import KEY, Record, stamp_weights
 
 Tune = Literal["lora", "full", "head"]
-TUNES: tuple[Tune, ...] = ("lora", "full", "head")
 HeadKind = Literal["mean", "auto"]
-HEADS: tuple[HeadKind, ...] = ("mean", "auto")
 GENERATE: Literal["generate"] = "generate"
 WEIGHTS_FILE = "model.safetensors"
 

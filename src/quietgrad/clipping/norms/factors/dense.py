@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import (
+    COLUMNS,
     add_over_positions,
     as_positions,
     block_products,
@@ -131,8 +132,10 @@ class DenseFactors(Unfolded):
         index = ids_bt.unsqueeze(1).expand(-1, self.left_bgtp.shape[2], -1)
         return self.left_bgtp[:, 0].gather(2, index).to(dtype).unsqueeze(1).transpose(2, 3)
 
-    def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
-        return thin_product(self.left_bgtp, projection, dtype)
+    def left_product(
+        self, projection: Tensor, dtype: torch.dtype, columns: int = COLUMNS
+    ) -> Tensor:
+        return thin_product(self.left_bgtp, projection, dtype, columns)
 
     def add_left(
         self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.norms.factors.products import block_products
+from quietgrad.clipping.norms.factors.products import COLUMNS, block_products
 from quietgrad.clipping.norms.factors.rows import (
     SpreadSums,
     at_least,
@@ -213,10 +213,16 @@ class Unfolded(MatrixFactors, Protocol):
     def gram_with_ids(self, ids_bt: Tensor, dtype: torch.dtype) -> Tensor:
         """[b, 1, t, t'] inner products of one-hot rows with this use's rows factors."""
 
-    def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
+    def spread_by_rows(self, dtype: torch.dtype) -> Tensor:
+        """[b] float64, the spread where each row of the sum is added up by itself."""
+        return torch.linalg.vector_norm(self.spread_sums(dtype)[0], dim=1)
+
+    def left_product(
+        self, projection: Tensor, dtype: torch.dtype, columns: int = COLUMNS
+    ) -> Tensor:
         """[b, g, t, k] left @ P, for P of shape [p, k] or, per example, [b, g, p, k]."""
 
     def add_left(
         self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)
     ) -> Tensor:
-        """total + left^T small, [b, g, p, k]; ``rows``: of them only these, for dense factors."""
+        """total + small^T left, [b, g, k, p]; ``rows``: of them only these, for dense factors."""

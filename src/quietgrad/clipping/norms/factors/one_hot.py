@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
-from quietgrad.clipping.norms.factors.products import as_positions, spans_of, zeroed
-from quietgrad.clipping.norms.factors.rows import (
-    row_norms,
-)
+from quietgrad.clipping.norms.factors.products import COLUMNS, add_in_groups, as_positions, zeroed
+from quietgrad.clipping.norms.factors.rows import at_least, row_norms
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,19 @@ class OneHotFactors(Unfolded):
     def norms_from_gram(self, left: Tensor) -> Tensor:
         return torch.ones_like(left[:, 0])
 
+    def spread_by_rows(self, dtype: torch.dtype) -> Tensor:
+        """[b] float64 root of sum_r (sum of |g_t| over positions that read row r)^2.
+
+        At most the spread, and equal to the gradient's norm where no row is read twice: all that
+        adding up the gradient row by row can be off by, in units of gamma.
+        """
+        norms = at_least(row_norms(self.right_bgtd, dtype), self.right_bgtd.shape[3])[:, 0].double()
+        ids, order = self.ids_bt.sort(dim=1, stable=True)
+        changes = (ids[:, 1:] != ids[:, :-1]).long()
+        group = torch.nn.functional.pad(changes.cumsum(1), (1, 0))
+        sums = torch.zeros_like(norms).scatter_add_(1, group, norms.gather(1, order))
+        return torch.linalg.vector_norm(sums, dim=1)
+
     def left_gram(self, other: Unfolded, dtype: torch.dtype) -> Tensor:
         return other.gram_with_ids(self.ids_bt, dtype)
 
@@ -99,7 +110,9 @@ class OneHotFactors(Unfolded):
     def gram_with_ids(self, ids_bt: Tensor, dtype: torch.dtype) -> Tensor:
         return (ids_bt.unsqueeze(2) == self.ids_bt.unsqueeze(1)).to(dtype).unsqueeze(1)
 
-    def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
+    def left_product(
+        self, projection: Tensor, dtype: torch.dtype, columns: int = COLUMNS
+    ) -> Tensor:
         if projection.dim() == 2:
             return projection[self.ids_bt].unsqueeze(1)
         index = self.ids_bt.unsqueeze(-1).expand(-1, -1, projection.shape[-1])
@@ -110,10 +123,11 @@ class OneHotFactors(Unfolded):
     ) -> Tensor:
         assert rows == slice(None)
         b, _, t, k = small_bgtk.shape
-        for span in spans_of(t):
+
+        def add(group: Tensor | None, span: slice) -> Tensor:
             index = self.ids_bt[:, span].unsqueeze(-1).expand(-1, -1, k)
-            part = torch.zeros(b, self.rows, k, dtype=small_bgtk.dtype, device=small_bgtk.device)
-            part = part.scatter_add_(1, index, small_bgtk[:, 0, span]).unsqueeze(1)
-            total = part if total is None else total.add_(part)
-        assert total is not None
-        return total
+            part = small_bgtk.new_zeros(b, self.rows, k)
+            part = part.scatter_add_(1, index, small_bgtk[:, 0, span]).unsqueeze(1).transpose(2, 3)
+            return part if group is None else group.add_(part)
+
+        return add_in_groups(total, t, add)

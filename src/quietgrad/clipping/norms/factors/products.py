@@ -6,11 +6,14 @@ Shape legend: b examples, g blocks, t positions, n long dimension, k projections
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-# That are summed without an intermediate result, in products with thin matrices.
-POSITIONS, COLUMNS = 128, 256
+# That are summed without an intermediate result, in products with thin matrices: short sums, whose
+# rounding is small. Sums of POSITIONS are themselves added up in groups.
+POSITIONS, GROUP, COLUMNS = 64, 1024, 128
 
 # Not part of torch's public interface: used where it is there.
 _HAS_THIN_LINEAR = torch.backends.mkldnn.is_available() and hasattr(
@@ -53,11 +56,13 @@ def block_products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return wide_product(left.flatten(0, 1), right.flatten(0, 1), dtype).unflatten(0, (b, -1))
 
 
-def thin_product(factor: Tensor, projection: Tensor, dtype: torch.dtype) -> Tensor:
-    """factor @ projection, [b, g, t, k], over at most ``COLUMNS`` columns at a time."""
+def thin_product(
+    factor: Tensor, projection: Tensor, dtype: torch.dtype, columns: int = COLUMNS
+) -> Tensor:
+    """factor @ projection, [b, g, t, k], over at most so many columns at a time."""
     total: Tensor | None = None
-    for start in range(0, factor.shape[3], COLUMNS):
-        span = slice(start, start + COLUMNS)
+    for start in range(0, factor.shape[3], columns):
+        span = slice(start, start + columns)
         part = _few_columns(factor[..., span].to(dtype), projection[..., span, :])
         total = part if total is None else total.add_(part)
     assert total is not None
@@ -77,26 +82,52 @@ def _few_columns(factor: Tensor, projection: Tensor) -> Tensor:
 
 
 def add_over_positions(total: Tensor | None, long_bgtn: Tensor, small_bgtk: Tensor) -> Tensor:
-    """total + long^T small, [b, g, n, k], over at most ``POSITIONS`` positions at a time.
+    """total + small^T long, [b, g, k, n], over at most ``POSITIONS`` positions at a time.
 
-    Widened copies of half-precision factors stay small, too.
+    With the few rows first: the processor's library needs a third less time than for the transposed
+    product. Widened copies of half-precision factors stay small, too.
     """
-    for span in spans_of(small_bgtk.shape[2]):
-        rows, few = (
-            long_bgtn[:, :, span].to(small_bgtk.dtype).transpose(2, 3),
-            small_bgtk[:, :, span],
-        )
-        if total is None:
-            total = rows @ few
-        else:
-            total.flatten(0, 1).baddbmm_(rows.flatten(0, 1), few.flatten(0, 1))
+
+    def add(group: Tensor | None, span: slice) -> Tensor:
+        few, long = small_bgtk[:, :, span].transpose(2, 3), long_bgtn[:, :, span]
+        long = long.to(small_bgtk.dtype)
+        if group is None:
+            return few @ long
+        group.flatten(0, 1).baddbmm_(few.flatten(0, 1), long.flatten(0, 1))
+        return group
+
+    return add_in_groups(total, small_bgtk.shape[2], add)
+
+
+def add_in_groups(
+    total: Tensor | None, positions: int, add: Callable[[Tensor | None, slice], Tensor]
+) -> Tensor:
+    """total + the sum over all positions, made of sums over ``GROUP`` positions.
+
+    Args:
+        total: what is added to, in place; None: nothing.
+        positions: at least one.
+        add: (sum so far or None, at most ``POSITIONS`` positions) to the sum with them.
+    """
+    for start in range(0, positions, GROUP):
+        group: Tensor | None = None
+        last = min(positions, start + GROUP)
+        for first in range(start, last, POSITIONS):
+            group = add(group, slice(first, min(first + POSITIONS, last)))
+        assert group is not None
+        total = group if total is None else total.add_(group)
     assert total is not None
     return total
 
 
-def spans_of(positions: int) -> list[slice]:
-    """Runs of at most ``POSITIONS`` positions."""
-    return [slice(start, start + POSITIONS) for start in range(0, positions, POSITIONS)]
+def chain_of_positions(positions: int) -> int:
+    """Longest path of additions through ``add_over_positions``."""
+    return POSITIONS + GROUP // POSITIONS + -(-positions // GROUP)
+
+
+def chain_of_columns(columns: int, at_once: int = COLUMNS) -> int:
+    """Longest path of additions through ``thin_product`` over so many columns."""
+    return min(columns, at_once) + -(-columns // at_once)
 
 
 def as_positions(factor_bgtn: Tensor, views: int) -> Tensor:

@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quietgrad.training.tasks.answers.pairs import TokenisedPairs
 from quietgrad.training.tasks.splits import IGNORED
 
-DECODED = ("none", "rouge1", "rougeL", "exact_match")
+Decoded = Literal["none", "rouge1", "rougeL", "exact_match"]
 
 
 def answer_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -84,7 +84,7 @@ class AnswersTask(Task):
 
     def evaluation_batch(self, config: TrainConfig) -> int:
         """No more than in training: outputs are as wide as the vocabulary."""
-        return config.clipping.max_physical_batch_size
+        return config.physical_batch_size
 
     def score(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.precision import precision_context
 from quietgrad.training.settings.config import TrainConfig
-from quietgrad.training.tasks.loaded import HeadKind, LoadedModel
+from quietgrad.training.tasks.loaded import LoadedModel
 from quietgrad.training.tasks.records import Records
 from quietgrad.training.tasks.splits import Splits, split, split_with_test, with_public_labels
 from quietgrad.training.tasks.task import Parts, Task, attention_for, ready
@@ -50,9 +50,8 @@ class TextTask(Task):
     def read(self, config: TrainConfig, device: torch.device) -> tuple[LoadedModel, Parts]:
         """See ``Task.read``."""
         table = config.model
-        kind = cast(HeadKind, table.head)
         model = load_classifier(
-            table.name, len(self.label_names), table.tuning, kind, attention_for(device)
+            table.name, len(self.label_names), table.tuning, table.head, attention_for(device)
         )
         splits = self.splits
         train, validation, test = (
