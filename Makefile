@@ -20,11 +20,15 @@ demo: setup ## train with the default recipe; ARGS="..." is passed on to `quietg
 	$(VENV)/bin/quietgrad train $(ARGS)
 
 # OMP_NUM_THREADS: two workers that each start a thread per core would fight over the cores.
+# --dist loadfile: what the tests of a file share (cached functions, fixtures of a module) is made
+# once, not by both workers; in the order of the files, so that no long one is left to the end.
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
 test: setup lint typecheck ## lint, types and all tests but the slow ones
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: setup lint typecheck ## lint, types and all tests
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup
+	$(PYTEST)
 
 # Other examples in every campaign, and TIMES as many; with the seed that is printed, the same again.
 test-random: setup ## a random campaign over the tests that draw examples; SEED=... repeats one, TIMES=... sets its size

@@ -109,12 +109,8 @@ def found_of(name: str) -> AuditReport:
     return audit(**PLANS[name])
 
 
-def on_one_worker(*names: str) -> list:
-    return [pytest.param(n, marks=pytest.mark.xdist_group(f"audit of {n}")) for n in names]
-
-
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", on_one_worker(*PLANS))
+@pytest.mark.parametrize("name", PLANS)
 def test_gradient_canaries_are_found_and_refute_no_right_plan(name: str) -> None:
     report = found_of(name)
     assert not report.refuted
@@ -147,7 +143,7 @@ def test_input_canaries_are_found_where_there_is_little_noise() -> None:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", on_one_worker("denoised", "combined"))
+@pytest.mark.parametrize("name", ["denoised", "combined"])
 def test_denoised_releases_and_weights_show_no_more_than_releases(name: str) -> None:
     report = found_of(name)
     raw = report.finding("releases", "guesses in one run").epsilon

@@ -50,7 +50,6 @@ def stays_below(found: np.ndarray, k: int) -> bool:
     return bool((empirical <= np.asarray(envelope_cdf(RandomizedClipping(k), at)) + MARGIN).all())
 
 
-@pytest.mark.xdist_group("ratios")  # drawn once, for the test below as well
 @pytest.mark.statistical
 @pytest.mark.parametrize("estimator", SKETCHES)
 def test_ratios_stay_below_the_envelope(estimator: str) -> None:
@@ -58,7 +57,6 @@ def test_ratios_stay_below_the_envelope(estimator: str) -> None:
     assert stays_below(ratios(estimator, 8), 8)
 
 
-@pytest.mark.xdist_group("ratios")
 @pytest.mark.statistical
 def test_a_claim_of_more_projections_than_were_drawn_is_noticed() -> None:
     found = ratios("hutch", 8)

@@ -57,10 +57,6 @@ def predicted(name: str) -> float:
     )
 
 
-# The draws are made once, not by every worker.
-ONE_WORKER = pytest.mark.xdist_group("theorem 1")
-
-
 @cache
 def excess_losses() -> dict[str, Floats]:
     """[draws] loss after T steps of noisy SGD on the quadratic minus that without noise, for every
@@ -86,7 +82,6 @@ def excess_losses() -> dict[str, Floats]:
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
-@ONE_WORKER
 @pytest.mark.statistical
 @pytest.mark.parametrize("name", NAMES)
 def test_expected_excess_loss_is_the_trace_of_theorem_1(name: str) -> None:
@@ -95,7 +90,6 @@ def test_expected_excess_loss_is_the_trace_of_theorem_1(name: str) -> None:
     assert measured.mean() == pytest.approx(predicted(name), rel=0.02)
 
 
-@ONE_WORKER
 @pytest.mark.statistical
 @pytest.mark.parametrize("name", OTHER_FACTOR)
 def test_theorem_1_rejects_noise_from_the_other_cholesky_factor(name: str) -> None:
@@ -103,7 +97,6 @@ def test_theorem_1_rejects_noise_from_the_other_cholesky_factor(name: str) -> No
     assert excess_losses()[name].mean() != pytest.approx(meant, rel=0.02)
 
 
-@ONE_WORKER
 @pytest.mark.statistical
 @pytest.mark.parametrize("bands", [8, 16])
 def test_noisecurve_has_the_smallest_excess_loss(bands: int) -> None:

@@ -80,6 +80,13 @@ def guard_looks_once(examined_once: None) -> None:
 
 
 @pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from idx_images import write_idx
+
+    return write_idx(tmp_path_factory.mktemp("images"), compressed=True)
+
+
+@pytest.fixture(scope="session")
 def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saved with its preprocessing, as models on the hub are."""
     from tiny_images import save_tiny_vit
