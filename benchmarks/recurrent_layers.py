@@ -1,8 +1,8 @@
 """Time of clipping for recurrent layers, attention and bags of words against the non-private step
 and Opacus' own layers, interleaved in one run.
 
-    python benchmarks/recurrent_layers.py [--rounds 15] [--layers lstm-64 gru-64 ...]
-                                          [--output benchmarks/results/recurrent_layers.json]
+    [OMP_NUM_THREADS=1] python benchmarks/recurrent_layers.py [--rounds 15] [--layers ...]
+        [--output benchmarks/results/recurrent_layers.json]
 
 Every method ends with a gradient (non-private) or a clipped sum of the same model, one layer and a
 linear head, on the same batch. Opacus cannot differentiate torch's own layers by example; it is
@@ -18,6 +18,7 @@ Needs the dev extra.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -212,10 +213,16 @@ def main() -> None:
         "rounds": arguments.rounds,
         "layers": {},
     }
+    # Small layers are at the mercy of how threads wait for each other: runs with one and with
+    # several stand side by side.
+    reports: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError):
+        reports = json.loads(arguments.output.read_text(encoding="utf-8"))
+    reports[f"{torch.get_num_threads()} threads"] = report
     for name in arguments.layers:
         setting = SETTINGS[name]
         found = report["layers"][name] = vars(setting) | measure(setting, arguments.rounds)
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        arguments.output.write_text(json.dumps(reports, indent=2) + "\n", encoding="utf-8")
         print(f"{name:26s} {1e3 * found['seconds_non_private']:8.1f} ms", end="")
         for method, row in found["time_ratio"].items():
             low, high = row["quartiles"]

@@ -245,7 +245,7 @@ CASES = [
     Case("cnn-groupnorm", _plain(SmallCnn, lambda: torch.randn(4, 3, 9, 8))),
     Case("bare-parameters", _plain(BareParameters, lambda: torch.randn(4, 6))),
     Case("recurrent-attention", _plain(Recurrent, lambda: text_batch()["input_ids"])),
-    Case("packed-cross-attention", _plain(Packed, lambda: text_batch()["input_ids"])),
+    Case("packed-cross-attention", _plain(Packed, lambda: text_batch()["input_ids"].flip(0))),
     Case("conv1d-conv3d-fallback", _plain(Volumes, lambda: torch.randn(4, 4, 12))),
     *[
         Case(kind, _hugging_face(kind))

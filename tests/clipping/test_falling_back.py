@@ -81,7 +81,22 @@ class Repeats(nn.Module):
         return self.head((x @ rows).tanh().mean(1))
 
 
-MODELS = [NeverCalled, Flat, Windows, Repeats]
+class Penalised(nn.Module):
+    """Computes a gradient while it runs forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        energy = self.layer(x).tanh().square().sum()
+        [force] = torch.autograd.grad(energy, x, create_graph=True)
+        return self.head(force.mean(1))
+
+
+MODELS = [NeverCalled, Flat, Windows, Repeats, Penalised]
 
 
 def built(kind: type[nn.Module]) -> tuple[nn.Module, Any, dict[str, Tensor]]:

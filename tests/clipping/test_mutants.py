@@ -13,6 +13,8 @@ from test_against_oracle import assert_equal_to_oracle
 from torch import nn
 
 from quietgrad.clipping import bound
+from quietgrad.clipping.capture.routines import maps, recurrent
+from quietgrad.clipping.capture.routines.time import Order
 from quietgrad.clipping.engines import accumulator, bookkeeping, one_example
 from quietgrad.clipping.norms import rules
 from quietgrad.clipping.norms.factors import DenseFactors, DirectGradients, OneHotFactors
@@ -69,6 +71,10 @@ def rule(kind: type[nn.Module], change: Callable) -> Break:
     return lambda patch: patch.setitem(
         rules._RULES, kind, lambda *arguments: change(right(*arguments), *arguments)
     )
+
+
+def replacing(where: object, name: str, change: Callable) -> Break:
+    return lambda patch: patch.setattr(where, name, change)
 
 
 def scaled(measured: Measured, factor) -> Measured:
@@ -164,6 +170,12 @@ def examples_shifted(found, *_):
     }
 
 
+def repeated_for_neighbours(module, x, grad, wanted):
+    return {"weight": DirectGradients(grad.flatten(1).roll(1, 0))}
+
+
+PACKED = "packed-cross-attention"
+
 MUTANTS = [
     Mutant("matrices-left-out-of-the-norm", "mlp", settling(matrices_left_out)),
     Mutant("squared-norm-used-as-norm", "mlp", finishing(squared_norm_as_norm)),
@@ -186,6 +198,12 @@ MUTANTS = [
     Mutant("padding-index-ignored", "recurrent-attention", rule(nn.Embedding,
     padding_read_as_a_word)),
     Mutant("normalisation-weight-of-raw-inputs", "mlp", rule(nn.LayerNorm, not_normalised)),
+    Mutant("states-after-the-step", PACKED, replacing(Order, "before", Order.after)),
+    Mutant("steps-past-the-end", PACKED, replacing(Order, "only_where_active", lambda *_: None)),
+    Mutant("states-held-past-the-end", PACKED, replacing(Order, "hold", lambda *_: None)),
+    Mutant("sorted-states", PACKED, replacing(recurrent, "_permuted", lambda state, order: state)),
+    Mutant("attention-biases-of-neighbours", PACKED, replacing(maps, "repeated_rule",
+    repeated_for_neighbours)),
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.routines import opening
 from quietgrad.clipping.capture.routines.recurrent import recurrent
 from quietgrad.clipping.engines import accumulator
+from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.clipping.soundness.oracle import oracle_gradients
 
 EXAMPLES, STEPS, WIDTH, HIDDEN = 4, 5, 6, 5
@@ -121,8 +122,10 @@ def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"{use.site.name} went through the fallback")
 
     monkeypatch.setattr(accumulator, "fallback_contributions", refuse)
-    # Nor one example at a time.
+    # Nor one example at a time. Looks of the guard take most of the time; it has its own tests, and
+    # looks at these layers in the shared list of cases.
     monkeypatch.setattr(BoundClipper, "_falling_back", lambda self, work: work())
+    monkeypatch.setattr(Guard, "is_due", lambda *arguments: False)
 
 
 def assert_captured(model: nn.Module, batch: Any, **settings: Any) -> None:

@@ -20,7 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quietgrad.clipping.capture.escapes import no_example_dimension, several_inputs
+from quietgrad.clipping.capture.escapes import (
+    gradients_of_its_own,
+    no_example_dimension,
+    several_inputs,
+)
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, Site
 from quietgrad.clipping.capture.units import first_dimension
 from quietgrad.clipping.norms.rules import batched_dims
@@ -63,8 +67,7 @@ class Recording:
             reentrant checkpointing).
         expanded: names of the modules whose inputs or outputs were expanded to the batch size.
         hidden: names of the modules that were called without a graph in the forward pass.
-        opened: names of the modules whose call under way was captured map by map
-            (``routines``).
+        opened: names of the modules whose last call was captured map by map (``routines``).
         paused: True while a module is called by the library itself.
     """
 
@@ -106,9 +109,10 @@ class Call:
     shared: frozenset[int]
 
     def deliver(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        at_outputs = {
-            p: g for p, g in zip(self.output_positions, gradients, strict=True) if g is not None
-        }
+        if self.recording.in_forward:
+            raise gradients_of_its_own(self.site)
+        each = zip(self.output_positions, gradients, strict=True)
+        at_outputs = {place: g for place, g in each if g is not None}
         if self.recording.receive is None or not at_outputs:
             return
         if self.spec is None:
@@ -223,8 +227,7 @@ def _expander(
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if batch_size == 1 or is_off(recording) or not site.unit.examples_first(module, args):
             return None
-        first = args[0] if args and site.rule is not None else None
-        if first_dimension(first) == batch_size:
+        if site.rule is not None and args and first_dimension(args[0]) == batch_size:
             return None
         leaves, spec = _flattened(args, kwargs)
         common = (
@@ -274,8 +277,7 @@ def _recorder(
             if site.rule is not None
             else shared.places(site.name, leaves, spec, batch_size)
         )
-        for i in places:
-            leaves[i] = None
+        leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         recording.note_call(site)
         call = Call(site, recording, tuple(leaves), places, spec, positions, common)
         for i, attached in zip(
@@ -290,9 +292,7 @@ def _recorder(
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Leaves and structure; structure None: positional tensors and nothing
-    else, as nearly always.
-    """
+    """Leaves and structure; structure None: positional tensors alone, as nearly always."""
     if not kwargs and all(isinstance(x, Tensor) for x in args):
         return list(args), None
     return pytree.tree_flatten((args, kwargs))

@@ -46,6 +46,16 @@ def sorted_beforehand(site: Site) -> NotCaptured:
     )
 
 
+def gradients_of_its_own(site: Site) -> NotCaptured:
+    """Of a loss that runs backward passes while it is computed."""
+    return NotCaptured(
+        f"layer {site.name!r} ({type(site.module).__name__}) is run backwards while the losses are "
+        "computed (a gradient penalty), so gradients of a loss and of the loss's own gradients "
+        "cannot be told apart; take that term out of the loss, or take one example at a time "
+        "(engine='one-example', exact for every layer)"
+    )
+
+
 def never_called(parameter: str) -> NotCaptured:
     """Of a parameter that acts without a call of its module."""
     return NotCaptured(
