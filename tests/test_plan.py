@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from plans import changed
 from torch import nn
 
 from quietgrad import PrivacyConfig, PrivacyPlan
@@ -29,7 +30,7 @@ CONFIG = PrivacyConfig(noise_multiplier=1.2, expected_batch_size=6, steps=8)
 
 def plan_of(dataset_size: int = RECORDS, **changes: object) -> PrivacyPlan:
     """Made-up data are public, so short seeds are allowed."""
-    return replace(CONFIG, data_are_public=True, **changes).build(dataset_size)
+    return changed(CONFIG, data_are_public=True, **changes).build(dataset_size)
 
 
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -368,21 +369,24 @@ def test_projections_differ_between_releases_and_not_between_micro_batches() -> 
             TypeError,
             "mixing must be what quietgrad.noise.mixing_matrix returned, not ndarray",
         ),
-        ({"denoiser": "paper"}, None, TypeError, "denoiser='paper' is no rule"),
+        ({"noise": "banded"}, None, TypeError, "noise='banded' must be a NoiseMethod, such as Ind"),
+        ({"clipping": "ghost"}, None, TypeError, "clipping='ghost' must be a Clipping, such as"),
+        ({"performance": 64}, None, TypeError, "performance=64 must be a Performance"),
+        ({"denoising": "paper"}, None, TypeError, "denoising='paper' is no rule"),
         (
-            {"denoiser": SpikesWithBulk},
+            {"denoising": SpikesWithBulk},
             None,
             TypeError,
             "is no rule; pass one, such as SpikesWithBulk",
         ),
         (
-            {"denoiser": PersistentAmplification()},
+            {"denoising": PersistentAmplification()},
             None,
             TypeError,
-            "denoiser=.* acts inside the optimiser",
+            "denoising=.* acts inside the optimiser",
         ),
-        ({"mixing_family": "wide"}, None, ValueError, "mixing_family='wide' is unknown"),
-        ({"noise_memory": "none"}, None, ValueError, "noise_memory='none' is unknown"),
+        ({"bands": 2, "family": "wide"}, None, ValueError, "family='wide' is unknown"),
+        ({"bands": 2, "memory": "none"}, None, ValueError, "memory='none' is unknown"),
         (
             {"bands": 2},
             ["a", "b"] * 50,
@@ -395,10 +399,10 @@ def test_what_is_of_another_type_is_named(
     changes: dict[str, Any], ids: Any, error: type[Exception], message: str
 ) -> None:
     config = PrivacyConfig(
-        noise_multiplier=1.0, target_delta=1e-5, expected_batch_size=10, steps=10, **changes
+        noise_multiplier=1.0, target_delta=1e-5, expected_batch_size=10, steps=10
     )
     with pytest.raises(error, match=message):
-        config.build(100, ids)
+        changed(config, **changes).build(100, ids)
 
 
 def gradients_after(run: PrivateRun, how: str) -> list[torch.Tensor]:

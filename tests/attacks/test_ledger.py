@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import changed
 
 from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.events import PoissonGaussian
@@ -25,19 +26,19 @@ from quietgrad.keyring import Session, forget_secrets, read_secrets, rows_path
 from quietgrad.ledger import LedgerWriter, read_ledger, reader
 from quietgrad.ledger.chain import START, Count, CountWriter, count_path, create_count, encoded
 from quietgrad.ledger.records import Mechanism, Release
-from quietgrad.noise import GaussianNoise
+from quietgrad.noise import BandedNoise, GaussianNoise
 from quietgrad.plan import PrivateRun, plan, seeds
 from quietgrad.randomness import RandomKey
 
 RECORDS = 80
 SEED = "9c41d07be25f83a6b8e4f10c27d95a36"
 CONFIG = PrivacyConfig(noise_multiplier=1.1, expected_batch_size=8, steps=12)
-BANDED = replace(CONFIG, bands=3)
+BANDED = replace(CONFIG, noise=BandedNoise(3))
 LARGE = replace(CONFIG, expected_batch_size=40)  # no batch is empty
 
 
 def plan_of(config: PrivacyConfig = CONFIG, **changes: object) -> PrivacyPlan:
-    return replace(config, **changes).build(RECORDS)
+    return changed(config, **changes).build(RECORDS)
 
 
 def release(run: PrivateRun, value: float = 0.0, width: int = 3) -> torch.Tensor:
@@ -648,7 +649,7 @@ def stopped(
 def test_a_resume_draws_only_the_steps_after_the_kept_rows(
     source: str, tmp_path: Path, draws: list[int]
 ) -> None:
-    config = replace(BANDED, noise_source=source)
+    config = changed(BANDED, source=source)
     path, keys = stopped(tmp_path, config=config)
     assert stat.S_IMODE(rows_path(keys).stat().st_mode) == 0o600
     rows = []
@@ -728,7 +729,7 @@ def test_a_copy_that_went_on_by_itself_does_not_lend_its_rows(
 def test_nothing_is_kept_where_nothing_is_needed(tmp_path: Path) -> None:
     for name, config, keys in (
         ("independent", CONFIG, tmp_path / "keys"),
-        ("regenerated", replace(BANDED, noise_memory="regenerate"), tmp_path / "keys"),
+        ("regenerated", changed(BANDED, memory="regenerate"), tmp_path / "keys"),
         ("no keys", BANDED, None),
     ):
         with plan_of(config).start(tmp_path / f"{name}.jsonl", keys) as run:

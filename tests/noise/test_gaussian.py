@@ -21,7 +21,7 @@ from scipy import stats
 from torch import nn
 
 from quietgrad import PrivacyConfig
-from quietgrad.clipping import ClippedSum
+from quietgrad.clipping import ClippedSum, Performance
 from quietgrad.noise import GaussianNoise, NoiseHistory, NoisySum
 from quietgrad.noise.sources import keyed
 from quietgrad.plan import PrivateRun
@@ -72,7 +72,7 @@ def start(
         max_grad_norm=CLIP,
         expected_batch_size=10,
         steps=steps,
-        max_physical_batch_size=micro_batch_size,
+        performance=Performance(micro_batch_size),
         seed=seed,
         data_are_public=True,
     )

@@ -24,13 +24,14 @@ from dp_accounting.pld import PLDAccountant
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from plans import changed
 from scipy import stats
 
 from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.accounting import epsilon
 from quietgrad.events import PoissonGaussian
 from quietgrad.ledger import read_ledger
-from quietgrad.noise import GaussianNoise
+from quietgrad.noise import BandedNoise, GaussianNoise
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling import PoissonSampler, partition
 from quietgrad.sampling.parts import index_ids
@@ -266,7 +267,7 @@ CONFIG = PrivacyConfig(
     noise_multiplier=1.3,
     expected_batch_size=30,
     steps=10,
-    bands=BANDS,
+    noise=BandedNoise(BANDS),
     seed=1,
     data_are_public=True,
 )
@@ -275,7 +276,7 @@ CONFIG = PrivacyConfig(
 def plan_of(
     records: int = RECORDS, ids: list[bytes] | None = None, **changes: object
 ) -> PrivacyPlan:
-    return replace(CONFIG, **changes).build(records, ids)
+    return changed(CONFIG, **changes).build(records, ids)
 
 
 @pytest.mark.parametrize("bands", [2, 4, 10])

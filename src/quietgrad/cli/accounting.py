@@ -21,6 +21,8 @@ from quietgrad.checks import (
 )
 from quietgrad.cli.output import console, print_json, print_table
 from quietgrad.events import (
+    ADD_REMOVE,
+    RELATIONS,
     ClippingClaim,
     EventSequence,
     ExactClipping,
@@ -141,7 +143,7 @@ def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json:
         require_delta_for("delta", at, size)
     else:
         require_delta("delta", at)
-    relation = contents.header.get("neighbouring", "add-remove")
+    relation = contents.header.get("neighbouring", ADD_REMOVE)
     extra = {
         "releases": contents.releases,
         "ledger": str(path),
@@ -213,9 +215,6 @@ DECLARED_PUBLIC = (
     "promised for them"
 )
 
-# Parts that a record's index decides stay as they are only if its place stays, empty.
-RELATIONS = {"add-remove": "add or remove one record", "zero-out": "leave one record's place empty"}
-
 
 def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
     """The facts behind an epsilon, as a record."""
@@ -233,7 +232,7 @@ def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
         "participation_rate": last.participation_rate,
         "bands": last.bands,
         "clipping": "exact" if sketch is None else "randomized",
-        "neighbouring": "add-remove",
+        "neighbouring": ADD_REMOVE,
         "sampler": "poisson" if last.bands == 1 else "cyclic-poisson",
         "accountant": "privacy-loss distributions, connect-the-dots, both directions",
         "discretisation": asdict(report.discretisation),
@@ -259,7 +258,7 @@ def _show(
         print_json(record)
         return
     infinite = math.isinf(report.epsilon)
-    identity = "content" if record["neighbouring"] == "add-remove" else "index"
+    identity = "content" if record["neighbouring"] == ADD_REMOVE else "index"
     rows = [
         (
             "epsilon",

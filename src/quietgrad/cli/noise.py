@@ -4,15 +4,19 @@ against independent noise.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quietgrad.accounting.rounding import round_up
 
+if TYPE_CHECKING:
+    from quietgrad.plan import PrivacyPlan
 
-def noise_rows(plan: Any) -> list[tuple[str, str]]:
+
+def noise_rows(plan: PrivacyPlan) -> list[tuple[str, str]]:
     """Rows of the privacy plan's table."""
     event, size = plan.event, plan.expected_batch_size
-    if plan.event.bands == 1:
+    mixing = plan.mixing
+    if plan.event.bands == 1 or mixing is None:
         rows = [
             (
                 "sampling",
@@ -26,7 +30,6 @@ def noise_rows(plan: Any) -> list[tuple[str, str]]:
             ),
         ]
         return rows + _choice_rows(plan)
-    mixing = plan.mixing
     gap = (
         "not computed"
         if mixing.relative_gap is None
@@ -57,7 +60,7 @@ def noise_rows(plan: Any) -> list[tuple[str, str]]:
     ]
 
 
-def source_rows(plan: Any, entries: int) -> list[tuple[str, str]]:
+def source_rows(plan: PrivacyPlan, entries: int) -> list[tuple[str, str]]:
     """What the secure source costs; nothing for the ordinary one.
 
     Args:
@@ -81,7 +84,7 @@ def source_rows(plan: Any, entries: int) -> list[tuple[str, str]]:
     ]
 
 
-def noise_record(plan: Any) -> dict[str, Any]:
+def noise_record(plan: PrivacyPlan) -> dict[str, Any]:
     """The same for ``--json``."""
     record: dict[str, Any] = {
         "bands": plan.event.bands,
@@ -107,20 +110,20 @@ def noise_record(plan: Any) -> dict[str, Any]:
     return record
 
 
-def error_ratio(plan: Any) -> float | None:
+def error_ratio(plan: PrivacyPlan) -> float | None:
     """Predicted error over independent noise's at the same epsilon; None where a noise multiplier
     was given instead. Cost: one search of the accountant for fixed bands.
     """
     if plan.band_choice is not None:
         return float(plan.band_choice.error_ratio)
     independent = plan.multiplier_for(bands=1)
-    if independent is None:
+    if independent is None or plan.mixing is None:
         return None
     amplification = plan.noise_multiplier / independent
     return float(amplification**2 * plan.mixing.objective / plan.mixing.independent)
 
 
-def _at_the_same_epsilon(plan: Any) -> str:
+def _at_the_same_epsilon(plan: PrivacyPlan) -> str:
     ratio = error_ratio(plan)
     return (
         ""
@@ -129,7 +132,7 @@ def _at_the_same_epsilon(plan: Any) -> str:
     )
 
 
-def _choice_rows(plan: Any) -> list[tuple[str, str]]:
+def _choice_rows(plan: PrivacyPlan) -> list[tuple[str, str]]:
     if plan.band_choice is None:
         return []
     first = plan.band_choice.candidates[0].error

@@ -12,6 +12,7 @@ from quietgrad.noise.correlation.workloads import (
     prefix_sum_workload,
 )
 from quietgrad.noise.mechanism import GaussianNoise, NoiseHistory
+from quietgrad.noise.methods import BandedNoise, IndependentNoise, MatrixNoise, NoiseMethod
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.noise.sources.keyed import KeyedSource
 from quietgrad.noise.sources.secure import SecureSource
@@ -19,11 +20,15 @@ from quietgrad.noise.sources.source import NoiseSource, noise_source
 
 __all__ = [
     "BandChoice",
+    "BandedNoise",
     "Curvature",
     "GaussianNoise",
+    "IndependentNoise",
     "KeyedSource",
+    "MatrixNoise",
     "MixingMatrix",
     "NoiseHistory",
+    "NoiseMethod",
     "NoiseSource",
     "NoisySum",
     "PrefixSums",

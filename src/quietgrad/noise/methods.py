@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ Bands = Count | Literal["auto"]
 Correlation = tuple[MixingMatrix | None, BandChoice | None]
 
 
+@runtime_checkable
 class NoiseMethod(Protocol):
     """What a plan asks of its noise."""
 
