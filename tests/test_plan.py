@@ -369,9 +369,19 @@ def test_projections_differ_between_releases_and_not_between_micro_batches() -> 
             TypeError,
             "mixing must be what quietgrad.noise.mixing_matrix returned, not ndarray",
         ),
-        ({"noise": "banded"}, None, TypeError, "noise='banded' must be a NoiseMethod, such as Ind"),
-        ({"clipping": "ghost"}, None, TypeError, "clipping='ghost' must be a Clipping, such as"),
-        ({"performance": 64}, None, TypeError, "performance=64 must be a Performance"),
+        (
+            {"noise": "banded"},
+            None,
+            TypeError,
+            "noise='banded' is no record; pass one, such as Ind",
+        ),
+        (
+            {"clipping": "ghost"},
+            None,
+            TypeError,
+            "clipping='ghost' is no record; pass one, such as Clipp",
+        ),
+        ({"performance": 64}, None, TypeError, "performance=64 is no record"),
         ({"denoising": "paper"}, None, TypeError, "denoising='paper' is no rule"),
         (
             {"denoising": SpikesWithBulk},

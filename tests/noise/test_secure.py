@@ -688,7 +688,7 @@ def test_what_it_costs_is_printed(bands: int) -> None:
     from quietgrad.cli.noise import source_rows
 
     plan = config(bands=bands).build(100)
-    [(name, text)] = source_rows(plan, 22_700_000)
+    [(name, text)] = source_rows(plan, 22_700_000).items()
     assert name == "noise source" and "22,700,000 entries" in text
     assert f"{rounding_cost(SIGMA, 22_700_000, bands, SOURCE.grid):.2g}" in text
-    assert source_rows(config(source="keyed").build(100), 22_700_000) == []
+    assert source_rows(config(source="keyed").build(100), 22_700_000) == {}

@@ -259,47 +259,31 @@ def _show(
         return
     infinite = math.isinf(report.epsilon)
     identity = "content" if record["neighbouring"] == ADD_REMOVE else "index"
-    rows = [
-        (
-            "epsilon",
-            f"infinite: {report.reason}"
-            if infinite
-            else f"{round_up(report.epsilon, 4)} (an upper bound)",
-        ),
-        ("delta", round_up_to(report.delta, 6)),
-        (
-            "noise multiplier",
-            f"{round_up(record['noise_multiplier'], 4)}, relative to the clipping norm, on the sum",
-        ),
-        (
-            "steps",
-            f"{record['steps']}, as {record['compositions']} compositions at rate "
-            f"{record['participation_rate']:.6g}",
-        ),
-        *([("data", DECLARED_PUBLIC)] if record.get("data_declared_public") else []),
-        ("neighbouring relation", RELATIONS[str(record["neighbouring"])]),
-        (
-            "sampler",
-            "Poisson"
-            if record["sampler"] == "poisson"
-            else f"Poisson within {record['bands']} fixed parts, in turn; a record's {identity} "
-            "decides its part",
-        ),
-        (
-            "clipping",
-            "exact"
-            if record["clipping"] == "exact"
-            else f"randomized, k = {record['sketch_dim']}, {record['envelope']} envelope",
-        ),
-        ("accountant", str(record["accountant"])),
-        ("discretisation", _discretisation(report)),
-        (
-            "invalid if",
-            "batches are shuffled instead of Poisson-sampled; a record appears more than once; "
-            "sums are divided by the realised batch size; "
-            "a step is released but not counted; the noise can be predicted",
-        ),
-    ]
+    rows = {
+        "epsilon": f"infinite: {report.reason}"
+        if infinite
+        else f"{round_up(report.epsilon, 4)} (an upper bound)",
+        "delta": round_up_to(report.delta, 6),
+        "noise multiplier": f"{round_up(record['noise_multiplier'], 4)}, relative to the clipping "
+        "norm, on the sum",
+        "steps": f"{record['steps']}, as {record['compositions']} compositions at rate "
+        f"{record['participation_rate']:.6g}",
+        **({"data": DECLARED_PUBLIC} if record.get("data_declared_public") else {}),
+        "neighbouring relation": RELATIONS[str(record["neighbouring"])],
+        "sampler": "Poisson"
+        if record["sampler"] == "poisson"
+        else f"Poisson within {record['bands']} fixed parts, in turn; a record's {identity} "
+        "decides its part",
+        "clipping": "exact"
+        if record["clipping"] == "exact"
+        else f"randomized, k = {record['sketch_dim']}, {record['envelope']} envelope",
+        "accountant": str(record["accountant"]),
+        "discretisation": _discretisation(report),
+        "invalid if": "batches are shuffled instead of Poisson-sampled; a record appears more "
+        "than once; "
+        "sums are divided by the realised batch size; "
+        "a step is released but not counted; the noise can be predicted",
+    }
     print_table(console(False), title, rows)
 
 

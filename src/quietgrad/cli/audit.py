@@ -77,31 +77,23 @@ def run_audit(
     print_table(
         target,
         "Audit of one training run",
-        [
-            (
-                "claimed",
-                f"epsilon = {report.claimed:.4f} at delta = {report.delta:.3g}, an upper bound",
-            ),
-            (
-                "shown",
-                f"epsilon > {report.lower_bound:.4f} with confidence {confidence:g} over all rows "
-                "below",
-            ),
-            ("verdict", report.verdict),
-            (
-                "canaries",
-                f"{report.trials} ({kind}) beside {run.records} records; every canary in or out by "
-                "a fair coin",
-            ),
-            ("mechanism", _mechanism(plan)),
-            (
-                f"test {run.metric}",
-                f"{run.score:.4f}, of the model that trained with canaries; it was not kept",
-            ),
-            *([] if figure is None else [("figure", str(figure))]),
-        ],
+        {
+            "claimed": f"epsilon = {report.claimed:.4f} at delta = {report.delta:.3g}, an upper "
+            "bound",
+            "shown": f"epsilon > {report.lower_bound:.4f} with confidence {confidence:g} over all "
+            "rows "
+            "below",
+            "verdict": report.verdict,
+            "canaries": f"{report.trials} ({kind}) beside {run.records} records; every canary in "
+            "or out by "
+            "a fair coin",
+            "mechanism": _mechanism(plan),
+            f"test {run.metric}": f"{run.score:.4f}, of the model that trained with canaries; it "
+            "was not kept",
+            **({} if figure is None else {"figure": str(figure)}),
+        },
     )
-    rows = [(f"{f.released}, {f.method}", _bound(f)) for f in report.findings]
+    rows = {f"{f.released}, {f.method}": _bound(f) for f in report.findings}
     print_table(target, f"Lower bounds on epsilon (each alone at confidence {confidence:g})", rows)
     for note in (MEANING, *report.notes):
         target.print(f"- {note}", markup=False, soft_wrap=True)

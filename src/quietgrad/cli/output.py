@@ -8,7 +8,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -43,12 +43,12 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def print_table(target: Console, title: str, rows: list[tuple[str, str]]) -> None:
+def print_table(target: Console, title: str, rows: Mapping[str, str]) -> None:
     """A two-column table of facts."""
     table = Table(title=title, title_justify="left", show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in rows:
+    for name, value in rows.items():
         table.add_row(name, value)
     target.print(table)
 

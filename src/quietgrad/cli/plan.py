@@ -44,30 +44,23 @@ def run_plan(
             "none: with privacy.enabled=false nothing protects the training records, and the "
             "run has no epsilon"
         )
-        print_table(target, "Privacy plan", [("guarantee", nothing)])
+        print_table(target, "Privacy plan", {"guarantee": nothing})
     _print_clipping(target, record)
     print_table(
         target,
         "Forecast (measured on one micro-batch of validation records)",
-        [
-            (
-                "frozen layers",
-                "run once per record, then cached"
-                if record["cached_frozen_layers"]
-                else "run at every step",
-            ),
-            (
-                "training time",
-                f"about {record['predicted_seconds']:.0f} s for {prepared.steps} steps, "
-                "evaluations not counted",
-            ),
-            ("memory", f"about {record['predicted_memory_mib']:.0f} MiB at the peak"),
-            (
-                "trainable parameters",
-                f"{record['trainable_parameters']:,} of {record['parameters']:,}",
-            ),
-            *([] if figure is None else [("figure", str(figure))]),
-        ],
+        {
+            "frozen layers": "run once per record, then cached"
+            if record["cached_frozen_layers"]
+            else "run at every step",
+            "training time": f"about {record['predicted_seconds']:.0f} s for {prepared.steps} "
+            "steps, "
+            "evaluations not counted",
+            "memory": f"about {record['predicted_memory_mib']:.0f} MiB at the peak",
+            "trainable parameters": f"{record['trainable_parameters']:,} of "
+            f"{record['parameters']:,}",
+            **({} if figure is None else {"figure": str(figure)}),
+        },
     )
 
 
@@ -89,7 +82,7 @@ def _print_clipping(target: Console, record: dict[str, Any]) -> None:
     """Engine and estimators that the planner chose, beside what it did not choose."""
     if not record["layers"]:
         return
-    rows = []
+    rows: dict[str, str] = {}
     for layer in record["layers"]:
         work = (
             f", {layer['multiplications']:,} multiplications an example"
@@ -99,43 +92,31 @@ def _print_clipping(target: Console, record: dict[str, Any]) -> None:
         kept = (
             ", kept for the sum" if layer["kept"] and layer["estimator"] == "materialized" else ""
         )
-        rows.append(
-            (layer["shape"], f"{layer['count']} parameters, {layer['estimator']}{kept}{work}")
-        )
+        row = f"{layer['count']} parameters, {layer['estimator']}{kept}{work}"
+        shape = layer["shape"]
+        rows[shape] = f"{rows[shape]}\n{row}" if shape in rows else row
     print_table(target, "Norm estimator by shape of parameter", rows)
-    rows = [
-        (
-            "chosen",
-            f"{record['engine']}; {record['micro_batch_size']} examples at a time "
-            f"({record['why']})",
-        )
-    ]
+    rows = {
+        "chosen": f"{record['engine']}; {record['micro_batch_size']} examples at a time "
+        f"({record['why']})"
+    }
     for other in record["alternatives"]:
-        rows.append(
-            (
-                other["engine"],
-                f"{other['ratio']:.2f} times the non-private step, {other['mib']:,.0f} MiB over "
-                "parameters and data, "
-                f"{other['micro_batch_size']} examples at a time",
-            )
+        rows[other["engine"]] = (
+            f"{other['ratio']:.2f} times the non-private step, {other['mib']:,.0f} MiB over "
+            "parameters and data, "
+            f"{other['micro_batch_size']} examples at a time"
         )
     plain = record["non_private"]
-    rows.append(
-        (
-            "without privacy",
-            f"{plain['seconds']:.3g} s and {plain['mib']:,.0f} MiB for such a batch (modelled)",
-        )
+    rows["without privacy"] = (
+        f"{plain['seconds']:.3g} s and {plain['mib']:,.0f} MiB for such a batch (modelled)"
     )
     sketch = record["sketch"]
     if "noise_multiplier" in sketch:
-        rows.append(
-            (
-                "sketching",
-                f"hutch with k = {sketch['sketch_dim']} would {_saving(sketch['saves'])} and raise "
-                "the noise multiplier from "
-                f"{round_up(record['noise_multiplier'], 4)} to "
-                f"{round_up(sketch['noise_multiplier'], 4)}",
-            )
+        rows["sketching"] = (
+            f"hutch with k = {sketch['sketch_dim']} would {_saving(sketch['saves'])} and raise "
+            "the noise multiplier from "
+            f"{round_up(record['noise_multiplier'], 4)} to "
+            f"{round_up(sketch['noise_multiplier'], 4)}"
         )
     print_table(target, "Engines", rows)
 

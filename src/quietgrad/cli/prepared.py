@@ -72,34 +72,26 @@ def print_guarantee(target: Console, prepared: Prepared, plan: PrivacyPlan) -> N
         if prepared.config.privacy.target_delta is not None
         else " (1 / N^1.1, at most 0.01: the default)"
     )
-    rows = [
-        (
-            "guarantee",
-            f"epsilon = {round_up(plan.epsilon, 4)} at delta = "
-            f"{round_up_to(plan.delta, 3)}{delta_note}, {RELATIONS[plan.neighbouring]}",
-        ),
-        (
-            "records",
-            f"{len(train)} {'declared public' if plan.data_are_public else 'private'} for "
-            f"training; {len(prepared.validation)} validation and {len(prepared.test)} test, "
-            "declared public",
-        ),
-        *noise_rows(plan),
-        *source_rows(
+    rows = {
+        "guarantee": f"epsilon = {round_up(plan.epsilon, 4)} at delta = "
+        f"{round_up_to(plan.delta, 3)}{delta_note}, {RELATIONS[plan.neighbouring]}",
+        "records": f"{len(train)} {'declared public' if plan.data_are_public else 'private'} for "
+        f"training; {len(prepared.validation)} validation and {len(prepared.test)} test, "
+        "declared public",
+        **noise_rows(plan),
+        **source_rows(
             plan, sum(p.numel() for p in trainable_parameters(prepared.model.classifier).values())
         ),
-        ("clipping", _clipping_text(plan)),
-    ]
+        "clipping": _clipping_text(plan),
+    }
     if plan.data_are_public:
-        rows.append(("data", DECLARED_PUBLIC))
-    rows += [("start", warning) for warning in start_warnings(prepared.started_from)]
+        rows["data"] = DECLARED_PUBLIC
+    if prepared.started_from:
+        rows["start"] = "\n".join(start_warnings(prepared.started_from))
     if plan.seed is not None and not plan.data_are_public:
-        rows.append(
-            (
-                "seed",
-                "given: the noise is reproducible, so the guarantee holds only if the seed stays "
-                "secret and serves this run alone",
-            )
+        rows["seed"] = (
+            "given: the noise is reproducible, so the guarantee holds only if the seed stays "
+            "secret and serves this run alone"
         )
     print_table(target, "Privacy plan", rows)
 

@@ -141,36 +141,31 @@ def _config_to_run(path: Path | None, overrides: list[str], resume: bool) -> Tra
 def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]) -> None:
     from quietgrad.training.tasks.metrics import BY_KEY
 
-    rows = []
+    rows: dict[str, str] = {}
     if result["private"]:
-        rows.append(
-            (
-                "privacy",
-                f"epsilon = {round_up(result['epsilon'], 4)} at delta = "
-                f"{round_up_to(result['delta'], 3)} ({RELATIONS[result['neighbouring']]})",
-            )
+        rows["privacy"] = (
+            f"epsilon = {round_up(result['epsilon'], 4)} at delta = "
+            f"{round_up_to(result['delta'], 3)} ({RELATIONS[result['neighbouring']]})"
         )
     else:
-        rows.append(("privacy", "none: a reference run"))
+        rows["privacy"] = "none: a reference run"
     if result["private"] and result.get("data_declared_public"):
-        rows.append(("data", DECLARED_PUBLIC))
-    rows += [("start", warning) for warning in result.get("start_warnings", ())]
+        rows["data"] = DECLARED_PUBLIC
+    if "start_warnings" in result:
+        rows["start"] = "\n".join(result["start_warnings"])
     for key, value in result["metrics"].items():
         plain = key.removeprefix("validation_")
         name = BY_KEY[plain].name if plain in BY_KEY else plain.replace("_", " ")
-        rows.append((f"{'test' if plain == key else 'validation'} {name}", f"{value:.4f}"))
+        rows[f"{'test' if plain == key else 'validation'} {name}"] = f"{value:.4f}"
     if "majority_accuracy" in result:
-        rows.append(("majority class", f"{result['majority_accuracy']:.4f}"))
+        rows["majority class"] = f"{result['majority_accuracy']:.4f}"
     if known.get("non_private_accuracy") is not None:
-        rows.append(
-            (
-                "without privacy",
-                f"{known['non_private_accuracy']:.4f} (recorded; to measure it again: "
-                f"{known['command']})",
-            )
+        rows["without privacy"] = (
+            f"{known['non_private_accuracy']:.4f} (recorded; to measure it again: "
+            f"{known['command']})"
         )
-    rows.append(("time", f"{result['seconds']:.0f} s"))
-    rows.append(("written to", f"{result['run_dir']}{_count_to_keep(result)}"))
+    rows["time"] = f"{result['seconds']:.0f} s"
+    rows["written to"] = f"{result['run_dir']}{_count_to_keep(result)}"
     if "seed_warning" in result:
-        rows.append(("seed", result["seed_warning"]))
+        rows["seed"] = result["seed_warning"]
     print_table(target, "Result", rows)

@@ -12,7 +12,7 @@ from quietgrad.noise.correlation.workloads import (
     prefix_sum_workload,
 )
 from quietgrad.noise.mechanism import GaussianNoise, NoiseHistory
-from quietgrad.noise.methods import BandedNoise, IndependentNoise, MatrixNoise, NoiseMethod
+from quietgrad.noise.methods import BandedNoise, IndependentNoise, MatrixNoise
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.noise.sources.keyed import KeyedSource
 from quietgrad.noise.sources.secure import SecureSource
@@ -28,7 +28,6 @@ __all__ = [
     "MatrixNoise",
     "MixingMatrix",
     "NoiseHistory",
-    "NoiseMethod",
     "NoiseSource",
     "NoisySum",
     "PrefixSums",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from quietgrad.accounting import epsilon_report, noise_multiplier
 from quietgrad.checks import (
@@ -94,14 +95,11 @@ class PrivacyConfig:
             key_of_seed(self.seed)
             if not self.data_are_public:
                 require_secret_seed(self.seed)
-        for name, kind in (
-            ("clipping", Clipping),
-            ("noise", NoiseMethod),
-            ("performance", Performance),
-        ):
+        kinds: dict[str, Any] = {"clipping": Clipping, "noise": NoiseMethod}
+        for name, kind in (kinds | {"performance": Performance}).items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(
-                    f"{name}={getattr(self, name)!r} must be a {kind.__name__}, such as "
+                    f"{name}={getattr(self, name)!r} is no record; pass one, such as "
                     f"{getattr(PrivacyConfig(), name)!r}"
                 )
         if self.denoising is not None:
