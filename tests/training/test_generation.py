@@ -26,7 +26,8 @@ from quietgrad.training.tasks.answers.generation import (
 from quietgrad.training.tasks.answers.pairs import TextPairs, load_pairs, tokenise_pairs
 from quietgrad.training.tasks.splits import IGNORED, normalised
 from quietgrad.training.tasks.text.data import load_texts
-from quietgrad.training.tasks.text.models import CausalLanguageModel, load_saved
+from quietgrad.training.tasks.text.models import CausalLanguageModel
+from quietgrad.training.tasks.text.saved import load_saved
 
 VOCABULARY = [
     "<pad>",

@@ -28,7 +28,7 @@ from quietgrad.training.tasks.images.folder import (
 )
 from quietgrad.training.tasks.images.models import load_image_classifier
 from quietgrad.training.tasks.loaded import Tuning
-from quietgrad.training.tasks.text.models import load_saved
+from quietgrad.training.tasks.text.saved import load_saved
 
 SEVERAL = FolderLayout(separator="|", no_label="No Finding")
 CHEST = FolderLayout("Image Index", "Finding Labels", separator="|", no_label="No Finding")

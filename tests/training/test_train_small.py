@@ -22,7 +22,7 @@ from quietgrad.training.optimizers import build_optimizer
 from quietgrad.training.prepare import prepare
 from quietgrad.training.tasks.records import predictions
 from quietgrad.training.tasks.text.batches import tokenise
-from quietgrad.training.tasks.text.models import load_saved
+from quietgrad.training.tasks.text.saved import load_saved
 
 RESULT_KEYS = {
     "epsilon", "delta", "private", "steps", "planned_steps", "metrics", "run_dir",

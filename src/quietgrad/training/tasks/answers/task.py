@@ -24,7 +24,8 @@ from quietgrad.training.tasks.metrics import TOKEN_ACCURACY, Metric
 from quietgrad.training.tasks.records import Batches, Records, spread
 from quietgrad.training.tasks.splits import Splits, split, split_with_test
 from quietgrad.training.tasks.task import Parts, Task, attention_for, ready
-from quietgrad.training.tasks.text.models import load_generator, save_classifier
+from quietgrad.training.tasks.text.models import load_generator
+from quietgrad.training.tasks.text.saved import save_classifier
 from quietgrad.training.tasks.text.task import refuse_weights_of_images
 
 

