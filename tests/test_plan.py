@@ -152,7 +152,7 @@ def test_delta_below_one_over_n_is_taken() -> None:
         ({"steps": None, "epochs": 0}, "epochs"),
         ({"estimator": "ghots"}, "estimator='ghots'"),
         ({"estimator": "hutch", "sketch_dim": 1}, "sketch_dim"),
-        ({"max_physical_batch_size": 0}, "micro_batch_size|max_physical_batch_size"),
+        ({"max_physical_batch_size": 0}, "max_physical_batch_size=0"),
         ({"seed": -1}, "seed"),
     ],
     ids=lambda value: (
@@ -261,7 +261,9 @@ def test_clipped_sum_with_another_claim_is_refused() -> None:
             run.release(other.clip(nn.Linear(5, 3), loss, (x, y)))
     assert run.released == 0
     with pytest.raises(RuntimeError, match="was not made by this run"):  # the same claim
-        run.release(Clipper(1.0, "ghost", micro_batch_size=2).clip(nn.Linear(5, 3), loss, (x, y)))
+        run.release(
+            Clipper(1.0, "ghost", physical_batch_size=2).clip(nn.Linear(5, 3), loss, (x, y))
+        )
 
 
 def test_noise_follows_the_clipping_norm() -> None:

@@ -186,7 +186,7 @@ ATTACKS = [
 def moved(model: nn.Module, loss: Loss, batch: dict[str, Tensor]) -> float:
     """By how many C the sum moves, at most, when one record is taken out; the guard must be off."""
     clip = 0.2 * float(per_example_norms(model, loss, batch).max())
-    bound = Clipper(clip, engine="bookkeeping", micro_batch_size=RECORDS).bind(model, loss)
+    bound = Clipper(clip, engine="bookkeeping", physical_batch_size=RECORDS).bind(model, loss)
     whole = bound.clip(batch).gradients
     found = []
     for out in range(RECORDS):
@@ -206,7 +206,7 @@ def switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attack_is_refused(attack: Attack) -> None:
     for engine in ("auto", "bookkeeping"):
         with pytest.raises(ValueError, match="depends on other examples"):
-            Clipper(1.0, engine=engine, micro_batch_size=RECORDS).clip(
+            Clipper(1.0, engine=engine, physical_batch_size=RECORDS).clip(
                 attack.model(), attack.loss, records()
             )
 
@@ -229,7 +229,7 @@ def test_without_the_guard_one_record_moves_the_sum_by_more_than_the_clipping_no
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
 def test_first_batch_of_one_record_skips_nothing(attack: Attack) -> None:
     """As the issue was filed: one record first, then the real batch."""
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(attack.model(), attack.loss)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(attack.model(), attack.loss)
     with pytest.raises(ValueError, match="depends on other examples"):
         bound.clip(rows(records(), 0))  # refused here by made-up records, or open
         bound.clip(records())
@@ -242,14 +242,14 @@ def test_first_batch_of_one_record_is_refused_by_made_up_ones() -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
 def test_empty_first_batch_skips_nothing(attack: Attack) -> None:
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(attack.model(), attack.loss)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(attack.model(), attack.loss)
     assert not any(g.any() for g in bound.clip(rows(records())).gradients.values())
     with pytest.raises(ValueError, match="depends on other examples"):
         bound.clip(records())
 
 
 def test_two_identical_first_records_do_not_satisfy_the_guard_for_good() -> None:
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(With(without_mean), good)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(With(without_mean), good)
     with pytest.raises(ValueError, match="depends on other examples"):
         bound.clip(rows(records(), 0, 0))
         bound.clip(records())
@@ -267,7 +267,7 @@ def test_public_records_are_examined_when_the_clipper_is_bound() -> None:
         seen.append(batch["x"])
         return good(model, batch)
 
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(small(), watching, guard_batch=public)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(small(), watching, guard_batch=public)
     seen.clear()
     bound.clip(records(), step=1)  # a guarded step
     private = [x for x in seen if not torch.isin(x, public["x"]).all()]
@@ -286,7 +286,7 @@ def test_undecided_batches_are_taken_one_example_at_a_time() -> None:
         together.append(len(batch["y"]))
         return good(model, batch) * torch.from_numpy(np.random.rand(len(batch["y"])) + 0.5).float()
 
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(small(), random_loss)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(small(), random_loss)
     bound.clip(records())
     assert together[-RECORDS:] == [1] * RECORDS
 
@@ -405,7 +405,7 @@ def test_a_gate_that_opens_later_is_seen_at_the_next_guarded_step() -> None:
 
 
 def test_a_larger_micro_batch_than_any_before_is_examined_whatever_the_step() -> None:
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(small(), hardest_sixteen)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(small(), hardest_sixteen)
     bound.clip(rows(records(), *range(4)), step=4)  # fewer than sixteen: nothing is mined yet
     with pytest.raises(ValueError, match="depends on other examples"):
         bound.clip(records(), step=5)
@@ -452,7 +452,7 @@ def test_mixing_in_training_only_that_cannot_be_held_still_is_not_approved_by_ev
         together.append(len(batch["y"]))
         return good(model, batch)
 
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(With(mixed_by_numpy).train(), loss)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(With(mixed_by_numpy).train(), loss)
     for step in range(3):
         bound.clip(records(), step=step)
         assert together[-RECORDS:] == [1] * RECORDS
@@ -464,7 +464,7 @@ def test_one_example_more_than_ever_before_is_examined() -> None:
         losses = good(model, batch)
         return losses * (losses.detach() >= losses.detach().topk(min(len(losses), 12)).values[-1])
 
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(small(), hardest_of_thirteen)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(small(), hardest_of_thirteen)
     bound.clip(rows(records(), *range(12)), step=4)
     with pytest.raises(ValueError, match="depends on other examples"):
         bound.clip(records(), step=5)  # twice as many, and not a guarded step
@@ -477,7 +477,7 @@ def test_a_guarded_step_is_examined_in_each_mode_that_it_is_made_in() -> None:
         return without_mean(model, h) if opened["now"] and not model.training else h
 
     model = With(change)
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(model, good)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(model, good)
     for train in (True, False):
         model.train(train)
         bound.clip(records(), step=0)
@@ -509,7 +509,7 @@ RARE: dict[str, Callable[[Tensor], Tensor]] = {
 def test_mixing_that_few_random_numbers_open_is_refused(kind: str, rate: float) -> None:
     model = With(lambda model, h: RARE[kind](h) if model.training else h, dropout=rate)
     with pytest.raises(ValueError, match="depends on other examples"):
-        Clipper(1.0, micro_batch_size=RECORDS).bind(model.train(), good).clip(records())
+        Clipper(1.0, physical_batch_size=RECORDS).bind(model.train(), good).clip(records())
 
 
 def test_integers_held_still_stay_inside_their_range() -> None:
@@ -517,7 +517,7 @@ def test_integers_held_still_stay_inside_their_range() -> None:
         start = int(torch.randint(0, 1, (1,)))
         return h[:, start : start + 8]
 
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(With(crop).train(), good)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(With(crop).train(), good)
     bound.clip(records())
     assert next(iter(bound._guard._verdicts.values())).together == RECORDS
 
@@ -543,11 +543,11 @@ def test_mixing_in_a_layer_of_small_gradients_is_refused(monkeypatch) -> None:
 
     for groups in ("whole", "layer"):
         with pytest.raises(ValueError, match="depends on other examples"):
-            Clipper(1e-4, groups=groups, micro_batch_size=RECORDS).bind(Side(), loss).clip(
+            Clipper(1e-4, groups=groups, physical_batch_size=RECORDS).bind(Side(), loss).clip(
                 records()
             )
     switched_off(monkeypatch)
-    bound = Clipper(1e-5, groups="layer", micro_batch_size=RECORDS).bind(Side(), loss)
+    bound = Clipper(1e-5, groups="layer", physical_batch_size=RECORDS).bind(Side(), loss)
     batch = records()
     batch["x"][-1] = 60.0
     whole, rest = (bound.clip(b).gradients for b in (batch, rows(batch, *range(RECORDS - 1))))
@@ -603,7 +603,9 @@ def test_a_shared_table_is_not_taken_apart_when_there_are_as_many_examples_as_po
     x = 1 + 0.1 * torch.randn(positions + 9, positions, 4)
     limit, chosen = 1e-3, model(positions)
     bound, exact = (
-        Clipper(limit, engine=engine, micro_batch_size=size).bind(chosen, lambda m, batch: m(batch))
+        Clipper(limit, engine=engine, physical_batch_size=size).bind(
+            chosen, lambda m, batch: m(batch)
+        )
         for engine, size in (("bookkeeping", 64), ("one-example", None))
     )
     bound.clip(x[: positions + 9], step=0)
@@ -915,14 +917,14 @@ def test_each_part_of_the_guard_is_needed(
 ) -> None:
     chosen = next(a for a in ATTACKS if a.name == attack)
     few = rows(records(), 0) if "one" in name else records()
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(chosen.model(), chosen.loss)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(chosen.model(), chosen.loss)
     monkeypatch.setattr(part, broken)
     if "losses" in name:  # its factors would show it too
         monkeypatch.setattr(f"{MIXING}._require_same_factors", lambda *a: None)
     bound.clip(few)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="depends on other examples"):
-        Clipper(1.0, micro_batch_size=RECORDS).bind(chosen.model(), chosen.loss).clip(few)
+        Clipper(1.0, physical_batch_size=RECORDS).bind(chosen.model(), chosen.loss).clip(few)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -942,7 +944,7 @@ def test_messages_hold_no_sizes_of_private_batches() -> None:
     ]
     for model, loss, chosen in wrong:
         with pytest.raises(ValueError) as refused:
-            Clipper(1.0, micro_batch_size=n).clip(model, loss, chosen)
+            Clipper(1.0, physical_batch_size=n).clip(model, loss, chosen)
         assert str(n) not in str(refused.value) and str(other) not in str(refused.value)
 
 

@@ -64,7 +64,7 @@ def test_bags_of_rows(mode: str, padding: int | None, estimator: str) -> None:
     model = Bags(mode=mode, padding_idx=padding)
     assert (layout_of(model).sites[0].rule is None) is (mode == "max")
     assert_equal_to_oracle(
-        model, cross_entropy, batch_of(), estimator=estimator, micro_batch_size=EXAMPLES
+        model, cross_entropy, batch_of(), estimator=estimator, physical_batch_size=EXAMPLES
     )
 
 

@@ -97,14 +97,14 @@ def _print_clipping(target: Console, record: dict[str, Any]) -> None:
         rows[shape] = f"{rows[shape]}\n{row}" if shape in rows else row
     print_table(target, "Norm estimator by shape of parameter", rows)
     rows = {
-        "chosen": f"{record['engine']}; {record['micro_batch_size']} examples at a time "
+        "chosen": f"{record['engine']}; {record['physical_batch_size']} examples at a time "
         f"({record['why']})"
     }
     for other in record["alternatives"]:
         rows[other["engine"]] = (
             f"{other['ratio']:.2f} times the non-private step, {other['mib']:,.0f} MiB over "
             "parameters and data, "
-            f"{other['micro_batch_size']} examples at a time"
+            f"{other['physical_batch_size']} examples at a time"
         )
     plain = record["non_private"]
     rows["without privacy"] = (
