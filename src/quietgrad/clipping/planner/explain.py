@@ -42,9 +42,9 @@ def explain(
 
     Returns:
         "engine", "physical_batch_size", "why" (where the model cannot be captured, the layer that
-        it fails at); "layers": per shape of parameter the estimator and its cost; "alternatives": per
-        engine; "non_private": the same for the plain step; "sketch": what a sketch of the clipper's
-        dimension would save, as a share of the step.
+        it fails at); "layers": per shape of parameter the estimator and its cost; "alternatives":
+        per engine; "non_private": the same for the plain step; "sketch": what a sketch of the
+        clipper's dimension would save, as a share of the step.
     """
     layout = layout_of(model)
     bound = clipper.bind(model, per_example_loss)
