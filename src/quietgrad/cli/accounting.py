@@ -65,13 +65,8 @@ def calibrate(
         epsilon, delta, sample_rate=q, steps=total, clipping=clipping, bands=bands
     )
     event = PoissonGaussian(sigma, q, total, clipping, bands)
-    _show(
-        "Calibrated noise",
-        event,
-        epsilon_report(event, delta),
-        as_json,
-        {"target_epsilon": epsilon},
-    )
+    extra = {"target_epsilon": epsilon}
+    _show("Calibrated noise", event, epsilon_report(event, delta), as_json, extra)
 
 
 def epsilon(
@@ -152,28 +147,19 @@ def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json:
     }
     if contents.header.get("data_declared_public"):
         extra["data_declared_public"] = True
+    if contents.event is not None and contents.not_private is None:
+        title, report = "Privacy spent according to the ledger", epsilon_report(contents.event, at)
+        _show(title, contents.event, report, as_json, extra)
+        return
+    record: dict[str, Any] = {"epsilon": 0.0, "delta": at, **extra}
+    said = "Nothing has been released: epsilon = 0."
     if contents.not_private is not None:
-        if as_json:
-            print_json({"epsilon": None, "delta": at, "not_private": contents.not_private, **extra})
-        else:
-            console(False).print(
-                f"No epsilon: this run gave up privacy ({contents.not_private}).", markup=False
-            )
-        return
-    if contents.event is None:
-        record = {"epsilon": 0.0, "delta": at, **extra}
-        if as_json:
-            print_json(record)
-        else:
-            console(False).print("Nothing has been released: epsilon = 0.")
-        return
-    _show(
-        "Privacy spent according to the ledger",
-        contents.event,
-        epsilon_report(contents.event, at),
-        as_json,
-        extra,
-    )
+        record |= {"epsilon": None, "not_private": contents.not_private}
+        said = f"No epsilon: this run gave up privacy ({contents.not_private})."
+    if as_json:
+        print_json(record)
+    else:
+        console(False).print(said, markup=False)
 
 
 def _rate_and_steps(

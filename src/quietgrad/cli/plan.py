@@ -84,15 +84,11 @@ def _print_clipping(target: Console, record: dict[str, Any]) -> None:
         return
     rows: dict[str, str] = {}
     for layer in record["layers"]:
-        work = (
-            f", {layer['multiplications']:,} multiplications an example"
-            if layer["multiplications"]
-            else ""
-        )
-        kept = (
-            ", kept for the sum" if layer["kept"] and layer["estimator"] == "materialized" else ""
-        )
-        row = f"{layer['count']} parameters, {layer['estimator']}{kept}{work}"
+        row = f"{layer['count']} parameters, {layer['estimator']}"
+        if layer["kept"] and layer["estimator"] == "materialized":
+            row += ", kept for the sum"
+        if layer["multiplications"]:
+            row += f", {layer['multiplications']:,} multiplications an example"
         shape = layer["shape"]
         rows[shape] = f"{rows[shape]}\n{row}" if shape in rows else row
     print_table(target, "Norm estimator by shape of parameter", rows)
@@ -122,8 +118,6 @@ def _print_clipping(target: Console, record: dict[str, Any]) -> None:
 
 
 def _saving(share: float) -> str:
-    return (
-        f"save {100 * share:.1f} % of the time"
-        if share > 0
-        else f"take {-100 * share:.1f} % more time"
-    )
+    if share > 0:
+        return f"save {100 * share:.1f} % of the time"
+    return f"take {-100 * share:.1f} % more time"

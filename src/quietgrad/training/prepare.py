@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,12 @@ class Prepared:
     def metric(self) -> Metric:
         """What the model is judged by."""
         return self.task.metric(self.validation)
+
+    @cached_property
+    def scheduled(self) -> Records:
+        """The validation records that are looked at between steps."""
+        every = self.config.training.eval_records
+        return self.validation.subset(spread(self.validation, every)) if every else self.validation
 
     @property
     def evaluation_batch(self) -> int:
@@ -151,10 +158,8 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
         config, task, train, validation, test, model, plan, sampler, steps, device, started_from
     )
     if prepared.metric is MEAN_AUC:
-        every = config.training.eval_records
-        scheduled = validation.subset(spread(validation, every)) if every else validation
         for name, part in (
-            ("validation records (training.eval_records)", scheduled),
+            ("validation records (training.eval_records)", prepared.scheduled),
             ("test records", test),
         ):
             if not dividing(part.labels).any():

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.durable import write_whole
-from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.seeds import root_key
 from quietgrad.tensors import trainable_parameters
@@ -32,7 +31,7 @@ from quietgrad.training.optimizers import build_optimizer, step_on_release
 from quietgrad.training.prepare import Prepared
 from quietgrad.training.result import ShownEpsilon, result_of, trained_on
 from quietgrad.training.tasks.loaded import parameter_digest
-from quietgrad.training.tasks.records import Records, spread
+from quietgrad.training.tasks.records import spread
 
 # Validation records that the clipper's guard examines.
 GUARDED_RECORDS = 32
@@ -123,11 +122,7 @@ def train(
         for indices in batches:
             step = private.released if private is not None else done
             torch.manual_seed(seeds(step))
-            if private is not None:
-                loop.advance(step, loop.private_gradients(private, indices))
-            else:
-                loop.plain_gradients(indices)
-                loop.advance(step, None)
+            loop.step(step, private, indices)
             done, made = step + 1, made + 1
             score = loop.evaluate_on_schedule(done, private)
             report(Progress(done, prepared.steps, shown.at(done), score))
@@ -158,12 +153,6 @@ class _Loop:
         rule = config.momentum_rule if prepared.plan is not None else None
         built = build_optimizer(self.trained, config.optimizer, prepared.steps, rule)
         self.optimizer, self.schedule = built
-        every = prepared.config.training.eval_records
-        self.eval_part = (
-            prepared.validation.subset(spread(prepared.validation, every))
-            if every
-            else prepared.validation
-        )
 
     def guard_on_public_records(self, private: PrivateRun) -> None:
         """The clipper's guard looks at validation records, so that its refusal says nothing of
@@ -177,9 +166,15 @@ class _Loop:
             )
             private.check(self.trained, self.loss, batch)
 
-    def private_gradients(self, private: PrivateRun, indices: Any) -> NoisySum:
-        batches = self.prepared.micro_batches(indices, self.cache)
-        return private.backward(self.trained, self.loss, batches)
+    def step(self, step: int, private: PrivateRun | None, indices: Any) -> None:
+        noisy = None
+        if private is None:
+            self.plain_gradients(indices)
+        else:
+            batches = self.prepared.micro_batches(indices, self.cache)
+            noisy = private.backward(self.trained, self.loss, batches)
+        self.schedule(step)
+        step_on_release(self.optimizer, noisy)
 
     def plain_gradients(self, indices: Any) -> None:
         self.optimizer.zero_grad()
@@ -188,22 +183,16 @@ class _Loop:
         for batch in self.prepared.micro_batches(indices, self.cache):
             (self.loss(self.trained, batch).sum() / self.prepared.expected_batch_size).backward()
 
-    def advance(self, step: int, noisy: NoisySum | None) -> None:
-        self.schedule(step)
-        step_on_release(self.optimizer, noisy)
-
-    def score(self, part: Records) -> float:
-        return score_of(self.prepared, self.model, part)
-
     def evaluate_on_schedule(self, done: int, private: PrivateRun | None) -> float | None:
         every = self.prepared.config.training.eval_every
         if not every or (done % every and done != self.prepared.steps):
             return None
-        score = self.score(self.eval_part)
+        part = self.prepared.scheduled
+        score = score_of(self.prepared, self.model, part)
         record = {
             "step": done,
             f"validation_{self.prepared.metric.key}": score,
-            "validation_records": len(self.eval_part),
+            "validation_records": len(part),
         }
         if private is not None:
             record["epsilon"] = private.epsilon()
