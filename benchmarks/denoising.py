@@ -138,7 +138,7 @@ def step_of(
             ).mean(1)
         return F.cross_entropy(logits.float(), batch["y"], reduction="none")
 
-    bound = Clipper(1.0, micro_batch_size=spec.micro_batch).bind(model, loss)
+    bound = Clipper(1.0, physical_batch_size=spec.micro_batch).bind(model, loss)
     return lambda: bound.clip({"ids": ids, "y": labels}), lambda clipped: noise.update(
         clipped, lambda _: KEY, noise.init()
     )[0]

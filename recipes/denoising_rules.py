@@ -229,7 +229,7 @@ class Study:
             steps=steps,
             seed=wanted.seed,
             data_are_public=True,
-            denoiser=EVERY_RULE[wanted.rule].of_gradient,
+            denoising=EVERY_RULE[wanted.rule].of_gradient,
         ).build(len(features))
         rule = EVERY_RULE[wanted.rule]
         on_moment = rule.of_momentum

@@ -50,7 +50,7 @@ from numpy.typing import NDArray
 from scipy.stats import t as student_t
 from torch import Tensor, nn
 
-from quietgrad import PrivacyConfig
+from quietgrad import Clipping, PrivacyConfig
 from quietgrad.plan import PrivateRun
 from quietgrad.randomness import RandomKey
 from quietgrad.training.tasks.loaded import Tuning
@@ -254,7 +254,7 @@ def privacy_config(method: str, seed: int, s: Settings) -> PrivacyConfig:
     config = PrivacyConfig(
         target_epsilon=s.epsilon, target_delta=s.delta, max_grad_norm=s.max_grad_norm,
         expected_batch_size=s.batch_size, steps=s.steps,
-        estimator=estimator, sketch_dim=int(k), seed=seed, data_are_public=True,
+        clipping=Clipping(estimator, int(k)), seed=seed, data_are_public=True,
     )  # fmt: skip
     return (
         replace(config, target_epsilon=None, noise_multiplier=1.0)

@@ -308,6 +308,19 @@ def test_public_names_are_the_golden_ones() -> None:
     assert found == (Path(__file__).with_name("public_names.txt")).read_text().split()
 
 
+def test_rooms_are_there_once_the_package_is_imported() -> None:
+    code = (
+        "import sys, quietgrad; assert 'torch' not in sys.modules; "
+        "assert set(quietgrad.ROOMS) <= set(dir(quietgrad)); "
+        "quietgrad.accounting.epsilon; assert 'torch' not in sys.modules; "
+        "quietgrad.clipping.clipped_gradients; quietgrad.noise.BandedNoise(4); "
+        "from quietgrad import Clipping; Clipping('ghost')"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    rooms = [name.partition(".")[2] for name in PUBLIC if "." in name]
+    assert sorted(importlib.import_module("quietgrad").ROOMS) == rooms
+
+
 def test_public_names_exist_and_are_documented() -> None:
     for module_name in PUBLIC:
         module = importlib.import_module(module_name)

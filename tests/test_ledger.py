@@ -8,12 +8,12 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from plans import changed
 
 from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.accounting import epsilon
@@ -50,7 +50,7 @@ PUBLIC_KEYS = {
 
 
 def plan_of(**changes: object) -> PrivacyPlan:
-    return replace(CONFIG, **changes).build(RECORDS)
+    return changed(CONFIG, **changes).build(RECORDS)
 
 
 def some_sum(run: PrivateRun) -> ClippedSum:
@@ -328,7 +328,7 @@ def test_resume_with_another_sketch_dimension_is_refused(path: Path) -> None:
 def test_resume_on_other_data_is_refused(path: Path) -> None:
     with plan_of().start(path) as run:
         release(run, 2)
-    same_rate = replace(CONFIG, expected_batch_size=None, sample_rate=0.1)
+    same_rate = changed(CONFIG, expected_batch_size=None, sample_rate=0.1)
     with pytest.raises(ValueError, match="dataset_size"):
         same_rate.build(RECORDS + 1).start(path)
 

@@ -1,25 +1,48 @@
 """Quietgrad: differentially private training in PyTorch, with every epsilon an upper bound.
 
 ``PrivacyConfig(...).build(dataset_size)`` gives a plan; ``plan.start()`` runs it. Nothing heavy is
-imported until it is used.
+imported until it is used; ``quietgrad.clipping.clipped_gradients`` needs no import of its own.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from quietgrad.clipping import Clipping, Performance
     from quietgrad.plan import PrivacyConfig, PrivacyPlan, PrivateRun
 
-__all__ = ["PrivacyConfig", "PrivacyPlan", "PrivateRun", "__version__"]
+# Name -> module; and the rooms that are for users. Lazily (PEP 562), so that quietgrad.accounting
+# never imports torch.
+NAMES = {
+    "Clipping": "clipping",
+    "Performance": "clipping",
+    "PrivacyConfig": "plan",
+    "PrivacyPlan": "plan",
+    "PrivateRun": "plan",
+}
+ROOMS = ("accounting", "auditing", "clipping", "curvature", "denoising", "noise", "sampling")
+
+__all__ = [
+    "Clipping",
+    "Performance",
+    "PrivacyConfig",
+    "PrivacyPlan",
+    "PrivateRun",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily, so that quietgrad.accounting never imports torch.
-    if name in ("PrivacyConfig", "PrivacyPlan", "PrivateRun"):
-        from quietgrad import plan
-
-        return getattr(plan, name)
+    if name in ROOMS:
+        return importlib.import_module(f"quietgrad.{name}")
+    if name in NAMES:
+        return getattr(importlib.import_module(f"quietgrad.{NAMES[name]}"), name)
     raise AttributeError(f"module 'quietgrad' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *ROOMS})

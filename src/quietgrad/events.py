@@ -16,6 +16,11 @@ from quietgrad.checks import require_at_least, require_int, require_positive, re
 
 Envelope = Literal["mixed", "hutch"]
 ENVELOPES: tuple[Envelope, ...] = ("mixed", "hutch")
+
+# Neighbouring relation -> in words. Parts that a record's index decides stay as they are only if
+# its place stays, empty.
+ADD_REMOVE, ZERO_OUT = "add-remove", "zero-out"
+RELATIONS = {ADD_REMOVE: "add or remove one record", ZERO_OUT: "leave one record's place empty"}
 SMALLEST_SKETCH_DIM = 2
 
 

@@ -92,7 +92,7 @@ def hardest_sixteen(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def moved(model: nn.Module, loss: Loss, batch: dict[str, Tensor]) -> float:
     """By how many C the sum moves, at most, when one record is taken out; the guard must be off."""
     clip = 0.2 * float(per_example_norms(model, loss, batch).max())
-    bound = Clipper(clip, engine="bookkeeping", micro_batch_size=RECORDS).bind(model, loss)
+    bound = Clipper(clip, engine="bookkeeping", physical_batch_size=RECORDS).bind(model, loss)
     whole = bound.clip(batch).gradients
     found = []
     for out in range(RECORDS):

@@ -6,19 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from plans import changed
 
 from quietgrad import PrivacyConfig, PrivacyPlan
+from quietgrad.noise import BandedNoise
 from quietgrad.plan import PrivateRun
 
 RECORDS = 80
 SEED = "9c41d07be25f83a6b8e4f10c27d95a36"
 CONFIG = PrivacyConfig(noise_multiplier=1.1, expected_batch_size=8, steps=12)
-BANDED = replace(CONFIG, bands=3)
+BANDED = replace(CONFIG, noise=BandedNoise(3))
 LARGE = replace(CONFIG, expected_batch_size=40)  # no batch is empty
 
 
 def plan_of(config: PrivacyConfig = CONFIG, **changes: object) -> PrivacyPlan:
-    return replace(config, **changes).build(RECORDS)
+    return changed(config, **changes).build(RECORDS)
 
 
 def release(run: PrivateRun, value: float = 0.0, width: int = 3) -> torch.Tensor:

@@ -116,7 +116,7 @@ def test_unix_time_as_an_input(estimator: str) -> None:
     x = torch.randn(60, 12, 3, generator=source)
     x[:, :, 0] = 1.7e9 + 3600 * torch.arange(12) + 86400 * torch.rand(60, 1, generator=source)
     g = torch.randn(60, 12, 16, generator=source)
-    clipper = Clipper(1.0, estimator, engine="bookkeeping", micro_batch_size=60)
+    clipper = Clipper(1.0, estimator, engine="bookkeeping", physical_batch_size=60)
     bound = clipper.bind(model, given_gradients)
     bound.clip((x, g), step=0)
     empty = torch.zeros_like(g)
@@ -321,7 +321,7 @@ def test_half_precision_and_padding_do_not_switch_a_record_off() -> None:
                 with torch.autocast("cpu", torch.float16):
                     return (model(batch[0]) * batch[1].half()).float().flatten(1).sum(1)
 
-            clipper = Clipper(1.0, estimator, engine="bookkeeping", micro_batch_size=2)
+            clipper = Clipper(1.0, estimator, engine="bookkeeping", physical_batch_size=2)
             both = tuple(torch.cat([torch.zeros_like(t), t]) for t in wide)
             found.append(float(clipper.clip(model, loss, both).gradients["weight"].norm()))
     assert max(found) <= LARGEST and min(found) > 0.99
@@ -369,7 +369,7 @@ def test_one_record_more_changes_nothing_of_the_others(estimator: str, place: in
 
     def others(batch: Pair, size: int, mine: list[int]) -> list[Tensor]:
         """Each record's own contribution: the others' output gradients set to zero."""
-        clipper = Clipper(0.5, estimator, 4, engine="bookkeeping", micro_batch_size=size)
+        clipper = Clipper(0.5, estimator, 4, engine="bookkeeping", physical_batch_size=size)
         bound, keys = clipper.bind(model, given_gradients), Projections(KEY, 0)
         bound.clip(batch, keys, step=0)
         found = []
@@ -408,7 +408,7 @@ def test_a_cancelling_crowd_is_not_revealed_by_one_record_more() -> None:
     x = torch.nn.functional.normalize(a, dim=1).expand(800, 1, 6) * 50
     g = torch.nn.functional.normalize(b, dim=1).expand(800, 1, 5) * signs.view(-1, 1, 1)
     model = linear(x, g)
-    clipper = Clipper(1.0, "hutch", 32, micro_batch_size=4)
+    clipper = Clipper(1.0, "hutch", 32, physical_batch_size=4)
     silent = (torch.cat([x[:1], x]), torch.cat([torch.zeros_like(g[:1]), g]))
     for step in range(5):
         assert float(total(clipper, model, (x, g), step).norm()) < 1e-3

@@ -130,7 +130,7 @@ ATTACKS = [
 def test_attack_is_refused(attack: Attack) -> None:
     for engine in ("auto", "bookkeeping"):
         with pytest.raises(ValueError, match="depends on other examples"):
-            Clipper(1.0, engine=engine, micro_batch_size=RECORDS).clip(
+            Clipper(1.0, engine=engine, physical_batch_size=RECORDS).clip(
                 attack.model(), attack.loss, records()
             )
 
@@ -153,7 +153,7 @@ def test_without_the_guard_one_record_moves_the_sum_by_more_than_the_clipping_no
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
 def test_first_batch_of_one_record_skips_nothing(attack: Attack) -> None:
     """As the issue was filed: one record first, then the real batch."""
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(attack.model(), attack.loss)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(attack.model(), attack.loss)
     with pytest.raises(ValueError, match="depends on other examples"):
         bound.clip(rows(records(), 0))  # refused here by made-up records, or open
         bound.clip(records())
@@ -166,14 +166,14 @@ def test_first_batch_of_one_record_is_refused_by_made_up_ones() -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
 def test_empty_first_batch_skips_nothing(attack: Attack) -> None:
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(attack.model(), attack.loss)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(attack.model(), attack.loss)
     assert not any(g.any() for g in bound.clip(rows(records())).gradients.values())
     with pytest.raises(ValueError, match="depends on other examples"):
         bound.clip(records())
 
 
 def test_two_identical_first_records_do_not_satisfy_the_guard_for_good() -> None:
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(With(without_mean), good)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(With(without_mean), good)
     with pytest.raises(ValueError, match="depends on other examples"):
         bound.clip(rows(records(), 0, 0))
         bound.clip(records())
@@ -191,7 +191,7 @@ def test_public_records_are_examined_when_the_clipper_is_bound() -> None:
         seen.append(batch["x"])
         return good(model, batch)
 
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(small(), watching, guard_batch=public)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(small(), watching, guard_batch=public)
     seen.clear()
     bound.clip(records(), step=1)  # a guarded step
     private = [x for x in seen if not torch.isin(x, public["x"]).all()]
@@ -210,7 +210,7 @@ def test_undecided_batches_are_taken_one_example_at_a_time() -> None:
         together.append(len(batch["y"]))
         return good(model, batch) * torch.from_numpy(np.random.rand(len(batch["y"])) + 0.5).float()
 
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(small(), random_loss)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(small(), random_loss)
     bound.clip(records())
     assert together[-RECORDS:] == [1] * RECORDS
 
@@ -235,14 +235,14 @@ def test_each_part_of_the_guard_is_needed(
 ) -> None:
     chosen = next(a for a in ATTACKS if a.name == attack)
     few = rows(records(), 0) if "one" in name else records()
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(chosen.model(), chosen.loss)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(chosen.model(), chosen.loss)
     monkeypatch.setattr(part, broken)
     if "losses" in name:  # its factors would show it too
         monkeypatch.setattr(f"{MIXING}._require_same_factors", lambda *a: None)
     bound.clip(few)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="depends on other examples"):
-        Clipper(1.0, micro_batch_size=RECORDS).bind(chosen.model(), chosen.loss).clip(few)
+        Clipper(1.0, physical_batch_size=RECORDS).bind(chosen.model(), chosen.loss).clip(few)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_messages_hold_no_sizes_of_private_batches() -> None:
     ]
     for model, loss, chosen in wrong:
         with pytest.raises(ValueError) as refused:
-            Clipper(1.0, micro_batch_size=n).clip(model, loss, chosen)
+            Clipper(1.0, physical_batch_size=n).clip(model, loss, chosen)
         assert str(n) not in str(refused.value) and str(other) not in str(refused.value)
 
 

@@ -34,7 +34,7 @@ def test_mixing_in_training_only_that_cannot_be_held_still_is_not_approved_by_ev
         together.append(len(batch["y"]))
         return good(model, batch)
 
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(With(mixed_by_numpy).train(), loss)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(With(mixed_by_numpy).train(), loss)
     for step in range(3):
         bound.clip(records(), step=step)
         assert together[-RECORDS:] == [1] * RECORDS
@@ -46,7 +46,7 @@ def test_one_example_more_than_ever_before_is_examined() -> None:
         losses = good(model, batch)
         return losses * (losses.detach() >= losses.detach().topk(min(len(losses), 12)).values[-1])
 
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(small(), hardest_of_thirteen)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(small(), hardest_of_thirteen)
     bound.clip(rows(records(), *range(12)), step=4)
     with pytest.raises(ValueError, match="depends on other examples"):
         bound.clip(records(), step=5)  # twice as many, and not a guarded step
@@ -59,7 +59,7 @@ def test_a_guarded_step_is_examined_in_each_mode_that_it_is_made_in() -> None:
         return without_mean(model, h) if opened["now"] and not model.training else h
 
     model = With(change)
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(model, good)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(model, good)
     for train in (True, False):
         model.train(train)
         bound.clip(records(), step=0)
@@ -91,7 +91,7 @@ RARE: dict[str, Callable[[Tensor], Tensor]] = {
 def test_mixing_that_few_random_numbers_open_is_refused(kind: str, rate: float) -> None:
     model = With(lambda model, h: RARE[kind](h) if model.training else h, dropout=rate)
     with pytest.raises(ValueError, match="depends on other examples"):
-        Clipper(1.0, micro_batch_size=RECORDS).bind(model.train(), good).clip(records())
+        Clipper(1.0, physical_batch_size=RECORDS).bind(model.train(), good).clip(records())
 
 
 def test_integers_held_still_stay_inside_their_range() -> None:
@@ -99,7 +99,7 @@ def test_integers_held_still_stay_inside_their_range() -> None:
         start = int(torch.randint(0, 1, (1,)))
         return h[:, start : start + 8]
 
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(With(crop).train(), good)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(With(crop).train(), good)
     bound.clip(records())
     assert next(iter(bound._guard._verdicts.values())).together == RECORDS
 
@@ -125,11 +125,11 @@ def test_mixing_in_a_layer_of_small_gradients_is_refused(monkeypatch) -> None:
 
     for groups in ("whole", "layer"):
         with pytest.raises(ValueError, match="depends on other examples"):
-            Clipper(1e-4, groups=groups, micro_batch_size=RECORDS).bind(Side(), loss).clip(
+            Clipper(1e-4, groups=groups, physical_batch_size=RECORDS).bind(Side(), loss).clip(
                 records()
             )
     switched_off(monkeypatch)
-    bound = Clipper(1e-5, groups="layer", micro_batch_size=RECORDS).bind(Side(), loss)
+    bound = Clipper(1e-5, groups="layer", physical_batch_size=RECORDS).bind(Side(), loss)
     batch = records()
     batch["x"][-1] = 60.0
     whole, rest = (bound.clip(b).gradients for b in (batch, rows(batch, *range(RECORDS - 1))))
@@ -185,7 +185,9 @@ def test_a_shared_table_is_not_taken_apart_when_there_are_as_many_examples_as_po
     x = 1 + 0.1 * torch.randn(positions + 9, positions, 4)
     limit, chosen = 1e-3, model(positions)
     bound, exact = (
-        Clipper(limit, engine=engine, micro_batch_size=size).bind(chosen, lambda m, batch: m(batch))
+        Clipper(limit, engine=engine, physical_batch_size=size).bind(
+            chosen, lambda m, batch: m(batch)
+        )
         for engine, size in (("bookkeeping", 64), ("one-example", None))
     )
     bound.clip(x[: positions + 9], step=0)

@@ -113,7 +113,7 @@ def test_a_gate_that_opens_later_is_seen_at_the_next_guarded_step() -> None:
 
 
 def test_a_larger_micro_batch_than_any_before_is_examined_whatever_the_step() -> None:
-    bound = Clipper(1.0, micro_batch_size=RECORDS).bind(small(), hardest_sixteen)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(small(), hardest_sixteen)
     bound.clip(rows(records(), *range(4)), step=4)  # fewer than sixteen: nothing is mined yet
     with pytest.raises(ValueError, match="depends on other examples"):
         bound.clip(records(), step=5)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from plans import changed
 
 from attacks.ledgers import BANDED, CONFIG, LARGE, SEED, made, plan_of, release
 from quietgrad import PrivacyConfig
@@ -172,7 +172,7 @@ def stopped(
 def test_a_resume_draws_only_the_steps_after_the_kept_rows(
     source: str, tmp_path: Path, draws: list[int]
 ) -> None:
-    config = replace(BANDED, noise_source=source)
+    config = changed(BANDED, source=source)
     path, keys = stopped(tmp_path, config=config)
     assert stat.S_IMODE(rows_path(keys).stat().st_mode) == 0o600
     rows = []
@@ -252,7 +252,7 @@ def test_a_copy_that_went_on_by_itself_does_not_lend_its_rows(
 def test_nothing_is_kept_where_nothing_is_needed(tmp_path: Path) -> None:
     for name, config, keys in (
         ("independent", CONFIG, tmp_path / "keys"),
-        ("regenerated", replace(BANDED, noise_memory="regenerate"), tmp_path / "keys"),
+        ("regenerated", changed(BANDED, memory="regenerate"), tmp_path / "keys"),
         ("no keys", BANDED, None),
     ):
         with plan_of(config).start(tmp_path / f"{name}.jsonl", keys) as run:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plans import changed
 from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig, PrivacyPlan, PrivateRun
@@ -33,9 +34,8 @@ BreakNoise = Callable[[Callable[..., NoisySum]], None]
 
 
 def plan_of(records: int = 1, **settings: Any) -> PrivacyPlan:
-    return PrivacyConfig(
-        **({"target_delta": 1e-5, "sample_rate": 1.0, "steps": 1} | settings)
-    ).build(records)
+    config = PrivacyConfig(target_delta=1e-5, sample_rate=1.0, steps=1)
+    return changed(config, **settings).build(records)
 
 
 def bound(report: AuditReport, method: str = "trade-off", released: str = "whole run") -> float:

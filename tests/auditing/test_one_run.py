@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from plans import changed
 from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig
@@ -67,7 +68,7 @@ def audit(
         "steps": 6,
     } | settings
     training = Training()
-    plan = PrivacyConfig(**settings).build(RECORDS + count)
+    plan = changed(PrivacyConfig(), **settings).build(RECORDS + count)
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
 
     def update(noisy: NoisySum) -> None:
@@ -93,12 +94,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "exact": {},
     "hutch": {"estimator": "hutch", "sketch_dim": 16},
     "banded": {"bands": 3},
-    "denoised": {"denoiser": SpikesWithBulk()},
+    "denoised": {"denoising": SpikesWithBulk()},
     "combined": {
         "bands": 3,
         "estimator": "hutch",
         "sketch_dim": 16,
-        "denoiser": SpikesWithBulk(),
+        "denoising": SpikesWithBulk(),
     },
 }
 

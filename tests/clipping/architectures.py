@@ -318,13 +318,13 @@ def assert_equal_to(
     model: nn.Module,
     loss: Callable[..., Tensor],
     batch: Any,
-    micro_batch_size: int | None = None,
+    physical_batch_size: int | None = None,
     tolerance: float = 1e-5,
 ) -> None:
     """The checks of ``assert_equal_to_oracle``, for an oracle that was asked before, or about
     another model.
     """
-    bound = Clipper(expected.clip, "exact", micro_batch_size=micro_batch_size).bind(
+    bound = Clipper(expected.clip, "exact", physical_batch_size=physical_batch_size).bind(
         model, loss
     )  # one look of the guard for both
     norms = bound.norms(batch, step=0)

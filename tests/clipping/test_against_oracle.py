@@ -36,13 +36,13 @@ def full_training() -> list:
 
 
 def assert_equal_to_oracle(
-    model, loss, batch, *, estimator="exact", micro_batch_size=None, tolerance=1e-5
+    model, loss, batch, *, estimator="exact", physical_batch_size=None, tolerance=1e-5
 ) -> None:
     gradients = oracle_gradients(model, loss, batch)
     norms = oracle_norms(gradients)
     clip = float(norms.median())  # some examples clipped, some not
     expected = oracle_clipped_sum(gradients, clip)
-    bound = Clipper(clip, estimator, micro_batch_size=micro_batch_size).bind(
+    bound = Clipper(clip, estimator, physical_batch_size=physical_batch_size).bind(
         model, loss
     )  # one look of the guard for both
     actual, fast_norms = bound.clip(batch, step=0), bound.norms(batch, step=0)
@@ -54,11 +54,11 @@ def assert_equal_to_oracle(
         assert error < tolerance, (name, error)
 
 
-@pytest.mark.parametrize(("case", "estimator", "micro_batch_size"), full_training())
-def test_full_training(case: Case, estimator: str, micro_batch_size: int | None) -> None:
+@pytest.mark.parametrize(("case", "estimator", "physical_batch_size"), full_training())
+def test_full_training(case: Case, estimator: str, physical_batch_size: int | None) -> None:
     model, loss, batch = case.build()
     assert_equal_to_oracle(
-        model, loss, batch, estimator=estimator, micro_batch_size=micro_batch_size
+        model, loss, batch, estimator=estimator, physical_batch_size=physical_batch_size
     )
 
 
@@ -71,9 +71,9 @@ LORA_TARGETS = {
 }
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+@pytest.mark.parametrize("physical_batch_size", [None, 1, 3])
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in LORA_TARGETS], ids=str)
-def test_lora(case: Case, micro_batch_size: int | None) -> None:
+def test_lora(case: Case, physical_batch_size: int | None) -> None:
     peft = pytest.importorskip("peft")
     model, loss, batch = case.build()
     config = peft.LoraConfig(
@@ -84,7 +84,7 @@ def test_lora(case: Case, micro_batch_size: int | None) -> None:
         fan_in_fan_out=case.name == "gpt2",
     )
     model = peft.get_peft_model(model, config)
-    assert_equal_to_oracle(model, loss, batch, micro_batch_size=micro_batch_size)
+    assert_equal_to_oracle(model, loss, batch, physical_batch_size=physical_batch_size)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -109,6 +109,6 @@ def test_bare_parameter_batch_size_one_example_matches_any_other_cut() -> None:
     assert batch_size_of(batch) == 4
     assert isinstance(model, nn.Module)
     whole = clipped_gradients(model, loss, batch, 0.1).gradients
-    cut = clipped_gradients(model, loss, batch, 0.1, micro_batch_size=1).gradients
+    cut = clipped_gradients(model, loss, batch, 0.1, physical_batch_size=1).gradients
     for name, g in whole.items():
         torch.testing.assert_close(g, cut[name], rtol=1e-5, atol=1e-7)

@@ -22,26 +22,26 @@ def _built(case: Case, tune: str) -> tuple[nn.Module, Any, Any]:
     return (model if tune == "full" else with_lora(model, LORA_TARGETS[case.name])), loss, batch
 
 
-@pytest.mark.parametrize("micro_batch_size", MICRO_BATCH_SIZES)
+@pytest.mark.parametrize("physical_batch_size", MICRO_BATCH_SIZES)
 @pytest.mark.parametrize("tune", ["full", "lora"])
 @pytest.mark.parametrize("case", WITHOUT_TWIN, ids=str)
-def test_architecture(case: Case, tune: str, micro_batch_size: int | None) -> None:
+def test_architecture(case: Case, tune: str, physical_batch_size: int | None) -> None:
     model, loss, batch = _built(case, tune)
-    assert_equal_to_oracle(model, loss, batch, micro_batch_size=micro_batch_size)
+    assert_equal_to_oracle(model, loss, batch, physical_batch_size=physical_batch_size)
 
 
-@pytest.mark.parametrize("micro_batch_size", MICRO_BATCH_SIZES)
+@pytest.mark.parametrize("physical_batch_size", MICRO_BATCH_SIZES)
 @pytest.mark.parametrize("tune", ["full", "lora"])
 @pytest.mark.parametrize("case", WITH_TWIN, ids=str)
 def test_architecture_against_the_oracle_of_its_twin(
-    case: Case, tune: str, micro_batch_size: int | None
+    case: Case, tune: str, physical_batch_size: int | None
 ) -> None:
     model, loss, batch = _built(case, tune)
     twin, _, _ = TWINS[case.name].build()
     if tune == "lora":
         twin = with_lora(twin, LORA_TARGETS[case.name])
     twin.load_state_dict(model.state_dict())
-    assert_equal_to(ask_oracle(twin, loss, batch), model, loss, batch, micro_batch_size)
+    assert_equal_to(ask_oracle(twin, loss, batch), model, loss, batch, physical_batch_size)
 
 
 @pytest.mark.parametrize("case", WITH_TWIN, ids=str)

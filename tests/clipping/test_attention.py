@@ -113,7 +113,7 @@ def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_captured(model: nn.Module, **settings: Any) -> None:
-    settings = {"micro_batch_size": EXAMPLES} | settings
+    settings = {"physical_batch_size": EXAMPLES} | settings
     assert_equal_to_oracle(model, cross_entropy, batch_of(), **settings)
 
 
@@ -139,11 +139,11 @@ def test_keys_and_values_of_other_widths(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["materialized", "ghost", "exact"])
-@pytest.mark.parametrize("micro_batch_size", [1, 3])
+@pytest.mark.parametrize("physical_batch_size", [1, 3])
 @pytest.mark.parametrize("use", [itself, crossed])
-def test_every_estimator_and_cut(use: Use, micro_batch_size: int, estimator: Any) -> None:
+def test_every_estimator_and_cut(use: Use, physical_batch_size: int, estimator: Any) -> None:
     model = Attends(use, add_bias_kv=True)
-    assert_captured(model, estimator=estimator, micro_batch_size=micro_batch_size)
+    assert_captured(model, estimator=estimator, physical_batch_size=physical_batch_size)
 
 
 @pytest.mark.parametrize("frozen", ["in_proj_weight", "in_proj", "bias", "weight", "out", "bias_k"])
@@ -159,13 +159,15 @@ def test_evaluation_mode_and_double_precision() -> None:
     model = Attends(itself, dropout=0.3).eval().double()
     batch = batch_of()
     batch["x"] = batch["x"].double()
-    assert_equal_to_oracle(model, cross_entropy, batch, micro_batch_size=EXAMPLES, tolerance=1e-10)
+    assert_equal_to_oracle(
+        model, cross_entropy, batch, physical_batch_size=EXAMPLES, tolerance=1e-10
+    )
 
 
 @pytest.mark.parametrize("use", [itself, without_weights])
 def test_dropout_draws_as_the_plain_pass_does(use: Use) -> None:
     model, batch = Attends(use, dropout=0.4).train(), batch_of()
-    bound = Clipper(1e6, micro_batch_size=EXAMPLES).bind(model, cross_entropy)
+    bound = Clipper(1e6, physical_batch_size=EXAMPLES).bind(model, cross_entropy)
     bound.check(batch)
     torch.manual_seed(5)
     captured = bound.clip(batch, step=5).gradients  # no guarded step
@@ -180,7 +182,7 @@ def test_dropout_draws_as_the_plain_pass_does(use: Use) -> None:
 @pytest.mark.parametrize("use", [itself, three_inputs])
 def test_a_record_that_is_not_finite_stays_alone(use: Use, value: float) -> None:
     model, batch = Attends(use, add_bias_kv=True), batch_of()
-    bound = Clipper(1.0, micro_batch_size=EXAMPLES).bind(model, cross_entropy)
+    bound = Clipper(1.0, physical_batch_size=EXAMPLES).bind(model, cross_entropy)
     bound.check(batch)
     others = {name: tensor[[0, 2, 3]] for name, tensor in batch.items()}
     expected = bound.clip(others, step=5).gradients

@@ -88,11 +88,11 @@ def poisoned_batch(weights: list[float]) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("physical_batch_size", [None, 2])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30], ids=str)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_nonfinite_example_contributes_zero_and_leaves_the_others_alone(
-    estimator, poison, micro_batch_size
+    estimator, poison, physical_batch_size
 ) -> None:
     # 1e30: a finite gradient whose squared norm overflows.
     torch.manual_seed(0)
@@ -102,7 +102,11 @@ def test_nonfinite_example_contributes_zero_and_leaves_the_others_alone(
         poisoned_batch(weights),
         poisoned_batch([1.0, 0.0, 2.0, 0.5]),
     )  # a weight of zero: gradient zero
-    arguments = {"max_grad_norm": 0.4, "estimator": estimator, "micro_batch_size": micro_batch_size}
+    arguments = {
+        "max_grad_norm": 0.4,
+        "estimator": estimator,
+        "physical_batch_size": physical_batch_size,
+    }
     actual = clipped_gradients(model, poisoned_loss, dirty, **arguments, projections=projections())
     expected = clipped_gradients(
         model, poisoned_loss, clean, **arguments, projections=projections()

@@ -38,9 +38,9 @@ CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[Tensor, Ten
 }
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("physical_batch_size", [None, 2])
 @pytest.mark.parametrize("name", sorted(CONTAINERS))
-def test_loss_gets_the_users_container(name: str, micro_batch_size: int | None) -> None:
+def test_loss_gets_the_users_container(name: str, physical_batch_size: int | None) -> None:
     make, read = CONTAINERS[name]
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
@@ -52,7 +52,7 @@ def test_loss_gets_the_users_container(name: str, micro_batch_size: int | None) 
     plain = oracle_gradients(
         model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), (X, Y)
     )
-    actual = clipped_gradients(model, loss, make(), 0.5, micro_batch_size=micro_batch_size)
+    actual = clipped_gradients(model, loss, make(), 0.5, physical_batch_size=physical_batch_size)
     for parameter, g in oracle_clipped_sum(plain, 0.5).items():
         torch.testing.assert_close(actual.gradients[parameter], g)
 

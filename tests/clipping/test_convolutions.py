@@ -119,7 +119,7 @@ def test_images_with_channels_last(estimator: Any) -> None:
     torch.manual_seed(0)
     model = torch.nn.Conv2d(512, 512, 3, padding=1)
     x = torch.randn(7, 512, 20, 20)
-    clipper = Clipper(1.0, estimator, engine="bookkeeping", micro_batch_size=4)
+    clipper = Clipper(1.0, estimator, engine="bookkeeping", physical_batch_size=4)
     expected = clipper.clip(model, _mean_square, x).gradients
     model = model.to(memory_format=torch.channels_last)
     found = clipper.clip(

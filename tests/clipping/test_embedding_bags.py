@@ -90,7 +90,7 @@ def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bags_of_rows(mode: str, padding: int | None, estimator: Any) -> None:
     model = Bags(mode=mode, padding_idx=padding)
     assert_equal_to_oracle(
-        model, cross_entropy, batch_of(), estimator=estimator, micro_batch_size=EXAMPLES
+        model, cross_entropy, batch_of(), estimator=estimator, physical_batch_size=EXAMPLES
     )
 
 
@@ -100,14 +100,14 @@ def test_bags_of_rows(mode: str, padding: int | None, estimator: Any) -> None:
 def test_bags_by_offsets(mode: str, last: bool, padding: int | None) -> None:
     settings = {"mode": mode, "include_last_offset": last, "padding_idx": padding}
     model, batch = Bags(of_their_own_lengths, **settings), batch_of()
-    assert_equal_to_oracle(model, cross_entropy, batch, micro_batch_size=EXAMPLES)
+    assert_equal_to_oracle(model, cross_entropy, batch, physical_batch_size=EXAMPLES)
     Clipper(1.0, engine="bookkeeping").clip(model, cross_entropy, batch)
 
 
 @pytest.mark.parametrize("call", [flat, weighted, flat_and_weighted, learnt_weights])
 def test_bags_with_weights(call: Callable) -> None:
     model, batch = Bags(call, mode="sum"), batch_of()
-    assert_equal_to_oracle(model, cross_entropy, batch, micro_batch_size=EXAMPLES)
+    assert_equal_to_oracle(model, cross_entropy, batch, physical_batch_size=EXAMPLES)
     Clipper(1.0, engine="bookkeeping").clip(model, cross_entropy, batch)
 
 

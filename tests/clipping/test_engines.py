@@ -57,18 +57,18 @@ def oracle_sum(gradients: list, factors: torch.Tensor, group_of) -> dict:
     }
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 3])
+@pytest.mark.parametrize("physical_batch_size", [None, 3])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("one", [c for c in CASES if c.name != "minilm"], ids=str)
 def test_engines_agree_with_the_oracle(
-    one: Case, engine: str, micro_batch_size: int | None
+    one: Case, engine: str, physical_batch_size: int | None
 ) -> None:
     model, loss, batch = one.build()
-    size = None if engine == "one-example" else micro_batch_size
+    size = None if engine == "one-example" else physical_batch_size
     gradients = oracle_gradients(model, loss, batch)
     norms = oracle_norms(gradients)
     clip = float(norms.median())
-    clipper = Clipper(clip, engine=engine, micro_batch_size=size)
+    clipper = Clipper(clip, engine=engine, physical_batch_size=size)
     torch.testing.assert_close(
         clipper.norms(model, loss, batch).double(), norms.double(), rtol=1e-5, atol=0
     )
@@ -184,8 +184,11 @@ def test_pins_decide_per_layer() -> None:
         ({"layers": {"*": "hutch:48"}}, "not a multiple of sketch_dim=32"),
         ({"layers": {"*": "hutch:16"}}, "not a multiple of sketch_dim=32"),
         ({"memory_budget": 0}, "memory_budget=0"),
-        ({"engine": "one-example", "micro_batch_size": 4}, "does not go with engine='one-example'"),
-        ({"max_micro_batch_size": 0}, "max_micro_batch_size=0"),
+        (
+            {"engine": "one-example", "physical_batch_size": 4},
+            "does not go with engine='one-example'",
+        ),
+        ({"max_physical_batch_size": 0}, "max_physical_batch_size=0"),
     ],
     ids=str,
 )
@@ -281,7 +284,7 @@ def test_planner_takes_the_batch_whole_where_memory_is_no_matter_and_cuts_it_whe
     how, _ = planned("minilm", 64, math.inf)
     small, _ = planned("minilm", 64, 300e6)
     assert how.engine == "bookkeeping" and how.bytes <= planned("minilm", 64, math.inf)[1]
-    assert small.micro_batch_size <= how.micro_batch_size and small.bytes <= 300e6
+    assert small.physical_batch_size <= how.physical_batch_size and small.bytes <= 300e6
     none, _ = planned("minilm", 64, 1.0)
     assert "none fits" in none.why
 

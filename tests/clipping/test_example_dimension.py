@@ -62,11 +62,11 @@ class OwnTable(nn.Module):
         return self.table[ids]
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+@pytest.mark.parametrize("physical_batch_size", [None, 1, 3])
 @pytest.mark.parametrize("table", [lambda: nn.Embedding(8, 6), OwnTable], ids=["rule", "fallback"])
-def test_inputs_with_one_row_for_all_examples_are_expanded(table, micro_batch_size) -> None:
+def test_inputs_with_one_row_for_all_examples_are_expanded(table, physical_batch_size) -> None:
     assert_equal_to_oracle(
-        Positions((1,), table()), cross_entropy, ids_of(), micro_batch_size=micro_batch_size
+        Positions((1,), table()), cross_entropy, ids_of(), physical_batch_size=physical_batch_size
     )
 
 

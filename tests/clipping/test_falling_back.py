@@ -105,7 +105,7 @@ def built(kind: type[nn.Module]) -> tuple[nn.Module, Any, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"micro_batch_size": 2}, {"max_micro_batch_size": 3}], ids=str
+    "settings", [{}, {"physical_batch_size": 2}, {"max_physical_batch_size": 3}], ids=str
 )
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_planner_takes_one_example_at_a_time(
@@ -123,7 +123,7 @@ def test_the_planner_takes_one_example_at_a_time(
             torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(bound.norms(batch).double(), norms.double(), rtol=1e-5, atol=0)
     how = bound.execution_choice(batch)
-    assert (how.engine, how.micro_batch_size) == ("one-example", 1)
+    assert (how.engine, how.physical_batch_size) == ("one-example", 1)
     assert "one example at a time, since" in how.why and (
         "layer" in how.why or "parameter" in how.why
     )
@@ -164,7 +164,7 @@ def test_the_explanation_names_the_layer(kind: type[nn.Module]) -> None:
 
 def test_with_the_layer_frozen_the_planner_is_free_again() -> None:
     model, loss, batch = built(Windows)
-    bound = Clipper(1.0, micro_batch_size=EXAMPLES).bind(model, loss)
+    bound = Clipper(1.0, physical_batch_size=EXAMPLES).bind(model, loss)
     assert bound.execution_choice(batch).engine == "one-example"
     model.layer.requires_grad_(False)
     assert bound.execution_choice(batch).engine == "bookkeeping"

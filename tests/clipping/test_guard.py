@@ -143,7 +143,7 @@ def test_examples_that_are_not_finite_are_passed_over() -> None:
     batch = batch_of()
     batch["x"][0] = float("nan")
     batch["x"][11] = float("inf")
-    bound = Clipper(1.0, micro_batch_size=12).bind(small(), loss)
+    bound = Clipper(1.0, physical_batch_size=12).bind(small(), loss)
     bound.clip(batch)
     assert next(iter(bound._guard._verdicts.values())).together == 12
 
@@ -151,7 +151,7 @@ def test_examples_that_are_not_finite_are_passed_over() -> None:
 def test_copies_of_one_record_and_losses_without_numbers_decide_nothing() -> None:
     batch = batch_of()
     for chosen in (take(batch, [3] * 12), {"x": batch["x"] * float("nan"), "y": batch["y"]}):
-        bound = Clipper(1.0, micro_batch_size=12).bind(small(), loss)
+        bound = Clipper(1.0, physical_batch_size=12).bind(small(), loss)
         clipped = bound.clip(chosen)
         assert not next(iter(bound._guard._verdicts.values())).together
         assert clipped.private.examples == 12
@@ -277,7 +277,7 @@ def test_places_are_spread_from_the_first_to_the_last() -> None:
 )
 def test_models_of_the_shared_list_are_decided(case: Any) -> None:
     model, chosen, batch = case.build()
-    bound = Clipper(1.0, engine="bookkeeping", micro_batch_size=4).bind(model, chosen)
+    bound = Clipper(1.0, engine="bookkeeping", physical_batch_size=4).bind(model, chosen)
     bound.clip(batch)
     assert next(iter(bound._guard._verdicts.values())).together == 4
 

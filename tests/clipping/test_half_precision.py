@@ -34,13 +34,13 @@ def whole(gradients: dict[str, Tensor]) -> Tensor:
 
 
 def assert_close_to_oracle(
-    model: nn.Module, loss: Any, batch: Any, micro_batch_size: int | None, estimator: str
+    model: nn.Module, loss: Any, batch: Any, physical_batch_size: int | None, estimator: str
 ) -> None:
     gradients = oracle_gradients(model, loss, batch)
     norms = oracle_norms(gradients)
     clip = float(norms.median())
     expected = whole(oracle_clipped_sum(gradients, clip))
-    bound = Clipper(clip, estimator, micro_batch_size=micro_batch_size).bind(model, loss)
+    bound = Clipper(clip, estimator, physical_batch_size=physical_batch_size).bind(model, loss)
     actual, fast_norms = bound.clip(batch, step=0).gradients, bound.norms(batch, step=0)
     torch.testing.assert_close(fast_norms.double(), norms.double(), rtol=TOLERANCE, atol=0)
     assert {g.dtype for g in actual.values()} == {
@@ -53,21 +53,21 @@ def in_bfloat16(batch: Any) -> Any:
     return {name: t.bfloat16() if t.is_floating_point() else t for name, t in batch.items()}
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 3])
+@pytest.mark.parametrize("physical_batch_size", [None, 3])
 @pytest.mark.parametrize("estimator", ["exact", "materialized", "ghost"])
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
-def test_bfloat16_weights(case: Case, estimator: str, micro_batch_size: int | None) -> None:
+def test_bfloat16_weights(case: Case, estimator: str, physical_batch_size: int | None) -> None:
     model, loss, batch = case.build()
     assert_close_to_oracle(
-        model.to(torch.bfloat16), loss, in_bfloat16(batch), micro_batch_size, estimator
+        model.to(torch.bfloat16), loss, in_bfloat16(batch), physical_batch_size, estimator
     )
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 3])
+@pytest.mark.parametrize("physical_batch_size", [None, 3])
 @pytest.mark.parametrize("estimator", ["exact", "materialized", "ghost"])
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_float32_weights_under_autocast(
-    case: Case, estimator: str, micro_batch_size: int | None
+    case: Case, estimator: str, physical_batch_size: int | None
 ) -> None:
     model, loss, batch = case.build()
 
@@ -75,7 +75,7 @@ def test_float32_weights_under_autocast(
         with torch.autocast("cpu", torch.bfloat16):
             return loss(model, batch)
 
-    assert_close_to_oracle(model, autocast_loss, batch, micro_batch_size, estimator)
+    assert_close_to_oracle(model, autocast_loss, batch, physical_batch_size, estimator)
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)

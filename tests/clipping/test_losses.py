@@ -105,12 +105,12 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("micro_batch_size", MICRO_BATCH_SIZES)
+@pytest.mark.parametrize("physical_batch_size", MICRO_BATCH_SIZES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_loss_against_the_oracle(name: str, micro_batch_size: int | None) -> None:
+def test_loss_against_the_oracle(name: str, physical_batch_size: int | None) -> None:
     build, loss = LOSSES[name]
     model, batch = build()
-    assert_equal_to_oracle(model, loss, batch, micro_batch_size=micro_batch_size)
+    assert_equal_to_oracle(model, loss, batch, physical_batch_size=physical_batch_size)
 
 
 def test_sum_and_mean_over_tokens_differ_by_each_examples_length() -> None:
@@ -159,11 +159,11 @@ def hugging_face_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 )
 def test_losses_over_tokens_or_the_whole_batch_are_refused(loss, message: str) -> None:
     model, _, batch = BY_NAME["llama"].build()
-    for micro_batch_size in (None, 1):  # with one example at a time, too
+    for physical_batch_size in (None, 1):  # with one example at a time, too
         with pytest.raises(ValueError, match=message):
-            clipped_gradients(model, loss, batch, 1.0, micro_batch_size=micro_batch_size)
+            clipped_gradients(model, loss, batch, 1.0, physical_batch_size=physical_batch_size)
         with pytest.raises(ValueError, match=message):
-            per_example_norms(model, loss, batch, micro_batch_size=micro_batch_size)
+            per_example_norms(model, loss, batch, physical_batch_size=physical_batch_size)
 
 
 def info_nce(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -146,15 +146,15 @@ ALL = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_use(kind: str, read: Read, settings: dict[str, Any]) -> None:
     model = Sequences(kind, read, **settings, batch_first=read is not time_first)
-    assert_captured(model, batch_of(), micro_batch_size=EXAMPLES)
+    assert_captured(model, batch_of(), physical_batch_size=EXAMPLES)
 
 
 @pytest.mark.parametrize("estimator", ["materialized", "ghost"])
-@pytest.mark.parametrize("micro_batch_size", [1, 3])
+@pytest.mark.parametrize("physical_batch_size", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_estimator_and_cut(kind: str, micro_batch_size: int, estimator: Any) -> None:
+def test_every_estimator_and_cut(kind: str, physical_batch_size: int, estimator: Any) -> None:
     model = Sequences(kind, num_layers=2)
-    assert_captured(model, batch_of(), estimator=estimator, micro_batch_size=micro_batch_size)
+    assert_captured(model, batch_of(), estimator=estimator, physical_batch_size=physical_batch_size)
 
 
 # Plain PyTorch says that it has no kernel of oneDNN for projections.
@@ -166,17 +166,17 @@ projections = pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarni
 @pytest.mark.parametrize("settings", ALL, ids=str)
 def test_projections(settings: dict[str, Any], read: Read) -> None:
     model = Sequences("lstm", read, proj_size=3, **settings, batch_first=read is not time_first)
-    assert_captured(model, batch_of(), micro_batch_size=EXAMPLES)
+    assert_captured(model, batch_of(), physical_batch_size=EXAMPLES)
 
 
 @pytest.mark.parametrize(("kind", "read"), [("lstm", cells_alone), ("gru", in_place)])
 def test_what_one_kind_allows(kind: str, read: Read) -> None:
-    assert_captured(Sequences(kind, read), batch_of(), micro_batch_size=EXAMPLES)
+    assert_captured(Sequences(kind, read), batch_of(), physical_batch_size=EXAMPLES)
 
 
 def test_rectified() -> None:
     model = Sequences("rnn", nonlinearity="relu", num_layers=2, bidirectional=True)
-    assert_captured(model, batch_of(), micro_batch_size=EXAMPLES)
+    assert_captured(model, batch_of(), physical_batch_size=EXAMPLES)
 
 
 @projections
@@ -192,7 +192,7 @@ def test_double_precision(kind: str, settings: dict[str, Any], read: Read) -> No
     model = Sequences(kind, read, num_layers=2, bidirectional=True, **settings).double()
     batch = batch_of()
     batch["x"] = batch["x"].double()
-    assert_captured(model, batch, micro_batch_size=EXAMPLES, tolerance=1e-10)
+    assert_captured(model, batch, physical_batch_size=EXAMPLES, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("frozen", ["weight_ih", "weight_hh", "bias", "weight", "_l0", "reverse"])
@@ -201,7 +201,7 @@ def test_frozen_parts(kind: str, frozen: str) -> None:
     model = Sequences(kind, num_layers=2, bidirectional=True)
     for name, parameter in model.rnn.named_parameters():
         parameter.requires_grad_(frozen not in name)
-    assert_captured(model, batch_of(), micro_batch_size=EXAMPLES)
+    assert_captured(model, batch_of(), physical_batch_size=EXAMPLES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,13 +209,13 @@ def test_tied_weights(kind: str) -> None:
     model = Sequences(kind, num_layers=2)
     model.rnn.weight_hh_l1 = model.rnn.weight_hh_l0
     model.rnn.bias_ih_l1 = model.rnn.bias_ih_l0
-    assert_captured(model, batch_of(), micro_batch_size=EXAMPLES)
+    assert_captured(model, batch_of(), physical_batch_size=EXAMPLES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_between_layers_draws_as_the_plain_pass_does(kind: str) -> None:
     model, batch = Sequences(kind, num_layers=3, dropout=0.4).train(), batch_of()
-    bound = Clipper(1e6, micro_batch_size=EXAMPLES).bind(model, cross_entropy)
+    bound = Clipper(1e6, physical_batch_size=EXAMPLES).bind(model, cross_entropy)
     bound.check(batch)
     torch.manual_seed(5)
     captured = bound.clip(batch, step=5).gradients  # no guarded step
@@ -233,7 +233,7 @@ def test_dropout_between_layers_draws_as_the_plain_pass_does(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_record_that_is_not_finite_stays_alone(kind: str, read: Read, value: float) -> None:
     model, batch = Sequences(kind, read, num_layers=2, bidirectional=True), batch_of()
-    bound = Clipper(1.0, micro_batch_size=EXAMPLES).bind(model, cross_entropy)
+    bound = Clipper(1.0, physical_batch_size=EXAMPLES).bind(model, cross_entropy)
     bound.check(batch)
     others = {name: tensor[[0, 2, 3]] for name, tensor in batch.items()}
     expected = bound.clip(others, step=5).gradients
@@ -274,12 +274,12 @@ def test_unknown_forward_passes_go_through_the_fallback(monkeypatch: pytest.Monk
     monkeypatch.setattr(accumulator, "fallback_contributions", fallback.fallback_contributions)
     model = Sequences("gru")
     model.rnn = Subclass(WIDTH, HIDDEN, batch_first=True)
-    assert_captured(model, batch_of(), micro_batch_size=EXAMPLES)
+    assert_captured(model, batch_of(), physical_batch_size=EXAMPLES)
     own = nn.GRU(WIDTH, HIDDEN, batch_first=True)
     plain = own.forward
     own.forward = lambda *args: plain(*args)
     model.rnn = own
-    assert_captured(model, batch_of(), micro_batch_size=EXAMPLES)
+    assert_captured(model, batch_of(), physical_batch_size=EXAMPLES)
     assert "forward" in vars(own)
 
 
@@ -328,7 +328,7 @@ def test_gradients_between_layers_are_plain_autograds() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Sequences("lstm", twice, num_layers=2))
     batch = batch_of()
     expected = oracle_gradients(model, cross_entropy, batch)
-    total = Clipper(1e6, micro_batch_size=EXAMPLES).clip(model, cross_entropy, batch).gradients
+    total = Clipper(1e6, physical_batch_size=EXAMPLES).clip(model, cross_entropy, batch).gradients
     torch.testing.assert_close(total["0.weight"], sum(g["0.weight"] for g in expected))
 
 

@@ -287,8 +287,8 @@ def test_batches_without_a_common_example_dimension_are_refused(batch: dict, mes
         ({"estimator": "fast"}, ValueError, "estimator='fast' is unknown; use one of auto"),
         ({"estimator": "hutch", "sketch_dim": 1}, ValueError, "sketch_dim=1"),
         ({"estimator": "hutch", "sketch_dim": 2.0}, TypeError, "sketch_dim"),
-        ({"micro_batch_size": 0}, ValueError, "micro_batch_size=0"),
-        ({"micro_batch_size": 1.5}, TypeError, "micro_batch_size"),
+        ({"physical_batch_size": 0}, ValueError, "physical_batch_size=0"),
+        ({"physical_batch_size": 1.5}, TypeError, "physical_batch_size"),
     ],
     ids=str,
 )

@@ -35,7 +35,9 @@ def test_no_ordinary_example_is_doubtful(case: Case, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Work, "doubtful", noting)
     clip = 1e-6  # so that every gradient is shortened
     clipped = (
-        Clipper(clip, engine="bookkeeping", micro_batch_size=1).clip(model, loss, batch).gradients
+        Clipper(clip, engine="bookkeeping", physical_batch_size=1)
+        .clip(model, loss, batch)
+        .gradients
     )
     assert seen
     for norms in seen:

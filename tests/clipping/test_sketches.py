@@ -174,7 +174,7 @@ def test_micro_batches_of_one_release_meet_the_same_projections(estimator: str) 
     (erratum E14).
     """
     model, batch = linear_of_rank(16, examples=4)  # four equal examples
-    norms = per_example_norms(model, loss, batch, estimator, 4, micro_batch_size=1)
+    norms = per_example_norms(model, loss, batch, estimator, 4, physical_batch_size=1)
     assert len(set(norms.tolist())) == 1
 
 

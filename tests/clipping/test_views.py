@@ -57,7 +57,7 @@ def gradients_of_means(model: nn.Module, batch: Pair) -> list[dict[str, Tensor]]
     return found
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("physical_batch_size", [None, 2])
 @pytest.mark.parametrize(
     ("estimator", "engine"),
     [
@@ -68,14 +68,14 @@ def gradients_of_means(model: nn.Module, batch: Pair) -> list[dict[str, Tensor]]
     ],
 )
 def test_views_are_averaged_before_clipping(
-    estimator: str, engine: str, micro_batch_size: int | None
+    estimator: str, engine: str, physical_batch_size: int | None
 ) -> None:
     model, batch = data()
     expected = gradients_of_means(model, batch)
     norms = oracle_norms(expected)
     clip = float(norms.median())
-    size = None if engine == "one-example" else micro_batch_size
-    clipper = Clipper(clip, estimator, engine=engine, micro_batch_size=size, views=VIEWS)
+    size = None if engine == "one-example" else physical_batch_size
+    clipper = Clipper(clip, estimator, engine=engine, physical_batch_size=size, views=VIEWS)
     torch.testing.assert_close(
         clipper.norms(model, loss, batch).double(), norms.double(), rtol=1e-5, atol=0
     )
@@ -84,7 +84,7 @@ def test_views_are_averaged_before_clipping(
     for name, g in oracle_clipped_sum(expected, clip).items():
         torch.testing.assert_close(clipped.gradients[name], g, rtol=1e-4, atol=1e-6)
     flat = {name: t.flatten(0, 1) for name, t in batch.items()}
-    as_records = Clipper(clip, estimator, engine=engine, micro_batch_size=size).clip(
+    as_records = Clipper(clip, estimator, engine=engine, physical_batch_size=size).clip(
         model, loss, flat
     )
     assert not torch.allclose(

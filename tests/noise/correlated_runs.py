@@ -12,7 +12,6 @@ never.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -20,13 +19,14 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 import torch.nn.functional as F
+from plans import changed
 from scipy import stats
 from torch import nn
 
 from quietgrad import PrivacyConfig
 from quietgrad.clipping import ClippedSum
 from quietgrad.events import SensitivityClaim
-from quietgrad.noise import GaussianNoise, NoisySum, PrefixSums, mixing_matrix
+from quietgrad.noise import BandedNoise, GaussianNoise, NoisySum, PrefixSums, mixing_matrix
 from quietgrad.noise.correlation.banded import BandedLower, Floats
 from quietgrad.noise.correlation.solver import unit_columns
 from quietgrad.plan import PrivacyPlan, PrivateRun
@@ -114,14 +114,14 @@ CONFIG = PrivacyConfig(
     max_grad_norm=CLIP,
     expected_batch_size=12,
     steps=PLAN_STEPS,
-    bands=PLAN_BANDS,
+    noise=BandedNoise(PLAN_BANDS),
     seed=5,
     data_are_public=True,
 )
 
 
 def plan_of(**changes: object) -> PrivacyPlan:
-    return replace(CONFIG, **changes).build(RECORDS)
+    return changed(CONFIG, **changes).build(RECORDS)
 
 
 def build() -> nn.Module:

@@ -37,7 +37,7 @@ from correlated_runs import (
 from quietgrad import PrivacyConfig
 from quietgrad.clipping import ClippedSum
 from quietgrad.events import SensitivityClaim
-from quietgrad.noise import GaussianNoise
+from quietgrad.noise import BandedNoise, GaussianNoise
 from quietgrad.noise.correlation.banded import Floats
 from quietgrad.noise.sources.keyed import normal
 from quietgrad.randomness import RandomKey
@@ -65,7 +65,7 @@ def test_covariance_of_a_plans_run_is_that_of_its_matrix() -> None:
         max_grad_norm=CLIP,
         expected_batch_size=10,
         steps=STEPS,
-        bands=BANDS,
+        noise=BandedNoise(BANDS),
         seed=3,
         data_are_public=True,
     )
@@ -245,18 +245,17 @@ def test_rows_keeps_bands_less_one_copies_and_regenerate_none() -> None:
 
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_noise_does_not_depend_on_the_micro_batches(memory: str) -> None:
-    whole = run_whole(plan_of(noise_memory=memory).start())
+    whole = run_whole(plan_of(memory=memory).start())
     assert len(whole) == PLAN_STEPS
     others = [
-        run_whole(plan_of(noise_memory=memory, max_physical_batch_size=size).start())
-        for size in (1, 3)
-    ] + [run_in_parts(plan_of(noise_memory=memory).start(), parts) for parts in (2, 5)]
+        run_whole(plan_of(memory=memory, max_physical_batch_size=size).start()) for size in (1, 3)
+    ] + [run_in_parts(plan_of(memory=memory).start(), parts) for parts in (2, 5)]
     for other in others:
         for one, two in zip(whole, other, strict=True):
             assert one.noise_std == two.noise_std
             for name, g in one.gradients.items():
                 torch.testing.assert_close(g, two.gradients[name], rtol=0, atol=1e-5)
-    another = run_whole(plan_of(noise_memory=memory, seed=6).start())
+    another = run_whole(plan_of(memory=memory, seed=6).start())
     gap = max(
         float((one.gradients["0.weight"] - two.gradients["0.weight"]).abs().max())
         for one, two in zip(whole, another)

@@ -75,7 +75,7 @@ def path(tmp_path: Path) -> Path:
     "stop", [1, PLAN_BANDS - 2, PLAN_BANDS - 1, PLAN_BANDS, PLAN_BANDS + 1, 9, PLAN_STEPS - 1]
 )
 def test_a_seeded_run_goes_on_as_if_it_had_not_stopped(path: Path, stop: int, memory: str) -> None:
-    plan = plan_of(noise_memory=memory)
+    plan = plan_of(memory=memory)
     uninterrupted = release(plan.start(), PLAN_STEPS)
     with plan.start(path) as run:
         first = release(run, stop)
@@ -90,7 +90,7 @@ def test_a_seeded_run_goes_on_after_many_stops_and_with_the_other_memory(path: P
     uninterrupted = release(plan_of().start(), PLAN_STEPS)
     made = []
     for start in range(0, PLAN_STEPS, 3):
-        with plan_of(noise_memory=MEMORIES[start % 2]).start(path) as run:
+        with plan_of(memory=MEMORIES[start % 2]).start(path) as run:
             made += release(run, 3)
     for a, b in zip(uninterrupted, made, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
@@ -116,7 +116,7 @@ def test_another_dtype_begins_a_new_block_and_says_so(
 ) -> None:
     # The same keys give other numbers in double precision: noise "correlated" with those would be
     # correlated with nothing, and mixing_row and noise_std would be wrong.
-    plan, keys, inverse = plan_of(noise_memory=memory, seed=seed), tmp_path / "keys", None
+    plan, keys, inverse = plan_of(memory=memory, seed=seed), tmp_path / "keys", None
     with plan.start(path, keys) as run:
         of_run(run, 4)
     for start, dtype in ((4, torch.float64), (7, torch.float32)):
@@ -187,7 +187,7 @@ def test_without_seed_and_keys_a_new_block_begins(path: Path, stop: int) -> None
 def test_covariance_after_a_new_block_is_that_of_the_cut_matrix(
     path: Path, memory: str, entropy: None
 ) -> None:
-    plan, cut, made = plan_of(seed=None, noise_memory=memory), 6, []
+    plan, cut, made = plan_of(seed=None, memory=memory), 6, []
     for count in (cut, PLAN_STEPS - cut):
         with plan.start(path) as run:
             made += of_run(run, count, ENTRIES)
@@ -207,7 +207,7 @@ def test_with_its_keys_a_run_goes_on_in_the_same_block(
 ) -> None:
     # Every session draws with a root of its own, so the noise is another than without a stop: its
     # covariance is the same.
-    plan, keys, made = plan_of(seed=None, noise_memory=memory), path.with_name("keys"), []
+    plan, keys, made = plan_of(seed=None, memory=memory), path.with_name("keys"), []
     for count in counts:
         with plan.start(path, keys) as run:
             made += of_run(run, count, ENTRIES)
@@ -350,16 +350,15 @@ def test_another_matrix_begins_a_new_block(path: Path) -> None:
     one, other = (
         mixing_matrix(w, PLAN_BANDS) for w in (PrefixSums(PLAN_STEPS), PrefixSums(PLAN_STEPS, 0.9))
     )
-    given = {"bands": 1, "mixing": one}
-    with plan_of(**given).start(path) as run:
+    with plan_of(mixing=one).start(path) as run:
         of_run(run, 5)
-    with plan_of(**(given | {"mixing": other})).start(path) as run:
+    with plan_of(mixing=other).start(path) as run:
         noisy = of_run(run, 1)[0]
     assert blocks_in(path) == [0, 5]
     assert not noisy.mixing_row[:5].any() and noisy.mixing_row[5] == pytest.approx(
         1 / other.matrix[5, 5]
     )
-    with plan_of(**(given | {"mixing": other})).start(path) as run:  # and goes on with that one
+    with plan_of(mixing=other).start(path) as run:  # and goes on with that one
         noisy = of_run(run, 1)[0]
     assert blocks_in(path) == [0, 5]
     assert noisy.mixing_row[5] != 0

@@ -21,7 +21,7 @@ from scipy import stats
 from torch import nn
 
 from quietgrad import PrivacyConfig
-from quietgrad.clipping import ClippedSum
+from quietgrad.clipping import ClippedSum, Performance
 from quietgrad.noise import GaussianNoise, NoiseHistory, NoisySum
 from quietgrad.noise.sources import keyed
 from quietgrad.plan import PrivateRun
@@ -65,14 +65,14 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def start(
-    micro_batch_size: int | None = None, seed: int | None = 5, steps: int = RELEASES
+    physical_batch_size: int | None = None, seed: int | None = 5, steps: int = RELEASES
 ) -> PrivateRun:
     config = PrivacyConfig(
         noise_multiplier=SIGMA,
         max_grad_norm=CLIP,
         expected_batch_size=10,
         steps=steps,
-        max_physical_batch_size=micro_batch_size,
+        performance=Performance(physical_batch_size),
         seed=seed,
         data_are_public=True,
     )
@@ -121,10 +121,10 @@ def correlated(one: np.ndarray, other: np.ndarray, comparisons: int) -> bool:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("micro_batch_size", MICRO_BATCHES)
+@pytest.mark.parametrize("physical_batch_size", MICRO_BATCHES)
 @pytest.mark.parametrize("build", MODELS)
-def test_every_trainable_parameter_gets_sigma_c_once(build, micro_batch_size) -> None:
-    assert wrong_sizes(noise_of(build, start(micro_batch_size))) == set()
+def test_every_trainable_parameter_gets_sigma_c_once(build, physical_batch_size) -> None:
+    assert wrong_sizes(noise_of(build, start(physical_batch_size))) == set()
 
 
 @pytest.mark.statistical

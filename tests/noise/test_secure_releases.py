@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import changed
 from scipy import stats
 
 pytest.importorskip("cryptography")
@@ -294,7 +295,7 @@ def config(**changes) -> PrivacyConfig:
         "seed": 4,
         "data_are_public": True,
     }
-    return PrivacyConfig(**(settings_ | {"noise_source": "secure"} | changes))
+    return changed(PrivacyConfig(**settings_), **({"source": "secure"} | changes))
 
 
 @pytest.mark.parametrize("bands", [1, 2])
@@ -320,7 +321,7 @@ def test_a_plan_runs_with_it_and_its_ledger_says_so(bands: int, tmp_path) -> Non
 def test_going_on_with_another_source_is_refused(tmp_path) -> None:
     config().build(100).start(ledger=tmp_path / "l.jsonl").close()
     with pytest.raises(ValueError, match="noise_source was 'secure' and is now 'keyed'"):
-        config(noise_source="keyed").build(100).start(ledger=tmp_path / "l.jsonl")
+        config(source="keyed").build(100).start(ledger=tmp_path / "l.jsonl")
 
 
 def test_how_it_is_drawn_tells_the_source() -> None:
@@ -336,14 +337,12 @@ def test_a_missing_package_is_said_before_any_work(monkeypatch: pytest.MonkeyPat
     )
     with pytest.raises(ValueError, match=r"quietgrad\[secure\]"):
         config().build(100)
-    config(noise_source="keyed").build(100)
+    config(source="keyed").build(100)
 
 
 def test_an_unknown_source_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="noise_source='hardware' is unknown; use one of keyed, secure"
-    ):
-        config(noise_source="hardware").build(100)
+    with pytest.raises(ValueError, match="source='hardware' is unknown; valid: keyed, secure"):
+        config(source="hardware").build(100)
 
 
 def test_drawing_leaves_the_global_generators_alone() -> None:
@@ -380,7 +379,7 @@ def test_what_it_costs_is_printed(bands: int) -> None:
     from quietgrad.cli.noise import source_rows
 
     plan = config(bands=bands).build(100)
-    [(name, text)] = source_rows(plan, 22_700_000)
+    [(name, text)] = source_rows(plan, 22_700_000).items()
     assert name == "noise source" and "22,700,000 entries" in text
     assert f"{rounding_cost(SIGMA, 22_700_000, bands, SOURCE.grid):.2g}" in text
-    assert source_rows(config(noise_source="keyed").build(100), 22_700_000) == []
+    assert source_rows(config(source="keyed").build(100), 22_700_000) == {}

@@ -17,12 +17,13 @@ import torch
 from cyclic_cases import BANDS, RATE, RECORDS, sampler_of
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant
+from plans import changed
 
 from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.accounting import epsilon
 from quietgrad.events import PoissonGaussian
 from quietgrad.ledger import read_ledger
-from quietgrad.noise import GaussianNoise
+from quietgrad.noise import BandedNoise, GaussianNoise
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling import PoissonSampler, partition
 from quietgrad.sampling.parts import index_ids
@@ -34,7 +35,7 @@ CONFIG = PrivacyConfig(
     noise_multiplier=1.3,
     expected_batch_size=30,
     steps=10,
-    bands=BANDS,
+    noise=BandedNoise(BANDS),
     seed=1,
     data_are_public=True,
 )
@@ -43,7 +44,7 @@ CONFIG = PrivacyConfig(
 def plan_of(
     records: int = RECORDS, ids: list[bytes] | None = None, **changes: object
 ) -> PrivacyPlan:
-    return replace(CONFIG, **changes).build(records, ids)
+    return changed(CONFIG, **changes).build(records, ids)
 
 
 @pytest.mark.parametrize("bands", [2, 4, 10])

@@ -108,7 +108,7 @@ def test_the_plan_denoises_what_it_writes() -> None:
             noise_multiplier=0.02,
             sample_rate=1.0,
             steps=1,
-            denoiser=denoiser,
+            denoising=denoiser,
             seed=1,
             data_are_public=True,
         )

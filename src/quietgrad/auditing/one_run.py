@@ -89,7 +89,7 @@ def audit_one_run(
         update: what training does with a released sum (optimiser, denoiser); None leaves the model
             as it is.
         views: name -> what is made of a released sum, such as a denoised one, and attacked too.
-            None: the plan's denoiser, where it has one.
+            None: the plan's denoising, where it has some.
         guesses: (k+, k-), fixed beforehand; None: what the plan's own mechanism makes best
             (``planning.number_of_guesses``).
         confidence: of the bounds.
@@ -172,12 +172,8 @@ def audit_one_run(
 
 
 def _denoised(plan: PrivacyPlan, model: nn.Module) -> dict[str, View]:
-    denoiser = plan.denoiser
-    return (
-        {}
-        if denoiser is None
-        else {"denoised releases": lambda noisy: denoiser.denoise(noisy, model)}
-    )
+    rule = plan.denoising
+    return {} if rule is None else {"denoised releases": lambda noisy: rule.denoise(noisy, model)}
 
 
 def _by_guesses(

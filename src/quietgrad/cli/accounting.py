@@ -21,6 +21,8 @@ from quietgrad.checks import (
 )
 from quietgrad.cli.output import console, print_json, print_table
 from quietgrad.events import (
+    ADD_REMOVE,
+    RELATIONS,
     ClippingClaim,
     EventSequence,
     ExactClipping,
@@ -63,13 +65,8 @@ def calibrate(
         epsilon, delta, sample_rate=q, steps=total, clipping=clipping, bands=bands
     )
     event = PoissonGaussian(sigma, q, total, clipping, bands)
-    _show(
-        "Calibrated noise",
-        event,
-        epsilon_report(event, delta),
-        as_json,
-        {"target_epsilon": epsilon},
-    )
+    extra = {"target_epsilon": epsilon}
+    _show("Calibrated noise", event, epsilon_report(event, delta), as_json, extra)
 
 
 def epsilon(
@@ -141,7 +138,7 @@ def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json:
         require_delta_for("delta", at, size)
     else:
         require_delta("delta", at)
-    relation = contents.header.get("neighbouring", "add-remove")
+    relation = contents.header.get("neighbouring", ADD_REMOVE)
     extra = {
         "releases": contents.releases,
         "ledger": str(path),
@@ -150,28 +147,19 @@ def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json:
     }
     if contents.header.get("data_declared_public"):
         extra["data_declared_public"] = True
+    if contents.event is not None and contents.not_private is None:
+        title, report = "Privacy spent according to the ledger", epsilon_report(contents.event, at)
+        _show(title, contents.event, report, as_json, extra)
+        return
+    record: dict[str, Any] = {"epsilon": 0.0, "delta": at, **extra}
+    said = "Nothing has been released: epsilon = 0."
     if contents.not_private is not None:
-        if as_json:
-            print_json({"epsilon": None, "delta": at, "not_private": contents.not_private, **extra})
-        else:
-            console(False).print(
-                f"No epsilon: this run gave up privacy ({contents.not_private}).", markup=False
-            )
-        return
-    if contents.event is None:
-        record = {"epsilon": 0.0, "delta": at, **extra}
-        if as_json:
-            print_json(record)
-        else:
-            console(False).print("Nothing has been released: epsilon = 0.")
-        return
-    _show(
-        "Privacy spent according to the ledger",
-        contents.event,
-        epsilon_report(contents.event, at),
-        as_json,
-        extra,
-    )
+        record |= {"epsilon": None, "not_private": contents.not_private}
+        said = f"No epsilon: this run gave up privacy ({contents.not_private})."
+    if as_json:
+        print_json(record)
+    else:
+        console(False).print(said, markup=False)
 
 
 def _rate_and_steps(
@@ -213,9 +201,6 @@ DECLARED_PUBLIC = (
     "promised for them"
 )
 
-# Parts that a record's index decides stay as they are only if its place stays, empty.
-RELATIONS = {"add-remove": "add or remove one record", "zero-out": "leave one record's place empty"}
-
 
 def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
     """The facts behind an epsilon, as a record."""
@@ -233,7 +218,7 @@ def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
         "participation_rate": last.participation_rate,
         "bands": last.bands,
         "clipping": "exact" if sketch is None else "randomized",
-        "neighbouring": "add-remove",
+        "neighbouring": ADD_REMOVE,
         "sampler": "poisson" if last.bands == 1 else "cyclic-poisson",
         "accountant": "privacy-loss distributions, connect-the-dots, both directions",
         "discretisation": asdict(report.discretisation),
@@ -259,48 +244,32 @@ def _show(
         print_json(record)
         return
     infinite = math.isinf(report.epsilon)
-    identity = "content" if record["neighbouring"] == "add-remove" else "index"
-    rows = [
-        (
-            "epsilon",
-            f"infinite: {report.reason}"
-            if infinite
-            else f"{round_up(report.epsilon, 4)} (an upper bound)",
-        ),
-        ("delta", round_up_to(report.delta, 6)),
-        (
-            "noise multiplier",
-            f"{round_up(record['noise_multiplier'], 4)}, relative to the clipping norm, on the sum",
-        ),
-        (
-            "steps",
-            f"{record['steps']}, as {record['compositions']} compositions at rate "
-            f"{record['participation_rate']:.6g}",
-        ),
-        *([("data", DECLARED_PUBLIC)] if record.get("data_declared_public") else []),
-        ("neighbouring relation", RELATIONS[str(record["neighbouring"])]),
-        (
-            "sampler",
-            "Poisson"
-            if record["sampler"] == "poisson"
-            else f"Poisson within {record['bands']} fixed parts, in turn; a record's {identity} "
-            "decides its part",
-        ),
-        (
-            "clipping",
-            "exact"
-            if record["clipping"] == "exact"
-            else f"randomized, k = {record['sketch_dim']}, {record['envelope']} envelope",
-        ),
-        ("accountant", str(record["accountant"])),
-        ("discretisation", _discretisation(report)),
-        (
-            "invalid if",
-            "batches are shuffled instead of Poisson-sampled; a record appears more than once; "
-            "sums are divided by the realised batch size; "
-            "a step is released but not counted; the noise can be predicted",
-        ),
-    ]
+    identity = "content" if record["neighbouring"] == ADD_REMOVE else "index"
+    rows = {
+        "epsilon": f"infinite: {report.reason}"
+        if infinite
+        else f"{round_up(report.epsilon, 4)} (an upper bound)",
+        "delta": round_up_to(report.delta, 6),
+        "noise multiplier": f"{round_up(record['noise_multiplier'], 4)}, relative to the clipping "
+        "norm, on the sum",
+        "steps": f"{record['steps']}, as {record['compositions']} compositions at rate "
+        f"{record['participation_rate']:.6g}",
+        **({"data": DECLARED_PUBLIC} if record.get("data_declared_public") else {}),
+        "neighbouring relation": RELATIONS[str(record["neighbouring"])],
+        "sampler": "Poisson"
+        if record["sampler"] == "poisson"
+        else f"Poisson within {record['bands']} fixed parts, in turn; a record's {identity} "
+        "decides its part",
+        "clipping": "exact"
+        if record["clipping"] == "exact"
+        else f"randomized, k = {record['sketch_dim']}, {record['envelope']} envelope",
+        "accountant": str(record["accountant"]),
+        "discretisation": _discretisation(report),
+        "invalid if": "batches are shuffled instead of Poisson-sampled; a record appears more "
+        "than once; "
+        "sums are divided by the realised batch size; "
+        "a step is released but not counted; the noise can be predicted",
+    }
     print_table(console(False), title, rows)
 
 

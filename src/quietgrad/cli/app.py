@@ -78,7 +78,7 @@ def plan(
     """Says what ``train`` would run: guarantee, noise, estimator per layer, predicted time and
     memory. Trains nothing.
     """
-    from quietgrad.cli.training import run_plan
+    from quietgrad.cli.plan import run_plan
 
     run_plan(config, overrides or [], figure, as_json)
 

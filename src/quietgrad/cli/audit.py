@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quietgrad.cli.output import console, fail, print_json, print_table
+from quietgrad.cli.output import console, print_json, print_table, require_place
+from quietgrad.events import RandomizedClipping
 from quietgrad.training.settings.config import load_config
+
+if TYPE_CHECKING:
+    from quietgrad.auditing.report import Finding
+    from quietgrad.plan import PrivacyPlan
 
 
 def run_audit(
@@ -24,7 +29,7 @@ def run_audit(
     """See ``quietgrad audit --help``."""
     target = console(as_json)
     if figure is not None:
-        _require_place(figure)
+        require_place(figure)
     config = load_config(config_path, overrides)
     started = time.monotonic()
     from quietgrad.auditing.report import MEANING
@@ -72,40 +77,33 @@ def run_audit(
     print_table(
         target,
         "Audit of one training run",
-        [
-            (
-                "claimed",
-                f"epsilon = {report.claimed:.4f} at delta = {report.delta:.3g}, an upper bound",
-            ),
-            (
-                "shown",
-                f"epsilon > {report.lower_bound:.4f} with confidence {confidence:g} over all rows "
-                "below",
-            ),
-            ("verdict", report.verdict),
-            (
-                "canaries",
-                f"{report.trials} ({kind}) beside {run.records} records; every canary in or out by "
-                "a fair coin",
-            ),
-            ("mechanism", _mechanism(plan)),
-            (
-                f"test {run.metric}",
-                f"{run.score:.4f}, of the model that trained with canaries; it was not kept",
-            ),
-            *([] if figure is None else [("figure", str(figure))]),
-        ],
+        {
+            "claimed": f"epsilon = {report.claimed:.4f} at delta = {report.delta:.3g}, an upper "
+            "bound",
+            "shown": f"epsilon > {report.lower_bound:.4f} with confidence {confidence:g} over all "
+            "rows "
+            "below",
+            "verdict": report.verdict,
+            "canaries": f"{report.trials} ({kind}) beside {run.records} records; every canary in "
+            "or out by "
+            "a fair coin",
+            "mechanism": _mechanism(plan),
+            f"test {run.metric}": f"{run.score:.4f}, of the model that trained with canaries; it "
+            "was not kept",
+            **({} if figure is None else {"figure": str(figure)}),
+        },
     )
-    rows = [(f"{f.released}, {f.method}", _bound(f)) for f in report.findings]
+    rows = {f"{f.released}, {f.method}": _bound(f) for f in report.findings}
     print_table(target, f"Lower bounds on epsilon (each alone at confidence {confidence:g})", rows)
     for note in (MEANING, *report.notes):
         target.print(f"- {note}", markup=False, soft_wrap=True)
 
 
-def _mechanism(plan: Any) -> str:
+def _mechanism(plan: PrivacyPlan) -> str:
     claim = plan.clipper.claim.clipping
-    k = getattr(claim, "sketch_dim", None)
-    clipping = "exact clipping" if k is None else f"{plan.clipper.estimator} with k = {k}"
+    clipping = "exact clipping"
+    if isinstance(claim, RandomizedClipping):
+        clipping = f"{plan.clipper.estimator} with k = {claim.sketch_dim}"
     bands = "" if plan.event.bands == 1 else f", {plan.event.bands} bands"
     return (
         f"noise multiplier {plan.noise_multiplier:.4f}, rate {plan.event.sample_rate:.4f}, "
@@ -113,9 +111,11 @@ def _mechanism(plan: Any) -> str:
     )
 
 
-def _bound(finding: Any) -> str:
+def _bound(finding: Finding) -> str:
+    from quietgrad.auditing.report import Guesses
+
     seen = finding.evidence
-    if hasattr(seen, "guesses"):
+    if isinstance(seen, Guesses):
         counts = (
             f"{seen.correct} of {seen.guesses} guesses right, {seen.canaries - seen.guesses} "
             "canaries not guessed"
@@ -126,14 +126,3 @@ def _bound(finding: Any) -> str:
             f"{seen.false_negatives} of {seen.present} present called absent"
         )
     return f"{finding.epsilon:.4f}   ({counts})" + ("   ABOVE THE CLAIM" if finding.refutes else "")
-
-
-def _require_place(figure: Path) -> None:
-    if figure.suffix.lower() != ".png":
-        fail(f"--figure={str(figure)!r} must end in .png: the figure is a PNG file", 2)
-    if not figure.absolute().parent.is_dir():
-        fail(
-            f"--figure={str(figure)!r}: no such folder; make it, or name a file in one that is "
-            "there",
-            2,
-        )

@@ -4,29 +4,27 @@ against independent noise.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quietgrad.accounting.rounding import round_up
 
+if TYPE_CHECKING:
+    from quietgrad.plan import PrivacyPlan
 
-def noise_rows(plan: Any) -> list[tuple[str, str]]:
+
+def noise_rows(plan: PrivacyPlan) -> dict[str, str]:
     """Rows of the privacy plan's table."""
     event, size = plan.event, plan.expected_batch_size
-    if plan.event.bands == 1:
-        rows = [
-            (
-                "sampling",
-                f"Poisson, rate {event.sample_rate:.5f}, expected batch size {size:.0f}, "
-                f"{plan.steps} steps",
-            ),
-            (
-                "noise",
-                f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping norm "
-                f"{plan.max_grad_norm:g}, independent from step to step",
-            ),
-        ]
-        return rows + _choice_rows(plan)
     mixing = plan.mixing
+    if plan.event.bands == 1 or mixing is None:
+        rows = {
+            "sampling": f"Poisson, rate {event.sample_rate:.5f}, expected batch size {size:.0f}, "
+            f"{plan.steps} steps",
+            "noise": f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping "
+            "norm "
+            f"{plan.max_grad_norm:g}, independent from step to step",
+        }
+        return rows | _choice_rows(plan)
     gap = (
         "not computed"
         if mixing.relative_gap is None
@@ -34,30 +32,23 @@ def noise_rows(plan: Any) -> list[tuple[str, str]]:
     )
     if mixing.kkt_residual is not None:
         gap += f" (residual of the optimality conditions {mixing.kkt_residual:.1g})"
-    return [
-        (
-            "sampling",
-            f"cyclic Poisson: {event.bands} parts of about {plan.dataset_size / event.bands:.0f} "
-            f"records take turns, rate {event.participation_rate:.5f} within a part, expected "
-            "batch size "
-            f"{size:.0f}, {plan.steps} steps; a record can be in {event.compositions} of them",
-        ),
-        (
-            "noise",
-            f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping norm "
-            f"{plan.max_grad_norm:g}, correlated over {event.bands} bands ({mixing.family}) for "
-            f"{mixing.workload}",
-        ),
-        (
-            "correlation",
-            f"error {mixing.objective / mixing.independent:.4f} of independent noise's at the same "
-            f"multiplier{_at_the_same_epsilon(plan)}; distance to the best matrix: {gap}",
-        ),
-        *_choice_rows(plan),
-    ]
+    return {
+        "sampling": f"cyclic Poisson: {event.bands} parts of about "
+        f"{plan.dataset_size / event.bands:.0f} "
+        f"records take turns, rate {event.participation_rate:.5f} within a part, expected "
+        "batch size "
+        f"{size:.0f}, {plan.steps} steps; a record can be in {event.compositions} of them",
+        "noise": f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping norm "
+        f"{plan.max_grad_norm:g}, correlated over {event.bands} bands ({mixing.family}) for "
+        f"{mixing.workload}",
+        "correlation": f"error {mixing.objective / mixing.independent:.4f} of independent noise's "
+        "at the same "
+        f"multiplier{_at_the_same_epsilon(plan)}; distance to the best matrix: {gap}",
+        **_choice_rows(plan),
+    }
 
 
-def source_rows(plan: Any, entries: int) -> list[tuple[str, str]]:
+def source_rows(plan: PrivacyPlan, entries: int) -> dict[str, str]:
     """What the secure source costs; nothing for the ordinary one.
 
     Args:
@@ -68,20 +59,18 @@ def source_rows(plan: Any, entries: int) -> list[tuple[str, str]]:
 
     source = plan.noise.source
     if source.grid == 0:
-        return []
+        return {}
     cost = rounding_cost(plan.noise_multiplier, entries, plan.event.bands, source.grid)
-    return [
-        (
-            "noise source",
-            f"{source.name}: AES-256, on a grid of {source.grid:.2g} standard deviations; rounding "
-            f"{entries:,} entries to it raises the sensitivity by a share of {cost:.2g}, and the "
-            "noise is "
-            "made larger by as much, so the epsilon stands",
-        )
-    ]
+    return {
+        "noise source": f"{source.name}: AES-256, on a grid of {source.grid:.2g} standard "
+        "deviations; rounding "
+        f"{entries:,} entries to it raises the sensitivity by a share of {cost:.2g}, and the "
+        "noise is "
+        "made larger by as much, so the epsilon stands"
+    }
 
 
-def noise_record(plan: Any) -> dict[str, Any]:
+def noise_record(plan: PrivacyPlan) -> dict[str, Any]:
     """The same for ``--json``."""
     record: dict[str, Any] = {
         "bands": plan.event.bands,
@@ -107,20 +96,20 @@ def noise_record(plan: Any) -> dict[str, Any]:
     return record
 
 
-def error_ratio(plan: Any) -> float | None:
+def error_ratio(plan: PrivacyPlan) -> float | None:
     """Predicted error over independent noise's at the same epsilon; None where a noise multiplier
     was given instead. Cost: one search of the accountant for fixed bands.
     """
     if plan.band_choice is not None:
         return float(plan.band_choice.error_ratio)
     independent = plan.multiplier_for(bands=1)
-    if independent is None:
+    if independent is None or plan.mixing is None:
         return None
     amplification = plan.noise_multiplier / independent
     return float(amplification**2 * plan.mixing.objective / plan.mixing.independent)
 
 
-def _at_the_same_epsilon(plan: Any) -> str:
+def _at_the_same_epsilon(plan: PrivacyPlan) -> str:
     ratio = error_ratio(plan)
     return (
         ""
@@ -129,15 +118,13 @@ def _at_the_same_epsilon(plan: Any) -> str:
     )
 
 
-def _choice_rows(plan: Any) -> list[tuple[str, str]]:
+def _choice_rows(plan: PrivacyPlan) -> dict[str, str]:
     if plan.band_choice is None:
-        return []
+        return {}
     first = plan.band_choice.candidates[0].error
     tried = ", ".join(f"{c.bands}: {c.error / first:.3f}" for c in plan.band_choice.candidates)
-    return [
-        (
-            "bands",
-            f"{plan.band_choice.chosen.bands} chosen from public facts; predicted error relative "
-            f"to independent noise, amplification counted, by bands: {tried}",
-        )
-    ]
+    return {
+        "bands": f"{plan.band_choice.chosen.bands} chosen from public facts; predicted error "
+        "relative "
+        f"to independent noise, amplification counted, by bands: {tried}"
+    }

@@ -8,7 +8,8 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from rich.console import Console
@@ -42,12 +43,12 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def print_table(target: Console, title: str, rows: list[tuple[str, str]]) -> None:
+def print_table(target: Console, title: str, rows: Mapping[str, str]) -> None:
     """A two-column table of facts."""
     table = Table(title=title, title_justify="left", show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in rows:
+    for name, value in rows.items():
         table.add_row(name, value)
     target.print(table)
 
@@ -56,6 +57,18 @@ def fail(message: str, code: int) -> NoReturn:
     """One line on standard error, and the exit code."""
     sys.stderr.write(f"error: {' '.join(message.split())}\n")
     sys.exit(code)
+
+
+def require_place(figure: Path) -> None:
+    """Before any work: that a figure can be written."""
+    if figure.suffix.lower() != ".png":
+        fail(f"--figure={str(figure)!r} must end in .png: the figure is a PNG file", 2)
+    if not figure.absolute().parent.is_dir():
+        fail(
+            f"--figure={str(figure)!r}: no such folder; make it, or name a file in one that is "
+            "there",
+            2,
+        )
 
 
 def one_line(command: Callable[P, R]) -> Callable[P, R]:

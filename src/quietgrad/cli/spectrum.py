@@ -37,30 +37,21 @@ def run_spectrum(config_path: Path | None, overrides: list[str], as_json: bool) 
     if as_json:
         print_json(record)
         return
-    rows = [
-        (
-            "largest",
-            f"{spectrum.top[0]:.4g}, the {len(spectrum.top)}th {spectrum.top[-1]:.3g} (residuals "
-            f"at most {spectrum.residuals.max():.1e})",
-        ),
-        (
-            "positive part",
-            f"sums to {facts['positive_mass']:.4g} \u00b1 {facts['positive_mass_error']:.2g}; "
-            f"about {facts['positive_count']:.0f} above {facts['count_threshold']:.2g}",
-        ),
-        ("negative part", f"sums to {facts['negative_mass']:.4g}; counted as zero"),
-        (
-            "tail",
-            f"ends at rank {spectrum.tail_index:,} with {spectrum.tail_value:g}: there the fitted "
-            "curve has the positive part's sum",
-        ),
-        ("spectrum", f"{made.spectrum_path} (noise.spectrum)"),
-        (
-            "weights",
-            "none: the body is frozen"
-            if made.weights_path is None
-            else f"{made.weights_path} (model.weights)",
-        ),
-        ("figure", str(figure)),
-    ]
+    rows = {
+        "largest": f"{spectrum.top[0]:.4g}, the {len(spectrum.top)}th {spectrum.top[-1]:.3g} "
+        "(residuals "
+        f"at most {spectrum.residuals.max():.1e})",
+        "positive part": f"sums to {facts['positive_mass']:.4g} \u00b1 "
+        f"{facts['positive_mass_error']:.2g}; "
+        f"about {facts['positive_count']:.0f} above {facts['count_threshold']:.2g}",
+        "negative part": f"sums to {facts['negative_mass']:.4g}; counted as zero",
+        "tail": f"ends at rank {spectrum.tail_index:,} with {spectrum.tail_value:g}: there the "
+        "fitted "
+        "curve has the positive part's sum",
+        "spectrum": f"{made.spectrum_path} (noise.spectrum)",
+        "weights": "none: the body is frozen"
+        if made.weights_path is None
+        else f"{made.weights_path} (model.weights)",
+        "figure": str(figure),
+    }
     print_table(target, "Public spectrum", rows)

@@ -4,12 +4,15 @@ from quietgrad.clipping.api import clipped_gradients, per_example_norms
 from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.clipper import Clipper
+from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers, replace_batch_norm
 
 __all__ = [
     "BoundClipper",
     "ClippedSum",
     "Clipper",
+    "Clipping",
+    "Performance",
     "clipped_gradients",
     "per_example_norms",
     "refuse_cross_example_layers",

@@ -21,7 +21,7 @@ def clipped_gradients(
     estimator: str = "auto",
     sketch_dim: int = DEFAULT_SKETCH_DIM,
     *,
-    micro_batch_size: int | None = None,
+    physical_batch_size: int | None = None,
     projections: Projections | None = None,
 ) -> ClippedSum:
     """Sum over the batch of per-example gradients, each clipped to norm ``max_grad_norm`` over all
@@ -37,7 +37,7 @@ def clipped_gradients(
             "hutch" or "hutch++". The last two are
             randomized: their claim carries the sketch dimension, and the accountant must use it.
         sketch_dim: k of the sketches, at least 2.
-        micro_batch_size: examples per forward pass; None takes the batch whole.
+        physical_batch_size: examples per forward pass; None takes the batch whole.
         projections: random projections of sketches; the parts of one batch need the same. None
             draws fresh ones.
 
@@ -52,7 +52,7 @@ def clipped_gradients(
         max_grad_norm,
         require_word("estimator", estimator, ESTIMATORS),
         sketch_dim,
-        micro_batch_size,
+        physical_batch_size,
     )
     return clipper.clip(model, per_example_loss, batch, projections)
 
@@ -64,7 +64,7 @@ def per_example_norms(
     estimator: str = "exact",
     sketch_dim: int = DEFAULT_SKETCH_DIM,
     *,
-    micro_batch_size: int | None = None,
+    physical_batch_size: int | None = None,
     projections: Projections | None = None,
 ) -> Tensor:
     """[examples] norms (not squared) of the per-example gradients over all trainable parameters
@@ -73,6 +73,6 @@ def per_example_norms(
     Arguments and errors as for ``clipped_gradients``.
     """
     clipper = Clipper(
-        1.0, require_word("estimator", estimator, ESTIMATORS), sketch_dim, micro_batch_size
+        1.0, require_word("estimator", estimator, ESTIMATORS), sketch_dim, physical_batch_size
     )
     return clipper.norms(model, per_example_loss, batch, projections)

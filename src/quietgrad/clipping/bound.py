@@ -58,9 +58,9 @@ class Settings(Protocol):
     @property
     def max_grad_norm(self) -> float: ...
     @property
-    def micro_batch_size(self) -> int | None: ...
+    def physical_batch_size(self) -> int | None: ...
     @property
-    def max_micro_batch_size(self) -> int | None: ...
+    def max_physical_batch_size(self) -> int | None: ...
     @property
     def engine(self) -> Engine: ...
     @property
@@ -158,7 +158,7 @@ class BoundClipper:
             add = add_one_by_one if how.engine == "one-example" else add_by_bookkeeping
             sums: Sums = {}
             counts = PrivateCounts()
-            for part in _micro_batches(batch, how.micro_batch_size):
+            for part in _micro_batches(batch, how.physical_batch_size):
                 finite = add(work, part, sums)
                 counts += PrivateCounts(len(finite), (~finite).sum())
         gradients = {
@@ -177,7 +177,7 @@ class BoundClipper:
         with self._prepared(batch, step) as (layout, how):
             work = self._work(layout, projections)
             parts = []
-            for part in _micro_batches(batch, how.micro_batch_size):
+            for part in _micro_batches(batch, how.physical_batch_size):
                 with torch.no_grad():
                     one = how.engine == "one-example"
                     norms = (
@@ -262,11 +262,11 @@ class BoundClipper:
         captures = how.engine != "one-example"
         # Records that never run together cannot mix. A batch of one says nothing of how many will
         # run together next time.
-        alone = not captures or self.clipper.micro_batch_size == 1
+        alone = not captures or self.clipper.physical_batch_size == 1
         size = (
             1
             if alone
-            else max(min(how.micro_batch_size * self.clipper.views, batch_size_of(rows)), 2)
+            else max(min(how.physical_batch_size * self.clipper.views, batch_size_of(rows)), 2)
         )
         if not always and not self._guard.is_due(subject, rows, size, step, captures):
             return how
@@ -274,24 +274,26 @@ class BoundClipper:
         return (
             how
             if together
-            else replace(how, micro_batch_size=1, why="undecided whether examples mix")
+            else replace(how, physical_batch_size=1, why="undecided whether examples mix")
         )
 
     def _choose(self, layout: Layout, batch: Batch) -> ExecutionChoice:
         settings = self.clipper
-        n = min(batch_size_of(batch), settings.max_micro_batch_size or batch_size_of(batch))
+        n = min(batch_size_of(batch), settings.max_physical_batch_size or batch_size_of(batch))
         why = self._not_captured.get(frozenset(layout.parameters))
         if why is not None:
             return ExecutionChoice(
                 "one-example", 1, math.nan, math.nan, f"one example at a time, since {why}"
             )
         sketched, engine = self.clipper.sketched, settings.engine
-        if engine == "auto" and settings.micro_batch_size is not None:
+        if engine == "auto" and settings.physical_batch_size is not None:
             engine = (
-                "one-example" if settings.micro_batch_size == 1 and not sketched else "bookkeeping"
+                "one-example"
+                if settings.physical_batch_size == 1 and not sketched
+                else "bookkeeping"
             )
-        if engine == "one-example" or settings.micro_batch_size is not None or n < 2:
-            size = 1 if engine == "one-example" else settings.micro_batch_size or max(n, 1)
+        if engine == "one-example" or settings.physical_batch_size is not None or n < 2:
+            size = 1 if engine == "one-example" else settings.physical_batch_size or max(n, 1)
             return ExecutionChoice(
                 "bookkeeping" if engine == "auto" else engine, size, math.nan, math.nan, "asked for"
             )
@@ -310,7 +312,7 @@ class BoundClipper:
             budget,
             engines,
         )
-        return replace(how, micro_batch_size=-(-how.micro_batch_size // settings.views))
+        return replace(how, physical_batch_size=-(-how.physical_batch_size // settings.views))
 
     def _limits(self, layout: Layout) -> Thresholds:
         return thresholds(

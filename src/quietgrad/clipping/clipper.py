@@ -43,8 +43,8 @@ class Clipper:
         estimator: "exact" or "auto" (cheapest exact one per layer), "materialized", "ghost",
             "hutch" or "hutch++".
         sketch_dim: k of the sketches.
-        micro_batch_size: examples per forward pass; None lets the planner choose,
-        max_micro_batch_size: up to this many.
+        physical_batch_size: examples per forward pass; None lets the planner choose,
+        max_physical_batch_size: up to this many.
         engine: "bookkeeping", "one-example", or "auto" for the planner's choice, which is one
             example at a time, whatever the micro-batch size, where book-keeping cannot tell
             examples apart and norms are exact.
@@ -69,8 +69,8 @@ class Clipper:
     max_grad_norm: float
     estimator: Estimator = "auto"
     sketch_dim: int = DEFAULT_SKETCH_DIM
-    micro_batch_size: int | None = None
-    max_micro_batch_size: int | None = None
+    physical_batch_size: int | None = None
+    max_physical_batch_size: int | None = None
     engine: Engine = "auto"
     groups: str | Groups | Mapping[str, float] = "whole"
     scaling: Scaling = "clip"
@@ -101,16 +101,16 @@ class Clipper:
             )
         require_int("views", self.views)
         require_at_least("views", self.views, 1, "1 is no augmentation")
-        for name in ("micro_batch_size", "max_micro_batch_size"):
+        for name in ("physical_batch_size", "max_physical_batch_size"):
             size = getattr(self, name)
             if size is not None:
                 require_int(name, size)
                 require_at_least(name, size, 1, "it is the number of examples in one forward pass")
-        if engine == "one-example" and self.micro_batch_size not in (None, 1):
+        if engine == "one-example" and self.physical_batch_size not in (None, 1):
             raise ValueError(
-                f"micro_batch_size={self.micro_batch_size} does not go with engine='one-example', "
-                "which takes one example at a time; leave it "
-                "out, or use engine='bookkeeping'"
+                f"physical_batch_size={self.physical_batch_size} does not go with "
+                "engine='one-example', which takes one example at a time; leave it out, or use "
+                "engine='bookkeeping'"
             )
 
     @property

@@ -21,11 +21,8 @@ class Performance:
 
     Attributes:
         max_physical_batch_size: most examples per forward pass; None leaves it to the planner.
-        memory_budget: bytes that a step may take over parameters and data; None: what is free, and
-            no more than a non-private step.
-        engine: "bookkeeping", "one-example", or "auto" for the planner's choice. One example at a
-            time has exact norms, so sketches that were asked for are then neither taken nor paid
-            for.
+        memory_budget, engine: see ``Clipper``. One example at a time has exact norms, so sketches
+            that were asked for are then neither taken nor paid for.
     """
 
     max_physical_batch_size: Count | None = None
@@ -41,14 +38,7 @@ class Clipping:
     """How per-example norms are taken, and what they are of.
 
     Attributes:
-        estimator: "exact" or "auto" (cheapest exact one per layer), "materialized", "ghost",
-            "hutch" or "hutch++".
-        sketch_dim: k of the sketches.
-        groups: "whole" (one norm over all parameters), "layer" (one per module), or parameter name
-            pattern -> share of C.
-        scaling: "clip", factors min(1, C/n), or "automatic", C/(n + 0.01).
-        layers: parameter name pattern -> estimator, for single layers; sketches may carry a k:
-            "hutch:64".
+        estimator, sketch_dim, groups, scaling, layers: see ``Clipper``.
 
     Raises:
         ValueError: naming the setting and the remedy.
@@ -73,7 +63,7 @@ class Clipping:
             max_grad_norm,
             self.estimator,
             self.sketch_dim,
-            max_micro_batch_size=on.max_physical_batch_size,
+            max_physical_batch_size=on.max_physical_batch_size,
             engine=on.engine,
             groups=self.groups,
             scaling=self.scaling,

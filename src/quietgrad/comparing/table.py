@@ -102,14 +102,8 @@ class Run:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Run:
         settings = tuple((key, value) for key, value in record.get("settings", ()))
-        return cls(
-            record["variant"],
-            record["epsilon"],
-            record["rate"],
-            record["seed"],
-            settings,
-            record.get("trial"),
-        )
+        which = {name: record[name] for name in ("variant", "epsilon", "rate", "seed")}
+        return cls(**which, settings=settings, trial=record.get("trial"))
 
 
 @dataclass(frozen=True)
@@ -217,9 +211,8 @@ def load_comparison(path: str | Path) -> Comparison:
         ranges = search.ranges_of(variant) if search is not None else []
         named = [(f"variants.{variant}.{name}", name) for name in changed]
         for shown, name in named + [(f'search.ranges."{r.key}"', r.key) for r in ranges]:
-            if name in FIXED or (
-                name.partition(".")[0] not in VARIED_TABLES and name not in VARIED_KEYS
-            ):
+            varied = name.partition(".")[0] in VARIED_TABLES or name in VARIED_KEYS
+            if name in FIXED or not varied:
                 raise ValueError(
                     f"{shown} cannot vary: data, model and cached states are shared by all runs; "
                     "vary one of "
@@ -228,20 +221,12 @@ def load_comparison(path: str | Path) -> Comparison:
         ends = {r.key: (*r.choices, *(() if r.choices else (r.low, r.high))) for r in ranges}
         least = {key: values[0] for key, values in ends.items()}
         # A proposal that no configuration takes would end the search each time it is started.
-        tried = [least] + [
-            least | {key: value} for key, values in ends.items() for value in values[1:]
-        ]
+        others = [{key: value} for key, values in ends.items() for value in values[1:]]
+        tried = [least, *(least | other for other in others)]
         for values in tried:
             settings = tuple((key, value) for key, value in values.items() if key != RATE)
-            config = found.config_of(
-                Run(
-                    variant,
-                    table.epsilons[0],
-                    float(values.get(RATE, table.protocol_rate)),
-                    0,
-                    settings,
-                )
-            )
+            rate = float(values.get(RATE, table.protocol_rate))
+            config = found.config_of(Run(variant, table.epsilons[0], rate, 0, settings))
         if not config.privacy.enabled:
             raise ValueError(
                 "privacy.enabled=false: a comparison has an epsilon for every run; use `quietgrad "

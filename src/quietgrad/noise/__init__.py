@@ -8,6 +8,7 @@ from quietgrad.noise.correlation.curvature import Curvature, curvature_workload
 from quietgrad.noise.correlation.mixing import MixingMatrix, mixing_matrix
 from quietgrad.noise.correlation.workloads import PrefixSums, prefix_sum_workload
 from quietgrad.noise.mechanism import GaussianNoise, NoiseHistory
+from quietgrad.noise.methods import BandedNoise, IndependentNoise, MatrixNoise
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.noise.sources.keyed import KeyedSource
 from quietgrad.noise.sources.secure import SecureSource
@@ -15,9 +16,12 @@ from quietgrad.noise.sources.source import NoiseSource, noise_source
 
 __all__ = [
     "BandChoice",
+    "BandedNoise",
     "Curvature",
     "GaussianNoise",
+    "IndependentNoise",
     "KeyedSource",
+    "MatrixNoise",
     "MixingMatrix",
     "NoiseHistory",
     "NoiseSource",

@@ -124,7 +124,7 @@ class GaussianNoise:
         if self.memory != "rows":
             raise ValueError(
                 f"memory={self.memory!r} sums rows with rounded coefficients, which leaves the "
-                f"grid of noise_source={self.source.name!r}; use memory='rows' (noise.memory)"
+                f"grid of source={self.source.name!r}; use memory='rows' (noise.memory)"
             )
         rows = (mixing.row(t) for t in range(mixing.steps))
         largest = (
@@ -135,7 +135,7 @@ class GaussianNoise:
         if not largest * (self.bands + 1) * 2.0**-52 <= self.source.grid / 2:
             raise ValueError(
                 f"mixing amplifies the noise of some step {amplified:.3g} times: float64 cannot "
-                f"keep its rows on the grid of noise_source={self.source.name!r}; use fewer bands, "
+                f"keep its rows on the grid of source={self.source.name!r}; use fewer bands, "
                 "or "
                 "give the workload a white part (Curvature(floor=1e-3), noise.floor)"
             )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,36 +22,7 @@ Bands = Count | Literal["auto"]
 
 # What correlates the steps, and how it was chosen; (None, None) for independent noise.
 Correlation = tuple[MixingMatrix | None, BandChoice | None]
-
-
-class NoiseMethod(Protocol):
-    """What a plan asks of its noise."""
-
-    @property
-    def source(self) -> Source:
-        """Where independent draws come from, see ``noise_source``."""
-        ...
-
-    @property
-    def memory(self) -> Memory:
-        """See ``GaussianNoise``."""
-        ...
-
-    def correlation(
-        self, steps: int, sample_rate: float, noise_multiplier: Callable[[int], float] | None
-    ) -> Correlation:
-        """How the noise of different steps hangs together.
-
-        Args:
-            steps: T.
-            sample_rate: q.
-            noise_multiplier: b to the sigma that the target epsilon needs with b bands; None
-                where sigma itself is given.
-
-        Raises:
-            ValueError, TypeError: naming the setting and the remedy.
-        """
-        ...
+SigmaOfBands = Callable[[int], float]
 
 
 @dataclass(frozen=True)
@@ -75,9 +46,19 @@ class IndependentNoise:
         return "rows"
 
     def correlation(
-        self, steps: int, sample_rate: float, noise_multiplier: Callable[[int], float] | None
+        self, steps: int, sample_rate: float, sigma_of: SigmaOfBands | None
     ) -> Correlation:
-        """See ``NoiseMethod``."""
+        """How the noise of different steps hangs together.
+
+        Args:
+            steps: T.
+            sample_rate: q.
+            sigma_of: b to the sigma that the target epsilon needs with b bands; None
+                where sigma itself is given.
+
+        Raises:
+            ValueError, TypeError: naming the setting and the remedy.
+        """
         return None, None
 
 
@@ -105,9 +86,9 @@ class BandedNoise:
         noise_source(self.source)
 
     def correlation(
-        self, steps: int, sample_rate: float, noise_multiplier: Callable[[int], float] | None
+        self, steps: int, sample_rate: float, sigma_of: SigmaOfBands | None
     ) -> Correlation:
-        """See ``NoiseMethod``."""
+        """See ``IndependentNoise``."""
         if self.bands == 1:
             return None, None
         given = PrefixSums if self.workload is None else self.workload
@@ -119,13 +100,13 @@ class BandedNoise:
             )
         if self.bands != "auto":
             return mixing_matrix(load, self.bands, self.family), None
-        if noise_multiplier is None:
+        if sigma_of is None:
             raise ValueError(
                 "bands='auto' weighs correlation against the noise that target_epsilon needs; "
                 "give target_epsilon instead of noise_multiplier, or a number of bands"
             )
         candidates = default_candidates(steps, sample_rate)
-        choice = choose_bands(load, noise_multiplier, candidates, self.family)
+        choice = choose_bands(load, sigma_of, candidates, self.family)
         return choice.chosen.mixing, choice
 
 
@@ -153,12 +134,16 @@ class MatrixNoise:
             )
 
     def correlation(
-        self, steps: int, sample_rate: float, noise_multiplier: Callable[[int], float] | None
+        self, steps: int, sample_rate: float, sigma_of: SigmaOfBands | None
     ) -> Correlation:
-        """See ``NoiseMethod``."""
+        """See ``IndependentNoise``."""
         if self.mixing.steps != steps:
             raise ValueError(
                 f"mixing has {self.mixing.steps} rows for {steps} steps; build it for the steps "
                 "of the run"
             )
         return self.mixing, None
+
+
+# What a plan takes; a new one has ``source``, ``memory`` and ``correlation``.
+NoiseMethod = IndependentNoise | BandedNoise | MatrixNoise

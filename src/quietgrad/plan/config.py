@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from quietgrad.accounting import epsilon_report, noise_multiplier
 from quietgrad.checks import (
@@ -18,18 +16,12 @@ from quietgrad.checks import (
     require_int,
     require_positive,
     require_rate,
-    require_word,
 )
-from quietgrad.clipping.clipper import Clipper
-from quietgrad.clipping.engines.thresholds import SCALINGS
-from quietgrad.clipping.engines.work import ENGINES
-from quietgrad.clipping.norms.choice import DEFAULT_SKETCH_DIM, ESTIMATORS
+from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.denoising.rules.protocols import GradientRule, require_gradient_rule
 from quietgrad.events import PoissonGaussian
-from quietgrad.noise.correlation.bands import BandChoice, choose_bands, default_candidates
-from quietgrad.noise.correlation.mixing import FAMILIES, MixingMatrix, mixing_matrix
-from quietgrad.noise.correlation.workloads import PrefixSums, Workload, as_workload
-from quietgrad.noise.mechanism import MEMORIES, GaussianNoise
+from quietgrad.noise.mechanism import GaussianNoise
+from quietgrad.noise.methods import IndependentNoise, NoiseMethod
 from quietgrad.noise.sources.source import noise_source
 from quietgrad.plan.plan import PrivacyPlan
 from quietgrad.plan.seeds import Seed, key_of_seed, require_secret_seed
@@ -51,26 +43,13 @@ class PrivacyConfig:
         sample_rate: q = B / N.
         steps: T; give this or ``epochs``.
         epochs: T = round(epochs / q), at least 1.
-        estimator, sketch_dim: see ``quietgrad.clipping.clipped_gradients``.
         augmentation_multiplicity: K views of a record, averaged before they are clipped: every
             tensor of a batch has the shape [records, K, ...] (``Clipper.views``).
-        max_physical_batch_size: most examples per forward pass (None: the planner's choice);
-            changes a record's contribution by rounding at most.
-        memory_budget: bytes that a step may take over parameters and data; changes a record's
-            contribution by rounding at most.
-        clipping_engine, clipping_groups, clipping_scaling, clipping_layers: see
-        ``quietgrad.clipping.Clipper``.
-        bands: b of noise correlated across steps; 1 is independent noise, "auto" chooses b from
-            public facts (``quietgrad.noise.choose_bands``).
-        workload: what the correlation minimises: ``PrefixSums``, ``Curvature``, a [steps, steps]
-            matrix, or a function from steps to one (None: prefix sums).
-        mixing: a matrix already found, instead of ``bands`` and ``workload``.
-        mixing_family: see ``quietgrad.noise.mixing_matrix``.
-        noise_memory: "rows" or "regenerate", see ``quietgrad.noise.GaussianNoise``.
-        noise_source: "keyed", or "secure" for numbers from a cryptographic stream on a grid
-            (docs/privacy.md); needs the extra ``secure``.
-        denoiser: what ``PrivateRun.backward`` makes of a released sum before it is written to
+        clipping: how per-example norms are taken: ``quietgrad.clipping.Clipping``.
+        noise: ``quietgrad.noise.IndependentNoise``, ``BandedNoise`` or ``MatrixNoise``.
+        denoising: what ``PrivateRun.backward`` makes of a released sum before it is written to
             ``.grad``, such as ``quietgrad.denoising.SpikesWithBulk()``; no effect on privacy.
+        performance: how the machine is used; changes a record's contribution by rounding at most.
         seed: makes sampling, projections and noise reproducible; the guarantee then holds only if
             it stays secret. Where data are private: a string of at least 32 hexadecimal digits
             (``secrets.token_hex(16)``) or a whole number of at least 2^127, drawn at random, that
@@ -87,22 +66,11 @@ class PrivacyConfig:
     sample_rate: float | None = None
     steps: int | None = None
     epochs: float | None = None
-    estimator: str = "auto"
-    sketch_dim: int = DEFAULT_SKETCH_DIM
-    max_physical_batch_size: int | None = None
-    memory_budget: float | None = None
-    clipping_engine: str = "auto"
-    clipping_groups: str | Mapping[str, float] = "whole"
-    clipping_scaling: str = "clip"
-    clipping_layers: Mapping[str, str] | None = None
     augmentation_multiplicity: int = 1
-    bands: int | str = 1
-    workload: Workload | NDArray[np.float64] | Callable[[int], Workload] | None = None
-    mixing: MixingMatrix | None = None
-    mixing_family: str = "auto"
-    noise_memory: str = "rows"
-    noise_source: str = "keyed"
-    denoiser: GradientRule | None = None
+    clipping: Clipping = field(default_factory=Clipping)
+    noise: NoiseMethod = field(default_factory=IndependentNoise)
+    denoising: GradientRule | None = None
+    performance: Performance = field(default_factory=Performance)
     seed: Seed | None = field(default=None, repr=False)
     data_are_public: bool = False
 
@@ -127,31 +95,20 @@ class PrivacyConfig:
             key_of_seed(self.seed)
             if not self.data_are_public:
                 require_secret_seed(self.seed)
-        require_word("mixing_family", self.mixing_family, FAMILIES)
-        require_word("noise_memory", self.noise_memory, MEMORIES)
-        source = noise_source(self.noise_source)
-        if self.mixing is not None and not isinstance(self.mixing, MixingMatrix):
-            raise TypeError(
-                "mixing must be what quietgrad.noise.mixing_matrix returned, not "
-                f"{type(self.mixing).__name__}; for a matrix of your own give its workload and "
-                "bands"
-            )
-        if self.denoiser is not None:
-            require_gradient_rule("denoiser", self.denoiser)
+        kinds: dict[str, Any] = {"clipping": Clipping, "noise": NoiseMethod}
+        for name, kind in (kinds | {"performance": Performance}).items():
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(
+                    f"{name}={getattr(self, name)!r} is no record; pass one, such as "
+                    f"{getattr(PrivacyConfig(), name)!r}"
+                )
+        if self.denoising is not None:
+            require_gradient_rule("denoising", self.denoising)
         q = self._rate(dataset_size)
         steps = self._steps(q)
         delta = self._delta(dataset_size)
-        clipper = Clipper(
-            self.max_grad_norm,
-            require_word("estimator", self.estimator, ESTIMATORS),
-            self.sketch_dim,
-            max_micro_batch_size=self.max_physical_batch_size,
-            engine=require_word("clipping_engine", self.clipping_engine, ENGINES),
-            groups=self.clipping_groups,
-            scaling=require_word("clipping_scaling", self.clipping_scaling, SCALINGS),
-            layers=self.clipping_layers or {},
-            views=self.augmentation_multiplicity,
-            memory_budget=self.memory_budget,
+        clipper = self.clipping.clipper(
+            self.max_grad_norm, self.performance, self.augmentation_multiplicity
         )
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             raise ValueError("give exactly one of target_epsilon and noise_multiplier")
@@ -173,7 +130,8 @@ class PrivacyConfig:
                 bands=bands,
             )
 
-        choice, mixing = self._mixing(steps, q, sigma_of)
+        calibrated = None if self.target_epsilon is None else sigma_of
+        mixing, choice = self.noise.correlation(steps, q, calibrated)
         bands = 1 if mixing is None else mixing.bands
         sigma = sigma_of(bands)
         event = PoissonGaussian(sigma, q, steps, clipper.claim.clipping, bands)
@@ -194,13 +152,14 @@ class PrivacyConfig:
                     "a record"
                 )
             parts = partition(ids, bands)
+        source = noise_source(self.noise.source)
         correlation = None if mixing is None or bands == 1 else mixing.banded
         return PrivacyPlan(
             dataset_size=dataset_size,
             expected_batch_size=event.participation_rate / bands * dataset_size,
             sampler=PoissonSampler(dataset_size, q, bands, parts),
             clipper=clipper,
-            noise=GaussianNoise(sigma, correlation, self.noise_memory, source),
+            noise=GaussianNoise(sigma, correlation, self.noise.memory, source),
             event=event,
             delta=delta,
             report=epsilon_report(event, delta),
@@ -208,52 +167,10 @@ class PrivacyConfig:
             band_choice=choice,
             record_identity="index" if record_ids is None else "content",
             target_epsilon=self.target_epsilon,
-            denoiser=self.denoiser,
+            denoising=self.denoising,
             seed=self.seed,
             data_are_public=self.data_are_public,
         )
-
-    def _mixing(
-        self, steps: int, q: float, sigma_of: Callable[[int], float]
-    ) -> tuple[BandChoice | None, MixingMatrix | None]:
-        """The mixing matrix and how its bands were chosen; (None, None) for independent noise."""
-        if self.mixing is not None:
-            if self.bands != 1 or self.workload is not None:
-                raise ValueError(
-                    "mixing is given, and so are bands or workload; give the matrix, or what it is "
-                    "made from"
-                )
-            if self.mixing.steps != steps:
-                raise ValueError(
-                    f"mixing has {self.mixing.steps} rows for {steps} steps; build it for the "
-                    "steps of the run"
-                )
-            return None, self.mixing
-        if self.bands == 1:
-            if self.workload is not None:
-                raise ValueError(
-                    "workload is given, but bands=1 is independent noise; set bands to a number "
-                    "above 1, or to 'auto'"
-                )
-            return None, None
-        given = PrefixSums if self.workload is None else self.workload
-        load = as_workload(given(steps) if callable(given) else given)
-        if load.steps != steps:
-            raise ValueError(
-                f"workload is for {load.steps} steps, the run has {steps}; build it for the steps "
-                "of the run"
-            )
-        if self.bands == "auto":
-            if self.target_epsilon is None:
-                raise ValueError(
-                    "bands='auto' weighs correlation against the noise that target_epsilon needs; "
-                    "give target_epsilon instead of noise_multiplier, or a number of bands"
-                )
-            found = choose_bands(load, sigma_of, default_candidates(steps, q), self.mixing_family)
-            return found, found.chosen.mixing
-        if isinstance(self.bands, str):
-            raise ValueError(f"bands={self.bands!r} must be a whole number or 'auto'")
-        return None, mixing_matrix(load, self.bands, self.mixing_family)
 
     def _rate(self, dataset_size: int) -> float:
         if (self.expected_batch_size is None) == (self.sample_rate is None):

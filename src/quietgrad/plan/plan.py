@@ -13,7 +13,7 @@ from quietgrad.accounting.spending import EpsilonReport
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.soundness.processes import refuse_launcher, refuse_process_group
 from quietgrad.denoising.rules.protocols import GradientRule
-from quietgrad.events import ClippingClaim, PoissonGaussian
+from quietgrad.events import ADD_REMOVE, ZERO_OUT, ClippingClaim, PoissonGaussian
 from quietgrad.keyring import KeyRing, rows_path
 from quietgrad.ledger import LedgerWriter, holds_records
 from quietgrad.noise.correlation.bands import BandChoice
@@ -26,8 +26,6 @@ from quietgrad.plan.seeds import Seed, SeedUse, claim_seed, root_key
 from quietgrad.plan.sessions import Begun, begin_session, new_session
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling.poisson import PoissonSampler
-
-NEIGHBOURING = "add-remove"
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class PrivacyPlan:
         record_identity: with more than one band, what decides a record's part: "content"
             (``record_ids`` were given) or "index".
         target_epsilon: what the noise was calibrated for; None where a noise multiplier was given.
-        denoiser: what is done to a released sum before it is written to ``.grad``.
+        denoising: what is done to a released sum before it is written to ``.grad``.
         seed: secret unless the data are public; None draws from the operating system.
         data_are_public: whether the records were declared to need no protection.
     """
@@ -63,7 +61,7 @@ class PrivacyPlan:
     band_choice: BandChoice | None = None
     record_identity: str = "index"
     target_epsilon: float | None = None
-    denoiser: GradientRule | None = None
+    denoising: GradientRule | None = None
     seed: Seed | None = field(default=None, repr=False)
     data_are_public: bool = False
 
@@ -162,7 +160,7 @@ class PrivacyPlan:
         Raises:
             ValueError: if it was denoised before, or the model lacks one of the parameters.
         """
-        denoised = noisy if self.denoiser is None else self.denoiser.denoise(noisy, model)
+        denoised = noisy if self.denoising is None else self.denoising.denoise(noisy, model)
         denoised.write_gradients(model)
 
     def start(
@@ -256,9 +254,7 @@ class PrivacyPlan:
         taken out, so its place has to stay, empty.
         """
         return (
-            "zero-out"
-            if self.sampler.bands > 1 and self.record_identity == "index"
-            else NEIGHBOURING
+            ZERO_OUT if self.sampler.bands > 1 and self.record_identity == "index" else ADD_REMOVE
         )
 
     def _sampling_facts(self) -> dict[str, object]:

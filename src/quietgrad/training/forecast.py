@@ -17,7 +17,7 @@ from quietgrad.clipping.planner.explain import explain
 from quietgrad.events import RandomizedClipping
 from quietgrad.plan import PrivacyPlan
 from quietgrad.training.prepare import Prepared
-from quietgrad.training.tasks.loaded import trainable_count
+from quietgrad.training.result import facts_of
 
 
 def forecast(prepared: Prepared) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
     # The guard looks at the first one, and at one of five hundred later.
     seconds = min(_timed_step(prepared, bound, model, loss, batch) for _ in range(3))
     examples = prepared.expected_batch_size * prepared.steps
-    record: dict[str, Any] = {
-        "private": prepared.plan is not None,
+    return {
+        **facts_of(prepared),
         "steps": prepared.steps,
         "expected_batch_size": prepared.expected_batch_size,
         **clipping,
@@ -58,24 +58,7 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
         "cached_frozen_layers": cache is not None,
         "predicted_memory_mib": _peak_memory_mib(),
         "parameters": sum(p.numel() for p in prepared.model.classifier.parameters()),
-        "trainable_parameters": trainable_count(prepared.model.classifier),
-        "records": {
-            "train": len(prepared.train),
-            "validation": len(prepared.validation),
-            "test": len(prepared.test),
-        },
     }
-    if prepared.plan is not None:
-        plan = prepared.plan
-        record |= {
-            "epsilon": plan.epsilon,
-            "delta": plan.delta,
-            "noise_multiplier": plan.noise_multiplier,
-            "sample_rate": plan.event.sample_rate,
-            "neighbouring": plan.neighbouring,
-            "data_declared_public": plan.data_are_public,
-        }
-    return record
 
 
 def _noise_of_a_sketch(plan: PrivacyPlan) -> dict[str, float]:

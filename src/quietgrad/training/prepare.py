@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
 from quietgrad.clipping.verify import verify_clipping
 from quietgrad.noise.correlation.mixing import MixingMatrix
-from quietgrad.noise.methods import BandedNoise, MatrixNoise
+from quietgrad.noise.methods import IndependentNoise
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 from quietgrad.plan.seeds import root_key
 from quietgrad.sampling import PoissonSampler
@@ -75,6 +76,12 @@ class Prepared:
     def metric(self) -> Metric:
         """What the model is judged by."""
         return self.task.metric(self.validation)
+
+    @cached_property
+    def scheduled(self) -> Records:
+        """The validation records that are looked at between steps."""
+        every = self.config.training.eval_records
+        return self.validation.subset(spread(self.validation, every)) if every else self.validation
 
     @property
     def evaluation_batch(self) -> int:
@@ -151,10 +158,8 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
         config, task, train, validation, test, model, plan, sampler, steps, device, started_from
     )
     if prepared.metric is MEAN_AUC:
-        every = config.training.eval_records
-        scheduled = validation.subset(spread(validation, every)) if every else validation
         for name, part in (
-            ("validation records (training.eval_records)", scheduled),
+            ("validation records (training.eval_records)", prepared.scheduled),
             ("test records", test),
         ):
             if not dividing(part.labels).any():
@@ -186,37 +191,24 @@ def build_plan(
 def _privacy_config(
     config: TrainConfig, mixing: MixingMatrix | None, plain: bool = False
 ) -> PrivacyConfig:
+    privacy, training = config.privacy, config.training
     return PrivacyConfig(
-        **({} if plain else _noise_settings(config, mixing)),
-        denoiser=None if plain else config.gradient_rule,
-        target_epsilon=config.privacy.target_epsilon,
-        target_delta=config.privacy.target_delta,
-        noise_multiplier=config.privacy.noise_multiplier,
-        max_grad_norm=config.privacy.max_grad_norm,
-        expected_batch_size=config.training.expected_batch_size,
-        steps=config.training.steps,
-        epochs=config.training.epochs,
-        estimator=config.clipping.estimator,
-        sketch_dim=config.clipping.sketch_dim,
-        clipping_groups=config.clipping.groups,
-        clipping_scaling=config.clipping.scaling,
-        clipping_layers=config.clipping.layers,
-        clipping_engine=config.performance.engine,
-        memory_budget=config.performance.memory_budget,
-        max_physical_batch_size=config.physical_batch_size,
-        seed=config.training.seed,
+        target_epsilon=privacy.target_epsilon,
+        target_delta=privacy.target_delta,
+        noise_multiplier=privacy.noise_multiplier,
+        max_grad_norm=privacy.max_grad_norm,
+        expected_batch_size=training.expected_batch_size,
+        steps=training.steps,
+        epochs=training.epochs,
+        clipping=config.clipping,
+        noise=IndependentNoise()
+        if plain
+        else noise_of(config.noise, config.optimizer, privacy.max_grad_norm, mixing),
+        denoising=None if plain else config.gradient_rule,
+        performance=replace(config.performance, max_physical_batch_size=config.physical_batch_size),
+        seed=training.seed,
         data_are_public=config.data.public or plain,
     )
-
-
-def _noise_settings(config: TrainConfig, mixing: MixingMatrix | None) -> dict[str, Any]:
-    noise = noise_of(config.noise, config.optimizer, config.privacy.max_grad_norm, mixing)
-    found: dict[str, Any] = {"noise_source": noise.source, "noise_memory": noise.memory}
-    if isinstance(noise, MatrixNoise):
-        found["mixing"] = noise.mixing
-    elif isinstance(noise, BandedNoise):
-        found |= {"bands": noise.bands, "workload": noise.workload, "mixing_family": noise.family}
-    return found
 
 
 def verify_on_public_records(prepared: Prepared) -> float:

@@ -11,13 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quietgrad.accounting import epsilon
 from quietgrad.durable import write_whole
-from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.seeds import root_key
 from quietgrad.tensors import trainable_parameters
@@ -29,13 +26,12 @@ from quietgrad.training.files.noise_state import (
     start_private,
     without_seed,
 )
-from quietgrad.training.files.provenance import Record, provenance, start_warnings
 from quietgrad.training.files.run_dir import RunDir, environment
 from quietgrad.training.optimizers import build_optimizer, step_on_release
 from quietgrad.training.prepare import Prepared
-from quietgrad.training.tasks.loaded import parameter_digest, trainable_count
-from quietgrad.training.tasks.metrics import ACCURACY
-from quietgrad.training.tasks.records import Records, spread
+from quietgrad.training.result import ShownEpsilon, result_of, trained_on
+from quietgrad.training.tasks.loaded import parameter_digest
+from quietgrad.training.tasks.records import spread
 
 # Validation records that the clipper's guard examines.
 GUARDED_RECORDS = 32
@@ -119,18 +115,14 @@ def train(
         run_dir.write_json(run_dir.environment, environment())
         before = parameter_digest(classifier)
         stop = stack.enter_context(_stop_on_signal())
-        shown = _ShownEpsilon(prepared)
+        shown = ShownEpsilon(prepared)
         if private is not None:
             loop.guard_on_public_records(private)
         batches = private.batches() if private is not None else _plain_batches(prepared, done)
         for indices in batches:
             step = private.released if private is not None else done
             torch.manual_seed(seeds(step))
-            if private is not None:
-                loop.advance(step, loop.private_gradients(private, indices))
-            else:
-                loop.plain_gradients(indices)
-                loop.advance(step, None)
+            loop.step(step, private, indices)
             done, made = step + 1, made + 1
             score = loop.evaluate_on_schedule(done, private)
             report(Progress(done, prepared.steps, shown.at(done), score))
@@ -138,7 +130,7 @@ def train(
                 loop.save(done)
                 keeper.keep(stop.requested)
             if stop.requested and done < prepared.steps:
-                return Outcome(_summary(prepared, run_dir, done, None), interrupted=True)
+                return Outcome(result_of(prepared, run_dir, done, None), interrupted=True)
         loop.save(done)
         forget_keys(run_dir)
         _require_movement(classifier, before, made)
@@ -161,12 +153,6 @@ class _Loop:
         rule = config.momentum_rule if prepared.plan is not None else None
         built = build_optimizer(self.trained, config.optimizer, prepared.steps, rule)
         self.optimizer, self.schedule = built
-        every = prepared.config.training.eval_records
-        self.eval_part = (
-            prepared.validation.subset(spread(prepared.validation, every))
-            if every
-            else prepared.validation
-        )
 
     def guard_on_public_records(self, private: PrivateRun) -> None:
         """The clipper's guard looks at validation records, so that its refusal says nothing of
@@ -180,9 +166,15 @@ class _Loop:
             )
             private.check(self.trained, self.loss, batch)
 
-    def private_gradients(self, private: PrivateRun, indices: Any) -> NoisySum:
-        batches = self.prepared.micro_batches(indices, self.cache)
-        return private.backward(self.trained, self.loss, batches)
+    def step(self, step: int, private: PrivateRun | None, indices: Any) -> None:
+        noisy = None
+        if private is None:
+            self.plain_gradients(indices)
+        else:
+            batches = self.prepared.micro_batches(indices, self.cache)
+            noisy = private.backward(self.trained, self.loss, batches)
+        self.schedule(step)
+        step_on_release(self.optimizer, noisy)
 
     def plain_gradients(self, indices: Any) -> None:
         self.optimizer.zero_grad()
@@ -191,22 +183,16 @@ class _Loop:
         for batch in self.prepared.micro_batches(indices, self.cache):
             (self.loss(self.trained, batch).sum() / self.prepared.expected_batch_size).backward()
 
-    def advance(self, step: int, noisy: NoisySum | None) -> None:
-        self.schedule(step)
-        step_on_release(self.optimizer, noisy)
-
-    def score(self, part: Records) -> float:
-        return score_of(self.prepared, self.model, part)
-
     def evaluate_on_schedule(self, done: int, private: PrivateRun | None) -> float | None:
         every = self.prepared.config.training.eval_every
         if not every or (done % every and done != self.prepared.steps):
             return None
-        score = self.score(self.eval_part)
+        part = self.prepared.scheduled
+        score = score_of(self.prepared, self.model, part)
         record = {
             "step": done,
             f"validation_{self.prepared.metric.key}": score,
-            "validation_records": len(self.eval_part),
+            "validation_records": len(part),
         }
         if private is not None:
             record["epsilon"] = private.epsilon()
@@ -225,90 +211,9 @@ class _Loop:
         prepared, run_dir = self.prepared, self.run_dir
         metrics = final_metrics(prepared)
         prepared.task.save(prepared.model, run_dir.model, trained_on(prepared, done))
-        result = _summary(prepared, run_dir, done, metrics)
+        result = result_of(prepared, run_dir, done, metrics)
         run_dir.write_json(run_dir.result, result)
         return result
-
-
-def trained_on(prepared: Prepared, done: int) -> Record:
-    """What the saved model says of its training."""
-    plan, config = prepared.plan, prepared.config
-    facts = None
-    if plan is not None:
-        spent = {"epsilon": _epsilon_so_far(prepared, done), "delta": plan.delta, "steps": done}
-        facts = {**spent, "neighbouring": plan.neighbouring}
-    return provenance(config.data.source, facts, config.data.public, prepared.started_from)
-
-
-def _summary(
-    prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, float] | None
-) -> dict[str, Any]:
-    plan = prepared.plan
-    result: dict[str, Any] = {
-        "epsilon": None if plan is None else _epsilon_so_far(prepared, done),
-        "delta": None if plan is None else plan.delta,
-        "private": plan is not None,
-        "steps": done,
-        "planned_steps": prepared.steps,
-        "metrics": metrics or {},
-        "run_dir": str(run_dir.path),
-        "metric": prepared.metric.key,
-        **_guessing(prepared),
-        "trainable_parameters": trainable_count(prepared.model.classifier),
-        "records": {
-            "train": len(prepared.train),
-            "validation": len(prepared.validation),
-            "test": len(prepared.test),
-        },
-    }
-    if prepared.config.data.public:
-        result["data_declared_public"] = True
-    if prepared.started_from:
-        result["started_from"] = list(prepared.started_from)
-        result["start_warnings"] = start_warnings(prepared.started_from)
-    if plan is not None:
-        result["noise_multiplier"] = plan.noise_multiplier
-        result["sample_rate"] = plan.event.sample_rate
-        result["neighbouring"] = plan.neighbouring
-        if plan.seed is not None and not prepared.config.data.public:
-            result["seed_warning"] = (
-                "the noise is reproducible from the seed: the guarantee holds only if the seed "
-                "stays secret and serves one run"
-            )
-    return result
-
-
-def _guessing(prepared: Prepared) -> dict[str, float]:
-    """What the class most frequent among validation records, which are public, would score."""
-    if prepared.metric is not ACCURACY:
-        return {}
-    most = np.bincount(prepared.validation.labels).argmax()
-    return {"majority_accuracy": float((prepared.test.labels == most).mean())}
-
-
-def _epsilon_so_far(prepared: Prepared, done: int) -> float:
-    if prepared.plan is None:
-        return float("inf")
-    if done == prepared.steps:
-        return prepared.plan.epsilon
-    return epsilon(prepared.plan.event.after(done), prepared.plan.delta) if done else 0.0
-
-
-class _ShownEpsilon:
-    """Epsilon for the progress bar: computed at twentieths of the run and rounded up to the next
-    one, still an upper bound.
-    """
-
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared = prepared
-        self._stride = max(1, -(-prepared.steps // 20))
-        self._known: dict[int, float] = {}
-
-    def at(self, done: int) -> float:
-        step = min(-(-done // self._stride) * self._stride, self._prepared.steps)
-        if step not in self._known:
-            self._known[step] = _epsilon_so_far(self._prepared, step)
-        return self._known[step]
 
 
 def model_seeds(prepared: Prepared, private: PrivateRun | None) -> Callable[[int], int]:

@@ -34,14 +34,14 @@ class ExecutionChoice:
 
     Attributes:
         engine: "bookkeeping" or "one-example".
-        micro_batch_size: examples per forward pass.
+        physical_batch_size: examples per forward pass.
         seconds: modelled, for the whole batch.
         bytes: modelled peak over parameters and data.
         why: one sentence.
     """
 
     engine: Engine
-    micro_batch_size: int
+    physical_batch_size: int
     seconds: float
     bytes: float
     why: str = ""
@@ -69,7 +69,7 @@ def choose_execution(
     else:
         best = min(candidates, key=lambda c: (c.bytes, c.seconds))
         why = f"none fits {budget / 2**20:,.0f} MiB: the smallest of {len(candidates)}"
-    return ExecutionChoice(best.engine, best.micro_batch_size, best.seconds, best.bytes, why)
+    return ExecutionChoice(best.engine, best.physical_batch_size, best.seconds, best.bytes, why)
 
 
 def _sizes(engine: Engine, examples: int) -> list[int]:

@@ -41,10 +41,10 @@ def explain(
     are those of ``batch``: pass records that are not private.
 
     Returns:
-        "engine", "micro_batch_size", "why" (where the model cannot be captured, the layer that it
-        fails at); "layers": per shape of parameter the estimator and its cost; "alternatives": per
-        engine; "non_private": the same for the plain step; "sketch": what a sketch of the clipper's
-        dimension would save, as a share of the step.
+        "engine", "physical_batch_size", "why" (where the model cannot be captured, the layer that
+        it fails at); "layers": per shape of parameter the estimator and its cost; "alternatives":
+        per engine; "non_private": the same for the plain step; "sketch": what a sketch of the
+        clipper's dimension would save, as a share of the step.
     """
     layout = layout_of(model)
     bound = clipper.bind(model, per_example_loss)
@@ -52,7 +52,7 @@ def explain(
     shapes = bound.traced(layout, rows_of(batch, clipper.views))
     speed = measured_throughput(str(next(iter(layout.parameters.values())).device))
     n = batch_size_of(batch)
-    size = how.micro_batch_size
+    size = how.physical_batch_size
     policies = clipper.policies(layout)
     rounds = -(-n // size)
     plain = nonprivate_seconds(shapes, n, speed)
@@ -93,7 +93,7 @@ def explain(
     with_sketch = predicted("bookkeeping", size, shapes, sketched, n, speed).seconds
     return {
         "engine": TEXTS[how.engine],
-        "micro_batch_size": size,
+        "physical_batch_size": size,
         "why": how.why,
         "layers": rows,
         "alternatives": alternatives,
@@ -108,7 +108,7 @@ def explain(
 def _row(guess: ExecutionChoice, plain_seconds: float) -> dict[str, Any]:
     return {
         "engine": guess.engine,
-        "micro_batch_size": guess.micro_batch_size,
+        "physical_batch_size": guess.physical_batch_size,
         "seconds": guess.seconds,
         "ratio": guess.seconds / plain_seconds,
         "mib": guess.bytes / 2**20,

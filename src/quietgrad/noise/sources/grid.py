@@ -63,8 +63,8 @@ def rounding_cost(noise_multiplier: float, entries: int, bands: int, grid: float
     if not share <= MOST_COST:
         raise ValueError(
             f"noise_multiplier={noise_multiplier:.4g} and {entries:,} trainable entries: the grid "
-            f"of noise_source='secure' would raise the sensitivity by {share:.2g}; "
-            "train fewer parameters, or use noise_source='keyed'"
+            f"of source='secure' would raise the sensitivity by {share:.2g}; "
+            "train fewer parameters, or use source='keyed'"
         )
     return share / (1 - share) * ROUND_UP
 
@@ -84,7 +84,7 @@ def noise_std(
         and claim.clipping.envelope != "mixed"
     ):
         raise ValueError(
-            f"envelope={claim.clipping.envelope!r}: with noise_source='secure' only the mixed "
+            f"envelope={claim.clipping.envelope!r}: with source='secure' only the mixed "
             "envelope covers what rounding adds, as its contributions count as C at least"
         )
     std = noise_multiplier * claim.max_grad_norm

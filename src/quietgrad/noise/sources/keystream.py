@@ -19,9 +19,9 @@ from torch import Tensor
 
 BLOCK = 16  # bytes
 MISSING = (
-    "noise_source='secure' needs the package 'cryptography', which is not installed; install the "
+    "source='secure' needs the package 'cryptography', which is not installed; install the "
     "extra: pip install 'quietgrad[secure]' "
-    "(or use noise_source='keyed': docs/privacy.md says what that assumes)"
+    "(or use source='keyed': docs/privacy.md says what that assumes)"
 )
 
 

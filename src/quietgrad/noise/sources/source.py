@@ -54,7 +54,5 @@ def noise_source(name: str) -> NoiseSource:
     from quietgrad.noise.sources.secure import SecureSource
 
     return (
-        SecureSource()
-        if require_word("noise_source", name, NOISE_SOURCES) == "secure"
-        else KeyedSource()
+        SecureSource() if require_word("source", name, NOISE_SOURCES) == "secure" else KeyedSource()
     )

@@ -1,0 +1,112 @@
+"""What is told of a run: the facts that ``plan`` and ``train`` share, the result record, and what a
+saved model says of its training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quietgrad.accounting import epsilon
+from quietgrad.training.files.provenance import Record, provenance, start_warnings
+from quietgrad.training.files.run_dir import RunDir
+from quietgrad.training.prepare import Prepared
+from quietgrad.training.tasks.loaded import trainable_count
+from quietgrad.training.tasks.metrics import ACCURACY
+
+
+def trained_on(prepared: Prepared, done: int) -> Record:
+    """What the saved model says of its training."""
+    plan, config = prepared.plan, prepared.config
+    facts = None
+    if plan is not None:
+        spent = {"epsilon": epsilon_so_far(prepared, done), "delta": plan.delta, "steps": done}
+        facts = {**spent, "neighbouring": plan.neighbouring}
+    return provenance(config.data.source, facts, config.data.public, prepared.started_from)
+
+
+def facts_of(prepared: Prepared) -> dict[str, Any]:
+    """What a run is, before it is made: for the forecast and for the result."""
+    plan = prepared.plan
+    facts: dict[str, Any] = {
+        "private": plan is not None,
+        "data_declared_public": prepared.config.data.public,
+        "trainable_parameters": trainable_count(prepared.model.classifier),
+        "records": {
+            "train": len(prepared.train),
+            "validation": len(prepared.validation),
+            "test": len(prepared.test),
+        },
+    }
+    if plan is not None:
+        facts |= {
+            "epsilon": plan.epsilon,
+            "delta": plan.delta,
+            "noise_multiplier": plan.noise_multiplier,
+            "sample_rate": plan.event.sample_rate,
+            "neighbouring": plan.neighbouring,
+        }
+    return facts
+
+
+def result_of(
+    prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, float] | None
+) -> dict[str, Any]:
+    """The result record after ``done`` steps; ``metrics`` are None where a run was stopped."""
+    plan = prepared.plan
+    result = {
+        "epsilon": None,
+        "delta": None,
+        **facts_of(prepared),
+        "steps": done,
+        "planned_steps": prepared.steps,
+        "metrics": metrics or {},
+        "run_dir": str(run_dir.path),
+        "metric": prepared.metric.key,
+        **_guessing(prepared),
+    }
+    if prepared.started_from:
+        result["started_from"] = list(prepared.started_from)
+        result["start_warnings"] = start_warnings(prepared.started_from)
+    if plan is not None:
+        result["epsilon"] = epsilon_so_far(prepared, done)
+        if plan.seed is not None and not plan.data_are_public:
+            result["seed_warning"] = (
+                "the noise is reproducible from the seed: the guarantee holds only if the seed "
+                "stays secret and serves one run"
+            )
+    return result
+
+
+def _guessing(prepared: Prepared) -> dict[str, float]:
+    """What the class most frequent among validation records, which are public, would score."""
+    if prepared.metric is not ACCURACY:
+        return {}
+    most = np.bincount(prepared.validation.labels).argmax()
+    return {"majority_accuracy": float((prepared.test.labels == most).mean())}
+
+
+def epsilon_so_far(prepared: Prepared, done: int) -> float:
+    if prepared.plan is None:
+        return float("inf")
+    if done == prepared.steps:
+        return prepared.plan.epsilon
+    return epsilon(prepared.plan.event.after(done), prepared.plan.delta) if done else 0.0
+
+
+class ShownEpsilon:
+    """Epsilon for the progress bar: computed at twentieths of the run and rounded up to the next
+    one, still an upper bound.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._stride = max(1, -(-prepared.steps // 20))
+        self._known: dict[int, float] = {}
+
+    def at(self, done: int) -> float:
+        step = min(-(-done // self._stride) * self._stride, self._prepared.steps)
+        if step not in self._known:
+            self._known[step] = epsilon_so_far(self._prepared, step)
+        return self._known[step]
