@@ -112,7 +112,7 @@ def squared_norms(values: Tensor) -> Tensor:
     sum in float64. Relative error at most ``norm_gamma``.
     """
     # A sketch may lie in memory the other way round: the order of entries does not matter.
-    flat = (values if values.is_contiguous() or values.dim() < 2 else values.mT).flatten(1)
+    flat = (values if values.is_contiguous() or values.dim() < 3 else values.mT).flatten(1)
     n = flat.shape[1]
     if n <= SQUARES_AT_ONCE:
         return torch.linalg.vector_norm(flat, dim=1).double().square_()
