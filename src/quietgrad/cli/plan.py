@@ -11,7 +11,6 @@ from quietgrad.accounting.rounding import round_up
 from quietgrad.cli.noise import noise_record
 from quietgrad.cli.output import console, fail, print_json, print_table, require_place
 from quietgrad.cli.prepared import prepare_shown, print_guarantee
-from quietgrad.noise.methods import IndependentNoise
 from quietgrad.training.settings.config import TrainConfig, load_config
 
 
@@ -67,7 +66,7 @@ def run_plan(
 def _require_choice_to_draw(config: TrainConfig, figure: Path) -> None:
     """Before any work: that there will be a choice of bands, and a place for its figure."""
     require_place(figure)
-    bands = None if isinstance(config.noise, IndependentNoise) else config.noise.bands
+    bands = getattr(config.noise, "bands", None)
     if bands != "auto" or not config.privacy.enabled:
         noise = config.to_dict()["noise"]
         fail(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,34 @@ Bands = Count | Literal["auto"]
 # What correlates the steps, and how it was chosen; (None, None) for independent noise.
 Correlation = tuple[MixingMatrix | None, BandChoice | None]
 SigmaOfBands = Callable[[int], float]
+
+
+@runtime_checkable
+class NoiseMethod(Protocol):
+    """What a plan takes: a frozen record, one a file, and one line of a configuration's table."""
+
+    @property
+    def source(self) -> Source:
+        """What normal numbers come from."""
+
+    @property
+    def memory(self) -> Memory:
+        """Whether earlier rows of noise are kept or drawn again."""
+
+    def correlation(
+        self, steps: int, sample_rate: float, sigma_of: SigmaOfBands | None
+    ) -> Correlation:
+        """How the noise of different steps hangs together.
+
+        Args:
+            steps: T.
+            sample_rate: q.
+            sigma_of: b to the sigma that the target epsilon needs with b bands; None
+                where sigma itself is given.
+
+        Raises:
+            ValueError, TypeError: naming the setting and the remedy.
+        """
 
 
 @dataclass(frozen=True)
@@ -48,17 +76,7 @@ class IndependentNoise:
     def correlation(
         self, steps: int, sample_rate: float, sigma_of: SigmaOfBands | None
     ) -> Correlation:
-        """How the noise of different steps hangs together.
-
-        Args:
-            steps: T.
-            sample_rate: q.
-            sigma_of: b to the sigma that the target epsilon needs with b bands; None
-                where sigma itself is given.
-
-        Raises:
-            ValueError, TypeError: naming the setting and the remedy.
-        """
+        """Not at all, see ``NoiseMethod``."""
         return None, None
 
 
@@ -88,7 +106,7 @@ class BandedNoise:
     def correlation(
         self, steps: int, sample_rate: float, sigma_of: SigmaOfBands | None
     ) -> Correlation:
-        """See ``IndependentNoise``."""
+        """See ``NoiseMethod``."""
         if self.bands == 1:
             return None, None
         given = PrefixSums if self.workload is None else self.workload
@@ -136,14 +154,10 @@ class MatrixNoise:
     def correlation(
         self, steps: int, sample_rate: float, sigma_of: SigmaOfBands | None
     ) -> Correlation:
-        """See ``IndependentNoise``."""
+        """See ``NoiseMethod``."""
         if self.mixing.steps != steps:
             raise ValueError(
                 f"mixing has {self.mixing.steps} rows for {steps} steps; build it for the steps "
                 "of the run"
             )
         return self.mixing, None
-
-
-# What a plan takes; a new one has ``source``, ``memory`` and ``correlation``.
-NoiseMethod = IndependentNoise | BandedNoise | MatrixNoise

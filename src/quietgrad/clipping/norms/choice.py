@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 from quietgrad.clipping.norms.cost import Cost, NormEstimator, Throughput, seconds
 from quietgrad.clipping.norms.estimators.ghost import Ghost
@@ -26,7 +26,7 @@ from quietgrad.clipping.norms.estimators.materialized import Materialized
 from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS
 
 Estimator = Literal["auto", "exact", "materialized", "ghost", "hutch", "hutch++"]
-ESTIMATORS: tuple[Estimator, ...] = ("auto", "exact", "materialized", "ghost", "hutch", "hutch++")
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 SKETCHES: tuple[Estimator, ...] = ("hutch", "hutch++")
 DEFAULT_SKETCH_DIM = 32
 

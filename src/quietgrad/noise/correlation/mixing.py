@@ -196,7 +196,7 @@ def _toeplitz(load: Workload, bands: int, deadline: float) -> MixingMatrix:
         np.eye(1, bands)[0],
         solver.descend_toeplitz(_square_root(bands), evaluate, deadline),
     ]
-    values = [sum(_exact(c, response) for response in responses) for c in candidates]
+    values = [sum(toeplitz_objective(c, response) for response in responses) for c in candidates]
     best = int(np.argmin(values))
     columns = solver.unit_columns(np.tile(candidates[best], (load.steps, 1)))
     return MixingMatrix(
@@ -255,7 +255,7 @@ def _surrogate(coefficients: Floats, responses: Sequence[Response]) -> solver.Ev
     return float(np.log(n2 * value)), slope / value + 2 * coefficients / n2
 
 
-def _exact(coefficients: Floats, response: Response) -> float:
+def toeplitz_objective(coefficients: Floats, response: Response) -> float:
     """The response to N K with the norms N of all columns, the cut ones too: only the last b - 1
     rows differ from n K. Cost T b^2 r.
     """

@@ -14,10 +14,10 @@ from typing import Any
 from quietgrad.checks import nearest
 from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.denoising import GradientRule, MomentumRule
-from quietgrad.noise.methods import BandedNoise, IndependentNoise
+from quietgrad.noise.methods import IndependentNoise, NoiseMethod
 from quietgrad.training.optimizers import SGD, AdamW, Optimizer
 from quietgrad.training.settings.denoising import DENOISING
-from quietgrad.training.settings.noise import NoiseCurve
+from quietgrad.training.settings.noise import NOISE, NoiseCurve
 from quietgrad.training.settings.overrides import with_overrides
 from quietgrad.training.settings.reading import Table, one
 from quietgrad.training.settings.tables import (
@@ -41,9 +41,7 @@ TABLES: Mapping[str, Table] = {
     "data": one(DataTable),
     "privacy": one(PrivacyTable),
     "clipping": one(Clipping),
-    "noise": Table(
-        {"independent": IndependentNoise, "banded": BandedNoise, "noisecurve": NoiseCurve}, "method"
-    ),
+    "noise": NOISE,
     "spectrum": one(SpectrumTable),
     "denoising": DENOISING,
     "optimizer": Table({"adamw": AdamW, "sgd": SGD}, "name"),
@@ -63,7 +61,7 @@ class TrainConfig:
     data: DataTable = field(default_factory=DataTable)
     privacy: PrivacyTable = field(default_factory=PrivacyTable)
     clipping: Clipping = field(default_factory=Clipping)
-    noise: IndependentNoise | BandedNoise | NoiseCurve = field(default_factory=IndependentNoise)
+    noise: NoiseMethod | NoiseCurve = field(default_factory=IndependentNoise)
     spectrum: SpectrumTable = field(default_factory=SpectrumTable)
     denoising: GradientRule | MomentumRule | None = None
     optimizer: Optimizer = field(default_factory=AdamW)

@@ -28,6 +28,7 @@ from quietgrad.noise.sources.source import Source
 from quietgrad.records import Amount, judge
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.optimizers import SGD, Optimizer
+from quietgrad.training.settings.reading import Table
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,14 @@ class NoiseCurve:
         return BandedNoise(self.bands, self.family, self.memory, self.source, workload)
 
 
+# A new mechanism is one more line.
+NOISE = Table(
+    {"independent": IndependentNoise, "banded": BandedNoise, "noisecurve": NoiseCurve}, "method"
+)
+
+
 def noise_of(
-    noise: IndependentNoise | BandedNoise | NoiseCurve,
+    noise: NoiseMethod | NoiseCurve,
     optimizer: Optimizer,
     max_grad_norm: float,
     mixing: MixingMatrix | None = None,
@@ -115,14 +122,15 @@ def noise_of(
         max_grad_norm: C.
         mixing: a matrix found earlier, on resume: it takes the place of solving again.
     """
-    if isinstance(noise, IndependentNoise):
-        return noise
-    if noise.bands == 1:  # one band is independent noise: a search may come to it
+    # One band is independent noise: a search may come to it.
+    if isinstance(noise, BandedNoise | NoiseCurve) and noise.bands == 1:
         return IndependentNoise(noise.source)
     if mixing is not None:
         return MatrixNoise(mixing, noise.memory, noise.source)
     if isinstance(noise, NoiseCurve):
         return noise.banded(optimizer, max_grad_norm)
+    if not isinstance(noise, BandedNoise):
+        return noise  # the optimiser has no say in it
     momentum = optimizer.momentum if isinstance(optimizer, SGD) else 0.0
 
     def workload(steps: int) -> Workload:
@@ -157,7 +165,7 @@ def clipping_factor(spectrum: Spectrum, max_grad_norm: float) -> float:
 
 
 def check_spectrum(
-    noise: IndependentNoise | BandedNoise | NoiseCurve,
+    noise: NoiseMethod | NoiseCurve,
     classifier: nn.Module,
     private_ids: Iterable[bytes],
     image_shape: tuple[int, ...] | None = None,
