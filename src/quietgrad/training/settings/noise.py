@@ -25,6 +25,7 @@ from quietgrad.noise.methods import (
     NoiseMethod,
 )
 from quietgrad.noise.sources.source import Source
+from quietgrad.noise.toeplitz import ToeplitzNoise
 from quietgrad.records import Amount, judge
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.optimizers import SGD, Optimizer
@@ -104,7 +105,13 @@ class NoiseCurve:
 
 # A new mechanism is one more line.
 NOISE = Table(
-    {"independent": IndependentNoise, "banded": BandedNoise, "noisecurve": NoiseCurve}, "method"
+    {
+        "independent": IndependentNoise,
+        "banded": BandedNoise,
+        "toeplitz": ToeplitzNoise,
+        "noisecurve": NoiseCurve,
+    },
+    "method",
 )
 
 
