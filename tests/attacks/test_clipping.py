@@ -32,7 +32,7 @@ from quietgrad.randomness import RandomKey
 
 LARGEST = 1.001
 UNGUARDED = 4  # a release that the guard does not look at (``is_guarded``)
-EXACT = ["exact", "ghost", "materialized"]
+EXACT = ["exact", "ghost", "ghost64", "materialized"]
 SKETCHES = ["hutch", "hutch++"]
 KEY = RandomKey.from_seed(0)
 Pair = tuple[Tensor, Tensor]

@@ -22,7 +22,7 @@ def full_training() -> list:
     ``make test-all``.
     """
     again = pytest.mark.slow("22.7 M parameters, half a minute together")
-    ways = [(estimator, size) for estimator in EXACT for size in (None, 1, 3)]
+    ways = [(estimator, size) for estimator in EXACT for size in (None, 1, 3)] + [("ghost64", 3)]
     return [
         pytest.param(
             case,

@@ -20,12 +20,13 @@ from typing import Literal, get_args
 
 from quietgrad.clipping.norms.cost import Cost, NormEstimator, Throughput, seconds
 from quietgrad.clipping.norms.estimators.ghost import Ghost
+from quietgrad.clipping.norms.estimators.ghost64 import Ghost64
 from quietgrad.clipping.norms.estimators.hutch import Hutch
 from quietgrad.clipping.norms.estimators.hutch_plus_plus import HutchPlusPlus
 from quietgrad.clipping.norms.estimators.materialized import Materialized
 from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS
 
-Estimator = Literal["auto", "exact", "materialized", "ghost", "hutch", "hutch++"]
+Estimator = Literal["auto", "exact", "materialized", "ghost", "ghost64", "hutch", "hutch++"]
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 SKETCHES: tuple[Estimator, ...] = ("hutch", "hutch++")
 DEFAULT_SKETCH_DIM = 32
@@ -34,6 +35,7 @@ DEFAULT_SKETCH_DIM = 32
 ESTIMATOR_OF: Mapping[str, NormEstimator] = {
     "materialized": Materialized(),
     "ghost": Ghost(),
+    "ghost64": Ghost64(),
     "hutch": Hutch(),
     "hutch++": HutchPlusPlus(),
 }
