@@ -14,6 +14,7 @@ from quietgrad.denoising.moment import MomentNoise
 from quietgrad.denoising.optimizers import SpectralAdamW, SpectralSGD
 from quietgrad.denoising.rules.bulk import SpikesWithBulk
 from quietgrad.denoising.rules.constant import ConstantAmplification
+from quietgrad.denoising.rules.hard_threshold import HardThreshold
 from quietgrad.denoising.rules.on_momentum import OnMomentum
 from quietgrad.denoising.rules.persistent import PersistentAmplification
 from quietgrad.denoising.rules.protocols import GradientRule, MomentStep, MomentumRule
@@ -22,6 +23,7 @@ from quietgrad.denoising.rules.published import PublishedShrinkage, denoise_matr
 __all__ = [
     "ConstantAmplification",
     "GradientRule",
+    "HardThreshold",
     "MomentNoise",
     "MomentStep",
     "MomentumRule",

@@ -13,6 +13,7 @@ from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.noise.sources.keyed import KeyedSource
 from quietgrad.noise.sources.secure import SecureSource
 from quietgrad.noise.sources.source import NoiseSource, noise_source
+from quietgrad.noise.toeplitz import ToeplitzNoise
 
 __all__ = [
     "BandChoice",
@@ -28,6 +29,7 @@ __all__ = [
     "NoisySum",
     "PrefixSums",
     "SecureSource",
+    "ToeplitzNoise",
     "choose_bands",
     "curvature_workload",
     "mixing_matrix",

@@ -8,13 +8,13 @@ from torch import nn
 
 from quietgrad.denoising import (
     ConstantAmplification,
+    HardThreshold,
     MomentStep,
     OnMomentum,
     PersistentAmplification,
     PublishedShrinkage,
     SpikesWithBulk,
 )
-from quietgrad.denoising.rules.hard_threshold import HardThreshold
 from quietgrad.denoising.rules.protocols import Directions
 from quietgrad.training.settings.reading import Table
 
