@@ -41,6 +41,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "ledger": ({"events", "durable"}, set()),
     "keyring": ({"randomness", "durable"}, set()),
 }
+ROOMS["loading"] = ({"checks", "clipping", "sampling", "tensors"}, {"numpy", "torch"})
 # Looks at what was not released; nothing imports it (tests/test_research.py).
 ROOMS["research"] = ({"checks", "clipping", "denoising", "events", "noise"}, {"torch"})
 ROOMS["plan"] = (set(ROOMS) - {"research"}, {"numpy", "torch"})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,26 +20,17 @@ from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.soundness.processes import refuse_process_group
 from quietgrad.events import NotPrivate, RandomizedClipping
 from quietgrad.ledger import LedgerWriter
+from quietgrad.loading.batches import parts_of, records_of
+from quietgrad.loading.draws import Draws
+from quietgrad.loading.loader import PrivateLoader
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan.contribution import clip_given
 from quietgrad.plan.noise_session import NoiseSession
+from quietgrad.plan.open_batch import OpenBatch
 from quietgrad.plan.planned import Planned
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.plan.seeds import SeedUse
-from quietgrad.tensors import Batch
-
-
-@dataclass(frozen=True)
-class OpenBatch:
-    """The batch that ``batches`` gave and that is not yet released.
-
-    Attributes:
-        release: which release it is for.
-        examples: how many it holds; private.
-    """
-
-    release: int
-    examples: int
+from quietgrad.tensors import Batch, to_device
 
 
 class PrivateRun(BoundToProcess):
@@ -66,6 +58,9 @@ class PrivateRun(BoundToProcess):
         self._bindings = Bindings(plan.clipper)
         self._seed_use = seed_use
         self._open: OpenBatch | None = None
+        self._draws = Draws(lambda step: plan.sampler.indices(session.key, step))
+        self._loader: PrivateLoader | None = None
+        self._spent = (0, 0.0)  # releases, and their epsilon
         self._closed = False
         self._one_at_a_time = threading.Lock()
         self._token = object()  # on the stamps of this run's sums, and of no other's
@@ -75,18 +70,19 @@ class PrivateRun(BoundToProcess):
         """Noisy sums released so far, also those of an earlier session with the same ledger."""
         return self._released
 
-    def batches(self) -> Iterator[NDArray[np.int64]]:
-        """Index batches for the releases that remain. Every one must be released, an empty one too:
-        skipping would reveal it.
+    def batches(self, steps: int | None = None) -> Iterator[NDArray[np.int64]]:
+        """Index batches for the releases that remain, or for so many of them. Every one must be
+        released, an empty one too: skipping would reveal it.
 
         Raises:
             RuntimeError: if the previous batch was not released, or in another process than the
                 run's.
         """
-        while self._released < self.plan.steps:
+        end = self.plan.steps if steps is None else min(self.plan.steps, self._released + steps)
+        while self._released < end:
             self._require_own_process()
             index = self._released
-            indices = self.plan.sampler.indices(self._session.key, index)
+            indices = self._draws.take(index)
             self._open = OpenBatch(index, len(indices))
             yield indices
             if self._released == index:
@@ -96,6 +92,45 @@ class PrivateRun(BoundToProcess):
                     "which batches are skipped would depend on the data"
                 )
 
+    def epochs(self) -> Iterator[int]:
+        """Numbers of the epochs that remain, one a pass over ``loader``; a resumed run goes on with
+        the epoch that it was in.
+        """
+        while self._released < self.plan.steps:
+            yield self._released // self.plan.sampler.steps_per_epoch
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        steps: int | None = None,
+        physical_batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Batch] | None = None,
+        **options: Any,
+    ) -> PrivateLoader:
+        """A ``torch.utils.data.DataLoader`` of this run's batches: ``for batch in loader:
+        run.backward(model, loss, batch)``. From now on no other records are clipped.
+
+        Args:
+            dataset: N records by number (a map-style ``Dataset``, a list, a ``datasets.Dataset``).
+                What it returns for a number may depend on no other record.
+            steps: releases a pass; None takes an epoch, 1 / q.
+            physical_batch_size: most records a forward pass; None takes the plan's, or 64.
+            collate_fn: makes a micro-batch of records, one row each; what a record's row means may
+                not depend on the others (padding that the model masks is fine).
+            options: of DataLoader: ``num_workers``, ``pin_memory``, ``prefetch_factor``,
+                ``persistent_workers``, ...
+
+        Raises:
+            TypeError: for streams, loaders, and options that the plan decides.
+            ValueError: for another number of records than planned.
+        """
+        self._require_own_process()
+        self._loader = PrivateLoader(
+            self, self._draws, dataset, steps, physical_batch_size, collate_fn, options
+        )
+        return self._loader
+
     def clip(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> ClippedSum:
         """Clipped sum of the open batch, or of a part of it: parts add up with ``+``, each once.
         Private.
@@ -103,19 +138,23 @@ class PrivateRun(BoundToProcess):
         Args:
             model, per_example_loss: as for ``quietgrad.clipping.clipped_gradients``.
             batch: tensors [examples, ...]; or an iterator over micro-batches of the open batch (a
-                generator), each clipped and added while one alone is held.
+                generator), each clipped and added while one alone is held. With a loader, its
+                batch, or one of its micro-batches, moved to the model's device.
 
         Raises:
             ValueError: for an iterator without a micro-batch, and what the clipper refuses.
             RuntimeError: in another process than the run's, or under a process group of several
-                ranks.
+                ranks; with a loader, for other records than those it gave last.
         """
         self._require_own_process()
         bound = self._bindings.of(model, per_example_loss)
         total: ClippedSum | None = None
-        for part in batch if isinstance(batch, Iterator) else (batch,):
+        for part in parts_of(batch):
+            records = records_of(part, self._loader, self._released)
+            if self._loader is not None:
+                records = to_device(records, next(model.parameters()).device)
             drawn = Projections(self._session.key, self._released)
-            clipped = self._stamped(bound.clip(part, drawn, step=self._released))
+            clipped = self._stamped(bound.clip(records, drawn, step=self._released))
             total = clipped if total is None else total + clipped
         if total is None:
             raise ValueError(
@@ -153,10 +192,11 @@ class PrivateRun(BoundToProcess):
         Raises:
             ValueError: for tensors of another number of records, or where the accountant's law of
                 the sketched norms is not above the exact one.
-            RuntimeError: in another process than the run's.
+            RuntimeError: in another process than the run's, or with a loader.
         """
         self._require_own_process()
         refuse_process_group()
+        records_of(gradients, self._loader, self._released)
         claim = self.plan.clipper.claim
         if isinstance(claim.clipping, RandomizedClipping) and claim.clipping.envelope != "mixed":
             raise ValueError(
@@ -212,7 +252,7 @@ class PrivateRun(BoundToProcess):
                 f"the clipped sum claims {clipped.claim}, but the plan accounts for "
                 f"{self.plan.clipper.claim}"
             )
-        self._require_sum_of(self._open, clipped)
+        self._open.require_sum(clipped, self._token)
         self._session.join(clipped.gradients, self._released)
         if self._writer is not None:
             self._writer.release(self._released)
@@ -221,29 +261,6 @@ class PrivateRun(BoundToProcess):
             self._seed_use.releases = self._released
         noisy = self._session.cover(clipped)
         return replace(noisy, expected_batch_size=self.plan.expected_batch_size)
-
-    def _require_sum_of(self, batch: OpenBatch, clipped: ClippedSum) -> None:
-        """Refuses a sum that is not of the open batch, as far as that can be told: its origin, that
-        nothing was changed, and how many records it holds.
-        """
-        stamp = clipped.stamp
-        if stamp is None or stamp.run is not self._token or stamp.release != batch.release:
-            raise RuntimeError(
-                "the clipped sum was not made by this run for the batch that is open; clip the "
-                "open batch with run.clip (gradients made otherwise: run.contribution)"
-            )
-        if not stamp.fits(clipped.gradients):
-            raise RuntimeError(
-                "the clipped sum was changed after it was clipped, so its bound is gone; release "
-                "it as run.clip and + made it"
-            )
-        # The message names no sizes: how many records a batch holds is private.
-        if clipped.private.examples != batch.examples:
-            raise RuntimeError(
-                "the clipped sum does not hold as many records as the open batch; clip exactly the "
-                "records at the indices that batches() gave, each once (several views of a record "
-                "are no records: average their losses)"
-            )
 
     def keep_noise(self) -> None:
         """Keeps the rows that correlated noise goes on from in a secret file beside ``keys``, so
@@ -294,10 +311,10 @@ class PrivateRun(BoundToProcess):
         """
         if self._given_up:
             return math.inf
-        if self._released == 0:
-            return 0.0
-
-        return epsilon_report(self.plan.event.after(self._released), self.plan.delta).epsilon
+        if self._spent[0] != self._released:
+            event = self.plan.event.after(self._released)
+            self._spent = self._released, epsilon_report(event, self.plan.delta).epsilon
+        return self._spent[1]
 
     def give_up_privacy(self, reason: str) -> NotPrivate:
         """Leave for ``quietgrad.research`` to look at clipped gradients before their noise, for

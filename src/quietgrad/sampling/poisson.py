@@ -66,6 +66,11 @@ class PoissonSampler:
         """min(1, b q)."""
         return min(1.0, self.bands * self.sample_rate)
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """1 / q, rounded: as many as give every record one turn on average."""
+        return max(1, round(1 / self.sample_rate))
+
     def indices(self, key: RandomKey, step: int) -> NDArray[np.int64]:
         """Sorted indices of a step's batch; the same for the same key and step. Private. O(N)."""
         coins = key.generator("sampling", step).random(self.dataset_size)

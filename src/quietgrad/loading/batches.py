@@ -1,0 +1,98 @@
+"""What a loader gives: the open batch, and the micro-batches that it is read in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from quietgrad.tensors import Batch
+
+
+class MicroBatch:
+    """Records of the open batch for one forward pass. Private.
+
+    Attributes:
+        records: what ``collate_fn`` made of them; [examples, ...] tensors.
+        is_last: whether it is the last of its batch.
+        release: number of the release that it is for.
+        source: the loader that read it.
+    """
+
+    def __init__(self, records: Batch, is_last: bool, release: int, source: object) -> None:
+        self.records = records
+        self.is_last = is_last
+        self.release = release
+        self.source = source
+        self._taken = False
+
+    def take(self) -> Batch:
+        """The records, once: clipped twice they would count twice.
+
+        Raises:
+            RuntimeError: the second time.
+        """
+        if self._taken:
+            raise RuntimeError(
+                "this micro-batch was clipped already; clip each micro-batch of a batch once"
+            )
+        self._taken = True
+        return self.records
+
+    def __repr__(self) -> str:  # no sizes: they are private
+        return f"MicroBatch(release={self.release}, is_last={self.is_last})"
+
+
+class LoadedBatch:
+    """The open batch of a run. ``run.backward`` takes it whole; iterated over, it is its
+    micro-batches in order, once. How many there are, and their sizes, are private.
+    """
+
+    def __init__(self, parts: Iterator[MicroBatch], release: int) -> None:
+        self._parts: Iterator[MicroBatch] | None = parts
+        self.release = release
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        parts, self._parts = self._parts, None
+        if parts is None:
+            raise RuntimeError(
+                "this batch was read already; its records are loaded once, so clip it once "
+                "(run.backward, or run.clip for each of its micro-batches)"
+            )
+        return parts
+
+    def __repr__(self) -> str:
+        return f"LoadedBatch(release={self.release})"
+
+
+def parts_of(batch: Any) -> Iterator[Any]:
+    """Micro-batches: those of a loaded batch or of an iterator, or the batch itself."""
+    if isinstance(batch, LoadedBatch | Iterator):
+        return iter(batch)
+    return iter((batch,))
+
+
+def records_of(part: Any, loader: object | None, release: int) -> Batch:
+    """The records of a micro-batch, where they are those of the open batch.
+
+    Args:
+        part: a ``MicroBatch`` of the run's loader; where it has none, records as they are.
+        loader: the run's, if it has one.
+        release: number of the open batch.
+
+    Raises:
+        RuntimeError: for other records than the loader's, or than the open batch's.
+    """
+    if isinstance(part, MicroBatch):
+        if part.source is not loader or part.release != release:
+            raise RuntimeError(
+                "this micro-batch is not of the batch that is open; clip what the run's newest "
+                "loader gave last, before it is asked for the next batch"
+            )
+        return part.take()
+    if loader is not None:
+        raise RuntimeError(
+            "these records are not from the run's loader: with a loader, only its batches are "
+            "clipped, so that no other records can be released in their place; pass on what it "
+            "gives, and change records in the data set, in collate_fn or in the loss"
+        )
+    return part

@@ -1,0 +1,177 @@
+"""Batches of a run, read by torch's DataLoader: workers, pinned memory and prefetching are its own;
+which records are read, and when a batch is whole, is the run's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from quietgrad.checks import SettingsWarning, require_at_least, require_int
+from quietgrad.clipping.clipper import Clipper
+from quietgrad.loading.batches import LoadedBatch, MicroBatch
+from quietgrad.loading.draws import Draws, Indices, PhysicalBatches
+from quietgrad.sampling.poisson import PoissonSampler
+from quietgrad.tensors import Batch, batch_size_of, map_tensors
+
+# Options of DataLoader that are the run's to decide, and why.
+NOT_YOURS = {
+    "batch_size": "the sampling rate of the plan decides how large a batch is; the most records a "
+    "forward pass is physical_batch_size",
+    "shuffle": "batches are Poisson samples: every record has a coin of its own",
+    "sampler": "batches are drawn by the plan's sampler, which is what is accounted for",
+    "batch_sampler": "batches are drawn by the plan's sampler, which is what is accounted for",
+    "drop_last": "a small batch must be released like any other",
+    "in_order": "micro-batches must arrive in order: they make up one batch after another",
+}
+
+
+RECORDS_AT_ONCE = 64  # in a forward pass, where nothing is said
+
+
+class Batched(Protocol):
+    """What a loader reads of a plan."""
+
+    @property
+    def sampler(self) -> PoissonSampler: ...
+    @property
+    def clipper(self) -> Clipper: ...
+    @property
+    def steps(self) -> int: ...
+
+
+class BatchesOfARun(Protocol):
+    """What a loader reads of a run: a ``PrivateRun``."""
+
+    @property
+    def plan(self) -> Batched: ...
+    @property
+    def released(self) -> int: ...
+    def batches(self, steps: int | None = None) -> Iterator[Indices]: ...
+
+
+class PrivateLoader:
+    """What ``PrivateRun.loader`` returns. Iterated over it gives one ``LoadedBatch`` a release, for
+    one epoch or a stated number of steps; again, for the next ones. Memory: as DataLoader's, and
+    the indices of batches read ahead.
+    """
+
+    def __init__(
+        self,
+        run: BatchesOfARun,
+        draws: Draws,
+        dataset: Any,
+        steps: int | None,
+        physical_batch_size: int | None,
+        collate_fn: Callable[[list[Any]], Batch] | None,
+        options: dict[str, Any],
+    ) -> None:
+        _require_options(options)
+        _require_dataset(dataset, run.plan.sampler.dataset_size)
+        clipper = run.plan.clipper
+        size = clipper.physical_batch_size or clipper.max_physical_batch_size or RECORDS_AT_ONCE
+        size = _given("physical_batch_size", physical_batch_size, size)
+        self._run = run
+        self._steps = _given("steps", steps, run.plan.sampler.steps_per_epoch)
+        self._views = clipper.views
+        self._collate = default_collate if collate_fn is None else collate_fn
+        self._dataset = dataset
+        self._physical = PhysicalBatches(draws, size, clipper.views)
+        self._reader: DataLoader[Any] = DataLoader(
+            dataset, batch_sampler=self._physical, collate_fn=self._collate, **options
+        )
+        self._empty: Batch = None
+
+    def __len__(self) -> int:
+        """Steps of the next pass."""
+        return min(self._steps, self._run.plan.steps - self._run.released)
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        """Raises:
+        RuntimeError: if a batch was not released before the next is asked for.
+        """
+        steps = len(self)
+        if not steps:
+            warnings.warn(
+                f"all {self._run.plan.steps} releases of the plan are made, so this pass over the "
+                "loader has no batches; loop over run.epochs(), or build a plan with more epochs",
+                SettingsWarning,
+                stacklevel=2,
+            )
+            return
+        first = self._run.released
+        self._physical.steps = range(first, first + steps)
+        read = iter(self._reader)
+        for indices in self._run.batches(steps):
+            release = self._run.released
+            yield LoadedBatch(self._parts(indices, release, read), release)
+
+    def _parts(self, indices: Indices, release: int, read: Iterator[Batch]) -> Iterator[MicroBatch]:
+        sizes = [len(part) for part in self._physical.cut(indices)]
+        if not sizes:
+            yield MicroBatch(self._without_records(), True, release, self)
+        for i, size in enumerate(sizes, 1):
+            records = next(read)
+            if batch_size_of(records) != size * self._views:
+                raise RuntimeError(
+                    "collate_fn returned another number of rows than it was given records; it must "
+                    "keep every record, also a bad one (leave bad records out of the data set), "
+                    "with one row each"
+                )
+            yield MicroBatch(records, i == len(sizes), release, self)
+
+    def _without_records(self) -> Batch:
+        """What a batch of no records looks like: the first record's, cut to no rows."""
+        if self._empty is None:
+            one = self._collate([self._dataset[0]] * self._views)
+            self._empty = map_tensors(one, lambda t: t[:0])
+        return self._empty
+
+
+def _require_dataset(dataset: Any, dataset_size: int) -> None:
+    """Checks that records can be asked for by number, and that there are as many as planned.
+
+    Raises:
+        TypeError, ValueError: with the remedy.
+    """
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "dataset is a DataLoader, which draws batches of its own; give its data set "
+            "(loader.dataset): the plan's sampler draws, because its rate is what is accounted for"
+        )
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__}, which cannot be asked for a record by its "
+            "number: Poisson sampling draws every record by a coin of its own, which a stream does "
+            "not allow; load it into a map-style data set (list(stream), or datasets.Dataset)"
+        )
+    if len(dataset) != dataset_size:
+        raise ValueError(
+            f"dataset has {len(dataset)} records, the plan is for dataset_size={dataset_size}; "
+            "build the plan for these records: the sampling rate follows from their number"
+        )
+
+
+def _require_options(options: dict[str, Any]) -> None:
+    """Refuses what is not the caller's to decide.
+
+    Raises:
+        TypeError: naming the option and the reason.
+    """
+    for name in options:
+        if name in NOT_YOURS:
+            raise TypeError(f"{name} cannot be set: {NOT_YOURS[name]}")
+
+
+def _given(name: str, value: int | None, otherwise: int) -> int:
+    """A number of at least 1, or what stands for None."""
+    if value is None:
+        return otherwise
+    require_int(name, value)
+    require_at_least(name, value, 1, "it is a number of at least one")
+    return value
