@@ -24,7 +24,16 @@ NAMES = {
     "PrivacyPlan": "plan",
     "PrivateRun": "plan",
 }
-ROOMS = ("accounting", "auditing", "clipping", "curvature", "denoising", "noise", "sampling")
+ROOMS = (
+    "accounting",
+    "auditing",
+    "clipping",
+    "curvature",
+    "denoising",
+    "loading",
+    "noise",
+    "sampling",
+)
 
 __all__ = [
     "Clipping",
