@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from quietgrad.checks import require_at_least, require_finite, require_positive
 
+WRITTEN = "_quietgrad_written"
+
 
 @dataclass(frozen=True)
 class NoisySum:
@@ -53,6 +55,9 @@ class NoisySum:
         """Sets ``.grad`` of every parameter named here to the mean, in the parameter's dtype, for
         any ``torch.optim`` optimiser.
 
+        What was in ``.grad`` is replaced, so that no gradient that was not released gets into it.
+        An earlier release whose step was not taken yet is added to instead: it was paid for.
+
         Raises:
             ValueError: if the model lacks one of the parameters.
         """
@@ -64,4 +69,21 @@ class NoisySum:
             )
         for name, g in self.mean().items():
             with torch.no_grad():
-                parameters[name].grad = g.to(parameters[name].dtype)
+                _write(parameters[name], g)
+
+
+def _write(parameter: nn.Parameter, mean: Tensor) -> None:
+    """Beside a gradient lies which versions of it and of the weights were there when it was
+    written: the same ones still, and it was not stepped on.
+    """
+    written = mean.to(parameter.dtype)
+    before = parameter.grad
+    if before is not None and getattr(before, WRITTEN, None) == _versions(parameter):
+        written = before.add_(written)
+    parameter.grad = written
+    setattr(written, WRITTEN, _versions(parameter))
+
+
+def _versions(parameter: nn.Parameter) -> tuple[int, int]:
+    assert parameter.grad is not None
+    return parameter.grad._version, parameter._version

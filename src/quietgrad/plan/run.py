@@ -284,8 +284,8 @@ class PrivateRun(BoundToProcess):
         """Stands where ``loss.backward()`` stood: one private step up to the optimiser's.
 
         Clips the open batch, writes the release down, adds the noise, post-processes by the plan's
-        denoiser, and sets ``.grad`` of the trainable parameters to the mean, in place of
-        what it held.
+        denoiser, and sets ``.grad`` of the trainable parameters to the mean, in place of what it
+        held; a mean that no optimiser has stepped on yet is added to.
 
         Args:
             model, per_example_loss, batch: as for ``clip``; the whole batch, or all its parts.
