@@ -82,6 +82,10 @@ class RandomizedClipping:
 ClippingClaim = ExactClipping | RandomizedClipping
 
 
+# Clip factors of the longest gradients are then normal numbers of float32.
+SMALLEST_CLIPPING_NORM = 1e-15
+
+
 @dataclass(frozen=True)
 class SensitivityClaim:
     """What a clipper promises about one record's contribution to its sum.
@@ -99,6 +103,14 @@ class SensitivityClaim:
 
     def __post_init__(self) -> None:
         require_positive("max_grad_norm", self.max_grad_norm)
+        # A float of its own: products of a numpy float16 would be rounded to that.
+        object.__setattr__(self, "max_grad_norm", float(self.max_grad_norm))
+        if not SMALLEST_CLIPPING_NORM <= self.max_grad_norm <= 1 / SMALLEST_CLIPPING_NORM:
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm!r} must be in {SMALLEST_CLIPPING_NORM:g} .. "
+                f"{1 / SMALLEST_CLIPPING_NORM:g}: beyond that, float32 sums of clipped gradients "
+                "lose their bound; scale the loss and the clipping norm together"
+            )
 
 
 @dataclass(frozen=True)

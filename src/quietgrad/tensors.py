@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,26 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Norms and sums are accumulated in float32 at least."""
     return dtype if dtype == torch.float64 else torch.float32
+
+
+class Autocast(NamedTuple):
+    """Whether and how products were narrowed somewhere, to compute there again."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: torch.device) -> Autocast:
+        """Of the calling code."""
+        kind = device.type
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, it is as it was; casts are not remembered."""
+        return torch.autocast(
+            self.device, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
+        )
 
 
 @contextlib.contextmanager

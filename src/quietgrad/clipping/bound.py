@@ -31,7 +31,7 @@ from quietgrad.clipping.norms.cost import Throughput, modelled_throughput
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.planner.execution import ExecutionChoice, choose_execution, free_bytes
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
-from quietgrad.clipping.soundness.guard import Guard
+from quietgrad.clipping.soundness.guard import Guard, is_guarded
 from quietgrad.clipping.soundness.processes import refuse_process_group, refuse_wrapped_model
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
 from quietgrad.clipping.soundness.subject import Subject
@@ -153,8 +153,9 @@ class BoundClipper:
         return self._falling_back(lambda: self._clip(batch, projections, step))
 
     def _clip(self, batch: Batch, projections: Projections | None, step: int | None) -> ClippedSum:
+        looked_at = is_guarded(self._calls if step is None else step)
         with self._prepared(batch, step) as (layout, how):
-            work = self._work(layout, projections)
+            work = replace(self._work(layout, projections), twice=looked_at)
             add = add_one_by_one if how.engine == "one-example" else add_by_bookkeeping
             sums: Sums = {}
             counts = PrivateCounts()

@@ -89,6 +89,7 @@ class Clipper:
         object.__setattr__(self, "layers", overrides)
         clipping = claim_of(estimator, self.sketch_dim, overrides, engine)
         object.__setattr__(self, "claim", SensitivityClaim(self.max_grad_norm, clipping))
+        object.__setattr__(self, "max_grad_norm", self.claim.max_grad_norm)
         if self.sketched and self.groups != "whole":
             raise ValueError(
                 f"groups={self.groups!r} with a sketched estimator cannot be accounted for: the "

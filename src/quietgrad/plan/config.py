@@ -185,7 +185,7 @@ class PrivacyConfig:
                 f"expected_batch_size={self.expected_batch_size} exceeds the number of records, "
                 f"{dataset_size}; use at most {dataset_size}"
             )
-        return self.expected_batch_size / dataset_size
+        return float(self.expected_batch_size) / dataset_size
 
     def _steps(self, q: float) -> int:
         if (self.steps is None) == (self.epochs is None):

@@ -6,6 +6,7 @@ Independent noise has no past, so of all this it needs the roots alone.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,7 +63,8 @@ class NoiseSession:
             like: tensors in the shape, dtype and device of the gradients.
             step: number of the release.
         """
-        if self._history is None or self._history.step != step:
+        changed = self._drawn is not None and self._drawn != self._how(like)
+        if self._history is None or self._history.step != step or changed:
             self._history = self._rejoined(like, step)
 
     def cover(self, clipped: ClippedSum) -> NoisySum:
@@ -79,21 +81,30 @@ class NoiseSession:
         assert self._drawn is not None
         save_rows(self._rows, self._noise, history, self._drawn, self._ring.sessions)
 
+    def _how(self, like: Mapping[str, Tensor]) -> str:
+        """What numbers depend on beside the keys: how they are drawn, and for which parameters. An
+        earlier row is of use to the same ones alone.
+        """
+        forms = sorted((name, tuple(g.shape)) for name, g in like.items())
+        digest = hashlib.blake2b(repr(forms).encode(), digest_size=6).hexdigest()
+        return f"{self._noise.source.how_drawn(like)}, parameters {digest}"
+
     def _rejoined(self, like: Mapping[str, Tensor], step: int) -> NoiseHistory:
         """The block's noise up to ``step``, made again. Where the same keys would give other
         numbers a new block begins: as private, and ``NoisySum.mixing_row`` tells the truth."""
         noise, digest = self._noise, self._noise.digest
         if digest is None:
             return noise.init(step)
-        how = noise.source.how_drawn(like)
+        how = self._how(like)
         if self._drawn not in (None, how):
             self._block = step
             if self._writer is not None:
                 self._writer.noise_block(step, digest)
             warnings.warn(
-                f"the noise so far was drawn as {self._drawn}, and this session draws as {how}: "
-                f"its noise is not correlated with the steps before {step}, as private, and a "
-                "little less accurate; go on where the run began to avoid that",
+                f"the noise so far was drawn as {self._drawn}, and now it is drawn as {how}: "
+                f"it is not correlated with the steps before {step}, as private, and a little less "
+                "accurate; go on where the run began, and train the same parameters throughout, to "
+                "avoid that",
                 stacklevel=5,
             )
         if self._drawn != how and self._writer is not None:

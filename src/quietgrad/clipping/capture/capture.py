@@ -4,9 +4,8 @@ the block ends.
 Every captured call's outputs pass through an identity of the autograd graph that hangs on one extra
 leaf, the root. Asking autograd for the root's gradient alone makes the backward pass visit every
 captured call and compute no weight gradient; each call's output gradient is handed to a receiver
-the moment it is complete, together with the inputs, which autograd keeps exactly as it keeps its
-own saved tensors: gradient checkpointing recomputes them, hooks on saved tensors see them. Memory
-over a plain backward pass is what the receiver decides to keep.
+the moment it is complete, with the inputs, which autograd keeps as it keeps its own saved tensors:
+gradient checkpointing recomputes them. Memory over a plain backward pass: what the receiver keeps.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from quietgrad.clipping.capture.escapes import (
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, Site
 from quietgrad.clipping.capture.units import first_dimension
 from quietgrad.clipping.norms.rules import batched_dims
-from quietgrad.tensors import map_tensors
+from quietgrad.tensors import Autocast, map_tensors
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class Use:
         args, kwargs: its inputs, detached.
         output_gradients: position among the flattened outputs -> gradient there; outputs that the
             loss does not depend on are absent.
-        shared: places among the flattened inputs of tensors that all examples share, whatever their
-            shape.
+        shared: places among the flattened inputs of tensors that all examples share.
+        autocast: of the call, where the fallback may have to repeat it.
     """
 
     site: Site
@@ -49,6 +48,7 @@ class Use:
     kwargs: dict[str, Any]
     output_gradients: dict[int, Tensor]
     shared: frozenset[int] = frozenset()
+    autocast: Autocast | None = None
 
 
 Receiver = Callable[[Use], None]
@@ -63,8 +63,7 @@ class Recording:
         receive: called once per captured call during the backward pass; None ignores what arrives.
         calls: site name -> number of calls seen in the forward pass.
         in_forward: True until the losses exist; calls of recomputed forward passes are not counted.
-        attach_all: also where no output requires a gradient of its own (parameters switched off for
-            reentrant checkpointing).
+        attach_all: also where no output requires a gradient (reentrant checkpointing).
         expanded: names of the modules whose inputs or outputs were expanded to the batch size.
         hidden: names of the modules that were called without a graph in the forward pass.
         opened: names of the modules whose last call was captured map by map (``routines``).
@@ -107,6 +106,7 @@ class Call:
     spec: Any  # None: positional tensors and nothing else, as nearly always
     output_positions: tuple[int, ...]
     shared: frozenset[int]
+    autocast: Autocast | None = None
 
     def deliver(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         if self.recording.in_forward:
@@ -115,14 +115,14 @@ class Call:
         at_outputs = {place: g for place, g in each if g is not None}
         if self.recording.receive is None or not at_outputs:
             return
-        if self.spec is None:
-            self.recording.receive(Use(self.site, tuple(inputs), {}, at_outputs, self.shared))
-            return
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.tensor_places, inputs, strict=True):
-            leaves[place] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        self.recording.receive(Use(self.site, args, kwargs, at_outputs, self.shared))
+        args, kwargs = tuple(inputs), {}
+        if self.spec is not None:
+            leaves = list(self.leaves)
+            for place, tensor in zip(self.tensor_places, inputs, strict=True):
+                leaves[place] = tensor
+            args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        found = Use(self.site, args, kwargs, at_outputs, self.shared, self.autocast)
+        self.recording.receive(found)
 
 
 class Identity(torch.autograd.Function):
@@ -155,9 +155,8 @@ def captured(
     ``receive``.
 
     On exit, also by an exception, no hook is left. Inputs of size 1 along the example dimension
-    (BERT's default ``position_ids``) are expanded to the batch size on the way in, and so are such
-    outputs of modules without a rule (T5's position bias): the forward pass is the same, and every
-    example gets a gradient of its own.
+    (BERT's default ``position_ids``) are expanded to the batch size, and so are such outputs of
+    modules without a rule (T5's position bias): every example gets a gradient of its own.
 
     Raises:
         ValueError: from the forward pass, if a captured module gets inputs without an example
@@ -196,8 +195,8 @@ class _Hang(torch.autograd.Function):
 def attach_frozen(layout: Layout, root: Tensor) -> list[torch.utils.hooks.RemovableHandle]:
     """Hooks that hang the outputs of frozen modules on the root.
 
-    Reentrant checkpointing builds no graph for a segment whose inputs require no gradient (a frozen
-    embedding below LoRA layers): its trainable layers would get no gradient, without an error.
+    Reentrant checkpointing builds no graph for a segment whose inputs require no gradient (frozen
+    embeddings below LoRA): its trainable layers would get no gradient, without an error.
     """
 
     def hang(module: nn.Module, args: Any, output: Any) -> Any:
@@ -279,7 +278,8 @@ def _recorder(
         )
         leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         recording.note_call(site)
-        call = Call(site, recording, tuple(leaves), places, spec, positions, common)
+        cast = None if site.rule is not None else Autocast.now(recording.root.device)
+        call = Call(site, recording, tuple(leaves), places, spec, positions, common, cast)
         for i, attached in zip(
             positions,
             Identity.apply(call, inputs, recording.root, *(outputs[i] for i in positions)),

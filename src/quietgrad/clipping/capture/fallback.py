@@ -8,6 +8,7 @@ for its per-example gradients, [examples, entries of its own parameters].
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -42,6 +43,7 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
     if any(isinstance(x, PackedSequence) for x in use.args):
         raise no_example_dimension(use.site, "is called with a packed sequence")
     wanted = set(use.site.parameters)
+    _refuse_two_names(use, wanted)
     own = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False) if n in wanted}
     leaves, spec = pytree.tree_flatten((use.args, use.kwargs))
     leaves = [None if _is_key_value_cache(leaf) else leaf for leaf in leaves]
@@ -57,7 +59,8 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
             for leaf, dim in zip(example_leaves, in_dims, strict=True)
         ]
         args, kwargs = pytree.tree_unflatten(full, spec)
-        flat = pytree.tree_leaves(functional_call(module, parameters, args, kwargs))
+        with contextlib.nullcontext() if use.autocast is None else use.autocast.again():
+            flat = pytree.tree_leaves(functional_call(module, parameters, args, kwargs))
         return [flat[p] for p in positions]
 
     def pulled_back(
@@ -117,6 +120,18 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
         ]  # one example after the other gives the same numbers
         gradients = {name: torch.stack([e[j] for e in each]) for j, name in enumerate(own)}
     return {name: DirectGradients(g.reshape(batch_size, -1)) for name, g in gradients.items()}
+
+
+def _refuse_two_names(use: Use, wanted: set[str]) -> None:
+    seen: dict[int, str] = {}
+    for name, parameter in use.site.module.named_parameters(remove_duplicate=False):
+        if name in wanted and seen.setdefault(id(parameter), name) != name:
+            raise NotCaptured(
+                f"layer {use.site.name!r} ({type(use.site.module).__name__}) has one parameter "
+                f"under two names, {seen[id(parameter)]!r} and {name!r}, which the generic "
+                "fallback cannot tell apart; keep one of the names, or take one example at a time "
+                "(engine='one-example')"
+            )
 
 
 def _is_key_value_cache(leaf: Any) -> bool:

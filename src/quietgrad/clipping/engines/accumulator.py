@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,11 +18,23 @@ from torch import Tensor
 from quietgrad.clipping.capture.capture import Recording, Use, input_of
 from quietgrad.clipping.capture.fallback import fallback_contributions
 from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.engines.untouched import (
+    Versions,
+    require_same_norms,
+    require_untouched,
+    versions_of,
+)
 from quietgrad.clipping.norms.choice import ESTIMATOR_OF, Policy
 from quietgrad.clipping.norms.cost import Sketch, cost_of
 from quietgrad.clipping.norms.estimators.materialized import kept_gradients, materialized_gradients
 from quietgrad.clipping.norms.estimators.projections import Projections
-from quietgrad.clipping.norms.factors import Contribution, DirectGradients, Kept, MatrixFactors
+from quietgrad.clipping.norms.factors import (
+    Contribution,
+    DirectGradients,
+    Kept,
+    ListedGradients,
+    MatrixFactors,
+)
 from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct
 from quietgrad.tensors import accumulation_dtype, full_precision
 
@@ -41,6 +54,7 @@ class Accumulator:
         sums: squared norms of what is settled, with what rounding may have done to them.
         projections: of this release, for sketches.
         keep: False where only norms are wanted.
+        twice: whether norms are taken once more after the backward pass, and compared.
         recording: set before the forward pass.
     """
 
@@ -52,8 +66,11 @@ class Accumulator:
     sums: NormSums
     projections: Projections
     keep: bool = True
+    twice: bool = False
     recording: Recording | None = None
     kept: dict[str, list[Kept]] = field(default_factory=dict)
+    _versions: dict[str, Versions] = field(default_factory=dict)
+    _measured: dict[str, Measured] = field(default_factory=dict)
     _waiting: dict[str, list[Contribution]] = field(default_factory=dict)
     _expected: dict[str, int] | None = None
 
@@ -73,6 +90,13 @@ class Accumulator:
         with full_precision():
             for name in list(self._waiting):
                 self._settle(name)
+            for name, before in self._measured.items():
+                kept = self.kept[name]
+                made_elsewhere = [use for use in kept if not isinstance(use, ListedGradients)]
+                uses = cast(list[Contribution], made_elsewhere)
+                dtype = accumulation_dtype(self.layout.parameters[name].dtype)
+                again, _ = settle(uses, name, self.policy_of(name), self.projections, dtype)
+                require_same_norms(name, before, again)
         return self.sums.norms()
 
     def _is_last(self, name: str, arrived: int) -> bool:
@@ -101,6 +125,10 @@ class Accumulator:
             # miscounted.
             assert name not in self.kept, name
             self.kept[name] = kept
+            self._versions[name] = versions_of(kept)
+            # Listed gradients were made here: nobody else writes into them.
+            if self.twice and not any(isinstance(use, ListedGradients) for use in kept):
+                self._measured[name] = measured
 
     def gradient_of(self, example: int) -> dict[str, Tensor]:
         """One example's gradient by parameter, formed from what was kept: what is measured of it is
@@ -110,6 +138,7 @@ class Accumulator:
         made: Sums = {}
         with full_precision():
             for name, uses in self.kept.items():
+                require_untouched(name, uses, self._versions[name])
                 parameter = self.layout.parameters[name]
                 dtype = accumulation_dtype(parameter.dtype)
                 for use in uses:
@@ -132,7 +161,9 @@ class Accumulator:
                 parameter = self.layout.parameters[name]
                 dtype = accumulation_dtype(parameter.dtype)
                 row = weights[self.group_of(name)]
-                for use in self.kept.pop(name):
+                kept = self.kept.pop(name)
+                require_untouched(name, kept, self._versions[name])
+                for use in kept:
                     known = use if left_out is None else use.without(left_out)
                     sums[name] = known.weighted_sum(row, parameter.shape, dtype, sums.get(name))
 

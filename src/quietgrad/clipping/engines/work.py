@@ -34,6 +34,7 @@ class Work:
         sketched: whether any norm is an estimate; then none is measured again.
         views: K, rows of the batch that make up one example.
         checkpointing: what is known of the model's.
+        twice: whether norms are taken once more after the backward pass, and compared.
     """
 
     model: nn.Module
@@ -46,6 +47,7 @@ class Work:
     sketched: bool = False
     views: int = 1
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    twice: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -67,6 +69,7 @@ class Work:
             NormSums.empty(len(self.thresholds.values), examples, self.device),
             self.projections,
             keep,
+            keep and self.twice,
         )
 
     def doubtful(self, norms: Norms) -> Tensor | None:

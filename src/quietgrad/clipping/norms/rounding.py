@@ -28,9 +28,9 @@ doubtful and is measured again as its own gradient (``bookkeeping``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -42,9 +42,6 @@ SHARE = 2.0**-10
 # A sum over more positions is cut into blocks of so many, so that its rounding stays in bounds at
 # any length.
 LONGEST_CHAIN = 256
-
-# Where padding must not change a bound, positions count as so many, or as the next power of two.
-STEADY_POSITIONS = 8192
 
 # Entries whose squares are added up in the working precision; the rest of a sum of squares is done
 # in float64.
@@ -86,7 +83,11 @@ def smallest_normal(dtype: torch.dtype) -> float:
     return 2.0**-1022 if dtype == torch.float64 else SMALLEST_NORMAL
 
 
-def gamma(terms: float, like: Tensor, dtype: torch.dtype) -> float:
+@overload
+def gamma(terms: float, like: Tensor, dtype: torch.dtype) -> float: ...
+@overload
+def gamma(terms: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor: ...
+def gamma(terms: float | Tensor, like: Tensor, dtype: torch.dtype) -> float | Tensor:
     """Relative error of a sum of so many products, in units of the sum of their absolute values."""
     return 1.01 * (terms + 4.0) * unit_roundoff(dtype) * (GPU_FACTOR if like.is_cuda else 1.0)
 
@@ -94,11 +95,6 @@ def gamma(terms: float, like: Tensor, dtype: torch.dtype) -> float:
 def chain(terms: int) -> int:
     """Longest path of additions through a sum over so many positions."""
     return terms if terms <= LONGEST_CHAIN else LONGEST_CHAIN + -(-terms // LONGEST_CHAIN)
-
-
-def steady(positions: int) -> int:
-    """A number of positions, rounded up so far that padding hardly ever changes it."""
-    return max(STEADY_POSITIONS, 2 ** math.ceil(math.log2(max(1, positions))))
 
 
 def blocks(terms: int) -> Iterator[slice]:

@@ -73,7 +73,9 @@ def factors_of(use: Use, examples: int) -> Factors | None:
     x = next((x for x in inputs if x.dim() and x.shape[0] == examples), None)
     half = gradient.dtype in HALVES or (x is not None and x.dtype in HALVES)
     wide = _wide(gradient)
-    reach = wide.abs().flatten(1).amax(dim=1) if wide.numel() else wide.new_zeros(examples)
+    reach = wide.new_zeros(examples)
+    if wide.numel():
+        reach = wide.abs().reshape(examples, -1).amax(dim=1)
     sums, norms = _signed_sums(wide)
     if x is None:
         return Factors(None, torch.ones_like(norms), sums, norms, half, reach)

@@ -84,7 +84,7 @@ def hutch_plus_plus_norms(
     head = math.sqrt(columns) * gamma(
         chain_of_columns(min(s.p, s.d), HEAD_COLUMNS), tail, dtype
     ) + position_gamma(some, tail, dtype)
-    margin = math.hypot(head, tail_margin(some, max(s.p, s.d), sketch_dim, tail, dtype))
+    margin = (head**2 + tail_margin(some, max(s.p, s.d), sketch_dim, tail, dtype) ** 2) ** 0.5
     squared += _head_norms(some, basis_bgsk, dtype)
     measured = sketched(squared, some, spread, margin, dtype)
     skewed = 8.0 * gamma(min(s.p, s.d) + columns, tail, dtype)

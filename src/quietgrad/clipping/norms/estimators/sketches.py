@@ -6,8 +6,8 @@ sketches. Sketches are accumulated in float32 at least. Their ``margin`` covers 
 projection that knows nothing of the data, every partial sum is Gaussian, and the error is at most
 gamma(p + t) S times a weighted mean of roots of chi-squares over k, hence at most rho(k) gamma(p +
 t) S but with probability 1e-12 (the exponential moment of a mean is at most that of one, so
-Chernoff's bound needs no union: Laurent and Massart 2000, Lemma 1); lengths of sums are taken as
-constants of the parameter, so that padding does not change what a record is divided by.
+Chernoff's bound needs no union: Laurent and Massart 2000, Lemma 1); lengths of sums count what is
+the record's own, so that padding does not change what it is divided by.
 Shape legend: b examples, g blocks, t positions, p rows, d columns, k projections.
 """
 
@@ -21,48 +21,82 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.factors import Unfolded
 from quietgrad.clipping.norms.factors.products import (
+    GROUP,
+    POSITIONS,
     add_over_positions,
     chain_of_columns,
-    chain_of_positions,
     thin_product,
 )
-from quietgrad.clipping.norms.rounding import Measured, chain, gamma, norm_gamma, steady
+from quietgrad.clipping.norms.rounding import LONGEST_CHAIN, Measured, gamma, norm_gamma
 from quietgrad.clipping.norms.spread import Spread
 
 LOG_FAILURE = 27.7  # -log of 1e-12
 
+# Up to so many positions, in a few uses, bounds are the same for every record.
+STEADY_POSITIONS, FEW_USES = 8192, 4
+
 
 def sketched(
-    squared: Tensor, uses: Sequence[Unfolded], spread: Spread, margin: float, dtype: torch.dtype
+    squared: Tensor,
+    uses: Sequence[Unfolded],
+    spread: Spread,
+    margin: float | Tensor,
+    dtype: torch.dtype,
 ) -> Measured:
     """An estimate with its bounds; ``margin``: of the sketch, in units of the spread, the sum's own
     is added.
     """
-    positions = steady(sum(use.sizes.t for use in uses))
     slack = torch.add(spread.lost, squared, alpha=norm_gamma(squared, dtype))
-    bound = spread.norm.mul_(margin + gamma(chain(positions), squared, dtype))
+    own = LONGEST_CHAIN + _stretches(uses, LONGEST_CHAIN, dtype)
+    bound = spread.norm.mul_(margin + gamma(own, squared, dtype))
     for use in uses:
         if use.one_hot:
-            bound.add_(use.spread_by_rows(dtype), alpha=gamma(positions, squared, dtype))
+            bound.add_(use.errors_by_rows(dtype))
     return Measured(squared, slack, bound)
 
 
 def tail_margin(
     uses: Sequence[Unfolded], projected: int, sketch_dim: int, like: Tensor, dtype: torch.dtype
-) -> float:
+) -> float | Tensor:
     """Of a Gaussian sketch, in units of the spread; ``projected``: length of the dimension that is
-    projected.
+    projected. One number, or [b].
     """
     products = gamma(chain_of_columns(projected), like, dtype) + position_gamma(uses, like, dtype)
     return _rho(sketch_dim) * products
 
 
-def position_gamma(uses: Sequence[Unfolded], like: Tensor, dtype: torch.dtype) -> float:
-    """Of sums over positions, as many for any padding: what a record is divided by must not depend
-    on it.
+def position_gamma(uses: Sequence[Unfolded], like: Tensor, dtype: torch.dtype) -> float | Tensor:
+    """Of sums over positions. One number, or [b]."""
+    return gamma(POSITIONS + GROUP // POSITIONS + _stretches(uses, GROUP, dtype), like, dtype)
+
+
+def _stretches(uses: Sequence[Unfolded], length: int, dtype: torch.dtype) -> float | Tensor:
+    """How many stretches of so many positions hold something of a record, at most, over all uses.
+
+    A function of the record alone, or a record that pads its micro-batch would change what all
+    others are divided by: what is added where a record has no gradient is exactly zero. One number
+    up to ``STEADY_POSITIONS`` padded positions, where no record is read for it; else [b], rounded
+    up to a power of two.
     """
-    positions = steady(sum(use.sizes.t for use in uses))
-    return gamma(chain_of_positions(positions), like, dtype)
+    least = STEADY_POSITIONS // length + FEW_USES
+    if sum(-(-use.sizes.t // length) + 1 for use in uses) <= least:
+        return float(least)
+    total = sum(
+        torch.where(span > 0, torch.ceil(span / length) + 1.0, 0.0)
+        for span in (_span(use, dtype) for use in uses)
+    )
+    assert isinstance(total, Tensor)
+    return torch.where(total <= least, float(least), torch.exp2(torch.ceil(torch.log2(total))))
+
+
+def _span(use: Unfolded, dtype: torch.dtype) -> Tensor:
+    """[b] float64 positions from the first to the last one with a gradient."""
+    n, m = use.row_norms(dtype)
+    alive = ((n > 0) & (m > 0)).any(dim=1)
+    place = torch.arange(1, alive.shape[1] + 1, device=alive.device, dtype=torch.float64)
+    last = (alive * place).amax(dim=1)
+    first = torch.where(alive, place, math.inf).amin(dim=1)
+    return torch.where(last > 0, last - first + 1.0, 0.0)
 
 
 def _rho(sketch_dim: int) -> float:

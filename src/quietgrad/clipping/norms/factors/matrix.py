@@ -213,9 +213,9 @@ class Unfolded(MatrixFactors, Protocol):
     def gram_with_ids(self, ids_bt: Tensor, dtype: torch.dtype) -> Tensor:
         """[b, 1, t, t'] inner products of one-hot rows with this use's rows factors."""
 
-    def spread_by_rows(self, dtype: torch.dtype) -> Tensor:
-        """[b] float64, the spread where each row of the sum is added up by itself."""
-        return torch.linalg.vector_norm(self.spread_sums(dtype)[0], dim=1)
+    def errors_by_rows(self, dtype: torch.dtype) -> Tensor:
+        """[b] float64, what adding up row by row can be off by: of one-hot factors alone."""
+        raise AssertionError("dense factors are not added up row by row")
 
     def left_product(
         self, projection: Tensor, dtype: torch.dtype, columns: int = COLUMNS

@@ -14,6 +14,7 @@ from torch import Tensor
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import COLUMNS, add_in_groups, as_positions, zeroed
 from quietgrad.clipping.norms.factors.rows import at_least, row_norms
+from quietgrad.clipping.norms.rounding import gamma
 
 
 @dataclass(frozen=True)
@@ -87,18 +88,19 @@ class OneHotFactors(Unfolded):
     def norms_from_gram(self, left: Tensor) -> Tensor:
         return torch.ones_like(left[:, 0])
 
-    def spread_by_rows(self, dtype: torch.dtype) -> Tensor:
-        """[b] float64 root of sum_r (sum of |g_t| over positions that read row r)^2.
-
-        At most the spread, and equal to the gradient's norm where no row is read twice: all that
-        adding up the gradient row by row can be off by, in units of gamma.
+    def errors_by_rows(self, dtype: torch.dtype) -> Tensor:
+        """[b] float64 root of sum_r (gamma(n_r) s_r)^2, n_r the positions with a gradient that read
+        row r and s_r the sum of their |g_t|: what adding the gradient up row by row can be off by.
         """
-        norms = at_least(row_norms(self.right_bgtd, dtype), self.right_bgtd.shape[3])[:, 0].double()
+        norms = row_norms(self.right_bgtd, dtype)[:, 0]
+        alive = norms > 0
+        norms = at_least(norms, self.right_bgtd.shape[3]).double()
         ids, order = self.ids_bt.sort(dim=1, stable=True)
         changes = (ids[:, 1:] != ids[:, :-1]).long()
         group = torch.nn.functional.pad(changes.cumsum(1), (1, 0))
         sums = torch.zeros_like(norms).scatter_add_(1, group, norms.gather(1, order))
-        return torch.linalg.vector_norm(sums, dim=1)
+        counts = torch.zeros_like(norms).scatter_add_(1, group, alive.double().gather(1, order))
+        return torch.linalg.vector_norm(gamma(counts, norms, dtype) * sums, dim=1)
 
     def left_gram(self, other: Unfolded, dtype: torch.dtype) -> Tensor:
         return other.gram_with_ids(self.ids_bt, dtype)

@@ -120,11 +120,6 @@ def add_in_groups(
     return total
 
 
-def chain_of_positions(positions: int) -> int:
-    """Longest path of additions through ``add_over_positions``."""
-    return POSITIONS + GROUP // POSITIONS + -(-positions // GROUP)
-
-
 def chain_of_columns(columns: int, at_once: int = COLUMNS) -> int:
     """Longest path of additions through ``thin_product`` over so many columns."""
     return min(columns, at_once) + -(-columns // at_once)

@@ -1,0 +1,58 @@
+"""Whether what a sum is formed of is still what was measured.
+
+Factors are kept as autograd left them, without a copy. Code that writes into a layer's output
+gradient or input later in the same backward pass (a hook that works in place, an activation that
+takes its input back) would change the sum and not the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quietgrad.clipping.capture.escapes import NotCaptured
+from quietgrad.clipping.norms.factors import Kept
+from quietgrad.clipping.norms.rounding import Measured
+from quietgrad.tensors import tensors_of
+
+Versions = tuple[int, ...]
+TOLERANCE = 0.02  # of squared norms that are taken twice
+
+
+def versions_of(kept: Sequence[Kept]) -> Versions:
+    """How often each tensor was written into so far: torch counts, for all views of one memory."""
+    return tuple(x._version for use in kept for x in tensors_of(list(vars(use).values())))
+
+
+def require_untouched(name: str, kept: Sequence[Kept], measured: Versions) -> None:
+    """Refuses what was written into since ``versions_of``.
+
+    Raises:
+        NotCaptured: naming the parameter.
+    """
+    if versions_of(kept) != measured:
+        raise _written_into(name)
+
+
+def require_same_norms(name: str, before: Measured, again: Measured) -> None:
+    """Refuses factors that have another norm after the backward pass than in it: what was written
+    past torch's counters (``.data``, another library's kernel) is seen so.
+
+    Raises:
+        NotCaptured: naming the parameter.
+    """
+    one, two = before.squared, again.squared
+    allowed = torch.maximum(one, two) * TOLERANCE + before.slack + before.margin.square()
+    alike = (one - two).abs() <= allowed
+    if not bool((alike | ~(one.isfinite() & two.isfinite())).all()):
+        raise _written_into(name)
+
+
+def _written_into(name: str) -> NotCaptured:
+    return NotCaptured(
+        f"parameter {name!r}: its layer's input or output gradient was written into after its "
+        "per-example gradients were measured, by a hook or a backward pass that works in place, so "
+        "that what would be added is not what was measured; return a new tensor there instead, or "
+        "take one example at a time (engine='one-example')"
+    )
