@@ -18,6 +18,7 @@ import torch
 from attacks.contract import RECORDS, at, data, loss, model_of, opened, plan_of
 from quietgrad.clipping import ClippedSum, clipped_gradients
 from quietgrad.plan import PrivateRun
+from quietgrad.plan.open_batch import OpenBatch
 
 # The sum of the wrong records
 
@@ -230,7 +231,7 @@ def test_without_the_check_the_wrong_sum_goes_out(
 ) -> None:
     # A mutant: what is released then moves by far more than C for one record, at an unchanged
     # epsilon.
-    monkeypatch.setattr(PrivateRun, "_require_sum_of", lambda *_: None)
+    monkeypatch.setattr(OpenBatch, "require_sum", lambda *_: None)
     private, indices = opened()
     private.release(wrong(private, indices))
     assert private.released == 1

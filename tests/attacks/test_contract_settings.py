@@ -5,14 +5,17 @@ guessed or come twice, epsilons that say less than was spent.
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from attacks.contract import RECORDS, at, loss, model_of, plan_of
+from quietgrad import PrivacyConfig
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.plan.seeds import require_secret_seed
 
@@ -250,3 +253,28 @@ def test_printed_epsilons_are_never_below_the_computed_ones(value: float, digits
 
 def test_a_delta_that_has_few_digits_is_printed_as_it_is() -> None:
     assert [round_up_to(v, 6) for v in (1e-5, 0.001, 0.01)] == ["1e-5", "0.001", "0.01"]
+
+
+@pytest.mark.parametrize("scalar", [np.float16, np.float32, np.float64])
+def test_noise_is_not_rounded_to_the_type_of_the_clipping_norm(scalar: type) -> None:
+    """Before: with a float16 of 6e-8 no noise was added, at a printed epsilon."""
+    clip = scalar(6e-8)
+    plan = PrivacyConfig(
+        noise_multiplier=0.45, max_grad_norm=clip, expected_batch_size=6, steps=2
+    ).build(60)
+    run = plan.start()
+    indices = next(run.batches())
+    gradients = {"w": torch.zeros(len(indices), 50)}
+    noisy = run.release(run.contribution(gradients, len(indices)))
+    assert noisy.noise_std == 0.45 * float(clip)
+    assert float(noisy.gradients["w"].abs().min()) > 0
+    assert type(plan.max_grad_norm) is float
+
+
+@pytest.mark.parametrize("clip", [1e-24, 1e-44, 1e16])
+def test_clipping_norms_beyond_float32_are_refused(clip: float) -> None:
+    """Before: 1.28 C at 1e-26, and sum and noise all zero at 1e-46."""
+    with pytest.raises(ValueError, match=re.escape(f"max_grad_norm={clip!r} must be in 1e-15")):
+        PrivacyConfig(
+            noise_multiplier=1.0, max_grad_norm=clip, expected_batch_size=6, steps=2
+        ).build(60)

@@ -395,3 +395,38 @@ def test_dropout_outside_the_fallback_is_drawn_once() -> None:
     cross_entropy(model, batch).sum().backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(clipped[name], p.grad, rtol=1e-5, atol=1e-6)
+
+
+class Scalars(nn.Module):
+    """One number an example, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.layer = nn.Parameter(torch.randn(8)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.weights).sum(1)
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(8))
+        self.b = self.a
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.a + self.b).tanh().sum(1)
+
+
+@pytest.mark.parametrize("kind", [Scalars, TwoNames])
+def test_parameters_of_a_module_itself(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(5, 8)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch)
+
+    found = clipped_gradients(model, loss, x, 0.5).gradients
+    expected = oracle_clipped_sum(oracle_gradients(model, loss, x), 0.5)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=2e-3, atol=1e-5)

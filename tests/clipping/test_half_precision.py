@@ -87,3 +87,38 @@ def test_half_precision_is_near_full_precision(case: Case) -> None:
     full = oracle_norms(oracle_gradients(model, loss, batch))
     half = per_example_norms(model.to(torch.bfloat16), loss, in_bfloat16(batch))
     torch.testing.assert_close(half.double(), full.double(), rtol=5e-2, atol=0)
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.attention(h, h, h)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cells = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(self.first(x))[0]
+
+
+@pytest.mark.parametrize("kind", [Attentive, Recurrent])
+def test_a_repeated_forward_pass_has_the_autocast_of_the_call(kind: type[nn.Module]) -> None:
+    """Autocast inside the loss has ended when the backward pass repeats a module of the fallback.
+    Before: "mat1 and mat2 must have the same dtype".
+    """
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(batch["x"]).float().tanh().flatten(1).sum(1)
+
+    torch.manual_seed(0)
+    model, batch = kind(), {"x": torch.randn(5, 4, 8)}
+    assert_close_to_oracle(model, loss, batch, None, "exact")

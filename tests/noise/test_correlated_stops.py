@@ -433,3 +433,33 @@ def test_a_replayed_history_is_the_one_that_was_lost() -> None:
                 for a, b in zip(again.coefficients, history.coefficients, strict=True):
                     np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
                 _, history = noise.update(zero_sum(), lambda _: KEY, history)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_noise_of_other_parameters_is_not_carried_over(memory: str) -> None:
+    """Before: the one row of a layer that grew from one class to five was in all five."""
+    run = plan_of(memory=memory).start()
+    shapes = [(1, 40), (5, 40), (5, 40), (1, 40)]
+    made = []
+    for indices, shape in zip(run.batches(), shapes):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            gradients = {"w": torch.zeros(len(indices), *shape)}
+            made.append(run.release(run.contribution(gradients, len(indices))))
+        assert [("not correlated with the steps before" in str(w.message)) for w in caught] == (
+            [True] if len(made) in (2, 4) else []
+        )
+    rows = [noisy.mixing_row for noisy in made]
+    assert [int(np.count_nonzero(row)) for row in rows] == [1, 1, 2, 1]
+
+
+def test_parameters_that_are_frozen_for_a_step_begin_a_new_block(tmp_path) -> None:
+    """Before: KeyError, after the release was counted."""
+    run = plan_of().start(tmp_path / "ledger.jsonl")
+    for names in (("a", "b"), ("b",), ("a", "b"), ("a", "b")):
+        indices = next(run.batches())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gradients = {name: torch.zeros(len(indices), 3) for name in names}
+            run.release(run.contribution(gradients, len(indices)))
+    assert run.released == 4
