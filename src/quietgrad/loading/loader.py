@@ -121,14 +121,20 @@ class PrivateLoader:
                     "keep every record, also a bad one (leave bad records out of the data set), "
                     "with one row each"
                 )
-            yield MicroBatch(records, i == len(sizes), release, self)
+            yield MicroBatch(self._in_views(records), i == len(sizes), release, self)
 
     def _without_records(self) -> Batch:
         """What a batch of no records looks like: the first record's, cut to no rows."""
         if self._empty is None:
             one = self._collate([self._dataset[0]] * self._views)
-            self._empty = map_tensors(one, lambda t: t[:0])
+            self._empty = self._in_views(map_tensors(one, lambda t: t[:0]))
         return self._empty
+
+    def _in_views(self, rows: Batch) -> Batch:
+        """[records K, ...] to [records, K, ...], where a record has several views."""
+        if self._views == 1:
+            return rows
+        return map_tensors(rows, lambda t: t.unflatten(0, (-1, self._views)))
 
 
 def _require_dataset(dataset: Any, dataset_size: int) -> None:
