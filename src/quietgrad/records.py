@@ -25,6 +25,11 @@ class AtLeast:
     smallest: float
     remedy: str
 
+    @property
+    def said(self) -> str:
+        """In words, after what is bounded."""
+        return f"of at least {self.smallest}"
+
     def require(self, name: str, value: float) -> None:
         require_finite(name, value)
         require_at_least(name, value, self.smallest, self.remedy)
@@ -33,6 +38,8 @@ class AtLeast:
 @dataclass(frozen=True)
 class Positive:
     """Above 0, for ``Annotated``."""
+
+    said = "above 0"
 
     def require(self, name: str, value: float) -> None:
         require_positive(name, value)
@@ -88,10 +95,26 @@ def conformed(name: str, value: Any, hint: Any) -> Any:
     words = [word for option in options for word in _words(option)]
     if isinstance(value, str) and words:
         raise ValueError(f"{name}={value!r} is unknown{nearest(value, words)}")
-    wanted = " or ".join(_said(option) for option in options if option is not type(None))
-    raise ValueError(f"{name}={value!r} must be of type {wanted}")
+    told = f"{name}={value!r} must be {described(hint)}"
+    if isinstance(value, str) and str not in options:
+        told += ", not a string"
+        if _reads_as_number(value):
+            told += "; write the number without quotes"
+    elif value is not None and type(None) in options:
+        told += "; or leave it out"
+    raise ValueError(told)
 
 
+def described(hint: Any) -> str:
+    """What an annotation allows, in words; that a field may be None goes without saying."""
+    return " or ".join(
+        " ".join([_said(option), *(bound.said for bound in bounds)])
+        for option, bounds in _options(hint)
+        if option is not type(None)
+    )
+
+
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 _OTHER = object()  # not of the type
 
 
@@ -145,7 +168,22 @@ def _words(option: Any) -> tuple[Any, ...]:
 
 
 def _said(option: Any) -> str:
-    return " or ".join(map(repr, _words(option))) or getattr(option, "__name__", str(option))
+    if words := _words(option):
+        return " or ".join(map(repr, words))
+    kind, parts = typing.get_origin(option), [p for p in typing.get_args(option) if p is not ...]
+    if kind in (list, tuple):
+        return f"a list, each entry {described(parts[0])}"
+    if kind is Mapping:
+        return f"a table, each value {described(parts[1])}"
+    return KINDS.get(option, str(option))
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _held(option: Any) -> bool:
