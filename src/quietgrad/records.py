@@ -13,9 +13,10 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
-from quietgrad.checks import nearest, require_at_least, require_finite, require_positive
+from quietgrad.checks import as_float, nearest, require_at_least, require_finite, require_positive
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,9 @@ def _as(name: str, value: Any, option: Any) -> Any:
     if _words(option):
         return value if value in _words(option) else _OTHER
     if option is float:
-        return float(value) if _is_number(value) else _OTHER
+        return as_float(name, value) if _is_number(value) else _OTHER
     if option is int:
-        return value if _is_number(value) and isinstance(value, int) else _OTHER
+        return int(value) if _is_number(value) and isinstance(value, Integral) else _OTHER
     kind, parts = typing.get_origin(option), typing.get_args(option)
     if kind is None:
         return value if isinstance(value, option) else _OTHER
@@ -150,7 +151,7 @@ def _as(name: str, value: Any, option: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _options(hint: Any) -> list[tuple[Any, tuple[Any, ...]]]:

@@ -248,7 +248,9 @@ def test_missing_and_damaged_ledgers(quietgrad: Run, tmp_path: Path) -> None:
 def test_large_delta_is_refused(quietgrad: Run, settings, write_config: Config) -> None:
     sizes = ["--dataset-size", 100, "--batch-size", 10, "--steps", 5]
     outcome = quietgrad("epsilon", "--noise-multiplier", 1, "--delta", 0.01, *sizes, "--json")
-    assert_one_error(outcome, "delta=0.01 is not below 1/100", "use at most 0.0063")
+    assert_one_error(
+        outcome, "--delta=0.01 is not below 1/100", "less than 1/100 (the default is 0.0063)"
+    )
     config = write_config(settings | {"privacy.target_delta": 0.5, "training.steps": 2})
     assert_one_error(quietgrad("train", config, "--json"), "target_delta=0.5 is not below 1/")
 

@@ -79,14 +79,8 @@ def chosen(key: str | None) -> list[Setting]:
     if not found:
         names = [*TABLES, *(name for s in every for name in (s.key, f"{s.table}.{s.key}"))]
         close = difflib.get_close_matches(key, dict.fromkeys(names), n=3, cutoff=0.5)
-        raise ValueError(
-            f"KEY={key!r} is no setting; "
-            + (
-                f"did you mean {', '.join(close)}?"
-                if close
-                else "`quietgrad settings` has them all"
-            )
-        )
+        hint = f"did you mean {', '.join(close)}?" if close else "`quietgrad settings` has them all"
+        raise ValueError(f"KEY={key!r} is no setting; {hint}")
     return found
 
 
