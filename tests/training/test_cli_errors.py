@@ -202,7 +202,7 @@ def stop_at_once() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["calibrate", "--epsilon", 0, "--delta", 1e-5], ["target_epsilon=0.0", "positive"]),
+        (["calibrate", "--epsilon", 0, "--delta", 1e-5], ["--epsilon=0.0", "positive"]),
         (["calibrate", "--epsilon", -1, "--delta", 1e-5], ["target_epsilon=-1.0"]),
         (["calibrate", "--epsilon", 1, "--delta", 1], ["delta=1.0", "(0, 1)"]),
         (["calibrate", "--epsilon", 1, "--delta", 1e-5, "--sketch-dim", 1], ["sketch_dim=1"]),
@@ -266,3 +266,13 @@ def test_interrupted_texts_have_no_line_breaks_in_errors(
 
 def test_labelled_texts_of_the_tests_are_learnable() -> None:
     assert {label for _, label in labelled_texts()} == {"good", "bad"}
+
+
+def test_an_interruption_says_whether_anything_was_released(tmp_path: Path) -> None:
+    from quietgrad.cli.training import _interrupted
+    from quietgrad.training.files.run_dir import RunDir
+
+    run_dir = RunDir(tmp_path)
+    assert "before anything was released" in _interrupted(run_dir)
+    run_dir.ledger.write_text("{}\n")
+    assert f"--resume --set training.run_dir={tmp_path}" in _interrupted(run_dir)

@@ -177,7 +177,7 @@ def test_the_method_picks_the_rule(
         ),
         (
             {"method": "published", "delay": 0},
-            "denoising.delay=0 is no key .* keys are: kappa, norm_correction",
+            "denoising.delay=0 is no key .* keys are kappa, norm_correction",
         ),
         ({"method": "bulk", "norm_correction": False}, "denoising.norm_correction=False is no key"),
         ({"method": "amplify", "largest_gain": 2.0}, "denoising.largest_gain=2.0 is no key"),
