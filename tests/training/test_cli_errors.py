@@ -203,7 +203,7 @@ def stop_at_once() -> Iterator[Any]:
     ("arguments", "parts"),
     [
         (["calibrate", "--epsilon", 0, "--delta", 1e-5], ["--epsilon=0.0", "positive"]),
-        (["calibrate", "--epsilon", -1, "--delta", 1e-5], ["target_epsilon=-1.0"]),
+        (["calibrate", "--epsilon", -1, "--delta", 1e-5], ["--epsilon=-1.0"]),
         (["calibrate", "--epsilon", 1, "--delta", 1], ["delta=1.0", "(0, 1)"]),
         (["calibrate", "--epsilon", 1, "--delta", 1e-5, "--sketch-dim", 1], ["sketch_dim=1"]),
         (["calibrate", "--epsilon", 1, "--delta", 1e-5, "--rank", 5], ["--sketch-dim"]),
