@@ -294,6 +294,7 @@ PUBLIC = [
     "quietgrad.clipping",
     "quietgrad.curvature",
     "quietgrad.denoising",
+    "quietgrad.events",
     "quietgrad.loading",
     "quietgrad.noise",
     "quietgrad.sampling",

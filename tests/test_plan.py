@@ -20,7 +20,7 @@ from quietgrad.accounting.calibrate import EPSILON_TOLERANCE
 from quietgrad.clipping import ClippedSum, Clipper
 from quietgrad.denoising import PersistentAmplification, SpikesWithBulk
 from quietgrad.events import ExactClipping, RandomizedClipping
-from quietgrad.noise import GaussianNoise
+from quietgrad.noise import BandedNoise, GaussianNoise
 from quietgrad.plan import PrivateRun
 from quietgrad.sampling import PoissonSampler
 
@@ -121,7 +121,7 @@ def test_delta_defaults_below_one_over_n() -> None:
     ],
 )
 def test_delta_of_one_over_n_and_more_is_refused(records: int, delta: float) -> None:
-    with pytest.raises(ValueError, match=rf"target_delta={delta} is not below .*use at most 0\.01"):
+    with pytest.raises(ValueError, match=f"={delta} is not below .*less than .*default is 0.01"):
         plan_of(records, expected_batch_size=1, target_delta=delta)
 
 
@@ -447,3 +447,23 @@ def test_an_iterator_without_a_micro_batch_is_refused_before_anything_is_release
     with pytest.raises(ValueError, match=r"gave no micro-batch; .* give one empty micro-batch"):
         run.backward(nn.Linear(5, 3), loss, iter(()))
     assert run.released == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"noise_multiplier": 1e-320}, "noise_multiplier=1e-320 is below 1e-06: no epsilon"),
+        ({"noise_multiplier": 10**400}, "noise_multiplier is a whole number beyond 1e308"),
+        ({"steps": 10**400}, "steps is a whole number beyond 1e308"),
+        ({"sample_rate": 0.1}, "expected_batch_size=6 and sample_rate=0.1: give exactly one"),
+    ],
+    ids=["tiny", "huge", "long", "both"],
+)
+def test_numbers_beyond_what_can_be_accounted_for(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of(**change)
+
+
+def test_a_plan_is_printed_without_its_matrix() -> None:
+    text = repr(plan_of(noise=BandedNoise(2)))
+    assert "mixing=MixingMatrix" not in text and "PoissonGaussian" in text and "[" not in text

@@ -30,6 +30,7 @@ ROOMS = (
     "clipping",
     "curvature",
     "denoising",
+    "events",
     "loading",
     "noise",
     "sampling",

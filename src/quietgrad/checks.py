@@ -23,8 +23,19 @@ def require_int(name: str, value: object) -> None:
 
 
 def require_finite(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(float(value)):
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if not real or not math.isfinite(as_float(name, value)):  # type: ignore[arg-type]
         raise ValueError(f"{name}={value!r} must be a finite number")
+
+
+def as_float(name: str, value: Real) -> float:
+    """``value`` as a float; ValueError for a whole number that has none."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(
+            f"{name} is a whole number beyond 1e308 in size; use a smaller one"
+        ) from None
 
 
 def require_bool(name: str, value: object) -> None:
@@ -74,6 +85,7 @@ def require_delta_for(name: str, value: object, dataset_size: int) -> None:
     require_delta(name, value)
     limit = min(1 / dataset_size, LARGEST_DELTA)
     if float(value) >= limit:  # type: ignore[arg-type]
+        bound = f"1/{dataset_size}" if limit < LARGEST_DELTA else f"{LARGEST_DELTA}"
         why = (
             f"1/{dataset_size}, one over the number of records: a mechanism that publishes one "
             "record outright would meet it"
@@ -81,7 +93,8 @@ def require_delta_for(name: str, value: object, dataset_size: int) -> None:
             else f"{LARGEST_DELTA}: with that probability a mechanism may publish everything"
         )
         raise ValueError(
-            f"{name}={value!r} is not below {why}; use at most {default_delta(dataset_size):.2g}"
+            f"{name}={value!r} is not below {why}; use less than {bound} (the default is "
+            f"{default_delta(dataset_size):.2g})"
         )
 
 
@@ -106,6 +119,12 @@ def require_at_most_one(given: Mapping[str, object], where: str = "") -> None:
             f"{' and '.join(both)} are both given{where}, and each decides what the other does; "
             "take one out"
         )
+
+
+def listed(words: Iterable[str], last: str = "or") -> str:
+    """'a', 'b or c' ... in one line."""
+    *before, final = list(words)
+    return f"{', '.join(before)} {last} {final}" if before else final
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

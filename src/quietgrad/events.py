@@ -12,13 +12,23 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from quietgrad.checks import require_at_least, require_int, require_positive, require_rate
+from quietgrad.checks import (
+    require_at_least,
+    require_finite,
+    require_int,
+    require_positive,
+    require_rate,
+)
+
+__all__ = ["EventSequence", "ExactClipping", "PoissonGaussian", "RandomizedClipping"]
 
 Envelope = Literal["mixed", "hutch"]
 ENVELOPES: tuple[Envelope, ...] = ("mixed", "hutch")
 
 # Neighbouring relation -> in words. Parts that a record's index decides stay as they are only if
 # its place stays, empty.
+# Below it the accountant has no numbers to count with.
+SMALLEST_NOISE = 1e-6
 ADD_REMOVE, ZERO_OUT = "add-remove", "zero-out"
 RELATIONS = {ADD_REMOVE: "add or remove one record", ZERO_OUT: "leave one record's place empty"}
 SMALLEST_SKETCH_DIM = 2
@@ -127,8 +137,8 @@ class PoissonGaussian:
         bands: b; 1 is independent noise. With b > 1 the data are split into b parts, step t samples
             from part t mod b.
 
-    The accountant sees ``compositions`` steps at rate ``participation_rate`` (methods: section 3
-    and erratum E9).
+    The accountant sees ``compositions`` steps at rate ``participation_rate`` (docs/privacy.md,
+    section 6, and erratum E9 of docs/errata.md).
     """
 
     noise_multiplier: float
@@ -139,7 +149,14 @@ class PoissonGaussian:
 
     def __post_init__(self) -> None:
         require_positive("noise_multiplier", self.noise_multiplier)
+        require_at_least(
+            "noise_multiplier",
+            self.noise_multiplier,
+            SMALLEST_NOISE,
+            "no epsilon can be computed for so little noise; usual values are 0.3 to 10",
+        )
         require_rate("sample_rate", self.sample_rate)
+        require_finite("steps", self.steps)
         require_int("steps", self.steps)
         require_at_least("steps", self.steps, 1, "an event releases at least one noisy sum")
         require_int("bands", self.bands)

@@ -13,9 +13,10 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
-from quietgrad.checks import nearest, require_at_least, require_finite, require_positive
+from quietgrad.checks import as_float, nearest, require_at_least, require_finite, require_positive
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class AtLeast:
     smallest: float
     remedy: str
 
+    @property
+    def said(self) -> str:
+        """In words, after what is bounded."""
+        return f"of at least {self.smallest}"
+
     def require(self, name: str, value: float) -> None:
         require_finite(name, value)
         require_at_least(name, value, self.smallest, self.remedy)
@@ -33,6 +39,8 @@ class AtLeast:
 @dataclass(frozen=True)
 class Positive:
     """Above 0, for ``Annotated``."""
+
+    said = "above 0"
 
     def require(self, name: str, value: float) -> None:
         require_positive(name, value)
@@ -88,10 +96,26 @@ def conformed(name: str, value: Any, hint: Any) -> Any:
     words = [word for option in options for word in _words(option)]
     if isinstance(value, str) and words:
         raise ValueError(f"{name}={value!r} is unknown{nearest(value, words)}")
-    wanted = " or ".join(_said(option) for option in options if option is not type(None))
-    raise ValueError(f"{name}={value!r} must be of type {wanted}")
+    told = f"{name}={value!r} must be {described(hint)}"
+    if isinstance(value, str) and str not in options:
+        told += ", not a string"
+        if _reads_as_number(value):
+            told += "; write the number without quotes"
+    elif value is not None and type(None) in options:
+        told += "; or leave it out"
+    raise ValueError(told)
 
 
+def described(hint: Any) -> str:
+    """What an annotation allows, in words; that a field may be None goes without saying."""
+    return " or ".join(
+        " ".join([_said(option), *(bound.said for bound in bounds)])
+        for option, bounds in _options(hint)
+        if option is not type(None)
+    )
+
+
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 _OTHER = object()  # not of the type
 
 
@@ -110,9 +134,9 @@ def _as(name: str, value: Any, option: Any) -> Any:
     if _words(option):
         return value if value in _words(option) else _OTHER
     if option is float:
-        return float(value) if _is_number(value) else _OTHER
+        return as_float(name, value) if _is_number(value) else _OTHER
     if option is int:
-        return value if _is_number(value) and isinstance(value, int) else _OTHER
+        return int(value) if _is_number(value) and isinstance(value, Integral) else _OTHER
     kind, parts = typing.get_origin(option), typing.get_args(option)
     if kind is None:
         return value if isinstance(value, option) else _OTHER
@@ -127,7 +151,7 @@ def _as(name: str, value: Any, option: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _options(hint: Any) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -145,7 +169,22 @@ def _words(option: Any) -> tuple[Any, ...]:
 
 
 def _said(option: Any) -> str:
-    return " or ".join(map(repr, _words(option))) or getattr(option, "__name__", str(option))
+    if words := _words(option):
+        return " or ".join(map(repr, words))
+    kind, parts = typing.get_origin(option), [p for p in typing.get_args(option) if p is not ...]
+    if kind in (list, tuple):
+        return f"a list, each entry {described(parts[0])}"
+    if kind is Mapping:
+        return f"a table, each value {described(parts[1])}"
+    return KINDS.get(option, str(option))
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _held(option: Any) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from correlated_runs import CONFIG, RECORDS, of_run, rejected, rows_of
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from quietgrad.noise import BandedNoise, IndependentNoise
@@ -34,6 +34,8 @@ def by_hand(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
 def test_matrix_and_objective_are_those_by_hand(
     coefficients: tuple[float, ...], steps: int, scale: float
 ) -> None:
+    inverse = np.linalg.inv(by_hand(coefficients, steps))
+    assume(np.linalg.norm(inverse, axis=1).max() < 999)
     given_ones = tuple(c * scale for c in coefficients)
     mixing, _ = ToeplitzNoise(given_ones).correlation(steps, 0.1, None)
     if len(coefficients) == 1:
@@ -91,11 +93,28 @@ def test_bad_coefficients_are_refused(coefficients, said: str) -> None:
         ToeplitzNoise(coefficients)
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    wanted = ToeplitzNoise((1.0, 0.5))
+    assert ToeplitzNoise(np.array([1.0, 0.5])) == wanted  # type: ignore[arg-type]
+    assert ToeplitzNoise([np.float32(1), np.float32(0.5)]) == wanted  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"(?s)coefficients=.* must be a list"):
+        ToeplitzNoise(np.eye(2))  # type: ignore[arg-type]
+
+
+def test_what_it_is_for_is_said() -> None:
+    mixing, _ = ToeplitzNoise((1.0, 0.5)).correlation(8, 0.1, None)
+    assert mixing.workload == "given coefficients (error: prefix sums)"
+
+
 def test_more_coefficients_than_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="coefficients are 13 for steps=12"):
         replace(CONFIG, noise=ToeplitzNoise((1.0,) * 13)).build(RECORDS)
 
 
 def test_coefficients_whose_inverse_grows_are_refused() -> None:
-    with pytest.raises(ValueError, match="amplifies the noise of some step"):
+    with pytest.raises(ValueError, match=r"coefficients=\[1.0, 2.0\]"):
+        replace(CONFIG, steps=12, noise=ToeplitzNoise((1.0, 2.0))).build(RECORDS)
+    with pytest.raises(
+        ValueError, match=r"coefficients=\[1.0, -3.0\] amplify .* such as \[1, 0.5, 0.375\]"
+    ):
         replace(CONFIG, steps=400, noise=ToeplitzNoise((1.0, -3.0))).build(RECORDS)

@@ -74,7 +74,7 @@ def test_the_table_says_what_an_audit_cannot_show(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--kind", "loss"), "kind='loss'"),
+        (("--kind", "loss"), "--kind='loss'"),
         (("--canaries", "1"), "canaries=1"),
         (("--canaries", "100000"), "canaries=100000 exceeds the"),
         (

@@ -91,7 +91,7 @@ def test_data_that_cannot_be_used(
     ("override", "parts"),
     [
         ("target_epsilom=1", ["unknown key 'target_epsilom'", "did you mean 'target_epsilon'"]),
-        ("privacy.target_epsilon=abc", ["privacy.target_epsilon='abc'", "float"]),
+        ("privacy.target_epsilon=abc", ["privacy.target_epsilon='abc'", "a number, not a string"]),
         ("name=x", ["model.name", "optimizer.name"]),
         ("steps", ["key=value"]),
         ("training.steps=[1", ["training.steps='[1'"]),
@@ -202,8 +202,8 @@ def stop_at_once() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["calibrate", "--epsilon", 0, "--delta", 1e-5], ["target_epsilon=0.0", "positive"]),
-        (["calibrate", "--epsilon", -1, "--delta", 1e-5], ["target_epsilon=-1.0"]),
+        (["calibrate", "--epsilon", 0, "--delta", 1e-5], ["--epsilon=0.0", "positive"]),
+        (["calibrate", "--epsilon", -1, "--delta", 1e-5], ["--epsilon=-1.0"]),
         (["calibrate", "--epsilon", 1, "--delta", 1], ["delta=1.0", "(0, 1)"]),
         (["calibrate", "--epsilon", 1, "--delta", 1e-5, "--sketch-dim", 1], ["sketch_dim=1"]),
         (["calibrate", "--epsilon", 1, "--delta", 1e-5, "--rank", 5], ["--sketch-dim"]),
@@ -248,7 +248,9 @@ def test_missing_and_damaged_ledgers(quietgrad: Run, tmp_path: Path) -> None:
 def test_large_delta_is_refused(quietgrad: Run, settings, write_config: Config) -> None:
     sizes = ["--dataset-size", 100, "--batch-size", 10, "--steps", 5]
     outcome = quietgrad("epsilon", "--noise-multiplier", 1, "--delta", 0.01, *sizes, "--json")
-    assert_one_error(outcome, "delta=0.01 is not below 1/100", "use at most 0.0063")
+    assert_one_error(
+        outcome, "--delta=0.01 is not below 1/100", "less than 1/100 (the default is 0.0063)"
+    )
     config = write_config(settings | {"privacy.target_delta": 0.5, "training.steps": 2})
     assert_one_error(quietgrad("train", config, "--json"), "target_delta=0.5 is not below 1/")
 
@@ -264,3 +266,13 @@ def test_interrupted_texts_have_no_line_breaks_in_errors(
 
 def test_labelled_texts_of_the_tests_are_learnable() -> None:
     assert {label for _, label in labelled_texts()} == {"good", "bad"}
+
+
+def test_an_interruption_says_whether_anything_was_released(tmp_path: Path) -> None:
+    from quietgrad.cli.training import _interrupted
+    from quietgrad.training.files.run_dir import RunDir
+
+    run_dir = RunDir(tmp_path)
+    assert "before anything was released" in _interrupted(run_dir)
+    run_dir.ledger.write_text("{}\n")
+    assert f"--resume --set training.run_dir={tmp_path}" in _interrupted(run_dir)

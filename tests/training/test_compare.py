@@ -137,7 +137,7 @@ def test_distinct_counts_equal_inputs_once(
         (found["test"], bench.counted["test"]),
     ):
         assert value * len(count) == pytest.approx(round(value * len(count)), abs=1e-6)
-    with pytest.raises(ValueError, match=r"comparison\.distinct=1 must be of type bool"):
+    with pytest.raises(ValueError, match=r"comparison\.distinct=1 must be true or false"):
         load_comparison(write(**few, distinct=1))
 
 

@@ -224,9 +224,9 @@ steps = 2
         ),
         (
             '[search.ranges."noise.bands"]\nlow = 1\nhigh = 4.5',
-            "noise.bands=4.5 must be of type int",
+            "noise.bands=4.5 must be a whole number",
         ),
-        ('[search.ranges."noise.bands"]\nchoices = "none"', "choices='none' must be of type"),
+        ('[search.ranges."noise.bands"]\nchoices = "none"', "choices='none' must be a list"),
         ('[search.ranges."noise.floor"]\nlow = 0.0\nhigh = inf', "low < high"),
         ('variants = ["plain"]', "every variant needs a rate of its own"),
     ],

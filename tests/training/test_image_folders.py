@@ -296,6 +296,12 @@ def test_a_configuration_that_does_not_go_with_the_folder_is_refused(
         load_task(config_of(values | changes))
 
 
+def test_a_folder_that_lacks_its_parts_is_told_what_is_missing(tmp_path: Path) -> None:
+    values = {"model.name": "cnn:groupnorm", "model.tune": "full", "data.source": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"is a folder without train/ and test/ .* or train\.csv"):
+        load_task(config_of(values))
+
+
 def test_what_is_no_image_folder(tmp_path: Path) -> None:
     write_table(tmp_path, "reviews", "a,b")
     (tmp_path / "test").mkdir()

@@ -334,9 +334,9 @@ def test_weights_know_the_images_that_they_are_from(values, tmp_path: Path) -> N
     ("changes", "message"),
     [
         ({"noise.clamp": 1.5}, "noise.clamp=1.5 is no key of noise.method='banded', whose keys "
-         "are: bands, family, memory, source; it belongs to 'noisecurve'"),
+         "are bands, family, memory and source; it belongs to 'noisecurve'"),
         ({"noise.method": "independent"}, "noise.bands=3 is no key of noise.method='independent', "
-         "whose keys are: source; it belongs to 'banded' and 'noisecurve'"),
+         "whose keys are source; it belongs to 'banded' or 'noisecurve'"),
         ({"noise.bandz": 2}, "unknown key noise.bandz; did you mean 'bands'"),
         ({"noise.workload": "prefix"}, "unknown key noise.workload"),  # for Python alone
         ({"optimizer.name": "adamw", "optimizer.momentum": 0.9}, "optimizer.momentum=0.9 is no key "

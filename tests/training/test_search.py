@@ -153,9 +153,9 @@ def test_a_table_is_read_as_written() -> None:
     [
         ({"trials": 0}, "search.trials=0"),
         ({"trials": None}, "search.trials"),
-        ({"trials": 2.5}, "search.trials=2.5 must be of type int"),
-        ({"trials": True}, "search.trials=True must be of type int"),
-        ({"startup": "two"}, "search.startup='two' must be of type int"),
+        ({"trials": 2.5}, "search.trials=2.5 must be a whole number"),
+        ({"trials": True}, "search.trials=True must be a whole number"),
+        ({"startup": "two"}, "search.startup='two' must be a whole number"),
         ({"search_seed": 0.5}, "search.search_seed=0.5"),
         ({"trails": 3}, "unknown key search.trails; did you mean 'trials'"),
         ({"ranges": {}}, 'has no "optimizer.learning_rate"'),
@@ -181,7 +181,7 @@ def test_a_bad_search_is_refused(changes: dict, message: str) -> None:
         ({"low": -1.0, "high": 1.0, "log": True}, "low > 0 with log = true"),
         ({"low": 1.0}, "must have low < high"),
         ({"high": 1.0}, "must have low < high"),
-        ({"low": "a", "high": "b"}, "low='a' must be of type int or float"),
+        ({"low": "a", "high": "b"}, "low='a' must be a whole number or a number, not a string"),
         ({}, "must have low < high"),
         ({"choices": []}, "or choices"),
         ({"low": 0.1, "height": 1.0}, 'unknown key search.ranges."optimizer.learning_rate".height; '

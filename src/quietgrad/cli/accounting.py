@@ -60,7 +60,8 @@ def calibrate(
     q, total = _rate_and_steps(dataset_size, batch_size, steps)
     clipping = _clipping(sketch_dim, envelope, rank)
     assert dataset_size is not None
-    require_delta_for("delta", delta, dataset_size)
+    require_positive("--epsilon", epsilon)
+    require_delta_for("--delta", delta, dataset_size)
     sigma = noise_multiplier(
         epsilon, delta, sample_rate=q, steps=total, clipping=clipping, bands=bands
     )
@@ -113,7 +114,7 @@ def epsilon(
         )
     q, total = _rate_and_steps(dataset_size, batch_size, steps)
     assert dataset_size is not None
-    require_delta_for("delta", delta, dataset_size)
+    require_delta_for("--delta", delta, dataset_size)
     event = PoissonGaussian(
         noise_multiplier, q, total, _clipping(sketch_dim, envelope, rank), bands
     )

@@ -55,7 +55,9 @@ def train(
     ] = False,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Fine-tunes a text classifier privately; without CONFIG, MiniLM on 38 thousand tweets."""
+    """Trains privately on texts, tables or images, or a language model to answer; without CONFIG,
+    a classifier on MiniLM and 38 thousand tweets.
+    """
     from quietgrad.cli.training import run_train
 
     run_train(config, overrides or [], resume, as_json)
@@ -81,6 +83,20 @@ def plan(
     from quietgrad.cli.plan import run_plan
 
     run_plan(config, overrides or [], figure, as_json)
+
+
+@app.command()
+def settings(
+    key: Annotated[
+        str | None,
+        typer.Argument(metavar="[KEY]", help="Such as noise.bands, bands or noise; all without."),
+    ] = None,
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Says what the keys of a configuration file mean, what they may be, and their defaults."""
+    from quietgrad.cli.settings import run_settings
+
+    run_settings(key, as_json)
 
 
 @app.command()

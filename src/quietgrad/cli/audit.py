@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from quietgrad.checks import require_word
 from quietgrad.cli.output import console, print_json, print_table, require_place
 from quietgrad.events import RandomizedClipping
 from quietgrad.training.settings.config import load_config
@@ -28,6 +29,9 @@ def run_audit(
 ) -> None:
     """See ``quietgrad audit --help``."""
     target = console(as_json)
+    from quietgrad.auditing.report import KINDS
+
+    require_word("--kind", kind, KINDS)
     if figure is not None:
         require_place(figure)
     config = load_config(config_path, overrides)

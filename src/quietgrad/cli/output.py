@@ -81,11 +81,7 @@ def one_line(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except KeyboardInterrupt:
-            fail(
-                "interrupted; what a private run released is in its ledger, and --resume goes on "
-                "with it",
-                code=130,
-            )
+            fail("interrupted before this command released anything; start it again", code=130)
         except (OSError, EOFError) as error:
             fail(f"{type(error).__name__}: {error}", code=1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -22,9 +22,14 @@ from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.output import console, fail, one_line, print_json, print_table
 from quietgrad.cli.prepared import prepare_shown, print_guarantee
 from quietgrad.events import RELATIONS
+from quietgrad.ledger import holds_records
 from quietgrad.training.settings.config import TrainConfig, load_config
 from quietgrad.training.settings.references import references_for
 from quietgrad.training.settings.resume import require_same_settings
+
+if TYPE_CHECKING:
+    from quietgrad.training.files.run_dir import RunDir
+    from quietgrad.training.prepare import Prepared
 
 
 @one_line
@@ -66,6 +71,11 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
         TimeRemainingColumn(elapsed_when_finished=False),
         TextColumn("{task.fields[spent]}"),
     )
+    if config.training.cache_frozen_layers and _has_frozen_layers(prepared):
+        target.print(
+            "Before the first step, frozen layers whose states can be kept run once over the "
+            "records; no privacy is spent by that."
+        )
     with Progress(*columns, console=target, refresh_per_second=2) as bar:
         task = bar.add_task("training", total=prepared.steps, spent="")
         score_text = ""
@@ -87,7 +97,10 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
             )
             bar.update(task, completed=progress.step, spent=spent + score_text)
 
-        outcome = runner.train(prepared, run_dir, resume, report, _sayer(target))
+        try:
+            outcome = runner.train(prepared, run_dir, resume, report, _sayer(target))
+        except KeyboardInterrupt:
+            fail(_interrupted(run_dir), code=130)
     if outcome.interrupted:
         if as_json:
             print_json(outcome.result | {"interrupted": True})
@@ -97,6 +110,8 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
             f"Go on with: quietgrad train --resume --set training.run_dir={run_dir.path}",
             code=130,
         )
+    if resume and not outcome.made:
+        target.print("The run had ended; nothing was released.")
     known = references_for(config)
     figure.score_figure(
         run_dir.read_metrics(), outcome.result, known.get("non_private_accuracy"), run_dir.figure
@@ -105,6 +120,20 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     if as_json:
         print_json(result)
     _print_result(target, result, known)
+
+
+def _has_frozen_layers(prepared: Prepared) -> bool:
+    return not all(p.requires_grad for p in prepared.model.classifier.parameters())
+
+
+def _interrupted(run_dir: RunDir) -> str:
+    """Of a run that could not save and stop after its step."""
+    if not holds_records(run_dir.ledger):
+        return "interrupted before anything was released: no privacy was spent; start again"
+    return (
+        "interrupted; what was released is in the run's ledger. Go on with: quietgrad train "
+        f"--resume --set training.run_dir={run_dir.path}"
+    )
 
 
 def _sayer(target: Console) -> Callable[[str], None]:
@@ -158,7 +187,7 @@ def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]
         name = BY_KEY[plain].name if plain in BY_KEY else plain.replace("_", " ")
         rows[f"{'test' if plain == key else 'validation'} {name}"] = f"{value:.4f}"
     if "majority_accuracy" in result:
-        rows["majority class"] = f"{result['majority_accuracy']:.4f}"
+        rows["majority class of the validation records"] = f"{result['majority_accuracy']:.4f}"
     if known.get("non_private_accuracy") is not None:
         rows["without privacy"] = (
             f"{known['non_private_accuracy']:.4f} (recorded; to measure it again: "

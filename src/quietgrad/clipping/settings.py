@@ -21,8 +21,11 @@ class Performance:
 
     Attributes:
         max_physical_batch_size: most examples per forward pass; None leaves it to the planner.
-        memory_budget, engine: see ``Clipper``. One example at a time has exact norms, so sketches
-            that were asked for are then neither taken nor paid for.
+        memory_budget: bytes that a step may take over parameters and data (8e9 is 8 GB); None:
+            what is free, and no more than a non-private step.
+        engine: "bookkeeping" (one backward pass for all examples), "one-example" (a pass each;
+            exact norms, so sketches that were asked for are then neither taken nor paid for), or
+            "auto" for the planner's choice.
     """
 
     max_physical_batch_size: Count | None = None
@@ -38,7 +41,14 @@ class Clipping:
     """How per-example norms are taken, and what they are of.
 
     Attributes:
-        estimator, sketch_dim, groups, scaling, layers: see ``Clipper``.
+        estimator: of the norms: "exact" or "auto" (cheapest exact one per layer), "materialized",
+            "ghost", "ghost64", "hutch" or "hutch++".
+        sketch_dim: k of the sketches, for "hutch" and "hutch++".
+        groups: "whole" (one norm over all parameters), "layer" (one per module), or parameter name
+            pattern -> share of the clipping norm.
+        scaling: "clip", factors min(1, C/n), or "automatic", C/(n + 0.01), with n the norm.
+        layers: parameter name pattern -> estimator, for single layers; sketches may carry a k:
+            "hutch:64".
 
     Raises:
         ValueError: naming the setting and the remedy.

@@ -1,5 +1,5 @@
 """Settings found by Optuna, with the same number of trials for every variant and epsilon
-(papers/002, appendix D.1).
+(as in NoiseCurve, appendix D.1: docs/noisecurve.md).
 
 A study is one variant at one epsilon. Its next trial is a function of the trials before it and of
 the seed alone, so a search stops and resumes anywhere.

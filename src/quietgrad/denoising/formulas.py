@@ -3,9 +3,9 @@ for a low-rank matrix in Gaussian noise.
 
 Symbols: m, n rows and columns; s standard deviation of the noise in every entry; lam a singular
 value of the signal, y the one observed in its place; e = s (sqrt m + sqrt n) the bulk's upper edge.
-Sources: Shabalin and Nobel 2013; Gavish and Donoho 2014; Gradient Matrix Denoising, eqs. 3-8
-(methods.md, section 4). All functions act elementwise, in the dtype of their tensor, and cost a few
-operations an entry.
+Sources: Shabalin and Nobel 2013; Gavish and Donoho 2014; "Sample-Efficient Differentially Private
+Fine-Tuning via Gradient Matrix Denoising", eqs. 3-8 (docs/denoising.md). All functions act
+elementwise, in the dtype of their tensor, and cost a few operations an entry.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Symbols: h_tk the weight of release k in the average at step t; row r_k of the mixing matrix:
 release k holds sum_j r_kj z_j with independent draws z_j. The average's noise is (sigma C) ||sum_k
 h_tk r_k||; with independent noise that is (sigma C) ||h_t||, smaller than one release's by about
-sqrt((1-b)/(1+b)) (methods.md, section 4). Its
-mass is sum_k h_tk: what it holds of a gradient that stays the same.
+sqrt((1-b)/(1+b)). Its mass is sum_k h_tk: what it holds of a gradient that stays the same.
 """
 
 from __future__ import annotations

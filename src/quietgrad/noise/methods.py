@@ -86,7 +86,8 @@ class BandedNoise:
 
     Attributes:
         bands: b; "auto" chooses it from public facts (``choose_bands``), 1 is independent noise.
-        family: see ``mixing_matrix``.
+        family: "banded" (every banded matrix), "toeplitz" (columns alike: b numbers, for many
+            steps), or "auto": banded up to 4096 steps.
         memory: "rows" (b - 1 copies of the trainable parameters) or "regenerate" (none, more time).
         source: see ``IndependentNoise``.
         workload: what is minimised: ``PrefixSums``, ``Curvature``, a [steps, steps] matrix, or a

@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.signal import lfilter
 
-from quietgrad.noise.correlation.banded import BandedLower
+from quietgrad.noise.correlation.banded import BandedLower, Floats
 from quietgrad.noise.correlation.curvature import Response
 from quietgrad.noise.correlation.mixing import MixingMatrix, toeplitz_objective
 from quietgrad.noise.correlation.solver import unit_columns
 from quietgrad.noise.correlation.workloads import PrefixSums
-from quietgrad.noise.mechanism import Memory
+from quietgrad.noise.mechanism import LARGEST_ROW, Memory
 from quietgrad.noise.methods import Correlation, SigmaOfBands
 from quietgrad.noise.sources.source import Source, noise_source
 from quietgrad.records import judge
@@ -41,6 +42,8 @@ class ToeplitzNoise:
     source: Source = "keyed"
 
     def __post_init__(self) -> None:
+        if isinstance(self.coefficients, np.ndarray) and self.coefficients.ndim == 1:
+            object.__setattr__(self, "coefficients", tuple(self.coefficients.tolist()))
         judge(self)
         noise_source(self.source)
         given = list(self.coefficients)
@@ -60,6 +63,20 @@ class ToeplitzNoise:
         """b."""
         return len(self.coefficients)
 
+    def _require_tame(self, scaled: Floats, steps: int) -> None:
+        """That no step's noise is amplified beyond what the mechanism takes. Cost T b."""
+        lengths = np.minimum(self.bands, steps - np.arange(steps))
+        norms = np.sqrt(np.cumsum(scaled**2))[lengths - 1]
+        with np.errstate(all="ignore"):
+            inverse = lfilter([1.0], scaled, np.eye(1, steps)[0])
+            amplified = float((norms * np.sqrt(np.cumsum(inverse**2))).max())
+        if not amplified <= LARGEST_ROW:  # a NaN too
+            raise ValueError(
+                f"coefficients={list(self.coefficients)} amplify the noise of some step "
+                f"{amplified:.3g} times in steps={steps} (limit {LARGEST_ROW:g}), and rounding "
+                "with it; take coefficients that fall faster, such as [1, 0.5, 0.375]"
+            )
+
     def correlation(
         self, steps: int, sample_rate: float, sigma_of: SigmaOfBands | None
     ) -> Correlation:
@@ -73,9 +90,9 @@ class ToeplitzNoise:
         load = PrefixSums(steps)
         response = Response(load.impulse()[:, None], np.ones(steps))
         scaled = np.asarray(self.coefficients) / max(np.abs(self.coefficients))
+        self._require_tame(scaled, steps)
         columns = unit_columns(np.tile(scaled, (steps, 1)))
-        with np.errstate(over="ignore", invalid="ignore"):  # too far: the mechanism refuses it
-            value = float(toeplitz_objective(scaled, response))
-        independent = response.independent()
-        known = (value, independent, None, "toeplitz", load.name)
+        value = float(toeplitz_objective(scaled, response))
+        words = f"given coefficients (error: {load.name})"
+        known = (value, response.independent(), None, "toeplitz", words)
         return MixingMatrix(BandedLower(columns), *known), None

@@ -110,8 +110,7 @@ class PrivacyConfig:
         clipper = self.clipping.clipper(
             self.max_grad_norm, self.performance, self.augmentation_multiplicity
         )
-        if (self.target_epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError("give exactly one of target_epsilon and noise_multiplier")
+        self._require_one("target_epsilon", "noise_multiplier")
         if self.noise_multiplier is not None:
             require_positive("noise_multiplier", self.noise_multiplier)
         else:
@@ -172,9 +171,15 @@ class PrivacyConfig:
             data_are_public=self.data_are_public,
         )
 
+    def _require_one(self, one: str, other: str) -> None:
+        first, second = getattr(self, one), getattr(self, other)
+        if (first is None) == (second is None):
+            raise ValueError(
+                f"{one}={first!r} and {other}={second!r}: give exactly one of {one} and {other}"
+            )
+
     def _rate(self, dataset_size: int) -> float:
-        if (self.expected_batch_size is None) == (self.sample_rate is None):
-            raise ValueError("give exactly one of expected_batch_size and sample_rate")
+        self._require_one("expected_batch_size", "sample_rate")
         if self.sample_rate is not None:
             require_rate("sample_rate", self.sample_rate)
             return float(self.sample_rate)
@@ -188,8 +193,7 @@ class PrivacyConfig:
         return float(self.expected_batch_size) / dataset_size
 
     def _steps(self, q: float) -> int:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of steps and epochs")
+        self._require_one("steps", "epochs")
         if self.steps is not None:
             require_int("steps", self.steps)
             require_at_least("steps", self.steps, 1, "train for at least one step")

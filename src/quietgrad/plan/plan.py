@@ -57,8 +57,8 @@ class PrivacyPlan:
     event: PoissonGaussian
     delta: float
     report: EpsilonReport
-    mixing: MixingMatrix | None = None
-    band_choice: BandChoice | None = None
+    mixing: MixingMatrix | None = field(default=None, repr=False)
+    band_choice: BandChoice | None = field(default=None, repr=False)
     record_identity: str = "index"
     target_epsilon: float | None = None
     denoising: GradientRule | None = None

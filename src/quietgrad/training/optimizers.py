@@ -27,7 +27,7 @@ class Rates:
         learning_rate: of the encoder or adapters.
         head_learning_rate: of the head (None: as ``learning_rate``).
         weight_decay: decoupled for AdamW.
-        warmup_steps: linear warm-up.
+        warmup_steps: over so many steps the rate rises linearly.
         schedule: "linear" (after the warm-up the rate falls linearly to a twentieth) or "constant".
     """
 
@@ -63,7 +63,11 @@ class AdamW(Rates):
 
 @dataclass(frozen=True)
 class SGD(Rates):
-    """SGD, with ``momentum`` beside what every optimiser has."""
+    """SGD, with ``momentum`` beside what every optimiser has.
+
+    Attributes:
+        momentum: share of the last step's velocity that is kept; 0 is plain SGD.
+    """
 
     momentum: Amount = 0.0
 

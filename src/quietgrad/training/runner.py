@@ -49,10 +49,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: finished, or interrupted with everything saved."""
+    """How a run ended: finished, or interrupted with everything saved.
+
+    Attributes:
+        result: what was written to the run directory.
+        interrupted: whether steps remain.
+        made: steps of this session.
+    """
 
     result: dict[str, Any]
     interrupted: bool
+    made: int
 
 
 def train(
@@ -130,11 +137,11 @@ def train(
                 loop.save(done)
                 keeper.keep(stop.requested)
             if stop.requested and done < prepared.steps:
-                return Outcome(result_of(prepared, run_dir, done, None), interrupted=True)
+                return Outcome(result_of(prepared, run_dir, done, None), True, made)
         loop.save(done)
         forget_keys(run_dir)
         _require_movement(classifier, before, made)
-        return Outcome(loop.finish(done), interrupted=False)
+        return Outcome(loop.finish(done), False, made)
 
 
 class _Loop:

@@ -34,6 +34,9 @@ class BandedLower:
 
     columns: Floats
 
+    def __repr__(self) -> str:
+        return f"BandedLower(steps={self.steps}, bands={self.bands})"
+
     @property
     def steps(self) -> int:
         return int(self.columns.shape[0])

@@ -21,7 +21,12 @@ from quietgrad.training.settings.reading import Table
 
 @dataclass(frozen=True)
 class BulkOnMomentum:
-    """``OnMomentum(SpikesWithBulk())``, a rule within a rule, with the keys of both."""
+    """``OnMomentum(SpikesWithBulk())``, a rule within a rule, with the keys of both.
+
+    Attributes:
+        kappa, keep_bulk, embeddings: see ``SpikesWithBulk``.
+        delay: how many steps go along the moment as it is.
+    """
 
     kappa: float = SpikesWithBulk.kappa
     keep_bulk: float = SpikesWithBulk.keep_bulk

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quietgrad.checks import nearest
+from quietgrad.checks import listed, nearest
 from quietgrad.records import conformed, hints_of
 
 
@@ -65,11 +65,11 @@ class Table:
         owners = [other for other, kind in self.kinds.items() if key in hints_of(kind)]
         if not owners:
             return f"unknown key {table}.{key}{nearest(key, self.keys())}"
-        valid = ", ".join(hints_of(self.kinds[word])) or "none"
+        valid = hints_of(self.kinds[word])
+        has = f"whose keys are {listed(valid, 'and')}" if valid else "which has no keys"
         return (
-            f"{table}.{key}={value!r} is no key of {table}.{self.key}={word!r}, whose keys are: "
-            f"{valid}; it belongs to {' and '.join(map(repr, owners))}: take it out, or set "
-            f"another {self.key}"
+            f"{table}.{key}={value!r} is no key of {table}.{self.key}={word!r}, {has}; it belongs "
+            f"to {listed(map(repr, owners))}: take it out, or set another {self.key}"
         )
 
 

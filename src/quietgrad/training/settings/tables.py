@@ -26,8 +26,10 @@ class ModelTable:
         tune: "lora", "full" or "head".
         head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence
             classifier).
-        lora_rank, lora_alpha, lora_targets, lora_layers: rank, scale (0: twice the rank), module
-        names (empty: a default), top layers with adapters (0: all).
+        lora_rank: rank of the adapters, with tune = "lora".
+        lora_alpha: scale of the adapters (0: twice the rank).
+        lora_targets: names of the modules that get adapters (empty: a default).
+        lora_layers: top layers that get adapters (0: all).
         train_layers: with tune = "full", top layers that train; embeddings and the layers below are
             frozen (0: everything trains).
         public_head_steps: fit the head to half of the validation records, which are public, in so
@@ -100,7 +102,8 @@ class TaskTable:
         kind: "classify", or "generate": a causal language model learns the answers; the loss is the
             mean cross entropy over a record's answer tokens, the score the share of them predicted
             right.
-        prompt, answer: templates with column names in braces, for "generate".
+        prompt, answer: what a record reads and what it is to write, templates with column names in
+            braces; for "generate".
         max_answer_length: tokens kept of an answer; the prompt has the rest of model.max_length.
         decoded: at the end, also let the model write answers (greedily) and compare them: "rouge1",
             "rougeL", "exact_match", or "none".
@@ -132,15 +135,17 @@ class DataTable:
         test_source: test records in a file or data set of their own ("": a share of ``source``);
             for texts.
         text_pair: column of the second text, where a record is a pair ("": it is not).
-        text, label: column names; of an image folder's tables, "text" is the column of file names.
+        text: column of the text; of an image folder's tables, the column of file names.
+        label: column of the label.
         labels: the labels to expect (empty: those of the validation and test records, which are
             public; of images those of the test records). A training record with another label stays
             a record and contributes nothing.
-        label_separator, no_label: for images with several labels, such as "|", and what stands for
-            none; the loss is then the mean of binary cross entropies, the score the mean area under
-            the ROC curve.
-        validation_fraction, test_fraction: shares of the records, by a hash of the text; images
-            come with test records.
+        label_separator: between the labels of an image that has several, such as "|"; the loss is
+            then the mean of binary cross entropies, the score the mean area under the ROC curve.
+        no_label: what stands for none, where an image has several labels.
+        validation_fraction: share of the records that validate, by a hash of the text.
+        test_fraction: share of the records that test, by a hash of the text; images come with test
+            records.
         image_size: pixels a side that images are brought to (0: as they are).
         public_fraction: share of the training images set aside as public and unlabelled, for
             ``quietgrad spectrum``.
@@ -175,8 +180,8 @@ class PrivacyTable:
         enabled: whether to train privately.
         target_epsilon: the epsilon to calibrate for; give this or ``noise_multiplier``.
         target_delta: default 1 / N^1.1, at most 0.01; 1/N and more is refused.
-        noise_multiplier: sigma, instead of a target.
-        max_grad_norm: C.
+        noise_multiplier: sigma, the noise's standard deviation over C, instead of a target.
+        max_grad_norm: C, what a record's gradient is clipped to.
     """
 
     enabled: bool = True
@@ -199,15 +204,17 @@ class SpectrumTable:
         public: "held-out" (the images set aside by data.public_fraction), or a data source as in
             data.source.
         public_images: how many of them are used, chosen by a hash of their pixels (0: all).
-        output, weights_output: files for the spectrum and the initial weights.
-        simclr_epochs, head_epochs: of pretraining, and of the head on made-up labels.
+        output: file for the spectrum, which noise.spectrum then names.
+        weights_output: file for the initial weights, which model.weights then names.
+        simclr_epochs: passes over the public images in pretraining.
+        head_epochs: passes in which the head learns the made-up labels.
         made_up_labels: how labels are made up: "clusters" of the embedding, or "random" (the
             paper).
         top: eigenvalues computed one by one.
         hessian_records: images that the Hessian is taken over.
         probes, lanczos_steps: of the quadrature that measures the positive part's mass.
         tail_value: where the tail ends.
-        public_seed: of all of it.
+        public_seed: of all that is drawn here; it is no secret.
     """
 
     public: str = "held-out"
@@ -233,8 +240,9 @@ class TrainingTable:
     """How long, how often, where.
 
     Attributes:
-        expected_batch_size: B.
-        steps, epochs: give one.
+        expected_batch_size: B, records in a step on average; each is drawn by itself.
+        steps: how many releases; give this or ``epochs``.
+        epochs: expected passes over the records, instead of ``steps``.
         eval_every: steps between evaluations on validation records (0: only at the end).
         eval_records: validation records used on the schedule (0: all); the final evaluation uses
             all.

@@ -1,5 +1,5 @@
 """Image classifiers, each a body that embeds and a linear head: NoiseCurve's small CNN and VGG
-(papers/002, appendix D.1), random features, and Hugging Face's models.
+(appendix D.1 of the paper, see docs/noisecurve.md), random features, and Hugging Face's models.
 
 With tune = "head" the body is frozen, stays in evaluation mode (so BatchNorm does no harm), and the
 loss is convex.

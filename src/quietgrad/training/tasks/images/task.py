@@ -56,6 +56,12 @@ class ImagesTask(Task):
     def load(cls, config: TrainConfig) -> ImagesTask:
         """See ``Task.load``."""
         images, wanted = _holds_images(config.data.source), is_image_model(config.model.name)
+        if wanted and not images and Path(config.data.source).is_dir():
+            raise ValueError(
+                f"data.source={config.data.source!r} is a folder without train/ and test/ "
+                "(train/CLASS/*.png, test/CLASS/*.png), or train.csv and test.csv; name the folder "
+                "that holds them"
+            )
         if images != wanted:
             raise ValueError(
                 f"data.source={config.data.source!r} holds {'images' if images else 'texts'}, and "
