@@ -232,6 +232,59 @@ def test_batches_of_another_run_or_loader_or_release_are_refused() -> None:
         start().clip(build(), loss, early)  # a run without a loader
 
 
+def test_passes_side_by_side_are_refused() -> None:
+    """Before: the older pass went on with records of earlier batches."""
+    run = start()
+    loader = run.loader(TensorDataset(*records()), physical_batch_size=1)
+    one, other = iter(loader), iter(loader)
+    run.backward(build(), loss, next(one))
+    run.backward(build(), loss, next(other))
+    with pytest.raises(RuntimeError, match="another loop over this run's batches has gone on"):
+        run.backward(build(), loss, next(one))
+    batch = next(other)
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match="another pass over the loader has begun"):
+        list(batch)
+
+
+def test_parts_of_a_pass_that_was_left_do_not_add_up_with_those_of_the_next() -> None:
+    """Before: four records at 2 C, and four left out."""
+    run = start()
+    loader = run.loader(TensorDataset(*records()), physical_batch_size=2)
+    parts = list(next(iter(loader)))
+    before = run.clip(build(), loss, parts[0])
+    again = next(iter(loader))
+    with pytest.raises(RuntimeError, match="not of the batch that is open"):
+        run.clip(build(), loss, parts[1])
+    total = run.clip(build(), loss, iter(again))
+    with pytest.raises((RuntimeError, ValueError)):
+        run.release(before + total)
+    with pytest.raises(RuntimeError, match="not made by this run for the batch that is open"):
+        run.release(before)
+    run.release(total)
+
+
+class Unstable(Dataset[int]):
+    """Read by a worker that mixes records up."""
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_records_that_are_not_those_of_the_batch_are_refused(monkeypatch) -> None:
+    run = start()
+    loader = run.loader(Unstable(), physical_batch_size=2, num_workers=1)  # reads ahead
+    monkeypatch.setattr(type(loader._physical), "rows_of", lambda self, part: [0] * len(part))
+    batches = iter(loader)
+    batch = next(batches)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="not those of the open batch"):
+        list(batch)
+
+
 def test_nothing_counts_twice() -> None:
     run = start()
     batch = next(iter(run.loader(TensorDataset(*records()), physical_batch_size=2)))

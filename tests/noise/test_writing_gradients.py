@@ -37,6 +37,39 @@ def test_releases_add_up_until_an_optimiser_steps(dtype: torch.dtype) -> None:
     assert held(model) == 3.0
 
 
+class ThroughData(torch.optim.Optimizer):
+    """As many optimisers beside torch's own are written."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+        lambda p: torch.optim.AdamW(p, fused=True),
+        lambda p: torch.optim.AdamW(p, foreach=True),
+        lambda p: torch.optim.Adagrad(p, fused=True),
+        ThroughData,
+    ],
+    ids=["fused sgd", "fused adamw", "foreach adamw", "fused adagrad", "through data"],
+)
+def test_every_optimisers_step_counts_as_one(make) -> None:
+    """Also where zero_grad is forgotten, and the weights' versions do not change."""
+    model = linear()
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        noisy(2.0).write_gradients(model)
+        assert held(model) == 1.0
+        optimizer.step()
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_after_zero_grad_nothing_is_added_to(set_to_none: bool) -> None:
     model = linear()

@@ -34,7 +34,7 @@ class Stamp:
     without saying how.
 
     Attributes:
-        run: the run that clipped it, as an object that is nobody else's.
+        run: the open batch that it is of, as an object that is nobody else's.
         release: which release of that run it is for.
         parts: one object for every call that clipped: a part that is added twice is in both.
         tensors: the sums that were stamped, with their versions and some of their entries: a sum

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from quietgrad.tensors import Batch
 
@@ -15,7 +15,7 @@ class MicroBatch:
         records: what ``collate_fn`` made of them; [examples, ...] tensors.
         is_last: whether it is the last of its batch.
         release: number of the release that it is for.
-        source: the loader that read it.
+        source: the pass over the loader that read it.
     """
 
     def __init__(self, records: Batch, is_last: bool, release: int, source: object) -> None:
@@ -71,7 +71,14 @@ def parts_of(batch: Any) -> Iterator[Any]:
     return iter((batch,))
 
 
-def records_of(part: Any, loader: object | None, release: int) -> Batch:
+class Loading(Protocol):
+    """What is asked of a loader here."""
+
+    @property
+    def newest_pass(self) -> object: ...
+
+
+def records_of(part: Any, loader: Loading | None, release: int) -> Batch:
     """The records of a micro-batch, where they are those of the open batch.
 
     Args:
@@ -83,7 +90,7 @@ def records_of(part: Any, loader: object | None, release: int) -> Batch:
         RuntimeError: for other records than the loader's, or than the open batch's.
     """
     if isinstance(part, MicroBatch):
-        if part.source is not loader or part.release != release:
+        if loader is None or part.source is not loader.newest_pass or part.release != release:
             raise RuntimeError(
                 "this micro-batch is not of the batch that is open; clip what the run's newest "
                 "loader gave last, before it is asked for the next batch"

@@ -9,10 +9,13 @@ coins of another one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
+
+from quietgrad.tensors import Batch
 
 Indices = NDArray[np.int64]
 
@@ -61,7 +64,40 @@ class PhysicalBatches(Sampler[list[int]]):
         """A batch in micro-batches."""
         return [indices[i : i + self._size] for i in range(0, len(indices), self._size)]
 
+    def rows_of(self, part: Indices) -> list[int]:
+        """What is asked for of a micro-batch's records: every view."""
+        return [int(i) for i in np.repeat(part, self._views)]
+
     def __iter__(self) -> Iterator[list[int]]:
-        for step in self.steps:
-            for part in self.cut(self._draws.ahead(step)):
-                yield np.repeat(part, self._views).tolist()
+        steps = self.steps  # of this pass, whatever the next one sets
+        return (self.rows_of(part) for step in steps for part in self.cut(self._draws.ahead(step)))
+
+
+class Numbered(Dataset[tuple[int, Any]]):
+    """A data set whose records say which they are, so that what was read can be told from what was
+    to be read.
+
+    Attributes:
+        dataset: the one that was given.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        return index, self.dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, Any]]:
+        at_once = getattr(self.dataset, "__getitems__", None)
+        records = [self.dataset[i] for i in indices] if at_once is None else at_once(indices)
+        return list(zip(indices, records, strict=True))
+
+
+class CollateNumbered:
+    """A micro-batch's numbers, and what ``collate_fn`` makes of its records. In workers."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Batch]) -> None:
+        self._collate_fn = collate_fn
+
+    def __call__(self, numbered: list[tuple[int, Any]]) -> tuple[list[int], Batch]:
+        return [i for i, _ in numbered], self._collate_fn([record for _, record in numbered])

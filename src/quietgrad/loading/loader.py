@@ -13,7 +13,13 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from quietgrad.checks import SettingsWarning, require_at_least, require_int
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.loading.batches import LoadedBatch, MicroBatch
-from quietgrad.loading.draws import Draws, Indices, PhysicalBatches
+from quietgrad.loading.draws import (
+    CollateNumbered,
+    Draws,
+    Indices,
+    Numbered,
+    PhysicalBatches,
+)
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.tensors import Batch, batch_size_of, map_tensors
 
@@ -55,8 +61,8 @@ class BatchesOfARun(Protocol):
 
 class PrivateLoader:
     """What ``PrivateRun.loader`` returns. Iterated over it gives one ``LoadedBatch`` a release, for
-    one epoch or a stated number of steps; again, for the next ones. Memory: as DataLoader's, and
-    the indices of batches read ahead.
+    one epoch or a stated number of steps; again, for the next ones. A pass ends where another one
+    begins. Memory: as DataLoader's, and the indices of batches read ahead.
     """
 
     def __init__(
@@ -81,8 +87,12 @@ class PrivateLoader:
         self._dataset = dataset
         self._physical = PhysicalBatches(draws, size, clipper.views)
         self._reader: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=self._physical, collate_fn=self._collate, **options
+            Numbered(dataset),
+            batch_sampler=self._physical,
+            collate_fn=CollateNumbered(self._collate),
+            **options,
         )
+        self.newest_pass: object = None  # whose micro-batches are clipped; no other's
         self._empty: Batch = None
 
     def __len__(self) -> int:
@@ -104,24 +114,37 @@ class PrivateLoader:
             return
         first = self._run.released
         self._physical.steps = range(first, first + steps)
+        this_pass = self.newest_pass = object()
         read = iter(self._reader)
         for indices in self._run.batches(steps):
             release = self._run.released
-            yield LoadedBatch(self._parts(indices, release, read), release)
+            yield LoadedBatch(self._parts(indices, release, read, this_pass), release)
 
-    def _parts(self, indices: Indices, release: int, read: Iterator[Batch]) -> Iterator[MicroBatch]:
-        sizes = [len(part) for part in self._physical.cut(indices)]
-        if not sizes:
-            yield MicroBatch(self._without_records(), True, release, self)
-        for i, size in enumerate(sizes, 1):
-            records = next(read)
-            if batch_size_of(records) != size * self._views:
+    def _parts(
+        self, indices: Indices, release: int, read: Iterator[Any], this_pass: object
+    ) -> Iterator[MicroBatch]:
+        parts = self._physical.cut(indices)
+        if not parts:
+            yield MicroBatch(self._without_records(), True, release, this_pass)
+        for i, part in enumerate(parts, 1):
+            if self.newest_pass is not this_pass:
+                raise RuntimeError(
+                    "another pass over the loader has begun, and this one is over: a batch is read "
+                    "by one loop; go on with the newest"
+                )
+            rows, records = next(read)
+            if rows != self._physical.rows_of(part):  # the message names none: they are private
+                raise RuntimeError(
+                    "the records that were read are not those of the open batch; begin another "
+                    "pass over the loader, and leave its DataLoader as it is"
+                )
+            if batch_size_of(records) != len(rows):
                 raise RuntimeError(
                     "collate_fn returned another number of rows than it was given records; it must "
                     "keep every record, also a bad one (leave bad records out of the data set), "
                     "with one row each"
                 )
-            yield MicroBatch(self._in_views(records), i == len(sizes), release, self)
+            yield MicroBatch(self._in_views(records), i == len(parts), release, this_pass)
 
     def _without_records(self) -> Batch:
         """What a batch of no records looks like: the first record's, cut to no rows."""

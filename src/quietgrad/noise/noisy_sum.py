@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quietgrad.checks import require_at_least, require_finite, require_positive
 
@@ -74,8 +76,9 @@ class NoisySum:
 
 def _write(parameter: nn.Parameter, mean: Tensor) -> None:
     """Beside a gradient lies which versions of it and of the weights were there when it was
-    written: the same ones still, and it was not stepped on.
+    written: the same ones still, and no optimiser came by, so it was not stepped on.
     """
+    _watch_optimizers()
     written = mean.to(parameter.dtype)
     before = parameter.grad
     if before is not None and getattr(before, WRITTEN, None) == _versions(parameter):
@@ -87,3 +90,18 @@ def _write(parameter: nn.Parameter, mean: Tensor) -> None:
 def _versions(parameter: nn.Parameter) -> tuple[int, int]:
     assert parameter.grad is not None
     return parameter.grad._version, parameter._version
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Fused kernels, and optimisers that write through ``.data``, do not count as changes of the
+    weights: whatever a ``torch.optim`` optimiser steps on is marked as used.
+    """
+
+    def used(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if hasattr(parameter.grad, WRITTEN):
+                    delattr(parameter.grad, WRITTEN)
+
+    register_optimizer_step_post_hook(used)

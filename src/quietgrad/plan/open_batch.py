@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quietgrad.clipping.clipped_sum import ClippedSum
 
@@ -14,24 +14,26 @@ class OpenBatch:
     Attributes:
         release: which release it is for.
         examples: how many it holds; private.
+        name: on the stamps of its sums. A batch that is opened again (its loop was broken off) has
+            another: sums of before do not add up with those that come.
     """
 
     release: int
     examples: int
+    name: object = field(default_factory=object)
 
-    def require_sum(self, clipped: ClippedSum, run: object) -> None:
+    def require_sum(self, clipped: ClippedSum) -> None:
         """Refuses a sum that is not of this batch, as far as that can be told: its origin, that
         nothing was changed, and how many records it holds.
 
         Args:
             clipped: what is to be released.
-            run: whose name its stamp has to bear.
 
         Raises:
             RuntimeError: with the remedy; no sizes.
         """
         stamp = clipped.stamp
-        if stamp is None or stamp.run is not run or stamp.release != self.release:
+        if stamp is None or stamp.run is not self.name or stamp.release != self.release:
             raise RuntimeError(
                 "the clipped sum was not made by this run for the batch that is open; clip the "
                 "open batch with run.clip (gradients made otherwise: run.contribution)"

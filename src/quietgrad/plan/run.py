@@ -63,7 +63,6 @@ class PrivateRun(BoundToProcess):
         self._spent = (0, 0.0)  # releases, and their epsilon
         self._closed = False
         self._one_at_a_time = threading.Lock()
-        self._token = object()  # on the stamps of this run's sums, and of no other's
 
     @property
     def released(self) -> int:
@@ -85,6 +84,10 @@ class PrivateRun(BoundToProcess):
             indices = self._draws.take(index)
             self._open = OpenBatch(index, len(indices))
             yield indices
+            if self._released > index + 1:
+                raise RuntimeError(
+                    "another loop over this run's batches has gone on; loop over them once"
+                )
             if self._released == index:
                 raise RuntimeError(
                     "the last batch was not released; call step() (or release()) for every batch, "
@@ -207,9 +210,8 @@ class PrivateRun(BoundToProcess):
 
     def _stamped(self, clipped: ClippedSum) -> ClippedSum:
         part = frozenset([object()])
-        return replace(
-            clipped, stamp=Stamp.on(clipped.gradients, self._token, self._released, part)
-        )
+        name = None if self._open is None else self._open.name
+        return replace(clipped, stamp=Stamp.on(clipped.gradients, name, self._released, part))
 
     def release(self, clipped: ClippedSum) -> NoisySum:
         """Records the release, then draws the noise.
@@ -252,7 +254,7 @@ class PrivateRun(BoundToProcess):
                 f"the clipped sum claims {clipped.claim}, but the plan accounts for "
                 f"{self.plan.clipper.claim}"
             )
-        self._open.require_sum(clipped, self._token)
+        self._open.require_sum(clipped)
         self._session.join(clipped.gradients, self._released)
         if self._writer is not None:
             self._writer.release(self._released)
