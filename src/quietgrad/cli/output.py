@@ -81,7 +81,7 @@ def one_line(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except KeyboardInterrupt:
-            fail("interrupted before this command released anything; start it again", code=130)
+            fail("interrupted; what a private run released until then is in its ledger", code=130)
         except (OSError, EOFError) as error:
             fail(f"{type(error).__name__}: {error}", code=1)
 

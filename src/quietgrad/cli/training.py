@@ -98,9 +98,13 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
             bar.update(task, completed=progress.step, spent=spent + score_text)
 
         try:
-            outcome = runner.train(prepared, run_dir, resume, report, _sayer(target))
+            outcome: runner.Outcome | None = runner.train(
+                prepared, run_dir, resume, report, _sayer(target)
+            )
         except KeyboardInterrupt:
-            fail(_interrupted(run_dir), code=130)
+            outcome = None
+    if outcome is None:  # said below the bar, not in it
+        fail(_interrupted(run_dir), code=130)
     if outcome.interrupted:
         if as_json:
             print_json(outcome.result | {"interrupted": True})
