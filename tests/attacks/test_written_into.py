@@ -15,6 +15,7 @@ from quietgrad.clipping import Clipper
 from quietgrad.clipping.engines import accumulator
 from quietgrad.clipping.norms.estimators import sketches
 from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.factors import DenseFactors
 from quietgrad.randomness import RandomKey
 
 LARGEST = 1.001
@@ -198,8 +199,17 @@ def test_padding_does_not_change_what_others_are_divided_by(uses: int, estimator
     assert float((alone - beside).norm()) < 0.01
 
 
+def test_positions_whose_squares_underflow_are_counted() -> None:
+    """Factors of 1e-30 and 1e29 add 0.1 each, and have a norm that rounds to zero."""
+    long = 3 * sketches.STEADY_POSITIONS
+    use = DenseFactors(torch.full((1, 1, long, 2), 1e29), torch.full((1, 1, long, 2), 1e-30))
+    none = DenseFactors(torch.zeros(1, 1, long, 2), torch.ones(1, 1, long, 2))
+    assert float(sketches._stretches([use], 1024)) == 32
+    assert float(sketches._stretches([none], 1024)) == 8 + sketches.FEW_USES
+
+
 def test_bounds_that_count_padding_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def padded(uses: Any, length: int, dtype: torch.dtype) -> float:
+    def padded(uses: Any, length: int) -> float:
         return 2.0 ** -(-sum(use.sizes.t for use in uses) // 8192) * 8192 / length
 
     monkeypatch.setattr(sketches, "_stretches", padded)

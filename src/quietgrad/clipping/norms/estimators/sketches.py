@@ -47,7 +47,7 @@ def sketched(
     is added.
     """
     slack = torch.add(spread.lost, squared, alpha=norm_gamma(squared, dtype))
-    own = LONGEST_CHAIN + _stretches(uses, LONGEST_CHAIN, dtype)
+    own = LONGEST_CHAIN + _stretches(uses, LONGEST_CHAIN)
     bound = spread.norm.mul_(margin + gamma(own, squared, dtype))
     for use in uses:
         if use.one_hot:
@@ -67,10 +67,10 @@ def tail_margin(
 
 def position_gamma(uses: Sequence[Unfolded], like: Tensor, dtype: torch.dtype) -> float | Tensor:
     """Of sums over positions. One number, or [b]."""
-    return gamma(POSITIONS + GROUP // POSITIONS + _stretches(uses, GROUP, dtype), like, dtype)
+    return gamma(POSITIONS + GROUP // POSITIONS + _stretches(uses, GROUP), like, dtype)
 
 
-def _stretches(uses: Sequence[Unfolded], length: int, dtype: torch.dtype) -> float | Tensor:
+def _stretches(uses: Sequence[Unfolded], length: int) -> float | Tensor:
     """How many stretches of so many positions hold something of a record, at most, over all uses.
 
     A function of the record alone, or a record that pads its micro-batch would change what all
@@ -83,16 +83,15 @@ def _stretches(uses: Sequence[Unfolded], length: int, dtype: torch.dtype) -> flo
         return float(least)
     total = sum(
         torch.where(span > 0, torch.ceil(span / length) + 1.0, 0.0)
-        for span in (_span(use, dtype) for use in uses)
+        for span in (_span(use) for use in uses)
     )
     assert isinstance(total, Tensor)
     return torch.where(total <= least, float(least), torch.exp2(torch.ceil(torch.log2(total))))
 
 
-def _span(use: Unfolded, dtype: torch.dtype) -> Tensor:
+def _span(use: Unfolded) -> Tensor:
     """[b] float64 positions from the first to the last one with a gradient."""
-    n, m = use.row_norms(dtype)
-    alive = ((n > 0) & (m > 0)).any(dim=1)
+    alive = use.alive().any(dim=1)
     place = torch.arange(1, alive.shape[1] + 1, device=alive.device, dtype=torch.float64)
     last = (alive * place).amax(dim=1)
     first = torch.where(alive, place, math.inf).amin(dim=1)

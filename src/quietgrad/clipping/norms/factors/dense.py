@@ -22,6 +22,7 @@ from quietgrad.clipping.norms.factors.products import (
 )
 from quietgrad.clipping.norms.factors.rows import (
     norms_from_squares,
+    not_zero,
     row_norms,
 )
 from quietgrad.clipping.norms.rounding import blocks, chain
@@ -115,6 +116,9 @@ class DenseFactors(Unfolded):
 
     def row_norms(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return row_norms(self.right_bgtd, dtype), row_norms(self.left_bgtp, dtype)
+
+    def alive(self) -> Tensor:
+        return not_zero(self.left_bgtp) & not_zero(self.right_bgtd)
 
     def write_left_norms(self, out_bgt: Tensor) -> None:
         torch.linalg.vector_norm(self.left_bgtp, dim=3, dtype=out_bgt.dtype, out=out_bgt)

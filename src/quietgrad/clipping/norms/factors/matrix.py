@@ -213,6 +213,9 @@ class Unfolded(MatrixFactors, Protocol):
     def gram_with_ids(self, ids_bt: Tensor, dtype: torch.dtype) -> Tensor:
         """[b, 1, t, t'] inner products of one-hot rows with this use's rows factors."""
 
+    def alive(self) -> Tensor:
+        """[b, g, t] whether a position adds anything but exact zeros."""
+
     def errors_by_rows(self, dtype: torch.dtype) -> Tensor:
         """[b] float64, what adding up row by row can be off by: of one-hot factors alone."""
         raise AssertionError("dense factors are not added up row by row")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import COLUMNS, add_in_groups, as_positions, zeroed
-from quietgrad.clipping.norms.factors.rows import at_least, row_norms
+from quietgrad.clipping.norms.factors.rows import at_least, not_zero, row_norms
 from quietgrad.clipping.norms.rounding import gamma
 
 
@@ -82,6 +82,9 @@ class OneHotFactors(Unfolded):
         n = row_norms(self.right_bgtd, dtype)
         return n, torch.ones_like(n)
 
+    def alive(self) -> Tensor:
+        return not_zero(self.right_bgtd)
+
     def write_left_norms(self, out_bgt: Tensor) -> None:
         out_bgt.fill_(1.0)
 
@@ -93,13 +96,14 @@ class OneHotFactors(Unfolded):
         row r and s_r the sum of their |g_t|: what adding the gradient up row by row can be off by.
         """
         norms = row_norms(self.right_bgtd, dtype)[:, 0]
-        alive = norms > 0
         norms = at_least(norms, self.right_bgtd.shape[3]).double()
         ids, order = self.ids_bt.sort(dim=1, stable=True)
         changes = (ids[:, 1:] != ids[:, :-1]).long()
         group = torch.nn.functional.pad(changes.cumsum(1), (1, 0))
         sums = torch.zeros_like(norms).scatter_add_(1, group, norms.gather(1, order))
-        counts = torch.zeros_like(norms).scatter_add_(1, group, alive.double().gather(1, order))
+        counts = torch.zeros_like(norms).scatter_add_(
+            1, group, self.alive()[:, 0].double().gather(1, order)
+        )
         return torch.linalg.vector_norm(gamma(counts, norms, dtype) * sums, dim=1)
 
     def left_gram(self, other: Unfolded, dtype: torch.dtype) -> Tensor:

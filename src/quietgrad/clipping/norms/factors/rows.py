@@ -23,6 +23,13 @@ def row_norms(factor_bgtn: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.linalg.vector_norm(factor_bgtn, dim=3, dtype=dtype)
 
 
+def not_zero(factor_bgtn: Tensor) -> Tensor:
+    """[b, g, t] whether a row has an entry that is not zero, however small: squares of small ones
+    are flushed to zero, and their products with large ones are not.
+    """
+    return torch.linalg.vector_norm(factor_bgtn, ord=math.inf, dim=3) != 0
+
+
 def at_least(norms: Tensor, entries: int) -> Tensor:
     """``row_norms`` of rows of so many entries, enlarged so that none is too small, at any width.
 
