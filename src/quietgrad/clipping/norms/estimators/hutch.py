@@ -74,6 +74,7 @@ def hutch_norms(
         some,
         spread,
         tail_margin(some, side, sketch_dim, sketch, dtype),
+        sketch_dim,
         dtype,
     )
 

@@ -6,7 +6,6 @@ Shape legend: b examples, g blocks, t positions, p rows, d columns, k projection
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,24 +17,18 @@ from quietgrad.clipping.norms.estimators.hutch import Hutch
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.estimators.sketches import (
     drawn,
-    position_gamma,
+    head_margin,
     project_columns,
     project_rows,
     sketched,
     tail_margin,
 )
 from quietgrad.clipping.norms.factors import MatrixFactors, Unfolded
-from quietgrad.clipping.norms.factors.products import (
-    add_over_positions,
-    chain_of_columns,
-    thin_product,
-)
+from quietgrad.clipping.norms.factors.products import add_over_positions, thin_product
 from quietgrad.clipping.norms.rounding import Measured, gamma, squared_norms
 from quietgrad.clipping.norms.spread import spread_of
 
 HEAD_ROWS = 2048  # of the head of Hutch++ that are formed at once
-# Of a product with the head's basis that are summed at once: its rounding counts sqrt(k) times.
-HEAD_COLUMNS = 64
 
 
 @dataclass(frozen=True)
@@ -81,12 +74,10 @@ def hutch_plus_plus_norms(
     spread = spread_of(uses, dtype)
     # The head's basis is orthonormal to the rounding of its factorisation, and no more random than
     # the data. Head and tail are orthogonal: so are their errors.
-    head = math.sqrt(columns) * gamma(
-        chain_of_columns(min(s.p, s.d), HEAD_COLUMNS), tail, dtype
-    ) + position_gamma(some, tail, dtype)
+    head = head_margin(some, min(s.p, s.d), columns, tail, dtype)
     margin = (head**2 + tail_margin(some, max(s.p, s.d), sketch_dim, tail, dtype) ** 2) ** 0.5
     squared += _head_norms(some, basis_bgsk, dtype)
-    measured = sketched(squared, some, spread, margin, dtype)
+    measured = sketched(squared, some, spread, margin, sketch_dim, dtype)
     skewed = 8.0 * gamma(min(s.p, s.d) + columns, tail, dtype)
     return Measured(measured.squared, measured.slack + skewed * squared, measured.margin)
 
@@ -98,9 +89,9 @@ def _head_norms(uses: Sequence[Unfolded], basis_bgsk: Tensor, dtype: torch.dtype
     if any(use.one_hot for use in uses):
         return squared_norms((project_columns if tall else project_rows)(uses, basis_bgsk, dtype))
     smalls = [
-        thin_product(use.right_bgtd, basis_bgsk, dtype, HEAD_COLUMNS)
+        thin_product(use.right_bgtd, basis_bgsk, dtype)
         if tall
-        else use.left_product(basis_bgsk, dtype, HEAD_COLUMNS)
+        else use.left_product(basis_bgsk, dtype)
         for use in uses
     ]
     squared = smalls[0].new_zeros(s.b, dtype=torch.float64)

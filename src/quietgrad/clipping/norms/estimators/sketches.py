@@ -2,12 +2,19 @@
 rounding does to them.
 
 Every use of a parameter meets the same projection, so several uses (tied weights) are sums of
-sketches. Sketches are accumulated in float32 at least. Their ``margin`` covers rounding: with a
-projection that knows nothing of the data, every partial sum is Gaussian, and the error is at most
-gamma(p + t) S times a weighted mean of roots of chi-squares over k, hence at most rho(k) gamma(p +
-t) S but with probability 1e-12 (the exponential moment of a mean is at most that of one, so
-Chernoff's bound needs no union: Laurent and Massart 2000, Lemma 1); lengths of sums count what is
-the record's own, so that padding does not change what it is divided by.
+sketches. Sketches are accumulated in float32 at least. Their ``margin`` covers rounding: an error
+is at most u times the sum, over all additions, of what they give (any order). In a row of n
+entries, cut into m sums of c, with a projection P that knows nothing of the data,
+
+    sum over additions of |P^T g_v| <= (c sqrt(m) + m + sqrt(n)) |g| in the mean,
+
+g_v the part of the row g that has been added: c additions within each sum, whose |g_v| are roots of
+squares that add up, m between them, and one rounding a product. That sum of norms is a Lipschitz
+function of k P's Gaussian entries, with constant c + m + 1, so it exceeds its mean by
+sqrt(2 * 27.7 / k) of that with probability 1e-12 at most (Gaussian concentration: Boucheron, Lugosi
+and Massart, Concentration Inequalities, theorem 5.6). Positions add up in |a_t| |g_t|, that is in
+the spread S; lengths of sums count what is the record's own, so that padding does not change what
+it is divided by.
 Shape legend: b examples, g blocks, t positions, p rows, d columns, k projections.
 """
 
@@ -21,10 +28,11 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.factors import Unfolded
 from quietgrad.clipping.norms.factors.products import (
+    COLUMNS,
     GROUP,
     POSITIONS,
     add_over_positions,
-    chain_of_columns,
+    stretches_of_columns,
     thin_product,
 )
 from quietgrad.clipping.norms.rounding import LONGEST_CHAIN, Measured, gamma, norm_gamma
@@ -33,7 +41,7 @@ from quietgrad.clipping.norms.spread import Spread
 LOG_FAILURE = 27.7  # -log of 1e-12
 
 # Up to so many positions, in a few uses, bounds are the same for every record.
-STEADY_POSITIONS, FEW_USES = 8192, 4
+STEADY_POSITIONS, FEW_USES = 4096, 4
 
 
 def sketched(
@@ -41,6 +49,7 @@ def sketched(
     uses: Sequence[Unfolded],
     spread: Spread,
     margin: float | Tensor,
+    sketch_dim: int,
     dtype: torch.dtype,
 ) -> Measured:
     """An estimate with its bounds; ``margin``: of the sketch, in units of the spread, the sum's own
@@ -51,7 +60,9 @@ def sketched(
     bound = spread.norm.mul_(margin + gamma(own, squared, dtype))
     for use in uses:
         if use.one_hot:
-            bound.add_(use.errors_by_rows(dtype))
+            # Once in the sum, once in a sketch with an orthonormal basis, once in a Gaussian one.
+            times = 3.0 + _excess(sketch_dim)
+            bound.add_(use.errors_by_rows(dtype), alpha=times)
     return Measured(squared, slack, bound)
 
 
@@ -61,8 +72,24 @@ def tail_margin(
     """Of a Gaussian sketch, in units of the spread; ``projected``: length of the dimension that is
     projected. One number, or [b].
     """
-    products = gamma(chain_of_columns(projected), like, dtype) + position_gamma(uses, like, dtype)
-    return _rho(sketch_dim) * products
+    stretches = stretches_of_columns(projected)
+    within = min(projected, COLUMNS)
+    mean = within * math.sqrt(stretches) + stretches + math.sqrt(projected)
+    excess = _excess(sketch_dim)
+    columns = gamma(mean + excess * (within + stretches + 1), like, dtype)
+    return columns + (1.0 + excess) * position_gamma(uses, like, dtype)
+
+
+def head_margin(
+    uses: Sequence[Unfolded], projected: int, columns: int, like: Tensor, dtype: torch.dtype
+) -> float | Tensor:
+    """Of a sketch with an orthonormal basis of so many columns, in units of the spread: any part of
+    it has norm one at most, whatever it knows of the data. One number, or [b].
+    """
+    stretches = stretches_of_columns(projected)
+    within = min(projected, COLUMNS)
+    additions = within * math.sqrt(stretches) + stretches + math.sqrt(columns)
+    return gamma(additions, like, dtype) + position_gamma(uses, like, dtype)
 
 
 def position_gamma(uses: Sequence[Unfolded], like: Tensor, dtype: torch.dtype) -> float | Tensor:
@@ -98,13 +125,11 @@ def _span(use: Unfolded) -> Tensor:
     return torch.where(last > 0, last - first + 1.0, 0.0)
 
 
-def _rho(sketch_dim: int) -> float:
-    """Root of what chi2(k)/k exceeds with probability 1e-12 at most (Laurent and Massart 2000,
-    Lemma 1).
+def _excess(sketch_dim: int) -> float:
+    """By how many Lipschitz constants a function of the projection exceeds its mean, with
+    probability 1e-12 at most.
     """
-    return math.sqrt(
-        1.0 + 2.0 * math.sqrt(LOG_FAILURE / sketch_dim) + 2.0 * LOG_FAILURE / sketch_dim
-    )
+    return math.sqrt(2.0 * LOG_FAILURE / sketch_dim)
 
 
 def drawn(projection: Tensor, like: Unfolded, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import (
-    COLUMNS,
     add_over_positions,
     as_positions,
     block_products,
@@ -77,20 +76,21 @@ class DenseFactors(Unfolded):
         """
         s = self.sizes
         left, right = self._weighted(weights_b, dtype)
+        product: Tensor | None = None
         for span in blocks(s.t):
             some, others = left[:, :, span], right[:, :, span]
-            if s.g == 1 and into is not None and some.dtype == others.dtype == dtype:
-                into.view(s.p, s.d).addmm_(some.reshape(-1, s.p).T, others.reshape(-1, s.d))
-                continue
             if s.g > 1:
-                product = torch.einsum("bgtp,bgtd->gpd", some.to(dtype), others.to(dtype)).reshape(
-                    shape
-                )
+                product = torch.einsum("bgtp,bgtd->gpd", some.to(dtype), others.to(dtype))
             else:
+                # Formed apart: a product that is added in one call begins with what it is added to,
+                # so that its rounding would be that of the whole sum at each of its additions.
                 product = wide_product(
-                    some.reshape(-1, s.p).T, others.reshape(-1, s.d), dtype
-                ).reshape(shape)
-            into = product if into is None else into.add_(product)
+                    some.reshape(-1, s.p).T, others.reshape(-1, s.d), dtype, reuse=product
+                )
+            if into is None:
+                into, product = product.reshape(shape), None
+            else:
+                into.add_(product.reshape(shape))
         assert into is not None
         return into
 
@@ -136,10 +136,8 @@ class DenseFactors(Unfolded):
         index = ids_bt.unsqueeze(1).expand(-1, self.left_bgtp.shape[2], -1)
         return self.left_bgtp[:, 0].gather(2, index).to(dtype).unsqueeze(1).transpose(2, 3)
 
-    def left_product(
-        self, projection: Tensor, dtype: torch.dtype, columns: int = COLUMNS
-    ) -> Tensor:
-        return thin_product(self.left_bgtp, projection, dtype, columns)
+    def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
+        return thin_product(self.left_bgtp, projection, dtype)
 
     def add_left(
         self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)

@@ -32,12 +32,8 @@ class DirectGradients:
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        values = self.values_bn.to(dtype)
-        weights = weights_b.to(dtype)
-        if into is None:
-            return (weights @ values).reshape(shape)
-        into.view(-1).addmv_(values.T, weights)
-        return into
+        product = (weights_b.to(dtype) @ self.values_bn.to(dtype)).reshape(shape)
+        return product if into is None else into.add_(product)
 
 
 @dataclass(frozen=True)
@@ -68,10 +64,10 @@ class ListedGradients:
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        into = torch.zeros(shape, dtype=dtype, device=weights_b.device) if into is None else into
+        product = torch.zeros(shape, dtype=dtype, device=weights_b.device)
         for values, weights in self._with_parts_of(weights_b.to(dtype)):
-            into.view(-1).addmv_(values.T, weights)
-        return into
+            product.view(-1).addmv_(values.T, weights)
+        return product if into is None else into.add_(product)
 
     def _with_parts_of(self, per_example_b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(self.values, per_example_b.split([len(v) for v in self.values]), strict=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.norms.factors.products import COLUMNS, block_products
+from quietgrad.clipping.norms.factors.products import block_products
 from quietgrad.clipping.norms.factors.rows import (
     SpreadSums,
     at_least,
@@ -220,9 +220,7 @@ class Unfolded(MatrixFactors, Protocol):
         """[b] float64, what adding up row by row can be off by: of one-hot factors alone."""
         raise AssertionError("dense factors are not added up row by row")
 
-    def left_product(
-        self, projection: Tensor, dtype: torch.dtype, columns: int = COLUMNS
-    ) -> Tensor:
+    def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
         """[b, g, t, k] left @ P, for P of shape [p, k] or, per example, [b, g, p, k]."""
 
     def add_left(

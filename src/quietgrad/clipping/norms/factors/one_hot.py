@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
-from quietgrad.clipping.norms.factors.products import COLUMNS, add_in_groups, as_positions, zeroed
+from quietgrad.clipping.norms.factors.products import as_positions, zeroed
 from quietgrad.clipping.norms.factors.rows import at_least, not_zero, row_norms
 from quietgrad.clipping.norms.rounding import gamma
 
@@ -116,9 +116,7 @@ class OneHotFactors(Unfolded):
     def gram_with_ids(self, ids_bt: Tensor, dtype: torch.dtype) -> Tensor:
         return (ids_bt.unsqueeze(2) == self.ids_bt.unsqueeze(1)).to(dtype).unsqueeze(1)
 
-    def left_product(
-        self, projection: Tensor, dtype: torch.dtype, columns: int = COLUMNS
-    ) -> Tensor:
+    def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
         if projection.dim() == 2:
             return projection[self.ids_bt].unsqueeze(1)
         index = self.ids_bt.unsqueeze(-1).expand(-1, -1, projection.shape[-1])
@@ -128,12 +126,8 @@ class OneHotFactors(Unfolded):
         self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)
     ) -> Tensor:
         assert rows == slice(None)
-        b, _, t, k = small_bgtk.shape
-
-        def add(group: Tensor | None, span: slice) -> Tensor:
-            index = self.ids_bt[:, span].unsqueeze(-1).expand(-1, -1, k)
-            part = small_bgtk.new_zeros(b, self.rows, k)
-            part = part.scatter_add_(1, index, small_bgtk[:, 0, span]).unsqueeze(1).transpose(2, 3)
-            return part if group is None else group.add_(part)
-
-        return add_in_groups(total, t, add)
+        b, _, _, k = small_bgtk.shape
+        index = self.ids_bt.unsqueeze(-1).expand(-1, -1, k)
+        part = small_bgtk.new_zeros(b, self.rows, k).scatter_add_(1, index, small_bgtk[:, 0])
+        found = part.unsqueeze(1).transpose(2, 3)
+        return found if total is None else total.add_(found)

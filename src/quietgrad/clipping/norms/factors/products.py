@@ -6,31 +6,35 @@ Shape legend: b examples, g blocks, t positions, n long dimension, k projections
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-# That are summed without an intermediate result, in products with thin matrices: short sums, whose
-# rounding is small. Sums of POSITIONS are themselves added up in groups.
-POSITIONS, GROUP, COLUMNS = 64, 1024, 128
+# Sums are cut into short ones, whose rounding is small: products with thin matrices into sums over
+# so many columns, and over so many positions, which are added up in groups. What is added to goes
+# by ``add_``, never as the third operand of a product: libraries begin their sums with it.
+COLUMNS, POSITIONS, GROUP = 32, 32, 512
+
+# Entries of sums over ``POSITIONS`` positions that are formed at once (8 MiB in float32).
+AT_ONCE = 2 * 1024 * 1024
 
 # Not part of torch's public interface: used where it is there.
-_HAS_THIN_LINEAR = torch.backends.mkldnn.is_available() and hasattr(
-    torch.ops.mkldnn, "_linear_pointwise"
+_HAS_GROUPED = torch.backends.mkldnn.is_available() and hasattr(
+    torch.ops.mkldnn, "_convolution_pointwise"
 )
 
 
-def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def wide_product(
+    left: Tensor, right: Tensor, dtype: torch.dtype, reuse: Tensor | None = None
+) -> Tensor:
     """left @ right with sums accumulated and returned in ``dtype``, whatever the factors' own
-    precision.
+    precision; in the memory of ``reuse``, an earlier product, where that is easy.
 
     On a GPU half-precision factors stay as they are (tensor cores accumulate in float32); a float32
     factor beside one of bfloat16 is taken as the sum of two of bfloat16, which leaves out 2^-17 of
     it. Elsewhere the factors are widened first.
     """
     if left.dtype == right.dtype == dtype:
-        return left @ right
+        return torch.matmul(left, right, out=reuse)
     halves = [x.dtype for x in (left, right) if x.dtype in (torch.float16, torch.bfloat16)]
     if halves and left.is_cuda and dtype == torch.float32 and left.dim() in (2, 3):
         product = torch.mm if left.dim() == 2 else torch.bmm
@@ -56,73 +60,105 @@ def block_products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return wide_product(left.flatten(0, 1), right.flatten(0, 1), dtype).unflatten(0, (b, -1))
 
 
-def thin_product(
-    factor: Tensor, projection: Tensor, dtype: torch.dtype, columns: int = COLUMNS
-) -> Tensor:
-    """factor @ projection, [b, g, t, k], over at most so many columns at a time."""
+def thin_product(factor: Tensor, projection: Tensor, dtype: torch.dtype) -> Tensor:
+    """factor @ projection, [b, g, t, k], of sums over at most ``COLUMNS`` columns.
+
+    ``projection``: [n, k], or [b, g, n, k].
+    """
+    if projection.dim() == 2:
+        return _shared_product(factor.to(dtype), projection)
     total: Tensor | None = None
-    for start in range(0, factor.shape[3], columns):
-        span = slice(start, start + columns)
-        part = _few_columns(factor[..., span].to(dtype), projection[..., span, :])
+    for some, others in zip(
+        factor.split(COLUMNS, dim=3), projection.split(COLUMNS, dim=2), strict=True
+    ):
+        part = block_products(some, others, dtype)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
 
 
-def _few_columns(factor: Tensor, projection: Tensor) -> Tensor:
-    """The product. On a processor by oneDNN, whose rows are the same bits however many there are: a
-    sketch must not depend on how records were cut into micro-batches, nor on padding."""
-    thin = projection.dim() == 2 and not factor.is_cuda and factor.dtype == torch.float32
-    if thin and _HAS_THIN_LINEAR:
-        # The operator behind torch.compile's linear layers: rows of the weight are columns of the
-        # projection.
-        weight = projection.t().contiguous()
-        return torch.ops.mkldnn._linear_pointwise(factor, weight, None, "none", [], "")
-    return factor @ projection
-
-
-def add_over_positions(total: Tensor | None, long_bgtn: Tensor, small_bgtk: Tensor) -> Tensor:
-    """total + small^T long, [b, g, k, n], over at most ``POSITIONS`` positions at a time.
-
-    With the few rows first: the processor's library needs a third less time than for the transposed
-    product. Widened copies of half-precision factors stay small, too.
+def _shared_product(factor: Tensor, projection: Tensor) -> Tensor:
+    """``thin_product`` with one projection for all examples: all sums over ``COLUMNS`` columns in
+    one call.
     """
-
-    def add(group: Tensor | None, span: slice) -> Tensor:
-        few, long = small_bgtk[:, :, span].transpose(2, 3), long_bgtn[:, :, span]
-        long = long.to(small_bgtk.dtype)
-        if group is None:
-            return few @ long
-        group.flatten(0, 1).baddbmm_(few.flatten(0, 1), long.flatten(0, 1))
-        return group
-
-    return add_in_groups(total, small_bgtk.shape[2], add)
-
-
-def add_in_groups(
-    total: Tensor | None, positions: int, add: Callable[[Tensor | None, slice], Tensor]
-) -> Tensor:
-    """total + the sum over all positions, made of sums over ``GROUP`` positions.
-
-    Args:
-        total: what is added to, in place; None: nothing.
-        positions: at least one.
-        add: (sum so far or None, at most ``POSITIONS`` positions) to the sum with them.
-    """
-    for start in range(0, positions, GROUP):
-        group: Tensor | None = None
-        last = min(positions, start + GROUP)
-        for first in range(start, last, POSITIONS):
-            group = add(group, slice(first, min(first + POSITIONS, last)))
-        assert group is not None
-        total = group if total is None else total.add_(group)
+    b, g, t, n = factor.shape
+    k, stretches = projection.shape[1], n // COLUMNS
+    whole = stretches * COLUMNS
+    total: Tensor | None = None
+    if stretches:
+        sums = _block_diagonal(factor[..., :whole], projection[:whole], stretches)
+        total = sums.view(b, g, t, stretches, k).sum(3)
+    if whole < n:
+        rest = _block_diagonal(factor[..., whole:], projection[whole:], 1).view(b, g, t, k)
+        total = rest if total is None else total.add_(rest)
     assert total is not None
     return total
 
 
-def chain_of_columns(columns: int, at_once: int = COLUMNS) -> int:
-    """Longest path of additions through ``thin_product`` over so many columns."""
-    return min(columns, at_once) + -(-columns // at_once)
+def _block_diagonal(factor: Tensor, projection: Tensor, stretches: int) -> Tensor:
+    """[b g t, stretches, k], products of as many stretches of columns. On a processor by oneDNN as
+    a convolution over one point in groups, whose rows are the same bits however many there are: a
+    sketch must not depend on how records were cut into micro-batches, nor on padding.
+    """
+    b, g, t, n = factor.shape
+    k = projection.shape[1]
+    if not factor.is_cuda and factor.dtype == torch.float32 and _HAS_GROUPED:
+        points = factor.reshape(b * g, t, 1, n).permute(0, 3, 1, 2)
+        weight = projection.view(stretches, -1, k).transpose(1, 2).reshape(stretches * k, -1, 1, 1)
+        found = torch.ops.mkldnn._convolution_pointwise(
+            points, weight, None, [0, 0], [1, 1], [1, 1], stretches, "none", [], ""
+        )
+        return found.permute(0, 2, 3, 1).reshape(b * g * t, stretches, k)
+    rows = factor.reshape(b * g * t, stretches, -1).transpose(0, 1)
+    return torch.bmm(rows, projection.reshape(stretches, -1, k)).transpose(0, 1).contiguous()
+
+
+def add_over_positions(total: Tensor | None, long_bgtn: Tensor, small_bgtk: Tensor) -> Tensor:
+    """total + small^T long, [b, g, k, n], of sums over at most ``POSITIONS`` positions.
+
+    With the few rows first: the processor's library needs a third less time than for the transposed
+    product.
+    """
+    b, g, t, k = small_bgtk.shape
+    small, long = small_bgtk.flatten(0, 1), long_bgtn.flatten(0, 1)
+    runs = max(1, min(GROUP, t) // POSITIONS)
+    examples = max(1, AT_ONCE // (runs * k * long.shape[2]))
+    groups = []
+    for some, others in zip(small.split(examples), long.split(examples), strict=True):
+        group: Tensor | None = None
+        for few, many in zip(some.split(GROUP, dim=1), others.split(GROUP, dim=1), strict=True):
+            part = _group_of_positions(few, many.to(few.dtype))
+            group = part if group is None else group.add_(part)
+        assert group is not None
+        groups.append(group)
+    found = (groups[0] if len(groups) == 1 else torch.cat(groups)).unflatten(0, (b, g))
+    return found if total is None else total.add_(found)
+
+
+def _group_of_positions(small_xtk: Tensor, long_xtn: Tensor) -> Tensor:
+    """[x, k, n] small^T long over at most ``GROUP`` positions."""
+    x, t, k = small_xtk.shape
+    runs = t // POSITIONS
+    whole = runs * POSITIONS
+    total: Tensor | None = None
+    if runs:
+        few = small_xtk[:, :whole].reshape(x * runs, POSITIONS, k).transpose(1, 2)
+        sums = torch.bmm(few, long_xtn[:, :whole].reshape(x * runs, POSITIONS, -1))
+        first, *others = sums.view(x, runs, k, -1).unbind(1)
+        # In the order of positions, so that padding adds zeros and changes nothing.
+        total = first
+        for other in others:
+            total.add_(other)
+    if whole < t:
+        rest = torch.bmm(small_xtk[:, whole:].transpose(1, 2), long_xtn[:, whole:])
+        total = rest if total is None else total.add_(rest)
+    assert total is not None
+    return total
+
+
+def stretches_of_columns(columns: int) -> int:
+    """How many sums ``thin_product`` adds up for an entry."""
+    return -(-columns // COLUMNS)
 
 
 def as_positions(factor_bgtn: Tensor, views: int) -> Tensor:
