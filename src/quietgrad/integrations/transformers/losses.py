@@ -1,0 +1,185 @@
+"""The loss of each record, for the heads of Hugging Face's models.
+
+Their own losses are means over a batch, and over all its tokens: how much a record counts depends
+on how long the others are. Here a record's loss is the mean over its own labels, computed from the
+model's outputs and the record's labels alone.
+
+Letters of shapes: b records, t positions, v words or classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.tensors import Batch
+
+IGNORED = -100  # the label that Hugging Face's losses leave out
+
+# model without adapters, its outputs, the labels by name, label smoothing -> [b]
+Head = Callable[[Any, Any, dict[str, Tensor], float], Tensor]
+
+
+@dataclass(frozen=True)
+class RecordLoss:
+    """``loss(model, batch)``: [b] losses, each a function of its record alone. Private.
+
+    Attributes:
+        head: from outputs and labels to losses.
+        bare: the model as its class made it, without adapters or wrappers.
+        labels: keys of a batch that are labels and not inputs.
+        smoothing: share of the target spread evenly over the classes.
+    """
+
+    head: Head
+    bare: Any
+    labels: tuple[str, ...]
+    smoothing: float = 0.0
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        inputs = {name: value for name, value in batch.items() if name not in self.labels}
+        labels = {name: batch[name] for name in self.labels if name in batch}
+        if len(labels) < len(self.labels):
+            missing = sorted(set(self.labels) - set(labels))
+            raise ValueError(
+                f"the records have no {missing[0]!r}, so there is no loss; let data_collator "
+                "return it, or give per_example_loss= (model, batch -> one loss a record)"
+            )
+        if self.head is _answer and "decoder_input_ids" not in inputs:
+            # As the model does where it is given the labels.
+            shifted = self.bare.prepare_decoder_input_ids_from_labels(labels=labels["labels"])
+            inputs["decoder_input_ids"] = shifted
+        return self.head(self.bare, model(**inputs), labels, self.smoothing)
+
+
+def record_loss_of(bare: Any, labels: Sequence[str], smoothing: float) -> PerExampleLoss:
+    """The loss of each record for a model of transformers.
+
+    Args:
+        bare: the model without adapters.
+        labels: keys of its batches that are labels.
+        smoothing: ``label_smoothing_factor``.
+
+    Raises:
+        ValueError: for a model whose head has no loss here, or one that is not a cross entropy and
+            cannot be smoothed, with the remedy.
+    """
+    head = _head_of(bare)
+    name = type(bare).__name__
+    if head is None:
+        raise ValueError(
+            f"no loss of each record is known for {name}: its own is a mean over the batch, in "
+            "which records change each other's weight; give per_example_loss= (model, batch -> "
+            "[records] losses)"
+        )
+    if smoothing and head is _question:
+        raise ValueError(f"label_smoothing_factor={smoothing} has no meaning for {name}; set it 0")
+    return RecordLoss(head, bare, tuple(labels), float(smoothing))
+
+
+def _head_of(bare: Any) -> Head | None:
+    name, kind = type(bare).__name__, getattr(bare, "loss_type", None)
+    if getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
+        return _answer if kind == "ForConditionalGeneration" else _HEADS.get(str(kind))
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or kind == "ForConditionalGeneration":
+        return _next_token
+    if name.endswith("ForMultipleChoice"):
+        return _choice
+    return _HEADS.get(str(kind))
+
+
+def mean_of_own_tokens(logits_btv: Tensor, labels_bt: Tensor, smoothing: float = 0.0) -> Tensor:
+    """[b] means of cross entropies over a record's own labelled positions; 0 for one without any.
+
+    Args:
+        logits_btv: of the same position as the label.
+        labels_bt: words, or -100 where nothing is learnt.
+        smoothing: as ``torch.nn.functional.cross_entropy``'s.
+    """
+    losses = F.cross_entropy(
+        logits_btv.float().flatten(0, 1),
+        labels_bt.flatten(),
+        ignore_index=IGNORED,
+        reduction="none",
+        label_smoothing=smoothing,
+    ).view(labels_bt.shape)
+    return losses.sum(1) / (labels_bt != IGNORED).sum(1).clamp_min(1)
+
+
+def _next_token(bare: Any, outputs: Any, labels: dict[str, Tensor], smoothing: float) -> Tensor:
+    logits, words = outputs["logits"], labels["labels"]
+    logits = logits[:, logits.shape[1] - words.shape[1] :]  # virtual tokens of prompt tuning lead
+    return mean_of_own_tokens(logits[:, :-1], words[:, 1:], smoothing)
+
+
+def _same_token(bare: Any, outputs: Any, labels: dict[str, Tensor], smoothing: float) -> Tensor:
+    return mean_of_own_tokens(outputs["logits"], labels["labels"], smoothing)
+
+
+def _answer(bare: Any, outputs: Any, labels: dict[str, Tensor], smoothing: float) -> Tensor:
+    return _same_token(bare, outputs, labels, smoothing)  # the decoder's inputs are shifted
+
+
+def _choice(bare: Any, outputs: Any, labels: dict[str, Tensor], smoothing: float) -> Tensor:
+    return _cross_entropies(outputs["logits"], labels["labels"], smoothing)
+
+
+def _cross_entropies(logits_bv: Tensor, labels_b: Tensor, smoothing: float) -> Tensor:
+    return F.cross_entropy(
+        logits_bv.float(),
+        labels_b.view(-1),
+        ignore_index=IGNORED,
+        reduction="none",
+        label_smoothing=smoothing,
+    )
+
+
+def _record_class(bare: Any, outputs: Any, labels: dict[str, Tensor], smoothing: float) -> Tensor:
+    """Classes, several labels a record, or numbers: the rule by which Hugging Face's models tell."""
+    logits, wanted = outputs["logits"], labels["labels"]
+    problem = bare.config.problem_type
+    if problem is None:
+        whole = wanted.dtype in (torch.long, torch.int)
+        many = "single_label_classification" if whole else "multi_label_classification"
+        problem = "regression" if bare.config.num_labels == 1 else many
+    if problem == "single_label_classification":
+        return _cross_entropies(logits, wanted, smoothing)
+    if smoothing:
+        raise ValueError(
+            f"label_smoothing_factor={smoothing} smooths classes, and these labels are {problem}; "
+            "set it 0"
+        )
+    wanted = wanted.to(logits.dtype).view(logits.shape)
+    if problem == "regression":
+        return F.mse_loss(logits, wanted, reduction="none").mean(1)
+    return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").mean(1)
+
+
+def _question(bare: Any, outputs: Any, labels: dict[str, Tensor], smoothing: float) -> Tensor:
+    def at(side: str) -> Tensor:
+        logits = outputs[f"{side}_logits"]
+        place = labels[f"{side}_positions"].view(-1).clamp(0, logits.shape[1])
+        return F.cross_entropy(
+            logits, place, ignore_index=logits.shape[1], reduction="none"
+        )  # beyond the text: no answer in it
+
+    return (at("start") + at("end")) / 2
+
+
+_HEADS: dict[str, Head] = {
+    "ForCausalLM": _next_token,
+    "ForMaskedLM": _same_token,
+    "ForTokenClassification": _same_token,
+    "ForQuestionAnswering": _question,
+    "ForSequenceClassification": _record_class,
+    "ForImageClassification": _record_class,
+    "ForVideoClassification": _record_class,
+    "ForAudioClassification": _record_class,
+}

@@ -1,0 +1,380 @@
+"""Hugging Face's Trainer with private steps: its loop, its callbacks, its checkpoints; batches,
+gradients and what is written down are the run's.
+
+Every method below stands in the place of one of Trainer's, and says what would be wrong with that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import Seq2SeqTrainer, Trainer
+from transformers.optimization import GreedyLR
+from transformers.trainer_utils import TrainOutput
+
+import quietgrad.integrations.transformers.refusals as refusals
+from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.denoising import SpectralAdamW, SpectralSGD
+from quietgrad.integrations.transformers.hooks import require_hooks
+from quietgrad.integrations.transformers.loading import EpochLoader
+from quietgrad.integrations.transformers.losses import record_loss_of
+from quietgrad.integrations.transformers.session import TrainerSession
+from quietgrad.loading.batches import LoadedBatch
+from quietgrad.loading.loader import PrivateLoader
+from quietgrad.plan import PrivacyConfig, PrivacyPlan, PrivateRun
+from quietgrad.tensors import to_device
+from quietgrad.training.tasks.records import spread
+
+# Computed from training records and not noised, or a norm that says nothing once they are clipped
+# one by one: in no log, no TrainOutput, no trainer_state.json.
+NOT_LOGGED = ("loss", "grad_norm", "train_loss", "total_flos")
+GUARDED_RECORDS = 32  # of the evaluation data, for the clipper's guard
+
+
+class PrivateTrainer(Trainer):
+    """``transformers.Trainer`` that trains privately: ``privacy=`` says how.
+
+    What Trainer does with public things is Trainer's: callbacks, schedulers, evaluation,
+    checkpoints, reports. A step is one Poisson batch of the plan, read
+    ``per_device_train_batch_size`` records at a time; ``max_steps`` is the plan's; gradients are
+    clipped per record by ``PrivacyConfig.max_grad_norm``, and ``args.max_grad_norm`` has no effect.
+    The ledger and, while the run lasts, the secrets are in ``args.output_dir``, which holds nothing
+    else that is private. The training loss is private: it is in no log, and
+    ``TrainOutput.training_loss`` is None.
+
+    Args:
+        model, args, data_collator, train_dataset, eval_dataset, **options: Trainer's. What
+            ``data_collator`` and ``train_dataset`` make of a record may depend on no other record,
+            up to padding that the model masks; ``eval_dataset`` is public.
+        privacy: the guarantee, and the size of a batch.
+        per_example_loss: (model, batch) -> [records]; None takes the cross entropy (or the like) of
+            the model's head, as a mean over the record's own labels.
+
+    Raises:
+        ValueError, TypeError: for what cannot be private (``quietgrad.integrations.transformers
+            .refusals``), numbers that contradict the plan, and heads without a loss of each record;
+            what ``PrivacyConfig.build`` refuses.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        privacy: PrivacyConfig,
+        per_example_loss: PerExampleLoss | None = None,
+        **options: Any,
+    ) -> None:
+        require_hooks(Trainer)
+        refusals.refuse_functions(type(self), PrivateTrainer, options)
+        refusals.refuse_data(train_dataset, eval_dataset)
+        if args is not None:
+            refusals.refuse_arguments(args)
+        if isinstance(options.get("optimizers", (None,))[0], SpectralAdamW | SpectralSGD):
+            raise TypeError(
+                "optimizers: Trainer calls optimizer.step(), and this one steps on the release "
+                "itself; give PrivacyConfig(denoising=), which denoises what is written to .grad"
+            )
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            **options,
+        )
+        refusals.refuse_arguments(self.args)
+        self._private_data = (train_dataset, self.train_dataset)
+        self.plan: PrivacyPlan = privacy.build(len(self.train_dataset))
+        refusals.refuse_contradictions(self.args, privacy, self.plan)
+        # A copy: the caller's arguments may serve another trainer with another plan.
+        self.args = copy.copy(self.args)
+        self.args.max_steps = self.plan.steps
+        self._session = TrainerSession(self.plan, self.args.output_dir)
+        self._given_loss = per_example_loss
+        self._loss = self._loss_of_a_record()
+
+    def epsilon(self) -> float:
+        """Privacy spent so far in ``args.output_dir``, at the plan's delta; an upper bound.
+
+        Raises:
+            RuntimeError: where the directory holds a run that this trainer has not gone on with.
+        """
+        return self._session.epsilon()
+
+    def _loss_of_a_record(self) -> PerExampleLoss:
+        smoothing = self.args.label_smoothing_factor
+        if self._given_loss is None:
+            bare = self.accelerator.unwrap_model(self.model)
+            bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+            return record_loss_of(bare, self.label_names, smoothing)
+        if smoothing:
+            raise ValueError(
+                f"args.label_smoothing_factor={smoothing} has no effect on per_example_loss=; set "
+                "it 0, and smooth there"
+            )
+        return self._given_loss
+
+    @property
+    def _run(self) -> PrivateRun:
+        run = self._session.run
+        if run is None:
+            raise RuntimeError(
+                "no private run has begun; call trainer.train(), which opens the ledger and draws "
+                "the batches"
+            )
+        return run
+
+    # ---- the run ----
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **options: Any,
+    ) -> TrainOutput:
+        """As ``Trainer.train``, for the releases that the ledger leaves. A resume goes on at the
+        next release; steps that were lost since the checkpoint are spent, and not made up for.
+
+        Returns:
+            The steps made and public metrics; ``training_loss`` is None.
+
+        Raises:
+            ValueError: what ``TrainerSession.open`` refuses, and arguments that were changed to
+                what cannot be private.
+        """
+        refusals.refuse_arguments(self.args)
+        if trial is not None:
+            raise ValueError(_NO_SEARCH)
+        with self._session.open(resume_from_checkpoint or False) as checkpoint:
+            done = super().train(checkpoint, None, ignore_keys_for_eval, **options)
+        return TrainOutput(done.global_step, None, done.metrics)  # type: ignore[arg-type]
+
+    def hyperparameter_search(self, *args: Any, **options: Any) -> Any:
+        """Refused: every trial is a run on the same records.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(_NO_SEARCH)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model has a loss of its own."""
+        self.model = super().call_model_init(trial)
+        if hasattr(self, "_loss"):
+            self._loss = self._loss_of_a_record()
+        return self.model
+
+    # ---- batches ----
+
+    def get_train_dataloader(self) -> EpochLoader:
+        """Trainer's shuffles: batches of a fixed size, which no epsilon here covers."""
+        return EpochLoader(self._run, self._loader_of)
+
+    def _loader_of(self, steps: int) -> PrivateLoader:
+        args = self.args
+        options = {
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
+        }
+        dataset, collate = self._read(self.train_dataset, "training")
+        return self._run.loader(
+            dataset,
+            steps=steps,
+            physical_batch_size=args.per_device_train_batch_size,
+            collate_fn=collate,
+            **options,
+        )
+
+    def _read(self, dataset: Any, description: str) -> tuple[Any, Any]:
+        """A data set and its collator, without the columns that the model does not take."""
+        if hasattr(dataset, "remove_columns") and hasattr(dataset, "column_names"):
+            return self._remove_unused_columns(dataset, description=description), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, description)
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Of the training data: N."""
+        if isinstance(dataloader, EpochLoader):
+            return self.plan.dataset_size
+        return int(super().num_examples(dataloader))
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The expected size, rounded, for messages and rates; the size itself is private."""
+        return round(self.plan.expected_batch_size)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """Trainer's divides every record's loss by the number of labels in the batch."""
+        if any(isinstance(batch, LoadedBatch) for batch in batch_samples):
+            return None
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Refuses the training records, whose scores would be printed.
+
+        Raises:
+            ValueError: with the remedy.
+        """
+        refusals.refuse_private_evaluation(eval_dataset, self._private_data)
+        return super().get_eval_dataloader(eval_dataset)
+
+    # ---- a step ----
+
+    def training_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
+        """One private step up to the optimiser's. Trainer's takes the gradient of a batch's loss.
+
+        Returns:
+            Zero: nothing of the loss leaves the step, and ``log`` leaves out what is made of it.
+        """
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        with self._keyed_generators(model, self._run.model_seed()):
+            self._run.backward(model, self._loss, inputs)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0 and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return torch.zeros((), device=self.args.device)
+
+    @contextlib.contextmanager
+    def _keyed_generators(self, model: nn.Module, seed: int) -> Iterator[None]:
+        """Torch's generators seeded for a step, and afterwards as they were: how far they went says
+        how many records a batch held.
+        """
+        device = next(model.parameters()).device
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            yield
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Trainer's clips the sum, after its noise; records are clipped one by one already."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Nothing: it would be the norm of the noise, for the most part."""
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Trainer's is a number of tokens, which is private."""
+        return 0
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Without what is private; with epsilon where training speaks."""
+        training = "learning_rate" in logs or "train_runtime" in logs
+        for name in NOT_LOGGED:
+            logs.pop(name, None)  # in place: TrainOutput holds the same dictionary
+        if training:
+            logs.update(self._session.shown())
+        super().log(logs, *args, **options)
+
+    # ---- going on ----
+
+    def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
+        """Trainer's goes on where the checkpoint was and skips batches of the loader; the run goes
+        on at the next release, and its loader there by itself.
+        """
+        super()._init_training_state(*args, **options)
+        self.state.global_step = self._run.released
+        return self._run.released // self.plan.sampler.steps_per_epoch, 0
+
+    def _prepare_for_training(self, *args: Any, **options: Any) -> tuple[Any, Any]:
+        """Then the schedule is moved on over lost steps, and the guard looks at public records."""
+        model, loader = super()._prepare_for_training(*args, **options)
+        resumed = self._session.resumed
+        lost = self._run.released - (0 if resumed is None else resumed.releases)
+        if not isinstance(self.lr_scheduler, ReduceLROnPlateau | GreedyLR):
+            with warnings.catch_warnings():  # that the optimiser took no step between is so
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                for _ in range(lost):
+                    self.lr_scheduler.step()
+        self._offset = self._run.released % self.plan.sampler.steps_per_epoch
+        if self._run.released < self.plan.steps:
+            self._guard_on_public_records(model)
+        return model, loader
+
+    def _guard_on_public_records(self, model: nn.Module) -> None:
+        """The clipper's guard looks at evaluation records, where they have labels, so that what it
+        refuses says nothing of private ones.
+        """
+        public = self.eval_dataset
+        if isinstance(public, dict):
+            public = next(iter(public.values()), None)
+        if public is None or not hasattr(public, "__len__") or len(public) < 2:
+            return
+        records, collate = self._read(public, "evaluation")
+        batch = collate([records[int(i)] for i in spread(records, GUARDED_RECORDS)])
+        if not set(self.label_names) <= set(batch):
+            return
+        model.train()
+        with self._keyed_generators(model, self._run.model_seed()):
+            device = next(model.parameters()).device
+            self._run.check(model, self._loss, to_device(batch, device))
+
+    def _run_epoch(self, *, epoch: int, steps_in_epoch: int, **options: Any) -> Any:
+        """The first epoch of a resumed run begins where it was: ``state.epoch`` counts from here."""
+        made, self._offset = self._offset, 0
+        return super()._run_epoch(
+            epoch=epoch + made / steps_in_epoch if made else epoch,
+            steps_in_epoch=steps_in_epoch,
+            **options,
+        )
+
+    # ---- files ----
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Trainer's saves generators' states, from which dropout's masks follow, and how much was
+        drawn. In their place: of which run the checkpoint is.
+        """
+        self._session.mark(Path(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """There is none: generators are seeded anew each step."""
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        """With the rows that correlated noise goes on from."""
+        super()._save_checkpoint(*args, **options)
+        self._session.keep_noise()
+
+    def _save(self, output_dir: str | None = None, *args: Any, **options: Any) -> None:
+        """Saved weights say what they were trained on."""
+        super()._save(output_dir, *args, **options)
+        self._session.stamp(Path(self.args.output_dir if output_dir is None else output_dir))
+
+    def push_to_hub(self, *args: Any, **options: Any) -> Any:
+        """As Trainer's, once nothing in the directory is secret.
+
+        Raises:
+            RuntimeError: while the run lasts.
+        """
+        if self._session.files.secrets.exists():
+            raise RuntimeError(
+                f"{str(self._session.files.secrets)!r} holds what the noise follows from, and would "
+                "be published; end the run first, or save the model elsewhere "
+                "(trainer.save_model(folder)) and publish that"
+            )
+        return super().push_to_hub(*args, **options)
+
+
+_NO_SEARCH = (
+    "a search makes many runs on the same records, whose epsilons add, and its choice depends on "
+    "them; search on public data, or see quietgrad compare"
+)
+
+
+class PrivateSeq2SeqTrainer(PrivateTrainer, Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` that trains privately: evaluation may generate. See
+    ``PrivateTrainer``.
+    """
