@@ -223,14 +223,14 @@ class PrivateTrainer(Trainer):
             return None
         return super()._get_num_items_in_batch(batch_samples, device)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Refuses the training records, whose scores would be printed.
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **options: Any) -> dict[str, float]:
+        """As Trainer's, on public records: scores are printed and saved.
 
         Raises:
-            ValueError: with the remedy.
+            ValueError: for the training records.
         """
         refusals.refuse_private_evaluation(eval_dataset, self._private_data)
-        return super().get_eval_dataloader(eval_dataset)
+        return super().evaluate(eval_dataset, *args, **options)  # type: ignore[no-any-return]
 
     # ---- a step ----
 
