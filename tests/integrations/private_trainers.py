@@ -1,4 +1,4 @@
-"""A small classifier, records for it, the Trainer with private steps, and the loop of docs/loops.md
+"""A small classifier and a small language model, records for them, the Trainer with private steps, and the loop of docs/loops.md
 that it has to be equal to.
 """
 
@@ -11,10 +11,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     TrainerCallback,
     TrainingArguments,
     default_data_collator,
@@ -57,6 +62,42 @@ def classifier(dropout: float = 0.1) -> nn.Module:
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
         )
+    )
+
+
+WORDS = "<pad> <eos> <unk> a b c d e f".split()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def llama() -> Any:
+    torch.manual_seed(7)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(WORDS),
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+    )
+
+
+def pairs(n: int = 100) -> Dataset:
+    """Prompts of two to eighteen words, answers of one to three."""
+    answers = ("c", "c d", "c d e")
+    return Dataset.from_list(
+        [{"prompt": "a b " * (1 + i % 9), "completion": answers[i % 3]} for i in range(n)]
     )
 
 

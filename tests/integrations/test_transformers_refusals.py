@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,13 +145,15 @@ def test_a_run_is_neither_begun_twice_nor_gone_on_with_unasked(tmp_path: Path) -
 
 
 def test_checkpoints_of_other_runs_are_not_gone_on_from(tmp_path: Path) -> None:
+    own = replace(PRIVACY, seed=None)  # the runs of one public seed are one and the same
     for name in ("one", "other"):
-        trainer(tmp_path / name, callbacks=[StopAt(3)], save_strategy="steps").train()
+        stopping = {"callbacks": [StopAt(3)], "save_strategy": "steps"}
+        trainer(tmp_path / name, privacy=own, **stopping).train()
     with pytest.raises(ValueError, match="no whole checkpoint of the private run"):
-        trainer(tmp_path / "one").train(str(tmp_path / "other" / "checkpoint-3"))
+        trainer(tmp_path / "one", privacy=own).train(str(tmp_path / "other" / "checkpoint-3"))
     (tmp_path / "one" / "checkpoint-3").rename(tmp_path / "kept")
     (tmp_path / "other" / "checkpoint-3").rename(tmp_path / "one" / "checkpoint-3")
-    again = trainer(tmp_path / "one")
+    again = trainer(tmp_path / "one", privacy=own)
     with pytest.warns(UserWarning, match="holds no whole checkpoint of its run"):
         again.train(resume_from_checkpoint=True)
 

@@ -23,8 +23,8 @@ from quietgrad.tensors import Batch
 
 IGNORED = -100  # the label that Hugging Face's losses leave out
 
-# model without adapters, its outputs, the labels by name, label smoothing -> [b]
-Head = Callable[[Any, Any, dict[str, Tensor], float], Tensor]
+# model without adapters, its outputs, the batch, label smoothing -> [b]
+Head = Callable[[Any, Any, Batch, float], Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,17 @@ class RecordLoss:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs = {name: value for name, value in batch.items() if name not in self.labels}
-        labels = {name: batch[name] for name in self.labels if name in batch}
-        if len(labels) < len(self.labels):
-            missing = sorted(set(self.labels) - set(labels))
+        missing = next((name for name in self.labels if name not in batch), None)
+        if missing is not None:
             raise ValueError(
-                f"the records have no {missing[0]!r}, so there is no loss; let data_collator "
+                f"the records have no {missing!r}, so there is no loss; let data_collator "
                 "return it, or give per_example_loss= (model, batch -> one loss a record)"
             )
         if self.head is _answer and "decoder_input_ids" not in inputs:
             # As the model does where it is given the labels.
-            shifted = self.bare.prepare_decoder_input_ids_from_labels(labels=labels["labels"])
+            shifted = self.bare.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
             inputs["decoder_input_ids"] = shifted
-        return self.head(self.bare, model(**inputs), labels, self.smoothing)
+        return self.head(self.bare, model(**inputs), batch, self.smoothing)
 
 
 def record_loss_of(bare: Any, labels: Sequence[str], smoothing: float) -> PerExampleLoss:
@@ -113,22 +112,22 @@ def mean_of_own_tokens(logits_btv: Tensor, labels_bt: Tensor, smoothing: float =
     return losses.sum(1) / (labels_bt != IGNORED).sum(1).clamp_min(1)
 
 
-def _next_token(bare: Any, outputs: Any, labels: dict[str, Tensor], smoothing: float) -> Tensor:
-    logits, words = outputs["logits"], labels["labels"]
+def _next_token(bare: Any, outputs: Any, batch: Batch, smoothing: float) -> Tensor:
+    logits, words = outputs["logits"], batch["labels"]
     logits = logits[:, logits.shape[1] - words.shape[1] :]  # virtual tokens of prompt tuning lead
     return mean_of_own_tokens(logits[:, :-1], words[:, 1:], smoothing)
 
 
-def _same_token(bare: Any, outputs: Any, labels: dict[str, Tensor], smoothing: float) -> Tensor:
-    return mean_of_own_tokens(outputs["logits"], labels["labels"], smoothing)
+def _same_token(bare: Any, outputs: Any, batch: Batch, smoothing: float) -> Tensor:
+    return mean_of_own_tokens(outputs["logits"], batch["labels"], smoothing)
 
 
-def _answer(bare: Any, outputs: Any, labels: dict[str, Tensor], smoothing: float) -> Tensor:
-    return _same_token(bare, outputs, labels, smoothing)  # the decoder's inputs are shifted
+def _answer(bare: Any, outputs: Any, batch: Batch, smoothing: float) -> Tensor:
+    return _same_token(bare, outputs, batch, smoothing)  # the decoder's inputs are shifted
 
 
-def _choice(bare: Any, outputs: Any, labels: dict[str, Tensor], smoothing: float) -> Tensor:
-    return _cross_entropies(outputs["logits"], labels["labels"], smoothing)
+def _choice(bare: Any, outputs: Any, batch: Batch, smoothing: float) -> Tensor:
+    return _cross_entropies(outputs["logits"], batch["labels"], smoothing)
 
 
 def _cross_entropies(logits_bv: Tensor, labels_b: Tensor, smoothing: float) -> Tensor:
@@ -141,9 +140,9 @@ def _cross_entropies(logits_bv: Tensor, labels_b: Tensor, smoothing: float) -> T
     )
 
 
-def _record_class(bare: Any, outputs: Any, labels: dict[str, Tensor], smoothing: float) -> Tensor:
+def _record_class(bare: Any, outputs: Any, batch: Batch, smoothing: float) -> Tensor:
     """Classes, several labels a record, or numbers: the rule by which Hugging Face's models tell."""
-    logits, wanted = outputs["logits"], labels["labels"]
+    logits, wanted = outputs["logits"], batch["labels"]
     problem = bare.config.problem_type
     if problem is None:
         whole = wanted.dtype in (torch.long, torch.int)
@@ -162,13 +161,20 @@ def _record_class(bare: Any, outputs: Any, labels: dict[str, Tensor], smoothing:
     return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").mean(1)
 
 
-def _question(bare: Any, outputs: Any, labels: dict[str, Tensor], smoothing: float) -> Tensor:
+def _question(bare: Any, outputs: Any, batch: Batch, smoothing: float) -> Tensor:
     def at(side: str) -> Tensor:
-        logits = outputs[f"{side}_logits"]
-        place = labels[f"{side}_positions"].view(-1).clamp(0, logits.shape[1])
-        return F.cross_entropy(
-            logits, place, ignore_index=logits.shape[1], reduction="none"
-        )  # beyond the text: no answer in it
+        logits, place = outputs[f"{side}_logits"], batch[f"{side}_positions"].view(-1)
+        beyond = torch.zeros_like(logits, dtype=torch.bool)
+        if "attention_mask" in batch:
+            # The padding that longer records ask for is no place for an answer. Hugging Face's own
+            # loss counts it among the places, and so depends on who else is in the batch.
+            beyond = batch["attention_mask"] == 0
+            logits = logits.masked_fill(beyond, torch.finfo(logits.dtype).min)
+        nowhere = logits.shape[1]  # an answer beyond the text is none
+        place = place.clamp(0, nowhere)
+        none = F.pad(beyond, (0, 1), value=True).gather(1, place[:, None])[:, 0]
+        place = place.masked_fill(none, nowhere)
+        return F.cross_entropy(logits.float(), place, ignore_index=nowhere, reduction="none")
 
     return (at("start") + at("end")) / 2
 

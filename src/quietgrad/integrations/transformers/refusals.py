@@ -61,7 +61,11 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
         "its loss is fused over the batch, and its layers have no per-example gradient",
         "set it False",
     ),
-    "activation_offloading": (bool, "it takes hold of what the backward pass keeps", "set it False"),
+    "activation_offloading": (
+        bool,
+        "it takes hold of what the backward pass keeps",
+        "set it False",
+    ),
     "include_num_input_tokens_seen": (
         lambda v: v not in ("no", False),
         "how many tokens the batches held is private",

@@ -297,7 +297,9 @@ class PrivateTrainer(Trainer):
         lost = self._run.released - (0 if resumed is None else resumed.releases)
         if not isinstance(self.lr_scheduler, ReduceLROnPlateau | GreedyLR):
             with warnings.catch_warnings():  # that the optimiser took no step between is so
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                warnings.filterwarnings(
+                    "ignore", "Detected call of `lr_scheduler.step", UserWarning
+                )
                 for _ in range(lost):
                     self.lr_scheduler.step()
         self._offset = self._run.released % self.plan.sampler.steps_per_epoch
