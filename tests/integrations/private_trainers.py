@@ -1,5 +1,5 @@
-"""A small classifier and a small language model, records for them, the Trainer with private steps, and the loop of docs/loops.md
-that it has to be equal to.
+"""A small classifier and a small language model, records for them, the Trainer with private steps,
+and the loop of docs/loops.md that it has to be equal to.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def classifier(dropout: float = 0.1) -> nn.Module:
     )
 
 
-WORDS = "<pad> <eos> <unk> a b c d e f".split()
+WORDS = ["<pad>", "<eos>", "<unk>", *"abcdef"]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -119,7 +119,14 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 def trainer(folder: Path, **changes: Any) -> PrivateTrainer:
     """Arguments of ``PrivateTrainer`` by their names, all others are ``TrainingArguments``'."""
     own = {"model", "privacy", "train_dataset", "eval_dataset", "callbacks", "per_example_loss"}
-    own |= {"data_collator", "processing_class", "compute_loss_func", "model_init", "kind"}
+    own |= {
+        "data_collator",
+        "processing_class",
+        "compute_loss_func",
+        "model_init",
+        "kind",
+        "accept_start",
+    }
     given: dict[str, Any] = {"train_dataset": records(), "privacy": PRIVACY}
     given |= {name: changes.pop(name) for name in own & changes.keys()}
     if "model_init" not in given:

@@ -1,4 +1,4 @@
-"""PrivateTrainer is the loop of docs/loops.md: same weights to the bit, also where it was stopped."""
+"""PrivateTrainer is the loop of docs/loops.md: the same weights to the bit, also after a stop."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_missing_labels_are_named() -> None:
     model = classifier()
     loss = record_loss_of(model, ("labels",), 0.0)
     assert isinstance(loss, RecordLoss)
-    with pytest.raises(ValueError, match="no 'labels'.*data_collator"):
+    with pytest.raises(ValueError, match=r"no 'labels'.*data_collator"):
         loss(model, {"input_ids": records(1)[0]["input_ids"][None]})
 
 

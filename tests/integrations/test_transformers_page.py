@@ -12,6 +12,8 @@ from private_trainers import llama, pairs, tokenizer
 PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
 
 
+# Of an evaluation, where there is no accelerator: the reader's own machine may have one.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
 def test_the_code_of_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

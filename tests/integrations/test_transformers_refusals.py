@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from private_trainers import PRIVACY, StopAt, arguments, bert_loss, classifier, records, trainer
+from private_trainers import (
+    PRIVACY,
+    StopAt,
+    arguments,
+    bert_loss,
+    classifier,
+    records,
+    tokenizer,
+    trainer,
+)
 from torch.utils.data import IterableDataset
+from transformers import DataCollatorWithPadding, Trainer
 
 from quietgrad import PrivacyConfig
 from quietgrad.denoising import PersistentAmplification, SpectralAdamW
 from quietgrad.integrations.transformers import PrivateTrainer
 from quietgrad.integrations.transformers.hooks import HOOKS, require_hooks
+from quietgrad.integrations.transformers.quiet import QuietTrainer
 from quietgrad.integrations.transformers.refusals import refuse_arguments
 
 
@@ -87,8 +99,31 @@ def test_settings_of_other_machines_and_versions(name: str, value: Any, tmp_path
         refuse_arguments(SimpleNamespace(**(alone | {name: value})))
 
 
+def test_padding_in_front_is_refused(tmp_path: Path) -> None:
+    words = tokenizer()
+    words.padding_side = "left"
+    for changes in ({"data_collator": DataCollatorWithPadding(words)}, {"processing_class": words}):
+        with pytest.raises(ValueError, match="padding_side"):
+            trainer(tmp_path, **changes)
+
+
+def test_weights_of_an_earlier_run_have_to_be_asked_for(tmp_path: Path) -> None:
+    own = replace(PRIVACY, seed=None, data_are_public=False)
+    first = trainer(tmp_path / "one", privacy=own)
+    first.train()
+    first.save_model(str(tmp_path / "model"))
+    model = type(first.model).from_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r'epsilon adds.*set accept_start="epsilons-add"'):
+        trainer(tmp_path / "two", model=model, privacy=own)
+    second = trainer(tmp_path / "two", model=model, privacy=own, accept_start="epsilons-add")
+    second.train()
+    second.save_model(str(tmp_path / "next"))
+    said = json.loads((tmp_path / "next" / "quietgrad.json").read_text())["quietgrad_trained_on"]
+    assert [record["epsilon"] for record in said["started_from"]] == [first.epsilon()]
+
+
 def test_streams_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="Stream, a stream.*Poisson"):
+    with pytest.raises(TypeError, match=r"Stream, a stream.*Poisson"):
         trainer(tmp_path, train_dataset=Stream(), max_steps=5)
 
 
@@ -162,10 +197,9 @@ def test_a_trainer_that_works_otherwise_is_refused() -> None:
     class Older:
         pass
 
-    with pytest.raises(ImportError, match="no Trainer._clip_grad_norm"):
+    with pytest.raises(ImportError, match=r"no Trainer\._clip_grad_norm"):
         require_hooks(Older)
-    own = {name for name in vars(PrivateTrainer) if name in dir(PrivateTrainer.__mro__[1])}
-    replaced = {name for name in own if not name.startswith("__") and name != "_read"}
-    assert set(HOOKS) <= replaced | {"call_model_init"}
-    overridden = replaced - {"train", "push_to_hub", "hyperparameter_search", "call_model_init"}
-    assert overridden == set(HOOKS)
+    ours = vars(PrivateTrainer).keys() | vars(QuietTrainer).keys()
+    replaced = {name for name in ours if name in dir(Trainer) and not name.startswith("__")}
+    public = {"train", "push_to_hub", "hyperparameter_search", "call_model_init"}
+    assert replaced - public == set(HOOKS)

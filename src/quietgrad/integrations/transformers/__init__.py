@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, and TRL's SFTTrainer, as private runs. Each is imported when it is used."""
+"""Hugging Face's Trainer, and TRL's SFTTrainer, as private runs; each imported when it is used."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _cross_entropies(logits_bv: Tensor, labels_b: Tensor, smoothing: float) -> T
 
 
 def _record_class(bare: Any, outputs: Any, batch: Batch, smoothing: float) -> Tensor:
-    """Classes, several labels a record, or numbers: the rule by which Hugging Face's models tell."""
+    """Classes, several labels a record, or numbers, told by the rule of Hugging Face's models."""
     logits, wanted = outputs["logits"], batch["labels"]
     problem = bare.config.problem_type
     if problem is None:

@@ -174,6 +174,21 @@ def refuse_data(train_dataset: Any, eval_dataset: Any) -> None:
     refuse_private_evaluation(eval_dataset, (train_dataset,))
 
 
+def refuse_collator(data_collator: Any) -> None:
+    """Refuses padding in front of a record: how much there is depends on the longest one that is
+    read with it, and so do the record's positions, which many models learn.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    tokenizer = getattr(data_collator, "tokenizer", None)
+    if getattr(tokenizer, "padding_side", "right") == "left":
+        raise ValueError(
+            "the tokenizer's padding_side is 'left': a record's positions would depend on the "
+            "longest record that is read with it; set tokenizer.padding_side = 'right'"
+        )
+
+
 def refuse_private_evaluation(eval_dataset: Any, private: tuple[Any, ...]) -> None:
     """Refuses the training records as evaluation records: their scores would be printed.
 
@@ -197,8 +212,8 @@ def refuse_contradictions(args: Any, privacy: PrivacyConfig, plan: PrivacyPlan) 
     """
     if args.max_steps > 0 and args.max_steps != plan.steps:
         raise ValueError(
-            f"args.max_steps={args.max_steps}, and the plan has {plan.steps} steps, which its noise "
-            "was calibrated for; leave max_steps out, or give PrivacyConfig(steps=)"
+            f"args.max_steps={args.max_steps}, and the plan has {plan.steps} steps, which its "
+            "noise was calibrated for; leave max_steps out, or give PrivacyConfig(steps=)"
         )
     epochs, q = args.num_train_epochs, plan.event.sample_rate
     if epochs != _default(args, "num_train_epochs") and max(1, round(epochs / q)) != plan.steps:

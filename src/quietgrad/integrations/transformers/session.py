@@ -19,11 +19,18 @@ from quietgrad.durable import make_folder, write_whole
 from quietgrad.ledger import holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.training.files.noise_state import NoiseKeeper, forget_keys, start_private
-from quietgrad.training.files.provenance import FILE, KEY, provenance, stamp_weights
+from quietgrad.training.files.provenance import (
+    FILE,
+    KEY,
+    Record,
+    check_start,
+    provenance,
+    stamp_weights,
+)
 from quietgrad.training.files.run_dir import RunDir
 
-# In a checkpoint, where the generators' states would be: of which run it is, and after how many
-# releases it was taken.
+# In a checkpoint, where the generators' states would be: of which run it is, and how many
+# releases its weights have seen.
 MARK = "quietgrad_release.json"
 STATE = "trainer_state.json"  # the last file of a checkpoint
 FIGURES = 4  # significant, of a printed epsilon: the Trainer prints no more
@@ -35,11 +42,34 @@ class Checkpoint:
 
     Attributes:
         path: its folder.
-        releases: that the ledger held when it was taken.
+        releases: that its weights have seen.
     """
 
     path: Path
     releases: int
+
+
+def starts_from(model: Any, accepted: str, plan: PrivacyPlan) -> tuple[Record, ...]:
+    """Records of the runs that a model's weights are from, where that is known and asked for.
+
+    Args:
+        model: without adapters.
+        accepted: "epsilons-add", "trained-without-privacy", or "" for neither.
+        plan: of the run that begins.
+
+    Raises:
+        ValueError: for the output of an earlier run that was not asked for.
+    """
+    name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
+    try:
+        return check_start(name, "", accepted, not plan.data_are_public)
+    except ValueError as error:
+        said = (
+            str(error)
+            .replace("model.name", "model")
+            .replace("model.accept_start = ", "accept_start=")
+        )
+        raise ValueError(said) from None
 
 
 class TrainerSession:
@@ -48,11 +78,15 @@ class TrainerSession:
     Attributes:
         plan: what runs.
         run: None before the first start.
+        started_from: records of the outputs of earlier runs that the weights are from.
         resumed: the checkpoint that the run went on from, if any.
     """
 
-    def __init__(self, plan: PrivacyPlan, output_dir: str) -> None:
+    def __init__(
+        self, plan: PrivacyPlan, output_dir: str, started_from: tuple[Record, ...] = ()
+    ) -> None:
         self.plan = plan
+        self.started_from = started_from
         self.files = RunDir(Path(output_dir))
         self.run: PrivateRun | None = None
         self.resumed: Checkpoint | None = None
@@ -137,11 +171,12 @@ class TrainerSession:
                 return Checkpoint(folder, int(mark["releases"]))
         return None
 
-    def mark(self, folder: Path) -> None:
-        """Writes into a checkpoint of which run it is, and when it was taken."""
-        assert self.run is not None
+    def mark(self, folder: Path, releases: int) -> None:
+        """Writes into a checkpoint of which run it is, and how many releases its weights have
+        seen.
+        """
         make_folder(folder)
-        mark = {"run": self._name, "releases": self.run.released}
+        mark = {"run": self._name, "releases": releases}
         write_whole(folder / MARK, (json.dumps(mark) + "\n").encode())
 
     def keep_noise(self) -> None:
@@ -160,7 +195,7 @@ class TrainerSession:
             "steps": self.run.released,
             "neighbouring": self.plan.neighbouring,
         }
-        record = provenance("train_dataset", facts, self.plan.data_are_public)
+        record = provenance("train_dataset", facts, self.plan.data_are_public, self.started_from)
         beside = json.dumps({KEY: record}, indent=2) + "\n"
         write_whole(folder / FILE, beside.encode())
         stamp_weights(folder, record)

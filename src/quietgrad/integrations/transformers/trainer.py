@@ -10,7 +10,6 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,20 +25,18 @@ from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.transformers.hooks import require_hooks
 from quietgrad.integrations.transformers.loading import EpochLoader
 from quietgrad.integrations.transformers.losses import record_loss_of
-from quietgrad.integrations.transformers.session import TrainerSession
+from quietgrad.integrations.transformers.quiet import NO_SEARCH, QuietTrainer
+from quietgrad.integrations.transformers.session import TrainerSession, starts_from
 from quietgrad.loading.batches import LoadedBatch
 from quietgrad.loading.loader import PrivateLoader
 from quietgrad.plan import PrivacyConfig, PrivacyPlan, PrivateRun
 from quietgrad.tensors import to_device
 from quietgrad.training.tasks.records import spread
 
-# Computed from training records and not noised, or a norm that says nothing once they are clipped
-# one by one: in no log, no TrainOutput, no trainer_state.json.
-NOT_LOGGED = ("loss", "grad_norm", "train_loss", "total_flos")
 GUARDED_RECORDS = 32  # of the evaluation data, for the clipper's guard
 
 
-class PrivateTrainer(Trainer):
+class PrivateTrainer(QuietTrainer):
     """``transformers.Trainer`` that trains privately: ``privacy=`` says how.
 
     What Trainer does with public things is Trainer's: callbacks, schedulers, evaluation,
@@ -57,6 +54,9 @@ class PrivateTrainer(Trainer):
         privacy: the guarantee, and the size of a batch.
         per_example_loss: (model, batch) -> [records]; None takes the cross entropy (or the like) of
             the model's head, as a mean over the record's own labels.
+        accept_start: "epsilons-add" or "trained-without-privacy", to go on from the saved weights
+            of an earlier private run, whose epsilon adds to this one's, or of a run without
+            privacy, whose records no epsilon covers.
 
     Raises:
         ValueError, TypeError: for what cannot be private (``quietgrad.integrations.transformers
@@ -74,6 +74,7 @@ class PrivateTrainer(Trainer):
         *,
         privacy: PrivacyConfig,
         per_example_loss: PerExampleLoss | None = None,
+        accept_start: str = "",
         **options: Any,
     ) -> None:
         require_hooks(Trainer)
@@ -95,13 +96,16 @@ class PrivateTrainer(Trainer):
             **options,
         )
         refusals.refuse_arguments(self.args)
-        self._private_data = (train_dataset, self.train_dataset)
-        self.plan: PrivacyPlan = privacy.build(len(self.train_dataset))
+        refusals.refuse_collator(self.data_collator)
+        train: Any = self.train_dataset  # prepared: tokenised, say
+        self._private_data = (train_dataset, train)
+        self.plan: PrivacyPlan = privacy.build(len(train))
         refusals.refuse_contradictions(self.args, privacy, self.plan)
         # A copy: the caller's arguments may serve another trainer with another plan.
         self.args = copy.copy(self.args)
         self.args.max_steps = self.plan.steps
-        self._session = TrainerSession(self.plan, self.args.output_dir)
+        started_from = starts_from(self._bare_model(), accept_start, self.plan)
+        self._session = TrainerSession(self.plan, str(self.args.output_dir), started_from)
         self._given_loss = per_example_loss
         self._loss = self._loss_of_a_record()
 
@@ -116,15 +120,18 @@ class PrivateTrainer(Trainer):
     def _loss_of_a_record(self) -> PerExampleLoss:
         smoothing = self.args.label_smoothing_factor
         if self._given_loss is None:
-            bare = self.accelerator.unwrap_model(self.model)
-            bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
-            return record_loss_of(bare, self.label_names, smoothing)
+            return record_loss_of(self._bare_model(), self.label_names, smoothing)
         if smoothing:
             raise ValueError(
                 f"args.label_smoothing_factor={smoothing} has no effect on per_example_loss=; set "
                 "it 0, and smooth there"
             )
         return self._given_loss
+
+    def _bare_model(self) -> Any:
+        """Without adapters and wrappers."""
+        bare = self.accelerator.unwrap_model(self.model)
+        return bare.get_base_model() if hasattr(bare, "get_base_model") else bare
 
     @property
     def _run(self) -> PrivateRun:
@@ -157,18 +164,10 @@ class PrivateTrainer(Trainer):
         """
         refusals.refuse_arguments(self.args)
         if trial is not None:
-            raise ValueError(_NO_SEARCH)
+            raise ValueError(NO_SEARCH)
         with self._session.open(resume_from_checkpoint or False) as checkpoint:
             done = super().train(checkpoint, None, ignore_keys_for_eval, **options)
         return TrainOutput(done.global_step, None, done.metrics)  # type: ignore[arg-type]
-
-    def hyperparameter_search(self, *args: Any, **options: Any) -> Any:
-        """Refused: every trial is a run on the same records.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(_NO_SEARCH)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model has a loss of its own."""
@@ -179,7 +178,7 @@ class PrivateTrainer(Trainer):
 
     # ---- batches ----
 
-    def get_train_dataloader(self) -> EpochLoader:
+    def get_train_dataloader(self) -> EpochLoader:  # type: ignore[override]
         """Trainer's shuffles: batches of a fixed size, which no epsilon here covers."""
         return EpochLoader(self._run, self._loader_of)
 
@@ -187,7 +186,7 @@ class PrivateTrainer(Trainer):
         args = self.args
         options = {
             "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory,
+            "pin_memory": args.dataloader_pin_memory and args.device.type != "cpu",
             "persistent_workers": args.dataloader_persistent_workers,
             "prefetch_factor": args.dataloader_prefetch_factor,
             "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
@@ -223,15 +222,6 @@ class PrivateTrainer(Trainer):
             return None
         return super()._get_num_items_in_batch(batch_samples, device)
 
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **options: Any) -> dict[str, float]:
-        """As Trainer's, on public records: scores are printed and saved.
-
-        Raises:
-            ValueError: for the training records.
-        """
-        refusals.refuse_private_evaluation(eval_dataset, self._private_data)
-        return super().evaluate(eval_dataset, *args, **options)  # type: ignore[no-any-return]
-
     # ---- a step ----
 
     def training_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
@@ -241,8 +231,9 @@ class PrivateTrainer(Trainer):
             Zero: nothing of the loss leaves the step, and ``log`` leaves out what is made of it.
         """
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
+        train_mode = getattr(self.optimizer, "train", None)  # of optimisers without a schedule
+        if callable(train_mode):
+            train_mode()
         with self._keyed_generators(model, self._run.model_seed()):
             self._run.backward(model, self._loss, inputs)
         every = self.args.torch_empty_cache_steps
@@ -261,25 +252,6 @@ class PrivateTrainer(Trainer):
             torch.manual_seed(seed)
             yield
 
-    def _clip_grad_norm(self, model: nn.Module) -> None:
-        """Trainer's clips the sum, after its noise; records are clipped one by one already."""
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        """Nothing: it would be the norm of the noise, for the most part."""
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Trainer's is a number of tokens, which is private."""
-        return 0
-
-    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Without what is private; with epsilon where training speaks."""
-        training = "learning_rate" in logs or "train_runtime" in logs
-        for name in NOT_LOGGED:
-            logs.pop(name, None)  # in place: TrainOutput holds the same dictionary
-        if training:
-            logs.update(self._session.shown())
-        super().log(logs, *args, **options)
-
     # ---- going on ----
 
     def _init_training_state(self, *args: Any, **options: Any) -> tuple[int, int]:
@@ -295,13 +267,14 @@ class PrivateTrainer(Trainer):
         model, loader = super()._prepare_for_training(*args, **options)
         resumed = self._session.resumed
         lost = self._run.released - (0 if resumed is None else resumed.releases)
-        if not isinstance(self.lr_scheduler, ReduceLROnPlateau | GreedyLR):
+        schedule: Any = self.lr_scheduler
+        if not isinstance(schedule, ReduceLROnPlateau | GreedyLR):
             with warnings.catch_warnings():  # that the optimiser took no step between is so
                 warnings.filterwarnings(
                     "ignore", "Detected call of `lr_scheduler.step", UserWarning
                 )
                 for _ in range(lost):
-                    self.lr_scheduler.step()
+                    schedule.step()
         self._offset = self._run.released % self.plan.sampler.steps_per_epoch
         if self._run.released < self.plan.steps:
             self._guard_on_public_records(model)
@@ -325,55 +298,16 @@ class PrivateTrainer(Trainer):
             device = next(model.parameters()).device
             self._run.check(model, self._loss, to_device(batch, device))
 
-    def _run_epoch(self, *, epoch: int, steps_in_epoch: int, **options: Any) -> Any:
-        """The first epoch of a resumed run begins where it was: ``state.epoch`` counts from here."""
+    def _run_epoch(  # type: ignore[override]  # always called by name
+        self, *, epoch: int, steps_in_epoch: int, **options: Any
+    ) -> Any:
+        """The first epoch of a resumed run begins where it was: ``state.epoch`` counts so."""
         made, self._offset = self._offset, 0
         return super()._run_epoch(
             epoch=epoch + made / steps_in_epoch if made else epoch,
             steps_in_epoch=steps_in_epoch,
             **options,
         )
-
-    # ---- files ----
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Trainer's saves generators' states, from which dropout's masks follow, and how much was
-        drawn. In their place: of which run the checkpoint is.
-        """
-        self._session.mark(Path(output_dir))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """There is none: generators are seeded anew each step."""
-
-    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
-        """With the rows that correlated noise goes on from."""
-        super()._save_checkpoint(*args, **options)
-        self._session.keep_noise()
-
-    def _save(self, output_dir: str | None = None, *args: Any, **options: Any) -> None:
-        """Saved weights say what they were trained on."""
-        super()._save(output_dir, *args, **options)
-        self._session.stamp(Path(self.args.output_dir if output_dir is None else output_dir))
-
-    def push_to_hub(self, *args: Any, **options: Any) -> Any:
-        """As Trainer's, once nothing in the directory is secret.
-
-        Raises:
-            RuntimeError: while the run lasts.
-        """
-        if self._session.files.secrets.exists():
-            raise RuntimeError(
-                f"{str(self._session.files.secrets)!r} holds what the noise follows from, and would "
-                "be published; end the run first, or save the model elsewhere "
-                "(trainer.save_model(folder)) and publish that"
-            )
-        return super().push_to_hub(*args, **options)
-
-
-_NO_SEARCH = (
-    "a search makes many runs on the same records, whose epsilons add, and its choice depends on "
-    "them; search on public data, or see quietgrad compare"
-)
 
 
 class PrivateSeq2SeqTrainer(PrivateTrainer, Seq2SeqTrainer):
