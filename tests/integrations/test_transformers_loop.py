@@ -31,8 +31,9 @@ from quietgrad.ledger import read_ledger
         ({"per_device_train_batch_size": 3}, {"physical": 3}),
         ({"dataloader_num_workers": 1}, {"workers": 1}),
         ({"bf16": True}, {"bf16": True}),
+        ({"torch_compile": True}, {}),  # clipping runs uncompiled
     ],
-    ids=["plain", "micro-batches", "workers", "bf16"],
+    ids=["plain", "micro-batches", "workers", "bf16", "compiled"],
 )
 def test_the_weights_are_those_of_the_plain_loop(
     tmp_path: Path, changes: dict[str, Any], loop: dict[str, Any]

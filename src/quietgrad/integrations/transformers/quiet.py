@@ -93,9 +93,10 @@ class QuietTrainer(Trainer):
         Raises:
             RuntimeError: while the run lasts.
         """
-        if self._session.files.secrets.exists():
+        secrets = self._session.files.secrets
+        if secrets.exists():
             raise RuntimeError(
-                f"{str(self._session.files.secrets)!r} holds what the noise follows from, and would "
+                f"{str(secrets)!r} holds what the noise follows from, and would "
                 "be published; end the run first, or save the model elsewhere "
                 "(trainer.save_model(folder)) and publish that"
             )

@@ -234,12 +234,19 @@ class PrivateTrainer(QuietTrainer):
         train_mode = getattr(self.optimizer, "train", None)  # of optimisers without a schedule
         if callable(train_mode):
             train_mode()
-        with self._keyed_generators(model, self._run.model_seed()):
-            self._run.backward(model, self._loss, inputs)
+        plain = self._not_compiled(model)
+        with self._keyed_generators(plain, self._run.model_seed()):
+            self._run.backward(plain, self._loss, inputs)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0 and torch.cuda.is_available():
             torch.cuda.empty_cache()
         return torch.zeros((), device=self.args.device)
+
+    def _not_compiled(self, model: nn.Module) -> Any:
+        """Clipping runs what was compiled uncompiled; and noise is drawn by the parameters' names,
+        which compiling changes.
+        """
+        return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
     @contextlib.contextmanager
     def _keyed_generators(self, model: nn.Module, seed: int) -> Iterator[None]:
@@ -294,9 +301,10 @@ class PrivateTrainer(QuietTrainer):
         if not set(self.label_names) <= set(batch):
             return
         model.train()
-        with self._keyed_generators(model, self._run.model_seed()):
-            device = next(model.parameters()).device
-            self._run.check(model, self._loss, to_device(batch, device))
+        plain = self._not_compiled(model)
+        with self._keyed_generators(plain, self._run.model_seed()):
+            device = next(plain.parameters()).device
+            self._run.check(plain, self._loss, to_device(batch, device))
 
     def _run_epoch(  # type: ignore[override]  # always called by name
         self, *, epoch: int, steps_in_epoch: int, **options: Any
