@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.tensors import Batch
 
+_ONE_CLASS = "single_label_classification"
 IGNORED = -100  # the label that Hugging Face's losses leave out
 
 # model without adapters, its outputs, the batch, label smoothing -> [b]
@@ -78,7 +79,10 @@ def record_loss_of(bare: Any, labels: Sequence[str], smoothing: float) -> PerExa
             "which records change each other's weight; give per_example_loss= (model, batch -> "
             "[records] losses)"
         )
-    if smoothing and head is _question:
+    config = getattr(bare, "config", None)
+    problem = getattr(config, "problem_type", None)  # None: told from the labels, where they come
+    numbers = problem not in (None, _ONE_CLASS) or getattr(config, "num_labels", 2) == 1
+    if smoothing and (head is _question or (head is _record_class and numbers)):
         raise ValueError(f"label_smoothing_factor={smoothing} has no meaning for {name}; set it 0")
     return RecordLoss(head, bare, tuple(labels), float(smoothing))
 
@@ -146,9 +150,9 @@ def _record_class(bare: Any, outputs: Any, batch: Batch, smoothing: float) -> Te
     problem = bare.config.problem_type
     if problem is None:
         whole = wanted.dtype in (torch.long, torch.int)
-        many = "single_label_classification" if whole else "multi_label_classification"
+        many = _ONE_CLASS if whole else "multi_label_classification"
         problem = "regression" if bare.config.num_labels == 1 else many
-    if problem == "single_label_classification":
+    if problem == _ONE_CLASS:
         return _cross_entropies(logits, wanted, smoothing)
     if smoothing:
         raise ValueError(
