@@ -104,6 +104,15 @@ def test_steps_lost_in_a_crash_are_spent(tmp_path: Path, saved: bool) -> None:
     assert again.epsilon() == again.plan.epsilon
 
 
+def test_workers_that_stay_are_let_go_at_the_end(tmp_path: Path) -> None:
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    evaluation = {"eval_dataset": records(20, seed=1), "eval_strategy": "epoch"}
+    first = trainer(tmp_path, callbacks=[StopAt(7)], save_strategy="steps", **workers, **evaluation)
+    first.train()
+    again = trainer(tmp_path, **workers)  # the first one's would hold the directory's lock
+    assert again.train(resume_from_checkpoint=True).global_step == STEPS
+
+
 def test_a_finished_run_has_nothing_left_to_release(tmp_path: Path) -> None:
     first = trainer(tmp_path, save_strategy="epoch")
     first.train()

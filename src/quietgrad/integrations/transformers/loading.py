@@ -26,6 +26,10 @@ class EpochLoader:
         self._begun = run.released % self._whole  # steps of the first epoch that are made
         self._loader: tuple[int, PrivateLoader] | None = None
 
+    def close(self) -> None:
+        """Lets go of the loader, and so of workers that stay."""
+        self._loader = None
+
     def __len__(self) -> int:
         """Steps of a whole epoch, also where the plan ends or a run goes on within it."""
         return self._whole

@@ -166,8 +166,25 @@ class PrivateTrainer(QuietTrainer):
         if trial is not None:
             raise ValueError(NO_SEARCH)
         with self._session.open(resume_from_checkpoint or False) as checkpoint:
-            done = super().train(checkpoint, None, ignore_keys_for_eval, **options)
+            try:
+                done = super().train(checkpoint, None, ignore_keys_for_eval, **options)
+            finally:
+                self._let_go_of_workers()
         return TrainOutput(done.global_step, None, done.metrics)  # type: ignore[arg-type]
+
+    def _let_go_of_workers(self) -> None:
+        """Workers that stay (``dataloader_persistent_workers``) would hold on to the lock of the
+        directory that they were forked with; an evaluation afterwards starts new ones.
+        """
+        handler = self.callback_handler
+        if isinstance(handler.train_dataloader, EpochLoader):
+            handler.train_dataloader.close()
+        handler.eval_dataloader = None
+        for held in (
+            getattr(self.accelerator, "_dataloaders", []),
+            getattr(self, "_eval_dataloaders", {}),
+        ):
+            held.clear()
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model has a loss of its own."""
