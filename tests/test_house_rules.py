@@ -69,6 +69,10 @@ ROOMS["training"] = (
     },
 )
 ROOMS["comparing"] = (set(ROOMS) - {"research"}, {"numpy", "torch", "optuna"})
+ROOMS["integrations"] = (
+    set(ROOMS) - {"research", "comparing"},
+    {"torch", "transformers", "trl"},
+)
 ROOMS["cli"] = (set(ROOMS) - {"research"}, {"typer", "rich"})
 
 # Of a whole room, one type: all that noise may know of clipping, and all that denoising may know of
@@ -295,6 +299,7 @@ PUBLIC = [
     "quietgrad.curvature",
     "quietgrad.denoising",
     "quietgrad.events",
+    "quietgrad.integrations.transformers",
     "quietgrad.loading",
     "quietgrad.noise",
     "quietgrad.sampling",
@@ -320,7 +325,7 @@ def test_rooms_are_there_once_the_package_is_imported() -> None:
         "from quietgrad import Clipping; Clipping('ghost')"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    rooms = [name.partition(".")[2] for name in PUBLIC if "." in name]
+    rooms = [name.partition(".")[2] for name in PUBLIC if name.count(".") == 1]
     assert sorted(importlib.import_module("quietgrad").ROOMS) == rooms
 
 

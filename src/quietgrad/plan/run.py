@@ -338,6 +338,7 @@ class PrivateRun(BoundToProcess):
     def close(self) -> None:
         """Closes the ledger; nothing can be released after it."""
         self._closed = True
+        self._loader = None  # workers that stay would hold on to the locks of the run's files
         if self._writer is not None:
             self._writer.close()
 

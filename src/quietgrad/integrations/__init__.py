@@ -1,0 +1,1 @@
+"""Private training through other libraries' own trainers and engines; nothing is imported here."""

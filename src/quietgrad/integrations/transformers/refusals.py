@@ -1,0 +1,234 @@
+"""What Trainer can do that cannot be private, refused by name before any work starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from quietgrad.plan import PrivacyConfig, PrivacyPlan
+
+ALONE = "run one process on one device (CUDA_VISIBLE_DEVICES=0 python ..., no launcher)"
+
+# Argument -> (whether its value is refused, why, what to do). Missing arguments are not refused.
+ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "gradient_accumulation_steps": (
+        lambda v: v != 1,
+        "a private step is one Poisson batch, whatever its size",
+        "leave it at 1: PrivacyConfig(expected_batch_size=) says how large a batch is, "
+        "per_device_train_batch_size how much of it is read at once",
+    ),
+    "auto_find_batch_size": (
+        bool,
+        "it starts training again with another batch size, and what was released stays released",
+        "set per_device_train_batch_size; it changes memory and time and nothing else",
+    ),
+    "train_sampling_strategy": (
+        lambda v: v != "random",
+        "batches are Poisson samples: grouping or ordering records makes one's batch depend on the "
+        "others, and no epsilon covers that",
+        'leave it at "random"',
+    ),
+    "group_by_length": (bool, "records would be batched by the others' lengths", "set it False"),
+    "dataloader_drop_last": (
+        bool,
+        "a small batch must be released like any other",
+        "set it False",
+    ),
+    "dataloader_in_order": (
+        lambda v: not v,
+        "micro-batches make up one batch after another",
+        "set it True",
+    ),
+    "fp16": (
+        bool,
+        "a gradient scaler rescales gradients and skips steps by what it finds in the batch",
+        "use bf16=True",
+    ),
+    "neftune_noise_alpha": (
+        lambda v: v is not None,
+        "the noise that it puts on a record depends on the longest record of the micro-batch",
+        "leave it out",
+    ),
+    "deepspeed": (bool, "it clips and reduces gradients itself, over several processes", ALONE),
+    "fsdp": (bool, "parameters and batches would be spread over processes", ALONE),
+    "parallelism_config": (bool, "a record would be spread over processes", ALONE),
+    "use_liger_kernel": (
+        bool,
+        "its loss is fused over the batch, and its layers have no per-example gradient",
+        "set it False",
+    ),
+    "activation_offloading": (
+        bool,
+        "it takes hold of what the backward pass keeps",
+        "set it False",
+    ),
+    "include_num_input_tokens_seen": (
+        lambda v: v not in ("no", False),
+        "how many tokens the batches held is private",
+        'leave it at "no"',
+    ),
+    "skip_memory_metrics": (
+        lambda v: not v,
+        "peaks of memory depend on the sizes of batches, which are private",
+        "leave it True",
+    ),
+    "debug": (bool, "it prints numbers of the forward passes on private records", "leave it out"),
+    "push_to_hub": (
+        bool,
+        "while training lasts output_dir holds the secrets that the noise follows from",
+        "call trainer.push_to_hub() once training has ended",
+    ),
+    "packing": (
+        bool,
+        "several records in one row share an attention window, a place and a clipping norm",
+        "set packing=False; a record is a row",
+    ),
+    "padding_free": (bool, "the records of a batch would be one row", "set it False"),
+    "optim": (
+        lambda v: any(word in str(getattr(v, "value", v)) for word in ("lomo", "layerwise")),
+        "it updates weights while the backward pass runs, before clipping and noise",
+        "use an optimiser that steps on .grad",
+    ),
+}
+
+
+def refuse_arguments(args: Any) -> None:
+    """Refuses settings of ``TrainingArguments`` (or TRL's) that cannot be private.
+
+    Raises:
+        ValueError: naming the argument, why, and the remedy.
+    """
+    for name, (refused, why, remedy) in ARGUMENTS.items():
+        value = getattr(args, name, None)
+        if hasattr(args, name) and refused(value):
+            raise ValueError(f"args.{name}={_shown(value)}: {why}; {remedy}")
+    loss = getattr(args, "loss_type", "nll")
+    if loss not in ("nll", None):
+        raise ValueError(
+            f"args.loss_type={loss!r} is a loss of the batch; leave it at 'nll', or give "
+            "per_example_loss="
+        )
+    if args.n_gpu > 1 or args.world_size > 1:
+        raise ValueError(
+            f"args.n_gpu={args.n_gpu}, args.world_size={args.world_size}: batches would be spread "
+            f"over devices or processes, each with noise of its own; {ALONE}"
+        )
+    watched = os.environ.get("WANDB_WATCH", "false")
+    if "wandb" in (args.report_to or ()) and watched in ("all", "gradients"):
+        raise ValueError(
+            f"WANDB_WATCH={watched} sends histograms of gradients before their noise; unset it, or "
+            "use WANDB_WATCH=parameters"
+        )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"<{type(value).__name__}>"
+
+
+def refuse_functions(trainer: type, base: type, options: dict[str, Any]) -> None:
+    """Refuses losses of a whole batch.
+
+    Args:
+        trainer: class of the trainer.
+        base: the private trainer that it may be a subclass of.
+        options: what it is made with.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    remedy = "give per_example_loss= (model, batch -> [records] losses)"
+    if options.get("compute_loss_func") is not None:
+        raise ValueError(
+            "compute_loss_func returns one loss for a batch, in which records change each other's "
+            f"weight; {remedy}"
+        )
+    owner = next((kind for kind in trainer.__mro__ if "compute_loss" in vars(kind)), None)
+    if owner is not None and issubclass(owner, base):
+        raise ValueError(
+            f"{owner.__name__}.compute_loss would not be trained with: it returns one loss for a "
+            f"batch; {remedy}"
+        )
+
+
+def refuse_data(train_dataset: Any, eval_dataset: Any) -> None:
+    """Refuses streams, and private records where public ones are meant.
+
+    Raises:
+        TypeError, ValueError: with the remedy.
+    """
+    if train_dataset is None:
+        raise ValueError("train_dataset=None: the plan needs to know how many records there are")
+    if isinstance(train_dataset, IterableDataset) or not (
+        hasattr(train_dataset, "__len__") and hasattr(train_dataset, "__getitem__")
+    ):
+        raise TypeError(
+            f"train_dataset is a {type(train_dataset).__name__}, a stream: Poisson sampling draws "
+            "every record by a coin of its own, which needs a map-style data set (list(stream), or "
+            "datasets.Dataset)"
+        )
+    refuse_private_evaluation(eval_dataset, (train_dataset,))
+
+
+def refuse_collator(data_collator: Any) -> None:
+    """Refuses padding in front of a record: how much there is depends on the longest one that is
+    read with it, and so do the record's positions, which many models learn.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    tokenizer = getattr(data_collator, "tokenizer", None)
+    if getattr(tokenizer, "padding_side", "right") == "left":
+        raise ValueError(
+            "the tokenizer's padding_side is 'left': a record's positions would depend on the "
+            "longest record that is read with it; set tokenizer.padding_side = 'right'"
+        )
+
+
+def refuse_private_evaluation(eval_dataset: Any, private: tuple[Any, ...]) -> None:
+    """Refuses the training records as evaluation records: their scores would be printed.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    named = eval_dataset.values() if isinstance(eval_dataset, dict) else (eval_dataset,)
+    if any(one is other for one in named for other in private if one is not None):
+        raise ValueError(
+            "eval_dataset is the training data: its scores are private, and evaluation prints and "
+            "saves them; evaluate on public records"
+        )
+
+
+def refuse_contradictions(args: Any, privacy: PrivacyConfig, plan: PrivacyPlan) -> None:
+    """Refuses numbers of ``TrainingArguments`` that say something else than the plan. What was left
+    at its default says nothing.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if args.max_steps > 0 and args.max_steps != plan.steps:
+        raise ValueError(
+            f"args.max_steps={args.max_steps}, and the plan has {plan.steps} steps, which its "
+            "noise was calibrated for; leave max_steps out, or give PrivacyConfig(steps=)"
+        )
+    epochs, q = args.num_train_epochs, plan.event.sample_rate
+    if epochs != _default(args, "num_train_epochs") and max(1, round(epochs / q)) != plan.steps:
+        raise ValueError(
+            f"args.num_train_epochs={epochs} would be {max(1, round(epochs / q))} steps, and the "
+            f"plan has {plan.steps}, which its noise was calibrated for; leave num_train_epochs "
+            "out, or give PrivacyConfig(epochs=)"
+        )
+    norm, meant = args.max_grad_norm, (None, 0, 0.0, privacy.max_grad_norm)
+    if norm not in meant and norm != _default(args, "max_grad_norm"):
+        raise ValueError(
+            f"args.max_grad_norm={norm} clips a batch's gradient, which is clipped per record "
+            f"already; leave it out, and give PrivacyConfig(max_grad_norm={norm}) if that is meant"
+        )
+
+
+def _default(args: Any, name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(args) if field.name == name)

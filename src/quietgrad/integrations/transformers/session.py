@@ -1,0 +1,223 @@
+"""One run of a trainer in its output directory: ledger, secrets, lock, and which checkpoints are
+its own. The files are those of the run directories of ``quietgrad train``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from quietgrad.accounting.rounding import round_up_to
+from quietgrad.durable import make_folder, write_whole
+from quietgrad.ledger import holds_records, read_ledger
+from quietgrad.plan import PrivacyPlan, PrivateRun
+from quietgrad.training.files.noise_state import NoiseKeeper, forget_keys, start_private
+from quietgrad.training.files.provenance import (
+    FILE,
+    KEY,
+    Record,
+    check_start,
+    provenance,
+    stamp_weights,
+)
+from quietgrad.training.files.run_dir import RunDir
+
+# In a checkpoint, where the generators' states would be: of which run it is, and how many
+# releases its weights have seen.
+MARK = "quietgrad_release.json"
+STATE = "trainer_state.json"  # the last file of a checkpoint
+FIGURES = 4  # significant, of a printed epsilon: the Trainer prints no more
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint to go on from.
+
+    Attributes:
+        path: its folder.
+        releases: that its weights have seen.
+    """
+
+    path: Path
+    releases: int
+
+
+def starts_from(model: Any, accepted: str, plan: PrivacyPlan) -> tuple[Record, ...]:
+    """Records of the runs that a model's weights are from, where that is known and asked for.
+
+    Args:
+        model: without adapters.
+        accepted: "epsilons-add", "trained-without-privacy", or "" for neither.
+        plan: of the run that begins.
+
+    Raises:
+        ValueError: for the output of an earlier run that was not asked for.
+    """
+    name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
+    try:
+        return check_start(name, "", accepted, not plan.data_are_public)
+    except ValueError as error:
+        said = (
+            str(error)
+            .replace("model.name", "model")
+            .replace("model.accept_start = ", "accept_start=")
+        )
+        raise ValueError(said) from None
+
+
+class TrainerSession:
+    """A plan in an output directory, while ``open`` and after it.
+
+    Attributes:
+        plan: what runs.
+        run: None before the first start.
+        started_from: records of the outputs of earlier runs that the weights are from.
+        resumed: the checkpoint that the run went on from, if any.
+    """
+
+    def __init__(
+        self, plan: PrivacyPlan, output_dir: str, started_from: tuple[Record, ...] = ()
+    ) -> None:
+        self.plan = plan
+        self.started_from = started_from
+        self.files = RunDir(Path(output_dir))
+        self.run: PrivateRun | None = None
+        self.resumed: Checkpoint | None = None
+        self._keeper = NoiseKeeper(None)
+        self._name = ""
+
+    @contextlib.contextmanager
+    def open(self, resume: bool | str) -> Iterator[str | None]:
+        """Starts the run, or goes on with it; gives the checkpoint to load, if there is one.
+
+        Args:
+            resume: as ``Trainer.train``'s ``resume_from_checkpoint``: False begins, True goes on
+                from the newest checkpoint of this run that is whole, a path from that one.
+
+        Raises:
+            ValueError: for a directory with a run that is not gone on with, or without the one that
+                is; a checkpoint of another run; a ledger that holds fewer releases than it; and
+                what ``PrivacyPlan.start`` refuses.
+        """
+        make_folder(self.files.path)
+        with self.files.locked():
+            begun = holds_records(self.files.ledger)
+            place = f"args.output_dir={str(self.files.path)!r}"
+            if begun and resume is False:
+                raise ValueError(
+                    f"{place} holds a private run already; go on with it by "
+                    "trainer.train(resume_from_checkpoint=True), or choose another directory (the "
+                    "epsilons of two runs on the same records add)"
+                )
+            if not begun and resume is not False:
+                raise ValueError(
+                    f"{place} holds no ledger, so there is no private run to go on with; restore "
+                    "it, or begin one with trainer.train()"
+                )
+            with start_private(self.plan, self.files, resume is not False) as run:
+                self._name = read_ledger(self.files.ledger).sessions[0].name
+                self.run, self._keeper = run, NoiseKeeper(run)
+                self.resumed = None if resume is False else self._checkpoint(resume)
+                yield None if self.resumed is None else str(self.resumed.path)
+                if run.released >= self.plan.steps:
+                    forget_keys(self.files)
+
+    def _checkpoint(self, resume: bool | str) -> Checkpoint | None:
+        assert self.run is not None
+        if isinstance(resume, str):
+            found = self._marked(Path(resume))
+            if found is None:
+                raise ValueError(
+                    f"resume_from_checkpoint={resume!r} is no whole checkpoint of the private run "
+                    f"in {str(self.files.path)!r} ({MARK} names its run; save_only_model leaves it "
+                    "out); go on from one that is, or with resume_from_checkpoint=True"
+                )
+        else:
+            found = next(iter(sorted(self._all(), key=lambda c: -c.releases)), None)
+        if found is None:
+            if self.run.released:
+                warnings.warn(
+                    f"{str(self.files.path)!r} holds no whole checkpoint of its run: training "
+                    f"begins anew, after the {self.run.released} releases that the ledger counts",
+                    stacklevel=6,
+                )
+        elif found.releases > self.run.released:
+            raise ValueError(
+                f"cannot resume: {found.path.name} is at release {found.releases}, but the ledger "
+                f"counts {self.run.released}: it is not the ledger of this run, or lost lines, and "
+                "nothing can be claimed; restore it, or begin in a new directory"
+            )
+        return found
+
+    def _all(self) -> Iterator[Checkpoint]:
+        for path in self.files.path.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+            found = self._marked(path)
+            if found is not None:
+                yield found
+
+    def _marked(self, folder: Path) -> Checkpoint | None:
+        """The checkpoint in a folder, if it is whole and of this run."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
+            json.loads((folder / STATE).read_text(encoding="utf-8"))
+            if mark["run"] == self._name:
+                return Checkpoint(folder, int(mark["releases"]))
+        return None
+
+    def mark(self, folder: Path, releases: int) -> None:
+        """Writes into a checkpoint of which run it is, and how many releases its weights have
+        seen.
+        """
+        make_folder(folder)
+        mark = {"run": self._name, "releases": releases}
+        write_whole(folder / MARK, (json.dumps(mark) + "\n").encode())
+
+    def keep_noise(self) -> None:
+        """At a checkpoint: rows of correlated noise, in the secret files."""
+        self._keeper.keep(stopping=False)
+
+    def stamp(self, folder: Path) -> None:
+        """Saved weights say what they were trained on and how; public facts alone. Nothing before a
+        first release.
+        """
+        if self.run is None or not self.run.released or not folder.is_dir():
+            return
+        facts = {
+            "epsilon": self.run.epsilon(),
+            "delta": self.plan.delta,
+            "steps": self.run.released,
+            "neighbouring": self.plan.neighbouring,
+        }
+        record = provenance("train_dataset", facts, self.plan.data_are_public, self.started_from)
+        beside = json.dumps({KEY: record}, indent=2) + "\n"
+        write_whole(folder / FILE, beside.encode())
+        stamp_weights(folder, record)
+
+    def shown(self) -> dict[str, Any]:
+        """What a line of the log says of privacy: epsilon so far, rounded up."""
+        if self.run is None:
+            return {}
+        shown: dict[str, Any] = {"epsilon": float(round_up_to(self.run.epsilon(), FIGURES))}
+        return shown | ({"data_declared_public": True} if self.plan.data_are_public else {})
+
+    def epsilon(self) -> float:
+        """Privacy spent so far in the output directory, at the plan's delta.
+
+        Raises:
+            RuntimeError: for a run of an earlier trainer that this one has not gone on with.
+        """
+        if self.run is not None:
+            return self.run.epsilon()
+        if holds_records(self.files.ledger):
+            raise RuntimeError(
+                f"{str(self.files.path)!r} holds a run that this trainer has not gone on with; "
+                "quietgrad epsilon --ledger tells what it has spent"
+            )
+        return 0.0

@@ -1,0 +1,95 @@
+"""TRL's SFTTrainer with private steps: instruction tuning, a record's loss the mean over its own
+learnt tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from trl import SFTTrainer
+
+from quietgrad.integrations.transformers.trainer import PrivateTrainer
+
+QUOTES = "sequence: "  # where SFTTrainer's warning begins to quote a record
+
+
+class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
+    """``trl.SFTTrainer`` that trains privately; arguments as its own, and ``PrivateTrainer``'s
+    ``privacy`` and ``per_example_loss``.
+
+    A record is one row: packing is refused. Every record counts towards N, also one that
+    ``max_length`` cuts off before its answer: it contributes zero, where SFTTrainer leaves it out,
+    and so would change N. How records are told apart (prompt and completion, conversations) follows
+    from the columns of the first.
+
+    Raises:
+        ValueError, TypeError: as ``PrivateTrainer``; for a mixture of experts with a router loss,
+            which is a mean over the batch.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        with _no_records_in_warnings():
+            super().__init__(*args, **options)
+        if self.aux_loss_enabled:
+            raise ValueError(
+                "the router's auxiliary loss is a mean over the batch; set router_aux_loss_coef=0.0"
+            )
+
+    def _prepare_dataset(
+        self,
+        dataset: Any,
+        processing_class: Any,
+        args: Any,
+        packing: bool,
+        formatting_func: Any,
+        dataset_name: str,
+    ) -> Any:
+        """SFTTrainer's drops the records that are cut off before their answer, and so N would
+        depend on what is in them; here they stay.
+        """
+        if dataset_name != "train" or args.max_length is None:
+            return super()._prepare_dataset(
+                dataset, processing_class, args, packing, formatting_func, dataset_name
+            )
+        whole = copy.copy(args)
+        whole.max_length = None
+        prepared = super()._prepare_dataset(
+            dataset, processing_class, whole, packing, formatting_func, dataset_name
+        )
+        most = args.max_length
+        kept = slice(None, most) if args.truncation_mode == "keep_start" else slice(-most, None)
+        return prepared.map(
+            _cut, fn_kwargs={"kept": kept}, desc=f"Truncating {dataset_name} dataset"
+        )
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Without the number of training tokens, which SFTTrainer shows beside evaluations."""
+        self._metrics["train"].clear()
+        self._metrics["eval"].pop("num_tokens", None)
+        super().log(logs, *args, **options)
+
+
+def _cut(record: dict[str, Any], kept: slice) -> dict[str, Any]:
+    return {name: record[name][kept] for name in ("input_ids", "labels")}
+
+
+@contextlib.contextmanager
+def _no_records_in_warnings() -> Iterator[None]:
+    """SFTTrainer warns of prompts that are tokenised otherwise alone, and quotes one."""
+
+    def without(line: logging.LogRecord) -> bool:
+        text = line.getMessage()
+        if "tokenized prompt is not a prefix" in text:
+            line.msg, line.args = text.partition(QUOTES)[0] + "(not shown: it is private)", ()
+        return True
+
+    logger = logging.getLogger(SFTTrainer.__module__)
+    logger.addFilter(without)
+    try:
+        yield
+    finally:
+        logger.removeFilter(without)

@@ -1,0 +1,207 @@
+"""The loss of each record: what Hugging Face's model says of that record alone, and nothing of who
+else is in the batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from private_trainers import arguments, classifier, records
+from torch import Tensor, nn
+from transformers.trainer_pt_utils import LabelSmoother
+
+from quietgrad import PrivacyConfig
+from quietgrad.integrations.transformers import PrivateSeq2SeqTrainer
+from quietgrad.integrations.transformers.losses import RecordLoss, record_loss_of
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT = hf.BertConfig(vocab_size=50, intermediate_size=16, **SIZES)
+LLAMA = hf.LlamaConfig(vocab_size=50, intermediate_size=16, **SIZES)
+T5 = hf.T5Config(
+    vocab_size=50,
+    d_model=16,
+    d_kv=8,
+    d_ff=16,
+    num_layers=1,
+    num_heads=2,
+    decoder_start_token_id=0,
+    dropout_rate=0.0,
+)
+LENGTHS = (9, 4, 6, 2)  # of records in one batch
+B, LONGEST = len(LENGTHS), max(LENGTHS)
+
+
+def words() -> dict[str, Tensor]:
+    draws = torch.Generator().manual_seed(3)
+    mask = (torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]).long()
+    return {
+        "input_ids": torch.randint(1, 50, (B, LONGEST), generator=draws) * mask,
+        "attention_mask": mask,
+    }
+
+
+def learnt(some: bool = True) -> Tensor:
+    """A label at every word, or at some of them."""
+    batch = words()
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    if some:
+        labels[0, :5] = -100
+    return labels
+
+
+CASES: dict[str, tuple[Any, Any, dict[str, Tensor]]] = {
+    "causal": (hf.LlamaForCausalLM, LLAMA, {"labels": learnt()}),
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2), {}),
+    "masked": (hf.BertForMaskedLM, BERT, {"labels": learnt()}),
+    "tokens": (hf.BertForTokenClassification, BERT, {"labels": learnt().clamp_max(1)}),
+    "classes": (hf.BertForSequenceClassification, BERT, {"labels": torch.tensor([0, 1, 1, 0])}),
+    "number": (
+        hf.BertForSequenceClassification,
+        hf.BertConfig(vocab_size=50, intermediate_size=16, num_labels=1, **SIZES),
+        {"labels": torch.tensor([0.5, -1.0, 2.0, 0.1])},
+    ),
+    "several labels": (
+        hf.BertForSequenceClassification,
+        BERT,
+        {"labels": torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]])},
+    ),
+    "question": (
+        hf.BertForQuestionAnswering,
+        BERT,
+        {
+            "start_positions": torch.tensor([1, 0, 7, 99]),
+            "end_positions": torch.tensor([3, 1, 7, 99]),  # the third beyond its text,
+        },
+    ),
+    "answer": (hf.T5ForConditionalGeneration, T5, {"labels": learnt()}),
+}
+
+
+def model_and_batch(name: str) -> tuple[Any, dict[str, Tensor], tuple[str, ...]]:
+    kind, config, labels = CASES[name]
+    torch.manual_seed(5)
+    labels = labels or {"labels": learnt()}
+    # A config of its own: the model writes down there what kind of labels it met.
+    return kind(copy.deepcopy(config)).eval(), words() | labels, tuple(labels)
+
+
+def alone(batch: dict[str, Tensor], i: int) -> dict[str, Tensor]:
+    """One record, without the padding that the others asked for."""
+    cut = {name: value[i : i + 1] for name, value in batch.items()}
+    return {
+        name: value[:, : LENGTHS[i]] if value.dim() == 2 and value.shape[1] == LONGEST else value
+        for name, value in cut.items()
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_records_loss_is_the_models_own_of_that_record_alone(name: str) -> None:
+    model, batch, labels = model_and_batch(name)
+    losses = record_loss_of(model, labels, 0.0)(model, batch)
+    assert losses.shape == (B,)
+    for i, loss in enumerate(losses):
+        # Positions beyond the text have no answer, and the model's mean over none is no number.
+        expected = model(**alone(batch, i)).loss.nan_to_num()
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_who_else_is_in_the_batch_changes_nothing(name: str) -> None:
+    model, batch, labels = model_and_batch(name)
+    loss = record_loss_of(model, labels, 0.0)
+    others = {key: value.flip(0) for key, value in batch.items()}
+    torch.testing.assert_close(loss(model, batch), loss(model, others).flip(0))
+    # Without the first record, of which the most is learnt.
+    fewer = {key: value[1:] for key, value in batch.items()}
+    torch.testing.assert_close(loss(model, batch)[1:], loss(model, fewer))
+
+
+def test_the_models_own_loss_would_not_do() -> None:
+    model, batch, _ = model_and_batch("causal")
+    whole = model(**batch).loss
+    own = record_loss_of(model, ("labels",), 0.0)(model, batch)
+    assert not torch.allclose(whole, own.mean(), rtol=1e-4)  # weighted by the others' lengths
+
+
+@pytest.mark.parametrize("name", ["causal", "masked", "classes"])
+def test_smoothing_is_trainers_for_one_record(name: str) -> None:
+    model, batch, labels = model_and_batch(name)
+    losses = record_loss_of(model, labels, 0.1)(model, batch)
+    for i, loss in enumerate(losses):
+        record = alone(batch, i)
+        wanted = record.pop("labels")
+        smoother = LabelSmoother(0.1)
+        expected = smoother(model(**record), wanted, shift_labels=name == "causal")
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_record_without_a_learnt_token_contributes_zero() -> None:
+    model, batch, labels = model_and_batch("causal")
+    batch["labels"][2] = -100
+    losses = record_loss_of(model, labels, 0.0)(model, batch)
+    assert losses[2] == 0
+    losses[2].backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_choices_are_records_with_several_rows() -> None:
+    torch.manual_seed(5)
+    model = hf.BertForMultipleChoice(BERT).eval()
+    batch = {name: torch.stack([v, v.flip(0)], 1) for name, v in words().items()}
+    batch["labels"] = torch.tensor([0, 1, 1, 0])
+    losses = record_loss_of(model, ("labels",), 0.0)(model, batch)
+    for i, loss in enumerate(losses):
+        expected = model(**{name: value[i : i + 1] for name, value in batch.items()}).loss
+        torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("kind", [hf.BertForPreTraining, hf.BertForNextSentencePrediction])
+def test_heads_without_a_loss_of_each_record_are_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__}.*per_example_loss"):
+        record_loss_of(kind(BERT), ("labels",), 0.0)
+
+
+def test_missing_labels_are_named() -> None:
+    model = classifier()
+    loss = record_loss_of(model, ("labels",), 0.0)
+    assert isinstance(loss, RecordLoss)
+    with pytest.raises(ValueError, match=r"no 'labels'.*data_collator"):
+        loss(model, {"input_ids": records(1)[0]["input_ids"][None]})
+
+
+def test_smoothing_of_no_classes_is_refused() -> None:
+    for name in ("number", "question"):
+        model, _, labels = model_and_batch(name)
+        with pytest.raises(ValueError, match=f"no meaning for {type(model).__name__}"):
+            record_loss_of(model, labels, 0.1)
+    model, batch, labels = model_and_batch("several labels")  # told from the labels
+    with pytest.raises(ValueError, match="smooths classes, and these labels are multi_label"):
+        record_loss_of(model, labels, 0.1)(model, batch)
+
+
+def test_a_sequence_to_sequence_model_trains_and_writes(tmp_path: Path) -> None:
+    model: nn.Module = hf.T5ForConditionalGeneration(T5)
+    pairs = [{"input_ids": [5, 6, 7 + i % 9], "labels": [4 + i % 9, 1]} for i in range(60)]
+    settings = vars(arguments(tmp_path))
+    names = ("output_dir", "use_cpu", "save_strategy", "disable_tqdm", "optim")
+    trained = PrivateSeq2SeqTrainer(
+        model=model,
+        args=hf.Seq2SeqTrainingArguments(
+            **{name: settings[name] for name in names},
+            report_to=[],
+            predict_with_generate=True,
+            generation_max_length=4,
+        ),
+        data_collator=hf.default_data_collator,
+        train_dataset=pairs,
+        privacy=PrivacyConfig(target_epsilon=3.0, expected_batch_size=20, steps=2),
+    )
+    trained.train()
+    found = trained.predict(pairs[:3]).predictions
+    assert found.shape[0] == 3  # padded to the model's own longest
+    assert trained.epsilon() == trained.plan.epsilon

@@ -1,0 +1,33 @@
+"""The code of docs/trainer.md runs as it stands, one block after the other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+from private_trainers import llama, pairs, tokenizer
+
+PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
+
+
+# Of an evaluation, where there is no accelerator: the reader's own machine may have one.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
+def test_the_code_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trl", reason="needs the extra trl")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(blocks) == 3
+    scope: dict[str, object] = {
+        "language_model": llama(), "tokenizer": tokenizer(), "questions": pairs()
+    }  # fmt: skip
+    transformers.set_seed(0)
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), scope)
+    out = capsys.readouterr().out
+    assert "epsilon 3.000" in out and "20 steps, epsilon 3.000" in out
+    assert (tmp_path / "run" / "ledger.jsonl").exists()
+    assert (tmp_path / "sft" / "ledger.jsonl").exists()

@@ -1,0 +1,205 @@
+"""What Trainer can do that cannot be private is refused by name, before any work starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from private_trainers import (
+    PRIVACY,
+    StopAt,
+    arguments,
+    bert_loss,
+    classifier,
+    records,
+    tokenizer,
+    trainer,
+)
+from torch.utils.data import IterableDataset
+from transformers import DataCollatorWithPadding, Trainer
+
+from quietgrad import PrivacyConfig
+from quietgrad.denoising import PersistentAmplification, SpectralAdamW
+from quietgrad.integrations.transformers import PrivateTrainer
+from quietgrad.integrations.transformers.hooks import HOOKS, require_hooks
+from quietgrad.integrations.transformers.quiet import QuietTrainer
+from quietgrad.integrations.transformers.refusals import refuse_arguments
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(records())
+
+
+class OwnLoss(PrivateTrainer):
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        raise AssertionError
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2.*expected_batch_size"),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    ({"train_sampling_strategy": "group_by_length"}, "group_by_length.*Poisson"),
+    ({"train_sampling_strategy": "sequential"}, "sequential.*Poisson"),
+    ({"dataloader_drop_last": True}, "dataloader_drop_last"),
+    ({"dataloader_in_order": False, "dataloader_num_workers": 1}, "dataloader_in_order"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+    ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen"),
+    ({"skip_memory_metrics": False}, "skip_memory_metrics"),
+    ({"debug": "underflow_overflow"}, "debug"),
+    ({"push_to_hub": True, "hub_model_id": "a/b"}, "push_to_hub"),
+    ({"use_liger_kernel": True}, "use_liger_kernel"),
+    ({"optim": "lomo"}, "optim"),
+    ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["query"]}, "optim"),
+    ({"max_steps": 7}, "max_steps=7.*10 steps"),
+    ({"num_train_epochs": 5}, "num_train_epochs=5 would be 25 steps.*has 10"),
+    ({"max_grad_norm": 0.5}, r"max_grad_norm=0.5.*PrivacyConfig\(max_grad_norm=0.5\)"),
+    ({"compute_loss_func": lambda *_: None}, "compute_loss_func.*per_example_loss"),
+    ({"kind": OwnLoss}, "OwnLoss.compute_loss.*per_example_loss"),
+    ({"train_dataset": None}, "train_dataset=None"),
+    ({"model": torch.nn.Linear(2, 2)}, "no loss of each record is known for Linear"),
+    ({"label_smoothing_factor": 0.1, "per_example_loss": bert_loss}, "label_smoothing_factor"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), REFUSED, ids=[", ".join(c) for c, _ in REFUSED])
+def test_what_cannot_be_private_is_refused(
+    changes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        trainer(tmp_path / "run", **changes)
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fp16", True),  # not every machine lets TrainingArguments have it
+        ("deepspeed", {"zero_optimization": {}}),
+        ("fsdp", "full_shard"),
+        ("parallelism_config", object()),
+        ("group_by_length", True),
+        ("packing", True),
+        ("padding_free", True),
+        ("activation_offloading", True),
+        ("loss_type", "dft"),
+        ("n_gpu", 2),
+        ("world_size", 2),
+    ],
+)
+def test_settings_of_other_machines_and_versions(name: str, value: Any, tmp_path: Path) -> None:
+    alone = {"n_gpu": 1, "world_size": 1, "report_to": []}
+    refuse_arguments(SimpleNamespace(**alone))
+    with pytest.raises(ValueError, match=f"args.{name}="):
+        refuse_arguments(SimpleNamespace(**(alone | {name: value})))
+
+
+def test_padding_in_front_is_refused(tmp_path: Path) -> None:
+    words = tokenizer()
+    words.padding_side = "left"
+    for changes in ({"data_collator": DataCollatorWithPadding(words)}, {"processing_class": words}):
+        with pytest.raises(ValueError, match="padding_side"):
+            trainer(tmp_path, **changes)
+
+
+def test_weights_of_an_earlier_run_have_to_be_asked_for(tmp_path: Path) -> None:
+    own = replace(PRIVACY, seed=None, data_are_public=False)
+    first = trainer(tmp_path / "one", privacy=own)
+    first.train()
+    first.save_model(str(tmp_path / "model"))
+    model = type(first.model).from_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r'epsilon adds.*set accept_start="epsilons-add"'):
+        trainer(tmp_path / "two", model=model, privacy=own)
+    second = trainer(tmp_path / "two", model=model, privacy=own, accept_start="epsilons-add")
+    second.train()
+    second.save_model(str(tmp_path / "next"))
+    said = json.loads((tmp_path / "next" / "quietgrad.json").read_text())["quietgrad_trained_on"]
+    assert [record["epsilon"] for record in said["started_from"]] == [first.epsilon()]
+
+
+def test_streams_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"Stream, a stream.*Poisson"):
+        trainer(tmp_path, train_dataset=Stream(), max_steps=5)
+
+
+def test_arguments_that_were_changed_later_are_refused_too(tmp_path: Path) -> None:
+    trained = trainer(tmp_path)
+    trained.args.gradient_accumulation_steps = 4
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
+        trained.train()
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_gradients_are_not_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_WATCH", "gradients")
+    args = SimpleNamespace(n_gpu=1, world_size=1, report_to=["wandb"])
+    with pytest.raises(ValueError, match="WANDB_WATCH=gradients"):
+        refuse_arguments(args)
+
+
+def test_training_records_are_not_evaluated(tmp_path: Path) -> None:
+    data = records()
+    for eval_dataset in (data, {"a": records(9), "b": data}):
+        with pytest.raises(ValueError, match="eval_dataset is the training data"):
+            trainer(tmp_path, train_dataset=data, eval_dataset=eval_dataset)
+    with pytest.raises(ValueError, match="eval_dataset is the training data"):
+        trainer(tmp_path, train_dataset=data).evaluate(data)
+
+
+def test_a_search_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="epsilons add"):
+        trainer(tmp_path).hyperparameter_search()
+
+
+def test_an_optimiser_that_steps_on_releases_is_refused(tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = SpectralAdamW(model, PersistentAmplification(), lr=1e-3)
+    with pytest.raises(TypeError, match=r"PrivacyConfig\(denoising=\)"):
+        PrivateTrainer(
+            model, arguments(tmp_path), train_dataset=records(), privacy=PRIVACY,
+            optimizers=(optimizer, None),
+        )  # fmt: skip
+
+
+def test_a_run_is_neither_begun_twice_nor_gone_on_with_unasked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no private run to go on with"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+    trainer(tmp_path, callbacks=[StopAt(3)]).train()
+    with pytest.raises(ValueError, match="holds a private run already"):
+        trainer(tmp_path).train()
+    with pytest.raises(RuntimeError, match="quietgrad epsilon --ledger"):
+        trainer(tmp_path).epsilon()
+    with pytest.raises(ValueError, match="changed privacy setting"):
+        other = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=20, epochs=2)
+        trainer(tmp_path, privacy=other).train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_of_other_runs_are_not_gone_on_from(tmp_path: Path) -> None:
+    own = replace(PRIVACY, seed=None)  # the runs of one public seed are one and the same
+    for name in ("one", "other"):
+        stopping = {"callbacks": [StopAt(3)], "save_strategy": "steps"}
+        trainer(tmp_path / name, privacy=own, **stopping).train()
+    with pytest.raises(ValueError, match="no whole checkpoint of the private run"):
+        trainer(tmp_path / "one", privacy=own).train(str(tmp_path / "other" / "checkpoint-3"))
+    (tmp_path / "one" / "checkpoint-3").rename(tmp_path / "kept")
+    (tmp_path / "other" / "checkpoint-3").rename(tmp_path / "one" / "checkpoint-3")
+    again = trainer(tmp_path / "one", privacy=own)
+    with pytest.warns(UserWarning, match="holds no whole checkpoint of its run"):
+        again.train(resume_from_checkpoint=True)
+
+
+def test_a_trainer_that_works_otherwise_is_refused() -> None:
+    class Older:
+        pass
+
+    with pytest.raises(ImportError, match=r"no Trainer\._clip_grad_norm"):
+        require_hooks(Older)
+    ours = vars(PrivateTrainer).keys() | vars(QuietTrainer).keys()
+    replaced = {name for name in ours if name in dir(Trainer) and not name.startswith("__")}
+    public = {"train", "push_to_hub", "hyperparameter_search", "call_model_init"}
+    assert replaced - public == set(HOOKS)

@@ -1,0 +1,172 @@
+"""PrivateSFTTrainer: TRL's preparation and evaluation, private steps, a record a row."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from peft import LoraConfig
+from private_trainers import (
+    PRIVACY,
+    RATE,
+    StopAt,
+    llama,
+    pairs,
+    plain_loop,
+    same_weights,
+    tokenizer,
+)
+from torch import Tensor, nn
+
+pytest.importorskip("trl", reason="needs the extra trl")
+
+from trl import SFTConfig
+
+from quietgrad.integrations.transformers import PrivateSFTTrainer
+from quietgrad.ledger import read_ledger
+
+
+def sft(folder: Path, **changes: Any) -> PrivateSFTTrainer:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8,
+        "learning_rate": RATE,
+        "optim": "adamw_torch",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": None,  # TRL's default has a name that transformers warns of
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "max_length": 12,
+    }
+    own = {"train_dataset", "eval_dataset", "callbacks", "peft_config"}
+    given = {name: changes.pop(name) for name in own & changes.keys()}
+    given.setdefault("train_dataset", pairs())
+    return PrivateSFTTrainer(
+        model=llama(),
+        args=SFTConfig(**(settings | changes)),
+        processing_class=tokenizer(),
+        privacy=PRIVACY,
+        **given,
+    )
+
+
+def own_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """One record after the other: the mean over its learnt tokens, 0 without any."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    losses = []
+    for scores, words in zip(logits, batch["labels"]):
+        learnt = words[1:] != -100
+        chosen = F.cross_entropy(scores[:-1][learnt], words[1:][learnt], reduction="sum")
+        losses.append(chosen / max(1, int(learnt.sum())))
+    return torch.stack(losses)
+
+
+def test_a_records_loss_is_the_mean_over_its_own_learnt_tokens(tmp_path: Path) -> None:
+    trained = sft(tmp_path)
+    rows = [trained.train_dataset[i] for i in (0, 1, 4, 8)]
+    batch = trained.data_collator(rows)
+    found = trained._loss(trained.model, batch)
+    torch.testing.assert_close(found, own_tokens(trained.model, batch))
+    assert found[3] == 0 and (found[:3] > 0).all()  # the last is cut off before its answer
+    fewer = trained.data_collator(rows[:1])
+    torch.testing.assert_close(trained._loss(trained.model, fewer), found[:1])
+
+
+def test_the_weights_are_those_of_the_plain_loop(tmp_path: Path) -> None:
+    trained = sft(tmp_path)
+    trained.train()
+    data = [
+        {name: trained.train_dataset[i][name] for name in ("input_ids", "labels")}
+        for i in range(100)
+    ]
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        words = batch["labels"][:, 1:]
+        each = F.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), words.flatten(), reduction="none"
+        ).view(words.shape)
+        return each.sum(1) / (words != -100).sum(1).clamp_min(1)
+
+    expected = plain_loop(llama(), loss, data=data, collate=trained.data_collator)
+    assert same_weights(trained.model, expected)
+    assert trained.epsilon() == trained.plan.epsilon
+
+
+def test_every_record_counts_also_one_that_is_cut_off(tmp_path: Path) -> None:
+    trained = sft(tmp_path, eval_dataset=pairs(20))
+    assert len(trained.train_dataset) == trained.plan.dataset_size == 100
+    cut = [row for row in trained.train_dataset["labels"] if all(word == -100 for word in row)]
+    assert cut and all(len(row) <= 12 for row in trained.train_dataset["input_ids"])
+    assert len(trained.eval_dataset) < 20  # TRL's own rule, for public records
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"packing": True}, "packing=True: several records in one row"),
+        ({"padding_free": True, "max_length": None}, "padding_free"),
+        ({"loss_type": "dft"}, "loss_type='dft'"),
+        ({"activation_offloading": True}, "activation_offloading"),
+        ({"gradient_accumulation_steps": 2}, "expected_batch_size"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_private_is_refused(
+    changes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        sft(tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_training_records_are_not_evaluated(tmp_path: Path) -> None:
+    data = pairs()
+    trained = sft(tmp_path, train_dataset=data)
+    for private in (data, trained.train_dataset):
+        with pytest.raises(ValueError, match="eval_dataset is the training data"):
+            trained.evaluate(private)
+
+
+def test_adapters_a_resume_and_nothing_private_in_the_logs(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "peft_config": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        "save_strategy": "steps",
+        "logging_steps": 1,
+        "eval_strategy": "epoch",
+        "eval_dataset": pairs(20),
+    }
+    sft(tmp_path, callbacks=[StopAt(3)], **settings).train()
+    again = sft(tmp_path, **settings)
+    done = again.train(resume_from_checkpoint=True)
+    assert done.global_step == 10 and done.training_loss is None
+    assert read_ledger(tmp_path / "ledger.jsonl").releases == 10
+    state = json.loads((tmp_path / "checkpoint-10" / "trainer_state.json").read_text())
+    names = {name for line in state["log_history"] for name in line}
+    assert "epsilon" in names and "eval_loss" in names
+    assert not {"loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"} & names
+    assert "eval_num_tokens" not in names
+    assert not any("rng" in path.name for path in tmp_path.rglob("*"))
+
+
+def test_activation_checkpointing_trains(tmp_path: Path) -> None:
+    trained = sft(tmp_path, activation_checkpointing=True)
+    trained.train()
+    assert not same_weights(trained.model, llama())
+
+
+def test_no_record_is_quoted_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    joined = [{"prompt": "a b", "completion": "b c"}] * 40  # "a bb c": "b" alone is no word of it
+    with caplog.at_level(logging.WARNING):
+        sft(tmp_path, train_dataset=Dataset.from_list(joined))
+    lines = [line.getMessage() for line in caplog.records if "prefix" in line.getMessage()]
+    assert lines and all("'b'" not in line and "not shown" in line for line in lines)
