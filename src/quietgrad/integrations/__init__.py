@@ -1,0 +1,1 @@
+"""Other libraries' ways of training, run by Quietgrad: a folder each."""
