@@ -58,6 +58,7 @@ class Node:
         rows: for each of them the dimension that is the records', or None.
         in_place: whether it wrote into its first argument.
         module: the wrapped model of a ``CALL``.
+        inputs: of a ``CALL``, the tensors that the tape knows, in the order of their ``Ref``.
     """
 
     what: Any
@@ -67,6 +68,7 @@ class Node:
     rows: tuple[int | None, ...]
     in_place: bool = False
     module: Any = None
+    inputs: tuple[Tensor, ...] = ()
 
 
 def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
@@ -81,6 +83,8 @@ def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any],
             with contextlib.suppress(TypeError, ValueError):
                 return make()
         return inside
+    if isinstance(value, tuple) and hasattr(value, "n_fields"):  # of torch.return_types
+        return type(value)([mapped(v, kinds, function) for v in value])  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(v, kinds, function) for v in value))
     if isinstance(value, tuple):  # torch.Size holds whole numbers alone
@@ -136,12 +140,14 @@ class Tape:
         in_place = isinstance(first, Traced) and _is_in_place(what)
         if not found and not in_place:
             return result
+        given = leaves((args, kwargs), Traced) if what == CALL else []
+        inputs = tuple(t.plain.detach() for t in given if t.tape is self)
         args, kwargs = self._noted(args), self._noted(kwargs)
         if in_place:
             assert isinstance(first, Traced)
             self._made(what, args, kwargs, first.plain, in_place=True, again=first)
             return first if found else result
-        return self._made(what, args, kwargs, result, module=module)
+        return self._made(what, args, kwargs, result, module=module, inputs=inputs)
 
     def _noted(self, value: Any) -> Any:
         def one(t: Tensor) -> Ref | Const | Tensor:
@@ -163,11 +169,12 @@ class Tape:
         in_place: bool = False,
         module: Any = None,
         again: Traced | None = None,
+        inputs: tuple[Tensor, ...] = (),
     ) -> Any:
         tensors = leaves(result, Tensor)
         kept = tuple(t.detach() for t in tensors) if what in (CALL, LEAF) else ()
         rows = tuple(self.rows_dim(t) for t in tensors)
-        self.nodes.append(Node(what, args, kwargs, kept, rows, in_place, module))
+        self.nodes.append(Node(what, args, kwargs, kept, rows, in_place, module, inputs))
         place = len(self.nodes) - 1
         if again is not None:
             again.ref = Ref(place, 0)
