@@ -69,6 +69,10 @@ ROOMS["training"] = (
     },
 )
 ROOMS["comparing"] = (set(ROOMS) - {"research"}, {"numpy", "torch", "optuna"})
+ROOMS["integrations"] = (
+    set(ROOMS) - {"research", "training", "comparing", "report"},
+    {"numpy", "torch"},
+)
 ROOMS["cli"] = (set(ROOMS) - {"research"}, {"typer", "rich"})
 
 # Of a whole room, one type: all that noise may know of clipping, and all that denoising may know of

@@ -55,7 +55,9 @@ def train(args, model, loader, optimizer, privacy_engine, epoch):
     model.train()
     criterion = nn.CrossEntropyLoss()
     with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=args.max_physical_batch_size, optimizer=optimizer
+        data_loader=loader,
+        max_physical_batch_size=args.max_physical_batch_size,
+        optimizer=optimizer,
     ) as parts:
         for images, target in parts:
             output = model(images)

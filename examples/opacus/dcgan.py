@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from quietgrad.integrations.opacus import PrivacyEngine
 
 sys.path.append(str(Path(__file__).parents[1]))
-import digits  # noqa: E402
+import digits
 
 REAL, FAKE = 1.0, 0.0
 

@@ -15,9 +15,46 @@ from torch.utils.data import DataLoader
 
 from quietgrad.integrations.opacus import PrivacyEngine
 
-GOOD = "splendid moving bright clever tender funny superb honest warm gripping".split()
-BAD = "dull clumsy endless hollow noisy tired bland careless weak shallow".split()
-OTHER = "the film plot actor scene music camera story end hour this that was and".split()
+GOOD = [
+    "splendid",
+    "moving",
+    "bright",
+    "clever",
+    "tender",
+    "funny",
+    "superb",
+    "honest",
+    "warm",
+    "gripping",
+]
+BAD = [
+    "dull",
+    "clumsy",
+    "endless",
+    "hollow",
+    "noisy",
+    "tired",
+    "bland",
+    "careless",
+    "weak",
+    "shallow",
+]
+OTHER = [
+    "the",
+    "film",
+    "plot",
+    "actor",
+    "scene",
+    "music",
+    "camera",
+    "story",
+    "end",
+    "hour",
+    "this",
+    "that",
+    "was",
+    "and",
+]
 WORDS = {word: i for i, word in enumerate(["<pad>", *GOOD, *BAD, *OTHER])}
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from quietgrad.integrations.opacus import PrivacyEngine
 
 sys.path.append(str(Path(__file__).parents[1]))
-import digits  # noqa: E402
+import digits
 
 
 class SmallConvNet(nn.Module):

@@ -12,10 +12,10 @@ import opacus
 import pytest
 import torch
 import torch.nn.functional as F
+from integrations.opacus_loops import LOOPS, RECORDS, Loop, perceptron
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from integrations.opacus_loops import LOOPS, RECORDS, Loop, perceptron
 from quietgrad.integrations.opacus import PrivacyEngine
 from quietgrad.integrations.opacus.utils.batch_memory_manager import BatchMemoryManager
 
@@ -55,7 +55,12 @@ def one_by_one(loop: Loop, model: nn.Module) -> dict[str, Tensor]:
     for i in range(RECORDS):
         model.zero_grad()
         loop.body(model, *(r[i : i + 1] for r in loop.records()))
-        rows.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+        rows.append(
+            {
+                n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for n, p in model.named_parameters()
+            }
+        )
     return clipped(rows)
 
 

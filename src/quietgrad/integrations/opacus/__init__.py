@@ -1,5 +1,6 @@
-"""Opacus 1.6 scripts on Quietgrad: ``from quietgrad.integrations.opacus import PrivacyEngine``. What
-changes is in docs/from_opacus.md.
+"""Opacus 1.6 scripts on Quietgrad: ``from quietgrad.integrations.opacus import PrivacyEngine``.
+
+What changes is in docs/from_opacus.md.
 """
 
 from quietgrad.integrations.opacus.engine import PrivacyEngine

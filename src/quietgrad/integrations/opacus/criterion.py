@@ -41,6 +41,6 @@ class PerSequence:
         ignored = getattr(self.criterion, "ignore_index", None)
         if ignored is None:
             return each.mean(dim=1).mean()
-        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        target: Any = kwargs.get("target", args[1] if len(args) > 1 else None)
         counted = (target.view(shape[0], shape[1]) != ignored).sum(dim=1).clamp(min=1)
         return (each.sum(dim=1) / counted).mean()

@@ -296,7 +296,8 @@ class PrivacyEngine:
         Raises:
             ValueError: if it holds no history of releases.
         """
-        found: dict[str, Any] = torch.load(path, **({"weights_only": True} | (torch_load_kwargs or {})))
+        options = {"weights_only": True} | (torch_load_kwargs or {})
+        found: dict[str, Any] = torch.load(path, **options)
         self.accountant.load_state_dict(found["privacy_accountant_state_dict"])
         module.load_state_dict(found["module_state_dict"], **(module_load_dict_kwargs or {}))
         for name, part in (

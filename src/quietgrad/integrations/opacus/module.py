@@ -10,8 +10,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from quietgrad.checks import SettingsWarning
+from quietgrad.integrations.opacus.following.tracing import (
+    CALL,
+    Ref,
+    Tape,
+    Traced,
+    leaves,
+    mapped,
+    plain_of,
+)
 from quietgrad.integrations.opacus.source import BatchSource
-from quietgrad.integrations.opacus.tracing import CALL, Ref, Tape, Traced, leaves, mapped, plain_of
 
 
 class _Link:
@@ -74,9 +82,11 @@ class GradSampleModule(nn.Module):
                 "every input needs one row for each record that the loader gave; for public or "
                 "made-up inputs use model.eval() or torch.no_grad()"
             )
-        if outer and not self._warned and not any(isinstance(t, Traced) for t in leaves(
-            (args, kwargs), Tensor
-        )):
+        if (
+            outer
+            and not self._warned
+            and not any(isinstance(t, Traced) for t in leaves((args, kwargs), Tensor))
+        ):
             self._warned = True
             warnings.warn(
                 "another model gets a gradient through the private one, on as many rows as the "

@@ -17,9 +17,9 @@ from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.soundness.processes import refuse_process_group
-from quietgrad.integrations.opacus.faithful import faithful_program
+from quietgrad.integrations.opacus.following.faithful import faithful_program
+from quietgrad.integrations.opacus.following.replay import Program
 from quietgrad.integrations.opacus.module import GradSampleModule
-from quietgrad.integrations.opacus.replay import Program
 from quietgrad.integrations.opacus.settings import Releases
 from quietgrad.integrations.opacus.source import BatchSource
 from quietgrad.plan.process import BoundToProcess
@@ -241,7 +241,7 @@ class DPOptimizer(Optimizer):
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimiser's."""
         return self.original_optimizer.param_groups
 
@@ -250,16 +250,16 @@ class DPOptimizer(Optimizer):
         self.original_optimizer.param_groups = param_groups
 
     @property
-    def state(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[Any, Any]:
         """The wrapped optimiser's."""
-        return self.original_optimizer.state  # type: ignore[return-value]
+        return self.original_optimizer.state
 
     @state.setter
     def state(self, state: defaultdict[Any, Any]) -> None:
         self.original_optimizer.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The wrapped optimiser's."""
         return self.original_optimizer.defaults
 

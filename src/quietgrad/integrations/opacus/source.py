@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Sampler
 
 from quietgrad.integrations.opacus.accountants import OpenedBatch, QuietgradAccountant
-from quietgrad.integrations.opacus.tracing import Tape
+from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling import PoissonSampler

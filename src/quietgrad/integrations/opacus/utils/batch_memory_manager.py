@@ -21,15 +21,11 @@ class BatchMemoryManager:
         ValueError: for a loader that is not private.
     """
 
-    def __init__(
-        self, *, data_loader: Any, max_physical_batch_size: int, optimizer: Any
-    ) -> None:
+    def __init__(self, *, data_loader: Any, max_physical_batch_size: int, optimizer: Any) -> None:
         require_int("max_physical_batch_size", max_physical_batch_size)
         require_at_least("max_physical_batch_size", max_physical_batch_size, 1, "of records")
         if not isinstance(data_loader, DPDataLoader):
-            raise ValueError(
-                "data_loader is not private; pass the one that make_private returned"
-            )
+            raise ValueError("data_loader is not private; pass the one that make_private returned")
         self._loader = DPDataLoader(data_loader, data_loader.source, max_physical_batch_size)
 
     def __enter__(self) -> DPDataLoader:

@@ -20,9 +20,7 @@ class ModuleValidator:
     """Says what keeps a model from being trained, and replaces what can be replaced."""
 
     @classmethod
-    def validate(
-        cls, module: nn.Module, *, strict: bool = False
-    ) -> list[UnsupportedModuleError]:
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedModuleError]:
         """What is wrong, layer by layer.
 
         Args:

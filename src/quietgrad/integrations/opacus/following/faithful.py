@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quietgrad.integrations.opacus.replay import Program
-from quietgrad.integrations.opacus.tracing import Ref, Tape
+from quietgrad.integrations.opacus.following.replay import Program
+from quietgrad.integrations.opacus.following.tracing import Ref, Tape
 
 _NO_MODEL = nn.Module()
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -68,4 +68,3 @@ def _mixes(loss_reduction: str, why: Exception | None) -> ValueError:
         "of the records (reduction='none', each record's own average, then .mean()), or pass "
         "loss_reduction='sum' for a sum of them"
     )
-

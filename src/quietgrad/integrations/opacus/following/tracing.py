@@ -84,7 +84,7 @@ def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any],
                 return make()
         return inside
     if isinstance(value, tuple) and hasattr(value, "n_fields"):  # of torch.return_types
-        return type(value)([mapped(v, kinds, function) for v in value])  # type: ignore[call-arg]
+        return type(value)([mapped(v, kinds, function) for v in value])
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(v, kinds, function) for v in value))
     if isinstance(value, tuple):  # torch.Size holds whole numbers alone
@@ -222,7 +222,7 @@ class Traced(Tensor):
 
 # What is asked of a tensor's place in autograd's graph, and not of its numbers.
 _NOT_NOTED = {
-    Tensor.grad.__get__,  # type: ignore[attr-defined]
+    vars(torch._C.TensorBase)["grad"].__get__,
     Tensor.retain_grad,
     Tensor.register_hook,
     torch.autograd.grad,
