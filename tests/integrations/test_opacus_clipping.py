@@ -217,3 +217,33 @@ def test_what_a_record_adds_does_not_depend_on_the_others() -> None:
     difference = {name: found[0][name] - found[1][name] for name in found[0]}
     norm = math.sqrt(sum(float(g.square().sum()) for g in difference.values()))
     assert 0.5 * C < norm <= C * (1 + 1e-5)
+
+
+def by_its_own_size(model: Any, x: Tensor, y: Tensor) -> None:
+    loss = F.cross_entropy(model(x), y)
+    (loss / loss.item()).backward()
+
+
+def by_the_number(model: Any, x: Tensor, y: Tensor) -> None:
+    (F.cross_entropy(model(x), y) * len(x) / 7).backward()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"), [(by_its_own_size, "read off"), (by_the_number, "number of records")]
+)
+def test_numbers_of_the_batch_may_not_scale_the_loss(body: Any, message: str) -> None:
+    model, optimizer, loader, _ = private(perceptron(), LOOPS[0].records(), batch_size=4)
+    with pytest.raises(ValueError, match=message):
+        for _ in range(10):
+            for x, y in loader:
+                if len(x):
+                    body(model, x, y)
+                    optimizer.step()
+
+
+def test_schedules_may_scale_the_loss() -> None:
+    model, optimizer, loader, _ = private(perceptron(), LOOPS[0].records(), batch_size=4)
+    for epoch in range(10):
+        for x, y in loader:
+            ((0.5 + epoch / 10) * F.cross_entropy(model(x), y) / 2).backward()
+            optimizer.step()

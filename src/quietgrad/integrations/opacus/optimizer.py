@@ -17,6 +17,7 @@ from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.soundness.processes import refuse_process_group
+from quietgrad.integrations.opacus.following.constants import Constants
 from quietgrad.integrations.opacus.following.faithful import faithful_program
 from quietgrad.integrations.opacus.following.replay import Program
 from quietgrad.integrations.opacus.module import GradSampleModule
@@ -40,6 +41,7 @@ class _Mechanism(BoundToProcess):
         self.released = 0
         self.sums: list[ClippedSum] = []  # of the open batch, one for each step of a loop's body
         self.bound: dict[Any, BoundClipper] = {}
+        self.constants = Constants()
 
     def bound_for(self, module: GradSampleModule, program: Program, plan: Any) -> BoundClipper:
         """Of a loop's body: guarded once, not at every step."""
@@ -182,6 +184,7 @@ class DPOptimizer(Optimizer):
                 "that the loader gave, in training mode"
             )
         program = faithful_program(tape, pending, self.loss_reduction)
+        self._mechanism.constants.require(program)
         planned = plan(self.noise_multiplier, self.max_grad_norm, program.alone)
         bound = self._mechanism.bound_for(self._wrapped, program, planned)
         drawn = Projections(self._mechanism.key, self._mechanism.released)

@@ -232,10 +232,13 @@ class DPDataLoader(DataLoader[Any]):
 
 def _require_rows(records: Any, tape: Tape) -> None:
     def one(t: Any) -> Any:
-        if tape.rows_dim(t) is None:
+        # This dimension and no other: one that is as long by chance would make records of its own.
+        dim = 0 if tape.batch_first or t.dim() < 2 else 1
+        if t.dim() <= dim or t.shape[dim] != tape.records:
             raise ValueError(
-                "collate_fn returned a tensor without one row a record; keep every record, also a "
-                "bad one, and put what is common to all of them into the model or the loop"
+                f"collate_fn returned a tensor without one row a record in dimension {dim}; keep "
+                "every record, also a bad one, and put what is common to all of them into the "
+                "model or the loop (records in dimension 1: make_private(batch_first=False))"
             )
         return t
 

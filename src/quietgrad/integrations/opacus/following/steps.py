@@ -69,15 +69,13 @@ class Step:
     def together(self, model: nn.Module) -> list[Value]:
         """The model on all records at once."""
         node = self.node
-        dims = iter(self._input_dims())
+        refs = leaves((node.args, node.kwargs), Ref)
+        shapes = {id(self.values[ref]): t.shape for ref, t in zip(refs, node.inputs, strict=True)}
 
         def whole(value: Value) -> Tensor:
-            dim = next(dims)
-            if isinstance(value, Batched):
+            if not isinstance(value, list):
                 return value.tensor
-            if isinstance(value, Numbers):
-                return value.tensor
-            return torch.cat(value, dim)
+            return self._joined(value, shapes[id(value)])
 
         args, kwargs = self._arguments(whole)
         found = leaves(model(*args, **kwargs), Tensor)
@@ -90,22 +88,20 @@ class Step:
         refs = leaves((self.node.args, self.node.kwargs), Ref)
         for ref, given in zip(refs, self.node.inputs, strict=True):
             value = self.values[ref]
-            dim = self.tape.nodes[ref.node].rows[ref.leaf] or 0
-            found = value.tensor if not isinstance(value, list) else torch.cat(value, dim)
+            found = self._joined(value, given.shape) if isinstance(value, list) else value.tensor
             same = found.shape == given.shape and torch.allclose(
                 found.double(), given.double(), rtol=1e-3, atol=1e-6, equal_nan=True
             )
             if not same:
                 raise NotAlone
 
-    def _input_dims(self) -> list[int]:
-        found = []
-        for leaf in leaves((self.node.args, self.node.kwargs), (Ref, Const)):
-            if isinstance(leaf, Ref):
-                found.append(self.tape.nodes[leaf.node].rows[leaf.leaf] or 0)
-            elif self.is_rows(self.node, leaf):
-                found.append(leaf.rows or 0)
-        return found
+    def _joined(self, rows: Rows, shape: torch.Size) -> Tensor:
+        """Records as the model was given them: along the dimension that was the batch's."""
+        one, n = rows[0].shape, self.tape.records
+        for dim in range(len(one)):
+            if one[dim] == 1 and (*one[:dim], n, *one[dim + 1 :]) == tuple(shape):
+                return torch.cat(rows, dim)
+        raise NotAlone
 
     def one_by_one(self, function: Callable[..., Any]) -> list[Value]:
         """A function of the loop's on every record as a batch of one; the model too, where it

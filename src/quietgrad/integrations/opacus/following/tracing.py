@@ -9,6 +9,7 @@ contributes is a function of that record by construction.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,11 @@ def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any],
     return value
 
 
+def int_of(x: float) -> float:
+    """The whole number at ``x``; numbers that are none stand for themselves."""
+    return float(round(x)) if math.isfinite(x) else x
+
+
 def leaves(value: Any, kinds: type | tuple[type, ...]) -> list[Any]:
     """Leaves of the kinds, in the order of ``mapped``."""
     found: list[Any] = []
@@ -111,12 +117,14 @@ class Tape:
         records: how many.
         batch_first: whether records come first in tensors of two dimensions and more.
         nodes: what was called, in order; empty once the micro-batch is over.
+        read: fractions that the loop read off its tensors as numbers.
     """
 
     def __init__(self, records: int, batch_first: bool = True) -> None:
         self.records = records
         self.batch_first = batch_first
         self.nodes: list[Node] = []
+        self.read: set[float] = set()
         self.is_open = True
 
     def close(self) -> None:
@@ -139,6 +147,7 @@ class Tape:
         first = args[0] if args else None
         in_place = isinstance(first, Traced) and _is_in_place(what)
         if not found and not in_place:
+            self.read.update(x for x in leaves(result, float) if x != int_of(x))
             return result
         given = leaves((args, kwargs), Traced) if what == CALL else []
         inputs = tuple(t.plain.detach() for t in given if t.tape is self)
