@@ -131,6 +131,7 @@ class PrivacyEngine:
         private = DPOptimizer(
             optimizer, wrapped, source, releases, noise_multiplier, norm, loss_reduction
         )
+        wrapped.zero_grad()  # what is left of an earlier training is no release
         source.modules.append(wrapped)
         source.optimizers.append(private)
         loader = (
