@@ -94,6 +94,7 @@ def main():
             errD_real = criterion(netD(real), label_real)
             errD_real.backward()
             optimizerD.step()
+            optimizerD.zero_grad(set_to_none=True)
 
             # Generator: a number of images that does not depend on the batch, which is private.
             netG.zero_grad()

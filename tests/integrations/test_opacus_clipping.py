@@ -8,6 +8,7 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
 import opacus
 import pytest
 import torch
@@ -247,3 +248,22 @@ def test_schedules_may_scale_the_loss() -> None:
         for x, y in loader:
             ((0.5 + epoch / 10) * F.cross_entropy(model(x), y) / 2).backward()
             optimizer.step()
+
+
+def test_tensors_of_an_earlier_batch_are_refused_in_the_loss_and_nowhere_else() -> None:
+    model, optimizer, loader, _ = private(perceptron(), LOOPS[0].records(), batch_size=4)
+    loader.source.indices = lambda number: np.arange(number, number + 4)
+    total, before = torch.zeros(()), None
+    with pytest.raises(ValueError, match="of an earlier batch"):
+        for number, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            if number == 2:
+                assert before is not None
+                loss = loss + F.mse_loss(out, before)
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+            before = out.detach() * 2
+    assert float(total) > 0

@@ -221,6 +221,9 @@ class DPDataLoader(DataLoader[Any]):
             for i, part in enumerate(parts):
                 records = next(reader)
                 if not training:  # a look at records: nothing is released of it
+                    look = Tape(len(part), source.batch_first)
+                    records = look.enter(records)
+                    look.close()
                     yield records
                     continue
                 tape = source.open(number, len(part), i == 0, i + 1 == len(parts))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.integrations.opacus.following.replay import Program
-from quietgrad.integrations.opacus.following.tracing import Ref, Tape
+from quietgrad.integrations.opacus.following.tracing import Const, Ref, Tape, leaves
 
 _NO_MODEL = nn.Module()
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -30,6 +30,7 @@ def faithful_program(
     """
     refs = tuple(ref for _, ref, _ in pending)
     total = torch.stack([loss.reshape(()) for _, _, loss in pending]).sum()
+    _require_this_batch(Program(tape, refs))
     why: Exception | None = None
     for constant in (False, True):
         program = Program(tape, refs, constant)
@@ -45,6 +46,16 @@ def faithful_program(
         if program.alone or _agree(losses, total, loss_reduction):
             return program
     raise _mixes(loss_reduction, why)
+
+
+def _require_this_batch(program: Program) -> None:
+    nodes = (program.tape.nodes[place] for place in program.nodes)
+    if any(const.is_of_before for n in nodes for const in leaves((n.args, n.kwargs), Const)):
+        raise ValueError(
+            "the loss is made of tensors of an earlier batch too (a memory of outputs or records, "
+            "a state that is carried on), so a record would act in releases that are not of its "
+            "batch; make the loss of the open batch alone"
+        )
 
 
 def _agree(losses: Tensor, total: Tensor, loss_reduction: str) -> bool:

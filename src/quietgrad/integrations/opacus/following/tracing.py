@@ -42,10 +42,12 @@ class Const:
     Attributes:
         tensor: as it was, without its graph.
         rows: the dimension that may be the records', or None.
+        is_of_before: whether it was made of records of an earlier micro-batch.
     """
 
     tensor: Tensor
     rows: int | None
+    is_of_before: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +130,7 @@ class Tape:
         self.is_open = True
 
     def close(self) -> None:
-        """Lets go of everything: tensors that the loop keeps are plain ones from now on."""
+        """Lets go of everything. Tensors that the loop keeps are known as an earlier batch's."""
         self.is_open = False
         self.nodes = []
 
@@ -165,7 +167,7 @@ class Tape:
             plain = plain_of(t)
             if isinstance(plain, nn.Parameter):
                 return Const(plain, None)
-            return Const(plain.detach(), self.rows_dim(plain))
+            return Const(plain.detach(), self.rows_dim(plain), isinstance(t, Traced))
 
         return mapped(value, Tensor, one)
 
@@ -218,8 +220,13 @@ class Traced(Tensor):
             plain_args = mapped(args, Tensor, plain_of)
             result = func(*plain_args, **mapped(kwargs, Tensor, plain_of))
         tape = next((t.tape for t in traced if hasattr(t, "tape") and t.tape.is_open), None)
-        if tape is None or func in _NOT_NOTED:
+        if func in _NOT_NOTED:
             return result
+        if tape is None:  # what is made of records of before stays known as such
+            old = next((t.tape for t in traced if hasattr(t, "tape")), None)
+            if old is None:
+                return result
+            return mapped(result, Tensor, lambda t: Traced.of(t, old, Ref(0, 0)))
         return tape.note(func, args, kwargs, result)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
