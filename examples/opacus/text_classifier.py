@@ -2,7 +2,7 @@
 The sentences are made here, of words that are mostly of one of two subjects.
 
 An Opacus script; ``from opacus import PrivacyEngine`` is the one line that differs. (Opacus 1.6.0
-with transformers 5 stops in a view of its hooks.)
+runs the last layer; its ghost clipping stops at a view of transformers 5.)
 """
 
 import argparse

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "from_opacus.md"
-EXAMPLES = sorted((ROOT / "examples" / "opacus").glob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*/*.py"))
 
 
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,7 +26,10 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def cases() -> list[Any]:
     slow = pytest.mark.slow("it imports transformers, and trains one")
     marks = {"text_classifier": [slow]}
-    return [pytest.param(p, id=p.stem, marks=marks.get(p.stem, [])) for p in EXAMPLES]
+    return [
+        pytest.param(p, id=f"{p.parent.name}/{p.stem}", marks=marks.get(p.stem, []))
+        for p in EXAMPLES
+    ]
 
 
 @pytest.mark.parametrize("path", cases())
@@ -37,4 +40,4 @@ def test_an_example_runs_at_smoke_size(path: Path) -> None:
 
 
 def test_there_are_the_examples_of_the_page() -> None:
-    assert len(EXAMPLES) >= 7
+    assert len(EXAMPLES) >= 8
