@@ -5,7 +5,7 @@ SEED := $(or $(SEED),$(shell $(PYTHON) -c "import secrets; print(secrets.randbel
 TIMES ?= 20
 
 # The folders with Python code that exist in this checkout.
-CODE := $(wildcard src tests benchmarks scripts recipes)
+CODE := $(wildcard src tests examples benchmarks scripts recipes)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-random lint typecheck format clean

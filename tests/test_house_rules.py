@@ -71,7 +71,7 @@ ROOMS["training"] = (
 ROOMS["comparing"] = (set(ROOMS) - {"research"}, {"numpy", "torch", "optuna"})
 ROOMS["integrations"] = (
     set(ROOMS) - {"research", "comparing"},
-    {"torch", "transformers", "trl"},
+    {"numpy", "torch", "transformers", "trl"},
 )
 ROOMS["cli"] = (set(ROOMS) - {"research"}, {"typer", "rich"})
 

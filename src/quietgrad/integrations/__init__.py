@@ -1,1 +1,3 @@
-"""Private training through other libraries' own trainers and engines; nothing is imported here."""
+"""Private training through other libraries' own trainers and engines, a folder each; nothing is
+imported here.
+"""

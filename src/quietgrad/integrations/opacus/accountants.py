@@ -1,0 +1,143 @@
+"""What was released so far, and its epsilon by Quietgrad's accountant.
+
+Releases on one and the same batch share its coins: they are one step of the Gaussian mechanism
+whose noise is as small as all of theirs together, 1 / sigma^2 = sum_j 1 / sigma_j^2 (adaptive
+composition of Gaussian mechanisms given the batch; amplification then acts on the whole). Batches
+are drawn independently and compose as phases.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from quietgrad.accounting import epsilon
+from quietgrad.checks import SettingsWarning, require_delta
+from quietgrad.events import EventSequence, PoissonGaussian
+
+MECHANISMS = ("prv", "rdp", "gdp")
+_STEADY = 1 - 2.0**-40  # rounding of 1 / sigma^2 may not make noise larger than it was
+
+
+@dataclass
+class OpenedBatch:
+    """The releases made on one batch.
+
+    Attributes:
+        sample_rate: q.
+        noise: noise multipliers.
+    """
+
+    sample_rate: float
+    noise: list[float] = field(default_factory=list)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Of one release that tells as much as all of them."""
+        if len(self.noise) == 1:
+            return self.noise[0]
+        return _STEADY / math.sqrt(sum(sigma**-2 for sigma in self.noise))
+
+
+class QuietgradAccountant:
+    """Counts releases and composes them.
+
+    Args:
+        mechanism: the name that the script gave; kept for ``mechanism()`` and nothing else.
+
+    Raises:
+        ValueError: for a name that Opacus does not have.
+    """
+
+    def __init__(self, mechanism: str = "prv") -> None:
+        if mechanism not in MECHANISMS:
+            raise ValueError(
+                f"accountant={mechanism!r} is unknown; use one of {', '.join(MECHANISMS)} (epsilon "
+                "comes from Quietgrad's accountant in any case)"
+            )
+        self._mechanism = mechanism
+        self._closed: Counter[tuple[float, float]] = Counter()
+        self._open: list[OpenedBatch] = []
+
+    def open(self, sample_rate: float) -> OpenedBatch:
+        """A batch that was drawn anew; what is released on it is noted there."""
+        batch = OpenedBatch(sample_rate)
+        self._open.append(batch)
+        return batch
+
+    def close(self, batch: OpenedBatch) -> None:
+        """Nothing more is released on the batch."""
+        self._open = [b for b in self._open if b is not batch]
+        if batch.noise:
+            self._closed[batch.noise_multiplier, batch.sample_rate] += 1
+
+    @property
+    def history(self) -> list[tuple[float, float, int]]:
+        """(noise multiplier, sampling rate, steps) of all batches that something was released on;
+        public.
+        """
+        total = Counter(self._closed)
+        for batch in self._open:
+            if batch.noise:
+                total[batch.noise_multiplier, batch.sample_rate] += 1
+        return [(sigma, q, steps) for (sigma, q), steps in total.items()]
+
+    def get_epsilon(self, delta: float, **_: Any) -> float:
+        """An upper bound of epsilon for all releases so far; 0 before the first.
+
+        Args:
+            delta: in (0, 1).
+
+        Raises:
+            ValueError: for another delta.
+        """
+        require_delta("delta", delta)
+        phases = tuple(PoissonGaussian(sigma, q, steps) for sigma, q, steps in self.history)
+        if not phases:
+            return 0.0
+        return epsilon(phases[0] if len(phases) == 1 else EventSequence(phases), delta)
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """One release on a batch of its own, made elsewhere."""
+        PoissonGaussian(noise_multiplier, sample_rate, 1)  # judges them
+        self._closed[float(noise_multiplier), float(sample_rate)] += 1
+
+    def mechanism(self) -> str:
+        """The name that the script gave."""
+        return self._mechanism
+
+    def __len__(self) -> int:
+        return len(self.history)
+
+    def state_dict(self) -> dict[str, Any]:
+        """History and name, in the form of Opacus' checkpoints."""
+        return {"history": self.history, "mechanism": self._mechanism}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what was released before, in place of what was counted here.
+
+        Raises:
+            ValueError: without a history, or if something was released here already.
+        """
+        if "history" not in state_dict:
+            raise ValueError(
+                "the checkpoint holds no history of releases, so its epsilon is unknown; load one "
+                "that save_checkpoint wrote"
+            )
+        if self.history:
+            warnings.warn(
+                "releases were made before the checkpoint was loaded; they are added to its own",
+                SettingsWarning,
+                stacklevel=3,
+            )
+        for sigma, q, steps in state_dict["history"]:
+            PoissonGaussian(sigma, q, steps)
+            self._closed[float(sigma), float(q)] += int(steps)
+
+
+def create_accountant(mechanism: str) -> QuietgradAccountant:
+    """Quietgrad's accountant under a name of Opacus'."""
+    return QuietgradAccountant(mechanism)

@@ -1,0 +1,344 @@
+"""``PrivacyEngine`` with the interface of Opacus 1.6."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Sequence
+from typing import IO, Any, BinaryIO
+
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from quietgrad.accounting import noise_multiplier as calibrated
+from quietgrad.checks import SettingsWarning, require_word
+from quietgrad.integrations.opacus.accountants import QuietgradAccountant, create_accountant
+from quietgrad.integrations.opacus.criterion import PerSequence
+from quietgrad.integrations.opacus.module import GradSampleModule
+from quietgrad.integrations.opacus.optimizer import DPOptimizer
+from quietgrad.integrations.opacus.settings import Releases, clipping_of, require_mode
+from quietgrad.integrations.opacus.source import BatchSource, DPDataLoader
+from quietgrad.integrations.opacus.validators.module_validator import ModuleValidator
+from quietgrad.sampling import PoissonSampler
+from quietgrad.tensors import trainable_parameters
+
+Path = str | os.PathLike[str] | BinaryIO | IO[bytes]
+
+
+class PrivacyEngine:
+    """Makes a model, an optimiser and a data loader private, and says what was spent.
+
+    Args:
+        accountant: "prv", "rdp" or "gdp"; accepted for the script's sake. Epsilon always comes
+            from Quietgrad's accountant, which composes privacy-loss distributions and is an upper
+            bound.
+        secure_mode: whether noise comes from a cryptographic stream; needs the package
+            ``cryptography``.
+
+    Raises:
+        ValueError: for an accountant that Opacus does not have.
+    """
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        self.accountant: QuietgradAccountant = create_accountant(accountant)
+        self.secure_mode = secure_mode
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: optim.Optimizer,
+        criterion: Any = None,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: Any = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Private counterparts of a model, its optimiser and its data loader.
+
+        Args:
+            module: in training mode, without layers that mix records.
+            optimizer: of the module's parameters.
+            criterion: of the loss; returned with grad_sample_mode="ghost".
+            data_loader: map-style; its batches become Poisson samples at rate 1 / len(data_loader).
+            noise_multiplier: sigma, relative to the clipping norm, above 0.
+            max_grad_norm: C; a list for "per_layer".
+            batch_first: whether records come first in the model's tensors.
+            loss_reduction: "mean" or "sum", of the loss over records.
+            poisson_sampling: True: the accountant is for nothing else.
+            clipping: "flat" or "per_layer".
+            noise_generator: not used; noise comes from Quietgrad's streams.
+            grad_sample_mode: "hooks", "ghost", "functorch" or "ew"; all run Quietgrad's clipper.
+            wrap_model: True: the returned model is trained.
+            rand_on_empty: not needed; the model is never called on nothing.
+
+        Returns:
+            (model, optimizer, data_loader), or with "ghost" (model, optimizer, criterion,
+            data_loader).
+
+        Raises:
+            ValueError: naming the argument and the remedy.
+            UnsupportedModuleError: for layers that mix records.
+        """
+        require_mode(grad_sample_mode)
+        require_word("loss_reduction", loss_reduction, ("mean", "sum"))
+        if not poisson_sampling:
+            raise ValueError(
+                "poisson_sampling=False is refused: epsilon is computed for batches in which every "
+                "record has a coin of its own, and shuffled batches are another mechanism, whose "
+                "epsilon may be several times as large; leave poisson_sampling=True"
+            )
+        if not wrap_model:
+            raise ValueError(
+                "wrap_model=False is refused: losses are followed from the wrapped model's "
+                "outputs; leave wrap_model=True (attributes of the model pass through)"
+            )
+        if kwargs:
+            raise ValueError(
+                f"{sorted(kwargs)[0]} is not an argument here; leave it out (adaptive clipping is "
+                "refused, see clipping)"
+            )
+        if noise_generator is not None:
+            warnings.warn(
+                "noise_generator is not used: noise comes from Quietgrad's own streams, seeded by "
+                "the operating system",
+                SettingsWarning,
+                stacklevel=2,
+            )
+        _require_own_parameters(module, optimizer)
+        inner = module._module if isinstance(module, GradSampleModule) else module
+        self.validate(module=inner, optimizer=optimizer, data_loader=data_loader)
+        source = self._source(data_loader, batch_first)
+        norm, groups = clipping_of(clipping, max_grad_norm, list(trainable_parameters(inner)))
+        sampler = source.sampler
+        noise = "secure" if self.secure_mode else "keyed"
+        releases = Releases(sampler.dataset_size, sampler.sample_rate, groups, noise)
+        wrapped = GradSampleModule(
+            inner, source, batch_first=batch_first, loss_reduction=loss_reduction
+        )
+        if isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        private = DPOptimizer(
+            optimizer, wrapped, source, releases, noise_multiplier, norm, loss_reduction
+        )
+        wrapped.zero_grad()  # what is left of an earlier training is no release
+        source.modules.append(wrapped)
+        source.optimizers.append(private)
+        loader = (
+            data_loader
+            if isinstance(data_loader, DPDataLoader)
+            else DPDataLoader(data_loader, source)
+        )
+        if grad_sample_mode == "ghost":
+            criterion = nn.CrossEntropyLoss() if criterion is None else criterion
+            return wrapped, private, PerSequence(criterion, loss_reduction), loader
+        return wrapped, private, loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: optim.Optimizer,
+        criterion: Any = None,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | Sequence[float],
+        **kwargs: Any,
+    ) -> Any:
+        """``make_private`` with the noise that spends ``target_epsilon`` at ``target_delta`` in so
+        many epochs.
+
+        Args:
+            target_epsilon, target_delta: the budget.
+            epochs: passes over the data loader; each is len(data_loader) steps. More passes spend
+                more, and ``get_epsilon`` says so.
+            module, optimizer, criterion, data_loader, max_grad_norm, kwargs: as for
+                ``make_private``.
+
+        Raises:
+            ValueError: as ``make_private``, and for a budget that no noise meets.
+        """
+        if len(self.accountant):
+            warnings.warn(
+                "this PrivacyEngine has released something already, and the noise is calibrated "
+                "for what comes now alone; the whole epsilon will be larger",
+                SettingsWarning,
+                stacklevel=2,
+            )
+        _require_loader(data_loader)
+        steps = epochs * len(data_loader)
+        sigma = calibrated(
+            target_epsilon, target_delta, sample_rate=1 / len(data_loader), steps=max(1, steps)
+        )
+        return self.make_private(
+            module=module,
+            optimizer=optimizer,
+            criterion=criterion,
+            data_loader=data_loader,
+            noise_multiplier=sigma,
+            max_grad_norm=max_grad_norm,
+            **kwargs,
+        )
+
+    def _source(self, data_loader: DataLoader[Any], batch_first: bool) -> BatchSource:
+        if isinstance(data_loader, DPDataLoader):  # a second model on the same batches
+            if data_loader.source.accountant is not self.accountant:
+                raise ValueError(
+                    "data_loader was made private by another PrivacyEngine, which counts its "
+                    "releases; use that engine, or give the loader of before"
+                )
+            return data_loader.source
+        _require_loader(data_loader)
+        size = len(data_loader.dataset)  # type: ignore[arg-type]
+        sampler = PoissonSampler(size, 1 / len(data_loader))
+        return BatchSource(sampler, self.accountant, batch_first)
+
+    def get_epsilon(self, delta: float) -> float:
+        """An upper bound of epsilon for all releases so far, for adding or removing a record.
+
+        Args:
+            delta: in (0, 1); below one over the number of records.
+
+        Raises:
+            ValueError: for another delta.
+        """
+        return self.accountant.get_epsilon(delta)
+
+    def is_compatible(
+        self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
+    ) -> bool:
+        """Whether ``validate`` has nothing to say."""
+        return ModuleValidator.is_valid(module)
+
+    def validate(
+        self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
+    ) -> None:
+        """Raises:
+        UnsupportedModuleError: for layers that mix records, by name, and for a module that is not
+            in training mode.
+        """
+        ModuleValidator.validate(module, strict=True)
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """A copy whose layers do not mix records (BatchNorm becomes GroupNorm).
+
+        Raises:
+            UnsupportedModuleError: where that is not enough.
+        """
+        return ModuleValidator.fix_and_validate(module)
+
+    def save_checkpoint(
+        self,
+        *,
+        path: Path,
+        module: nn.Module,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        module_state_dict_kwargs: dict[str, Any] | None = None,
+        torch_save_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Writes weights, optimiser, schedulers and the history of releases; nothing that was not
+        released.
+
+        Args:
+            path: file, or an open one.
+            module, optimizer, noise_scheduler, grad_clip_scheduler: what is saved.
+            checkpoint_dict: further entries of the script's own.
+            module_state_dict_kwargs, torch_save_kwargs: passed on.
+        """
+        saved = copy.copy(checkpoint_dict or {})
+        saved["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
+        saved["privacy_accountant_state_dict"] = self.accountant.state_dict()
+        for name, part in (
+            ("optimizer", optimizer),
+            ("noise_scheduler", noise_scheduler),
+            ("grad_clip_scheduler", grad_clip_scheduler),
+        ):
+            if part is not None:
+                saved[f"{name}_state_dict"] = part.state_dict()
+        torch.save(saved, path, **(torch_save_kwargs or {}))
+
+    def load_checkpoint(
+        self,
+        *,
+        path: Path,
+        module: nn.Module,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Reads what ``save_checkpoint`` wrote; noise and batches are drawn anew.
+
+        Args:
+            path: file, or an open one.
+            module, optimizer, noise_scheduler, grad_clip_scheduler: what is loaded into.
+            module_load_dict_kwargs, torch_load_kwargs: passed on.
+
+        Returns:
+            What the file holds.
+
+        Raises:
+            ValueError: if it holds no history of releases.
+        """
+        options = {"weights_only": True} | (torch_load_kwargs or {})
+        found: dict[str, Any] = torch.load(path, **options)
+        self.accountant.load_state_dict(found["privacy_accountant_state_dict"])
+        module.load_state_dict(found["module_state_dict"], **(module_load_dict_kwargs or {}))
+        for name, part in (
+            ("optimizer", optimizer),
+            ("noise_scheduler", noise_scheduler),
+            ("grad_clip_scheduler", grad_clip_scheduler),
+        ):
+            state = found.get(f"{name}_state_dict")
+            if part is not None and state:
+                part.load_state_dict(state)
+        return found
+
+
+def _require_own_parameters(module: nn.Module, optimizer: optim.Optimizer) -> None:
+    own = {id(p) for p in module.parameters()}
+    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "optimizer holds parameters that are not the module's; build it from "
+            "module.parameters(), after layers were replaced and moved to their device"
+        )
+
+
+def _require_loader(data_loader: DataLoader[Any]) -> None:
+    """Raises:
+    ValueError: where records cannot be drawn by a coin each.
+    """
+    if isinstance(data_loader.dataset, IterableDataset):
+        raise ValueError(
+            "data_loader reads a stream, whose records cannot be drawn by a coin each; load them "
+            "into a map-style data set"
+        )
+    if data_loader.batch_sampler is None:
+        raise ValueError("data_loader has batch_size=None; give the expected batch size")
+    sampler = getattr(data_loader, "sampler", None)
+    if not isinstance(sampler, RandomSampler | SequentialSampler) and not isinstance(
+        data_loader, DPDataLoader
+    ):
+        raise ValueError(
+            f"data_loader has a {type(sampler).__name__}: the accountant is for records that are "
+            "all drawn at one rate; leave the sampler out, and weigh losses instead"
+        )
+    if not len(data_loader):
+        raise ValueError("data_loader has no batch; use a smaller batch_size, or more records")

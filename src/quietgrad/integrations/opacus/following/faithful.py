@@ -1,0 +1,81 @@
+"""Whether the losses that are clipped are the loop's: their mean (or sum) over the records has to
+be what ``backward`` was called on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad.integrations.opacus.following.replay import Program
+from quietgrad.integrations.opacus.following.tracing import Const, Ref, Tape, leaves
+
+_NO_MODEL = nn.Module()
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+HALF = 2e-2
+
+
+def faithful_program(
+    tape: Tape, pending: list[tuple[Tape, Ref, Tensor]], loss_reduction: str
+) -> Program:
+    """The losses of each record on its own.
+
+    Args:
+        tape: of the open micro-batch.
+        pending: what ``backward`` was called on.
+        loss_reduction: "mean" or "sum", over records.
+
+    Raises:
+        ValueError: where they do not make up what the loop computed: its loss mixes records.
+    """
+    refs = tuple(ref for _, ref, _ in pending)
+    total = torch.stack([loss.reshape(()) for _, _, loss in pending]).sum()
+    _require_this_batch(Program(tape, refs))
+    why: Exception | None = None
+    for constant in (False, True):
+        program = Program(tape, refs, constant)
+        if not program.records():
+            continue
+        try:
+            with torch.no_grad():
+                losses = program.losses_of(_NO_MODEL, program.records(), seen=True)
+        except Exception as error:  # the loop's own functions, on one record
+            why = why or error
+            continue
+        # A loss of the model's own: what it is of one record, the model says.
+        if program.alone or _agree(losses, total, loss_reduction):
+            return program
+    raise _mixes(loss_reduction, why)
+
+
+def _require_this_batch(program: Program) -> None:
+    nodes = (program.tape.nodes[place] for place in program.nodes)
+    if any(const.is_of_before for n in nodes for const in leaves((n.args, n.kwargs), Const)):
+        raise ValueError(
+            "the loss is made of tensors of an earlier batch too (a memory of outputs or records, "
+            "a state that is carried on), so a record would act in releases that are not of its "
+            "batch; make the loss of the open batch alone"
+        )
+
+
+def _agree(losses: Tensor, total: Tensor, loss_reduction: str) -> bool:
+    found = losses.double().mean() if loss_reduction == "mean" else losses.double().sum()
+    if not (bool(found.isfinite()) and bool(total.isfinite())):
+        return True  # such records add zero, whatever they are
+    relative = TOLERANCE.get(total.dtype, HALF)
+    size = float(losses.double().abs().mean()) * (
+        1 if loss_reduction == "mean" else max(len(losses), 1)
+    )
+    return abs(float(found) - float(total)) <= relative * size + relative * 1e-3
+
+
+def _mixes(loss_reduction: str, why: Exception | None) -> ValueError:
+    # An error of torch's own may quote the batch's size: its kind alone is said.
+    kind = "" if why is None else f" (on a single record it raised {type(why).__name__})"
+    return ValueError(
+        f"the loss is not the {loss_reduction} over records of a loss of each record alone{kind}: "
+        "class weights or ignored targets in a mean, batch statistics, or a division by the "
+        "number of records make one record's gradient depend on the others; average the losses "
+        "of the records (reduction='none', each record's own average, then .mean()), or pass "
+        "loss_reduction='sum' for a sum of them"
+    )

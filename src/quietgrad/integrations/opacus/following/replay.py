@@ -1,0 +1,149 @@
+"""The loss of every record on its own, from what the loop was seen to do (``tracing``).
+
+The model takes all records together; whatever the loop computes before and after it is computed
+again for one record at a time, as if the batch held nothing else. So no mean, sum or statistic of
+the loop's own can let one record's contribution depend on another. What the model does inside is
+the guard's to examine, as everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad.integrations.opacus.following.steps import Step
+from quietgrad.integrations.opacus.following.tracing import (
+    CALL,
+    LEAF,
+    Const,
+    Node,
+    Ref,
+    Tape,
+    leaves,
+    reachable,
+)
+from quietgrad.integrations.opacus.following.values import (
+    AVERAGED,
+    WHOLE,
+    Batched,
+    Numbers,
+    Records,
+    Value,
+    rows_of,
+)
+
+
+@dataclass
+class Program:
+    """The losses that ``backward`` was called on since the last step, for one model.
+
+    Attributes:
+        tape: of the micro-batch.
+        losses: their places.
+        rows_are_constant: whether tensors from elsewhere that are as long as the batch are taken
+            whole all the same.
+    """
+
+    tape: Tape
+    losses: tuple[Ref, ...]
+    rows_are_constant: bool = False
+
+    def __post_init__(self) -> None:
+        below = set().union(*(reachable(self.tape, ref) for ref in self.losses))
+        self.used = below
+        self.nodes = sorted({ref.node for ref in below})
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Which functions are called in which order: the same for the same loop, whatever the
+        records.
+        """
+        nodes = [(place, self.tape.nodes[place]) for place in self.nodes]
+        begin = {place: i for i, (place, _) in enumerate(nodes)}
+        called = [
+            (
+                id(n.module) if n.what == CALL else n.what,
+                tuple((begin[r.node], r.leaf) for r in leaves((n.args, n.kwargs), Ref)),
+            )
+            for _, n in nodes
+        ]
+        return (*called, len(self.losses), self.alone)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the model gives something of all records together that the loss is made of (a
+        loss of its own): then it takes one record at a time.
+        """
+        return any(
+            self.tape.nodes[ref.node].what == CALL
+            and self.tape.nodes[ref.node].rows[ref.leaf] is None
+            for ref in self.used
+        )
+
+    def records(self) -> Records:
+        """All that is one row a record, first dimension first. Private."""
+        found: Records = {}
+        for place in self.nodes:
+            node = self.tape.nodes[place]
+            if node.what == LEAF:
+                assert node.rows[0] is not None
+                found[str(place)] = node.values[0].movedim(node.rows[0], 0)
+            for i, const in enumerate(leaves((node.args, node.kwargs), Const)):
+                if self._is_rows(node, const):
+                    found[f"{place}:{i}"] = const.tensor.movedim(const.rows, 0)
+        return found
+
+    def _is_rows(self, node: Node, const: Const) -> bool:
+        if const.rows is None or (self.rows_are_constant and node.what != CALL):
+            return False
+        whole = [node.kwargs.get(name) for name in WHOLE] if node.what in AVERAGED else []
+        return not any(const is w for w in whole)
+
+    def losses_of(self, model: nn.Module, records: Records, seen: bool = False) -> Tensor:
+        """[records] losses.
+
+        Args:
+            model: the private model.
+            records: as ``records`` gave them, or some of their rows.
+            seen: take the outputs that the model gave the loop, instead of running it again.
+
+        Raises:
+            NotAlone: with ``seen``, where the model would be given something else than it was.
+        """
+        count = len(next(iter(records.values())))
+        values: dict[Ref, Value] = {}
+        for place in self.nodes:
+            node = self.tape.nodes[place]
+            step = Step(self.tape, self._is_rows, place, node, records, values, count)
+            made: list[Value]
+            if node.what == LEAF:
+                assert node.rows[0] is not None
+                made = [Batched(records[str(place)].movedim(0, node.rows[0]), node.rows[0])]
+            elif node.what == CALL and seen:
+                step.require_inputs()
+                if self.alone:
+                    return records[next(iter(records))].new_zeros(count)
+                made = [Batched(t, d or 0) for t, d in zip(node.values, node.rows, strict=True)]
+            elif node.what == CALL and self.alone:
+                made = step.one_by_one(model)
+            elif node.what == CALL:
+                made = step.together(model)
+            else:
+                made = step.fast() or step.one_by_one(node.what)
+            values.update((Ref(place, i), value) for i, value in enumerate(made))
+        total: Tensor | None = None
+        for ref in self.losses:
+            value = values[ref]
+            if isinstance(value, Batched):
+                value = rows_of(value)
+            one = (
+                value.tensor
+                if isinstance(value, Numbers)
+                else torch.stack([r.reshape(()) for r in value])
+            )
+            total = one if total is None else total + one
+        assert total is not None
+        return total.reshape(count)

@@ -1,0 +1,181 @@
+"""The private model as the loop sees it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from quietgrad.checks import SettingsWarning
+from quietgrad.integrations.opacus.following.tracing import (
+    CALL,
+    Ref,
+    Tape,
+    Traced,
+    leaves,
+    mapped,
+    plain_of,
+)
+from quietgrad.integrations.opacus.source import BatchSource
+
+
+class _Link:
+    """The batches that a wrapped model is trained on; a copy of the model has none."""
+
+    def __init__(self, source: BatchSource | None) -> None:
+        self.source = source
+        self.pending: list[tuple[Tape, Ref, Tensor]] = []
+
+    def __deepcopy__(self, memo: Any) -> _Link:
+        return _Link(None)
+
+    def __reduce__(self) -> Any:
+        return _Link, (None,)
+
+
+class GradSampleModule(nn.Module):
+    """A model whose losses are privatised: called on records of the private loader in training
+    mode it notes what it was called on, and ``optimizer.step()`` takes the losses of every record
+    from that. In evaluation mode and under ``torch.no_grad()`` it is the model itself.
+
+    Names of parameters begin with ``_module.``; all other attributes are the model's own.
+
+    Args:
+        m: the model.
+        batch_first: whether records come first in its tensors.
+        loss_reduction: "mean" or "sum", of the losses over records.
+    """
+
+    def __init__(
+        self,
+        m: nn.Module,
+        source: BatchSource | None = None,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+    ) -> None:
+        super().__init__()
+        self._module = m
+        self._link = _Link(source)
+        self._warned = False
+        self.batch_first = batch_first
+        self.loss_reduction = loss_reduction
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs. Their values are the model's; their gradient goes to what the
+        inputs were made of, and never to the weights.
+        """
+        tape = self._tape()
+        plain_args, plain_kwargs = mapped((args, kwargs), Tensor, plain_of)
+        if tape is None or not (self.training and torch.is_grad_enabled()):
+            return self._module(*plain_args, **plain_kwargs)
+        inputs = leaves((plain_args, plain_kwargs), Tensor)
+        outer = any(t.requires_grad for t in inputs)
+        if not any(tape.rows_dim(t) is not None for t in inputs):
+            if outer:  # images of a generator, in a number of their own
+                return self._frozen(plain_args, plain_kwargs)
+            raise RuntimeError(
+                "the private model was called in training mode on other records than the batch's: "
+                "every input needs one row for each record that the loader gave; for public or "
+                "made-up inputs use model.eval() or torch.no_grad()"
+            )
+        if (
+            outer
+            and not self._warned
+            and not any(isinstance(t, Traced) for t in leaves((args, kwargs), Tensor))
+        ):
+            self._warned = True
+            warnings.warn(
+                "another model gets a gradient through the private one, on as many rows as the "
+                "batch has records; that number is private, and epsilon does not cover what the "
+                "other model learns of it: give it a number of rows of your own",
+                SettingsWarning,
+                stacklevel=2,
+            )
+        if not tape.records:
+            outputs = self._without_records(tape, plain_args, plain_kwargs)
+        elif outer:
+            outputs = self._frozen(plain_args, plain_kwargs)
+        else:
+            with torch.no_grad():
+                outputs = self._module(*plain_args, **plain_kwargs)
+        outputs = mapped(outputs, Tensor, _as_leaf)
+        return tape.note(CALL, args, kwargs, outputs, module=self)
+
+    def _tape(self) -> Tape | None:
+        source = self._link.source
+        return None if source is None else source.tape
+
+    def _frozen(self, args: Any, kwargs: Any) -> Any:
+        weights = {name: p.detach() for name, p in self._module.named_parameters()}
+        return functional_call(self._module, weights, args, kwargs, tie_weights=False)
+
+    def _without_records(self, tape: Tape, args: Any, kwargs: Any) -> Any:
+        """Outputs for no records: those for one of zeros, cut to none. Many layers cannot be
+        called on nothing.
+        """
+
+        def one(t: Tensor) -> Tensor:
+            dim = tape.rows_dim(t)
+            if dim is None:
+                return t
+            return t.new_zeros([*t.shape[:dim], 1, *t.shape[dim + 1 :]])
+
+        def none(t: Tensor) -> Tensor:
+            places = (0, 1) if self.batch_first else (1, 0)
+            dim = next((d for d in places if d < t.dim() and t.shape[d] == 1), None)
+            return t if dim is None else t.narrow(dim, 0, 0)
+
+        with torch.no_grad():
+            args, kwargs = mapped((args, kwargs), Tensor, one)
+            return mapped(self._module(*args, **kwargs), Tensor, none)
+
+    def note_backward(self, tape: Tape, ref: Ref, loss: Tensor) -> None:
+        """``backward`` was called on a loss of this model's outputs."""
+        self._link.pending.append((tape, ref, loss))
+
+    @property
+    def pending(self) -> list[tuple[Tape, Ref, Tensor]]:
+        """Losses since the last step or ``zero_grad``. Private."""
+        return self._link.pending
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients, and losses that were not stepped on."""
+        self._link.pending.clear()
+        for p in self._module.parameters():
+            p.grad = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_module":
+                raise
+            return getattr(self._module, name)
+
+    def forbid_grad_accumulation(self) -> None:
+        """Nothing: losses of a batch add up, batches never do."""
+
+    def allow_grad_accumulation(self) -> None:
+        """Nothing: losses of a batch add up, batches never do."""
+
+    def remove_hooks(self) -> None:
+        """Nothing: there are no hooks on the model."""
+
+    def cleanup(self) -> None:
+        """Ends private training of the model."""
+        self._link = _Link(None)
+
+    def to_standard_module(self) -> nn.Module:
+        """The model itself; this wrapper trains it no more."""
+        self.cleanup()
+        return self._module
+
+
+def _as_leaf(t: Tensor) -> Tensor:
+    if t.requires_grad or not t.is_floating_point():
+        return t
+    return t.detach().requires_grad_()

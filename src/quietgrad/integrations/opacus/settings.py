@@ -1,0 +1,104 @@
+"""What the script asks for, as one-step plans of Quietgrad's: every release has the clipper, the
+noise and the sampling of a plan, and the accountant composes what was released.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quietgrad.clipping.settings import Clipping, Performance
+from quietgrad.noise.methods import IndependentNoise
+from quietgrad.plan.config import PrivacyConfig
+from quietgrad.plan.plan import PrivacyPlan
+
+CLIPPINGS = ("flat", "per_layer")
+MODES = ("hooks", "ghost", "functorch", "ew")
+
+
+@dataclass
+class Releases:
+    """Makes the plan of the next release.
+
+    Attributes:
+        dataset_size: N.
+        sample_rate: q.
+        groups: as ``quietgrad.Clipping`` has them.
+        source: of the noise, "keyed" or "secure".
+    """
+
+    dataset_size: int
+    sample_rate: float
+    groups: Any
+    source: Any
+    _plans: dict[tuple[float, float, bool], PrivacyPlan] = field(default_factory=dict)
+
+    def plan(self, noise_multiplier: float, max_grad_norm: float, alone: bool) -> PrivacyPlan:
+        """Of one release.
+
+        Args:
+            noise_multiplier, max_grad_norm: sigma and C as they are now.
+            alone: whether the model takes one record at a time.
+
+        Raises:
+            ValueError: naming the setting and the remedy.
+        """
+        key = (float(noise_multiplier), float(max_grad_norm), alone)
+        if key not in self._plans:
+            config = PrivacyConfig(
+                noise_multiplier=key[0],
+                max_grad_norm=key[1],
+                sample_rate=self.sample_rate,
+                steps=1,
+                clipping=Clipping(groups=self.groups),
+                noise=IndependentNoise(source=self.source),
+                performance=Performance(engine="one-example" if alone else "auto"),
+            )
+            self._plans[key] = config.build(self.dataset_size)
+        return self._plans[key]
+
+
+def clipping_of(
+    clipping: str, max_grad_norm: float | Sequence[float], names: list[str]
+) -> tuple[float, Any]:
+    """(C, groups) of Opacus' ``clipping`` and ``max_grad_norm``.
+
+    Args:
+        clipping: "flat" or "per_layer".
+        max_grad_norm: one number, or one for each trainable parameter.
+        names: of the trainable parameters.
+
+    Raises:
+        ValueError: for adaptive and unknown clipping, and for another number of norms.
+    """
+    if clipping == "adaptive":
+        raise ValueError(
+            "clipping='adaptive' is refused: its threshold follows the share of clipped records, "
+            "whose noise is not in this accountant; use clipping='flat', with max_grad_norm set "
+            "on public data, or a scheduler of quietgrad.integrations.opacus.schedulers"
+        )
+    if clipping not in CLIPPINGS:
+        raise ValueError(f"clipping={clipping!r} is unknown; use one of {', '.join(CLIPPINGS)}")
+    if isinstance(max_grad_norm, int | float):
+        return float(max_grad_norm), "whole" if clipping == "flat" else "layer"
+    norms = [float(c) for c in max_grad_norm]
+    if clipping == "flat" or len(norms) != len(names):
+        raise ValueError(
+            f"max_grad_norm has {len(norms)} numbers; a list needs clipping='per_layer' and one "
+            f"number for each of the {len(names)} trainable parameters"
+        )
+    return math.hypot(*norms), dict(zip(names, norms, strict=True))
+
+
+def require_mode(grad_sample_mode: str) -> None:
+    """Raises:
+    ValueError: for a mode that Quietgrad has nothing for.
+    """
+    if grad_sample_mode not in MODES:
+        raise ValueError(
+            f"grad_sample_mode={grad_sample_mode!r} is not offered; use one of {', '.join(MODES)}: "
+            "they all run Quietgrad's clipper, which chooses by itself; several processes are "
+            "refused"
+        )

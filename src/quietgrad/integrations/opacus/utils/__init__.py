@@ -1,0 +1,1 @@
+"""Helpers under the names that Opacus gives them."""

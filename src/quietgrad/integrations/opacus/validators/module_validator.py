@@ -1,0 +1,84 @@
+"""Models are examined, and mended, under Opacus' name for it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers, replace_batch_norm
+
+GROUPS = 32
+
+
+class UnsupportedModuleError(ValueError):
+    """A model that cannot be trained privately as it is."""
+
+
+class ModuleValidator:
+    """Says what keeps a model from being trained, and replaces what can be replaced."""
+
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedModuleError]:
+        """What is wrong, layer by layer.
+
+        Args:
+            module: the model.
+            strict: raise instead of returning.
+
+        Raises:
+            UnsupportedModuleError: with ``strict``, naming the layers and the remedy.
+        """
+        errors = []
+        if not module.training:
+            errors.append("the model is in evaluation mode; call model.train() first")
+        trainable = any(p.requires_grad for p in module.parameters())
+        if not trainable:
+            errors.append("the model has no trainable parameter; set requires_grad=True on some")
+        for name, layer in module.named_modules():
+            if any(True for _ in layer.children()):
+                continue
+            try:
+                refuse_cross_example_layers(layer)
+            except ValueError as error:
+                errors.append(str(error).replace("layer ''", f"layer {name!r}"))
+        if errors and strict:
+            raise UnsupportedModuleError(
+                "; ".join(errors) + " (ModuleValidator.fix replaces BatchNorm)"
+            )
+        return [UnsupportedModuleError(error) for error in errors]
+
+    @classmethod
+    def is_valid(cls, module: nn.Module) -> bool:
+        """Whether ``validate`` finds nothing."""
+        return not cls.validate(module)
+
+    @classmethod
+    def fix(cls, module: nn.Module, **kwargs: Any) -> nn.Module:
+        """A copy with GroupNorm for BatchNorm, and InstanceNorm without running statistics. Weights
+        of the norms are kept. Recurrent and attention layers stay: they are clipped as they are.
+
+        Raises:
+            TypeError: for options: Opacus' replace_bn_with_in is not offered.
+        """
+        if kwargs:
+            raise TypeError(f"fix has no option {sorted(kwargs)[0]!r}; leave it out")
+        fixed = replace_batch_norm(copy.deepcopy(module), GROUPS)
+        for layer in fixed.modules():
+            if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
+                layer.track_running_stats = False
+                for name in ("running_mean", "running_var", "num_batches_tracked"):
+                    setattr(layer, name, None)
+        return fixed
+
+    @classmethod
+    def fix_and_validate(cls, module: nn.Module, **kwargs: Any) -> nn.Module:
+        """``fix``, then ``validate`` with ``strict``.
+
+        Raises:
+            UnsupportedModuleError: where replacing is not enough.
+        """
+        fixed = cls.fix(module, **kwargs)
+        cls.validate(fixed, strict=True)
+        return fixed

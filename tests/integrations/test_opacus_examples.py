@@ -1,0 +1,43 @@
+"""The examples and the page on Opacus run as they stand."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "from_opacus.md"
+EXAMPLES = sorted((ROOT / "examples").glob("*/*.py"))
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), {})
+    assert re.search(r"epsilon \d\.\d\d", capsys.readouterr().out)
+
+
+def cases() -> list[Any]:
+    slow = pytest.mark.slow("it imports transformers, and trains one")
+    marks = {"text_classifier": [slow]}
+    return [
+        pytest.param(p, id=f"{p.parent.name}/{p.stem}", marks=marks.get(p.stem, []))
+        for p in EXAMPLES
+    ]
+
+
+@pytest.mark.parametrize("path", cases())
+def test_an_example_runs_at_smoke_size(path: Path) -> None:
+    run = subprocess.run([sys.executable, path, "--smoke"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert re.search(r"epsilon \d+\.\d\d", run.stdout)
+
+
+def test_there_are_the_examples_of_the_page() -> None:
+    assert len(EXAMPLES) >= 8
