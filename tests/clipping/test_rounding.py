@@ -4,12 +4,21 @@ by which every norm is enlarged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from cases import CASES, Case
+from torch import Tensor
 
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.engines.work import Work
+from quietgrad.clipping.norms.cost import Sketch
+from quietgrad.clipping.norms.estimators.hutch import Hutch
+from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.factors import DirectGradients, Kept, ListedGradients, products
+from quietgrad.clipping.norms.factors.dense import DenseFactors
+from quietgrad.clipping.norms.factors.products import add_over_positions, thin_product
 from quietgrad.clipping.norms.rounding import (
     LONGEST_CHAIN,
     SHARE,
@@ -19,6 +28,7 @@ from quietgrad.clipping.norms.rounding import (
     chain,
     squared_norms,
 )
+from quietgrad.randomness import RandomKey
 from quietgrad.tensors import full_precision
 
 
@@ -80,3 +90,91 @@ def test_products_in_full_precision_ignore_the_users_settings() -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     torch.testing.assert_close(product.double(), a.double() @ b.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dense", "blocks", "direct", "listed"])
+def test_a_micro_batch_is_summed_before_it_is_added(kind: str) -> None:
+    """Numbers below the last digit of what they are added to: as the third operand of a product
+    each would be lost.
+    """
+    small, count = 2.0**-25, 8
+    ones = torch.ones(count)
+    column, row = torch.full((count, 1, 1, 1), small), torch.ones(count, 1, 1, 3)
+    kept: Kept
+    shape = torch.Size((1, 3))
+    if kind == "dense":
+        kept = DenseFactors(column, row)
+    elif kind == "blocks":
+        kept = DenseFactors(column.expand(-1, 2, -1, -1), row.expand(-1, 2, -1, -1))
+        shape = torch.Size((2, 3))
+    elif kind == "direct":
+        kept = DirectGradients(torch.full((count, 3), small))
+    else:
+        kept = ListedGradients(tuple(torch.full((count // 4, 3), small) for _ in range(4)))
+    total = kept.weighted_sum(ones, shape, torch.float32, torch.ones(shape))
+    assert torch.equal(total, torch.full(shape, 1.0 + count * small))
+
+
+@pytest.mark.parametrize("columns", [5, 32, 72, 384])
+def test_a_row_of_a_thin_product_is_the_same_in_any_company(columns: int) -> None:
+    source = torch.Generator().manual_seed(0)
+    rows = torch.randn(1, 1, 70, columns, generator=source)
+    projection = torch.randn(8, columns, generator=source).t()
+    together = thin_product(rows, projection, torch.float32)
+    for count in range(1, 70):
+        some = thin_product(rows[:, :, :count].contiguous(), projection, torch.float32)
+        assert torch.equal(some, together[:, :, :count]), count
+
+
+@pytest.mark.parametrize("positions", [1, 31, 32, 33, 511, 512, 513, 1100])
+def test_padding_changes_no_bit_of_a_sum_over_positions(positions: int) -> None:
+    source = torch.Generator().manual_seed(0)
+    long, small = (torch.randn(1, 1, 1100, n, generator=source) for n in (24, 8))
+    whole = torch.zeros(1, 1, 1100, 1)
+    whole[:, :, :positions] = 1.0
+    alone = add_over_positions(None, long[:, :, :positions], small[:, :, :positions])
+    assert torch.equal(add_over_positions(None, long * whole, small * whole), alone)
+
+
+def sketch_of(width: int, positions: int) -> tuple[Tensor, Tensor]:
+    """[b] how far norms of sketches in float32 are from those of the same sketches in float64, and
+    what their margin allows; half of the positions take back what the others gave.
+    """
+    source = torch.Generator().manual_seed(width + positions)
+    left = 1.0 + torch.rand(4, 1, positions, width, generator=source)
+    right = 1.0 + torch.rand(4, 1, positions, 2 * width, generator=source)
+    left[:, :, 1::2] = -left[:, :, ::2]
+    right[:, :, 1::2] = right[:, :, ::2] + 0.1
+    use = DenseFactors(left, right)
+    exact = DenseFactors(left.double(), right.double())
+    drawn = Projections(RandomKey.from_seed(0))
+    found, true = (
+        Hutch().norms([factors], Sketch("w", 16, drawn), dtype)
+        for factors, dtype in ((use, torch.float32), (exact, torch.float64))
+    )
+    return (found.squared.sqrt() - true.squared.sqrt()).abs(), found.margin
+
+
+@pytest.mark.parametrize(("width", "positions"), [(40, 600), (300, 64), (700, 2)])
+def test_sketches_are_off_by_less_than_their_margin(
+    width: int, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, allowed = sketch_of(width, positions)
+    assert (wrong < allowed).all()
+    # The bound is no formality: products of six bits, off this way and that, are outside.
+    monkeypatch.setattr(products, "_block_diagonal", coarse(products._block_diagonal))
+    wrong, allowed = sketch_of(width, positions)
+    assert (wrong > allowed).any()
+
+
+def coarse(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def off(factor: Tensor, projection: Tensor, stretches: int) -> Tensor:
+        found = product(factor, projection, stretches)
+        source = torch.Generator().manual_seed(1)
+        return found + found * 2.0**-6 * torch.randn(found.shape, generator=source)
+
+    def only_in_float32(factor: Tensor, projection: Tensor, stretches: int) -> Tensor:
+        narrow = factor.dtype == torch.float32
+        return (off if narrow else product)(factor, projection, stretches)
+
+    return only_in_float32

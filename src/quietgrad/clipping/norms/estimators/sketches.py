@@ -6,15 +6,15 @@ sketches. Sketches are accumulated in float32 at least. Their ``margin`` covers 
 is at most u times the sum, over all additions, of what they give (any order). In a row of n
 entries, cut into m sums of c, with a projection P that knows nothing of the data,
 
-    sum over additions of |P^T g_v| <= (c sqrt(m) + m + sqrt(n)) |g| in the mean,
+    sum over additions of |P^T g_v| <= (c sqrt(m) + 2 + sqrt(n)) |g| in the mean,
 
 g_v the part of the row g that has been added: c additions within each sum, whose |g_v| are roots of
-squares that add up, m between them, and one rounding a product. That sum of norms is a Lipschitz
-function of k P's Gaussian entries, with constant c + m + 1, so it exceeds its mean by
-sqrt(2 * 27.7 / k) of that with probability 1e-12 at most (Gaussian concentration: Boucheron, Lugosi
-and Massart, Concentration Inequalities, theorem 5.6). Positions add up in |a_t| |g_t|, that is in
-the spread S; lengths of sums count what is the record's own, so that padding does not change what
-it is divided by.
+squares that add up, two roundings after the m sums were added up in float64, and one a product.
+That sum of norms is a Lipschitz function of sqrt(k) P, whose entries are standard normal, with
+constant (c + 3) |g| / sqrt(k), so it exceeds its mean by sqrt(2 * 27.7 / k) (c + 3) |g| with
+probability 1e-12 at most (Gaussian concentration: Boucheron, Lugosi and Massart, Concentration
+Inequalities, theorem 5.6). Positions add up in |a_t| |g_t|, that is in the spread S; lengths of
+sums count what is the record's own, so that padding does not change what it is divided by.
 Shape legend: b examples, g blocks, t positions, p rows, d columns, k projections.
 """
 
@@ -72,11 +72,10 @@ def tail_margin(
     """Of a Gaussian sketch, in units of the spread; ``projected``: length of the dimension that is
     projected. One number, or [b].
     """
-    stretches = stretches_of_columns(projected)
     within = min(projected, COLUMNS)
-    mean = within * math.sqrt(stretches) + stretches + math.sqrt(projected)
+    mean = within * math.sqrt(stretches_of_columns(projected)) + 2 + math.sqrt(projected)
     excess = _excess(sketch_dim)
-    columns = gamma(mean + excess * (within + stretches + 1), like, dtype)
+    columns = gamma(mean + excess * (within + 3), like, dtype)
     return columns + (1.0 + excess) * position_gamma(uses, like, dtype)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 # by ``add_``, never as the third operand of a product: libraries begin their sums with it.
 COLUMNS, POSITIONS, GROUP = 32, 32, 512
 
-# Entries of sums over ``POSITIONS`` positions that are formed at once (8 MiB in float32).
-AT_ONCE = 2 * 1024 * 1024
+# Entries of short sums that are formed at once (16 MiB in float32), unless one example has more.
+AT_ONCE = 4 * 1024 * 1024
 
 # Not part of torch's public interface: used where it is there.
 _HAS_GROUPED = torch.backends.mkldnn.is_available() and hasattr(
@@ -86,8 +86,15 @@ def _shared_product(factor: Tensor, projection: Tensor) -> Tensor:
     whole = stretches * COLUMNS
     total: Tensor | None = None
     if stretches:
-        sums = _block_diagonal(factor[..., :whole], projection[:whole], stretches)
-        total = sums.view(b, g, t, stretches, k).sum(3)
+        examples = max(1, AT_ONCE // (g * t * stretches * k))
+        parts = [
+            # In float64, which costs nothing beside the products.
+            _block_diagonal(some[..., :whole], projection[:whole], stretches)
+            .sum(1, dtype=torch.float64)
+            .to(factor.dtype)
+            for some in factor.split(examples)
+        ]
+        total = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(b, g, t, k)
     if whole < n:
         rest = _block_diagonal(factor[..., whole:], projection[whole:], 1).view(b, g, t, k)
         total = rest if total is None else total.add_(rest)
