@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "events": ({"checks"}, set()),
     "randomness": ({"checks"}, {"numpy"}),
     "tensors": (set(), {"torch"}),
+    "averaging": ({"tensors"}, {"torch"}),
     "clipping": ({"events", "checks", "randomness", "records", "tensors"}, {"torch"}),
     "noise": (
         {"events", "checks", "randomness", "records", "tensors", "clipping"},
@@ -295,6 +296,7 @@ PUBLIC = [
     "quietgrad",
     "quietgrad.accounting",
     "quietgrad.auditing",
+    "quietgrad.averaging",
     "quietgrad.clipping",
     "quietgrad.curvature",
     "quietgrad.denoising",

@@ -27,6 +27,7 @@ NAMES = {
 ROOMS = (
     "accounting",
     "auditing",
+    "averaging",
     "clipping",
     "curvature",
     "denoising",

@@ -15,5 +15,5 @@ def test_the_loops_of_the_page_run(capsys) -> None:
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), scope)
         released.append(scope["run"].released)  # type: ignore[attr-defined]
-    assert released == [20, 3, 10]
+    assert released == [20, 5, 3, 10]
     assert "epoch 1: epsilon 2.000" in capsys.readouterr().out

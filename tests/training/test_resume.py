@@ -21,11 +21,13 @@ from quietgrad.ledger import read_ledger
 from quietgrad.training.files.run_dir import RunDir
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_interrupted_and_resumed_equals_uninterrupted(optimizer: str, settings) -> None:
+@pytest.mark.parametrize(("optimizer", "averaging"), [("sgd", 0.0), ("adamw", 0.0), ("sgd", 0.9)])
+def test_interrupted_and_resumed_equals_uninterrupted(
+    optimizer: str, averaging: float, settings
+) -> None:
     values = settings | {
         "training.seed": 3, "data.public": True, "optimizer.name": optimizer,
-        "training.steps": 7, "model.dropout": 0.1,
+        "training.steps": 7, "model.dropout": 0.1, "training.averaging": averaging,
         **({"optimizer.momentum": 0.9} if optimizer == "sgd" else {}),
     }  # fmt: skip
     whole, _, _ = train(values | {"training.run_dir": settings["training.run_dir"] + "-whole"})

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from quietgrad.averaging import ExponentialAverage
 from quietgrad.comparing.table import Comparison, Run
 from quietgrad.noise.correlation.mixing import MixingMatrix
 from quietgrad.plan import PrivacyPlan
@@ -80,6 +81,8 @@ class ComparisonRunner:
                 parameter.grad = None
         rule = config.momentum_rule
         optimizer, schedule = build_optimizer(self.model, config.optimizer, plan.steps, rule)
+        decay = config.training.averaging
+        average = ExponentialAverage(self.model, decay) if decay else None
         loss = prepared.loss()
         curve: list[tuple[int, float]] = []
         started = time.monotonic()
@@ -92,9 +95,14 @@ class ComparisonRunner:
                 noisy = private.backward(self.model, loss, batches)
                 schedule(step)
                 step_on_release(optimizer, noisy)
+                if average is not None:
+                    average.update()
                 if (step + 1) % self.comparison.table.eval_every == 0 and step + 1 < plan.steps:
-                    curve.append((step + 1, self._score("validation", self.scheduled)))
-        curve.append((plan.steps, self._score("validation", self.counted["validation"])))
+                    curve.append((step + 1, self._validated(self.scheduled, average)[0]))
+        score, averaged = self._validated(self.counted["validation"], average)
+        curve.append((plan.steps, score))
+        if average is not None and averaged:
+            average.write()
         return {
             **run.record(),
             "key": self.comparison.key_of(run),
@@ -125,6 +133,17 @@ class ComparisonRunner:
     def _records(self, part: str) -> Records:
         records: Records = getattr(self.prepared, part)
         return records
+
+    def _validated(
+        self, records: NDArray[np.int64], average: ExponentialAverage | None
+    ) -> tuple[float, bool]:
+        """The score on validation records, and whether it is that of the averaged weights."""
+        score = self._score("validation", records)
+        if average is None:
+            return score, False
+        with average.applied():
+            averaged = self._score("validation", records)
+        return max(score, averaged), averaged >= score
 
     def _score(self, part: str, records: NDArray[np.int64]) -> float:
         return score_of(self.prepared, self.model, self._records(part), records, self.caches[part])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quietgrad.averaging import ExponentialAverage
 from quietgrad.durable import write_whole
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.seeds import root_key
@@ -160,6 +161,8 @@ class _Loop:
         rule = config.momentum_rule if prepared.plan is not None else None
         built = build_optimizer(self.trained, config.optimizer, prepared.steps, rule)
         self.optimizer, self.schedule = built
+        decay = config.training.averaging
+        self.average = ExponentialAverage(self.model, decay) if decay else None
 
     def guard_on_public_records(self, private: PrivateRun) -> None:
         """The clipper's guard looks at validation records, so that its refusal says nothing of
@@ -182,6 +185,8 @@ class _Loop:
             noisy = private.backward(self.trained, self.loss, batches)
         self.schedule(step)
         step_on_release(self.optimizer, noisy)
+        if self.average is not None:
+            self.average.update()
 
     def plain_gradients(self, indices: Any) -> None:
         self.optimizer.zero_grad()
@@ -194,13 +199,18 @@ class _Loop:
         every = self.prepared.config.training.eval_every
         if not every or (done % every and done != self.prepared.steps):
             return None
-        part = self.prepared.scheduled
+        part, key = self.prepared.scheduled, self.prepared.metric.key
         score = score_of(self.prepared, self.model, part)
         record = {
             "step": done,
-            f"validation_{self.prepared.metric.key}": score,
+            f"validation_{key}": score,
             "validation_records": len(part),
         }
+        if self.average is not None:
+            with self.average.applied():
+                averaged = score_of(self.prepared, self.model, part)
+            record[f"averaged_validation_{key}"] = averaged
+            score = max(score, averaged)
         if private is not None:
             record["epsilon"] = private.epsilon()
             if self.prepared.config.data.public:
@@ -209,18 +219,35 @@ class _Loop:
         return score
 
     def save(self, done: int) -> None:
-        save_checkpoint(self.run_dir, self.model, self.optimizer, done)
+        save_checkpoint(self.run_dir, self.model, self.optimizer, done, self.average)
 
     def restore(self, say: Callable[[str], None]) -> int:
-        return restore_checkpoint(self.run_dir, self.model, self.optimizer, say)
+        return restore_checkpoint(self.run_dir, self.model, self.optimizer, say, self.average)
 
     def finish(self, done: int) -> dict[str, Any]:
         prepared, run_dir = self.prepared, self.run_dir
+        averaged = self.choose_weights()
         metrics = final_metrics(prepared)
         prepared.task.save(prepared.model, run_dir.model, trained_on(prepared, done))
         result = result_of(prepared, run_dir, done, metrics)
+        if self.average is not None:
+            result["weights"] = "averaged" if averaged else "last"
         run_dir.write_json(run_dir.result, result)
         return result
+
+    def choose_weights(self) -> bool:
+        """Whether the average became the model: where validation records, which are public, do not
+        prefer the last weights.
+        """
+        if self.average is None:
+            return False
+        records = self.prepared.validation
+        last = score_of(self.prepared, self.model, records)
+        with self.average.applied():
+            better = score_of(self.prepared, self.model, records) >= last
+        if better:
+            self.average.write()
+        return better
 
 
 def model_seeds(prepared: Prepared, private: PrivateRun | None) -> Callable[[int], int]:

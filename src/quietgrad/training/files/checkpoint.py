@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quietgrad.averaging import ExponentialAverage
 from quietgrad.durable import is_intact_archive, replacing
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.files.run_dir import RunDir
@@ -33,7 +34,11 @@ _DAMAGED = (
 
 
 def save_checkpoint(
-    run_dir: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, done: int
+    run_dir: RunDir,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    done: int,
+    average: ExponentialAverage | None = None,
 ) -> None:
     """Saves the state after ``done`` steps, on disk before the call returns; the newest so far
     becomes the previous one.
@@ -46,6 +51,7 @@ def save_checkpoint(
         "trainable": {name: p.detach().cpu() for name, p in trainable_parameters(model).items()},
         "fixed_head": {name: p.detach().cpu() for name, p in _fixed_head(model).items()},
         "optimizer": optimizer.state_dict(),
+        **({} if average is None else {"average": average.state_dict()}),
     }
     try:
         with replacing(run_dir.checkpoint, previous=run_dir.previous_checkpoint) as file:
@@ -58,13 +64,18 @@ def save_checkpoint(
 
 
 def restore_checkpoint(
-    run_dir: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, say: Callable[[str], None]
+    run_dir: RunDir,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    say: Callable[[str], None],
+    average: ExponentialAverage | None = None,
 ) -> int:
-    """Puts model and optimiser back to the newest checkpoint that can be read, and returns its
-    number of steps; 0 where none was saved: the ledger still counts what was released.
+    """Puts model and optimiser, and the average of the weights, back to the newest checkpoint that
+    can be read, and returns its number of steps; 0 where none was saved: the ledger still counts
+    what was released.
 
     Args:
-        run_dir, model, optimizer: of the run.
+        run_dir, model, optimizer, average: of the run.
         say: called with one line where the newest checkpoint cannot be read and the one before
             takes its place.
 
@@ -89,6 +100,8 @@ def restore_checkpoint(
             f"{newest.name} is damaged or gone; going on from {previous.name}, step {state['step']}"
         )
     _put_back(state, model, optimizer)
+    if average is not None:
+        average.load_state_dict(state["average"])
     return int(state["step"])
 
 

@@ -30,6 +30,11 @@ def score_figure(
     metric = BY_KEY[result.get("metric", "accuracy")]
     scores = [m[f"validation_{metric.key}"] for m in metrics]
     axis.plot(steps, scores, "o-", color="#1f5fa8", label=f"validation {metric.name}")
+    key = f"averaged_validation_{metric.key}"
+    averaged = [(m["step"], m[key]) for m in metrics if key in m]
+    if averaged:
+        of = f"validation {metric.name}, averaged weights"
+        axis.plot(*zip(*averaged, strict=True), "s--", color="#6fa8dc", markersize=4, label=of)
     final = result["metrics"].get(metric.key)
     if final is not None:
         axis.plot(
@@ -72,11 +77,14 @@ def score_figure(
         )
         spent.set_ylim(0, max(m["epsilon"] for m in metrics) * 1.25)
         spent.tick_params(axis="y", colors="#c0504d")
-        declared = " (data declared public)" if result.get("data_declared_public") else ""
-        title = f"Private fine-tuning, epsilon = {round_up(result['epsilon'], 2)}{declared}"
-    else:
-        title = "Fine-tuning without privacy"
-    axis.set_title(title)
+    axis.set_title(_title(result))
     axis.legend(loc="lower right", frameon=True, fontsize=9)
     figure.savefig(path, dpi=140)
     plt.close(figure)
+
+
+def _title(result: dict[str, Any]) -> str:
+    if not result["private"]:
+        return "Fine-tuning without privacy"
+    declared = " (data declared public)" if result.get("data_declared_public") else ""
+    return f"Private fine-tuning, epsilon = {round_up(result['epsilon'], 2)}{declared}"

@@ -251,6 +251,8 @@ class TrainingTable:
         device: "auto", "cpu", "cuda" ...
         precision: "float32", "bfloat16" (autocast; norms and sums stay in float32) or "auto"
             (bfloat16 where the processor has it).
+        averaging: decay of an exponential average of the weights, such as 0.97 (0: none); free in
+            privacy. The average is what is saved, where validation records prefer it.
         cache_frozen_layers: run frozen lower layers once per record instead of once per step, where
             the architecture allows.
         seed: reproducible sampling, noise and initialisation; the guarantee then holds only if it
@@ -267,9 +269,15 @@ class TrainingTable:
     run_dir: str = ""
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    averaging: Amount = 0.0
     cache_frozen_layers: bool = True
     seed: int | str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         judge(self)
         require_at_most_one({"steps": self.steps, "epochs": self.epochs})
+        if self.averaging >= 1:
+            raise ValueError(
+                f"averaging={self.averaging!r} never takes in a step; use a number below 1, such "
+                "as 0.97, or 0 for no average"
+            )
