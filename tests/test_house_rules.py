@@ -129,7 +129,7 @@ def violations(path: Path, room: str) -> list[str]:
 
 
 def test_every_room_is_in_the_table() -> None:
-    assert {room_of(path) for path in MODULES} - {"__init__"} <= set(ROOMS)
+    assert {room_of(path) for path in MODULES} - {"__init__", "__main__"} <= set(ROOMS)
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS))

@@ -38,21 +38,20 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     target = console(as_json)
     config = _config_to_run(config_path, overrides, resume)
     from quietgrad.training.files.noise_state import saved_mixing, with_kept_seed, without_seed
-    from quietgrad.training.files.run_dir import open_run_dir
-
-    run_dir = open_run_dir(config.training.run_dir, resume)
-    if resume:
-        config = with_kept_seed(config, run_dir)
-        require_same_settings(without_seed(load_config(run_dir.config)), without_seed(config))
+    from quietgrad.training.files.run_dir import removed_if_refused
 
     started = time.monotonic()
-    prepared = prepare_shown(config, target, saved_mixing(run_dir) if resume else None)
-    from quietgrad.training import runner
-    from quietgrad.training.files import figure
-    from quietgrad.training.prepare import verify_on_public_records
+    with removed_if_refused(config.training.run_dir, resume) as run_dir:
+        if resume:
+            config = with_kept_seed(config, run_dir)
+            require_same_settings(without_seed(load_config(run_dir.config)), without_seed(config))
+        prepared = prepare_shown(config, target, saved_mixing(run_dir) if resume else None)
+        from quietgrad.training import runner
+        from quietgrad.training.files import figure
+        from quietgrad.training.prepare import verify_on_public_records
 
+        difference = None if prepared.plan is None else verify_on_public_records(prepared)
     if prepared.plan is not None:
-        difference = verify_on_public_records(prepared)
         target.print(
             "Clipping agrees with per-example autograd on validation records: relative difference "
             f"{difference:.1e}."
@@ -79,6 +78,7 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     with Progress(*columns, console=target, refresh_per_second=2) as bar:
         task = bar.add_task("training", total=prepared.steps, spent="")
         score_text = ""
+        lines = _Lines(target, prepared.steps)
         declared = " (data declared public)" if config.data.public else ""
 
         def report(progress: runner.Progress) -> None:
@@ -96,6 +96,7 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
                 else "not private"
             )
             bar.update(task, completed=progress.step, spent=spent + score_text)
+            lines.show(progress.step, spent, progress.score is not None)
 
         try:
             outcome: runner.Outcome | None = runner.train(
@@ -124,6 +125,34 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
     if as_json:
         print_json(result)
     _print_result(target, result, known)
+
+
+class _Lines:
+    """Progress where there is no terminal for a bar: a line when half a minute has passed without
+    one.
+    """
+
+    EVERY = 30.0  # seconds
+
+    def __init__(self, target: Console, steps: int) -> None:
+        self._target, self._steps = target, steps
+        self._began = self._last = time.monotonic()
+        self._first: int | None = None
+
+    def show(self, step: int, spent: str, said: bool) -> None:
+        """``said``: whether a line about this step is there already."""
+        now = time.monotonic()
+        if self._first is None:  # the first step also fills caches
+            self._first, self._began = step, now
+        if said:
+            self._last = now
+        if self._target.is_terminal or now - self._last < self.EVERY or step == self._first:
+            return
+        self._last = now
+        left = (now - self._began) / (step - self._first) * (self._steps - step)
+        self._target.print(
+            f"step {step}/{self._steps}: {spent} spent, about {max(1, round(left / 60))} min left"
+        )
 
 
 def _has_frozen_layers(prepared: Prepared) -> bool:

@@ -187,6 +187,24 @@ def open_run_dir(wanted: str, resume: bool) -> RunDir:
     return run
 
 
+@contextlib.contextmanager
+def removed_if_refused(wanted: str, resume: bool) -> Iterator[RunDir]:
+    """``open_run_dir``; if what is inside is refused, a directory that was made for it and is still
+    empty goes again.
+    """
+    was_there = bool(wanted) and Path(wanted).exists()
+    run = open_run_dir(wanted, resume)
+    try:
+        yield run
+    except BaseException:
+        with contextlib.suppress(OSError):  # it holds something
+            if not was_there:
+                run.path.rmdir()
+            if not wanted:
+                run.path.parent.rmdir()
+        raise
+
+
 def environment() -> dict[str, Any]:
     """Versions and machine, for reproduction."""
     versions = {}

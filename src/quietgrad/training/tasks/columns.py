@@ -92,6 +92,15 @@ def _read_file(path: Path) -> dict[str, list[Any]]:
             f"data.source={str(path)!r} cannot be read as {suffix} ({type(error).__name__}); open "
             "it with pandas to see why"
         ) from None
+    if suffix == ".csv" and len(frame.columns) == 1:
+        header = str(frame.columns[0])
+        other = next((mark for mark in (";", "\t", "|") if mark in header), None)
+        if other is not None:
+            raise ValueError(
+                f"data.source={str(path)!r} has a single column, {header!r}: its columns are "
+                f"separated by {other!r}, where a .csv file has commas"
+                + ("; name it .tsv" if other == "\t" else "; save it with commas")
+            )
     return {str(name): frame[name].tolist() for name in frame.columns}
 
 

@@ -22,6 +22,8 @@ from quietgrad.checks import nearest
 # Label of a record whose loss is zero, or of a token that is not learnt; what torch's cross entropy
 # leaves out.
 IGNORED = -100
+# More labels than this, and than half of the public records, are no classes.
+MOST_LABELS = 20
 _LINK = re.compile(r"https?://\S+|www\.\S+|@\w+")
 _OTHER = re.compile(r"[\W_]+")
 
@@ -136,6 +138,12 @@ def with_public_labels(splits: Splits[Labelled], given: Sequence[str] = ()) -> S
         raise ValueError(
             f"data.source={splits.train.source!r}: label {unknown!r} of a validation or test "
             f"record is not in data.labels{nearest(unknown, names)}"
+        )
+    if not given and len(names) > max(MOST_LABELS, len(public) // 2):
+        raise ValueError(
+            f"data.source={splits.train.source!r}: {len(public)} validation and test records have "
+            f"{len(names)} different labels; classes are wanted here, not numbers or names: check "
+            "data.label, or list the classes in data.labels"
         )
     if len(names) < 2:
         raise ValueError(
