@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Sampler
 
 from quietgrad.integrations.opacus.accountants import OpenedBatch, QuietgradAccountant
+from quietgrad.integrations.opacus.collating import CollateRows
 from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.randomness import RandomKey
@@ -32,6 +33,7 @@ class BatchSource(BoundToProcess):
         opened: the batch as the accountant sees it.
         optimizers: those that step on these batches.
         modules: wrapped models that are trained on them.
+        passes: begun so far; only the latest goes on.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class BatchSource(BoundToProcess):
         self.modules: list[Any] = []
         self._key = RandomKey.from_entropy()
         self._number = 0
+        self.passes = 0
 
     @property
     def training(self) -> bool:
@@ -105,35 +108,19 @@ class BatchSource(BoundToProcess):
             return
         empty = self.tape.records == 0
         waiting = [o for o in self.optimizers if not o.stepped]
-        if len(waiting) == len(self.optimizers) and waiting:
-            if not empty:
-                raise RuntimeError(
-                    "optimizer.step() was not called for the last batch; call it for every batch "
-                    "of the loader: which batches are skipped would depend on the data (to look "
-                    "at records without training, call model.eval() before the loop begins, or "
-                    "loop over a DataLoader of your own)"
-                )
-            for optimizer in waiting:  # skipped, since it is empty: noise alone is released
-                optimizer.step()
+        if len(waiting) == len(self.optimizers) and waiting and not empty:
+            raise RuntimeError(
+                "optimizer.step() was not called for the last batch; call it for every batch "
+                "of the loader: which batches are skipped would depend on the data (to look "
+                "at records without training, call model.eval() before the loop begins, or "
+                "loop over a DataLoader of your own)"
+            )
+        for optimizer in self.optimizers:
+            if optimizer.stepped or len(waiting) == len(self.optimizers):
+                optimizer.settle(empty, self.tape.read_at is not None)
         self.tape.close()
         if self.is_last:
             self.abandon()
-
-
-class CollateRows:
-    """Collates records, and for none of them gives what a batch looks like, without rows."""
-
-    def __init__(self, collate_fn: Any, dataset: Any, batch_dim: int) -> None:
-        self.collate_fn = collate_fn
-        self._dataset = dataset
-        self._batch_dim = batch_dim
-
-    def __call__(self, records: list[Any]) -> Any:
-        if len(records):
-            return self.collate_fn(records)
-        one = self.collate_fn([self._dataset[0]])
-        dim = self._batch_dim
-        return map_tensors(one, lambda t: t.narrow(min(dim, t.dim() - 1), 0, 0))
 
 
 class PoissonBatches(Sampler[list[int]]):
@@ -212,6 +199,8 @@ class DPDataLoader(DataLoader[Any]):
         """
         source = self.source
         source.abandon()
+        source.passes += 1
+        this_pass = source.passes
         training = source.training
         first = source.number if training else 0
         self._batches.steps = range(first, first + source.sampler.steps_per_epoch)
@@ -219,6 +208,12 @@ class DPDataLoader(DataLoader[Any]):
         for number in self._batches.steps:
             parts = self._batches.cut(source.indices(number))
             for i, part in enumerate(parts):
+                if source.passes != this_pass:
+                    raise RuntimeError(
+                        "another pass over the private data loader began before this one was over, "
+                        "and has taken the batches that come now; finish or leave one loop "
+                        "before the next begins"
+                    )
                 records = next(reader)
                 if not training:  # a look at records: nothing is released of it
                     look = Tape(len(part), source.batch_first)
