@@ -364,3 +364,16 @@ def test_empty_batches_get_as_many_steps_as_others() -> None:
             model(x).sum().item()
     ((sigma, _, steps),) = engine.accountant.history
     assert steps == 6 and sigma == pytest.approx(0.5**0.5)
+
+
+def test_weights_are_not_written_from_records() -> None:  # 2.89, and the weights held the records
+    _, model, _, loader = made()
+    bias = model._module[0].bias
+    before = bias.detach().clone()
+    for x, _ in loader:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="without noise"):
+            bias[:5] = x.mean(dim=0)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="without noise"):
+            bias.add_(x.mean())
+        break
+    assert torch.equal(bias, before)

@@ -91,8 +91,9 @@ def _mixes(loss_reduction: str, why: Exception | None) -> ValueError:
     kind = "" if why is None else f" (on a single record it raised {type(why).__name__})"
     return ValueError(
         f"the loss is not the {loss_reduction} over records of a loss of each record alone{kind}: "
-        "class weights or ignored targets in a mean, batch statistics, or a division by the "
-        "number of records make one record's gradient depend on the others; average the losses "
-        "of the records (reduction='none', each record's own average, then .mean()), or pass "
-        "loss_reduction='sum' for a sum of them"
+        "class weights or ignored targets in a mean, batch statistics, a division by the number of "
+        "records, or random functions of the loop's own (F.dropout) make one record's gradient "
+        "depend on the others; average the losses of the records (reduction='none', each record's "
+        "own average, then .mean()), or pass loss_reduction='sum' for a sum of them; drop out "
+        "inside the model"
     )

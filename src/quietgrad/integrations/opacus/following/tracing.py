@@ -158,6 +158,8 @@ class Traced(Tensor):
             return _backward(*args, **kwargs)
         given = leaves((args, kwargs), Tensor)
         traced = [t for t in given if isinstance(t, Traced)]
+        if _is_in_place(func) and args:
+            _make_writable(args[0])
         others = [(t, t._version) for t in given if not isinstance(t, Traced)]
         with torch._C.DisableTorchFunctionSubclass():
             plain_args = mapped(args, Tensor, plain_of)
@@ -178,6 +180,24 @@ class Traced(Tensor):
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.detach().clone()
+
+
+def _make_writable(t: Any) -> None:
+    """Outputs of the model are leaves of the loop's graph; torch refuses to write into those.
+
+    Raises:
+        RuntimeError: for weights.
+    """
+    if isinstance(t, nn.Parameter):
+        raise RuntimeError(
+            "a parameter would be written into from records, without noise; let the optimizer "
+            "change parameters, and begin with values that do not look at private records"
+        )
+    if not isinstance(t, Traced):
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        if hasattr(t, "plain") and t.plain.is_leaf and t.plain.requires_grad:
+            t.plain = t.plain.clone()
 
 
 CLOSED = Tape(0)

@@ -20,7 +20,7 @@ from quietgrad.clipping.soundness.processes import refuse_process_group
 from quietgrad.integrations.opacus.following.constants import Constants
 from quietgrad.integrations.opacus.following.faithful import faithful_program
 from quietgrad.integrations.opacus.following.replay import Program
-from quietgrad.integrations.opacus.module import GradSampleModule
+from quietgrad.integrations.opacus.grad_sample import GradSampleModule
 from quietgrad.integrations.opacus.settings import Releases
 from quietgrad.integrations.opacus.source import BatchSource
 from quietgrad.plan.process import BoundToProcess

@@ -16,10 +16,11 @@ from quietgrad.accounting import noise_multiplier as calibrated
 from quietgrad.checks import SettingsWarning, require_word
 from quietgrad.integrations.opacus.accountants import QuietgradAccountant, create_accountant
 from quietgrad.integrations.opacus.criterion import PerSequence
-from quietgrad.integrations.opacus.module import GradSampleModule
-from quietgrad.integrations.opacus.optimizer import DPOptimizer
+from quietgrad.integrations.opacus.data_loader import DPDataLoader
+from quietgrad.integrations.opacus.grad_sample import GradSampleModule
+from quietgrad.integrations.opacus.optimizers import DPOptimizer
 from quietgrad.integrations.opacus.settings import Releases, clipping_of, require_mode
-from quietgrad.integrations.opacus.source import BatchSource, DPDataLoader
+from quietgrad.integrations.opacus.source import BatchSource
 from quietgrad.integrations.opacus.validators.module_validator import ModuleValidator
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.sampling import PoissonSampler
@@ -32,8 +33,7 @@ class PrivacyEngine(BoundToProcess):
     """Makes a model, an optimiser and a data loader private, and says what was spent.
 
     Args:
-        accountant: "prv", "rdp" or "gdp"; accepted for the script's sake. Epsilon always comes
-            from Quietgrad's accountant, an upper bound.
+        accountant: "prv", "rdp" or "gdp": a name. Epsilon is always Quietgrad's upper bound.
         secure_mode: whether noise comes from a cryptographic stream; needs the package
             ``cryptography``.
 
@@ -86,7 +86,7 @@ class PrivacyEngine(BoundToProcess):
             noise_generator: not used.
             grad_sample_mode: "hooks", "ghost", "functorch" or "ew"; all run Quietgrad's clipper.
             wrap_model: True: the returned model is trained.
-            rand_on_empty: not needed; the model is never called on nothing.
+            rand_on_empty: not needed.
 
         Returns:
             (model, optimizer, data_loader), or with "ghost" (model, optimizer, criterion,
