@@ -3,9 +3,9 @@
 What changes is in docs/from_opacus.md.
 """
 
-from quietgrad.integrations.opacus.engine import PrivacyEngine
-from quietgrad.integrations.opacus.module import GradSampleModule
-from quietgrad.integrations.opacus.optimizer import DPOptimizer
-from quietgrad.integrations.opacus.source import DPDataLoader
+from quietgrad.integrations.opacus.data_loader import DPDataLoader
+from quietgrad.integrations.opacus.grad_sample import GradSampleModule
+from quietgrad.integrations.opacus.optimizers import DPOptimizer
+from quietgrad.integrations.opacus.privacy_engine import PrivacyEngine
 
 __all__ = ["DPDataLoader", "DPOptimizer", "GradSampleModule", "PrivacyEngine"]

@@ -4,19 +4,16 @@ optimisers that step on it and the accountant.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Sampler
 
 from quietgrad.integrations.opacus.accountants import OpenedBatch, QuietgradAccountant
 from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling import PoissonSampler
-from quietgrad.tensors import map_tensors
 
 Indices = NDArray[np.int64]
 
@@ -32,6 +29,7 @@ class BatchSource(BoundToProcess):
         opened: the batch as the accountant sees it.
         optimizers: those that step on these batches.
         modules: wrapped models that are trained on them.
+        passes: begun so far; only the latest goes on.
     """
 
     def __init__(
@@ -48,6 +46,7 @@ class BatchSource(BoundToProcess):
         self.modules: list[Any] = []
         self._key = RandomKey.from_entropy()
         self._number = 0
+        self.passes = 0
 
     @property
     def training(self) -> bool:
@@ -105,144 +104,16 @@ class BatchSource(BoundToProcess):
             return
         empty = self.tape.records == 0
         waiting = [o for o in self.optimizers if not o.stepped]
-        if len(waiting) == len(self.optimizers) and waiting:
-            if not empty:
-                raise RuntimeError(
-                    "optimizer.step() was not called for the last batch; call it for every batch "
-                    "of the loader: which batches are skipped would depend on the data (to look "
-                    "at records without training, call model.eval() before the loop begins, or "
-                    "loop over a DataLoader of your own)"
-                )
-            for optimizer in waiting:  # skipped, since it is empty: noise alone is released
-                optimizer.step()
+        if len(waiting) == len(self.optimizers) and waiting and not empty:
+            raise RuntimeError(
+                "optimizer.step() was not called for the last batch; call it for every batch "
+                "of the loader: which batches are skipped would depend on the data (to look "
+                "at records without training, call model.eval() before the loop begins, or "
+                "loop over a DataLoader of your own)"
+            )
+        for optimizer in self.optimizers:
+            if optimizer.stepped or len(waiting) == len(self.optimizers):
+                optimizer.settle(empty, self.tape.read_at is not None)
         self.tape.close()
         if self.is_last:
             self.abandon()
-
-
-class CollateRows:
-    """Collates records, and for none of them gives what a batch looks like, without rows."""
-
-    def __init__(self, collate_fn: Any, dataset: Any, batch_dim: int) -> None:
-        self.collate_fn = collate_fn
-        self._dataset = dataset
-        self._batch_dim = batch_dim
-
-    def __call__(self, records: list[Any]) -> Any:
-        if len(records):
-            return self.collate_fn(records)
-        one = self.collate_fn([self._dataset[0]])
-        dim = self._batch_dim
-        return map_tensors(one, lambda t: t.narrow(min(dim, t.dim() - 1), 0, 0))
-
-
-class PoissonBatches(Sampler[list[int]]):
-    """Index lists of a pass for torch's DataLoader, empty ones too.
-
-    Attributes:
-        sample_rate: q.
-        steps: numbers of the batches of the pass.
-    """
-
-    def __init__(self, source: BatchSource, most: int | None) -> None:
-        self.sample_rate = source.sampler.sample_rate
-        self.num_samples = source.sampler.dataset_size
-        self.steps = range(0)
-        self._source = source
-        self._most = most
-
-    def cut(self, indices: Indices) -> list[Indices]:
-        """A batch in micro-batches of about the same size; an empty one is one of them."""
-        parts = 1 if self._most is None else max(1, -(-len(indices) // self._most))
-        return list(np.array_split(indices, parts))
-
-    def __len__(self) -> int:
-        steps = self._source.sampler.steps_per_epoch
-        if self._most is None:
-            return steps
-        return -(-steps * round(self.sample_rate * self.num_samples) // self._most)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number in self.steps:
-            for part in self.cut(self._source.indices(number)):
-                yield part.tolist()
-
-
-class DPDataLoader(DataLoader[Any]):
-    """Poisson batches where the given loader had shuffled ones: of the same records, through the
-    same workers, an epoch a pass. A batch's size is random and private, and may be zero.
-
-    Args:
-        data_loader: whose data set, collate_fn and workers are used.
-        source: draws the batches.
-        most: most records of a micro-batch; None: batches come whole.
-    """
-
-    def __init__(
-        self, data_loader: DataLoader[Any], source: BatchSource, most: int | None = None
-    ) -> None:
-        collate = data_loader.collate_fn
-        if not isinstance(collate, CollateRows):
-            dim = 0 if source.batch_first else 1
-            collate = CollateRows(collate, data_loader.dataset, dim)
-        self.source = source
-        self._batches = PoissonBatches(source, most)
-        super().__init__(
-            data_loader.dataset,
-            batch_sampler=self._batches,
-            collate_fn=collate,
-            num_workers=data_loader.num_workers,
-            pin_memory=data_loader.pin_memory,
-            timeout=data_loader.timeout,
-            worker_init_fn=data_loader.worker_init_fn,
-            multiprocessing_context=data_loader.multiprocessing_context,
-            generator=data_loader.generator,
-            prefetch_factor=data_loader.prefetch_factor,
-            persistent_workers=data_loader.persistent_workers,
-        )
-
-    @property
-    def sample_rate(self) -> float:
-        """q, of a record in a batch."""
-        return self.source.sampler.sample_rate
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Raises:
-        RuntimeError: if a batch was not stepped on before the next is asked for.
-        """
-        source = self.source
-        source.abandon()
-        training = source.training
-        first = source.number if training else 0
-        self._batches.steps = range(first, first + source.sampler.steps_per_epoch)
-        reader = super().__iter__()
-        for number in self._batches.steps:
-            parts = self._batches.cut(source.indices(number))
-            for i, part in enumerate(parts):
-                records = next(reader)
-                if not training:  # a look at records: nothing is released of it
-                    look = Tape(len(part), source.batch_first)
-                    records = look.enter(records)
-                    look.close()
-                    yield records
-                    continue
-                tape = source.open(number, len(part), i == 0, i + 1 == len(parts))
-                _require_rows(records, tape)
-                yield tape.enter(records)
-        if training:
-            source.finish()
-
-
-def _require_rows(records: Any, tape: Tape) -> None:
-    def one(t: Any) -> Any:
-        # This dimension and no other: one that is as long by chance would make records of its own.
-        dim = 0 if tape.batch_first or t.dim() < 2 else 1
-        if t.dim() <= dim or t.shape[dim] != tape.records:
-            raise ValueError(
-                f"collate_fn returned a tensor without one row a record in dimension {dim}; keep "
-                "every record, also a bad one, and put what is common to all of them into the "
-                "model or the loop (records in dimension 1: make_private(batch_first=False))"
-            )
-        return t
-
-    map_tensors(records, one)

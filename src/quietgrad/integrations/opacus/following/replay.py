@@ -14,17 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quietgrad.integrations.opacus.following.nodes import CALL, LEAF, LOOK, Const, Node, Ref, leaves
 from quietgrad.integrations.opacus.following.steps import Step
-from quietgrad.integrations.opacus.following.tracing import (
-    CALL,
-    LEAF,
-    Const,
-    Node,
-    Ref,
-    Tape,
-    leaves,
-    reachable,
-)
+from quietgrad.integrations.opacus.following.tracing import Tape, reachable
 from quietgrad.integrations.opacus.following.values import (
     AVERAGED,
     WHOLE,
@@ -88,9 +80,10 @@ class Program:
         found: Records = {}
         for place in self.nodes:
             node = self.tape.nodes[place]
-            if node.what == LEAF:
-                assert node.rows[0] is not None
-                found[str(place)] = node.values[0].movedim(node.rows[0], 0)
+            if node.what in (LEAF, LOOK):
+                for i, (t, rows) in enumerate(zip(node.values, node.rows, strict=True)):
+                    if rows is not None:
+                        found[f"{place}.{i}"] = t.movedim(rows, 0)
             for i, const in enumerate(leaves((node.args, node.kwargs), Const)):
                 if self._is_rows(node, const):
                     found[f"{place}:{i}"] = const.tensor.movedim(const.rows, 0)
@@ -119,9 +112,14 @@ class Program:
             node = self.tape.nodes[place]
             step = Step(self.tape, self._is_rows, place, node, records, values, count)
             made: list[Value]
-            if node.what == LEAF:
-                assert node.rows[0] is not None
-                made = [Batched(records[str(place)].movedim(0, node.rows[0]), node.rows[0])]
+            if node.what in (LEAF, LOOK):
+                if node.what == LOOK and seen:
+                    step.require_inputs()
+                # What is not one row a record has no rows: it cannot be used.
+                made = [
+                    [] if d is None else Batched(records[f"{place}.{i}"].movedim(0, d), d)
+                    for i, d in enumerate(node.rows)
+                ]
             elif node.what == CALL and seen:
                 step.require_inputs()
                 if self.alone:

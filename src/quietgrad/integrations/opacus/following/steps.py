@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quietgrad.integrations.opacus.following.tracing import Const, Node, Ref, Tape, leaves, mapped
+from quietgrad.integrations.opacus.following.nodes import Const, Node, Ref, leaves, mapped
+from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.integrations.opacus.following.values import (
     ARITHMETIC,
     AVERAGED,

@@ -8,108 +8,28 @@ contributes is a function of that record by construction.
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-CALL = "call"
-LEAF = "leaf"
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A tensor that a node of the tape made.
-
-    Attributes:
-        node: place of the node on the tape.
-        leaf: which of the tensors that it made, in order.
-    """
-
-    node: int
-    leaf: int
-
-
-@dataclass(frozen=True, eq=False)
-class Const:
-    """A tensor that came from elsewhere: labels made by the loop, class weights, images of a
-    generator.
-
-    Attributes:
-        tensor: as it was, without its graph.
-        rows: the dimension that may be the records', or None.
-        is_of_before: whether it was made of records of an earlier micro-batch.
-    """
-
-    tensor: Tensor
-    rows: int | None
-    is_of_before: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Node:
-    """A function that was called, or where records entered.
-
-    Attributes:
-        what: the function; ``CALL`` for the private model, ``LEAF`` for records.
-        args, kwargs: its arguments, tensors replaced by ``Ref`` and ``Const``.
-        values: tensors that it made, detached. Private.
-        rows: for each of them the dimension that is the records', or None.
-        in_place: whether it wrote into its first argument.
-        module: the wrapped model of a ``CALL``.
-        inputs: of a ``CALL``, the tensors that the tape knows, in the order of their ``Ref``.
-    """
-
-    what: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    values: tuple[Tensor, ...]
-    rows: tuple[int | None, ...]
-    in_place: bool = False
-    module: Any = None
-    inputs: tuple[Tensor, ...] = ()
-
-
-def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """``function`` of every leaf of one of the kinds in nested mappings, lists, tuples, slices."""
-    if isinstance(value, kinds):
-        return function(value)
-    if isinstance(value, Mapping):
-        inside = {k: mapped(v, kinds, function) for k, v in value.items()}
-        if type(value) is dict:
-            return inside
-        for make in (lambda: type(value)(**inside), lambda: type(value)(inside)):  # type: ignore[call-arg]
-            with contextlib.suppress(TypeError, ValueError):
-                return make()
-        return inside
-    if isinstance(value, tuple) and hasattr(value, "n_fields"):  # of torch.return_types
-        return type(value)([mapped(v, kinds, function) for v in value])
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(v, kinds, function) for v in value))
-    if isinstance(value, tuple):  # torch.Size holds whole numbers alone
-        return tuple(mapped(v, kinds, function) for v in value)
-    if isinstance(value, list):
-        return [mapped(v, kinds, function) for v in value]
-    if isinstance(value, slice):
-        ends = (value.start, value.stop, value.step)
-        return slice(*(mapped(v, kinds, function) for v in ends))
-    return value
-
-
-def int_of(x: float) -> float:
-    """The whole number at ``x``; numbers that are none stand for themselves."""
-    return float(round(x)) if math.isfinite(x) else x
-
-
-def leaves(value: Any, kinds: type | tuple[type, ...]) -> list[Any]:
-    """Leaves of the kinds, in the order of ``mapped``."""
-    found: list[Any] = []
-    mapped(value, kinds, found.append)
-    return found
+from quietgrad.integrations.opacus.following.hollow import (
+    OF_SHAPES,
+    READS,
+    hollow,
+    require_filled,
+)
+from quietgrad.integrations.opacus.following.nodes import (
+    CALL,
+    LEAF,
+    LOOK,
+    Const,
+    Node,
+    Ref,
+    int_of,
+    leaves,
+    mapped,
+)
 
 
 class Tape:
@@ -120,6 +40,8 @@ class Tape:
         batch_first: whether records come first in tensors of two dimensions and more.
         nodes: what was called, in order; empty once the micro-batch is over.
         read: fractions that the loop read off its tensors as numbers.
+        read_at: how many nodes there were when values were first read off; None: they never were.
+        copied_at: the same, of values of many elements (numpy, tolist, pickles).
     """
 
     def __init__(self, records: int, batch_first: bool = True) -> None:
@@ -127,6 +49,8 @@ class Tape:
         self.batch_first = batch_first
         self.nodes: list[Node] = []
         self.read: set[float] = set()
+        self.read_at: int | None = None
+        self.copied_at: int | None = None
         self.is_open = True
 
     def close(self) -> None:
@@ -143,15 +67,25 @@ class Tape:
         """Records as the loop is to see them."""
         return mapped(records, Tensor, lambda t: self._made(LEAF, (), {}, t))
 
+    def was_read(self, in_bulk: bool) -> None:
+        """Values left the tape."""
+        self.read_at = len(self.nodes) if self.read_at is None else self.read_at
+        if in_bulk and self.copied_at is None:
+            self.copied_at = len(self.nodes)
+
     def note(self, what: Any, args: Any, kwargs: Any, result: Any, module: Any = None) -> Any:
         """The result of a call, traced."""
         found = leaves(result, Tensor)
         first = args[0] if args else None
         in_place = isinstance(first, Traced) and _is_in_place(what)
         if not found and not in_place:
+            if getattr(what, "__name__", "") in READS:
+                self.was_read(in_bulk=not isinstance(result, int | float | complex | str))
             self.read.update(x for x in leaves(result, float) if x != int_of(x))
             return result
-        given = leaves((args, kwargs), Traced) if what == CALL else []
+        if what in OF_SHAPES and len(leaves((args, kwargs), Traced)) == 1:
+            return result  # values of its own, as many as there are records
+        given = leaves((args, kwargs), Traced) if what in (CALL, LOOK) else []
         inputs = tuple(t.plain.detach() for t in given if t.tape is self)
         args, kwargs = self._noted(args), self._noted(kwargs)
         if in_place:
@@ -167,7 +101,10 @@ class Tape:
             plain = plain_of(t)
             if isinstance(plain, nn.Parameter):
                 return Const(plain, None)
-            return Const(plain.detach(), self.rows_dim(plain), isinstance(t, Traced))
+            require_filled(plain)
+            learns = plain.is_leaf and plain.requires_grad
+            kept = plain.detach().clone()  # the loop may write into its own
+            return Const(kept, self.rows_dim(plain), isinstance(t, Traced), learns)
 
         return mapped(value, Tensor, one)
 
@@ -183,7 +120,9 @@ class Tape:
         inputs: tuple[Tensor, ...] = (),
     ) -> Any:
         tensors = leaves(result, Tensor)
-        kept = tuple(t.detach() for t in tensors) if what in (CALL, LEAF) else ()
+        kept = tuple(t.detach() for t in tensors) if what in (CALL, LEAF, LOOK) else ()
+        if what == LEAF:  # the loop may write into its records, through numpy too
+            kept = tuple(t.clone() for t in kept)
         rows = tuple(self.rows_dim(t) for t in tensors)
         self.nodes.append(Node(what, args, kwargs, kept, rows, in_place, module, inputs))
         place = len(self.nodes) - 1
@@ -195,7 +134,9 @@ class Tape:
 
 
 class Traced(Tensor):
-    """A tensor that notes what is made of it; for all else it is the tensor that it stands for."""
+    """A tensor that notes what is made of it; for all else it is the tensor that it stands for.
+    Its own memory holds no value of that tensor: what looks past torch's functions finds none.
+    """
 
     plain: Tensor
     tape: Tape
@@ -204,7 +145,7 @@ class Traced(Tensor):
     @staticmethod
     def of(t: Tensor, tape: Tape, ref: Ref) -> Traced:
         """``t``, traced."""
-        traced: Traced = t.detach().as_subclass(Traced)
+        traced: Traced = hollow(t).as_subclass(Traced)
         traced.plain, traced.tape, traced.ref = t, tape, ref
         return traced
 
@@ -215,25 +156,61 @@ class Traced(Tensor):
         kwargs = {} if kwargs is None else kwargs
         if func is Tensor.backward and isinstance(args[0], Traced):
             return _backward(*args, **kwargs)
-        traced = [t for t in leaves((args, kwargs), Tensor) if isinstance(t, Traced)]
+        given = leaves((args, kwargs), Tensor)
+        traced = [t for t in given if isinstance(t, Traced)]
+        if _is_in_place(func) and args:
+            _make_writable(args[0])
+        others = [(t, t._version) for t in given if not isinstance(t, Traced)]
         with torch._C.DisableTorchFunctionSubclass():
             plain_args = mapped(args, Tensor, plain_of)
             result = func(*plain_args, **mapped(kwargs, Tensor, plain_of))
+        for t, version in others:
+            if t._version != version:
+                _taken_over(t)
         tape = next((t.tape for t in traced if hasattr(t, "tape") and t.tape.is_open), None)
-        if func in _NOT_NOTED:
-            return result
-        if tape is None:  # what is made of records of before stays known as such
-            old = next((t.tape for t in traced if hasattr(t, "tape")), None)
-            if old is None:
-                return result
-            return mapped(result, Tensor, lambda t: Traced.of(t, old, Ref(0, 0)))
+        if func in _NOT_NOTED or tape is None:
+            # Gradients by records, and what is made of records of before, stay known as such.
+            return mapped(result, Tensor, lambda t: Traced.of(plain_of(t), CLOSED, Ref(0, 0)))
         return tape.note(func, args, kwargs, result)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.tape.is_open:
+            self.tape.was_read(in_bulk=True)
         return plain_of(self).detach().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return plain_of(self).detach().clone()
+        return self.detach().clone()
+
+
+def _make_writable(t: Any) -> None:
+    """Outputs of the model are leaves of the loop's graph; torch refuses to write into those.
+
+    Raises:
+        RuntimeError: for weights.
+    """
+    if isinstance(t, nn.Parameter):
+        raise RuntimeError(
+            "a parameter would be written into from records, without noise; let the optimizer "
+            "change parameters, and begin with values that do not look at private records"
+        )
+    if not isinstance(t, Traced):
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        if hasattr(t, "plain") and t.plain.is_leaf and t.plain.requires_grad:
+            t.plain = t.plain.clone()
+
+
+CLOSED = Tape(0)
+CLOSED.close()
+
+
+def _taken_over(t: Tensor) -> None:
+    """A tensor of the loop's own, which records were written into, is followed from now on."""
+    for one in (t, t._base):
+        if one is not None and type(one) is Tensor:
+            plain = one.detach()
+            one.__class__ = Traced
+            one.plain, one.tape, one.ref = plain, CLOSED, Ref(0, 0)  # type: ignore[attr-defined]
 
 
 # What is asked of a tensor's place in autograd's graph, and not of its numbers.
@@ -273,6 +250,7 @@ def _backward(
     plain, tape = loss.plain, loss.tape
     if tape.is_open:
         modules = modules_below(tape, loss.ref)
+        _require_private_weights(tape, loss.ref)
         if modules and (gradient is not None or inputs is not None or plain.dim()):
             raise ValueError(
                 "backward() was called with gradient= or inputs=, or on more than one number; call "
@@ -280,7 +258,32 @@ def _backward(
             )
         for module in modules:
             module.note_backward(tape, loss.ref, plain.detach())
+    if not plain.requires_grad:
+        raise RuntimeError(
+            "backward() was called on a loss that nothing learns from: the model's outputs were "
+            "made in evaluation mode, under torch.no_grad(), or for an earlier batch; call "
+            "model.train() before the loop, and backward() within the batch"
+        )
     plain.backward(gradient, retain_graph, create_graph, inputs)
+
+
+def _require_private_weights(tape: Tape, loss: Ref) -> None:
+    """Raises:
+    ValueError: where weights of something else would learn from records without noise.
+    """
+    for place in {ref.node for ref in reachable(tape, loss)}:
+        node = tape.nodes[place]
+        weights = leaves((node.args, node.kwargs), Const)
+        if any(
+            w.learns or (isinstance(w.tensor, nn.Parameter) and w.tensor.requires_grad)
+            for w in weights
+        ):
+            raise ValueError(
+                "backward() would give weights outside the private model's own call a gradient "
+                "that has no noise (a head, a loss with weights, a second model, a submodule that "
+                "is called alone); put them into the module that make_private is given, and call "
+                "that, or detach() them"
+            )
 
 
 def reachable(tape: Tape, ref: Ref) -> set[Ref]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quietgrad.checks import require_at_least, require_int
-from quietgrad.integrations.opacus.source import DPDataLoader
+from quietgrad.integrations.opacus.data_loader import DPDataLoader
 
 
 class BatchMemoryManager:

@@ -20,7 +20,7 @@ from quietgrad.clipping.soundness.processes import refuse_process_group
 from quietgrad.integrations.opacus.following.constants import Constants
 from quietgrad.integrations.opacus.following.faithful import faithful_program
 from quietgrad.integrations.opacus.following.replay import Program
-from quietgrad.integrations.opacus.module import GradSampleModule
+from quietgrad.integrations.opacus.grad_sample import GradSampleModule
 from quietgrad.integrations.opacus.settings import Releases
 from quietgrad.integrations.opacus.source import BatchSource
 from quietgrad.plan.process import BoundToProcess
@@ -92,6 +92,7 @@ class DPOptimizer(Optimizer):
         self.step_hook: Callable[[DPOptimizer], None] | None = None
         self.stepped = False
         self._steps_here = 0
+        self._usual: int | None = None  # steps on a batch, once values were read off one
         self._wrapped = module
         self._mechanism = _Mechanism(releases, source)
         self._written: dict[str, Tensor] = {}
@@ -107,6 +108,19 @@ class DPOptimizer(Optimizer):
         self._wrapped.pending.clear()
         if is_first:
             self._mechanism.sums.clear()
+
+    def settle(self, empty: bool, has_read: bool) -> None:
+        """The loop is done with a micro-batch. An empty one that it skipped gets its noise.
+
+        Raises:
+            RuntimeError: where the number of steps may have followed values of the batch.
+        """
+        while empty and self._steps_here < (self._usual or 1):
+            self.step()
+        if not empty and has_read:
+            self._usual = self._steps_here if self._usual is None else self._usual
+            if self._steps_here != self._usual:
+                raise _steps_follow_the_data()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients, and losses that were not stepped on; clipped sums of earlier
@@ -149,8 +163,10 @@ class DPOptimizer(Optimizer):
                 "returned, with the model in training mode when the loop begins"
             )
         self._require_no_other_gradients()
-        clipped = self._clip(source.tape)
         slot = self._steps_here
+        if source.tape.records and source.tape.read_at is not None and slot == self._usual:
+            raise _steps_follow_the_data()
+        clipped = self._clip(source.tape)
         if slot < len(mechanism.sums):
             mechanism.sums[slot] = mechanism.sums[slot] + clipped
         else:
@@ -183,8 +199,8 @@ class DPOptimizer(Optimizer):
                 "for this batch; compute the loss from what the model returned for the records "
                 "that the loader gave, in training mode"
             )
-        program = faithful_program(tape, pending, self.loss_reduction)
-        self._mechanism.constants.require(program)
+        program = faithful_program(tape, pending, self.loss_reduction, self._wrapped)
+        self._mechanism.constants.require(program, self._steps_here)
         planned = plan(self.noise_multiplier, self.max_grad_norm, program.alone)
         bound = self._mechanism.bound_for(self._wrapped, program, planned)
         drawn = Projections(self._mechanism.key, self._mechanism.released)
@@ -284,3 +300,10 @@ class DPOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"DPOptimizer({self.original_optimizer!r})"
+
+
+def _steps_follow_the_data() -> RuntimeError:
+    return RuntimeError(
+        "the number of steps on a batch changed after values of the batch had been read (item(), "
+        "if), so it may tell what they were: make the same number of steps on every batch"
+    )

@@ -16,24 +16,24 @@ from quietgrad.accounting import noise_multiplier as calibrated
 from quietgrad.checks import SettingsWarning, require_word
 from quietgrad.integrations.opacus.accountants import QuietgradAccountant, create_accountant
 from quietgrad.integrations.opacus.criterion import PerSequence
-from quietgrad.integrations.opacus.module import GradSampleModule
-from quietgrad.integrations.opacus.optimizer import DPOptimizer
+from quietgrad.integrations.opacus.data_loader import DPDataLoader
+from quietgrad.integrations.opacus.grad_sample import GradSampleModule
+from quietgrad.integrations.opacus.optimizers import DPOptimizer
 from quietgrad.integrations.opacus.settings import Releases, clipping_of, require_mode
-from quietgrad.integrations.opacus.source import BatchSource, DPDataLoader
+from quietgrad.integrations.opacus.source import BatchSource
 from quietgrad.integrations.opacus.validators.module_validator import ModuleValidator
+from quietgrad.plan.process import BoundToProcess
 from quietgrad.sampling import PoissonSampler
 from quietgrad.tensors import trainable_parameters
 
 Path = str | os.PathLike[str] | BinaryIO | IO[bytes]
 
 
-class PrivacyEngine:
+class PrivacyEngine(BoundToProcess):
     """Makes a model, an optimiser and a data loader private, and says what was spent.
 
     Args:
-        accountant: "prv", "rdp" or "gdp"; accepted for the script's sake. Epsilon always comes
-            from Quietgrad's accountant, which composes privacy-loss distributions and is an upper
-            bound.
+        accountant: "prv", "rdp" or "gdp": a name. Epsilon is always Quietgrad's upper bound.
         secure_mode: whether noise comes from a cryptographic stream; needs the package
             ``cryptography``.
 
@@ -42,8 +42,14 @@ class PrivacyEngine:
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
-        self.accountant: QuietgradAccountant = create_accountant(accountant)
+        super().__init__()
+        self._accountant = create_accountant(accountant)
         self.secure_mode = secure_mode
+
+    @property
+    def accountant(self) -> QuietgradAccountant:
+        """Counts the releases; no other does."""
+        return self._accountant
 
     def make_private(
         self,
@@ -77,10 +83,10 @@ class PrivacyEngine:
             loss_reduction: "mean" or "sum", of the loss over records.
             poisson_sampling: True: the accountant is for nothing else.
             clipping: "flat" or "per_layer".
-            noise_generator: not used; noise comes from Quietgrad's streams.
+            noise_generator: not used.
             grad_sample_mode: "hooks", "ghost", "functorch" or "ew"; all run Quietgrad's clipper.
             wrap_model: True: the returned model is trained.
-            rand_on_empty: not needed; the model is never called on nothing.
+            rand_on_empty: not needed.
 
         Returns:
             (model, optimizer, data_loader), or with "ghost" (model, optimizer, criterion,

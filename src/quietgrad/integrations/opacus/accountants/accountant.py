@@ -141,3 +141,24 @@ class QuietgradAccountant:
 def create_accountant(mechanism: str) -> QuietgradAccountant:
     """Quietgrad's accountant under a name of Opacus'."""
     return QuietgradAccountant(mechanism)
+
+
+class RDPAccountant(QuietgradAccountant):
+    """Quietgrad's accountant under the name "rdp"."""
+
+    def __init__(self) -> None:
+        super().__init__("rdp")
+
+
+class PRVAccountant(QuietgradAccountant):
+    """Quietgrad's accountant under the name "prv"."""
+
+    def __init__(self) -> None:
+        super().__init__("prv")
+
+
+class GaussianAccountant(QuietgradAccountant):
+    """Quietgrad's accountant under the name "gdp"."""
+
+    def __init__(self) -> None:
+        super().__init__("gdp")

@@ -10,15 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from quietgrad.checks import SettingsWarning
-from quietgrad.integrations.opacus.following.tracing import (
-    CALL,
-    Ref,
-    Tape,
-    Traced,
-    leaves,
-    mapped,
-    plain_of,
-)
+from quietgrad.integrations.opacus.following.nodes import CALL, LOOK, Ref, leaves, mapped
+from quietgrad.integrations.opacus.following.tracing import CLOSED, Tape, Traced, plain_of
 from quietgrad.integrations.opacus.source import BatchSource
 
 
@@ -70,10 +63,13 @@ class GradSampleModule(nn.Module):
         """
         tape = self._tape()
         plain_args, plain_kwargs = mapped((args, kwargs), Tensor, plain_of)
-        if tape is None or not (self.training and torch.is_grad_enabled()):
-            return self._module(*plain_args, **plain_kwargs)
         inputs = leaves((plain_args, plain_kwargs), Tensor)
         outer = any(t.requires_grad for t in inputs)
+        of_records = any(isinstance(t, Traced) for t in leaves((args, kwargs), Tensor))
+        if tape is None or not (self.training and torch.is_grad_enabled()):
+            if not of_records:
+                return self._module(*plain_args, **plain_kwargs)
+            return self._looked(tape, args, kwargs, outer)
         if not any(tape.rows_dim(t) is not None for t in inputs):
             if outer:  # images of a generator, in a number of their own
                 return self._frozen(plain_args, plain_kwargs)
@@ -82,11 +78,7 @@ class GradSampleModule(nn.Module):
                 "every input needs one row for each record that the loader gave; for public or "
                 "made-up inputs use model.eval() or torch.no_grad()"
             )
-        if (
-            outer
-            and not self._warned
-            and not any(isinstance(t, Traced) for t in leaves((args, kwargs), Tensor))
-        ):
+        if outer and not self._warned and not of_records:
             self._warned = True
             warnings.warn(
                 "another model gets a gradient through the private one, on as many rows as the "
@@ -104,6 +96,20 @@ class GradSampleModule(nn.Module):
                 outputs = self._module(*plain_args, **plain_kwargs)
         outputs = mapped(outputs, Tensor, _as_leaf)
         return tape.note(CALL, args, kwargs, outputs, module=self)
+
+    def _looked(self, tape: Tape | None, args: Any, kwargs: Any, outer: bool) -> Any:
+        """Outputs for records that no weight learns from; what is made of them is followed too."""
+        plain_args, plain_kwargs = mapped((args, kwargs), Tensor, plain_of)
+        if tape is not None and not tape.records:
+            outputs = self._without_records(tape, plain_args, plain_kwargs)
+        elif outer and torch.is_grad_enabled():
+            outputs = self._frozen(plain_args, plain_kwargs)
+        else:
+            with torch.no_grad():
+                outputs = self._module(*plain_args, **plain_kwargs)
+        if tape is None:
+            return mapped(outputs, Tensor, lambda t: Traced.of(t, CLOSED, Ref(0, 0)))
+        return tape.note(LOOK, args, kwargs, outputs, module=self)
 
     def _tape(self) -> Tape | None:
         source = self._link.source

@@ -1,0 +1,134 @@
+"""The private data loader as the loop sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Sampler
+
+from quietgrad.integrations.opacus.collating import CollateRows
+from quietgrad.integrations.opacus.following.tracing import Tape
+from quietgrad.integrations.opacus.source import BatchSource, Indices
+from quietgrad.tensors import map_tensors
+
+
+class PoissonBatches(Sampler[list[int]]):
+    """Index lists of a pass for torch's DataLoader, empty ones too.
+
+    Attributes:
+        sample_rate: q.
+        steps: numbers of the batches of the pass.
+    """
+
+    def __init__(self, source: BatchSource, most: int | None) -> None:
+        self.sample_rate = source.sampler.sample_rate
+        self.num_samples = source.sampler.dataset_size
+        self.steps = range(0)
+        self._source = source
+        self._most = most
+
+    def cut(self, indices: Indices) -> list[Indices]:
+        """A batch in micro-batches of about the same size; an empty one is one of them."""
+        parts = 1 if self._most is None else max(1, -(-len(indices) // self._most))
+        return list(np.array_split(indices, parts))
+
+    def __len__(self) -> int:
+        steps = self._source.sampler.steps_per_epoch
+        if self._most is None:
+            return steps
+        return -(-steps * round(self.sample_rate * self.num_samples) // self._most)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in self.steps:
+            for part in self.cut(self._source.indices(number)):
+                yield part.tolist()
+
+
+class DPDataLoader(DataLoader[Any]):
+    """Poisson batches where the given loader had shuffled ones: of the same records, through the
+    same workers, an epoch a pass. A batch's size is random and private, and may be zero.
+
+    Args:
+        data_loader: whose data set, collate_fn and workers are used.
+        source: draws the batches.
+        most: most records of a micro-batch; None: batches come whole.
+    """
+
+    def __init__(
+        self, data_loader: DataLoader[Any], source: BatchSource, most: int | None = None
+    ) -> None:
+        collate = data_loader.collate_fn
+        if not isinstance(collate, CollateRows):
+            dim = 0 if source.batch_first else 1
+            collate = CollateRows(collate, data_loader.dataset, dim)
+        self.source = source
+        self._batches = PoissonBatches(source, most)
+        super().__init__(
+            data_loader.dataset,
+            batch_sampler=self._batches,
+            collate_fn=collate,
+            num_workers=data_loader.num_workers,
+            pin_memory=data_loader.pin_memory,
+            timeout=data_loader.timeout,
+            worker_init_fn=data_loader.worker_init_fn,
+            multiprocessing_context=data_loader.multiprocessing_context,
+            generator=data_loader.generator,
+            prefetch_factor=data_loader.prefetch_factor,
+            persistent_workers=data_loader.persistent_workers,
+        )
+
+    @property
+    def sample_rate(self) -> float:
+        """q, of a record in a batch."""
+        return self.source.sampler.sample_rate
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Raises:
+        RuntimeError: if a batch was not stepped on before the next is asked for.
+        """
+        source = self.source
+        source.abandon()
+        source.passes += 1
+        this_pass = source.passes
+        training = source.training
+        first = source.number if training else 0
+        self._batches.steps = range(first, first + source.sampler.steps_per_epoch)
+        reader = super().__iter__()
+        for number in self._batches.steps:
+            parts = self._batches.cut(source.indices(number))
+            for i, part in enumerate(parts):
+                if source.passes != this_pass:
+                    raise RuntimeError(
+                        "another pass over the private data loader began before this one was over, "
+                        "and has taken the batches that come now; finish or leave one loop "
+                        "before the next begins"
+                    )
+                records = next(reader)
+                if not training:  # a look at records: nothing is released of it
+                    look = Tape(len(part), source.batch_first)
+                    records = look.enter(records)
+                    look.close()
+                    yield records
+                    continue
+                tape = source.open(number, len(part), i == 0, i + 1 == len(parts))
+                _require_rows(records, tape)
+                yield tape.enter(records)
+        if training:
+            source.finish()
+
+
+def _require_rows(records: Any, tape: Tape) -> None:
+    def one(t: Any) -> Any:
+        # This dimension and no other: one that is as long by chance would make records of its own.
+        dim = 0 if tape.batch_first or t.dim() < 2 else 1
+        if t.dim() <= dim or t.shape[dim] != tape.records:
+            raise ValueError(
+                f"collate_fn returned a tensor without one row a record in dimension {dim}; keep "
+                "every record, also a bad one, and put what is common to all of them into the "
+                "model or the loop (records in dimension 1: make_private(batch_first=False))"
+            )
+        return t
+
+    map_tensors(records, one)
