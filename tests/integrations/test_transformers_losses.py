@@ -202,6 +202,6 @@ def test_a_sequence_to_sequence_model_trains_and_writes(tmp_path: Path) -> None:
         privacy=PrivacyConfig(target_epsilon=3.0, expected_batch_size=20, steps=2),
     )
     trained.train()
-    found = trained.predict(pairs[:3]).predictions
+    found = trained.predict([{"input_ids": [5, 6, 9], "labels": [9, 1]}] * 3).predictions
     assert found.shape[0] == 3  # padded to the model's own longest
     assert trained.epsilon() == trained.plan.epsilon
