@@ -191,10 +191,10 @@ def _refuse_randomness(use: Use) -> None:
             else getattr(child, "dropout", 0.0)
         )
         if isinstance(rate, float) and rate > 0:
-            raise ValueError(
+            raise NotCaptured(
                 f"layer {use.site.name!r} ({type(module).__name__}) has parameters "
                 f"{sorted(use.site.parameters)} that need the generic "
-                f"fallback, which repeats its forward pass, but its child {name!r} applies dropout "
+                f"fallback, which repeats its forward pass, but {name or 'it'!r} applies dropout "
                 f"with probability {rate}; "
                 "set that probability to 0, freeze these parameters, or move them into a small "
                 "module of their own"
