@@ -170,3 +170,12 @@ def test_weights_before_a_release_are_anyones(tmp_path: Path) -> None:
     model = classifier()
     for name in ("one", "two"):
         trainer(tmp_path / name, model=model, privacy=OWN)
+
+
+def test_a_scaler_of_the_launcher_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer takes it from the environment, whatever ``args.fp16`` says."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match=r"mixed_precision='fp16'.*use bf16"):
+        trainer(tmp_path)

@@ -49,6 +49,11 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
         "a gradient scaler rescales gradients and skips steps by what it finds in the batch",
         "use bf16=True",
     ),
+    "mixed_precision": (  # from a launcher's environment, whatever fp16 says
+        lambda v: v not in ("no", "bf16", None),
+        "a gradient scaler rescales gradients and skips steps by what it finds in the batch",
+        "use bf16 (ACCELERATE_MIXED_PRECISION, accelerate launch --mixed_precision)",
+    ),
     "neftune_noise_alpha": (
         lambda v: v is not None,
         "the noise that it puts on a record depends on the longest record of the micro-batch",

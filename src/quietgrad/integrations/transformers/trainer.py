@@ -328,7 +328,8 @@ class PrivateTrainer(QuietTrainer):
             plain = self._not_compiled(model)
             looking = Looking(plain, collate, few, self._run.model_seed())
             if not looking.refuse_mixing():
-                looking.refuse_padding(self._loss, rounding(plain, self.args.bf16))
+                narrow = self.args.mixed_precision != "no"
+                looking.refuse_padding(self._loss, rounding(plain, narrow))
         return labelled
 
     def _run_epoch(  # type: ignore[override]  # always called by name
