@@ -270,3 +270,32 @@ def test_architectures_without_a_batching_rule(make: Any, loss: Any) -> None:
     assert bound.execution_choice(batch).engine == "one-example"
     with pytest.raises(NotCaptured):
         Clipper(clip, engine="bookkeeping").clip(model, loss, batch)
+
+
+class BiasOfTheDecoder(nn.Module):
+    """The head keeps the bias that its decoder adds (BERT's and RoBERTa's, for masked words); or
+    adds it once more itself.
+    """
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(6, 3)
+        self.bias = nn.Parameter(torch.randn(3))
+        self.decoder.bias = self.bias
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x) + (self.bias if self.again else 0)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_child_holds_of_its_parent_is_counted_once_a_use(again: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), BiasOfTheDecoder(again))
+    batch = batch_of(6)
+    gradients = oracle_gradients(model, cross_entropy, batch)
+    clip = float(oracle_norms(gradients).median())
+    expected = oracle_clipped_sum(gradients, clip)
+    actual = Clipper(clip, engine="bookkeeping").clip(model, cross_entropy, batch).gradients
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-7)

@@ -93,11 +93,11 @@ def llama() -> Any:
     )
 
 
-def pairs(n: int = 100) -> Dataset:
+def pairs(n: int = 100, words: str = "a b ") -> Dataset:
     """Prompts of two to eighteen words, answers of one to three."""
     answers = ("c", "c d", "c d e")
     return Dataset.from_list(
-        [{"prompt": "a b " * (1 + i % 9), "completion": answers[i % 3]} for i in range(n)]
+        [{"prompt": words * (1 + i % 9), "completion": answers[i % 3]} for i in range(n)]
     )
 
 

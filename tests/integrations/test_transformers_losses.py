@@ -184,8 +184,12 @@ def test_smoothing_of_no_classes_is_refused() -> None:
         record_loss_of(model, labels, 0.1)(model, batch)
 
 
-def test_a_sequence_to_sequence_model_trains_and_writes(tmp_path: Path) -> None:
-    model: nn.Module = hf.T5ForConditionalGeneration(T5)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_sequence_to_sequence_model_trains_and_writes(dropout: float, tmp_path: Path) -> None:
+    """T5's attention holds a table of its own, and draws at random where it has dropout."""
+    config = copy.deepcopy(T5)
+    config.dropout_rate = dropout
+    model: nn.Module = hf.T5ForConditionalGeneration(config)
     pairs = [{"input_ids": [5, 6, 7 + i % 9], "labels": [4 + i % 9, 1]} for i in range(60)]
     settings = vars(arguments(tmp_path))
     names = ("output_dir", "use_cpu", "save_strategy", "disable_tqdm", "optim")
@@ -202,6 +206,6 @@ def test_a_sequence_to_sequence_model_trains_and_writes(tmp_path: Path) -> None:
         privacy=PrivacyConfig(target_epsilon=3.0, expected_batch_size=20, steps=2),
     )
     trained.train()
-    found = trained.predict(pairs[:3]).predictions
+    found = trained.predict([{"input_ids": [5, 6, 9], "labels": [9, 1]}] * 3).predictions
     assert found.shape[0] == 3  # padded to the model's own longest
     assert trained.epsilon() == trained.plan.epsilon

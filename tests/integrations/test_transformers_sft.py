@@ -102,7 +102,7 @@ def test_the_weights_are_those_of_the_plain_loop(tmp_path: Path) -> None:
 
 
 def test_every_record_counts_also_one_that_is_cut_off(tmp_path: Path) -> None:
-    trained = sft(tmp_path, eval_dataset=pairs(20))
+    trained = sft(tmp_path, eval_dataset=pairs(20, "b a "))
     assert len(trained.train_dataset) == trained.plan.dataset_size == 100
     cut = [row for row in trained.train_dataset["labels"] if all(word == -100 for word in row)]
     assert cut and all(len(row) <= 12 for row in trained.train_dataset["input_ids"])
@@ -143,7 +143,7 @@ def test_adapters_a_resume_and_nothing_private_in_the_logs(tmp_path: Path) -> No
         "save_strategy": "steps",
         "logging_steps": 1,
         "eval_strategy": "epoch",
-        "eval_dataset": pairs(20),
+        "eval_dataset": pairs(20, "b a "),
     }
     sft(tmp_path, callbacks=[StopAt(3)], **settings).train()
     again = sft(tmp_path, **settings)

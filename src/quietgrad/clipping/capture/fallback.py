@@ -23,6 +23,10 @@ from quietgrad.clipping.capture.escapes import NotCaptured, no_example_dimension
 from quietgrad.clipping.capture.units import first_dimension
 from quietgrad.clipping.norms.factors import DirectGradients
 
+# What a child holds of the module's own parameters (a head's bias that its decoder adds) is the
+# child's use, which its own site counts; replaced here too, it would count twice.
+OWN = {"tie_weights": False}
+
 
 def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradients]:
     """Per-example gradients of the module's own trainable parameters.
@@ -60,7 +64,7 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
         ]
         args, kwargs = pytree.tree_unflatten(full, spec)
         with contextlib.nullcontext() if use.autocast is None else use.autocast.again():
-            flat = pytree.tree_leaves(functional_call(module, parameters, args, kwargs))
+            flat = pytree.tree_leaves(functional_call(module, parameters, args, kwargs, **OWN))
         return [flat[p] for p in positions]
 
     def pulled_back(
@@ -187,10 +191,10 @@ def _refuse_randomness(use: Use) -> None:
             else getattr(child, "dropout", 0.0)
         )
         if isinstance(rate, float) and rate > 0:
-            raise ValueError(
+            raise NotCaptured(
                 f"layer {use.site.name!r} ({type(module).__name__}) has parameters "
                 f"{sorted(use.site.parameters)} that need the generic "
-                f"fallback, which repeats its forward pass, but its child {name!r} applies dropout "
+                f"fallback, which repeats its forward pass, but {name or 'it'!r} applies dropout "
                 f"with probability {rate}; "
                 "set that probability to 0, freeze these parameters, or move them into a small "
                 "module of their own"

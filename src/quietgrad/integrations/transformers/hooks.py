@@ -21,6 +21,7 @@ HOOKS = (
     "get_train_dataloader",
     "log",
     "num_examples",
+    "predict",
     "training_step",
 )
 

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_utils import PredictionOutput
 
-import quietgrad.integrations.transformers.refusals as refusals
+from quietgrad.integrations.transformers.public import refuse_private_evaluation
 from quietgrad.integrations.transformers.session import TrainerSession
+from quietgrad.integrations.transformers.steps import ReleasedGradients
 
 # Computed from training records and not noised, or a norm that says nothing once they are clipped
 # one by one: in no log, no TrainOutput, no trainer_state.json.
@@ -27,10 +29,13 @@ class QuietTrainer(Trainer):
     Attributes:
         _session: the run in ``args.output_dir``.
         _private_data: the training data, as given and as prepared.
+        _released: what the optimiser may step on.
     """
 
+    _found_public: Any = None
     _session: TrainerSession
     _private_data: tuple[Any, ...]
+    _released: ReleasedGradients
 
     def hyperparameter_search(self, *args: Any, **options: Any) -> Any:
         """Refused: every trial is a run on the same records.
@@ -46,14 +51,34 @@ class QuietTrainer(Trainer):
         Raises:
             ValueError: for the training records.
         """
-        refusals.refuse_private_evaluation(eval_dataset, self._private_data)
+        self._refuse_private(self.eval_dataset if eval_dataset is None else eval_dataset)
         return super().evaluate(eval_dataset, *args, **options)
+
+    def predict(self, test_dataset: Any, *args: Any, **options: Any) -> PredictionOutput:
+        """As Trainer's, on public records: its scores are made to be printed.
+
+        Raises:
+            ValueError: for the training records.
+        """
+        self._refuse_private(test_dataset)
+        return super().predict(test_dataset, *args, **options)
+
+    def _refuse_private(self, dataset: Any) -> None:
+        if isinstance(dataset, str) and isinstance(self.eval_dataset, dict):
+            dataset = self.eval_dataset.get(dataset)
+        if dataset is self._found_public is not None:
+            return  # at every evaluation the same
+        refuse_private_evaluation(dataset, (*self._private_data, self.train_dataset))
+        self._found_public = dataset
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Trainer's clips the sum, after its noise; records are clipped one by one already."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        """Nothing: it would be the norm of the noise, for the most part."""
+        """Nothing: it would be the norm of the noise, for the most part. The last that is called
+        before the optimiser steps.
+        """
+        self._released.require(self.optimizer, self.state.global_step + 1)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Trainer's is a number of tokens, which is private."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from quietgrad.integrations.transformers.public import refuse_private_evaluation
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
 ALONE = "run one process on one device (CUDA_VISIBLE_DEVICES=0 python ..., no launcher)"
@@ -47,6 +48,11 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
         bool,
         "a gradient scaler rescales gradients and skips steps by what it finds in the batch",
         "use bf16=True",
+    ),
+    "mixed_precision": (  # from a launcher's environment, whatever fp16 says
+        lambda v: v not in ("no", "bf16", None),
+        "a gradient scaler rescales gradients and skips steps by what it finds in the batch",
+        "use bf16 (ACCELERATE_MIXED_PRECISION, accelerate launch --mixed_precision)",
     ),
     "neftune_noise_alpha": (
         lambda v: v is not None,
@@ -93,6 +99,29 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
         "it updates weights while the backward pass runs, before clipping and noise",
         "use an optimiser that steps on .grad",
     ),
+}
+
+
+# Methods of a subclass, or of what is mixed into it -> why not, what to do.
+_NO_LOSS = (
+    "would not be trained with: it returns one loss for a batch",
+    "give per_example_loss= (model, batch -> [records] losses)",
+)
+_NO_STEP = (
+    "stands where the private step is, and its gradients would be stepped on as they are",
+    "give per_example_loss=, or use callbacks (on_step_begin, on_pre_optimizer_step)",
+)
+_NO_BATCHES = (
+    "would give other batches than those that are accounted for",
+    "give train_dataset and data_collator",
+)
+METHODS = {
+    "compute_loss": _NO_LOSS,
+    "training_step": _NO_STEP,
+    "_run_epoch": _NO_STEP,
+    "_inner_training_loop": _NO_STEP,
+    "get_train_dataloader": _NO_BATCHES,
+    "get_batch_samples": _NO_BATCHES,
 }
 
 
@@ -147,12 +176,11 @@ def refuse_functions(trainer: type, base: type, options: dict[str, Any]) -> None
             "compute_loss_func returns one loss for a batch, in which records change each other's "
             f"weight; {remedy}"
         )
-    owner = next((kind for kind in trainer.__mro__ if "compute_loss" in vars(kind)), None)
-    if owner is not None and issubclass(owner, base):
-        raise ValueError(
-            f"{owner.__name__}.compute_loss would not be trained with: it returns one loss for a "
-            f"batch; {remedy}"
-        )
+    own = trainer.__mro__[: trainer.__mro__.index(base)]
+    for name, (why, instead) in METHODS.items():
+        for kind in own:
+            if name in vars(kind):
+                raise ValueError(f"{kind.__name__}.{name} {why}; {instead}")
 
 
 def refuse_data(train_dataset: Any, eval_dataset: Any) -> None:
@@ -176,7 +204,8 @@ def refuse_data(train_dataset: Any, eval_dataset: Any) -> None:
 
 def refuse_collator(data_collator: Any) -> None:
     """Refuses padding in front of a record: how much there is depends on the longest one that is
-    read with it, and so do the record's positions, which many models learn.
+    read with it, and so do the record's positions, which many models learn. And masks that follow
+    from a known seed: one record more moves the masks of all that come after it.
 
     Raises:
         ValueError: with the remedy.
@@ -187,19 +216,10 @@ def refuse_collator(data_collator: Any) -> None:
             "the tokenizer's padding_side is 'left': a record's positions would depend on the "
             "longest record that is read with it; set tokenizer.padding_side = 'right'"
         )
-
-
-def refuse_private_evaluation(eval_dataset: Any, private: tuple[Any, ...]) -> None:
-    """Refuses the training records as evaluation records: their scores would be printed.
-
-    Raises:
-        ValueError: with the remedy.
-    """
-    named = eval_dataset.values() if isinstance(eval_dataset, dict) else (eval_dataset,)
-    if any(one is other for one in named for other in private if one is not None):
+    if getattr(data_collator, "seed", None) is not None:
         raise ValueError(
-            "eval_dataset is the training data: its scores are private, and evaluation prints and "
-            "saves them; evaluate on public records"
+            "data_collator.seed is set: what it draws for a record would be known, and follow from "
+            "how much it drew for others before; leave seed out (draws are keyed secretly)"
         )
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from quietgrad.accounting import epsilon_report
 from quietgrad.accounting.rounding import round_up_to
 from quietgrad.durable import make_folder, write_whole
 from quietgrad.ledger import holds_records, read_ledger
@@ -22,10 +24,12 @@ from quietgrad.training.files.noise_state import NoiseKeeper, forget_keys, start
 from quietgrad.training.files.provenance import (
     FILE,
     KEY,
+    WITHOUT_PRIVACY,
     Record,
     check_start,
     provenance,
     stamp_weights,
+    starts_of,
 )
 from quietgrad.training.files.run_dir import RunDir
 
@@ -49,27 +53,30 @@ class Checkpoint:
     releases: int
 
 
-def starts_from(model: Any, accepted: str, plan: PrivacyPlan) -> tuple[Record, ...]:
-    """Records of the runs that a model's weights are from, where that is known and asked for.
+@dataclass
+class Trained:
+    """What a run has done to a model in memory."""
 
-    Args:
-        model: without adapters.
-        accepted: "epsilons-add", "trained-without-privacy", or "" for neither.
-        plan: of the run that begins.
+    run: str
+    plan: PrivacyPlan
+    started_from: tuple[Record, ...]
+    releases: int = 0
 
-    Raises:
-        ValueError: for the output of an earlier run that was not asked for.
-    """
-    name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
-    try:
-        return check_start(name, "", accepted, not plan.data_are_public)
-    except ValueError as error:
-        said = (
-            str(error)
-            .replace("model.name", "model")
-            .replace("model.accept_start = ", "accept_start=")
-        )
-        raise ValueError(said) from None
+    def record(self) -> Record:
+        """As it would be saved with the weights."""
+        facts = {
+            "epsilon": epsilon_report(
+                self.plan.event.after(self.releases), self.plan.delta
+            ).epsilon,
+            "delta": self.plan.delta,
+            "steps": self.releases,
+            "neighbouring": self.plan.neighbouring,
+        }
+        return provenance("train_dataset", facts, self.plan.data_are_public, self.started_from)
+
+
+# Parameters -> the run that trained them last, as long as they are in memory.
+_TRAINED: Any = WeakIdKeyDictionary()
 
 
 class TrainerSession:
@@ -82,16 +89,65 @@ class TrainerSession:
         resumed: the checkpoint that the run went on from, if any.
     """
 
-    def __init__(
-        self, plan: PrivacyPlan, output_dir: str, started_from: tuple[Record, ...] = ()
-    ) -> None:
+    def __init__(self, plan: PrivacyPlan, output_dir: str, accept_start: str = "") -> None:
         self.plan = plan
-        self.started_from = started_from
+        self.accept_start = accept_start
+        self.started_from: tuple[Record, ...] = ()
+        self._trained: Trained | None = None
         self.files = RunDir(Path(output_dir))
         self.run: PrivateRun | None = None
         self.resumed: Checkpoint | None = None
         self._keeper = NoiseKeeper(None)
         self._name = ""
+
+    def starts_from(self, model: Any, bare: Any) -> tuple[Record, ...]:
+        """Records of the runs that a model's weights are from, where that is known and asked for.
+
+        Args:
+            model: as it is trained.
+            bare: without adapters.
+
+        Raises:
+            ValueError: for the output of an earlier run that was not asked for.
+        """
+        name = str(getattr(getattr(bare, "config", None), "_name_or_path", "") or "")
+        protect, accepted = not self.plan.data_are_public, self.accept_start
+        try:
+            found = check_start(name, "", accepted, protect)
+        except ValueError as error:
+            said = (
+                str(error)
+                .replace("model.name", "model")
+                .replace("model.accept_start = ", "accept_start=")
+            )
+            raise ValueError(said) from None
+        held = {id(t): t for p in model.parameters() if (t := _TRAINED.get(p)) is not None}
+        here = self._run_here() if held else ""
+        records = tuple(t.record() for t in held.values() if t.run != here)
+        kinds: set[str] = set().union(*map(starts_of, records))
+        if protect and kinds and accepted not in (WITHOUT_PRIVACY, *kinds):
+            raise ValueError(
+                "model was trained by another private run of this process, whose epsilon adds to "
+                f"this one's in {str(self.files.path)!r} for every record that both use; begin "
+                "with new weights, go on with that run by resume_from_checkpoint=True in its own "
+                'output_dir, or, where both are meant, set accept_start="epsilons-add"'
+            )
+        return found + records
+
+    def _run_here(self) -> str:
+        if not holds_records(self.files.ledger):
+            return ""
+        return read_ledger(self.files.ledger).sessions[0].name
+
+    def trained(self, model: Any) -> None:
+        """After a release: these weights are from this run."""
+        assert self.run is not None
+        if self._trained is None or self._trained.run != self._name:
+            self._trained = Trained(self._name, self.plan, self.started_from)
+        self._trained.releases = self.run.released
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                _TRAINED[parameter] = self._trained
 
     @contextlib.contextmanager
     def open(self, resume: bool | str) -> Iterator[str | None]:
@@ -107,7 +163,7 @@ class TrainerSession:
                 what ``PrivacyPlan.start`` refuses.
         """
         make_folder(self.files.path)
-        with self.files.locked():
+        with self._locked():
             begun = holds_records(self.files.ledger)
             place = f"args.output_dir={str(self.files.path)!r}"
             if begun and resume is False:
@@ -128,6 +184,17 @@ class TrainerSession:
                 yield None if self.resumed is None else str(self.resumed.path)
                 if run.released >= self.plan.steps:
                     forget_keys(self.files)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(self.files.locked())
+            except ValueError as error:
+                raise ValueError(
+                    str(error).replace("training.run_dir", "args.output_dir")
+                ) from None
+            yield
 
     def _checkpoint(self, resume: bool | str) -> Checkpoint | None:
         assert self.run is not None
@@ -189,13 +256,8 @@ class TrainerSession:
         """
         if self.run is None or not self.run.released or not folder.is_dir():
             return
-        facts = {
-            "epsilon": self.run.epsilon(),
-            "delta": self.plan.delta,
-            "steps": self.run.released,
-            "neighbouring": self.plan.neighbouring,
-        }
-        record = provenance("train_dataset", facts, self.plan.data_are_public, self.started_from)
+        done = Trained(self._name, self.plan, self.started_from, self.run.released)
+        record = done.record()
         beside = json.dumps({KEY: record}, indent=2) + "\n"
         write_whole(folder / FILE, beside.encode())
         stamp_weights(folder, record)

@@ -6,10 +6,8 @@ Every method below stands in the place of one of Trainer's, and says what would 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,11 +20,13 @@ from transformers.trainer_utils import TrainOutput
 import quietgrad.integrations.transformers.refusals as refusals
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
+from quietgrad.integrations.transformers.collating import TOGETHER, Looking, rounding
 from quietgrad.integrations.transformers.hooks import require_hooks
 from quietgrad.integrations.transformers.loading import EpochLoader
 from quietgrad.integrations.transformers.losses import record_loss_of
 from quietgrad.integrations.transformers.quiet import NO_SEARCH, QuietTrainer
-from quietgrad.integrations.transformers.session import TrainerSession, starts_from
+from quietgrad.integrations.transformers.session import TrainerSession
+from quietgrad.integrations.transformers.steps import ReleasedGradients, keyed_generators
 from quietgrad.loading.batches import LoadedBatch
 from quietgrad.loading.loader import PrivateLoader
 from quietgrad.plan import PrivacyConfig, PrivacyPlan, PrivateRun
@@ -104,8 +104,9 @@ class PrivateTrainer(QuietTrainer):
         # A copy: the caller's arguments may serve another trainer with another plan.
         self.args = copy.copy(self.args)
         self.args.max_steps = self.plan.steps
-        started_from = starts_from(self._bare_model(), accept_start, self.plan)
-        self._session = TrainerSession(self.plan, str(self.args.output_dir), started_from)
+        self._session = TrainerSession(self.plan, str(self.args.output_dir), accept_start)
+        self._session.started_from = self._session.starts_from(self.model, self._bare_model())
+        self._released = ReleasedGradients()
         self._given_loss = per_example_loss
         self._loss = self._loss_of_a_record()
 
@@ -165,6 +166,7 @@ class PrivateTrainer(QuietTrainer):
         refusals.refuse_arguments(self.args)
         if trial is not None:
             raise ValueError(NO_SEARCH)
+        self._session.starts_from(self.model, self._bare_model())
         with self._session.open(resume_from_checkpoint or False) as checkpoint:
             try:
                 done = super().train(checkpoint, None, ignore_keys_for_eval, **options)
@@ -207,6 +209,8 @@ class PrivateTrainer(QuietTrainer):
             "persistent_workers": args.dataloader_persistent_workers,
             "prefetch_factor": args.dataloader_prefetch_factor,
             "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
+            # Workers' seeds; otherwise they would follow from args.seed, which anyone may know.
+            "generator": torch.Generator().manual_seed(self._run.model_seed()),
         }
         dataset, collate = self._read(self.train_dataset, "training")
         return self._run.loader(
@@ -252,8 +256,10 @@ class PrivateTrainer(QuietTrainer):
         if callable(train_mode):
             train_mode()
         plain = self._not_compiled(model)
-        with self._keyed_generators(plain, self._run.model_seed()):
+        with keyed_generators(plain, self._run.model_seed()):
             self._run.backward(plain, self._loss, inputs)
+        self._released.note(plain, self._run.released)
+        self._session.trained(plain)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0 and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -264,17 +270,6 @@ class PrivateTrainer(QuietTrainer):
         which compiling changes.
         """
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
-
-    @contextlib.contextmanager
-    def _keyed_generators(self, model: nn.Module, seed: int) -> Iterator[None]:
-        """Torch's generators seeded for a step, and afterwards as they were: how far they went says
-        how many records a batch held.
-        """
-        device = next(model.parameters()).device
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(seed)
-            yield
 
     # ---- going on ----
 
@@ -301,27 +296,41 @@ class PrivateTrainer(QuietTrainer):
                     schedule.step()
         self._offset = self._run.released % self.plan.sampler.steps_per_epoch
         if self._run.released < self.plan.steps:
-            self._guard_on_public_records(model)
+            self._guard(model)
         return model, loader
 
-    def _guard_on_public_records(self, model: nn.Module) -> None:
+    def _guard(self, model: nn.Module) -> None:
         """The clipper's guard looks at evaluation records, where they have labels, so that what it
-        refuses says nothing of private ones.
+        refuses says nothing of private ones; collator and padding are looked at on these, then on
+        training records.
         """
         public = self.eval_dataset
         if isinstance(public, dict):
             public = next(iter(public.values()), None)
         if public is None or not hasattr(public, "__len__") or len(public) < 2:
-            return
-        records, collate = self._read(public, "evaluation")
-        batch = collate([records[int(i)] for i in spread(records, GUARDED_RECORDS)])
-        if not set(self.label_names) <= set(batch):
-            return
-        model.train()
-        plain = self._not_compiled(model)
-        with self._keyed_generators(plain, self._run.model_seed()):
-            device = next(plain.parameters()).device
-            self._run.check(plain, self._loss, to_device(batch, device))
+            public = None
+        elif self._look(model, public, "evaluation"):
+            records, collate = self._read(public, "evaluation")
+            batch = collate([records[int(i)] for i in spread(records, GUARDED_RECORDS)])
+            model.train()
+            plain = self._not_compiled(model)
+            with keyed_generators(plain, self._run.model_seed()):
+                device = next(plain.parameters()).device
+                self._run.check(plain, self._loss, to_device(batch, device))
+        self._look(model, self.train_dataset, "training")
+
+    def _look(self, model: nn.Module, dataset: Any, description: str) -> bool:
+        """At the collator, and at padding; says whether there are labels."""
+        records, collate = self._read(dataset, description)
+        few = [records[int(i)] for i in spread(records, TOGETHER)]
+        labelled = set(self.label_names) <= set(collate(few[:1]))
+        if labelled and len(few) > 1 and self.args.per_device_train_batch_size > 1:
+            plain = self._not_compiled(model)
+            looking = Looking(plain, collate, few, self._run.model_seed())
+            if not looking.refuse_mixing():
+                narrow = self.args.mixed_precision != "no"
+                looking.refuse_padding(self._loss, rounding(plain, narrow))
+        return labelled
 
     def _run_epoch(  # type: ignore[override]  # always called by name
         self, *, epoch: int, steps_in_epoch: int, **options: Any

@@ -1,0 +1,106 @@
+"""Whether records that are meant to be public are the training records: their scores would be
+printed and saved. What is seen is what careless code does: the data set itself, a part, a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+
+from quietgrad.training.tasks.records import spread
+
+LOOKED_AT = 32
+TELLING = 20  # letters of a record that no other has by chance
+
+
+def refuse_private_evaluation(eval_dataset: Any, private: tuple[Any, ...]) -> None:
+    """Refuses the training records as evaluation records.
+
+    Raises:
+        ValueError: with the remedy. It does not say which records.
+    """
+    named = eval_dataset.values() if isinstance(eval_dataset, dict) else (eval_dataset,)
+    for one in named:
+        for other in private:
+            if one is None or other is None:
+                continue
+            if one is other or _is_part_of(one, other):
+                raise ValueError(
+                    "eval_dataset is the training data, or holds records of it: their scores are "
+                    "private, and evaluation prints and saves them; evaluate on public records"
+                )
+
+
+def _is_part_of(one: Any, other: Any) -> bool:
+    shared = _shared_rows(one, other)
+    if shared is not None:
+        return shared
+    with contextlib.suppress(Exception):  # what cannot be read fails where it is needed
+        return _objects_shared(one, other) or _texts_shared(one, other) or _rows_equal(one, other)
+    return False
+
+
+def _shared_rows(one: Any, other: Any) -> bool | None:
+    """Whether two parts of one data set have rows in common; None for parts of different ones."""
+    (root, rows), (other_root, other_rows) = _rows_of(one), _rows_of(other)
+    if root is not other_root:
+        return None
+    return rows is None or other_rows is None or bool(rows & other_rows)
+
+
+def _rows_of(data: Any) -> tuple[Any, set[int] | None]:
+    rows: list[int] | None = None
+    while isinstance(data, Subset):
+        kept = [int(i) for i in data.indices]
+        rows = kept if rows is None else [kept[i] for i in rows]
+        data = data.dataset
+    return data, None if rows is None else set(rows)
+
+
+def _objects_shared(one: Any, other: Any) -> bool:
+    """Slices of a list hold its records themselves."""
+    if not (isinstance(one, list | tuple) and isinstance(other, list | tuple)):
+        return False
+    records = {
+        id(record) for record in other if isinstance(record, Mapping | list | tuple | torch.Tensor)
+    }
+    return any(id(record) in records for record in one)
+
+
+def _texts_shared(one: Any, other: Any) -> bool:
+    """``datasets.Dataset``: every text that is looked at is one of the other's."""
+    features = getattr(one, "features", None)
+    if not features or not hasattr(other, "column_names") or not len(one):
+        return False
+    texts = [
+        name
+        for name, kind in features.items()
+        if getattr(kind, "dtype", None) == "string" and name in other.column_names
+    ]
+    if not texts:
+        return False
+    seen = set(zip(*(other[name][:] for name in texts), strict=True))
+    looked = [tuple(one[int(i)][name] for name in texts) for i in spread(one, LOOKED_AT)]
+    telling = [row for row in looked if sum(len(text or "") for text in row) >= TELLING]
+    return 2 * len(telling) >= len(looked) and all(row in seen for row in telling)
+
+
+def _rows_equal(one: Any, other: Any) -> bool:
+    """A copy, whole or of the beginning: the same records at the same places."""
+    if not len(one) or len(one) > len(other):
+        return False
+    return all(_equal(one[int(i)], other[int(i)]) for i in spread(one, LOOKED_AT))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,181 @@
+"""Careless uses that would make a printed epsilon too small, or show private scores."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from private_trainers import PRIVACY, StopAt, classifier, records, trainer
+from torch.utils.data import DataLoader, Subset, random_split
+from transformers import TrainerCallback, default_data_collator
+
+from quietgrad.integrations.transformers import PrivateTrainer
+
+OWN = replace(PRIVACY, seed=None, data_are_public=False)
+
+
+class OwnStep(PrivateTrainer):
+    def training_step(self, *args: Any, **options: Any) -> Any:
+        raise AssertionError
+
+
+class OwnBatches(PrivateTrainer):
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset, 20)
+
+
+class Mixed:
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        raise AssertionError
+
+
+class MixedIn(Mixed, PrivateTrainer):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (OwnStep, "OwnStep.training_step.*per_example_loss"),
+        (OwnBatches, "OwnBatches.get_train_dataloader.*train_dataset"),
+        (MixedIn, "Mixed.compute_loss.*per_example_loss"),
+    ],
+)
+def test_methods_that_the_guarantee_is_made_of_are_not_replaced(
+    kind: type[PrivateTrainer], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        trainer(tmp_path, kind=kind)
+
+
+@pytest.mark.parametrize("instead", [True, False], ids=["instead", "afterwards"])
+def test_only_what_was_released_is_stepped_on(instead: bool, tmp_path: Path) -> None:
+    """A method that is put on the object; before the first step of the optimiser."""
+    trained = trainer(tmp_path, privacy=OWN)
+    before = copy.deepcopy(trained.model.state_dict())
+    step = trained.training_step
+
+    def raw(model: Any, inputs: Any, *_: Any) -> Any:
+        done = torch.zeros(()) if instead else step(model, inputs)
+        model(**default_data_collator(records(4))).loss.backward()
+        return done
+
+    trained.training_step = raw  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="gradients that were not released"):
+        trained.train()
+    after = trained.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+class Halves(TrainerCallback):
+    def on_pre_optimizer_step(self, *args: Any, model: Any, **_: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.5)
+
+
+def test_released_gradients_may_be_changed_by_a_callback(tmp_path: Path) -> None:
+    assert trainer(tmp_path, callbacks=[Halves()]).train().global_step == 10
+
+
+def test_a_model_that_a_run_has_trained_is_no_public_start(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "one", privacy=OWN)
+    first.train()
+    with pytest.raises(ValueError, match=r'epsilon adds.*accept_start="epsilons-add"'):
+        trainer(tmp_path / "two", model=first.model, privacy=OWN)
+    asked = {"model": first.model, "privacy": OWN, "accept_start": "epsilons-add"}
+    second = trainer(tmp_path / "two", **asked)
+    second.train()
+    (earlier,) = second._session.started_from
+    assert earlier["epsilon"] == first.epsilon()
+
+
+def test_a_trainer_does_not_begin_anew_where_its_ledger_is_gone(tmp_path: Path) -> None:
+    trained = trainer(tmp_path / "run", privacy=OWN)
+    trained.train()
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ValueError, match="epsilon adds"):
+        trained.train()
+
+
+def test_one_model_and_directory_go_on_in_another_trainer(tmp_path: Path) -> None:
+    first = trainer(tmp_path, privacy=OWN, callbacks=[StopAt(3)], save_strategy="steps")
+    first.train()
+    again = trainer(tmp_path, privacy=OWN, model=first.model, save_strategy="steps")
+    assert again.train(resume_from_checkpoint=True).global_step == 10
+    assert again._session.started_from == ()
+
+
+class Again(TrainerCallback):
+    trainer: PrivateTrainer
+
+    def on_epoch_end(self, *args: Any, **options: Any) -> None:
+        self.trainer.train(resume_from_checkpoint=True)
+
+
+def test_training_within_training_is_refused(tmp_path: Path) -> None:
+    again = Again()
+    again.trainer = trainer(tmp_path, callbacks=[again])
+    with pytest.raises(ValueError, match=r"args.output_dir=.*in use"):
+        again.trainer.train()
+
+
+def texts(n: int) -> Dataset:
+    return Dataset.from_list([{"text": f"this is the record of number {i}"} for i in range(n)])
+
+
+ROWS = records()
+WHOLE = texts(50)
+PARTS: dict[str, tuple[Any, Any, bool]] = {
+    "a slice of the list": (ROWS, ROWS[20:30], True),
+    "a deep copy": (ROWS, copy.deepcopy(ROWS), True),
+    "a part": (ROWS, Subset(ROWS, [4, 5]), True),  # type: ignore[arg-type]
+    "parts that overlap": (Subset(ROWS, range(9)), Subset(ROWS, [8]), True),  # type: ignore[arg-type]
+    "a shuffled selection": (WHOLE, WHOLE.shuffle(seed=1).select(range(9)), True),
+    "other records": (ROWS, records(9, seed=1), False),
+    "the rest of the list": (ROWS[:50], ROWS[50:], False),
+    "a split": (*random_split(ROWS, [60, 40]), False),  # type: ignore[arg-type]
+    "a split of texts": (*WHOLE.train_test_split(9).values(), False),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_the_training_records_are_seen(name: str, tmp_path: Path) -> None:
+    data, public, refused = PARTS[name]
+    if not refused:
+        trainer(tmp_path, train_dataset=data, eval_dataset=public)
+        return
+    with pytest.raises(ValueError, match="holds records of it"):
+        trainer(tmp_path, train_dataset=data, eval_dataset={"named": public})
+
+
+def test_training_records_are_not_scored_by_another_door(tmp_path: Path) -> None:
+    trained = trainer(tmp_path, train_dataset=ROWS, eval_dataset=records(9, seed=1))
+    with pytest.raises(ValueError, match="evaluate on public records"):
+        trained.predict(ROWS)
+    trained.eval_dataset = ROWS
+    with pytest.raises(ValueError, match="evaluate on public records"):
+        trained.evaluate()
+    trained.eval_dataset = {"a": ROWS}
+    with pytest.raises(ValueError, match="evaluate on public records"):
+        trained.evaluate("a")
+
+
+def test_weights_before_a_release_are_anyones(tmp_path: Path) -> None:
+    model = classifier()
+    for name in ("one", "two"):
+        trainer(tmp_path / name, model=model, privacy=OWN)
+
+
+def test_a_scaler_of_the_launcher_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer takes it from the environment, whatever ``args.fp16`` says."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match=r"mixed_precision='fp16'.*use bf16"):
+        trainer(tmp_path)
