@@ -355,3 +355,22 @@ def test_epsilon_is_that_of_the_releases_so_far() -> None:
         trained(run, iter(run.loader(TensorDataset(*records()), steps=2)))
     after = CONFIG.build(RECORDS).event.after(2)
     assert run.epsilon() == run.epsilon() == epsilon_report(after, run.plan.delta).epsilon
+
+
+class Drawing(Dataset[Tensor]):
+    """Records that are augmented at random."""
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(2)
+
+
+def test_what_workers_draw_does_not_follow_from_a_seed_that_is_known() -> None:
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0)  # as scripts begin
+        loader = start(seed=None, expected_batch_size=30).loader(Drawing(), num_workers=1)
+        drawn.append(next(iter(next(iter(loader)))).records[0])
+    assert not torch.equal(*drawn)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -121,14 +122,14 @@ class PrivateRun(BoundToProcess):
             physical_batch_size: most records a forward pass; None takes the plan's, or 64.
             collate_fn: makes a micro-batch of records, one row each; what a record's row means may
                 not depend on the others (padding that the model masks is fine).
-            options: of DataLoader: ``num_workers``, ``pin_memory``, ``prefetch_factor``,
-                ``persistent_workers``, ...
+            options: of DataLoader: ``num_workers``, ``pin_memory``, ``persistent_workers``, ...
 
         Raises:
             TypeError: for streams, loaders, and options that the plan decides.
             ValueError: for another number of records than planned.
         """
-        self._require_own_process()
+        # For workers' seeds: torch's own generator may be one that anybody knows.
+        options = {"generator": torch.Generator().manual_seed(self.model_seed()), **options}
         self._loader = PrivateLoader(
             self, self._draws, dataset, steps, physical_batch_size, collate_fn, options
         )

@@ -209,8 +209,6 @@ class PrivateTrainer(QuietTrainer):
             "persistent_workers": args.dataloader_persistent_workers,
             "prefetch_factor": args.dataloader_prefetch_factor,
             "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
-            # Workers' seeds; otherwise they would follow from args.seed, which anyone may know.
-            "generator": torch.Generator().manual_seed(self._run.model_seed()),
         }
         dataset, collate = self._read(self.train_dataset, "training")
         return self._run.loader(
