@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -18,6 +19,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from quietgrad import PrivacyConfig
 from quietgrad.integrations.lightning import PrivateLightningModule
 
+# What Lightning says of tests that are small, or go on, on purpose.
+ADVICE = [
+    pytest.mark.filterwarnings(
+        "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
+    ),  # more workers, a validation set
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
 RATE = 1e-2
 STEPS = 10  # two epochs of five
 PRIVACY = PrivacyConfig(

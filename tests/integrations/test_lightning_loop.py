@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning_modules import (
+    ADVICE,
     PRIVACY,
     RATE,
     STEPS,
@@ -27,10 +28,7 @@ from torch.utils.data import DataLoader
 
 from quietgrad.ledger import read_ledger
 
-# Lightning's advice (more workers, a validation set), where a test is small on purpose.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
-)
+pytestmark = ADVICE
 
 
 @pytest.mark.parametrize(
@@ -92,9 +90,7 @@ class Seen(Callback):
 
 @pytest.mark.parametrize("validated", [True, False])
 @pytest.mark.parametrize("stop", [3, 5, 7], ids=["in an epoch", "between epochs", "in the next"])
-def test_a_resumed_run_is_the_uninterrupted_one(
-    tmp_path: Path, stop: int, validated: bool
-) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stop: int, validated: bool) -> None:
     changes = saving(tmp_path) if validated else saving(tmp_path) | {"limit_val_batches": 0}
     first = Small()
     changes["callbacks"].insert(0, StopAt(stop))

@@ -81,12 +81,12 @@ class PrivateLightningModule(LightningModule):
         return PrivateLightningModule
 
     @property
-    def trainer(self) -> Trainer:  # type: ignore[override]
+    def trainer(self) -> Trainer:
         """As Lightning's. Where it is set to fit, what cannot be private is refused."""
         return LightningModule.trainer.fget(self)  # type: ignore[attr-defined]
 
     @trainer.setter
-    def trainer(self, trainer: Trainer | None) -> None:
+    def trainer(self, trainer: Any) -> None:
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             refusals.refuse_trainer(trainer)
             refusals.refuse_module(self, PrivateLightningModule)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from lightning.pytorch.loops.fit_loop import RestartStage as EpochStage
+from lightning.pytorch.loops.training_epoch_loop import RestartStage as BatchStage
+
 
 def count_releases(trainer: Any, released: int, per_epoch: int) -> None:
     """Sets the Trainer's counters to where the ledger is, as a checkpoint that was written at the
@@ -34,9 +37,8 @@ def count_releases(trainer: Any, released: int, per_epoch: int) -> None:
     fit.reset_restart_stage()
     loop.reset_restart_stage()
     if begun:
-        stage = type(fit._restart_stage)
-        fit._restart_stage = stage.RESTARTED_MID_EPOCH
-        loop._restart_stage = stage.RESTARTED_ON_TRAIN_BATCH_END
+        fit._restart_stage = EpochStage.RESTARTED_MID_EPOCH
+        loop._restart_stage = BatchStage.RESTARTED_ON_TRAIN_BATCH_END
         # What that stage is: the batch is done up to its very end, which the Trainer then counts.
         batches.total.completed -= 1
         batches.current.completed -= 1

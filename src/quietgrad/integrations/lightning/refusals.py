@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import callbacks, profilers
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
@@ -17,9 +18,23 @@ from quietgrad.plan import PrivacyConfig, PrivacyPlan
 ALONE = "use Trainer(devices=1, num_nodes=1), without a launcher"
 HALF = "use 32-true or bf16-mixed"
 
+
+def precision_of(plugin: Any) -> str:
+    """Name of a precision, or of a plugin with a backward pass of its own."""
+    known = type(plugin) in (Precision, MixedPrecision)
+    return str(plugin.precision) if known else type(plugin).__name__
+
+
 # Setting of the Trainer -> (what it is set to, whether that is refused, why, what to do).
 Setting = tuple[Callable[[Any], Any], Callable[[Any], Any], str, str]
 SETTINGS: dict[str, Setting] = {
+    "fast_dev_run": (
+        lambda t: t.fast_dev_run,
+        bool,
+        "it trains on private records, and what it releases counts",
+        "try the script on made-up records, or with PrivacyConfig(steps=1) and a directory of its "
+        "own",
+    ),
     "accumulate_grad_batches": (
         lambda t: t.accumulate_grad_batches,
         lambda v: v != 1,
@@ -34,7 +49,7 @@ SETTINGS: dict[str, Setting] = {
         "leave it out; PrivacyConfig(max_grad_norm=) is the norm that records are clipped to",
     ),
     "precision": (
-        lambda t: t.precision,
+        lambda t: precision_of(t.precision_plugin),
         lambda v: v not in ("32-true", "bf16-mixed"),
         "a gradient scaler skips steps by what it finds in the batch, and narrow weights are not "
         "what the noise was calibrated for",
@@ -51,13 +66,6 @@ SETTINGS: dict[str, Setting] = {
         lambda v: isinstance(v, int) or v != 1.0,
         "an epoch is 1 / q steps, and the plan says how many there are",
         "leave it out; PrivacyConfig(epochs=) or PrivacyConfig(steps=)",
-    ),
-    "fast_dev_run": (
-        lambda t: t.fast_dev_run,
-        bool,
-        "it trains on private records, and what it releases counts",
-        "try the script on made-up records, or with PrivacyConfig(steps=1) and a directory of its "
-        "own",
     ),
     "detect_anomaly": (
         lambda t: t._detect_anomaly,

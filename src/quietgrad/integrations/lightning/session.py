@@ -1,5 +1,5 @@
-"""One run of a Trainer in its ``default_root_dir``: ledger, secrets, lock, and which checkpoints are
-its own. The files are those of the run directories of ``quietgrad train``.
+"""One run of a Trainer in its ``default_root_dir``: ledger, secrets, lock, and which checkpoints
+are its own. The files are those of the run directories of ``quietgrad train``.
 """
 
 from __future__ import annotations

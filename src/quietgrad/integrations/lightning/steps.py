@@ -116,7 +116,7 @@ class PrivateSteps(Callback):
         if not trainer.barebones:
             epsilon = shown_epsilon(self.run.epsilon())
             LightningModule.log(pl_module, "epsilon", epsilon, prog_bar=True, batch_size=1)
-            if self.run.plan.data_are_public:
+            if self.session is not None and self.session.plan.data_are_public:
                 LightningModule.log(pl_module, "data_declared_public", 1.0, batch_size=1)
 
     def on_save_checkpoint(
