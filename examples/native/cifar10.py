@@ -25,8 +25,7 @@ def block(inputs, outputs):
 
 
 def per_example_loss(model, batch):
-    images, labels = batch
-    return F.cross_entropy(model(images), labels, reduction="none")
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def main():
@@ -43,10 +42,8 @@ def main():
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 2 * 2, 9))
     optimizer = optim.Adam(model.parameters(), lr=args.lr)
     scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
-    privacy = PrivacyConfig(
-        target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs
-    )
-    run = privacy.build(len(train_set)).start()
+    dp = PrivacyConfig(target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs)
+    run = dp.build(len(train_set)).start()
     train_loader = run.loader(train_set)
     for epoch in run.epochs():
         model.train()

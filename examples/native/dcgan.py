@@ -49,10 +49,8 @@ def main():
         real, noise = batch
         return F.softplus(-netD(real)) + F.softplus(netD(netG(noise).detach()))
 
-    privacy = PrivacyConfig(
-        target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs
-    )
-    run = privacy.build(len(train_set)).start()
+    dp = PrivacyConfig(target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs)
+    run = dp.build(len(train_set)).start()
     train_loader = run.loader(train_set)
     for epoch in run.epochs():
         for batch in train_loader:

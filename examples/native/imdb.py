@@ -29,8 +29,7 @@ class SampleNet(nn.Module):
 
 
 def per_example_loss(model, batch):
-    ids, labels = batch
-    return F.cross_entropy(model(ids), labels, reduction="none")
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def main():
@@ -46,10 +45,8 @@ def main():
     test_loader = DataLoader(test_set, batch_size=100, collate_fn=made.padded)
     model = SampleNet(len(made.WORDS))
     optimizer = optim.Adam(model.parameters(), lr=args.lr)
-    privacy = PrivacyConfig(
-        target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs
-    )
-    run = privacy.build(len(train_set)).start()
+    dp = PrivacyConfig(target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs)
+    run = dp.build(len(train_set)).start()
     train_loader = run.loader(train_set, collate_fn=made.padded)
     for epoch in run.epochs():
         for batch in train_loader:

@@ -16,8 +16,7 @@ import digits
 
 
 def per_example_loss(model, batch):
-    images, labels = batch
-    return F.cross_entropy(model(images), labels, reduction="none")
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def main():
@@ -43,10 +42,8 @@ def main():
         nn.Linear(32 * 2 * 2, 10),
     )
     optimizer = optim.SGD(model.parameters(), lr=args.lr)
-    privacy = PrivacyConfig(
-        target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs
-    )
-    run = privacy.build(len(train_set)).start()
+    dp = PrivacyConfig(target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs)
+    run = dp.build(len(train_set)).start()
     train_loader = run.loader(train_set)
     for epoch in run.epochs():
         for batch in train_loader:

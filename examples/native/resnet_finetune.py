@@ -40,8 +40,7 @@ def pretrain(model, loader, epochs):
 
 
 def per_example_loss(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y, reduction="none")
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def main():
@@ -62,10 +61,8 @@ def main():
     records = TensorDataset(images[own], labels[own] - 5)
     train_set, test_set = torch.utils.data.random_split(records, [len(records) - 200, 200])
     optimizer = optim.SGD(model.parameters(), lr=args.lr)
-    privacy = PrivacyConfig(
-        target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs
-    )
-    run = privacy.build(len(train_set)).start()
+    dp = PrivacyConfig(target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs)
+    run = dp.build(len(train_set)).start()
     train_loader = run.loader(train_set)
     for epoch in run.epochs():
         for batch in train_loader:

@@ -18,8 +18,7 @@ import made
 
 
 def per_example_loss(model, batch):
-    ids, labels = batch
-    return F.cross_entropy(model(ids).logits, labels, reduction="none")
+    return F.cross_entropy(model(batch[0]).logits, batch[1], reduction="none")
 
 
 def main():
@@ -43,10 +42,8 @@ def main():
     model = BertForSequenceClassification(config)
     model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=4))
     optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
-    privacy = PrivacyConfig(
-        target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs
-    )
-    run = privacy.build(len(train_set)).start()
+    dp = PrivacyConfig(target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs)
+    run = dp.build(len(train_set)).start()
     train_loader = run.loader(train_set)
     for epoch in run.epochs():
         model.train()
