@@ -60,6 +60,9 @@ class Small(PrivateLightningModule):
         x, y = batch
         self.log("val_loss", F.cross_entropy(self(x), y))
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=RATE)
         steps = int(self.trainer.estimated_stepping_batches)

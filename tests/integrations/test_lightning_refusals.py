@@ -83,6 +83,13 @@ def test_tuners(tmp_path: Path, tuned: str) -> None:
         getattr(Tuner(trainer(tmp_path)), tuned)(model, loader(8))
 
 
+def test_another_version_of_lightning(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    del made.fit_loop.epoch_loop._batches_that_stepped
+    with pytest.raises(ImportError, match=r"no Trainer.fit_loop.*_batches_that_stepped"):
+        made.fit(Small(), records())
+
+
 def released(folder: Path) -> int:
     ledger = folder / "ledger.jsonl"
     return read_ledger(ledger).releases if ledger.exists() else 0
@@ -219,9 +226,15 @@ def test_a_data_module_that_moves_batches(tmp_path: Path) -> None:
 
 def test_the_training_records_are_not_validated_on(tmp_path: Path) -> None:
     data = records()
-    with pytest.raises(ValueError, match="the validation data are the training data"):
+    with pytest.raises(ValueError, match="these are the training data"):
         trainer(tmp_path).fit(Small(), data, DataLoader(data, batch_size=10))
     assert not released(tmp_path)
+    model, fit = Small(), trainer(tmp_path / "afterwards")
+    fit.fit(model, data)
+    with pytest.raises(ValueError, match="these are the training data"):
+        fit.validate(model, DataLoader(data, batch_size=10))
+    with pytest.raises(ValueError, match="these are the training data"):
+        fit.test(model, DataLoader(data, batch_size=10))
 
 
 def test_another_run_in_the_directory(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 import quietgrad.integrations.lightning.refusals as refusals
+from quietgrad.integrations.lightning.hooks import require_parts
 from quietgrad.integrations.lightning.session import MARK
 from quietgrad.integrations.lightning.steps import PrivateSteps
 from quietgrad.plan import PrivacyConfig
@@ -88,6 +89,7 @@ class PrivateLightningModule(LightningModule):
     @trainer.setter
     def trainer(self, trainer: Any) -> None:
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            require_parts(trainer)
             refusals.refuse_trainer(trainer)
             refusals.refuse_module(self, PrivateLightningModule)
             if trainer.max_epochs is None and trainer.max_steps == -1:

@@ -259,11 +259,13 @@ def refuse_private_evaluation(loaders: Any, dataset: Any) -> None:
     Raises:
         ValueError: with the remedy.
     """
+    if dataset is None:
+        return
     if isinstance(loaders, dict):
         loaders = list(loaders.values())
     for loader in loaders if isinstance(loaders, list | tuple) else (loaders,):
         if loader is dataset or getattr(loader, "dataset", None) is dataset:
             raise ValueError(
-                "the validation data are the training data: their scores are private, and "
-                "validation prints and saves them; validate on public records"
+                "these are the training data: their scores are private, and they would be "
+                "printed and saved; validate and test on public records"
             )

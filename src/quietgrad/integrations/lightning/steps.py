@@ -48,6 +48,7 @@ class PrivateSteps(Callback):
         self._accept_start = accept_start
         self._record = record
         self._loader: EpochLoader | None = None
+        self._records: Any = None
         self._mark: dict[str, Any] = {}
         self._seen = 0
         self._max_steps = -1  # the Trainer's
@@ -71,6 +72,7 @@ class PrivateSteps(Callback):
             refusals.refuse_secrets(datamodule, self._privacy)
         source = trainer.fit_loop._data_source
         data = training_data(source.dataloader())
+        self._records = data.dataset
         plan = self._privacy.build(len(data.dataset))
         refusals.refuse_contradictions(trainer, plan)
         self.session = Session(plan, str(trainer.default_root_dir))
@@ -100,9 +102,12 @@ class PrivateSteps(Callback):
         self.on_validation_start(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks at what is validated on."""
-        if self._loader is not None:
-            refusals.refuse_private_evaluation(trainer.val_dataloaders, self._loader.data.dataset)
+        """Looks at what is validated on, also by ``trainer.validate`` after a fit."""
+        refusals.refuse_private_evaluation(trainer.val_dataloaders, self._records)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks at what is tested on."""
+        refusals.refuse_private_evaluation(trainer.test_dataloaders, self._records)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts from where the ledger is."""
