@@ -72,7 +72,7 @@ ROOMS["training"] = (
 ROOMS["comparing"] = (set(ROOMS) - {"research"}, {"numpy", "torch", "optuna"})
 ROOMS["integrations"] = (
     set(ROOMS) - {"research", "comparing"},
-    {"numpy", "torch", "transformers", "trl"},
+    {"lightning", "numpy", "torch", "transformers", "trl"},
 )
 ROOMS["cli"] = (set(ROOMS) - {"research"}, {"typer", "rich"})
 
@@ -301,6 +301,7 @@ PUBLIC = [
     "quietgrad.curvature",
     "quietgrad.denoising",
     "quietgrad.events",
+    "quietgrad.integrations.lightning",
     "quietgrad.integrations.transformers",
     "quietgrad.loading",
     "quietgrad.noise",

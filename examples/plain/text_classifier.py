@@ -1,0 +1,54 @@
+"""A transformer that is fine-tuned by LoRA adapters."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import optim
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification
+
+sys.path.append(str(Path(__file__).parents[1]))
+import made
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=0.003)
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+    args.epochs, size = (1, 300) if args.smoke else (args.epochs, 2000)
+    torch.manual_seed(0)
+    train_set, test_set = made.sentences(size, 0), made.sentences(500, 1)
+    config = BertConfig(
+        vocab_size=200,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=24,
+    )
+    model = BertForSequenceClassification(config)
+    model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=4))
+    optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
+    train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
+    for epoch in range(args.epochs):
+        model.train()
+        for ids, labels in train_loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(ids).logits, labels)
+            loss.backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            found = [(model(x).logits.argmax(1) == y).sum() for x, y in DataLoader(test_set, 100)]
+        print(f"epoch {epoch}: test accuracy {sum(found) / len(test_set):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""``LightningModule`` with private steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+import quietgrad.integrations.lightning.refusals as refusals
+from quietgrad.integrations.lightning.hooks import require_parts
+from quietgrad.integrations.lightning.session import MARK
+from quietgrad.integrations.lightning.steps import PrivateSteps
+from quietgrad.plan import PrivacyConfig
+from quietgrad.tensors import Batch
+from quietgrad.training.files.provenance import KEY
+
+
+def loss_in_precision(model: Any, batch: Batch) -> Tensor:
+    """[records] losses, in the Trainer's precision. Private."""
+    with model.trainer.precision_plugin.train_step_context():
+        return model.per_example_loss(batch)
+
+
+class PrivateLightningModule(LightningModule):
+    """``LightningModule`` whose ``fit`` is private: ``per_example_loss`` stands where
+    ``training_step`` stood, and ``privacy`` says how private.
+
+    A step is one Poisson batch of the plan; what ``fit`` is given (a data set, a DataLoader, a data
+    module) says which records, and how they are read. ``max_steps`` is the plan's. The ledger and,
+    while the run lasts, the secrets are in ``Trainer(default_root_dir=)``. The training loss is
+    private, and nobody sees it: ``self.log`` is for validation.
+
+    Args:
+        privacy: the guarantee, and the size of a batch; or set ``self.privacy``, or a class
+            attribute.
+        *args, **options: for other base classes.
+
+    Attributes:
+        accept_start: "epsilons-add" to go on from weights of an earlier private run, whose epsilon
+            adds to this one's.
+    """
+
+    privacy: PrivacyConfig
+    accept_start: str = ""
+
+    def __init__(self, *args: Any, privacy: PrivacyConfig | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if privacy is not None:
+            self.privacy = privacy
+        self._steps: PrivateSteps | None = None
+        self._batch: Any = None
+        self._loaded_record: dict[str, Any] | None = None
+
+    def per_example_loss(self, batch: Any) -> Tensor:
+        """[records] losses of a micro-batch, each a function of its record alone. Yours to write.
+
+        Args:
+            batch: what ``collate_fn`` made of the records, on the module's device.
+        """
+        raise NotImplementedError("write per_example_loss(self, batch) -> [records] losses")
+
+    def epsilon(self) -> float:
+        """Privacy spent so far by the last ``fit``, at the plan's delta; an upper bound.
+
+        Raises:
+            RuntimeError: before a run has begun.
+        """
+        if self._steps is None:
+            raise RuntimeError("no private run has begun; call trainer.fit(model, ...)")
+        return self._steps.run.epsilon()
+
+    # ---- what Lightning calls ----
+
+    @property
+    def private_base(self) -> type[PrivateLightningModule]:
+        """This class: what a subclass may not change is compared with it."""
+        return PrivateLightningModule
+
+    @property
+    def trainer(self) -> Trainer:
+        """As Lightning's. Where it is set to fit, what cannot be private is refused."""
+        return LightningModule.trainer.fget(self)  # type: ignore[attr-defined]
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            require_parts(trainer)
+            refusals.refuse_trainer(trainer)
+            refusals.refuse_module(self, PrivateLightningModule)
+            if trainer.max_epochs is None and trainer.max_steps == -1:
+                trainer.fit_loop.max_epochs = -1  # the plan's steps end training
+            self._steps = PrivateSteps(self.privacy, self.accept_start, self._loaded_record)
+            others = [one for one in trainer.callbacks if not isinstance(one, PrivateSteps)]
+            trainer.callbacks[:] = [self._steps, *others]
+        LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+
+    def training_step(self, batch: Any) -> Tensor:
+        """Nothing yet: the Trainer empties ``.grad`` between this and ``backward``.
+
+        Returns:
+            Zero: nothing of the loss leaves the step.
+        """
+        self._batch = batch
+        return torch.zeros((), device=self.device)
+
+    def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        """One private step up to the optimiser's."""
+        if self._steps is None:
+            raise RuntimeError("no private run has begun; call trainer.fit(model, ...)")
+        batch, self._batch = self._batch, None
+        run = self._steps.run
+        with self._keyed_generators(run.model_seed()):
+            run.backward(self, loss_in_precision, batch)
+
+    @contextlib.contextmanager
+    def _keyed_generators(self, seed: int) -> Iterator[None]:
+        """Torch's generators seeded for a step, and afterwards as they were: how far they went says
+        how many records a batch held.
+        """
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            yield
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """As Lightning's, in validation and tests.
+
+        Raises:
+            ValueError: while training.
+        """
+        trainer = self._trainer
+        if trainer is not None and trainer.training and not trainer.sanity_checking:
+            raise ValueError(
+                f"self.log({name!r}) while training: what is computed from training records is "
+                "private, their loss above all; log in validation_step, on public records. "
+                "epsilon is logged already, and learning rates by LearningRateMonitor"
+            )
+        super().log(name, value, *args, **options)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remembers which run the weights are of."""
+        self._loaded_record = (checkpoint.get(MARK) or {}).get(KEY)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the run, which is of one process and cannot be copied."""
+        state: dict[str, Any] = super().__getstate__()
+        return state | {"_steps": None, "_batch": None}

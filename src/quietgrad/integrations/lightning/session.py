@@ -1,0 +1,145 @@
+"""One run of a Trainer in its ``default_root_dir``: ledger, secrets, lock, and which checkpoints
+are its own. The files are those of the run directories of ``quietgrad train``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from quietgrad.durable import make_folder
+from quietgrad.ledger import holds_records, read_ledger
+from quietgrad.plan import PrivacyPlan, PrivateRun
+from quietgrad.training.files.noise_state import NoiseKeeper, forget_keys, start_private
+from quietgrad.training.files.provenance import EPSILONS_ADD, KEY, Record, provenance, starts_of
+from quietgrad.training.files.run_dir import RunDir
+
+MARK = "quietgrad"  # in a checkpoint: of which run it is, and how many releases it has seen
+
+
+def check_start(record: Record | None, accepted: str, plan: PrivacyPlan) -> tuple[Record, ...]:
+    """Refuses weights of an earlier run as a start, unless that is asked for.
+
+    Args:
+        record: what the checkpoint says that the weights were loaded from.
+        accepted: ``PrivateLightningModule.accept_start``.
+        plan: of the run that begins.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if record is None:
+        return ()
+    if not plan.data_are_public and starts_of(record) and accepted != EPSILONS_ADD:
+        raise ValueError(
+            "these weights are from a private run, whose epsilon adds to this one's for every "
+            "record that both use; go on with that run (ckpt_path=), start from a public model, "
+            f"or, where the cost is accepted, set accept_start = {EPSILONS_ADD!r}"
+        )
+    return (record,)
+
+
+class Session:
+    """A plan in a directory, from ``open`` to ``close``, and what it has spent after that.
+
+    Attributes:
+        plan: what runs.
+        run: None before it was opened.
+    """
+
+    def __init__(self, plan: PrivacyPlan, folder: str) -> None:
+        if "://" in folder:
+            raise ValueError(
+                f"Trainer(default_root_dir={folder!r}): the ledger needs a local directory, whose "
+                "files can be locked and synced; give dirpath= to ModelCheckpoint for the others"
+            )
+        self.plan = plan
+        self.run: PrivateRun | None = None
+        self.files = RunDir(Path(folder))
+        self._place = f"Trainer(default_root_dir={folder!r})"
+        self._open = contextlib.ExitStack()
+        self._keeper = NoiseKeeper(None)
+        self._name = ""
+        self._started_from: tuple[Record, ...] = ()
+
+    def open(self, checkpoint: dict[str, Any] | None, record: Record | None, accepted: str) -> int:
+        """Starts the run, or goes on with it after a checkpoint.
+
+        Args:
+            checkpoint: ``MARK`` of the one that was loaded; {} for one without; None to begin.
+            record: what an earlier checkpoint says, that the weights were loaded from.
+            accepted: as for ``check_start``.
+
+        Returns:
+            Releases that the weights have seen.
+
+        Raises:
+            ValueError: for a directory with a run that is not gone on with, or without the one that
+                is; a checkpoint of another run; a ledger that holds fewer releases than it; and
+                what ``PrivacyPlan.start`` refuses.
+        """
+        make_folder(self.files.path)
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(self.files.locked())
+            begun = holds_records(self.files.ledger)
+            if begun and checkpoint is None:
+                raise ValueError(
+                    f"{self._place} holds a private run already; go on with it by "
+                    "trainer.fit(..., ckpt_path=), or choose another directory (the epsilons of "
+                    "two runs on the same records add)"
+                )
+            if not begun and checkpoint is not None:
+                raise ValueError(
+                    f"{self._place} holds no ledger, so there is no private run to go on with; "
+                    "restore it, or begin one without ckpt_path"
+                )
+            if checkpoint is None:
+                self._started_from = check_start(record, accepted, self.plan)
+            run = opened.enter_context(start_private(self.plan, self.files, begun))
+            self._name = read_ledger(self.files.ledger).sessions[0].name
+            seen = 0 if checkpoint is None else self._seen(checkpoint, run)
+            self.run, self._keeper = run, NoiseKeeper(run)
+            self._open = opened.pop_all()
+        return seen
+
+    def _seen(self, checkpoint: dict[str, Any], run: PrivateRun) -> int:
+        if checkpoint.get("run") != self._name:
+            raise ValueError(
+                f"ckpt_path is no checkpoint of the private run in {self._place} (its {MARK!r} "
+                "names its run; one with save_weights_only cannot be gone on from); give one that "
+                "is"
+            )
+        seen = int(checkpoint["releases"])
+        if seen > run.released:
+            raise ValueError(
+                f"cannot resume: ckpt_path is at release {seen}, but the ledger counts "
+                f"{run.released}: it is not the ledger of this run, or lost lines, and nothing can "
+                "be claimed; restore it, or begin in a new directory"
+            )
+        self._started_from = tuple(checkpoint[KEY]["started_from"])
+        return seen
+
+    def close(self) -> None:
+        """Ends the session; once the plan's releases are made, nothing of it stays secret."""
+        with self._open:
+            if self.run is not None and self.run.released >= self.plan.steps:
+                forget_keys(self.files)
+
+    def mark(self, releases: int) -> dict[str, Any]:
+        """For a checkpoint: of which run it is, and how many releases its weights have seen; public
+        facts alone.
+        """
+        assert self.run is not None
+        facts = {
+            "epsilon": self.run.epsilon(),
+            "delta": self.plan.delta,
+            "steps": self.run.released,
+            "neighbouring": self.plan.neighbouring,
+        }
+        made = provenance("train_dataset", facts, self.plan.data_are_public, self._started_from)
+        return {"run": self._name, "releases": releases, KEY: made}
+
+    def keep_noise(self) -> None:
+        """At a checkpoint: rows of correlated noise, in the secret files."""
+        self._keeper.keep(stopping=False)

@@ -1,0 +1,152 @@
+"""The callback that a private module brings along: the run's beginning, its place in checkpoints,
+and its end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+
+import quietgrad.integrations.lightning.refusals as refusals
+from quietgrad.accounting.rounding import round_up_to
+from quietgrad.integrations.lightning.data import EpochLoader, training_data
+from quietgrad.integrations.lightning.progress import count_releases, move_schedules
+from quietgrad.integrations.lightning.session import MARK, Session
+from quietgrad.plan import PrivacyConfig, PrivateRun
+from quietgrad.training.files.provenance import KEY
+
+FIGURES = 4  # significant, of a shown epsilon
+
+
+def shown_epsilon(epsilon: float) -> float:
+    """Rounded up, also as the float32 that Lightning's metrics are."""
+    rounded = torch.tensor(float(round_up_to(epsilon, FIGURES)))
+    while float(rounded) < epsilon:
+        rounded = torch.nextafter(rounded, torch.tensor(torch.inf))
+    return float(rounded)
+
+
+class PrivateSteps(Callback):
+    """One ``fit`` of a private module. The module puts it in front of the Trainer's callbacks.
+
+    Args:
+        privacy: the guarantee, and the size of a batch.
+        accept_start: of the module.
+        record: what the module's weights were loaded from, if it says.
+
+    Attributes:
+        session: None before the data are known.
+    """
+
+    def __init__(
+        self, privacy: PrivacyConfig, accept_start: str, record: dict[str, Any] | None
+    ) -> None:
+        self.session: Session | None = None
+        self._privacy = privacy
+        self._accept_start = accept_start
+        self._record = record
+        self._loader: EpochLoader | None = None
+        self._records: Any = None
+        self._mark: dict[str, Any] = {}
+        self._seen = 0
+        self._max_steps = -1  # the Trainer's
+
+    @property
+    def run(self) -> PrivateRun:
+        """The run, once it has begun."""
+        if self.session is None or self.session.run is None:
+            raise RuntimeError("no private run has begun; call trainer.fit(model, ...)")
+        return self.session.run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Plans, once the data are there."""
+        if stage != "fit":
+            return
+        datamodule: Any = getattr(trainer, "datamodule", None)
+        refusals.refuse_transfers(pl_module, LightningModule)
+        refusals.refuse_secrets(pl_module, self._privacy)
+        if datamodule is not None:
+            refusals.refuse_transfers(datamodule, LightningDataModule)
+            refusals.refuse_secrets(datamodule, self._privacy)
+        source = trainer.fit_loop._data_source
+        data = training_data(source.dataloader())
+        self._records = data.dataset
+        plan = self._privacy.build(len(data.dataset))
+        refusals.refuse_contradictions(trainer, plan)
+        self.session = Session(plan, str(trainer.default_root_dir))
+        self._loader = EpochLoader(data, plan.sampler.steps_per_epoch)
+        source.instance = self._loader
+        self._max_steps = trainer.max_steps
+        trainer.fit_loop.epoch_loop.max_steps = plan.steps
+        trainer.fit_loop.max_epochs = -1
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Which run it is of."""
+        self._mark = checkpoint.get(MARK) or {}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins the run, or goes on with it."""
+        assert self.session is not None and self._loader is not None
+        refusals.refuse_optimizers(trainer.optimizers)
+        refusals.refuse_module(pl_module, pl_module.private_base)  # type: ignore[arg-type]
+        mark = None if trainer.ckpt_path is None else self._mark
+        self._seen = self.session.open(mark, self._record, self._accept_start)
+        self._loader.open(self.run, pl_module.device.type == "cpu")
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks at what is validated on."""
+        self.on_validation_start(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks at what is validated on, also by ``trainer.validate`` after a fit."""
+        refusals.refuse_private_evaluation(trainer.val_dataloaders, self._records)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks at what is tested on."""
+        refusals.refuse_private_evaluation(trainer.test_dataloaders, self._records)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts from where the ledger is."""
+        if self.run.released:
+            per_epoch = self.run.plan.sampler.steps_per_epoch
+            move_schedules(trainer, self._seen, self.run.released, per_epoch)
+            count_releases(trainer, self.run.released, per_epoch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Epsilon, rounded up, where others log their loss."""
+        if not trainer.barebones:
+            epsilon = shown_epsilon(self.run.epsilon())
+            LightningModule.log(pl_module, "epsilon", epsilon, prog_bar=True, batch_size=1)
+            if self.session is not None and self.session.plan.data_are_public:
+                LightningModule.log(pl_module, "data_declared_public", 1.0, batch_size=1)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """A checkpoint says of which run it is, and what its weights were trained on."""
+        if self.session is not None and self.session.run is not None:
+            checkpoint[MARK] = self.session.mark(trainer.global_step)
+            self.session.keep_noise()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Lets go of the directory."""
+        self._close(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ends the run; the module's weights are its output from now on."""
+        if stage == "fit":
+            if self.session is not None and self.run.released:
+                pl_module._loaded_record = self.session.mark(self.run.released)[KEY]
+            self._close(trainer)
+
+    def _close(self, trainer: Trainer) -> None:
+        if self._loader is not None:
+            self._loader.close()
+            trainer.fit_loop.epoch_loop.max_steps = self._max_steps
+            self._loader = None
+        if self.session is not None:
+            self.session.close()

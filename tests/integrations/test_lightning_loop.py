@@ -1,0 +1,154 @@
+"""A private LightningModule is the loop of docs/loops.md: the same weights to the bit, also after a
+stop.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from lightning_modules import (
+    ADVICE,
+    PRIVACY,
+    RATE,
+    STEPS,
+    Small,
+    StopAt,
+    loader,
+    plain_loop,
+    records,
+    same_weights,
+    saving,
+    trainer,
+)
+from torch.utils.data import DataLoader
+
+from quietgrad.ledger import read_ledger
+
+pytestmark = ADVICE
+
+
+@pytest.mark.parametrize(
+    ("physical", "workers", "changes", "bf16"),
+    [(8, 0, {}, False), (3, 0, {}, False), (8, 1, {}, False), (8, 0, "bf16-mixed", True)],
+    ids=["plain", "micro-batches", "workers", "bf16"],
+)
+def test_the_weights_are_those_of_the_plain_loop(
+    tmp_path: Path, physical: int, workers: int, changes: Any, bf16: bool
+) -> None:
+    model, fit = Small(), trainer(tmp_path, **({"precision": changes} if changes else {}))
+    fit.fit(model, loader(physical, workers))
+    assert fit.global_step == STEPS and fit.current_epoch == 2
+    assert same_weights(model, plain_loop(physical, workers, bf16))
+    assert not same_weights(model, Small())
+    assert model.epsilon() == PRIVACY.build(100).epsilon
+
+
+class Records(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader(8)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(records(20, seed=1), batch_size=10)
+
+
+@pytest.mark.parametrize("given", ["data set", "data module"])
+def test_data_come_as_a_set_or_a_module(tmp_path: Path, given: str) -> None:
+    model = Small()
+    data: Any = records() if given == "data set" else Records()
+    changes = saving(tmp_path, every=3) | {"max_epochs": 2}
+    if given == "data set":
+        changes["limit_val_batches"] = 0
+    trainer(tmp_path, **changes).fit(model, data)
+    physical = 64 if given == "data set" else 8
+    assert same_weights(model, plain_loop(physical))  # validation in between changes nothing
+
+
+def test_the_public_generator_is_left_where_it_was(tmp_path: Path) -> None:
+    drawn = []
+    for n in (100, 100):
+        model = Small()
+        torch.manual_seed(11)
+        trainer(tmp_path / str(len(drawn)), limit_val_batches=0).fit(model, records(n))
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
+class Seen(Callback):
+    """Rate, epoch and place after each step."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, tuple[float, int, int]] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, i: int) -> None:
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        self.steps[trainer.global_step] = rate, trainer.current_epoch, i
+
+
+@pytest.mark.parametrize("validated", [True, False])
+@pytest.mark.parametrize("stop", [3, 5, 7], ids=["in an epoch", "between epochs", "in the next"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stop: int, validated: bool) -> None:
+    changes = saving(tmp_path) if validated else saving(tmp_path) | {"limit_val_batches": 0}
+    first = Small()
+    changes["callbacks"].insert(0, StopAt(stop))
+    trainer(tmp_path, **changes).fit(first, datamodule=Records())
+    assert 0 < first.epsilon() < PRIVACY.build(100).epsilon
+    again, seen = Small(), Seen()
+    changes["callbacks"] = [seen, *saving(tmp_path)["callbacks"]]
+    fit = trainer(tmp_path, **changes)
+    fit.fit(again, datamodule=Records(), ckpt_path=str(tmp_path / "kept" / "last.ckpt"))
+    assert fit.global_step == STEPS and fit.current_epoch == 2
+    assert [(s, e, i) for s, (_, e, i) in seen.steps.items()] == [
+        (step + 1, *divmod(step, 5)) for step in range(stop, STEPS)
+    ]
+    assert same_weights(again, plain_loop())
+    assert read_ledger(tmp_path / "ledger.jsonl").releases == STEPS
+    assert again.epsilon() == PRIVACY.build(100).epsilon
+    assert not (tmp_path / "secrets.json").exists()
+
+
+def test_steps_lost_in_a_crash_are_spent(tmp_path: Path) -> None:
+    changes = saving(tmp_path, every=3)
+    changes["callbacks"].insert(0, StopAt(5, crash=True))
+    with pytest.raises(InterruptedError):
+        trainer(tmp_path, **changes).fit(Small(), datamodule=Records())
+    whole = Seen()
+    trainer(tmp_path / "whole", callbacks=[whole]).fit(Small(), datamodule=Records())
+    seen = Seen()
+    changes = saving(tmp_path, every=3)
+    changes["callbacks"].append(seen)
+    fit = trainer(tmp_path, **changes)
+    again = Small()
+    fit.fit(again, datamodule=Records(), ckpt_path=str(tmp_path / "kept" / "last.ckpt"))
+    assert fit.global_step == STEPS
+    assert seen.steps.keys() == {6, 7, 8, 9, 10}
+    for step, (rate, *place) in seen.steps.items():  # rate and epoch count releases
+        assert rate == pytest.approx(whole.steps[step][0], abs=1e-4 * RATE)
+        assert tuple(place) == whole.steps[step][1:]
+    assert again.epsilon() == PRIVACY.build(100).epsilon
+
+
+def test_a_finished_run_has_nothing_left_to_release(tmp_path: Path) -> None:
+    first = Small()
+    trainer(tmp_path, **saving(tmp_path)).fit(first, datamodule=Records())
+    again = Small()
+    last = str(tmp_path / "kept" / "last.ckpt")
+    trainer(tmp_path, **saving(tmp_path)).fit(again, datamodule=Records(), ckpt_path=last)
+    assert same_weights(again, first)
+    assert read_ledger(tmp_path / "ledger.jsonl").releases == STEPS
+
+
+def test_workers_that_stay_are_let_go_at_the_end(tmp_path: Path) -> None:
+    def staying() -> DataLoader[Any]:
+        return DataLoader(records(), batch_size=8, num_workers=1, persistent_workers=True)
+
+    changes = saving(tmp_path) | {"limit_val_batches": 0}
+    changes["callbacks"].insert(0, StopAt(7))
+    trainer(tmp_path, **changes).fit(Small(), staying())
+    changes["callbacks"] = saving(tmp_path)["callbacks"]
+    again = trainer(tmp_path, **changes)  # the first one's would hold the lock
+    again.fit(Small(), staying(), ckpt_path=str(tmp_path / "kept" / "last.ckpt"))
+    assert again.global_step == STEPS
