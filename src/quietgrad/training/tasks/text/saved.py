@@ -51,9 +51,15 @@ def save_classifier(
     (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
 
 
-def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
+def load_saved(
+    folder: str | Path, attention: str | None = None
+) -> tuple[nn.Module, Any, list[str]]:
     """Reads back what ``save_classifier`` wrote: the classifier in evaluation mode, its tokenizer
     and the label names.
+
+    Args:
+        folder: RUN_DIR/model.
+        attention: transformers' attention implementation; None leaves its choice.
 
     Raises:
         ValueError: if the folder does not hold a saved classifier.
@@ -77,7 +83,9 @@ def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
     base = model_path(description["base"]) if adapted else str(folder)
     if description["head"] == GENERATE:
         path, extra = generator_path(description["base"]) if adapted else (base, {})
-        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, **extra)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation=attention, **extra
+        )
         if adapted:
             import peft
 
@@ -89,10 +97,10 @@ def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
         )
     if description["head"] == "auto":
         encoder = transformers.AutoModelForSequenceClassification.from_pretrained(
-            base, num_labels=len(labels)
+            base, num_labels=len(labels), attn_implementation=attention
         )
     else:
-        encoder = load_encoder(transformers, base)
+        encoder = load_encoder(transformers, base, attention)
     if adapted:
         import peft
 
