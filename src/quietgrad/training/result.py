@@ -23,7 +23,13 @@ def trained_on(prepared: Prepared, done: int) -> Record:
     facts = None
     if plan is not None:
         spent = {"epsilon": epsilon_so_far(prepared, done), "delta": plan.delta, "steps": done}
-        facts = {**spent, "neighbouring": plan.neighbouring}
+        facts = {
+            **spent,
+            "neighbouring": plan.neighbouring,
+            "noise_multiplier": plan.noise_multiplier,
+            "sample_rate": plan.event.sample_rate,
+            "bands": plan.event.bands,
+        }
     return provenance(config.data.source, facts, config.data.public, prepared.started_from)
 
 

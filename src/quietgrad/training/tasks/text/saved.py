@@ -8,16 +8,28 @@ from typing import Any, cast
 
 from torch import nn
 
+from quietgrad.training.files.card import write_card
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import KEY, Record, stamp_weights
 from quietgrad.training.tasks.loaded import GENERATE, WEIGHTS_FILE, LoadedModel
+from quietgrad.training.tasks.text.exported import (
+    EXPORTED,
+    export,
+    how_to_load,
+    loads_directly,
+    name_base,
+    name_labels,
+)
 from quietgrad.training.tasks.text.models import (
+    PACKAGED_SMOLLM2,
     CausalLanguageModel,
     LogitsClassifier,
     MeanPooledClassifier,
     generator_path,
     load_encoder,
     model_path,
+    public_name,
+    without_bars,
 )
 
 HEAD_FILE = "head.safetensors"
@@ -29,10 +41,19 @@ def save_classifier(
     """Writes encoder or adapter in Hugging Face format (``save_pretrained``), the head beside it,
     the tokenizer, and what it was trained on (``provenance``).
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    name_labels(model, label_names)
+    with without_bars():
+        _write(model, label_names, folder, trained_on)
+
+
+def _write(
+    model: LoadedModel, label_names: tuple[str, ...], folder: Path, trained_on: Record
+) -> None:
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
     model.classifier.encoder.save_pretrained(folder)  # type: ignore[union-attr, operator]
+    name_base(folder, model.name)
     model.tokenizer.save_pretrained(folder)
     if isinstance(model.classifier, MeanPooledClassifier):
         head = {
@@ -49,6 +70,34 @@ def save_classifier(
         KEY: trained_on,
     }
     (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
+
+    def card(place: Path, loading: str) -> None:
+        write_card(place, trained_on, public_name(model.name), model.tune, labels, loading)
+
+    if loads_directly(model):
+        card(folder, how_to_load(model, "this folder"))
+        return
+    card(folder, _parts(model))
+    if export(model, folder, trained_on, card):
+        card(folder, f"{how_to_load(model, f'RUN_DIR/model/{EXPORTED}')}\n\n{_parts(model)}")
+
+
+def _parts(model: LoadedModel) -> str:
+    """What the files of a folder are that is not the whole model."""
+    held = "a LoRA adapter (peft)" if model.tune == "lora" else "the encoder"
+    parts = f"This folder itself holds {held}"
+    if model.head == "mean":
+        parts += f", and `{HEAD_FILE}` the head: `AutoModelForSequenceClassification` makes a "
+        parts += "random head of it. With Quietgrad: `quietgrad predict RUN_DIR FILE`, or "
+    else:
+        parts += ". With Quietgrad: `quietgrad predict RUN_DIR FILE`, or "
+    parts += "`quietgrad.training.tasks.text.saved.load_saved`."
+    if model.tune == "lora" and model.name == PACKAGED_SMOLLM2:
+        parts += (
+            " The adapter was trained on a quantized copy of the base model (GGUF, Q4_1), so on "
+            "the hub's weights its outputs differ a little."
+        )
+    return parts
 
 
 def load_saved(
