@@ -139,10 +139,61 @@ def test_a_language_model_loads_by_transformers_alone(
 
 
 def test_an_adapter_names_a_packaged_base_as_the_hub_does(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(
-        '{"base_model_name_or_path": "/somewhere", "r": 2}'
-    )
+    file = tmp_path / "adapter_config.json"
+    file.write_text('{"base_model_name_or_path": "/somewhere", "r": 2}')
     name_base(tmp_path, PACKAGED_MINILM)
-    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    written = json.loads(file.read_text())
     assert written == {"base_model_name_or_path": "sentence-transformers/all-MiniLM-L6-v2", "r": 2}
     assert set(HUB_NAMES) == {"packaged:minilm", "packaged:smollm2"}
+
+
+def test_a_run_starts_from_an_adapter_on_a_packaged_model_without_the_hub(
+    settings: dict[str, Any], tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(HUB_NAMES, str(tiny_bert), "someone/tiny")
+    values = settings | {"model.tune": "lora", "optimizer.learning_rate": 5e-2}
+    first, _, run_dir = train(values)
+    written = json.loads((run_dir.model / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == "someone/tiny"
+    changed = {"model.name": str(run_dir.model), "model.tune": "head"}
+    second = prepare(config_of(values | changed | {"model.accept_start": EPSILONS_ADD}))
+    inputs = {k: v for k, v in first.test.collate(np.arange(4), CPU).items() if k != "labels"}
+    with torch.no_grad():
+        one, other = (
+            p.model.classifier.eval().encoder(**inputs).last_hidden_state for p in (first, second)
+        )
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("model", "tune"), [("vit", "lora"), ("vit", "head"), ("resnet", "head")])
+def test_an_image_model_of_hugging_face_loads_by_transformers_alone(
+    values: dict[str, Any], vit: Path, resnet: Path, tmp_path: Path, model: str, tune: str
+) -> None:
+    name = f"image:{dict(vit=vit, resnet=resnet)[model]}"
+    changed = {"model.name": name, "model.tune": tune, "data.image_size": 16}
+    prepared, _, run_dir = train(values | changed)
+    classifier: Any = prepared.model.classifier.eval()
+    pixels = prepared.test.collate(np.arange(6), CPU)["pixels"].expand(-1, 3, -1, -1)
+    with torch.no_grad():
+        wanted = classifier(pixels)
+    inputs = {"pixel_values": ((pixels + 1) / 2 - classifier.mean) / classifier.std}
+    folder = run_dir.model / "transformers"
+    done, found = load_alone(
+        "AutoModelForImageClassification", folder, {"inputs": inputs}, tmp_path / "io.pt"
+    )
+    assert done.returncode == 0, done.stderr
+    assert found["names"] == ["across", "down"] and wanted.abs().max() > 1e-3
+    torch.testing.assert_close(found["logits"], wanted, rtol=0, atol=1e-5)
+    stated = json.loads((folder / "preprocessor_config.json").read_text())
+    assert stated["image_mean"] == pytest.approx(classifier.mean.flatten().tolist())
+    assert read_provenance(folder) is not None
+    for place in (folder, run_dir.model):
+        card = (place / "README.md").read_text()
+        assert "AutoModelForImageClassification" in card and "(epsilon, delta) = " in card
+
+
+def test_an_image_model_of_our_own_says_how_it_loads(values: dict[str, Any]) -> None:
+    _, _, run_dir = train(values | {"model.name": "cnn:groupnorm", "model.tune": "full"})
+    card = (run_dir.model / "README.md").read_text()
+    assert "state dict of `SmallCnn`" in card and "no file of timm or torchvision" in card
+    assert not (run_dir.model / "transformers").exists()

@@ -64,7 +64,7 @@ def print_classes(target: Console, scores: Mapping[str, Any]) -> None:
     table = Table(title="Classes of the test records", title_justify="left", pad_edge=False)
     table.add_column("class", style="bold", overflow="fold")
     for name in ("records", "precision", "recall", "F1"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     for name in classes if matrix else ():
         table.add_column(f"said {name}".replace("[", r"\["), justify="right", overflow="fold")
     for i, (name, found) in enumerate(list(classes.items())[:CLASS_ROWS]):

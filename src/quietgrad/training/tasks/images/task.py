@@ -18,6 +18,7 @@ from quietgrad.training.tasks.images.data import (
     load_images,
     split_images,
 )
+from quietgrad.training.tasks.images.exported import export_images
 from quietgrad.training.tasks.images.feature_cache import FeatureCache, build_feature_cache
 from quietgrad.training.tasks.images.folder import (
     ENDINGS,
@@ -37,6 +38,7 @@ from quietgrad.training.tasks.predictions import SEPARATOR, Predictions, classif
 from quietgrad.training.tasks.records import Records, outputs
 from quietgrad.training.tasks.splits import Splits
 from quietgrad.training.tasks.task import EVALUATION_BATCH, Parts, Task, ready
+from quietgrad.training.tasks.text.models import without_bars
 
 
 class ImagesTask(Task):
@@ -110,14 +112,17 @@ class ImagesTask(Task):
 
     def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
         """Weights in the form that ``model.weights`` reads."""
+        several = self.splits.test.labels.ndim == 2
         save_weights(
             model,
             self.label_names,
             folder,
             trained_on,
             form=list(self.form),
-            several_labels=self.splits.test.labels.ndim == 2,
+            several_labels=several,
         )
+        with without_bars():
+            export_images(model, self.label_names, self.form, several, folder, trained_on)
 
     @classmethod
     def predict(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quietgrad.training.files.card import write_card
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.settings.config import TrainConfig
@@ -83,6 +84,14 @@ class TablesTask(Task):
     def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
         """Weights, and the encoding of cells, which is public; ``load_saved_table`` reads both."""
         save_weights(model, self.label_names, folder, trained_on, encoding=self.encoding.to_json())
+        loading = (
+            f"`{WEIGHTS_FILE}` is a state dict of "
+            "`quietgrad.training.tasks.tables.models.TableClassifier`, and `quietgrad.json` says "
+            "how cells become numbers. With Quietgrad: `quietgrad predict RUN_DIR FILE`, or "
+            "`quietgrad.training.tasks.tables.task.load_saved_table`."
+        )
+        names = self.label_names
+        write_card(folder, trained_on, model.name, model.tune, names, loading, "quietgrad")
 
     @classmethod
     def predict(

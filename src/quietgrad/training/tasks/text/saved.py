@@ -11,9 +11,8 @@ from torch import nn
 from quietgrad.training.files.card import write_card
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import KEY, Record, stamp_weights
-from quietgrad.training.tasks.loaded import GENERATE, WEIGHTS_FILE, LoadedModel
+from quietgrad.training.tasks.loaded import EXPORTED, GENERATE, WEIGHTS_FILE, LoadedModel
 from quietgrad.training.tasks.text.exported import (
-    EXPORTED,
     export,
     how_to_load,
     loads_directly,
