@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import pytest
 import torch
 from tiny_runs import config_of, train
 
+from quietgrad.checks import SettingsWarning
 from quietgrad.training.files.provenance import EPSILONS_ADD, read_provenance
 from quietgrad.training.prepare import prepare
 from quietgrad.training.tasks.text.exported import name_base
 from quietgrad.training.tasks.text.models import HUB_NAMES, PACKAGED_MINILM
+from quietgrad.training.tasks.text.saved import load_saved
 
 CPU = torch.device("cpu")
 # The first argument is the class, the second the folder, the third where inputs and outputs are.
@@ -163,6 +166,25 @@ def test_a_run_starts_from_an_adapter_on_a_packaged_model_without_the_hub(
             p.model.classifier.eval().encoder(**inputs).last_hidden_state for p in (first, second)
         )
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_cannot_be_exported_is_saved_all_the_same(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The privacy is spent by then: a run must not end in an error of another library."""
+
+    def refuse(*arguments: Any) -> None:
+        raise NotImplementedError("no such thing\nmore")
+
+    monkeypatch.setattr("quietgrad.training.tasks.text.exported.merged", refuse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, outcome, run_dir = train(settings | {"model.tune": "lora", "model.head": "auto"})
+    (said,) = [str(w.message) for w in caught if w.category is SettingsWarning]
+    assert "could not be written (NotImplementedError: no such thing)" in said
+    assert run_dir.result.is_file() and outcome.result["epsilon"] <= 4
+    assert "a LoRA adapter (peft)" in (run_dir.model / "README.md").read_text()
+    assert load_saved(run_dir.model)[2] == ["bad", "good"]
 
 
 @pytest.mark.parametrize(("model", "tune"), [("vit", "lora"), ("vit", "head"), ("resnet", "head")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,9 @@ def run_predict(
     with target.status("loading the model"):
         from quietgrad.training.prediction import predict
 
-        found = predict(run_dir, file)
+        with warnings.catch_warnings():  # those of libraries are not for the user
+            warnings.simplefilter("ignore")
+            found = predict(run_dir, file)
     columns = found.columns(each)
     if output is not None:
         write_csv(output, columns)
@@ -42,7 +45,7 @@ def run_predict(
         print_json(_record(found, columns, output))
         return
     if output is None:
-        _print_rows(target, columns)
+        _print_rows(target, found.columns(bool(each)))
         target.print(
             f"{min(SHOWN_ROWS, len(found))} of {len(found)} records; all of them, with every "
             f"column: quietgrad predict {run_dir} {file} --output predictions.csv",
@@ -53,8 +56,8 @@ def run_predict(
         target.print(f"{len(found)} records written to {output}", soft_wrap=True, markup=False)
     if found.unread:
         target.print(
-            f"{found.unread} of them could not be read (an empty text, a damaged image) and have "
-            "no label."
+            f"Without a label: {found.unread} that could not be read (an empty text, a damaged "
+            "image)."
         )
 
 

@@ -28,6 +28,7 @@ from quietgrad.training.tasks.text.models import (
     load_encoder,
     model_path,
     public_name,
+    quiet_loading,
     without_bars,
 )
 
@@ -119,12 +120,19 @@ def load_saved(
             "RUN_DIR/model"
         )
     description = json.loads((folder / DESCRIPTION_FILE).read_text())
-    labels = description["labels"]
     if "head" not in description:
         raise ValueError(
             f"folder={str(folder)!r} holds an image model; give its {WEIGHTS_FILE} to "
             "model.weights, or to quietgrad.training.tasks.images.models.load_image_classifier"
         )
+    with quiet_loading(description["base"]):
+        return _load(folder, description, attention)
+
+
+def _load(
+    folder: Path, description: dict[str, Any], attention: str | None
+) -> tuple[nn.Module, Any, list[str]]:
+    labels = description["labels"]
     import transformers
 
     adapted = description["tune"] == "lora"
