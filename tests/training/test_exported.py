@@ -24,6 +24,7 @@ from quietgrad.training.tasks.text.models import HUB_NAMES, PACKAGED_MINILM
 from quietgrad.training.tasks.text.saved import load_saved
 
 CPU = torch.device("cpu")
+FURTHER = pytest.mark.slow("a further way to train, each in one or two processes that load torch")
 # The first argument is the class, the second the folder, the third where inputs and outputs are.
 ALONE = """
 import importlib.abc, os, sys
@@ -74,8 +75,18 @@ def load_alone(
     return done, torch.load(place)
 
 
-@pytest.mark.parametrize("head", ["mean", "auto"])
-@pytest.mark.parametrize("tune", ["lora", "full", "head"])
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("tune", "head"),
+    [
+        ("lora", "mean"),
+        ("lora", "auto"),
+        ("full", "auto"),
+        pytest.param("full", "mean", marks=FURTHER),
+        pytest.param("head", "mean", marks=FURTHER),
+        pytest.param("head", "auto", marks=FURTHER),
+    ],
+)
 def test_a_text_classifier_loads_by_transformers_alone(
     settings: dict[str, Any], tmp_path: Path, tune: str, head: str
 ) -> None:
@@ -118,6 +129,7 @@ def test_a_text_classifier_loads_by_transformers_alone(
             prepare(config_of(values | {"model.name": str(place), "model.tune": "head"}))
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("tune", ["lora", "full"])
 def test_a_language_model_loads_by_transformers_alone(
     settings: dict[str, Any], tiny_llama: Path, tmp_path: Path, tune: str
@@ -187,7 +199,8 @@ def test_a_model_that_cannot_be_exported_is_saved_all_the_same(
     assert load_saved(run_dir.model)[2] == ["bad", "good"]
 
 
-@pytest.mark.parametrize(("model", "tune"), [("vit", "lora"), ("vit", "head"), ("resnet", "head")])
+@pytest.mark.distributed
+@pytest.mark.parametrize(("model", "tune"), [("vit", "lora"), ("resnet", "head")])
 def test_an_image_model_of_hugging_face_loads_by_transformers_alone(
     values: dict[str, Any], vit: Path, resnet: Path, tmp_path: Path, model: str, tune: str
 ) -> None:
