@@ -376,7 +376,7 @@ def test_noise_goes_to_the_device_of_the_gradients() -> None:
 
 @pytest.mark.parametrize("bands", [1, 2])
 def test_what_it_costs_is_printed(bands: int) -> None:
-    from quietgrad.cli.noise import source_rows
+    from quietgrad.cli.prepared import source_rows
 
     plan = config(bands=bands).build(100)
     [(name, text)] = source_rows(plan, 22_700_000).items()

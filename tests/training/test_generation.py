@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import COMMON, RECORDS, WORDS, config_of, labelled_texts, train, write_records
+from tiny_runs import (
+    RECORDS,
+    VOCABULARY,
+    config_of,
+    labelled_texts,
+    train,
+    write_records,
+)
 
 from quietgrad.training.prepare import prepare, verify_on_public_records
 from quietgrad.training.tasks.answers.generation import (
@@ -28,58 +35,6 @@ from quietgrad.training.tasks.splits import IGNORED, normalised
 from quietgrad.training.tasks.text.data import load_texts
 from quietgrad.training.tasks.text.models import CausalLanguageModel
 from quietgrad.training.tasks.text.saved import load_saved
-
-VOCABULARY = [
-    "<pad>",
-    "<s>",
-    "</s>",
-    "<unk>",
-    ":",
-    *COMMON,
-    *WORDS["good"],
-    *WORDS["bad"],
-    "good",
-    "bad",
-]
-
-
-@pytest.fixture(scope="module")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, tied embeddings, a word a token, <s> before every text."""
-    import transformers
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from tokenizers.processors import TemplateProcessing
-
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    words = Tokenizer(WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    words.pre_tokenizer = Whitespace()
-    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        pad_token="<pad>",
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=len(VOCABULARY),
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=32,
-            tie_word_embeddings=True,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
-    ).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

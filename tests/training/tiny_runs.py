@@ -33,6 +33,19 @@ COMMON = [
     "plot",
     "music",
 ]
+# Of the tiny language model, a word a token.
+VOCABULARY = [
+    "<pad>",
+    "<s>",
+    "</s>",
+    "<unk>",
+    ":",
+    *COMMON,
+    *WORDS["good"],
+    *WORDS["bad"],
+    "good",
+    "bad",
+]
 RECORDS = 120
 
 

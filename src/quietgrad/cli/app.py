@@ -64,6 +64,40 @@ def train(
 
 
 @app.command()
+def predict(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="The directory of a finished run.")
+    ],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="New records of the run's kind (.csv, .tsv, .jsonl, .json, .parquet), or a folder "
+            "of images; no labels are needed.",
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE.csv", help="Write all records with predictions."),
+    ] = None,
+    each: Annotated[
+        bool | None,
+        typer.Option(
+            "--probabilities/--no-probabilities",
+            help="A column for every label's probability (without it: for at most 10 labels).",
+        ),
+    ] = None,
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Says what a run's model makes of new records: labels and probabilities, or answers. Costs no
+    privacy.
+    """
+    from quietgrad.cli.predict import run_predict
+
+    run_predict(run_dir, file, output, each, as_json)
+
+
+@app.command()
 def plan(
     config: ConfigPath = None,
     overrides: Overrides = None,

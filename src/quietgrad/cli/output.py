@@ -17,6 +17,8 @@ from rich.table import Table
 
 P = ParamSpec("P")
 R = TypeVar("R")
+CLASS_ROWS = 30
+MATRIX_COLUMNS = 8
 
 
 def console(as_json: bool) -> Console:
@@ -51,6 +53,27 @@ def print_table(target: Console, title: str, rows: Mapping[str, str]) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     target.print(table)
+
+
+def print_classes(target: Console, scores: Mapping[str, Any]) -> None:
+    """Scores of each class, and where there are few the confusion matrix: the record that
+    ``class_scores`` makes of the test records.
+    """
+    classes = scores["classes"]
+    matrix = scores.get("confusion") if len(classes) <= MATRIX_COLUMNS else None
+    table = Table(title="Classes of the test records", title_justify="left", pad_edge=False)
+    table.add_column("class", style="bold", overflow="fold")
+    for name in ("records", "precision", "recall", "F1"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    for name in classes if matrix else ():
+        table.add_column(f"said {name}".replace("[", r"\["), justify="right", overflow="fold")
+    for i, (name, found) in enumerate(list(classes.items())[:CLASS_ROWS]):
+        shares = (f"{found[key]:.3f}" for key in ("precision", "recall", "f1"))
+        counts = map(str, matrix[i]) if matrix else ()
+        table.add_row(name.replace("[", r"\["), str(found["records"]), *shares, *counts)
+    target.print(table)
+    if len(classes) > CLASS_ROWS:
+        target.print(f"{CLASS_ROWS} of {len(classes)} classes; all of them are in result.json.")
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -8,9 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from quietgrad.accounting.rounding import round_up
-from quietgrad.cli.noise import noise_record
 from quietgrad.cli.output import console, fail, print_json, print_table, require_place
-from quietgrad.cli.prepared import prepare_shown, print_guarantee
+from quietgrad.cli.prepared import noise_record, prepare_shown, print_guarantee
 from quietgrad.training.settings.config import TrainConfig, load_config
 
 

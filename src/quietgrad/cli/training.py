@@ -19,7 +19,7 @@ from rich.progress import (
 
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.accounting import DECLARED_PUBLIC
-from quietgrad.cli.output import console, fail, one_line, print_json, print_table
+from quietgrad.cli.output import console, fail, one_line, print_classes, print_json, print_table
 from quietgrad.cli.prepared import prepare_shown, print_guarantee
 from quietgrad.events import RELATIONS
 from quietgrad.ledger import holds_records
@@ -219,6 +219,8 @@ def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]
         plain = key.removeprefix("validation_")
         name = BY_KEY[plain].name if plain in BY_KEY else plain.replace("_", " ")
         rows[f"{'test' if plain == key else 'validation'} {name}"] = f"{value:.4f}"
+    for part, scores in result.get("class_scores", {}).items():
+        rows[f"{part} macro F1"] = f"{scores['macro_f1']:.4f}"
     if "majority_accuracy" in result:
         rows["majority class of the validation records"] = f"{result['majority_accuracy']:.4f}"
     if known.get("non_private_accuracy") is not None:
@@ -230,4 +232,6 @@ def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]
     rows["written to"] = f"{result['run_dir']}{_count_to_keep(result)}"
     if "seed_warning" in result:
         rows["seed"] = result["seed_warning"]
+    if "class_scores" in result:
+        print_classes(target, result["class_scores"]["test"])
     print_table(target, "Result", rows)

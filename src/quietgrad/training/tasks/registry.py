@@ -25,4 +25,9 @@ def load_task(config: TrainConfig) -> Task:
     Raises:
         ValueError: for data that are not there, or that do not go with the model.
     """
-    return next(kind for kind in KINDS if kind.reads(config)).load(config)
+    return kind_of(config).load(config)
+
+
+def kind_of(config: TrainConfig) -> type[Task]:
+    """The kind of data of a configuration."""
+    return next(kind for kind in KINDS if kind.reads(config))

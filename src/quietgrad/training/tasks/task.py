@@ -8,6 +8,7 @@ What stands here is what every classifier shares; a kind replaces what is its ow
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.tasks.class_scores import class_scores
 from quietgrad.training.tasks.loaded import LoadedModel
 from quietgrad.training.tasks.metrics import Metric, metric_for
+from quietgrad.training.tasks.predictions import Predictions
 from quietgrad.training.tasks.records import Batches, Records, classification_loss, outputs
 from quietgrad.training.tasks.splits import Splits
 
@@ -35,6 +38,19 @@ DROPOUT_RATES = (
 Parts = tuple[
     Records, Records, Records
 ]  # training (private), validation and test records (declared public)
+
+
+@dataclass(frozen=True)
+class FinalScores:
+    """What a finished run reports of public records.
+
+    Attributes:
+        metrics: name -> number.
+        classes: "test" and "validation" -> ``class_scores``; empty where there are no classes.
+    """
+
+    metrics: dict[str, float]
+    classes: dict[str, Any] = field(default_factory=dict)
 
 
 class Task(ABC):
@@ -67,6 +83,23 @@ class Task(ABC):
     @abstractmethod
     def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
         """Writes the trained model, and what it was trained on, into a folder."""
+
+    @classmethod
+    @abstractmethod
+    def predict(
+        cls, config: TrainConfig, folder: Path, file: Path, device: torch.device
+    ) -> Predictions:
+        """What a saved model says of new records, which need no labels.
+
+        Args:
+            config: of the run that made the model.
+            folder: what ``save`` wrote.
+            file: the records; they are read before the model is.
+            device: where the model runs.
+
+        Raises:
+            ValueError: for records that are not there, or lack what the model reads.
+        """
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -133,20 +166,22 @@ class Task(ABC):
             found, records.labels if chosen is None else records.labels[chosen]
         )
 
-    def final_metrics(
+    def final_scores(
         self,
         config: TrainConfig,
         model: LoadedModel,
         validation: Records,
         test: Records,
         device: torch.device,
-    ) -> dict[str, float]:
+    ) -> FinalScores:
         """What a finished run reports of its test and validation records, which are public."""
-        key = self.metric(validation).key
-        return {
-            key: self.score(config, model.classifier, test, device),
-            f"validation_{key}": self.score(config, model.classifier, validation, device),
-        }
+        metric, size = self.metric(validation), self.evaluation_batch(config)
+        metrics, classes = {}, {}
+        for prefix, name, part in (("", "test", test), ("validation_", "validation", validation)):
+            logits = outputs(model.classifier, part, size, device)
+            metrics[f"{prefix}{metric.key}"] = metric(logits, part.labels)
+            classes[name] = class_scores(logits, part.labels, self.label_names)
+        return FinalScores(metrics, classes)
 
 
 def ready(config: TrainConfig, model: LoadedModel, device: torch.device) -> LoadedModel:

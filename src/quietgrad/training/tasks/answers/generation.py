@@ -101,26 +101,51 @@ def decoded_score(
         length: most tokens of an answer.
     """
     score = {"rouge1": rouge1, "rougeL": rouge_l, "exact_match": exact_match}[kind]
+    texts = written_answers(classifier, tokenizer, pairs, chosen, length)
+    found = [score(text, pairs.answers[i]) for text, i in zip(texts, chosen, strict=True)]
+    return float(np.mean(found))
+
+
+def written_answers(
+    classifier: nn.Module,
+    tokenizer: Any,
+    pairs: TokenisedPairs,
+    chosen: NDArray[np.int64],
+    length: int,
+    size: int = 1,
+) -> list[str]:
+    """What the model writes after each prompt, the likeliest token each time.
+
+    Args:
+        classifier, tokenizer, pairs, chosen, length: as of ``decoded_score``.
+        size: prompts of a batch, of similar lengths; shorter ones are padded in front.
+    """
     model: Any = classifier.encoder
     was_training = classifier.training
     classifier.eval()
     device = next(classifier.parameters()).device
-    found = []
+    found: dict[int, str] = {}
     with torch.no_grad():
-        for index in chosen:
-            prompt = torch.from_numpy(pairs.ids[index][: pairs.starts[index]])[None].to(device)
+        for part in pairs.micro_batch_indices(chosen, size):
+            prompts = [torch.from_numpy(pairs.ids[i][: pairs.starts[i]]) for i in part]
+            longest = max(map(len, prompts))
+            ids = torch.full((len(part), longest), pairs.pad_id)
+            mask = torch.zeros_like(ids)
+            for row, prompt in enumerate(prompts):
+                ids[row, longest - len(prompt) :] = prompt
+                mask[row, longest - len(prompt) :] = 1
             written = model.generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
                 max_new_tokens=length,
                 do_sample=False,
                 pad_token_id=pairs.pad_id,
                 eos_token_id=pairs.end_id,
             )
-            text = tokenizer.decode(written[0, prompt.shape[1] :], skip_special_tokens=True)
-            found.append(score(text, pairs.answers[index]))
+            texts = tokenizer.batch_decode(written[:, longest:], skip_special_tokens=True)
+            found |= dict(zip(part.tolist(), texts, strict=True))
     classifier.train(was_training)
-    return float(np.mean(found))
+    return [found[int(i)] for i in chosen]
 
 
 def _words(text: str) -> list[str]:

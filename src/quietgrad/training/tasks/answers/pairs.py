@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from quietgrad.checks import nearest
 from quietgrad.training.tasks.columns import label_word, missing, read_columns
+from quietgrad.training.tasks.predictions import read_new
 from quietgrad.training.tasks.splits import IGNORED, Splits
 
 
@@ -75,6 +77,18 @@ def load_pairs(source: str, prompt: str, answer: str) -> TextPairs:
         raise ValueError(f"data.source={source!r} holds no records")
     answers = tuple(text if text.strip() else "" for text in filled["answer"])
     return TextPairs(tuple(filled["prompt"]), answers, source)
+
+
+def load_prompts(file: Path, prompt: str) -> tuple[TextPairs, dict[str, list[Any]]]:
+    """New records without answers, and their columns.
+
+    Raises:
+        ValueError: for a file that cannot be read, or lacks a column of the template.
+    """
+    fields = [field for _, field, _, _ in Formatter().parse(prompt) if field is not None]
+    columns = read_new(file, dict.fromkeys(fields, "task.prompt"))
+    prompts = tuple(_filled("prompt", prompt, columns, str(file)))
+    return TextPairs(prompts, ("",) * len(prompts), str(file)), columns
 
 
 def require_answers(splits: Splits[TextPairs]) -> None:

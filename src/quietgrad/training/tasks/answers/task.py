@@ -11,21 +11,28 @@ from torch import Tensor, nn
 
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.settings.config import TrainConfig
-from quietgrad.training.tasks.answers.generation import answer_loss, answer_scores, decoded_score
+from quietgrad.training.tasks.answers.generation import (
+    answer_loss,
+    answer_scores,
+    decoded_score,
+    written_answers,
+)
 from quietgrad.training.tasks.answers.pairs import (
     TextPairs,
     TokenisedPairs,
     load_pairs,
+    load_prompts,
     require_answers,
     tokenise_pairs,
 )
 from quietgrad.training.tasks.loaded import LoadedModel
 from quietgrad.training.tasks.metrics import TOKEN_ACCURACY, Metric
+from quietgrad.training.tasks.predictions import Predictions
 from quietgrad.training.tasks.records import Batches, Records, spread
 from quietgrad.training.tasks.splits import Splits, split, split_with_test
-from quietgrad.training.tasks.task import Parts, Task, attention_for, ready
+from quietgrad.training.tasks.task import FinalScores, Parts, Task, attention_for, ready
 from quietgrad.training.tasks.text.models import load_generator
-from quietgrad.training.tasks.text.saved import save_classifier
+from quietgrad.training.tasks.text.saved import load_saved, save_classifier
 from quietgrad.training.tasks.text.task import refuse_weights_of_images
 
 
@@ -69,6 +76,21 @@ class AnswersTask(Task):
         """In Hugging Face's format."""
         save_classifier(model, self.label_names, folder, trained_on)
 
+    @classmethod
+    def predict(
+        cls, config: TrainConfig, folder: Path, file: Path, device: torch.device
+    ) -> Predictions:
+        """See ``Task.predict``: the answer that the model writes to each prompt."""
+        task, table = config.task, config.model
+        prompts, columns = load_prompts(file, task.prompt)
+        model, tokenizer, _ = load_saved(folder, attention_for(device))
+        room = table.max_length - task.max_answer_length
+        pairs = tokenise_pairs(prompts, tokenizer, room, 0)
+        everyone = np.arange(len(pairs))
+        size, length = config.physical_batch_size, task.max_answer_length
+        texts = written_answers(model.to(device), tokenizer, pairs, everyone, length, size)
+        return Predictions(columns, {"answer": texts})
+
     @property
     def classifies(self) -> bool:
         """No: an answer is many tokens."""
@@ -101,14 +123,14 @@ class AnswersTask(Task):
             model, records, self.evaluation_batch(config), device, chosen
         ).token_accuracy
 
-    def final_metrics(
+    def final_scores(
         self,
         config: TrainConfig,
         model: LoadedModel,
         validation: Records,
         test: Records,
         device: torch.device,
-    ) -> dict[str, float]:
+    ) -> FinalScores:
         """Token accuracy, perplexity, and where asked the score of answers
         that the model writes.
         """
@@ -132,4 +154,4 @@ class AnswersTask(Task):
                 chosen,
                 task.max_answer_length,
             )
-        return found
+        return FinalScores(found)

@@ -142,6 +142,17 @@ def load_unlabelled_folder(
     )
 
 
+def load_pictures(
+    files: Sequence[Path], form: Sequence[int]
+) -> tuple[LabelledImages, NDArray[np.bool_]]:
+    """New images as [channels, height, width] = ``form``, and which could be read; the others are
+    black.
+    """
+    channels, height, width = form
+    pixels, readable = _pixels(files, (height, width), "L" if channels == 1 else "RGB", False)
+    return LabelledImages(pixels, np.zeros(len(files), dtype=np.int64), (), ""), readable
+
+
 Listed = list[tuple[Path, tuple[str, ...]]]
 
 
@@ -282,15 +293,16 @@ def _mode_of(path: Path) -> str:
 
 
 def _pixels(
-    paths: Sequence[Path], size: int, mode: str, public: bool = True
+    paths: Sequence[Path], size: int | tuple[int, int], mode: str, public: bool = True
 ) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-    """[n, channels, size, size] bytes, and which could be read: a private file that cannot is
+    """[n, channels, height, width] bytes, and which could be read: a private file that cannot is
     black, and not named.
     """
     from PIL import Image
 
     channels = 1 if mode == "L" else 3
-    found = torch.zeros(len(paths), channels, size, size, dtype=torch.uint8)
+    height, width = (size, size) if isinstance(size, int) else size
+    found = torch.zeros(len(paths), channels, height, width, dtype=torch.uint8)
     readable = np.ones(len(paths), dtype=np.bool_)
 
     def read(index: int) -> None:
@@ -302,7 +314,7 @@ def _pixels(
                     if grey
                     else image
                 )
-                small = narrow.convert(mode).resize((size, size), Image.Resampling.BILINEAR)
+                small = narrow.convert(mode).resize((width, height), Image.Resampling.BILINEAR)
         except (
             OSError,
             ValueError,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.precision import precision_context
 from quietgrad.training.settings.config import TrainConfig
@@ -16,11 +18,14 @@ from quietgrad.training.tasks.images.data import (
     load_images,
     split_images,
 )
+from quietgrad.training.tasks.images.exported import export_images
 from quietgrad.training.tasks.images.feature_cache import FeatureCache, build_feature_cache
 from quietgrad.training.tasks.images.folder import (
+    ENDINGS,
     FolderLayout,
     is_image_folder,
     load_image_folder,
+    load_pictures,
     load_unlabelled_folder,
 )
 from quietgrad.training.tasks.images.models import (
@@ -28,10 +33,12 @@ from quietgrad.training.tasks.images.models import (
     is_image_model,
     load_image_classifier,
 )
-from quietgrad.training.tasks.loaded import LoadedModel, save_weights
-from quietgrad.training.tasks.records import Records
+from quietgrad.training.tasks.loaded import WEIGHTS_FILE, LoadedModel, save_weights
+from quietgrad.training.tasks.predictions import SEPARATOR, Predictions, classified
+from quietgrad.training.tasks.records import Records, outputs
 from quietgrad.training.tasks.splits import Splits
-from quietgrad.training.tasks.task import Parts, Task, ready
+from quietgrad.training.tasks.task import EVALUATION_BATCH, Parts, Task, ready
+from quietgrad.training.tasks.text.models import without_bars
 
 
 class ImagesTask(Task):
@@ -105,7 +112,41 @@ class ImagesTask(Task):
 
     def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
         """Weights in the form that ``model.weights`` reads."""
-        save_weights(model, self.label_names, folder, trained_on)
+        several = self.splits.test.labels.ndim == 2
+        save_weights(
+            model,
+            self.label_names,
+            folder,
+            trained_on,
+            form=list(self.form),
+            several_labels=several,
+        )
+        with without_bars():
+            export_images(model, self.label_names, self.form, several, folder, trained_on)
+
+    @classmethod
+    def predict(
+        cls, config: TrainConfig, folder: Path, file: Path, device: torch.device
+    ) -> Predictions:
+        """See ``Task.predict``: every image in a folder, or one image; one that cannot be read
+        stays without a label.
+        """
+        files = picture_files(file)
+        facts = json.loads((folder / DESCRIPTION_FILE).read_text())
+        if "form" not in facts:
+            raise ValueError(
+                f"RUN_DIR={str(folder.parent)!r} does not say what its images look like: it was "
+                "made by an earlier version; train again"
+            )
+        images, readable = load_pictures(files, facts["form"])
+        table, labels = config.model, facts["labels"]
+        weights = str(folder / WEIGHTS_FILE)
+        model = load_image_classifier(table.name, facts["form"], len(labels), table.tuning, weights)
+        logits = outputs(model.to(device), images, EVALUATION_BATCH, device)
+        several = (config.data.label_separator or SEPARATOR) if facts["several_labels"] else None
+        below = file if file.is_dir() else file.parent
+        given = {"file": [path.relative_to(below).as_posix() for path in files]}
+        return classified(given, labels, logits, several, readable)
 
     def cache(
         self,
@@ -119,6 +160,24 @@ class ImagesTask(Task):
         assert isinstance(records, LabelledImages)
         with precision_context(config, device):
             return build_feature_cache(classifier, records, device)
+
+
+def picture_files(place: Path) -> list[Path]:
+    """Every image file in a folder and below it, by name; or the one that is named.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if place.is_file() and place.suffix.lower() in ENDINGS:
+        return [place]
+    if not place.is_dir():
+        raise ValueError(
+            f"FILE={str(place)!r} is no folder of images and no image ({', '.join(ENDINGS)})"
+        )
+    files = sorted(p for p in place.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file())
+    if not files:
+        raise ValueError(f"FILE={str(place)!r} holds no images ({', '.join(ENDINGS)})")
+    return files
 
 
 def load_unlabelled_images(config: TrainConfig, source: str, channels: int) -> LabelledImages:

@@ -97,6 +97,15 @@ def load_rows(source: str, label_column: str) -> LabelledRows:
     return LabelledRows(columns, numbers, names, source)
 
 
+def unlabelled_rows(
+    columns: Mapping[str, Sequence[Any]], names: Sequence[str], source: str
+) -> LabelledRows:
+    """New rows, of the columns ``names``; their labels are all 0 and mean nothing."""
+    cells = {name: tuple(_word(cell) for cell in columns[name]) for name in names}
+    rows = len(next(iter(columns.values())))
+    return LabelledRows(cells, np.zeros(rows, dtype=np.int64), (), source)
+
+
 def _word(cell: Any) -> str:
     return "" if missing(cell) else label_word(cell).strip()
 

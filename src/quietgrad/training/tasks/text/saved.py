@@ -8,16 +8,28 @@ from typing import Any, cast
 
 from torch import nn
 
+from quietgrad.training.files.card import write_card
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import KEY, Record, stamp_weights
-from quietgrad.training.tasks.loaded import GENERATE, WEIGHTS_FILE, LoadedModel
+from quietgrad.training.tasks.loaded import EXPORTED, GENERATE, WEIGHTS_FILE, LoadedModel
+from quietgrad.training.tasks.text.exported import (
+    export,
+    how_to_load,
+    loads_directly,
+    name_base,
+    name_labels,
+)
 from quietgrad.training.tasks.text.models import (
+    PACKAGED_SMOLLM2,
     CausalLanguageModel,
     LogitsClassifier,
     MeanPooledClassifier,
     generator_path,
     load_encoder,
     model_path,
+    public_name,
+    quiet_loading,
+    without_bars,
 )
 
 HEAD_FILE = "head.safetensors"
@@ -29,10 +41,19 @@ def save_classifier(
     """Writes encoder or adapter in Hugging Face format (``save_pretrained``), the head beside it,
     the tokenizer, and what it was trained on (``provenance``).
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    name_labels(model, label_names)
+    with without_bars():
+        _write(model, label_names, folder, trained_on)
+
+
+def _write(
+    model: LoadedModel, label_names: tuple[str, ...], folder: Path, trained_on: Record
+) -> None:
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
     model.classifier.encoder.save_pretrained(folder)  # type: ignore[union-attr, operator]
+    name_base(folder, model.name)
     model.tokenizer.save_pretrained(folder)
     if isinstance(model.classifier, MeanPooledClassifier):
         head = {
@@ -50,10 +71,44 @@ def save_classifier(
     }
     (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
 
+    def card(place: Path, loading: str) -> None:
+        write_card(place, trained_on, public_name(model.name), model.tune, labels, loading)
 
-def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
+    if loads_directly(model):
+        card(folder, how_to_load(model, "this folder"))
+        return
+    card(folder, _parts(model))
+    if export(model, folder, trained_on, card):
+        card(folder, f"{how_to_load(model, f'RUN_DIR/model/{EXPORTED}')}\n\n{_parts(model)}")
+
+
+def _parts(model: LoadedModel) -> str:
+    """What the files of a folder are that is not the whole model."""
+    held = "a LoRA adapter (peft)" if model.tune == "lora" else "the encoder"
+    parts = f"This folder itself holds {held}"
+    if model.head == "mean":
+        parts += f", and `{HEAD_FILE}` the head: `AutoModelForSequenceClassification` makes a "
+        parts += "random head of it. With Quietgrad: `quietgrad predict RUN_DIR FILE`, or "
+    else:
+        parts += ". With Quietgrad: `quietgrad predict RUN_DIR FILE`, or "
+    parts += "`quietgrad.training.tasks.text.saved.load_saved`."
+    if model.tune == "lora" and model.name == PACKAGED_SMOLLM2:
+        parts += (
+            " The adapter was trained on a quantized copy of the base model (GGUF, Q4_1), so on "
+            "the hub's weights its outputs differ a little."
+        )
+    return parts
+
+
+def load_saved(
+    folder: str | Path, attention: str | None = None
+) -> tuple[nn.Module, Any, list[str]]:
     """Reads back what ``save_classifier`` wrote: the classifier in evaluation mode, its tokenizer
     and the label names.
+
+    Args:
+        folder: RUN_DIR/model.
+        attention: transformers' attention implementation; None leaves its choice.
 
     Raises:
         ValueError: if the folder does not hold a saved classifier.
@@ -65,19 +120,28 @@ def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
             "RUN_DIR/model"
         )
     description = json.loads((folder / DESCRIPTION_FILE).read_text())
-    labels = description["labels"]
     if "head" not in description:
         raise ValueError(
             f"folder={str(folder)!r} holds an image model; give its {WEIGHTS_FILE} to "
             "model.weights, or to quietgrad.training.tasks.images.models.load_image_classifier"
         )
+    with quiet_loading(description["base"]):
+        return _load(folder, description, attention)
+
+
+def _load(
+    folder: Path, description: dict[str, Any], attention: str | None
+) -> tuple[nn.Module, Any, list[str]]:
+    labels = description["labels"]
     import transformers
 
     adapted = description["tune"] == "lora"
     base = model_path(description["base"]) if adapted else str(folder)
     if description["head"] == GENERATE:
         path, extra = generator_path(description["base"]) if adapted else (base, {})
-        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, **extra)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation=attention, **extra
+        )
         if adapted:
             import peft
 
@@ -89,10 +153,10 @@ def load_saved(folder: str | Path) -> tuple[nn.Module, Any, list[str]]:
         )
     if description["head"] == "auto":
         encoder = transformers.AutoModelForSequenceClassification.from_pretrained(
-            base, num_labels=len(labels)
+            base, num_labels=len(labels), attn_implementation=attention
         )
     else:
-        encoder = load_encoder(transformers, base)
+        encoder = load_encoder(transformers, base, attention)
     if adapted:
         import peft
 

@@ -12,15 +12,27 @@ from quietgrad.training.files.provenance import Record
 from quietgrad.training.precision import precision_context
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.tasks.loaded import LoadedModel
-from quietgrad.training.tasks.records import Records
-from quietgrad.training.tasks.splits import Splits, split, split_with_test, with_public_labels
-from quietgrad.training.tasks.task import Parts, Task, attention_for, ready
+from quietgrad.training.tasks.predictions import Predictions, classified, read_new
+from quietgrad.training.tasks.records import Records, outputs
+from quietgrad.training.tasks.splits import (
+    IGNORED,
+    Splits,
+    split,
+    split_with_test,
+    with_public_labels,
+)
+from quietgrad.training.tasks.task import EVALUATION_BATCH, Parts, Task, attention_for, ready
 from quietgrad.training.tasks.text.batches import TokenisedTexts, every_other, tokenise
-from quietgrad.training.tasks.text.data import LabelledTexts, load_texts
+from quietgrad.training.tasks.text.data import (
+    LabelledTexts,
+    load_texts,
+    text_columns,
+    unlabelled_texts,
+)
 from quietgrad.training.tasks.text.models import load_classifier
 from quietgrad.training.tasks.text.prefix_cache import PrefixCache, build_prefix_cache
 from quietgrad.training.tasks.text.public_head import draw_random_head, fit_public_head
-from quietgrad.training.tasks.text.saved import save_classifier
+from quietgrad.training.tasks.text.saved import load_saved, save_classifier
 
 
 class TextTask(Task):
@@ -71,6 +83,20 @@ class TextTask(Task):
     def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
         """In Hugging Face's format, the head beside it."""
         save_classifier(model, self.label_names, folder, trained_on)
+
+    @classmethod
+    def predict(
+        cls, config: TrainConfig, folder: Path, file: Path, device: torch.device
+    ) -> Predictions:
+        """See ``Task.predict``; a record without a text stays without a label."""
+        first, second = text_columns(config.data)
+        wanted = {first: "data.text"} | ({second: "data.text_pair"} if second else {})
+        columns = read_new(file, wanted)
+        texts = unlabelled_texts(columns, first, second, str(file))
+        model, tokenizer, labels = load_saved(folder, attention_for(device))
+        tokens = tokenise(texts, tokenizer, config.model.max_length)
+        logits = outputs(model.to(device), tokens, EVALUATION_BATCH, device)
+        return classified(columns, labels, logits, usable=texts.labels != IGNORED)
 
     def cache(
         self,

@@ -1,0 +1,113 @@
+"""``quietgrad predict``."""
+
+from __future__ import annotations
+
+import csv
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quietgrad.cli.output import console, fail, one_line, print_json
+
+if TYPE_CHECKING:
+    from quietgrad.training.tasks.predictions import Predictions
+
+SHOWN_ROWS = 10
+SHOWN_LETTERS = 60
+
+
+@one_line
+def run_predict(
+    run_dir: Path, file: Path, output: Path | None, each: bool | None, as_json: bool
+) -> None:
+    """See ``quietgrad predict --help``."""
+    if output is not None:
+        _require_writable(output, file)
+    if not file.exists():
+        fail(f"FILE={str(file)!r}: no such file or folder", 2)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    target = console(as_json)
+    with target.status("loading the model"):
+        from quietgrad.training.prediction import predict
+
+        with warnings.catch_warnings():  # those of libraries are not for the user
+            warnings.simplefilter("ignore")
+            found = predict(run_dir, file)
+    columns = found.columns(each)
+    if output is not None:
+        write_csv(output, columns)
+    if as_json:
+        print_json(_record(found, columns, output))
+        return
+    if output is None:
+        _print_rows(target, found.columns(bool(each)))
+        target.print(
+            f"{min(SHOWN_ROWS, len(found))} of {len(found)} records; all of them, with every "
+            f"column: quietgrad predict {run_dir} {file} --output predictions.csv",
+            soft_wrap=True,
+            markup=False,
+        )
+    else:
+        target.print(f"{len(found)} records written to {output}", soft_wrap=True, markup=False)
+    if found.unread:
+        target.print(
+            f"Without a label: {found.unread} that could not be read (an empty text, a damaged "
+            "image)."
+        )
+
+
+def write_csv(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    """Writes a table; an empty cell is nothing."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+
+
+def _require_writable(output: Path, file: Path) -> None:
+    """Before any work: that the predictions can be written."""
+    if output.suffix.lower() != ".csv":
+        fail(f"--output={str(output)!r} must end in .csv", 2)
+    if not output.absolute().parent.is_dir():
+        fail(f"--output={str(output)!r}: no such folder; make it, or name a file in another", 2)
+    if output.exists() and file.exists() and output.samefile(file):
+        fail(f"--output={str(output)!r} is FILE itself; name another file", 2)
+
+
+def _record(
+    found: Predictions, columns: Mapping[str, Sequence[Any]], output: Path | None
+) -> dict[str, Any]:
+    record: dict[str, Any] = {"records": len(found), "unread": found.unread}
+    if output is not None:
+        return record | {"output": str(output), "columns": list(columns)}
+    rows = zip(*columns.values(), strict=True)
+    return record | {
+        "predictions": [dict(zip(columns, map(_plain, row), strict=True)) for row in rows]
+    }
+
+
+def _plain(cell: Any) -> Any:
+    """A cell as JSON can hold it."""
+    cell = cell.item() if hasattr(cell, "item") else cell
+    return cell if cell is None or isinstance(cell, str | int | float | bool) else str(cell)
+
+
+def _print_rows(target: Console, columns: Mapping[str, Sequence[Any]]) -> None:
+    table = Table(pad_edge=False)
+    for name in columns:
+        table.add_column(_short(name), overflow="ellipsis")
+    for row in list(zip(*columns.values(), strict=True))[:SHOWN_ROWS]:
+        table.add_row(*map(_short, row))
+    target.print(table)
+
+
+def _short(cell: Any) -> str:
+    text = f"{cell:.3f}" if isinstance(cell, float) else "" if cell is None else str(cell)
+    text = " ".join(text.split())
+    cut = text if len(text) <= SHOWN_LETTERS else text[: SHOWN_LETTERS - 3] + "..."
+    return cut.replace("[", r"\[")

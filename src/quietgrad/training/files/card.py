@@ -1,0 +1,106 @@
+"""The README.md beside saved weights: what the model is, how it loads without this library, and
+what its privacy guarantee says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from quietgrad.accounting.rounding import round_up, round_up_to
+from quietgrad.events import RELATIONS
+from quietgrad.training.files.provenance import Record
+
+CARD = "README.md"
+HOW = {
+    "lora": "LoRA adapters and the head were trained, all else is the base model's",
+    "full": "the model's weights were fine-tuned",
+    "head": "the head alone was trained",
+}
+SHOWN_LABELS = 20
+
+
+def write_card(
+    folder: Path,
+    record: Record,
+    base: str,
+    tune: str,
+    labels: Sequence[str],
+    loading: str,
+    library: str = "transformers",
+) -> None:
+    """Writes ``README.md``, over one that another library put there.
+
+    Args:
+        folder: of the weights.
+        record: what they were trained on (``provenance``).
+        base: what training started from: a hub name, one of this library's models, or a folder, of
+            which only the last name is told.
+        tune: "lora", "full" or "head".
+        labels: names; none for a language model.
+        loading: how the folder is loaded, in Markdown.
+        library: that loads it.
+    """
+    local = Path(base).exists()
+    shown = Path(base).name if local else base
+    head = ["---", f"library_name: {library}", "tags:", "- differential-privacy", "- quietgrad"]
+    if not local and ":" not in base:
+        head.append(f"base_model: {base}")
+    title = "Trained with differential privacy" if record["private"] else "Trained without privacy"
+    few = ", ".join(f"`{name}`" for name in labels[:SHOWN_LABELS])
+    more = f" and {len(labels) - SHOWN_LABELS} more" if len(labels) > SHOWN_LABELS else ""
+    lines = [
+        *head,
+        "---",
+        f"# {title}",
+        "",
+        f"Base model: `{shown}`; {HOW.get(tune, tune)}.",
+        *([f"Labels: {few}{more}."] if labels else []),
+        "",
+        "## Loading",
+        "",
+        loading.strip(),
+        "",
+        "## Privacy",
+        "",
+        *privacy_lines(record),
+        "",
+    ]
+    (folder / CARD).write_text("\n".join(lines), encoding="utf-8")
+
+
+def privacy_lines(record: Record) -> list[str]:
+    """The guarantee in words, of public facts alone."""
+    lines = [f"- Trained on: {json.dumps(record['data'], ensure_ascii=False)}."]
+    if record["private"]:
+        lines += [
+            f"- (epsilon, delta) = ({round_up(record['epsilon'], 4)}, "
+            f"{round_up_to(record['delta'], 3)}), an upper bound over all {record['steps']} steps.",
+            "- Unit of privacy: one record of the training data. Neighbouring data sets: "
+            f"{RELATIONS[record['neighbouring']]}.",
+        ]
+        if "noise_multiplier" in record:
+            lines.append(
+                f"- Mechanism: gradients clipped per record, Gaussian noise of multiplier "
+                f"{round_up(record['noise_multiplier'], 4)}, Poisson sampling at rate "
+                f"{record['sample_rate']:.6g}, {record['bands']} band"
+                f"{'s of correlated noise' if record['bands'] > 1 else ' (independent noise)'}."
+            )
+        lines.append(
+            "- Not covered: validation and test records, which were declared public; choices made "
+            "by looking at several runs on the same records, whose epsilons add; a record that "
+            "the base model had already seen."
+        )
+    else:
+        lines.append("- No guarantee: this run had no privacy, so the weights hold its records.")
+    if record["data_declared_public"]:
+        lines.append("- The training records were declared public.")
+    for earlier in record.get("started_from", ()):
+        spent = (
+            f"epsilon {round_up(earlier['epsilon'], 4)}, which adds for records of both"
+            if earlier["private"]
+            else "no privacy: no epsilon covers its records"
+        )
+        lines.append(f"- Started from a run on {json.dumps(earlier['data'])} with {spent}.")
+    return [*lines, f"- Made by quietgrad {record['quietgrad']}."]

@@ -1,0 +1,54 @@
+"""A finished run at work: what its model says of new records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quietgrad.checks import nearest
+from quietgrad.training.files.run_dir import RunDir
+from quietgrad.training.precision import precision_context
+from quietgrad.training.prepare import device_of
+from quietgrad.training.settings.config import load_config
+from quietgrad.training.tasks.predictions import Predictions
+from quietgrad.training.tasks.registry import kind_of
+
+
+def predict(run_dir: Path, file: Path) -> Predictions:
+    """What the model of a finished run says of the records of a file, on the run's device and in
+    its precision. Costs no privacy: the model is released.
+
+    Args:
+        run_dir: the run's directory.
+        file: records of the run's kind, without labels: a table, or a folder of images.
+
+    Raises:
+        ValueError: for a directory without a finished run, or records that do not fit it.
+    """
+    run = finished_run(run_dir)
+    config = load_config(run.config)
+    device = device_of(config.training.device)
+    with precision_context(config, device):
+        return kind_of(config).predict(config, run.model, file, device)
+
+
+def finished_run(path: Path) -> RunDir:
+    """The run directory.
+
+    Raises:
+        ValueError: if there is none, or its run has not ended.
+    """
+    run = RunDir(path)
+    if not path.is_dir():
+        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ValueError(f"RUN_DIR={str(path)!r}: no such run directory{nearest(path.name, near)}")
+    if not run.config.is_file():
+        raise ValueError(
+            f"RUN_DIR={str(path)!r} holds no run (no {run.config.name}); name the training.run_dir "
+            "of one"
+        )
+    if not run.result.is_file() or not run.model.is_dir():
+        raise ValueError(
+            f"RUN_DIR={str(path)!r}: this run has not ended; go on with it: quietgrad train "
+            f"--resume --set training.run_dir={path}"
+        )
+    return run

@@ -1,0 +1,147 @@
+"""Image models that load without this library: Hugging Face's own classifier, where it computes the
+same from the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from quietgrad.training.files.card import write_card
+from quietgrad.training.files.provenance import Record, stamp_weights
+from quietgrad.training.tasks.images.models import HUGGING_FACE, PretrainedImageClassifier
+from quietgrad.training.tasks.loaded import EXPORTED, WEIGHTS_FILE, LoadedModel, merged
+
+AGREEMENT = 1e-4  # of logits, relative to the largest
+
+
+def export_images(
+    model: LoadedModel,
+    labels: Sequence[str],
+    form: Sequence[int],
+    several: bool,
+    folder: Path,
+    trained_on: Record,
+) -> None:
+    """Writes the model card of RUN_DIR/model, and RUN_DIR/model/transformers where a class of
+    transformers gives the model's own logits.
+
+    Args:
+        model: the trained model.
+        labels: names.
+        form: [channels, height, width] of the records.
+        several: whether a record may have several labels.
+        folder: RUN_DIR/model, with the weights in it.
+        trained_on: what they say of themselves.
+    """
+    place, classifier = folder / EXPORTED, model.classifier
+    whole = None
+    if isinstance(classifier, PretrainedImageClassifier):
+        whole = _whole(classifier, model.tune, labels, several)
+        if whole is not None and not _agrees(whole, classifier, form):
+            whole = None
+    base = model.name.removeprefix(HUGGING_FACE)
+    if whole is not None:
+        whole.save_pretrained(place)
+        settings = _preprocessing(cast(PretrainedImageClassifier, classifier))
+        (place / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        stamp_weights(place, trained_on)
+        write_card(
+            place, trained_on, base, model.tune, labels, _by_transformers("this folder", form)
+        )
+    own = (
+        f"`{WEIGHTS_FILE}` is a state dict of `{type(classifier).__name__}` of "
+        "`quietgrad.training.tasks.images.models` (`backbone.` or its own layers, and `head.`, a "
+        f"linear layer), for pixels of shape {list(form)} between -1 and 1. "
+        "With Quietgrad: `quietgrad predict RUN_DIR FOLDER`, or `load_image_classifier` with this "
+        "file as `weights`. It is no file of timm or torchvision."
+    )
+    if whole is not None:
+        own = f"{_by_transformers(f'RUN_DIR/model/{EXPORTED}', form)}\n\n{own}"
+    library = "transformers" if whole is not None else "quietgrad"
+    write_card(folder, trained_on, base, model.tune, labels, own, library)
+
+
+def _whole(
+    classifier: PretrainedImageClassifier, tune: str, labels: Sequence[str], several: bool
+) -> Any | None:
+    """transformers' classifier with the trained weights; None where the architecture has none, or
+    one that is made of other parts.
+    """
+    import transformers
+
+    body = cast(Any, classifier.backbone)
+    body = merged(body) if tune == "lora" else body
+    config = copy.deepcopy(body.config)
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {name: i for i, name in enumerate(labels)}
+    config.problem_type = "multi_label_classification" if several else "single_label_classification"
+    try:
+        whole = transformers.AutoModelForImageClassification.from_config(config).eval()
+        base = getattr(whole, whole.base_model_prefix)
+        base.load_state_dict(body.state_dict())
+    except (ValueError, AttributeError, RuntimeError):
+        return None
+    inside = {id(module) for module in base.modules()}
+    heads = [m for m in whole.modules() if isinstance(m, nn.Linear) and id(m) not in inside]
+    if len(heads) != 1 or heads[0].weight.shape != classifier.head.weight.shape:
+        return None
+    heads[0].load_state_dict(classifier.head.state_dict())
+    return whole
+
+
+def _agrees(whole: Any, classifier: PretrainedImageClassifier, form: Sequence[int]) -> bool:
+    """Whether both give the same logits for two made-up images."""
+    mean, std = cast(Any, classifier.mean).cpu(), cast(Any, classifier.std).cpu()
+    height, width = (classifier.size, classifier.size) if classifier.size else form[1:]
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.rand(2, mean.shape[1], height, width, generator=generator)
+    device, was_training = classifier.head.weight.device, classifier.training
+    classifier.eval()
+    try:
+        with torch.no_grad():
+            ours = classifier((2 * pixels - 1).to(device)).float().cpu()
+            theirs = whole(pixel_values=(pixels - mean) / std).logits
+    except (ValueError, RuntimeError):
+        return False
+    finally:
+        classifier.train(was_training)
+    return bool((ours - theirs).abs().max() <= AGREEMENT * ours.abs().max().clamp_min(1.0))
+
+
+def _preprocessing(classifier: PretrainedImageClassifier) -> dict[str, Any]:
+    """Of transformers' image processors: what the run did to bytes."""
+    size = classifier.size
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": bool(size),
+        "size": {"height": size or 224, "width": size or 224},
+        "resample": 2,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": cast(Any, classifier.mean).flatten().tolist(),
+        "image_std": cast(Any, classifier.std).flatten().tolist(),
+    }
+
+
+def _by_transformers(folder: str, form: Sequence[int]) -> str:
+    return "\n".join(
+        [
+            "```python",
+            "from transformers import AutoImageProcessor, AutoModelForImageClassification",
+            "",
+            f'model = AutoModelForImageClassification.from_pretrained("{folder}")',
+            f'processor = AutoImageProcessor.from_pretrained("{folder}")',
+            "```",
+            "",
+            f"In training images were first brought to {form[1]} x {form[2]} pixels and "
+            f"{form[0]} channel{'s' if form[0] > 1 else ''}.",
+        ]
+    )

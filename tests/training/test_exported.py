@@ -1,0 +1,234 @@
+"""Run directories without this library: a process that cannot import quietgrad loads the folders
+and gets the run's own logits and label names.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import config_of, train
+
+from quietgrad.checks import SettingsWarning
+from quietgrad.training.files.provenance import EPSILONS_ADD, read_provenance
+from quietgrad.training.prepare import prepare
+from quietgrad.training.tasks.text.exported import name_base
+from quietgrad.training.tasks.text.models import HUB_NAMES, PACKAGED_MINILM
+from quietgrad.training.tasks.text.saved import load_saved
+
+CPU = torch.device("cpu")
+FURTHER = pytest.mark.slow("a further way to train, each in one or two processes that load torch")
+# The first argument is the class, the second the folder, the third where inputs and outputs are.
+ALONE = """
+import importlib.abc, os, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "quietgrad":
+            raise ImportError("quietgrad is not installed here")
+
+sys.meta_path.insert(0, Blocked())
+os.environ["HF_HUB_OFFLINE"] = "1"
+import json, torch, transformers
+kind, folder, place, trust = sys.argv[1:]
+model = getattr(transformers, kind).from_pretrained(
+    folder, **({"trust_remote_code": True} if trust == "yes" else {})
+).eval()
+assert "quietgrad" not in sys.modules
+given = torch.load(place)
+with torch.no_grad():
+    logits = model(**given["inputs"]).logits
+names = [model.config.id2label[i] for i in range(len(model.config.id2label))]
+words = {}
+if "text" in given:
+    words = {k: v.tolist() for k, v in transformers.AutoTokenizer.from_pretrained(folder)(
+        given["text"], return_tensors="pt"
+    ).items()}
+torch.save({"logits": logits, "names": names, "words": words}, place)
+"""
+
+
+def load_alone(
+    kind: str, folder: Path, inputs: dict[str, Any], place: Path, trust: bool = False
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    torch.save(inputs, place)
+    arguments = [sys.executable, "-c", ALONE, kind, folder, place, "yes" if trust else "no"]
+    environment = {
+        "PATH": "", "HOME": str(place.parent), "HF_HOME": str(place.parent / "hf"),
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        list(map(str, arguments)),
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=place.parent,
+        stdin=subprocess.DEVNULL,
+    )
+    return done, torch.load(place)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("tune", "head"),
+    [
+        ("lora", "mean"),
+        ("lora", "auto"),
+        ("full", "auto"),
+        pytest.param("full", "mean", marks=FURTHER),
+        pytest.param("head", "mean", marks=FURTHER),
+        pytest.param("head", "auto", marks=FURTHER),
+    ],
+)
+def test_a_text_classifier_loads_by_transformers_alone(
+    settings: dict[str, Any], tmp_path: Path, tune: str, head: str
+) -> None:
+    values = settings | {"model.tune": tune, "model.head": head, "data.public": False}
+    prepared, outcome, run_dir = train(values | {"optimizer.learning_rate": 5e-2})
+    direct = tune != "lora" and head == "auto"
+    folder = run_dir.model if direct else run_dir.model / "transformers"
+    assert (run_dir.model / "transformers").exists() is not direct
+    batch = prepared.test.collate(np.arange(8), CPU)
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    classifier = prepared.model.classifier.eval()
+    with torch.no_grad():
+        wanted = classifier(**inputs)
+    given = {"inputs": inputs, "text": "the film was great"}
+    done, found = load_alone(
+        "AutoModelForSequenceClassification", folder, given, tmp_path / "io.pt", head == "mean"
+    )
+    assert done.returncode == 0, done.stderr
+    assert found["names"] == ["bad", "good"]
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(found["logits"], wanted, rtol=0, atol=1e-5)
+    assert set(found["words"]) == {"input_ids", "attention_mask"}
+    written = json.loads((folder / "config.json").read_text())
+    assert written["id2label"] == {"0": "bad", "1": "good"} and "label2id" in written
+    if head == "mean":
+        done, _ = load_alone(
+            "AutoModelForSequenceClassification", folder, given, tmp_path / "io.pt"
+        )
+        assert done.returncode != 0 and "trust_remote_code=True" in done.stderr
+
+    for place in {folder, run_dir.model}:
+        card = (place / "README.md").read_text()
+        assert "from_pretrained" in card and "add or remove one record" in card
+        assert f"all {outcome.result['steps']} steps" in card and "sampling at rate" in card
+        assert "Gaussian noise of multiplier" in card and '"reviews.csv"' in card
+        assert str(tmp_path) not in card and values["model.name"] not in card
+        record = read_provenance(place)
+        assert record is not None and record["epsilon"] == outcome.result["epsilon"]
+        with pytest.raises(ValueError, match=f'model.accept_start = "{EPSILONS_ADD}"'):
+            prepare(config_of(values | {"model.name": str(place), "model.tune": "head"}))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("tune", ["lora", "full"])
+def test_a_language_model_loads_by_transformers_alone(
+    settings: dict[str, Any], tiny_llama: Path, tmp_path: Path, tune: str
+) -> None:
+    changed = {
+        "model.name": str(tiny_llama), "model.tune": tune, "task.kind": "generate",
+        "task.prompt": "{text} :", "task.answer": "{label}", "task.max_answer_length": 3,
+        "optimizer.learning_rate": 5e-2,
+    }  # fmt: skip
+    prepared, _, run_dir = train(settings | changed)
+    batch = prepared.test.collate(np.arange(8), CPU)
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    with torch.no_grad():
+        wanted = prepared.model.classifier.eval()(**inputs)
+    folder = run_dir.model / "transformers" if tune == "lora" else run_dir.model
+    done, found = load_alone("AutoModelForCausalLM", folder, {"inputs": inputs}, tmp_path / "io.pt")
+    assert done.returncode == 0, done.stderr
+    seen = inputs["attention_mask"].bool()
+    torch.testing.assert_close(found["logits"][seen], wanted[seen], rtol=0, atol=1e-5)
+    assert "AutoModelForCausalLM" in (folder / "README.md").read_text()
+    assert read_provenance(folder) is not None
+
+
+def test_an_adapter_names_a_packaged_base_as_the_hub_does(tmp_path: Path) -> None:
+    file = tmp_path / "adapter_config.json"
+    file.write_text('{"base_model_name_or_path": "/somewhere", "r": 2}')
+    name_base(tmp_path, PACKAGED_MINILM)
+    written = json.loads(file.read_text())
+    assert written == {"base_model_name_or_path": "sentence-transformers/all-MiniLM-L6-v2", "r": 2}
+    assert set(HUB_NAMES) == {"packaged:minilm", "packaged:smollm2"}
+
+
+def test_a_run_starts_from_an_adapter_on_a_packaged_model_without_the_hub(
+    settings: dict[str, Any], tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(HUB_NAMES, str(tiny_bert), "someone/tiny")
+    values = settings | {"model.tune": "lora", "optimizer.learning_rate": 5e-2}
+    first, _, run_dir = train(values)
+    written = json.loads((run_dir.model / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == "someone/tiny"
+    changed = {"model.name": str(run_dir.model), "model.tune": "head"}
+    second = prepare(config_of(values | changed | {"model.accept_start": EPSILONS_ADD}))
+    inputs = {k: v for k, v in first.test.collate(np.arange(4), CPU).items() if k != "labels"}
+    with torch.no_grad():
+        one, other = (
+            p.model.classifier.eval().encoder(**inputs).last_hidden_state for p in (first, second)
+        )
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_cannot_be_exported_is_saved_all_the_same(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The privacy is spent by then: a run must not end in an error of another library."""
+
+    def refuse(*arguments: Any) -> None:
+        raise NotImplementedError("no such thing\nmore")
+
+    monkeypatch.setattr("quietgrad.training.tasks.text.exported.merged", refuse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, outcome, run_dir = train(settings | {"model.tune": "lora", "model.head": "auto"})
+    (said,) = [str(w.message) for w in caught if w.category is SettingsWarning]
+    assert "could not be written (NotImplementedError: no such thing)" in said
+    assert run_dir.result.is_file() and outcome.result["epsilon"] <= 4
+    assert "a LoRA adapter (peft)" in (run_dir.model / "README.md").read_text()
+    assert load_saved(run_dir.model)[2] == ["bad", "good"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("model", "tune"), [("vit", "lora"), ("resnet", "head")])
+def test_an_image_model_of_hugging_face_loads_by_transformers_alone(
+    values: dict[str, Any], vit: Path, resnet: Path, tmp_path: Path, model: str, tune: str
+) -> None:
+    name = f"image:{dict(vit=vit, resnet=resnet)[model]}"
+    changed = {"model.name": name, "model.tune": tune, "data.image_size": 16}
+    prepared, _, run_dir = train(values | changed)
+    classifier: Any = prepared.model.classifier.eval()
+    pixels = prepared.test.collate(np.arange(6), CPU)["pixels"].expand(-1, 3, -1, -1)
+    with torch.no_grad():
+        wanted = classifier(pixels)
+    inputs = {"pixel_values": ((pixels + 1) / 2 - classifier.mean) / classifier.std}
+    folder = run_dir.model / "transformers"
+    done, found = load_alone(
+        "AutoModelForImageClassification", folder, {"inputs": inputs}, tmp_path / "io.pt"
+    )
+    assert done.returncode == 0, done.stderr
+    assert found["names"] == ["across", "down"] and wanted.abs().max() > 1e-3
+    torch.testing.assert_close(found["logits"], wanted, rtol=0, atol=1e-5)
+    stated = json.loads((folder / "preprocessor_config.json").read_text())
+    assert stated["image_mean"] == pytest.approx(classifier.mean.flatten().tolist())
+    assert read_provenance(folder) is not None
+    for place in (folder, run_dir.model):
+        card = (place / "README.md").read_text()
+        assert "AutoModelForImageClassification" in card and "(epsilon, delta) = " in card
+
+
+def test_an_image_model_of_our_own_says_how_it_loads(values: dict[str, Any]) -> None:
+    _, _, run_dir = train(values | {"model.name": "cnn:groupnorm", "model.tune": "full"})
+    card = (run_dir.model / "README.md").read_text()
+    assert "state dict of `SmallCnn`" in card and "no file of timm or torchvision" in card
+    assert not (run_dir.model / "transformers").exists()
