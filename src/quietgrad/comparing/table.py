@@ -158,6 +158,8 @@ class Comparison:
         tree = self.config_of(run).to_dict()
         tree.pop("spectrum")  # training does not read it
         tree["data"].pop("public")  # a declaration, not a setting
+        if not tree["training"]["averaging"]:  # as before there were averages
+            tree["training"].pop("averaging")
         settings: list[Any] = [tree, self.table.eval_every, self.table.eval_records]
         if self.table.distinct:
             settings.append("distinct")
