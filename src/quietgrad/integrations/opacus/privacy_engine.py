@@ -289,8 +289,8 @@ class PrivacyEngine(BoundToProcess):
         module_load_dict_kwargs: dict[str, Any] | None = None,
         torch_load_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Reads what ``save_checkpoint`` wrote; noise and batches are drawn anew. Releases made after
-        it are not counted: load the newest, or add that run's epsilon.
+        """Reads what ``save_checkpoint`` wrote; noise and batches are drawn anew. Releases made
+        after it are not counted: load the newest, or add that run's epsilon.
 
         Args:
             path: file, or an open one.

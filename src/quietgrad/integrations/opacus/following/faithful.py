@@ -56,8 +56,9 @@ def faithful_program(
         raise ValueError(
             "the loss is made of rows that differ by the records' places in the batch (arange, "
             "linspace, weights written by hand, what came from outside of torch), so with "
-            "one record more the others would get other rows; make them of the records (a column of the data set), the same "
-            "for all, or draw them within the batch by torch's functions and default generators"
+            "one record more the others would get other rows; make them of the records (a column "
+            "of the data set), the same for all, or draw them within the batch by torch's "
+            "functions and default generators"
         )
     raise _mixes(loss_reduction, why)
 
