@@ -371,6 +371,7 @@ def test_refused_loaders_models_and_optimisers() -> None:
 
 def test_steps_that_are_no_release_are_refused() -> None:
     engine, model, optimizer, loader = made()
+    loader.source.indices = lambda number: np.arange(10)  # five would be as many as columns
     with pytest.raises(RuntimeError, match="outside the loop"):
         optimizer.step()
     for _ in loader:

@@ -109,7 +109,7 @@ class DPDataLoader(DataLoader[Any]):
                 if not training:  # a look at records: nothing is released of it
                     look = Tape(len(part), source.batch_first)
                     records = look.enter(records)
-                    look.close()
+                    source.close(look)
                     yield records
                     continue
                 tape = source.open(number, len(part), i == 0, i + 1 == len(parts))

@@ -34,8 +34,7 @@ class PrivacyEngine(BoundToProcess):
 
     Args:
         accountant: "prv", "rdp" or "gdp": a name. Epsilon is always Quietgrad's upper bound.
-        secure_mode: whether noise comes from a cryptographic stream; needs the package
-            ``cryptography``.
+        secure_mode: whether noise is from a cryptographic stream; needs ``cryptography``.
 
     Raises:
         ValueError: for an accountant that Opacus does not have.
@@ -290,7 +289,8 @@ class PrivacyEngine(BoundToProcess):
         module_load_dict_kwargs: dict[str, Any] | None = None,
         torch_load_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Reads what ``save_checkpoint`` wrote; noise and batches are drawn anew.
+        """Reads what ``save_checkpoint`` wrote; noise and batches are drawn anew. Releases made
+        after it are not counted: load the newest, or add that run's epsilon.
 
         Args:
             path: file, or an open one.

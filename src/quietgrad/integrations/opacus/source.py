@@ -93,11 +93,17 @@ class BatchSource(BoundToProcess):
         released.
         """
         if self.tape is not None:
-            self.tape.close()
+            self.close(self.tape)
         if self.opened is not None:
             self._number += bool(self.opened.noise)
             self.accountant.close(self.opened)
         self.tape = self.opened = None
+
+    def close(self, tape: Tape) -> None:
+        """A micro-batch is over; what was read off it is remembered."""
+        for optimizer in self.optimizers:
+            optimizer.remember(tape.read)
+        tape.close()
 
     def _settle(self) -> None:
         if self.tape is None:
@@ -114,6 +120,6 @@ class BatchSource(BoundToProcess):
         for optimizer in self.optimizers:
             if optimizer.stepped or len(waiting) == len(self.optimizers):
                 optimizer.settle(empty, self.tape.read_at is not None)
-        self.tape.close()
+        self.close(self.tape)
         if self.is_last:
             self.abandon()

@@ -9,12 +9,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from quietgrad.integrations.opacus.following.draws import has_equal_rows
 from quietgrad.integrations.opacus.following.nodes import CALL, LEAF, LOOK, Const, leaves
 from quietgrad.integrations.opacus.following.replay import Program
 
 _SIGNS = ["add", "sub", "mul", "div", "truediv", "pow", "divide", "multiply", "true_divide"]
 _NAMES = {f"{prefix}{name}" for name in _SIGNS for prefix in ("", "r", "i")}
 SMALL = 4096  # numbers of a tensor that are compared
+REMEMBERED = 1 << 16  # numbers that were read off earlier batches
 AT_HAND = 64  # loop bodies and numbers of records that are remembered
 
 Values = tuple[float, ...]
@@ -30,6 +32,12 @@ class Constants:
 
     after_reading: dict[Any, tuple[Any, list[Values]]] = field(default_factory=dict)
     by_number: dict[Any, dict[int, _ByNumber]] = field(default_factory=dict)
+    read: set[float] = field(default_factory=set)  # of earlier batches
+
+    def remember(self, read: set[float]) -> None:
+        """Numbers that were read off a batch may be in no later loss."""
+        if len(self.read) < REMEMBERED:
+            self.read |= {x for x in read if not _is_round(x)}
 
     def require(self, program: Program, slot: int = 0) -> None:
         """Refuses numbers that were read off the batch. Those of tensors count too.
@@ -48,6 +56,15 @@ class Constants:
         if any(number in tape.read for values in late for number in values):
             raise _read_off("a number that was read off the batch's tensors (item(), float())")
         self._require_nothing_copied(program)
+        same = [v for place in program.nodes for v in _of_equal_rows(tape.nodes[place])]
+        if tape.read_at is not None and any(v in tape.read for values in same for v in values):
+            raise _read_off("a number that was read off the batch's tensors (item(), float())")
+        if any(v in self.read for values in found + same for v in values):
+            raise _read_off("a number that was read off an earlier batch's tensors")
+        rows = self.by_number.setdefault((program.signature, "rows", len(same)), {})
+        for i, values in enumerate(same):
+            if rows.setdefault(i, _ByNumber()).is_followed(tape.records, values):
+                raise _read_off("the number of records, or a number that follows it")
         if len(self.by_number) > AT_HAND:
             self.by_number = {}
         bodies = self.by_number.setdefault((program.signature, len(found)), {})
@@ -143,6 +160,24 @@ def _values(node: Any) -> list[Values]:
         if const.rows is None and t.numel() <= SMALL and not t.is_complex() and not t.is_sparse:
             found.append(tuple(float(x) for x in t.detach().double().flatten().tolist()))
     return found
+
+
+def _of_equal_rows(node: Any) -> list[Values]:
+    """Numbers of tensors that are one row a record, and the same for all."""
+    found: list[Values] = []
+    for const in leaves((node.args, node.kwargs), Const):
+        t = const.tensor
+        if const.rows is None or t.is_complex() or t.shape[const.rows] < 2:
+            continue
+        row = t.select(const.rows, 0)
+        if 0 < row.numel() <= SMALL and has_equal_rows(t, const.rows):
+            found.append(tuple(float(x) for x in row.double().flatten().tolist()))
+    return found
+
+
+def _is_round(x: float) -> bool:
+    """A number that a script may have of its own: one of few binary or decimal places."""
+    return x == round(x, 4) or float(x * 4096).is_integer() or not math.isfinite(x)
 
 
 def _is_arithmetic(node: Any) -> bool:

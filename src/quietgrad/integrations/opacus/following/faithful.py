@@ -36,6 +36,7 @@ def faithful_program(
     total = torch.stack([loss.reshape(()) for _, _, loss in pending]).sum()
     _require_this_batch(Program(tape, refs), module)
     why: Exception | None = None
+    placed = False
     for constant in (False, True):
         program = Program(tape, refs, constant)
         if not program.records():
@@ -48,7 +49,17 @@ def faithful_program(
             continue
         # A loss of the model's own: what it is of one record, the model says.
         if program.alone or _agree(losses, total, loss_reduction):
-            return program
+            placed = program.by_place()
+            if not placed:
+                return program
+    if placed:
+        raise ValueError(
+            "the loss is made of rows that differ by the records' places in the batch (arange, "
+            "linspace, weights written by hand, what came from outside of torch), so with "
+            "one record more the others would get other rows; make them of the records (a column "
+            "of the data set), the same for all, or draw them within the batch by torch's "
+            "functions and default generators"
+        )
     raise _mixes(loss_reduction, why)
 
 

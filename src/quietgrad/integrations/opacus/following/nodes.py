@@ -39,12 +39,14 @@ class Const:
         is_of_before: whether it was made of records of an earlier micro-batch, or otherwise of
             records in a way that cannot be computed again for one of them.
         learns: whether it is a weight of no private model.
+        by_place: whether its rows differ though the loop has drawn no random number for them.
     """
 
     tensor: Tensor
     rows: int | None
     is_of_before: bool = False
     learns: bool = False
+    by_place: bool = False
 
 
 @dataclass(frozen=True, eq=False)

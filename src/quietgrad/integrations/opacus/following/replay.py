@@ -89,6 +89,15 @@ class Program:
                     found[f"{place}:{i}"] = const.tensor.movedim(const.rows, 0)
         return found
 
+    def by_place(self) -> bool:
+        """Whether records are given rows of the loop's own by their places in the batch."""
+        nodes = [self.tape.nodes[place] for place in self.nodes]
+        return any(
+            const.by_place and self._is_rows(node, const)
+            for node in nodes
+            for const in leaves((node.args, node.kwargs), Const)
+        )
+
     def _is_rows(self, node: Node, const: Const) -> bool:
         if const.rows is None or (self.rows_are_constant and node.what != CALL):
             return False

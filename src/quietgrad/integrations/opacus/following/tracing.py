@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quietgrad.integrations.opacus.following.draws import Draws, has_equal_rows
 from quietgrad.integrations.opacus.following.hollow import (
     OF_SHAPES,
     READS,
@@ -52,6 +53,7 @@ class Tape:
         self.read_at: int | None = None
         self.copied_at: int | None = None
         self.is_open = True
+        self.draws = Draws() if records > 1 else None
 
     def close(self) -> None:
         """Lets go of everything. Tensors that the loop keeps are known as an earlier batch's."""
@@ -104,7 +106,10 @@ class Tape:
             require_filled(plain)
             learns = plain.is_leaf and plain.requires_grad
             kept = plain.detach().clone()  # the loop may write into its own
-            return Const(kept, self.rows_dim(plain), isinstance(t, Traced), learns)
+            rows = self.rows_dim(plain)
+            by_place = self.draws is not None and rows is not None and not self.draws.any()
+            by_place = by_place and not has_equal_rows(kept, rows)
+            return Const(kept, rows, isinstance(t, Traced), learns, by_place)
 
         return mapped(value, Tensor, one)
 
@@ -156,6 +161,11 @@ class Traced(Tensor):
         kwargs = {} if kwargs is None else kwargs
         if func is Tensor.backward and isinstance(args[0], Traced):
             return _backward(*args, **kwargs)
+        if func is torch.autograd.backward:
+            raise RuntimeError(
+                "torch.autograd.backward() passes the private model by; call loss.backward() on "
+                "the sum of the losses"
+            )
         given = leaves((args, kwargs), Tensor)
         traced = [t for t in given if isinstance(t, Traced)]
         if _is_in_place(func) and args:

@@ -62,6 +62,12 @@ class GradSampleModule(nn.Module):
         inputs were made of, and never to the weights.
         """
         tape = self._tape()
+        if tape is None or tape.draws is None:
+            return self._called(tape, args, kwargs)
+        with tape.draws.not_counted():
+            return self._called(tape, args, kwargs)
+
+    def _called(self, tape: Tape | None, args: Any, kwargs: Any) -> Any:
         plain_args, plain_kwargs = mapped((args, kwargs), Tensor, plain_of)
         inputs = leaves((plain_args, plain_kwargs), Tensor)
         outer = any(t.requires_grad for t in inputs)

@@ -122,6 +122,10 @@ class DPOptimizer(Optimizer):
             if self._steps_here != self._usual:
                 raise _steps_follow_the_data()
 
+    def remember(self, read: set[float]) -> None:
+        """Numbers that the loop read off a batch that is over. Private."""
+        self._mechanism.constants.remember(read)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients, and losses that were not stepped on; clipped sums of earlier
         micro-batches of the batch stay.
@@ -237,6 +241,15 @@ class DPOptimizer(Optimizer):
                     "backward() ran on records that the loader did not give; use weight_decay, "
                     "call the model itself, and zero_grad() before the private loop"
                 )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch's GradScaler asks for this in its step().
+        raise RuntimeError(
+            "GradScaler is not for private training: gradients are clipped to max_grad_norm, and "
+            "do not vanish; leave it out (GradScaler(enabled=False) does nothing), call "
+            "loss.backward() and optimizer.step(), and use autocast with bfloat16 alone"
+        )
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Refused: the loader knows when a batch is whole.
