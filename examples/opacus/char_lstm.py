@@ -107,7 +107,7 @@ def main():
         with torch.no_grad():
             right = sum((model(x).argmax(dim=1) == y).sum().item() for x, y in test_loader)
         epsilon = privacy_engine.get_epsilon(delta=args.delta)
-        print(f"epoch {epoch}: test accuracy {right / 500:.3f}, epsilon {epsilon:.2f}")
+        print(f"epoch {epoch}: test accuracy {right / 500:.3f}, epsilon {epsilon}")
 
 
 if __name__ == "__main__":

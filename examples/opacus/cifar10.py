@@ -65,7 +65,7 @@ def train(args, model, loader, optimizer, privacy_engine, epoch):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    print(f"epoch {epoch}: epsilon {privacy_engine.get_epsilon(args.delta):.2f}")
+    print(f"epoch {epoch}: epsilon {privacy_engine.get_epsilon(args.delta)}")
 
 
 def main():
@@ -111,7 +111,7 @@ def main():
         privacy_engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
         privacy_engine_again = PrivacyEngine(accountant="rdp")
         privacy_engine_again.load_checkpoint(path=path, module=model, optimizer=optimizer)
-        print(f"loaded: epsilon {privacy_engine_again.get_epsilon(args.delta):.2f}")
+        print(f"loaded: epsilon {privacy_engine_again.get_epsilon(args.delta)}")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def main():
             errG.backward()
             optimizerG.step()
         epsilon = privacy_engine.get_epsilon(args.delta)
-        print(f"epoch {epoch}: epsilon {epsilon:.2f} at delta {args.delta}")
+        print(f"epoch {epoch}: epsilon {epsilon} at delta {args.delta}")
 
 
 if __name__ == "__main__":

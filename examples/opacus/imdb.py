@@ -141,7 +141,7 @@ def main():
         with torch.no_grad():
             found = [binary_accuracy(model(ids), labels) for ids, labels in test_loader]
         epsilon = privacy_engine.get_epsilon(args.delta)
-        print(f"epoch {epoch}: test accuracy {sum(found) / len(found):.3f}, epsilon {epsilon:.2f}")
+        print(f"epoch {epoch}: test accuracy {sum(found) / len(found):.3f}, epsilon {epsilon}")
 
 
 if __name__ == "__main__":

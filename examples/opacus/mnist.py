@@ -43,7 +43,7 @@ def train(args, model, device, train_loader, optimizer, privacy_engine, epoch):
         loss.backward()
         optimizer.step()
     epsilon = privacy_engine.get_epsilon(delta=args.delta)
-    print(f"epoch {epoch}: epsilon {epsilon:.2f} at delta {args.delta}")
+    print(f"epoch {epoch}: epsilon {epsilon} at delta {args.delta}")
 
 
 def test(model, device, test_loader):

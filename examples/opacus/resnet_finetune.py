@@ -97,7 +97,7 @@ def main():
         with torch.no_grad():
             right = sum((model(x).argmax(1) == y).sum().item() for x, y in DataLoader(test_set, 50))
         epsilon = privacy_engine.get_epsilon(args.delta)
-        print(f"epoch {epoch}: test accuracy {right / 200:.3f}, epsilon {epsilon:.2f}")
+        print(f"epoch {epoch}: test accuracy {right / 200:.3f}, epsilon {epsilon}")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def main():
                 labels = batch.pop("labels")
                 right += (model(**batch).logits.argmax(dim=1) == labels).sum().item()
         epsilon = privacy_engine.get_epsilon(args.delta)
-        print(f"epoch {epoch}: test accuracy {right / 500:.3f}, epsilon {epsilon:.2f}")
+        print(f"epoch {epoch}: test accuracy {right / 500:.3f}, epsilon {epsilon}")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,10 @@ from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.cost import Sketch
 from quietgrad.clipping.norms.estimators.hutch import Hutch
 from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.estimators.sketches import project_columns, project_rows
 from quietgrad.clipping.norms.factors import DirectGradients, Kept, ListedGradients, products
 from quietgrad.clipping.norms.factors.dense import DenseFactors
+from quietgrad.clipping.norms.factors.one_hot import OneHotFactors
 from quietgrad.clipping.norms.factors.products import add_over_positions, thin_product
 from quietgrad.clipping.norms.rounding import (
     LONGEST_CHAIN,
@@ -115,6 +117,31 @@ def test_a_micro_batch_is_summed_before_it_is_added(kind: str) -> None:
     assert torch.equal(total, torch.full(shape, 1.0 + count * small))
 
 
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each its own"])
+@pytest.mark.parametrize("columns", [5, 32, 33, 72, 384])
+def test_a_thin_product_is_over_all_columns(columns: int, each: bool) -> None:
+    source = torch.Generator().manual_seed(0)
+    factor = torch.randn(3, 2, 7, columns, generator=source)
+    projection = (
+        torch.randn(3, 2, columns, 4, generator=source)
+        if each
+        else torch.randn(columns, 4, generator=source)
+    )
+    expected = factor.double() @ projection.double()
+    found = thin_product(factor, projection, torch.float32)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("positions", [1, 32, 40, 64, 512, 700])
+def test_a_sum_over_positions_is_over_all_of_them(positions: int) -> None:
+    source = torch.Generator().manual_seed(0)
+    long, small = (torch.randn(3, 2, positions, n, generator=source) for n in (9, 4))
+    start = torch.randn(3, 2, 4, 9, generator=source)
+    expected = start.double() + small.double().transpose(2, 3) @ long.double()
+    found = add_over_positions(start.clone(), long, small)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("columns", [5, 32, 72, 384])
 def test_a_row_of_a_thin_product_is_the_same_in_any_company(columns: int) -> None:
     source = torch.Generator().manual_seed(0)
@@ -134,6 +161,23 @@ def test_padding_changes_no_bit_of_a_sum_over_positions(positions: int) -> None:
     whole[:, :, :positions] = 1.0
     alone = add_over_positions(None, long[:, :, :positions], small[:, :, :positions])
     assert torch.equal(add_over_positions(None, long * whole, small * whole), alone)
+
+
+@pytest.mark.parametrize("first", ["head", "table"])
+def test_a_sketch_of_tied_weights_has_both_uses(first: str) -> None:
+    source = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 50, (3, 6), generator=source)
+    right = torch.randn(3, 1, 6, 8, generator=source)
+    head = DenseFactors(torch.randn(3, 1, 6, 50, generator=source), right.flip(2))
+    table = OneHotFactors(ids, right, 50)
+    as_dense = DenseFactors(torch.nn.functional.one_hot(ids, 50).float().unsqueeze(1), right)
+    uses, others = [head, table], [head, as_dense]
+    if first == "table":
+        uses, others = uses[::-1], others[::-1]
+    for project, side in ((project_columns, 8), (project_rows, 50)):
+        projection = torch.randn(4, side, generator=source).t()
+        found, expected = (project(some, projection, torch.float32) for some in (uses, others))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def sketch_of(width: int, positions: int) -> tuple[Tensor, Tensor]:

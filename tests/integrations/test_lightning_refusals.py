@@ -226,14 +226,14 @@ def test_a_data_module_that_moves_batches(tmp_path: Path) -> None:
 
 def test_the_training_records_are_not_validated_on(tmp_path: Path) -> None:
     data = records()
-    with pytest.raises(ValueError, match="these are the training data"):
+    with pytest.raises(ValueError, match="is the training data, or holds records of it"):
         trainer(tmp_path).fit(Small(), data, DataLoader(data, batch_size=10))
     assert not released(tmp_path)
     model, fit = Small(), trainer(tmp_path / "afterwards")
     fit.fit(model, data)
-    with pytest.raises(ValueError, match="these are the training data"):
+    with pytest.raises(ValueError, match="is the training data, or holds records of it"):
         fit.validate(model, DataLoader(data, batch_size=10))
-    with pytest.raises(ValueError, match="these are the training data"):
+    with pytest.raises(ValueError, match="is the training data, or holds records of it"):
         fit.test(model, DataLoader(data, batch_size=10))
 
 
@@ -317,3 +317,42 @@ def test_a_shown_epsilon_is_never_below(epsilon: float) -> None:
     shown = shown_epsilon(epsilon)
     assert epsilon <= shown <= epsilon * 1.002
     assert float(torch.tensor(shown)) == shown
+
+
+class ReplacesGradients(Callback):
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, 9.0)
+
+
+class BackwardBeforeTheStep(Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        module.net(torch.ones(4, 6)).sum().backward()
+
+
+class StepsTwice(Small):
+    def optimizer_step(self, *args: Any, **options: Any) -> None:
+        super().optimizer_step(*args, **options)
+        self.net(torch.ones(4, 6)).sum().backward()
+        self.trainer.optimizers[0].step()
+
+
+@pytest.mark.parametrize("callback", [ReplacesGradients, BackwardBeforeTheStep, None])
+def test_gradients_that_were_not_released_are_not_stepped_on(
+    callback: type[Callback] | None, tmp_path: Path
+) -> None:
+    """Before: they were, and epsilon said nothing of it."""
+    model = StepsTwice() if callback is None else Small()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    callbacks = [] if callback is None else [callback()]
+    with pytest.raises(RuntimeError, match="not released"):
+        trainer(tmp_path, limit_val_batches=0, callbacks=callbacks).fit(model, records())
+    if callback is not None:
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_part_of_the_training_data_is_no_validation_data(tmp_path: Path) -> None:
+    data = records()
+    part = torch.utils.data.DataLoader(torch.utils.data.Subset(data, range(10)))
+    with pytest.raises(ValueError, match="holds records of it"):
+        trainer(tmp_path).fit(Small(), data, part)

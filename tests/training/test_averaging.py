@@ -92,6 +92,10 @@ def test_a_run_saves_what_validation_records_prefer(quietgrad, settings, write_c
     folder = Path(settings["training.run_dir"])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(0 <= line["averaged_validation_accuracy"] <= 1 for line in lines)
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    averages, last = saved["average"]["averages"], saved["trainable"]
+    assert saved["average"]["steps"] == 6
+    assert any(not torch.equal(value, last[name]) for name, value in averages.items())
 
 
 def test_an_average_that_never_moves_is_refused(quietgrad, settings, write_config) -> None:

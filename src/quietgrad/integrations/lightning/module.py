@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ import quietgrad.integrations.lightning.refusals as refusals
 from quietgrad.integrations.lightning.hooks import require_parts
 from quietgrad.integrations.lightning.session import MARK
 from quietgrad.integrations.lightning.steps import PrivateSteps
+from quietgrad.integrations.stepping import keyed_generators
 from quietgrad.plan import PrivacyConfig
 from quietgrad.tensors import Batch
 from quietgrad.training.files.provenance import KEY
@@ -114,18 +113,9 @@ class PrivateLightningModule(LightningModule):
             raise RuntimeError("no private run has begun; call trainer.fit(model, ...)")
         batch, self._batch = self._batch, None
         run = self._steps.run
-        with self._keyed_generators(run.model_seed()):
+        with keyed_generators(self, run.model_seed()):
             run.backward(self, loss_in_precision, batch)
-
-    @contextlib.contextmanager
-    def _keyed_generators(self, seed: int) -> Iterator[None]:
-        """Torch's generators seeded for a step, and afterwards as they were: how far they went says
-        how many records a batch held.
-        """
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(seed)
-            yield
+        self._steps.noted(self)
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """As Lightning's, in validation and tests.

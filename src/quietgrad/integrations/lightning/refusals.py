@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
+from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
 ALONE = "use Trainer(devices=1, num_nodes=1), without a launcher"
@@ -253,19 +254,14 @@ def refuse_contradictions(trainer: Any, plan: PrivacyPlan) -> None:
         )
 
 
-def refuse_private_evaluation(loaders: Any, dataset: Any) -> None:
-    """Refuses the training records as validation records: their scores are shown and saved.
+def refuse_private_loaders(loaders: Any, dataset: Any) -> None:
+    """Refuses the training records as validation or test records, whole or in part.
 
     Raises:
         ValueError: with the remedy.
     """
-    if dataset is None:
-        return
     if isinstance(loaders, dict):
         loaders = list(loaders.values())
     for loader in loaders if isinstance(loaders, list | tuple) else (loaders,):
-        if loader is dataset or getattr(loader, "dataset", None) is dataset:
-            raise ValueError(
-                "these are the training data: their scores are private, and they would be "
-                "printed and saved; validate and test on public records"
-            )
+        records = getattr(loader, "dataset", loader)
+        refuse_private_evaluation(records, (dataset,), "what is validated or tested on")

@@ -14,6 +14,7 @@ from quietgrad.accounting.rounding import round_up_to
 from quietgrad.integrations.lightning.data import EpochLoader, training_data
 from quietgrad.integrations.lightning.progress import count_releases, move_schedules
 from quietgrad.integrations.lightning.session import MARK, Session
+from quietgrad.integrations.stepping import ReleasedGradients
 from quietgrad.plan import PrivacyConfig, PrivateRun
 from quietgrad.training.files.provenance import KEY
 
@@ -52,6 +53,11 @@ class PrivateSteps(Callback):
         self._mark: dict[str, Any] = {}
         self._seen = 0
         self._max_steps = -1  # the Trainer's
+        self._hooks: list[Any] = []
+        self._released = ReleasedGradients(
+            "put what is private into per_example_loss, and what is done to released gradients "
+            "into the optimiser"
+        )
 
     @property
     def run(self) -> PrivateRun:
@@ -95,7 +101,30 @@ class PrivateSteps(Callback):
         refusals.refuse_module(pl_module, pl_module.private_base)  # type: ignore[arg-type]
         mark = None if trainer.ckpt_path is None else self._mark
         self._seen = self.session.open(mark, self._record, self._accept_start)
+        self._hooks = [
+            one.register_step_pre_hook(self._released_alone) for one in trainer.optimizers
+        ]
         self._loader.open(self.run, pl_module.device.type == "cpu")
+
+    def noted(self, pl_module: LightningModule) -> None:
+        """After a release: what it wrote to ``.grad`` is what may be stepped on."""
+        self._released.note(pl_module, self.run.released)
+
+    def _released_alone(self, optimizer: Any, arguments: Any, options: Any) -> Any:
+        """Before a step of the optimiser. Lightning gives it the backward pass as a closure, and
+        calls the hooks between the two inside.
+        """
+        closure = arguments[1] if len(arguments) > 1 else options.get("closure")
+
+        def checked() -> Any:
+            found = None if closure is None else closure()
+            self._released.require(optimizer, self.run.released)
+            return found
+
+        if closure is None:
+            return checked()
+        others = {name: value for name, value in options.items() if name != "closure"}
+        return (optimizer, checked, *arguments[2:]), others
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks at what is validated on."""
@@ -103,11 +132,11 @@ class PrivateSteps(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks at what is validated on, also by ``trainer.validate`` after a fit."""
-        refusals.refuse_private_evaluation(trainer.val_dataloaders, self._records)
+        refusals.refuse_private_loaders(trainer.val_dataloaders, self._records)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks at what is tested on."""
-        refusals.refuse_private_evaluation(trainer.test_dataloaders, self._records)
+        refusals.refuse_private_loaders(trainer.test_dataloaders, self._records)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts from where the ledger is."""
@@ -144,6 +173,9 @@ class PrivateSteps(Callback):
             self._close(trainer)
 
     def _close(self, trainer: Trainer) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         if self._loader is not None:
             self._loader.close()
             trainer.fit_loop.epoch_loop.max_steps = self._max_steps

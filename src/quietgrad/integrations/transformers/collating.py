@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quietgrad.clipping.capture.backward import PerExampleLoss
-from quietgrad.integrations.transformers.steps import keyed_generators
+from quietgrad.integrations.stepping import keyed_generators
 from quietgrad.tensors import to_device
 
 TOGETHER = 8  # records that are looked at

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput
 
-from quietgrad.integrations.transformers.public import refuse_private_evaluation
+from quietgrad.integrations.public import refuse_private_evaluation
+from quietgrad.integrations.stepping import ReleasedGradients
 from quietgrad.integrations.transformers.session import TrainerSession
-from quietgrad.integrations.transformers.steps import ReleasedGradients
 
 # Computed from training records and not noised, or a norm that says nothing once they are clipped
 # one by one: in no log, no TrainOutput, no trainer_state.json.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from quietgrad.integrations.transformers.public import refuse_private_evaluation
+from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
 ALONE = "run one process on one device (CUDA_VISIBLE_DEVICES=0 python ..., no launcher)"

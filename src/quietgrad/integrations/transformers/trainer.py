@@ -20,13 +20,13 @@ from transformers.trainer_utils import TrainOutput
 import quietgrad.integrations.transformers.refusals as refusals
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
+from quietgrad.integrations.stepping import ReleasedGradients, keyed_generators
 from quietgrad.integrations.transformers.collating import TOGETHER, Looking, rounding
 from quietgrad.integrations.transformers.hooks import require_hooks
 from quietgrad.integrations.transformers.loading import EpochLoader
 from quietgrad.integrations.transformers.losses import record_loss_of
 from quietgrad.integrations.transformers.quiet import NO_SEARCH, QuietTrainer
 from quietgrad.integrations.transformers.session import TrainerSession
-from quietgrad.integrations.transformers.steps import ReleasedGradients, keyed_generators
 from quietgrad.loading.batches import LoadedBatch
 from quietgrad.loading.loader import PrivateLoader
 from quietgrad.plan import PrivacyConfig, PrivacyPlan, PrivateRun
@@ -106,7 +106,9 @@ class PrivateTrainer(QuietTrainer):
         self.args.max_steps = self.plan.steps
         self._session = TrainerSession(self.plan, str(self.args.output_dir), accept_start)
         self._session.started_from = self._session.starts_from(self.model, self._bare_model())
-        self._released = ReleasedGradients()
+        self._released = ReleasedGradients(
+            "use per_example_loss=; change released gradients in a callback's on_pre_optimizer_step"
+        )
         self._given_loss = per_example_loss
         self._loss = self._loss_of_a_record()
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 @contextlib.contextmanager
 def keyed_generators(model: nn.Module, seed: int) -> Iterator[None]:
     """Torch's, numpy's and Python's generators seeded for a step, and afterwards as they were: how
-    far they went says how many records a batch held, and ``args.seed``, which Trainer seeds them
-    with, would say which numbers each record met.
+    far they went says how many records a batch held, and a seed that anybody may know would say
+    which numbers each record met.
 
     Args:
         model: on the device whose generator is meant, beside the CPU's.
@@ -38,9 +38,14 @@ def keyed_generators(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 class ReleasedGradients:
-    """What the last release wrote to ``.grad``, until the optimiser steps on it."""
+    """What the last release wrote to ``.grad``, until the optimiser steps on it.
 
-    def __init__(self) -> None:
+    Args:
+        remedy: for what was to be done with gradients besides.
+    """
+
+    def __init__(self, remedy: str) -> None:
+        self._remedy = remedy
         self._steps = 0  # of which release
         self._held: dict[int, tuple[Tensor, int]] = {}  # id of a parameter -> gradient, version
 
@@ -67,7 +72,6 @@ class ReleasedGradients:
         if not ours:
             raise RuntimeError(
                 "the optimiser would step on gradients that were not released: after the private "
-                "step something wrote to .grad (a training_step of one's own, a hook, a backward "
-                "pass); put what is private into per_example_loss=, and change released "
-                "gradients, by public numbers, in a callback's on_pre_optimizer_step"
+                "step something wrote to .grad (a step of one's own, a hook, a backward pass); "
+                f"{self._remedy}"
             )

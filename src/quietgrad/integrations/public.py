@@ -17,7 +17,9 @@ LOOKED_AT = 32
 TELLING = 20  # letters of a record that no other has by chance
 
 
-def refuse_private_evaluation(eval_dataset: Any, private: tuple[Any, ...]) -> None:
+def refuse_private_evaluation(
+    eval_dataset: Any, private: tuple[Any, ...], name: str = "eval_dataset"
+) -> None:
     """Refuses the training records as evaluation records.
 
     Raises:
@@ -30,7 +32,7 @@ def refuse_private_evaluation(eval_dataset: Any, private: tuple[Any, ...]) -> No
                 continue
             if one is other or _is_part_of(one, other):
                 raise ValueError(
-                    "eval_dataset is the training data, or holds records of it: their scores are "
+                    f"{name} is the training data, or holds records of it: their scores are "
                     "private, and evaluation prints and saves them; evaluate on public records"
                 )
 
