@@ -29,7 +29,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "randomness": ({"checks"}, {"numpy"}),
     "tensors": (set(), {"torch"}),
     "averaging": ({"tensors"}, {"torch"}),
-    "clipping": ({"events", "checks", "randomness", "records", "tensors"}, {"torch"}),
+    "clipping": (
+        {"events", "checks", "randomness", "records", "tensors"},
+        {"scipy", "torch"},
+    ),
     "noise": (
         {"events", "checks", "randomness", "records", "tensors", "clipping"},
         {"numpy", "scipy", "torch", "cryptography"},

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
 from quietgrad.clipping.norms.estimators.projections import Projections
@@ -22,6 +23,7 @@ from quietgrad.clipping.norms.estimators.sketches import (
     tail_margin,
 )
 from quietgrad.clipping.norms.factors import MatrixFactors
+from quietgrad.clipping.norms.factors.products import Sums, sums_over_columns
 from quietgrad.clipping.norms.rounding import Measured, squared_norms
 from quietgrad.clipping.norms.spread import spread_of
 
@@ -56,27 +58,36 @@ def hutch_norms(
     """Hutchinson estimates of the squared norms: unbiased, relative variance 2/k at rank one.
 
     One dimension is projected by one Gaussian matrix, the same for every example and use that meets
-    parameter ``name`` in this release: the smaller one, which needs fewer draws, unless the sketch,
-    [larger, k] for each example, would be too large (tables, heads over a vocabulary). Either has
-    the same law.
+    parameter ``name`` in this release: that of patches where they need not be formed for it, else
+    the smaller one, which needs fewer draws, unless the sketch, [larger, k] for each example, would
+    be too large (tables, heads over a vocabulary). Either has the same law.
     """
+    s = uses[0].sizes
+    sums = uses[0].column_sums(dtype) if s.taps else None
+    if sums is not None:
+        projection = drawn(projections.gaussian(name, "hutch", s.d, sketch_dim), uses[0], dtype)
+        sketch = project_columns(uses, projection, dtype)
+        return _estimate(sketch, uses, uses, sums, sketch_dim, dtype)
     some = [use.unfolded() for use in uses]
-    s = some[0].sizes
     side = _projected(s.p, s.d)
-    projection = drawn(projections.gaussian(name, "hutch", side, sketch_dim), some[0], dtype)
-    rows = side == s.p
-    sketch = (
-        project_rows(some, projection, dtype) if rows else project_columns(some, projection, dtype)
-    )
+    projection = drawn(projections.gaussian(name, "hutch", side, sketch_dim), uses[0], dtype)
+    project = project_rows if side == s.p else project_columns
+    sketch = project(some, projection, dtype)
+    return _estimate(sketch, uses, some, sums_over_columns(side), sketch_dim, dtype)
+
+
+def _estimate(
+    sketch: Tensor,
+    uses: Sequence[MatrixFactors],
+    some: Sequence[MatrixFactors],
+    sums: Sums,
+    sketch_dim: int,
+    dtype: torch.dtype,
+) -> Measured:
+    """``some``: the uses as they were projected."""
+    margin = tail_margin(some, sums, sketch_dim, sketch, dtype)
     spread = spread_of(uses, dtype)
-    return sketched(
-        squared_norms(sketch),
-        some,
-        spread,
-        tail_margin(some, side, sketch_dim, sketch, dtype),
-        sketch_dim,
-        dtype,
-    )
+    return sketched(squared_norms(sketch), some, spread, margin, sketch_dim, dtype)
 
 
 def _projected(p: int, d: int) -> int:

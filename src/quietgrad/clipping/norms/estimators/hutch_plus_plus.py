@@ -24,7 +24,11 @@ from quietgrad.clipping.norms.estimators.sketches import (
     tail_margin,
 )
 from quietgrad.clipping.norms.factors import MatrixFactors, Unfolded
-from quietgrad.clipping.norms.factors.products import add_over_positions, thin_product
+from quietgrad.clipping.norms.factors.products import (
+    add_over_positions,
+    sums_over_columns,
+    thin_product,
+)
 from quietgrad.clipping.norms.rounding import Measured, gamma, squared_norms
 from quietgrad.clipping.norms.spread import spread_of
 
@@ -74,8 +78,9 @@ def hutch_plus_plus_norms(
     spread = spread_of(uses, dtype)
     # The head's basis is orthonormal to the rounding of its factorisation, and no more random than
     # the data. Head and tail are orthogonal: so are their errors.
-    head = head_margin(some, min(s.p, s.d), columns, tail, dtype)
-    margin = (head**2 + tail_margin(some, max(s.p, s.d), sketch_dim, tail, dtype) ** 2) ** 0.5
+    shorter, longer = (sums_over_columns(side(s.p, s.d)) for side in (min, max))
+    head = head_margin(some, shorter, columns, tail, dtype)
+    margin = (head**2 + tail_margin(some, longer, sketch_dim, tail, dtype) ** 2) ** 0.5
     squared += _head_norms(some, basis_bgsk, dtype)
     measured = sketched(squared, some, spread, margin, sketch_dim, dtype)
     skewed = 8.0 * gamma(min(s.p, s.d) + columns, tail, dtype)

@@ -6,15 +6,20 @@ sketches. Sketches are accumulated in float32 at least. Their ``margin`` covers 
 is at most u times the sum, over all additions, of what they give (any order). In a row of n
 entries, cut into m sums of c, with a projection P that knows nothing of the data,
 
-    sum over additions of |P^T g_v| <= (c sqrt(m) + 2 + sqrt(n)) |g| in the mean,
+    sum over additions of |P^T g_v| <= (c sqrt(m) + m + sqrt(n)) |g| in the mean,
 
 g_v the part of the row g that has been added: c additions within each sum, whose |g_v| are roots of
-squares that add up, two roundings after the m sums were added up in float64, and one a product.
-That sum of norms is a Lipschitz function of sqrt(k) P, whose entries are standard normal, with
-constant (c + 3) |g| / sqrt(k), so it exceeds its mean by sqrt(2 * 27.7 / k) (c + 3) |g| with
-probability 1e-12 at most (Gaussian concentration: Boucheron, Lugosi and Massart, Concentration
-Inequalities, theorem 5.6). Positions add up in |a_t| |g_t|, that is in the spread S; lengths of
-sums count what is the record's own, so that padding does not change what it is divided by.
+squares that add up, m of the sums, and one rounding a product. That sum of norms is a Lipschitz
+function of sqrt(k) P, whose entries are standard normal, with constant (c + m + 1) |g| / sqrt(k),
+so it exceeds its mean by sqrt(2 * 27.7 / k) (c + m + 1) |g| with probability 1e-12 at most
+(Gaussian concentration: Boucheron, Lugosi and Massart, Concentration Inequalities, theorem 5.6).
+
+Positions add up in |a_t| |g_t|, that is in the spread S: additions of |P^T M_v| with weights whose
+sum is known. Each |P^T M_v| / |M_v| is chi(k) / sqrt(k); whatever they have to do with each other,
+their weighted mean is above the expected shortfall of one at level 1e-12 with that probability at
+most, since the expected shortfall is subadditive and above the quantile (Acerbi and Tasche, On the
+coherence of expected shortfall, 2002). Lengths of sums count what is the record's own, so that
+padding does not change what it is divided by.
 Shape legend: b examples, g blocks, t positions, p rows, d columns, k projections.
 """
 
@@ -22,18 +27,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
+from scipy import special
 from torch import Tensor
 
-from quietgrad.clipping.norms.factors import Unfolded
+from quietgrad.clipping.norms.factors import MatrixFactors, OneHotFactors, Unfolded
 from quietgrad.clipping.norms.factors.products import (
-    COLUMNS,
     GROUP,
     POSITIONS,
+    Sums,
     add_over_positions,
-    stretches_of_columns,
-    thin_product,
 )
 from quietgrad.clipping.norms.rounding import LONGEST_CHAIN, Measured, gamma, norm_gamma
 from quietgrad.clipping.norms.spread import Spread
@@ -46,7 +51,7 @@ STEADY_POSITIONS, FEW_USES = 4096, 4
 
 def sketched(
     squared: Tensor,
-    uses: Sequence[Unfolded],
+    uses: Sequence[MatrixFactors],
     spread: Spread,
     margin: float | Tensor,
     sketch_dim: int,
@@ -59,44 +64,43 @@ def sketched(
     own = LONGEST_CHAIN + _stretches(uses, LONGEST_CHAIN)
     bound = spread.norm.mul_(margin + gamma(own, squared, dtype))
     for use in uses:
-        if use.one_hot:
+        if isinstance(use, OneHotFactors):
             # Once in the sum, once in a sketch with an orthonormal basis, once in a Gaussian one.
-            times = 3.0 + _excess(sketch_dim)
+            times = 2.0 + _worst_mean(sketch_dim)
             bound.add_(use.errors_by_rows(dtype), alpha=times)
     return Measured(squared, slack, bound)
 
 
 def tail_margin(
-    uses: Sequence[Unfolded], projected: int, sketch_dim: int, like: Tensor, dtype: torch.dtype
+    uses: Sequence[MatrixFactors], sums: Sums, sketch_dim: int, like: Tensor, dtype: torch.dtype
 ) -> float | Tensor:
-    """Of a Gaussian sketch, in units of the spread; ``projected``: length of the dimension that is
-    projected. One number, or [b].
+    """Of a Gaussian sketch, in units of the spread; ``sums``: of the dimension that is projected.
+    One number, or [b].
     """
-    within = min(projected, COLUMNS)
-    mean = within * math.sqrt(stretches_of_columns(projected)) + 2 + math.sqrt(projected)
-    excess = _excess(sketch_dim)
-    columns = gamma(mean + excess * (within + 3), like, dtype)
-    return columns + (1.0 + excess) * position_gamma(uses, like, dtype)
+    mean = sums.within * math.sqrt(sums.stretches) + sums.stretches + math.sqrt(sums.entries)
+    excess = math.sqrt(2.0 * LOG_FAILURE / sketch_dim) * (sums.within + sums.stretches + 1)
+    columns = gamma(mean + excess, like, dtype)
+    return columns + _worst_mean(sketch_dim) * position_gamma(uses, like, dtype)
 
 
 def head_margin(
-    uses: Sequence[Unfolded], projected: int, columns: int, like: Tensor, dtype: torch.dtype
+    uses: Sequence[MatrixFactors], sums: Sums, columns: int, like: Tensor, dtype: torch.dtype
 ) -> float | Tensor:
     """Of a sketch with an orthonormal basis of so many columns, in units of the spread: any part of
     it has norm one at most, whatever it knows of the data. One number, or [b].
     """
-    stretches = stretches_of_columns(projected)
-    within = min(projected, COLUMNS)
-    additions = within * math.sqrt(stretches) + stretches + math.sqrt(columns)
+    additions = sums.within * math.sqrt(sums.stretches) + sums.stretches + math.sqrt(columns)
     return gamma(additions, like, dtype) + position_gamma(uses, like, dtype)
 
 
-def position_gamma(uses: Sequence[Unfolded], like: Tensor, dtype: torch.dtype) -> float | Tensor:
+def position_gamma(
+    uses: Sequence[MatrixFactors], like: Tensor, dtype: torch.dtype
+) -> float | Tensor:
     """Of sums over positions. One number, or [b]."""
     return gamma(POSITIONS + GROUP // POSITIONS + _stretches(uses, GROUP), like, dtype)
 
 
-def _stretches(uses: Sequence[Unfolded], length: int) -> float | Tensor:
+def _stretches(uses: Sequence[MatrixFactors], length: int) -> float | Tensor:
     """How many stretches of so many positions hold something of a record, at most, over all uses.
 
     A function of the record alone, or a record that pads its micro-batch would change what all
@@ -115,7 +119,7 @@ def _stretches(uses: Sequence[Unfolded], length: int) -> float | Tensor:
     return torch.where(total <= least, float(least), torch.exp2(torch.ceil(torch.log2(total))))
 
 
-def _span(use: Unfolded) -> Tensor:
+def _span(use: MatrixFactors) -> Tensor:
     """[b] float64 positions from the first to the last one with a gradient."""
     alive = use.alive().any(dim=1)
     place = torch.arange(1, alive.shape[1] + 1, device=alive.device, dtype=torch.float64)
@@ -124,16 +128,21 @@ def _span(use: Unfolded) -> Tensor:
     return torch.where(last > 0, last - first + 1.0, 0.0)
 
 
-def _excess(sketch_dim: int) -> float:
-    """By how many Lipschitz constants a function of the projection exceeds its mean, with
-    probability 1e-12 at most.
+@cache
+def _worst_mean(sketch_dim: int) -> float:
+    """What a weighted mean of |P^T M| / |M| exceeds with probability 1e-12 at most: the expected
+    shortfall of chi(k) / sqrt(k). With c_k the mean of chi(k), E[X; X > q] = c_k P(chi(k + 1) > q).
     """
-    return math.sqrt(2.0 * LOG_FAILURE / sketch_dim)
+    k, failure = sketch_dim, math.exp(-LOG_FAILURE)
+    half_square = special.gammainccinv(k / 2, failure)
+    mean = math.sqrt(2.0) * math.exp(math.lgamma((k + 1) / 2) - math.lgamma(k / 2))
+    beyond = mean * float(special.gammaincc((k + 1) / 2, half_square)) / failure
+    return 1.001 * beyond / math.sqrt(k)
 
 
-def drawn(projection: Tensor, like: Unfolded, dtype: torch.dtype) -> Tensor:
+def drawn(projection: Tensor, like: MatrixFactors, dtype: torch.dtype) -> Tensor:
     """A projection where the factors are."""
-    return projection.to(device=like.right_bgtd.device, dtype=dtype)
+    return projection.to(device=like.like.device, dtype=dtype)
 
 
 def project_rows(uses: Sequence[Unfolded], projection: Tensor, dtype: torch.dtype) -> Tensor:
@@ -145,10 +154,14 @@ def project_rows(uses: Sequence[Unfolded], projection: Tensor, dtype: torch.dtyp
     return total
 
 
-def project_columns(uses: Sequence[Unfolded], projection: Tensor, dtype: torch.dtype) -> Tensor:
-    """(M P)^T summed over uses: [b, g, k, p] for P of shape [d, k] or [b, g, d, k]."""
+def project_columns(
+    uses: Sequence[MatrixFactors], projection: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """(M P)^T summed over uses: [b, g, k, p] for P of shape [d, k], or for unfolded factors
+    [b, g, d, k].
+    """
     total: Tensor | None = None
     for use in uses:
-        total = use.add_left(total, thin_product(use.right_bgtd, projection, dtype))
+        total = use.add_left(total, use.right_product(projection, dtype))
     assert total is not None
     return total

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.factors.dense import DenseFactors
 from quietgrad.clipping.norms.factors.matrix import BLOCK_ELEMENTS, Grams, Sizes
+from quietgrad.clipping.norms.factors.patch_products import patch_product, sums_over_patches
 from quietgrad.clipping.norms.factors.patches import (
     Geometry,
     patch_columns,
@@ -23,8 +24,8 @@ from quietgrad.clipping.norms.factors.patches import (
     weight_gradient,
     weight_gradients_one_by_one,
 )
-from quietgrad.clipping.norms.factors.products import zeroed
-from quietgrad.clipping.norms.factors.rows import SpreadSums, norms_from_squares
+from quietgrad.clipping.norms.factors.products import Sums, add_over_positions, zeroed
+from quietgrad.clipping.norms.factors.rows import SpreadSums, norms_from_squares, not_zero
 
 CACHED_ELEMENTS = 1280 * 1024  # of patches that are formed at once on a processor: 5 MiB in float32
 
@@ -106,9 +107,30 @@ class ConvolutionFactors:
 
     def unfolded(self) -> DenseFactors:
         """The same with patches formed: memory t x d per example."""
+        return DenseFactors(self._rows(), patches(self.x, self.geometry))
+
+    def _rows(self) -> Tensor:
+        """[b, g, t, p]"""
         s = self.sizes
-        left = self.grad.reshape(s.b, s.g, s.p, s.t).transpose(2, 3)
-        return DenseFactors(left, patches(self.x, self.geometry))
+        return self.grad.reshape(s.b, s.g, s.p, s.t).transpose(2, 3)
+
+    def alive(self) -> Tensor:
+        return not_zero(self._rows())
+
+    def column_sums(self, dtype: torch.dtype) -> Sums | None:
+        channels = self.x.shape[1] // self.geometry.groups
+        return sums_over_patches(self.geometry, channels, self.x, dtype)
+
+    def right_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
+        sums = self.column_sums(dtype)
+        assert sums is not None
+        return patch_product(self.x, self.geometry, sums, projection)
+
+    def add_left(
+        self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)
+    ) -> Tensor:
+        assert rows == slice(None)
+        return add_over_positions(total, self._rows(), small_bgtk)
 
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None

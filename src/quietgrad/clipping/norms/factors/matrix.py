@@ -15,7 +15,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.norms.factors.products import block_products
+from quietgrad.clipping.norms.factors.products import (
+    Sums,
+    block_products,
+    sums_over_columns,
+    thin_product,
+)
 from quietgrad.clipping.norms.factors.rows import (
     SpreadSums,
     at_least,
@@ -112,6 +117,20 @@ class MatrixFactors(Kept, Protocol):
     def unfolded(self) -> Unfolded:
         """The same with both factors formed, so far as they ever are."""
 
+    def alive(self) -> Tensor:
+        """[b, g, t] whether a position may add anything but exact zeros."""
+
+    def column_sums(self, dtype: torch.dtype) -> Sums | None:
+        """How ``right_product`` adds up; None where only the unfolded factors have one."""
+
+    def right_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
+        """[b, g, t, k] right @ P, for P of shape [d, k]."""
+
+    def add_left(
+        self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)
+    ) -> Tensor:
+        """total + small^T left, [b, g, k, p]; ``rows``: of them only these, for dense factors."""
+
     def spread_sums(
         self, dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> SpreadSums:
@@ -155,6 +174,12 @@ class Unfolded(MatrixFactors, Protocol):
 
     def pieces(self, dtype: torch.dtype) -> Iterator[Tensor] | None:
         return None
+
+    def column_sums(self, dtype: torch.dtype) -> Sums | None:
+        return sums_over_columns(self.sizes.d)
+
+    def right_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
+        return thin_product(self.right_bgtd, projection, dtype)
 
     def spread_sums(
         self, dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()
@@ -213,17 +238,9 @@ class Unfolded(MatrixFactors, Protocol):
     def gram_with_ids(self, ids_bt: Tensor, dtype: torch.dtype) -> Tensor:
         """[b, 1, t, t'] inner products of one-hot rows with this use's rows factors."""
 
-    def alive(self) -> Tensor:
-        """[b, g, t] whether a position adds anything but exact zeros."""
-
     def errors_by_rows(self, dtype: torch.dtype) -> Tensor:
         """[b] float64, what adding up row by row can be off by: of one-hot factors alone."""
         raise AssertionError("dense factors are not added up row by row")
 
     def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
         """[b, g, t, k] left @ P, for P of shape [p, k] or, per example, [b, g, p, k]."""
-
-    def add_left(
-        self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)
-    ) -> Tensor:
-        """total + small^T left, [b, g, k, p]; ``rows``: of them only these, for dense factors."""

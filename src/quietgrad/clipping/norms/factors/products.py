@@ -6,6 +6,8 @@ Shape legend: b examples, g blocks, t positions, n long dimension, k projections
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,10 +17,11 @@ from torch import Tensor
 COLUMNS, POSITIONS, GROUP = 32, 32, 512
 
 # Entries of short sums that are formed at once (16 MiB in float32), unless one example has more.
-AT_ONCE = 4 * 1024 * 1024
+# Over positions they are as many as the sketch has entries, times 16, so they stay in the cache.
+AT_ONCE, IN_CACHE = 4 * 1024 * 1024, 256 * 1024
 
 # Not part of torch's public interface: used where it is there.
-_HAS_GROUPED = torch.backends.mkldnn.is_available() and hasattr(
+HAS_GROUPED = torch.backends.mkldnn.is_available() and hasattr(
     torch.ops.mkldnn, "_convolution_pointwise"
 )
 
@@ -88,10 +91,7 @@ def _shared_product(factor: Tensor, projection: Tensor) -> Tensor:
     if stretches:
         examples = max(1, AT_ONCE // (g * t * stretches * k))
         parts = [
-            # In float64, which costs nothing beside the products.
-            _block_diagonal(some[..., :whole], projection[:whole], stretches)
-            .sum(1, dtype=torch.float64)
-            .to(factor.dtype)
+            added_up(_block_diagonal(some[..., :whole], projection[:whole], stretches))
             for some in factor.split(examples)
         ]
         total = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(b, g, t, k)
@@ -109,7 +109,7 @@ def _block_diagonal(factor: Tensor, projection: Tensor, stretches: int) -> Tenso
     """
     b, g, t, n = factor.shape
     k = projection.shape[1]
-    if not factor.is_cuda and factor.dtype == torch.float32 and _HAS_GROUPED:
+    if not factor.is_cuda and factor.dtype == torch.float32 and HAS_GROUPED:
         points = factor.reshape(b * g, t, 1, n).permute(0, 3, 1, 2)
         weight = projection.view(stretches, -1, k).transpose(1, 2).reshape(stretches * k, -1, 1, 1)
         found = torch.ops.mkldnn._convolution_pointwise(
@@ -129,7 +129,7 @@ def add_over_positions(total: Tensor | None, long_bgtn: Tensor, small_bgtk: Tens
     b, g, t, k = small_bgtk.shape
     small, long = small_bgtk.flatten(0, 1), long_bgtn.flatten(0, 1)
     runs = max(1, min(GROUP, t) // POSITIONS)
-    examples = max(1, AT_ONCE // (runs * k * long.shape[2]))
+    examples = b * g if runs == 1 else max(1, IN_CACHE // (runs * k * long.shape[2]))
     groups = []
     for some, others in zip(small.split(examples), long.split(examples), strict=True):
         group: Tensor | None = None
@@ -151,11 +151,7 @@ def _group_of_positions(small_xtk: Tensor, long_xtn: Tensor) -> Tensor:
     if runs:
         few = small_xtk[:, :whole].reshape(x * runs, POSITIONS, k).transpose(1, 2)
         sums = torch.bmm(few, long_xtn[:, :whole].reshape(x * runs, POSITIONS, -1))
-        first, *others = sums.view(x, runs, k, -1).unbind(1)
-        # In the order of positions, so that padding adds zeros and changes nothing.
-        total = first
-        for other in others:
-            total.add_(other)
+        total = added_up(sums.view(x, runs, k, -1))
     if whole < t:
         rest = torch.bmm(small_xtk[:, whole:].transpose(1, 2), long_xtn[:, whole:])
         total = rest if total is None else total.add_(rest)
@@ -163,9 +159,26 @@ def _group_of_positions(small_xtk: Tensor, long_xtn: Tensor) -> Tensor:
     return total
 
 
-def stretches_of_columns(columns: int) -> int:
-    """How many sums ``thin_product`` adds up for an entry."""
-    return -(-columns // COLUMNS)
+def added_up(sums_xr: Tensor) -> Tensor:
+    """[x, r, ...] -> [x, ...], in the order of r: padding adds zeros at the end and changes
+    nothing.
+    """
+    return sums_xr[:, 0] if sums_xr.shape[1] == 1 else sums_xr.sum(1)
+
+
+class Sums(NamedTuple):
+    """How a row times a projection is added up: ``entries`` columns, in ``stretches`` sums of
+    ``within`` columns at most, which are then added up.
+    """
+
+    entries: int
+    within: int
+    stretches: int
+
+
+def sums_over_columns(columns: int) -> Sums:
+    """Of ``thin_product``."""
+    return Sums(columns, min(columns, COLUMNS), -(-columns // COLUMNS))
 
 
 def as_positions(factor_bgtn: Tensor, views: int) -> Tensor:
