@@ -96,8 +96,8 @@ class ConvolutionFactors:
     def examples(self, span: slice) -> ConvolutionFactors:
         return ConvolutionFactors(self.x[span], self.grad[span], self.geometry)
 
-    def merged(self, views: int) -> DenseFactors:
-        return self.unfolded().merged(views)
+    def merged(self, groups: RowGroups) -> DenseFactors:
+        return self.unfolded().merged(groups)
 
     def without(self, dropped_b: Tensor) -> ConvolutionFactors:
         return ConvolutionFactors(

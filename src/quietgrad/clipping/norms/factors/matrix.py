@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.products import block_products
 from quietgrad.clipping.norms.factors.rows import (
     SpreadSums,
@@ -106,8 +107,8 @@ class MatrixFactors(Kept, Protocol):
 
     def examples(self, span: slice) -> MatrixFactors: ...
 
-    def merged(self, views: int) -> MatrixFactors:
-        """From one gradient a row of the batch to one an example: the sum over its views."""
+    def merged(self, groups: RowGroups) -> MatrixFactors:
+        """From one gradient a row of the batch to one an example: the sum over its rows."""
 
     def unfolded(self) -> Unfolded:
         """The same with both factors formed, so far as they ever are."""
@@ -137,6 +138,7 @@ class Unfolded(MatrixFactors, Protocol):
     """
 
     right_bgtd: Tensor
+    rows_an_example: int
 
     @property
     def like(self) -> Tensor:
