@@ -22,6 +22,7 @@ from quietgrad.checks import (
 from quietgrad.cli.output import console, print_json, print_table
 from quietgrad.events import (
     ADD_REMOVE,
+    ADD_REMOVE_USER,
     RELATIONS,
     ClippingClaim,
     EventSequence,
@@ -29,6 +30,7 @@ from quietgrad.events import (
     PoissonGaussian,
     PrivacyEvent,
     RandomizedClipping,
+    unit_of,
 )
 from quietgrad.ledger import read_ledger
 
@@ -245,7 +247,13 @@ def _show(
         print_json(record)
         return
     infinite = math.isinf(report.epsilon)
-    identity = "content" if record["neighbouring"] == ADD_REMOVE else "index"
+    unit = unit_of(str(record["neighbouring"]))
+    identity = {ADD_REMOVE: "content", ADD_REMOVE_USER: "name"}.get(record["neighbouring"], "index")
+    twice = (
+        "a user's records are under several owners"
+        if unit == "user"
+        else "a record appears more than once"
+    )
     rows = {
         "epsilon": f"infinite: {report.reason}"
         if infinite
@@ -259,15 +267,14 @@ def _show(
         "neighbouring relation": RELATIONS[str(record["neighbouring"])],
         "sampler": "Poisson"
         if record["sampler"] == "poisson"
-        else f"Poisson within {record['bands']} fixed parts, in turn; a record's {identity} "
+        else f"Poisson within {record['bands']} fixed parts, in turn; a {unit}'s {identity} "
         "decides its part",
         "clipping": "exact"
         if record["clipping"] == "exact"
         else f"randomized, k = {record['sketch_dim']}, {record['envelope']} envelope",
         "accountant": str(record["accountant"]),
         "discretisation": _discretisation(report),
-        "invalid if": "batches are shuffled instead of Poisson-sampled; a record appears more "
-        "than once; "
+        "invalid if": f"batches are shuffled instead of Poisson-sampled; {twice}; "
         "sums are divided by the realised batch size; "
         "a step is released but not counted; the noise can be predicted",
     }

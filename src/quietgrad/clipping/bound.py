@@ -258,8 +258,7 @@ class BoundClipper:
         subject = Subject(self.model, layout, self.per_example_loss, self._checkpointing)
         with unchanged(
             self.model,
-            thorough=always
-            or self._guard.is_early(subject, batch.groups.rows, step),
+            thorough=always or self._guard.is_early(subject, batch.groups.rows, step),
         ):
             how = self._choose(layout, batch)
             yield layout, self._guarded(subject, batch, how, step, always)

@@ -158,6 +158,9 @@ class Comparison:
         tree = self.config_of(run).to_dict()
         tree.pop("spectrum")  # training does not read it
         tree["data"].pop("public")  # a declaration, not a setting
+        user, users = tree["data"].pop("user"), tree.pop("users")
+        if user:  # as before there were users
+            tree["users"] = users | {"user": user}
         if not tree["training"]["averaging"]:  # as before there were averages
             tree["training"].pop("averaging")
         settings: list[Any] = [tree, self.table.eval_every, self.table.eval_records]

@@ -178,9 +178,7 @@ class Accumulator:
                     sums[name] = known.weighted_sum(row, parameter.shape, dtype, sums.get(name))
 
 
-def contributions_of(
-    use: Use, rows: int, recording: Recording | None
-) -> dict[str, Contribution]:
+def contributions_of(use: Use, rows: int, recording: Recording | None) -> dict[str, Contribution]:
     """Parameter name -> per-example gradients of one call, by the module's
     rule or by the fallback.
     """

@@ -30,6 +30,7 @@ from quietgrad.clipping.engines.work import Work
 
 def _accumulated(work: Work, batch: Examples, keep: bool) -> Accumulator:
     """One forward and one backward pass of a micro-batch."""
+
     def run(reentrant: bool) -> Accumulator:
         accumulator = work.accumulator(batch.groups, keep)
         passes = forward_captured(

@@ -69,7 +69,8 @@ def _addresses(
 
 
 def norms_of_one(work: Work, gradients: Mapping[str, Tensor | None], divisor: int = 1) -> Norms:
-    """[groups, 1] norms of one example's gradient, given as the sum that is divided by so many. Private.
+    """[groups, 1] norms of one example's gradient, given as a sum that is divided by so many.
+    Private.
     """
     found = NormSums.empty(len(work.thresholds.values), 1, work.device)
     scale = float(divisor) ** -2

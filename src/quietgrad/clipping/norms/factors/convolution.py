@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.dense import DenseFactors
+from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.matrix import BLOCK_ELEMENTS, Grams, Sizes
 from quietgrad.clipping.norms.factors.patches import (
     Geometry,

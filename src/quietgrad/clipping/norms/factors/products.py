@@ -169,8 +169,7 @@ def stretches_of_columns(columns: int) -> int:
 
 
 def as_positions(factor_bgtn: Tensor, views: int) -> Tensor:
-    """[b K, g, t, n] to [b, g, K t, n]: K rows of the batch are further positions of one example.
-    """
+    """[b K, g, t, n] to [b, g, K t, n]: K rows of the batch are positions of one example."""
     return factor_bgtn.unflatten(0, (-1, views)).transpose(1, 2).flatten(2, 3)
 
 
