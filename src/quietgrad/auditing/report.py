@@ -169,8 +169,8 @@ class AuditReport:
             )
         return (
             f"Not refuted: this attack shows that epsilon{unit} is above {self.lower_bound:.4g} at "
-            f"delta = {self.delta:.3g} (confidence {self.confidence:g}), and at most {self.claimed:.4g} "
-            "is claimed. This is no proof of the claim."
+            f"delta = {self.delta:.3g} (confidence {self.confidence:g}), and at most "
+            f"{self.claimed:.4g} is claimed. This is no proof of the claim."
         )
 
     def finding(self, released: str, method: str) -> Finding:
