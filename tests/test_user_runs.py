@@ -176,7 +176,11 @@ def test_the_ledger_names_the_unit_and_what_stands_for_a_user(tmp_path: Path) ->
             run.backward(model(), loss, batch)
     header = read_ledger(path).header
     assert header["neighbouring"] == "add-remove-user" and header["dataset_size"] == 15
-    assert (header["records_per_user"], header["combined"], header["choice"]) == (4, "mean", "fixed")
+    assert (header["records_per_user"], header["combined"], header["choice"]) == (
+        4,
+        "mean",
+        "fixed",
+    )
     whole = path.read_text()
     assert "user 3" not in whole and str(RECORDS) not in json.dumps(header)
     for changed_setting in ({"records_per_user": 5}, {"records_per_user": 4, "combined": "sum"}):
