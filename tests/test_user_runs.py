@@ -151,7 +151,7 @@ def test_releases_are_the_clipped_sums_of_users_that_were_drawn() -> None:
             expected = {name: torch.zeros_like(p) for name, p in parameters.items()}
             whose = np.array(owners())
             start = 0
-            for user, size in zip(indices.users, indices.sizes, strict=True):
+            for size in indices.sizes:
                 own = indices.records[start : start + size]
                 start += size
                 assert len(set(whose[own])) == 1
@@ -186,7 +186,7 @@ def test_the_ledger_names_the_unit_and_what_stands_for_a_user(tmp_path: Path) ->
     for changed_setting in ({"records_per_user": 5}, {"records_per_user": 4, "combined": "sum"}):
         with pytest.raises(ValueError, match="changed privacy setting"):
             build(**changed_setting).start(path)
-    with pytest.raises(ValueError, match="changed privacy setting: dataset_size|neighbouring"):
+    with pytest.raises(ValueError, match="changed privacy setting"):
         CONFIG.build(15).start(path)
 
 
@@ -216,7 +216,7 @@ def test_a_public_batch_is_examined_record_by_record() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="give build.*record_owner"):
+    with pytest.raises(ValueError, match=r"give build\(..., record_owner"):
         changed(CONFIG, users=Users()).build(RECORDS)
     with pytest.raises(ValueError, match="another number of entries"):
         CONFIG.build(RECORDS, record_owner=["a", "b"])

