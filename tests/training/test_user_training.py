@@ -68,7 +68,7 @@ def test_a_user_of_the_test_file_has_no_private_record(
     assert len(test) == 2 and len(train_users) + len(validation) == PEOPLE - 1
     assert not test & (train_users | validation)
     file.write_text("text,label\nlovely,good\ndull,bad\n")
-    with pytest.raises(ValueError, match="data.user='who' is not a column of data.test_source"):
+    with pytest.raises(ValueError, match=r"data.user='who' is not a column of data.test_source"):
         load_task(config_of(values))
 
 
@@ -220,7 +220,7 @@ def test_a_record_of_nobody_is_refused(of_users: dict[str, Any], owned_file: Pat
 
 
 def test_images_have_no_column_of_owners(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="data.user='who' is for texts, answers and tables"):
+    with pytest.raises(ValueError, match=r"data.user='who' is for texts, answers and tables"):
         load_task(config_of(values | {"model.name": "cnn:groupnorm", "data.user": "who"}))
 
 

@@ -112,8 +112,8 @@ def epsilon(
         ):
             raise ValueError(
                 "--ledger brings its own mechanism; leave out --noise-multiplier, --dataset-size, "
-                "--batch-size, --steps, --sketch-dim, --envelope, --rank, --bands and --users, or leave "
-                "out --ledger"
+                "--batch-size, --steps, --sketch-dim, --envelope, --rank, --bands and --users, or "
+                "leave out --ledger"
             )
         _from_ledger(ledger, delta, expect_releases, as_json)
         return

@@ -52,8 +52,9 @@ def users_of(
         if users is not None:
             raise ValueError(
                 f"users={users!r} is set, but nothing says whose the records are; give "
-                "build(..., record_owner=...) one owner a record (loops of one's own: "
-                "docs/users.md), or leave users out"
+                "build(..., record_owner=...) one owner a record and loop over run.loader "
+                "(docs/users.md), or leave users out; Trainer, Lightning and Opacus scripts have "
+                "no owners"
             )
         return None, None
     if record_ids is not None:
