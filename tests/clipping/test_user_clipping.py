@@ -180,6 +180,76 @@ def test_views_of_a_users_records_are_averaged_too() -> None:
         torch.testing.assert_close(found[name], g, rtol=1e-4, atol=1e-6)
 
 
+def test_public_records_with_views_are_examined_in_rows() -> None:
+    model, loss, rows = mlp()
+    in_views = {name: tensor[:8].unflatten(0, (4, 2)) for name, tensor in rows.items()}
+    bound = Clipper(1.0, views=2).bind(model, loss, guard_batch=in_views)
+    assert len(bound.norms(in_views, step=0)) == 4
+
+
+def divide_by_the_users(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Examples, "averaged", lambda self, losses: losses / len(self))
+
+
+def forget_to_divide(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Examples, "averaged", lambda self, losses: losses)
+
+
+def fill_up_in_front(patch: pytest.MonkeyPatch) -> None:
+    """Of two factors one only."""
+    places = RowGroups._filled_up
+
+    def shifted(self: RowGroups, rows: Tensor) -> Tensor:
+        filled = places(self, rows)
+        return filled.roll(1, 0) if rows.dim() == 4 and rows.shape[-1] > 4 else filled
+
+    patch.setattr(RowGroups, "_filled_up", shifted)
+
+
+def fill_up_with_the_last_record(patch: pytest.MonkeyPatch) -> None:
+    def repeated(self: RowGroups, rows: Tensor) -> Tensor:
+        groups = rows.split(self.sizes)
+        return torch.cat([torch.cat([g, g[-1:].expand(self.largest - len(g), *g.shape[1:])])
+                          for g in groups])  # fmt: skip
+
+    patch.setattr(RowGroups, "_filled_up", repeated)
+
+
+def mix_up_the_sizes(patch: pytest.MonkeyPatch) -> None:
+    of = Examples.of
+
+    def reversed_sizes(batch: Any, views: int, combined: Any) -> Examples:
+        return of(UserBatch(batch.records, batch.sizes[::-1]), views, combined)
+
+    patch.setattr(Examples, "of", reversed_sizes)
+
+
+def first_record_only(patch: pytest.MonkeyPatch) -> None:
+    def first(self: RowGroups, values: Tensor) -> Tensor:
+        return self._filled_up(values).unflatten(0, (-1, self.largest))[:, 0]
+
+    patch.setattr(RowGroups, "totals", first)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        divide_by_the_users,
+        forget_to_divide,
+        fill_up_in_front,
+        fill_up_with_the_last_record,
+        mix_up_the_sizes,
+        first_record_only,
+    ],
+)
+def test_the_oracle_notices(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("mlp", mlp)
+    assert_like_oracle(case, (1, 2, 6), "mean")
+    broken(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_like_oracle(case, (1, 2, 6), "mean")
+
+
 def test_one_record_each_is_record_level_clipping_to_the_bit() -> None:
     model, loss, batch = mlp()
     for engine in ("bookkeeping", "one-example"):

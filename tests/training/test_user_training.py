@@ -238,3 +238,43 @@ def test_a_resume_with_another_cap_is_refused(
     assert quietgrad("train", path)[0] == 0
     code, _, err = quietgrad("train", path, "--resume", "--set", "users.records_per_user=4")
     assert code != 0 and "changed privacy setting" in re.sub(r"\s+", " ", err)
+
+
+def test_users_are_compared(quietgrad: Any, owned_file: Path, tiny_bert: Path) -> None:
+    file = owned_file.with_name("comparison.toml")
+    file.write_text(
+        f"""
+[comparison]
+epsilons = [4.0]
+seeds = 1
+tuning_seeds = 1
+learning_rates = [1e-2, 2e-2]
+protocol_rate = 1e-2
+head_rate = 2.0
+eval_every = 2
+title = "users"
+[variants.baseline]
+[variants.sum]
+users.combined = "sum"
+users.records_per_user = 2
+[model]
+name = {json.dumps(str(tiny_bert))}
+lora_rank = 2
+max_length = 16
+[data]
+public = true
+source = {json.dumps(str(owned_file))}
+user = "who"
+validation_fraction = 0.2
+test_fraction = 0.2
+[training]
+expected_batch_size = 8
+steps = 3
+precision = "float32"
+"""
+    )
+    code, out, err = quietgrad("compare", file, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["missing_runs"] == 0 and "per user" in report["guarantee"]
+    assert "per user" in err + out

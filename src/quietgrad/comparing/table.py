@@ -19,7 +19,7 @@ from quietgrad.training.settings.config import TrainConfig, config_from, read_to
 from quietgrad.training.settings.reading import one
 
 # What a variant may change; the rest is prepared once for all runs.
-VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer")
+VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer", "users")
 HEAD_RATE = "optimizer.head_learning_rate"
 FIXED = ("privacy.target_epsilon", "privacy.noise_multiplier", "privacy.target_delta")
 VARIED_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
