@@ -88,7 +88,7 @@ def cut_by_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coin for every record: a user is there where one of his records is."""
+    """A coin for every record: a user is there where one record is."""
 
     def records(self: PoissonSampler, key: RandomKey, step: int) -> UserIndices:
         assert self.users is not None
@@ -157,8 +157,8 @@ def along(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
 
 
 def excess(rate: float, runs: int) -> float:
-    """P(S | with him) - e^epsilon P(S | without) - delta by frequencies, in standard deviations,
-    for the set of releases that tells most.
+    """P(S | with the user) - e^epsilon P(S | without) - delta by frequencies, in deviations, for
+    the set of releases that tells most.
     """
     plan = plan_of(sample_rate=rate)
     without = changed(CONFIG, sample_rate=rate).build(12, record_owner=OWNERS[:-MANY])

@@ -113,8 +113,8 @@ def test_many_records_contribute_no_more_than_the_clipping_norm() -> None:
 
 @pytest.mark.parametrize("engine", ["bookkeeping", "one-example"])
 def test_what_fills_up_a_user_is_exactly_zero(engine: Any) -> None:
-    """A user of one record beside one of eight, whose gradient is not finite: he is dropped whole,
-    and nothing of it reaches the other, whose contribution is what it is alone.
+    """A user of one record beside one of eight, whose gradient is not finite: the second is dropped
+    whole, and nothing of it reaches the first, whose contribution is what it is alone.
     """
     model, loss, batch = mlp()
     batch["x"][8] = float("inf")
@@ -128,7 +128,7 @@ def test_what_fills_up_a_user_is_exactly_zero(engine: Any) -> None:
 
 @pytest.mark.parametrize("estimator", ["exact", "hutch"])
 def test_a_users_contribution_depends_on_no_other_user(estimator: Any) -> None:
-    """With 9-row neighbours he is filled up, with single records he is not."""
+    """Filled up beside users of many records, and beside single records not."""
     model, loss, batch = mlp()
     drawn = Projections(RandomKey.from_seed(3), 0)
     bound = Clipper(0.1, estimator, sketch_dim=8, combined="sum").bind(model, loss)

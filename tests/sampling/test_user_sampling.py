@@ -1,4 +1,4 @@
-"""Which records stand for a user: at most so many, chosen by who he is and the step, never by who
+"""Which records stand for a user: at most so many, chosen by who it is and the step, never by who
 else is there.
 """
 
@@ -77,7 +77,7 @@ def test_a_fresh_choice_is_uniform() -> None:
 
 @pytest.mark.parametrize("choice", ["fixed", "fresh"])
 def test_other_users_do_not_change_which_records_stand_for_one(choice: Any) -> None:
-    """Without c, and beside many others: the same of his own records."""
+    """Without c, and beside many others: the same of the user's own records."""
     own = {}
     for others in ([], ["c"], [f"new{i}" for i in range(50)]):
         owners = ["a", *others, *["b"] * 6, "a", *others]
@@ -154,7 +154,7 @@ def test_bad_settings_are_refused() -> None:
 def test_a_user_is_drawn_as_often_as_one_coin_says_however_many_records() -> None:
     """2000 steps at rate 0.1, a user of 50 records and 20 of one: 200 expected, 13.4 a deviation;
     a right sampler is five off with probability 6e-7 a user, and one that draws a user wherever one
-    of his records is drawn would have him in nearly every step.
+    record is drawn would have that user in nearly every step.
     """
     owners = ["many"] * 50 + [f"one{i}" for i in range(20)]
     users = UserRecords.of(owners, 8)

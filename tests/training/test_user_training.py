@@ -219,6 +219,21 @@ def test_a_record_of_nobody_is_refused(of_users: dict[str, Any], owned_file: Pat
     assert "secret" not in str(found.value) and "201" not in str(found.value)
 
 
+def test_a_column_that_tells_nobody_apart_is_refused(
+    of_users: dict[str, Any], owned_file: Path
+) -> None:
+    test = owned_file.with_name("test.csv")
+    test.write_text("text,label,who\nlovely,good,one\nawful,bad,two\n")
+    names = iter(["a", "b"] * 200)  # two people: one validates, one trains
+    lines = owned_file.read_text().splitlines()
+    made = [lines[0], *(line.rpartition(",")[0] + "," + next(names) for line in lines[1:])]
+    owned_file.write_text("\n".join(made) + "\n")
+    values = of_users | {"data.test_source": str(test), "data.validation_fraction": 0.5}
+    with pytest.raises(ValueError, match=r"fewer than two users|too few for a") as refused:
+        prepare(config_of(values))
+    assert "record_owner" not in str(refused.value)
+
+
 def test_images_have_no_column_of_owners(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"data.user='who' is for texts, answers and tables"):
         load_task(config_of(values | {"model.name": "cnn:groupnorm", "data.user": "who"}))

@@ -25,9 +25,9 @@ from quietgrad.noise.methods import IndependentNoise, NoiseMethod
 from quietgrad.noise.sources.source import noise_source
 from quietgrad.plan.plan import PrivacyPlan
 from quietgrad.plan.seeds import Seed, key_of_seed, require_secret_seed
-from quietgrad.plan.users import Users, users_of
 from quietgrad.sampling.parts import index_ids, partition
 from quietgrad.sampling.poisson import PoissonSampler
+from quietgrad.sampling.users import Users, users_of
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Whose each record is: users are drawn, and with a user some of his records.
+"""Whose each record is: users are drawn, and with a user some of the user's records.
 
-Which records stand for a user depends on how many he has, on who he is and on the step: never on
-other users. So adding or removing a user with all his records changes nothing about the others.
+Which records stand for a user depends on how many there are, on who the user is and on the
+step: never on other users. So adding or removing a user with all records changes nothing about the
+others.
 """
 
 from __future__ import annotations
@@ -18,11 +19,37 @@ from numpy.typing import NDArray
 
 from quietgrad.checks import require_at_least, require_int, require_word
 from quietgrad.randomness import RandomKey
+from quietgrad.records import Count, judge
 
 Indices = NDArray[np.int64]
 Choice = Literal["fixed", "fresh"]
 CHOICES: tuple[Choice, ...] = ("fixed", "fresh")
 ORDER_KEY = b"quietgrad records of a user"  # public: the order needs to be fixed, not secret
+
+
+@dataclass(frozen=True)
+class Users:
+    """How users are protected where records have owners: which records stand for a user in a step,
+    and what of them is clipped.
+
+    Attributes:
+        records_per_user: at most so many of a user's records are used in a step. Public: choose it
+            without looking at how many anybody has.
+        combined: "mean" or "sum" of the gradients of a user's records, whose norm is clipped. With
+            the sum a user with many records pulls harder, up to the clipping norm.
+        choice: of the records of a user who has more: "fixed" takes the same ones in every step,
+            "fresh" draws them anew.
+
+    Raises:
+        ValueError: naming the setting and the remedy.
+    """
+
+    records_per_user: Count = 16
+    combined: Literal["mean", "sum"] = "mean"
+    choice: Choice = "fixed"
+
+    def __post_init__(self) -> None:
+        judge(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +82,7 @@ class UserRecords:
     Attributes:
         identities: [N] what each user is known by.
         order: [records] indices, user after user; a user's in the order of the data set, or with
-            ``choice="fixed"`` in one that is fixed for him.
+            ``choice="fixed"`` in one that is fixed.
         offsets: [N + 1] where each user's begin in ``order``.
         at_most: records that stand for a user in a step.
         choice: "fixed": always the same ones; "fresh": drawn anew in every step.
@@ -149,7 +176,7 @@ class UserRecords:
         return own[np.sort(drawn.permutation(len(own))[: self.at_most])]
 
     def without_last(self) -> UserRecords:
-        """All users but the last, with all his records: a neighbouring data set. Indices are kept,
+        """All users but the last, with all records: a neighbouring data set. Indices are kept,
         so the data set may hold records that are nobody's.
         """
         end = self.offsets[-2]
@@ -222,3 +249,41 @@ def _identity(value: Any) -> bytes:
 def _rank(identity: bytes, own: int) -> bytes:
     text = identity + own.to_bytes(8, "little")
     return hashlib.blake2b(text, digest_size=16, key=ORDER_KEY).digest()
+
+
+def users_of(
+    users: Users | None,
+    record_owner: Iterable[Any] | None,
+    dataset_size: int,
+    record_ids: Sequence[bytes] | None,
+) -> tuple[Users | None, UserRecords | None]:
+    """The settings that act and whose the records are; None twice where records are protected.
+
+    Raises:
+        ValueError, TypeError: for settings without owners, another number of owners than records,
+            and owners that ``UserRecords.of`` refuses. No message names a record or an owner.
+    """
+    if record_owner is None:
+        if users is not None:
+            raise ValueError(
+                f"users={users!r} is set, but nothing says whose the records are; give "
+                "build(..., record_owner=...) one owner a record and loop over run.loader "
+                "(docs/users.md), or leave users out; Trainer, Lightning and Opacus scripts have "
+                "no owners"
+            )
+        return None, None
+    if record_ids is not None:
+        raise ValueError(
+            "record_ids are what records are known by, and with record_owner users take their "
+            "place, known by their owner; leave record_ids out"
+        )
+    how = Users() if users is None else users
+    if not isinstance(how, Users):
+        raise TypeError(f"users={users!r} is no record; pass one, such as {Users()!r}")
+    owned = UserRecords.of(record_owner, how.records_per_user, how.choice)
+    if owned.records != dataset_size:
+        raise ValueError(
+            "record_owner has another number of entries than dataset_size says; give one owner a "
+            "record, and the number of records as dataset_size"
+        )
+    return how, owned

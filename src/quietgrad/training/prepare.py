@@ -150,6 +150,11 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
     """
     device = device_of(config.training.device)
     task = load_task(config)
+    if task.record_owner is not None and len(set(task.record_owner)) < 2:
+        raise ValueError(
+            f"data.user={config.data.user!r} names fewer than two users among the training "
+            "records; name the column that tells people apart, or add people"
+        )
     check_public_weights(config.model.weights, task.record_ids, task.form)
     started_from = start_of(config)
     # The plan is built before the model is loaded: its mistakes are cheaper to find.

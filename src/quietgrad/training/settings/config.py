@@ -15,7 +15,7 @@ from quietgrad.checks import nearest
 from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.denoising import GradientRule, MomentumRule
 from quietgrad.noise.methods import IndependentNoise, NoiseMethod
-from quietgrad.plan.users import Users
+from quietgrad.sampling.users import Users
 from quietgrad.training.optimizers import SGD, AdamW, Optimizer
 from quietgrad.training.settings.denoising import DENOISING
 from quietgrad.training.settings.noise import NOISE, NoiseCurve
