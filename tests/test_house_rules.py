@@ -40,7 +40,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "curvature": ({"checks", "randomness", "tensors"}, {"numpy", "scipy", "torch"}),
     "denoising": ({"checks", "noise"}, {"numpy", "torch"}),
     "accounting": ({"events", "checks"}, {"numpy", "scipy", "dp_accounting"}),
-    "sampling": ({"events", "checks", "randomness"}, {"numpy"}),
+    "sampling": ({"events", "checks", "randomness", "records"}, {"numpy"}),
     "durable": (set(), set()),
     "ledger": ({"events", "durable"}, set()),
     "keyring": ({"randomness", "durable"}, set()),

@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from quietgrad.clipping import Clipping, Performance
-    from quietgrad.plan import PrivacyConfig, PrivacyPlan, PrivateRun
+    from quietgrad.plan import PrivacyConfig, PrivacyPlan, PrivateRun, Users
 
 # Name -> module; and the rooms that are for users. Lazily (PEP 562), so that quietgrad.accounting
 # never imports torch.
@@ -23,6 +23,7 @@ NAMES = {
     "PrivacyConfig": "plan",
     "PrivacyPlan": "plan",
     "PrivateRun": "plan",
+    "Users": "plan",
 }
 ROOMS = (
     "accounting",
@@ -43,6 +44,7 @@ __all__ = [
     "PrivacyConfig",
     "PrivacyPlan",
     "PrivateRun",
+    "Users",
     "__version__",
 ]
 

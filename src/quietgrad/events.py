@@ -30,7 +30,12 @@ ENVELOPES: tuple[Envelope, ...] = ("mixed", "hutch")
 # Below it the accountant has no numbers to count with.
 SMALLEST_NOISE = 1e-6
 ADD_REMOVE, ZERO_OUT = "add-remove", "zero-out"
-RELATIONS = {ADD_REMOVE: "add or remove one record", ZERO_OUT: "leave one record's place empty"}
+ADD_REMOVE_USER = "add-remove-user"
+RELATIONS = {
+    ADD_REMOVE: "add or remove one record",
+    ZERO_OUT: "leave one record's place empty",
+    ADD_REMOVE_USER: "add or remove one user, with all records",
+}
 SMALLEST_SKETCH_DIM = 2
 
 
@@ -256,3 +261,13 @@ class NotPrivate:
     """
 
     reason: str
+
+
+def unit_of(relation: str) -> str:
+    """What an epsilon under a neighbouring relation protects, in one word: "record" or "user"."""
+    return "user" if relation == ADD_REMOVE_USER else "record"
+
+
+def per_unit(relation: str) -> str:
+    """What is put behind a number of epsilon in a short line: that it is a user's, where it is."""
+    return " per user" if relation == ADD_REMOVE_USER else ""

@@ -20,7 +20,7 @@ import numpy as np
 
 from quietgrad.checks import require_at_least, require_int
 
-Purpose = Literal["sampling", "projection", "noise", "initialisation", "model", "seal"]
+Purpose = Literal["sampling", "projection", "noise", "initialisation", "model", "seal", "user"]
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,11 @@ def audit_one_run(
     """
     require_confidence(confidence)
     m = canaries.count
+    if plan.clipper.combined is not None:
+        raise ValueError(
+            "the plan protects users, and this audit's canaries are single records; use "
+            "audit_mechanism with a Stage of users"
+        )
     records = plan.dataset_size - m
     if records < 0:
         raise ValueError(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quietgrad.auditing.bounds.errors import ErrorCounts, lower_rate, upper_rate
-from quietgrad.events import PoissonGaussian
+from quietgrad.events import PoissonGaussian, per_unit
 
 Attack = Literal["many runs", "one run"]
 Kind = Literal["gradient", "input"]
@@ -156,18 +156,21 @@ class AuditReport:
     @property
     def verdict(self) -> str:
         """One sentence."""
-        wrong = next((f for f in self.findings if f.refutes), None)
+        wrong, unit = (
+            next((f for f in self.findings if f.refutes), None),
+            per_unit(self.neighbouring),
+        )
         if wrong is not None:
             return (
-                f"REFUTED: epsilon = {wrong.claimed:.4g} is claimed of {wrong.released}, and it is "
-                f"above {wrong.joint:.4g} (confidence {self.confidence:g} over all findings, "
+                f"REFUTED: epsilon = {wrong.claimed:.4g}{unit} is claimed of {wrong.released}, and "
+                f"it is above {wrong.joint:.4g} (confidence {self.confidence:g} over all findings, "
                 f"{wrong.method}); nothing may be claimed of this mechanism until the cause is "
                 "found"
             )
         return (
-            f"Not refuted: this attack shows that epsilon is above {self.lower_bound:.4g} at delta "
-            f"= {self.delta:.3g} (confidence {self.confidence:g}), and at most {self.claimed:.4g} "
-            "is claimed. This is no proof of the claim."
+            f"Not refuted: this attack shows that epsilon{unit} is above {self.lower_bound:.4g} at "
+            f"delta = {self.delta:.3g} (confidence {self.confidence:g}), and at most "
+            f"{self.claimed:.4g} is claimed. This is no proof of the claim."
         )
 
     def finding(self, released: str, method: str) -> Finding:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.plan import PrivacyPlan
 from quietgrad.tensors import Batch, batch_size_of, map_tensors, tensors_of
 
@@ -23,9 +24,10 @@ class Stage:
 
     Attributes:
         model, per_example_loss: as for ``PrivateRun.clip``.
-        records: records 0 .. N - 2 of the plan's data set.
-        canary: one example, record N - 1. Read for input canaries; a gradient canary takes its
-            place but not its gradient.
+        records: records 0 .. N - 2 of the plan's data set; of a plan for users a ``UserBatch`` of
+            users 0 .. N - 2.
+        canary: one example, record (user) N - 1. Read for input canaries; a gradient canary takes
+            its place but not its gradient.
     """
 
     model: nn.Module
@@ -36,11 +38,11 @@ class Stage:
     @property
     def known(self) -> int:
         """N - 1, records beside the canary."""
-        return batch_size_of(self.records)
+        return _count(self.records)
 
     def require(self, plan: PrivacyPlan) -> None:
         """Refuses records that are not the plan's."""
-        known, one = self.known, batch_size_of(self.canary)
+        known, one = self.known, _count(self.canary)
         if known != plan.dataset_size - 1 or one != 1:
             raise ValueError(
                 f"the stage has {known} records and {one} canaries; the plan is for "
@@ -49,7 +51,9 @@ class Stage:
             )
 
     def choose(self, indices: Tensor, with_canary: bool) -> Batch:
-        """The records at ``indices``, and the canary after them."""
+        """The records (users) at ``indices``, and the canary after them."""
+        if isinstance(self.records, UserBatch):
+            return self._choose_users(indices.tolist(), with_canary)
         canaries = iter(list(tensors_of(self.canary)))
 
         def pick(records: Tensor) -> Tensor:
@@ -59,6 +63,20 @@ class Stage:
 
         return map_tensors(self.records, pick)
 
+    def _choose_users(self, users: list[int], with_canary: bool) -> UserBatch:
+        known, canary = self.records, self.canary
+        ends = torch.tensor((0, *known.sizes)).cumsum(0).tolist()
+        rows = [row for user in users for row in range(ends[user], ends[user + 1])]
+        sizes = tuple(known.sizes[user] for user in users)
+        chosen = Stage(self.model, self.per_example_loss, known.records, canary.records)
+        records = chosen.choose(torch.tensor(rows, dtype=torch.long), with_canary)
+        return UserBatch(records, sizes + canary.sizes if with_canary else sizes)
+
+
+def _count(batch: Batch) -> int:
+    """Records, or users."""
+    return len(batch.sizes) if isinstance(batch, UserBatch) else batch_size_of(batch)
+
 
 def linear_stage(plan: PrivacyPlan) -> Stage:
     """One linear layer and a loss that is linear in its output: every record's gradient is one
@@ -67,6 +85,11 @@ def linear_stage(plan: PrivacyPlan) -> Stage:
     Gradients of rank one, and no parameter beside the layer's weight, are where the sketched norm
     of a gradient varies most.
     """
+    if plan.clipper.combined is not None:
+        raise ValueError(
+            "the plan protects users, and the built-in stage has records; pass a Stage whose "
+            "records and canary are quietgrad.clipping.UserBatch, the canary of one user"
+        )
     if plan.clipper.views > 1:
         raise ValueError(
             f"the plan averages {plan.clipper.views} views of a record, and the built-in stage has "

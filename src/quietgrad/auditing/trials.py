@@ -89,11 +89,11 @@ def without_last(plan: PrivacyPlan) -> PrivacyPlan:
     """
     if plan.dataset_size == 1:
         return plan
-    size = plan.dataset_size - 1
-    parts = None if plan.sampler.parts is None else plan.sampler.parts[:-1]
-    return replace(
-        plan, dataset_size=size, sampler=replace(plan.sampler, dataset_size=size, parts=parts)
-    )
+    size, sampler = plan.dataset_size - 1, plan.sampler
+    parts = None if sampler.parts is None else sampler.parts[:-1]
+    users = None if sampler.users is None else sampler.users.without_last()
+    fewer = replace(sampler, dataset_size=size, parts=parts, users=users)
+    return replace(plan, dataset_size=size, sampler=fewer)
 
 
 def _one_run(
@@ -113,7 +113,8 @@ def _one_run(
     canary = stage.known
     with plan.start() as run:
         verdict.serve(run)
-        for step, drawn in enumerate(run.batches()):
+        for step, batch in enumerate(run.batches()):
+            drawn = getattr(batch, "users", batch)
             others = torch.from_numpy(drawn[drawn != canary])
             known = _clip(run, stage, others, False) if len(others) or len(drawn) == 0 else None
             alone = (

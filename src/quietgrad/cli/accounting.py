@@ -22,6 +22,7 @@ from quietgrad.checks import (
 from quietgrad.cli.output import console, print_json, print_table
 from quietgrad.events import (
     ADD_REMOVE,
+    ADD_REMOVE_USER,
     RELATIONS,
     ClippingClaim,
     EventSequence,
@@ -29,6 +30,7 @@ from quietgrad.events import (
     PoissonGaussian,
     PrivacyEvent,
     RandomizedClipping,
+    unit_of,
 )
 from quietgrad.ledger import read_ledger
 
@@ -41,6 +43,9 @@ SketchDim = Annotated[
 EnvelopeName = Annotated[str, typer.Option(help="Envelope of randomized clipping: mixed or hutch.")]
 Rank = Annotated[int | None, typer.Option(help="D, total sketched rank, for the hutch envelope.")]
 Bands = Annotated[int, typer.Option(help="b, bands of correlated noise; 1 is independent noise.")]
+OfUsers = Annotated[
+    bool, typer.Option("--users", help="N and B count users, each with all records.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
@@ -54,6 +59,7 @@ def calibrate(
     envelope: EnvelopeName = "mixed",
     rank: Rank = None,
     bands: Bands = 1,
+    users: OfUsers = False,
     as_json: AsJson = False,
 ) -> None:
     """The smallest noise multiplier that meets a target epsilon."""
@@ -66,7 +72,7 @@ def calibrate(
         epsilon, delta, sample_rate=q, steps=total, clipping=clipping, bands=bands
     )
     event = PoissonGaussian(sigma, q, total, clipping, bands)
-    extra = {"target_epsilon": epsilon}
+    extra = {"target_epsilon": epsilon, **_unit(users)}
     _show("Calibrated noise", event, epsilon_report(event, delta), as_json, extra)
 
 
@@ -82,6 +88,7 @@ def epsilon(
     envelope: EnvelopeName = "mixed",
     rank: Rank = None,
     bands: Bands = 1,
+    users: OfUsers = False,
     ledger: Annotated[
         Path | None, typer.Option(help="A run directory or ledger file: what was really spent.")
     ] = None,
@@ -97,11 +104,16 @@ def epsilon(
     """The epsilon of a mechanism, or what a run has spent according to its ledger."""
     if ledger is not None:
         mechanism = (noise_multiplier, dataset_size, batch_size, steps, sketch_dim, rank)
-        if any(value is not None for value in mechanism) or envelope != "mixed" or bands != 1:
+        if (
+            any(value is not None for value in mechanism)
+            or envelope != "mixed"
+            or bands != 1
+            or users
+        ):
             raise ValueError(
                 "--ledger brings its own mechanism; leave out --noise-multiplier, --dataset-size, "
-                "--batch-size, --steps, --sketch-dim, --envelope, --rank and --bands, or leave out "
-                "--ledger"
+                "--batch-size, --steps, --sketch-dim, --envelope, --rank, --bands and --users, or "
+                "leave out --ledger"
             )
         _from_ledger(ledger, delta, expect_releases, as_json)
         return
@@ -118,7 +130,11 @@ def epsilon(
     event = PoissonGaussian(
         noise_multiplier, q, total, _clipping(sketch_dim, envelope, rank), bands
     )
-    _show("Privacy spent", event, epsilon_report(event, delta), as_json, {})
+    _show("Privacy spent", event, epsilon_report(event, delta), as_json, _unit(users))
+
+
+def _unit(users: bool) -> dict[str, Any]:
+    return {"neighbouring": ADD_REMOVE_USER} if users else {}
 
 
 def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json: bool) -> None:
@@ -245,7 +261,13 @@ def _show(
         print_json(record)
         return
     infinite = math.isinf(report.epsilon)
-    identity = "content" if record["neighbouring"] == ADD_REMOVE else "index"
+    unit = unit_of(str(record["neighbouring"]))
+    identity = {ADD_REMOVE: "content", ADD_REMOVE_USER: "name"}.get(record["neighbouring"], "index")
+    twice = (
+        "a user's records are under several owners"
+        if unit == "user"
+        else "a record appears more than once"
+    )
     rows = {
         "epsilon": f"infinite: {report.reason}"
         if infinite
@@ -259,15 +281,14 @@ def _show(
         "neighbouring relation": RELATIONS[str(record["neighbouring"])],
         "sampler": "Poisson"
         if record["sampler"] == "poisson"
-        else f"Poisson within {record['bands']} fixed parts, in turn; a record's {identity} "
+        else f"Poisson within {record['bands']} fixed parts, in turn; a {unit}'s {identity} "
         "decides its part",
         "clipping": "exact"
         if record["clipping"] == "exact"
         else f"randomized, k = {record['sketch_dim']}, {record['envelope']} envelope",
         "accountant": str(record["accountant"]),
         "discretisation": _discretisation(report),
-        "invalid if": "batches are shuffled instead of Poisson-sampled; a record appears more "
-        "than once; "
+        "invalid if": f"batches are shuffled instead of Poisson-sampled; {twice}; "
         "sums are divided by the realised batch size; "
         "a step is released but not counted; the noise can be predicted",
     }

@@ -18,6 +18,7 @@ GUARANTEE = (
     "Each epsilon is that of its run alone, were its seed secret: here seeds are known and "
     "the runs add up, so compare on records that are public."
 )
+USERS = " They are per user, with all records of each."
 Protocols = dict[str, dict[float, dict[str, "Series"]]]
 
 
@@ -33,9 +34,10 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
     if not only_report:
 
         def report(run: Run, record: dict[str, Any], left: int) -> None:
+            unit = " per user" if "unit" in record else ""
             target.print(
-                f"{run.variant}, epsilon {run.epsilon:g}, rate {run.rate:g}{described(run)}, seed "
-                f"{run.seed}: validation {record['curve'][-1][1]:.4f}, "
+                f"{run.variant}, epsilon {run.epsilon:g}{unit}, rate {run.rate:g}{described(run)}, "
+                f"seed {run.seed}: validation {record['curve'][-1][1]:.4f}, "
                 f"{record['seconds']:.0f} s; {left} more known"
             )
 
@@ -48,6 +50,7 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
         for name, chosen in protocols.items()
         if chosen
     }
+    guarantee = GUARANTEE + USERS * any("unit" in record for record in results.values())
     words = next((r["metric"] for r in results.values() if "metric" in r), "accuracy")
     if any(protocols.values()):
         comparison_figure(
@@ -60,7 +63,7 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
         print_json(
             {
                 "missing_runs": missing,
-                "guarantee": GUARANTEE,
+                "guarantee": guarantee,
                 "figure": str(comparison.figure),
                 "tables": {
                     k: markdown(v, comparison.table.shares, words) for k, v in tables.items()
@@ -73,7 +76,7 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
         target.print(markdown(table, comparison.table.shares, words), markup=False, soft_wrap=True)
     if missing:
         target.print(f"\n{missing} runs are missing; the same command without --report makes them.")
-    target.print(f"\n{GUARANTEE}")
+    target.print(f"\n{guarantee}")
     if tables:
         target.print(f"\nFigure: {comparison.figure}")
 

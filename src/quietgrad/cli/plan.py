@@ -51,7 +51,8 @@ def run_plan(
             "frozen layers": "run once per record, then cached"
             if record["cached_frozen_layers"]
             else "run at every step",
-            "training time": f"about {record['predicted_seconds']:.0f} s for {prepared.steps} "
+            "training time": f"{'at most about' if 'users' in record else 'about'} "
+            f"{record['predicted_seconds']:.0f} s for {prepared.steps} "
             "steps, "
             "evaluations not counted",
             "memory": f"about {record['predicted_memory_mib']:.0f} MiB at the peak",

@@ -14,7 +14,7 @@ from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.checks import SettingsWarning
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.output import print_table
-from quietgrad.events import RELATIONS, RandomizedClipping
+from quietgrad.events import RELATIONS, RandomizedClipping, unit_of
 
 if TYPE_CHECKING:
     from quietgrad.noise.correlation.mixing import MixingMatrix
@@ -67,7 +67,6 @@ def print_guarantee(target: Console, prepared: Prepared, plan: PrivacyPlan) -> N
     from quietgrad.tensors import trainable_parameters
     from quietgrad.training.files.provenance import start_warnings
 
-    train = prepared.train
     delta_note = (
         ""
         if prepared.config.privacy.target_delta is not None
@@ -76,9 +75,8 @@ def print_guarantee(target: Console, prepared: Prepared, plan: PrivacyPlan) -> N
     rows = {
         "guarantee": f"epsilon = {round_up(plan.epsilon, 4)} at delta = "
         f"{round_up_to(plan.delta, 3)}{delta_note}, {RELATIONS[plan.neighbouring]}",
-        "records": f"{len(train)} {'declared public' if plan.data_are_public else 'private'} for "
-        f"training; {len(prepared.validation)} validation and {len(prepared.test)} test, "
-        "declared public",
+        "records": f"{_units(prepared, plan)} for training; {len(prepared.validation)} validation "
+        f"and {len(prepared.test)} test records, declared public",
         **noise_rows(plan),
         **source_rows(
             plan, sum(p.numel() for p in trainable_parameters(prepared.model.classifier).values())
@@ -97,10 +95,23 @@ def print_guarantee(target: Console, prepared: Prepared, plan: PrivacyPlan) -> N
     print_table(target, "Privacy plan", rows)
 
 
+def _units(prepared: Prepared, plan: PrivacyPlan) -> str:
+    declared = "declared public" if plan.data_are_public else "private"
+    users = plan.sampler.users
+    if users is None:
+        return f"{len(prepared.train)} {declared}"
+    how = "drawn anew in every step" if users.choice == "fresh" else "always the same ones"
+    return (
+        f"{users.count} users, {declared}, at most {users.at_most} records of each a step ({how})"
+    )
+
+
 def _clipping_text(plan: PrivacyPlan) -> str:
     claim = plan.clipper.claim.clipping
+    combined = plan.clipper.combined
     if not isinstance(claim, RandomizedClipping):
-        return f"exact per-example norms ({plan.clipper.estimator})"
+        of = "" if combined is None else f", of the {combined} of a user's gradients"
+        return f"exact per-example norms ({plan.clipper.estimator}){of}"
     return (
         f"randomized: {plan.clipper.estimator} with k = {claim.sketch_dim}, {claim.envelope} "
         "envelope in the accountant"
@@ -110,11 +121,12 @@ def _clipping_text(plan: PrivacyPlan) -> str:
 def noise_rows(plan: PrivacyPlan) -> dict[str, str]:
     """Rows of the privacy plan's table."""
     event, size = plan.event, plan.expected_batch_size
-    mixing = plan.mixing
+    mixing, unit = plan.mixing, unit_of(plan.neighbouring)
+    of = " users" if unit == "user" else ""
     if plan.event.bands == 1 or mixing is None:
         rows = {
-            "sampling": f"Poisson, rate {event.sample_rate:.5f}, expected batch size {size:.0f}, "
-            f"{plan.steps} steps",
+            "sampling": f"Poisson, rate {event.sample_rate:.5f}, expected batch size "
+            f"{size:.0f}{of}, {plan.steps} steps",
             "noise": f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping "
             "norm "
             f"{plan.max_grad_norm:g}, independent from step to step",
@@ -130,9 +142,9 @@ def noise_rows(plan: PrivacyPlan) -> dict[str, str]:
     return {
         "sampling": f"cyclic Poisson: {event.bands} parts of about "
         f"{plan.dataset_size / event.bands:.0f} "
-        f"records take turns, rate {event.participation_rate:.5f} within a part, expected "
+        f"{unit}s take turns, rate {event.participation_rate:.5f} within a part, expected "
         "batch size "
-        f"{size:.0f}, {plan.steps} steps; a record can be in {event.compositions} of them",
+        f"{size:.0f}{of}, {plan.steps} steps; a {unit} can be in {event.compositions} of them",
         "noise": f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping norm "
         f"{plan.max_grad_norm:g}, correlated over {event.bands} bands ({mixing.family}) for "
         f"{mixing.workload}",

@@ -21,7 +21,7 @@ from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.output import console, fail, one_line, print_classes, print_json, print_table
 from quietgrad.cli.prepared import prepare_shown, print_guarantee
-from quietgrad.events import RELATIONS
+from quietgrad.events import RELATIONS, per_unit
 from quietgrad.ledger import holds_records
 from quietgrad.training.settings.config import TrainConfig, load_config
 from quietgrad.training.settings.references import references_for
@@ -80,6 +80,8 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
         score_text = ""
         lines = _Lines(target, prepared.steps)
         declared = " (data declared public)" if config.data.public else ""
+        if prepared.plan is not None:
+            declared = per_unit(prepared.plan.neighbouring) + declared
 
         def report(progress: runner.Progress) -> None:
             nonlocal score_text

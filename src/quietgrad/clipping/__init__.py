@@ -2,6 +2,7 @@
 
 from quietgrad.clipping.api import clipped_gradients, per_example_norms
 from quietgrad.clipping.bound import BoundClipper
+from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.settings import Clipping, Performance
@@ -13,6 +14,7 @@ __all__ = [
     "Clipper",
     "Clipping",
     "Performance",
+    "UserBatch",
     "clipped_gradients",
     "per_example_norms",
     "refuse_cross_example_layers",

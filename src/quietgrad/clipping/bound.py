@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from quietgrad.clipping.capture.backward import Checkpointing, PerExampleLoss
 from quietgrad.clipping.capture.escapes import NotCaptured
+from quietgrad.clipping.capture.examples import Combined, Examples
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, layout_of
-from quietgrad.clipping.capture.views import rows_of
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
-from quietgrad.clipping.engines.accumulator import Sums
+from quietgrad.clipping.engines.accumulator import Sums, zero_sum
 from quietgrad.clipping.engines.bookkeeping import add_by_bookkeeping, group_norms
 from quietgrad.clipping.engines.one_example import add_one_by_one, gradients_of_one, norms_of_one
 from quietgrad.clipping.engines.thresholds import Groups, Scaling, Split, Thresholds, thresholds
@@ -41,7 +41,6 @@ from quietgrad.tensors import (
     Batch,
     accumulation_dtype,
     batch_size_of,
-    slice_batch,
     tensors_of,
     trainable_parameters,
 )
@@ -69,6 +68,8 @@ class Settings(Protocol):
     def scaling(self) -> Scaling: ...
     @property
     def views(self) -> int: ...
+    @property
+    def combined(self) -> Combined | None: ...
     @property
     def memory_budget(self) -> float | None: ...
     @property
@@ -119,11 +120,12 @@ class BoundClipper:
                 "guard_batch holds fewer than two records, so nothing can be seen of losses that "
                 "compare records; pass two or more"
             )
-        self._guard.public = public_batch
-        self._falling_back(lambda: self._check(public_batch))
+        public = Examples.each(public_batch, self.clipper.views)
+        self._guard.public = public.rows
+        self._falling_back(lambda: self._check(public))
 
-    def _check(self, public_batch: Batch) -> None:
-        with self._prepared(public_batch, 0, always=True):
+    def _check(self, public: Examples) -> None:
+        with self._prepared(public, 0, always=True):
             pass
 
     def clip(
@@ -132,7 +134,8 @@ class BoundClipper:
         """Sum of clipped per-example gradients of a batch, micro-batch by micro-batch.
 
         Args:
-            batch: nested containers of tensors with the example as first dimension; may be empty.
+            batch: nested containers of tensors with the example as first dimension, or a
+                ``UserBatch``; may be empty.
             projections: of this release, for sketches: the same for every part of a batch; None
                 draws fresh ones, for one call.
             step: number of the release that the batch is for, from 0: says when the guard runs
@@ -150,20 +153,23 @@ class BoundClipper:
         """
         refuse_process_group()
         refuse_wrapped_model(self.model)
-        return self._falling_back(lambda: self._clip(batch, projections, step))
+        examples = self.examples_of(batch)
+        return self._falling_back(lambda: self._clip(examples, projections, step))
 
-    def _clip(self, batch: Batch, projections: Projections | None, step: int | None) -> ClippedSum:
+    def _clip(
+        self, batch: Examples, projections: Projections | None, step: int | None
+    ) -> ClippedSum:
         looked_at = is_guarded(self._calls if step is None else step)
         with self._prepared(batch, step) as (layout, how):
             work = replace(self._work(layout, projections), twice=looked_at)
             add = add_one_by_one if how.engine == "one-example" else add_by_bookkeeping
             sums: Sums = {}
             counts = PrivateCounts()
-            for part in _micro_batches(batch, how.physical_batch_size):
+            for part in batch.parts(how.physical_batch_size):
                 finite = add(work, part, sums)
                 counts += PrivateCounts(len(finite), (~finite).sum())
         gradients = {
-            name: sums.pop(name) if name in sums else _zeros_like(p)
+            name: sums.pop(name) if name in sums else zero_sum(p)
             for name, p in layout.parameters.items()
         }
         return ClippedSum(gradients, self.clipper.claim, counts)
@@ -172,17 +178,18 @@ class BoundClipper:
         self, batch: Batch, projections: Projections | None = None, step: int | None = None
     ) -> Tensor:
         """[examples] norms (not squared) of the whole per-example gradients. Private."""
-        return self._falling_back(lambda: self._norms(batch, projections, step))
+        examples = self.examples_of(batch)
+        return self._falling_back(lambda: self._norms(examples, projections, step))
 
-    def _norms(self, batch: Batch, projections: Projections | None, step: int | None) -> Tensor:
+    def _norms(self, batch: Examples, projections: Projections | None, step: int | None) -> Tensor:
         with self._prepared(batch, step) as (layout, how):
             work = self._work(layout, projections)
             parts = []
-            for part in _micro_batches(batch, how.physical_batch_size):
+            for part in batch.parts(how.physical_batch_size):
                 with torch.no_grad():
                     one = how.engine == "one-example"
                     norms = (
-                        norms_of_one(work, gradients_of_one(work, part), work.views).estimate
+                        norms_of_one(work, gradients_of_one(work, part), part.divisor).estimate
                         if one
                         else group_norms(work, part)
                     )
@@ -198,9 +205,10 @@ class BoundClipper:
 
     def execution_choice(self, batch: Batch) -> ExecutionChoice:
         """Engine and micro-batch size for a batch like this one; nothing is clipped."""
-        return self._falling_back(lambda: self._execution_choice(batch))
+        examples = self.examples_of(batch)
+        return self._falling_back(lambda: self._execution_choice(examples))
 
-    def _execution_choice(self, batch: Batch) -> ExecutionChoice:
+    def _execution_choice(self, batch: Examples) -> ExecutionChoice:
         with self._prepared(batch, None) as (_, how):
             return how
 
@@ -237,7 +245,7 @@ class BoundClipper:
 
     @contextmanager
     def _prepared(
-        self, batch: Batch, step: int | None, always: bool = False
+        self, batch: Examples, step: int | None, always: bool = False
     ) -> Iterator[tuple[Layout, ExecutionChoice]]:
         """Layout and execution choice, once the guard lets the batch through; inside, the model's
         tensors must not change.
@@ -250,16 +258,15 @@ class BoundClipper:
         subject = Subject(self.model, layout, self.per_example_loss, self._checkpointing)
         with unchanged(
             self.model,
-            thorough=always
-            or self._guard.is_early(subject, batch_size_of(batch) * self.clipper.views, step),
+            thorough=always or self._guard.is_early(subject, batch.groups.rows, step),
         ):
             how = self._choose(layout, batch)
             yield layout, self._guarded(subject, batch, how, step, always)
 
     def _guarded(
-        self, subject: Subject, batch: Batch, how: ExecutionChoice, step: int, always: bool
+        self, subject: Subject, batch: Examples, how: ExecutionChoice, step: int, always: bool
     ) -> ExecutionChoice:
-        rows = rows_of(batch, self.clipper.views)  # the views of a record count as examples
+        rows = batch.rows  # views, and the records of a user, count as examples
         captures = how.engine != "one-example"
         # Records that never run together cannot mix. A batch of one says nothing of how many will
         # run together next time.
@@ -278,9 +285,9 @@ class BoundClipper:
             else replace(how, physical_batch_size=1, why="undecided whether examples mix")
         )
 
-    def _choose(self, layout: Layout, batch: Batch) -> ExecutionChoice:
+    def _choose(self, layout: Layout, batch: Examples) -> ExecutionChoice:
         settings = self.clipper
-        n = min(batch_size_of(batch), settings.max_physical_batch_size or batch_size_of(batch))
+        n = min(batch.record_count, settings.max_physical_batch_size or batch.record_count)
         why = self._not_captured.get(frozenset(layout.parameters))
         if why is not None:
             return ExecutionChoice(
@@ -304,9 +311,8 @@ class BoundClipper:
         engines: tuple[Engine, ...] = (engine,)
         if engine == "auto":
             engines = ("bookkeeping",) if sketched else ("bookkeeping", "one-example")
-        rows = rows_of(batch, settings.views)
         how = choose_execution(
-            self.traced(layout, rows),
+            self.traced(layout, batch.rows),
             settings.policies(layout),
             n * settings.views,
             speed,
@@ -314,6 +320,10 @@ class BoundClipper:
             engines,
         )
         return replace(how, physical_batch_size=-(-how.physical_batch_size // settings.views))
+
+    def examples_of(self, batch: Batch) -> Examples:
+        """A batch as what is clipped: records, or users."""
+        return Examples.of(batch, self.clipper.views, self.clipper.combined)
 
     def _limits(self, layout: Layout) -> Thresholds:
         return thresholds(
@@ -330,21 +340,5 @@ class BoundClipper:
             self.clipper.scaling,
             Projections.fresh() if projections is None else projections,
             self.clipper.sketched,
-            self.clipper.views,
             self._checkpointing,
         )
-
-
-def _micro_batches(batch: Batch, size: int) -> list[Batch]:
-    return [
-        slice_batch(batch, start, start + size) for start in range(0, batch_size_of(batch), size)
-    ]
-
-
-def _zeros_like(p: Tensor) -> Tensor:
-    return torch.zeros_like(
-        p,
-        dtype=accumulation_dtype(p.dtype),
-        memory_format=torch.contiguous_format,
-        requires_grad=False,
-    )

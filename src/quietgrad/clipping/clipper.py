@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from quietgrad.checks import require_at_least, require_int, require_word
 from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.clipping.capture.examples import COMBINED, Combined
 from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.engines.thresholds import SCALINGS, Groups, Scaling, require_groups
@@ -56,6 +57,8 @@ class Clipper:
         views: K rows of the model's batch that make up one record (augmentation multiplicity):
             every tensor of a batch has the shape [records, K, ...], and the gradient of the mean of
             a record's K losses is clipped.
+        combined: None clips records; "mean" or "sum" clips users: batches are ``UserBatch``es, and
+            the norm is that of the mean or the sum of the gradients of a user's records.
         memory_budget: bytes that a step may take over parameters and data; None: what is free, and
             no more than a non-private step.
         speed: of the device, for the planner; None: a stated model, so that equal configurations
@@ -76,6 +79,7 @@ class Clipper:
     scaling: Scaling = "clip"
     layers: LayerOverrides | Mapping[str, str] = ()
     views: int = 1
+    combined: Combined | None = None
     memory_budget: float | None = None
     speed: Throughput | None = None
     claim: SensitivityClaim = field(init=False)
@@ -102,6 +106,8 @@ class Clipper:
             )
         require_int("views", self.views)
         require_at_least("views", self.views, 1, "1 is no augmentation")
+        if self.combined is not None:
+            require_word("combined", self.combined, COMBINED)
         for name in ("physical_batch_size", "max_physical_batch_size"):
             size = getattr(self, name)
             if size is not None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quietgrad.clipping.capture.examples import Combined
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.engines.thresholds import Scaling
 from quietgrad.clipping.engines.work import Engine
@@ -65,9 +66,13 @@ class Clipping:
         self.clipper(1.0)  # it refuses what does not go together
 
     def clipper(
-        self, max_grad_norm: float, performance: Performance | None = None, views: int = 1
+        self,
+        max_grad_norm: float,
+        performance: Performance | None = None,
+        views: int = 1,
+        combined: Combined | None = None,
     ) -> Clipper:
-        """What clips to ``max_grad_norm``; ``views`` as ``Clipper`` has it."""
+        """What clips to ``max_grad_norm``; ``views`` and ``combined`` as ``Clipper`` has them."""
         on = Performance() if performance is None else performance
         return Clipper(
             max_grad_norm,
@@ -79,5 +84,6 @@ class Clipping:
             scaling=self.scaling,
             layers=self.layers,
             views=views,
+            combined=combined,
             memory_budget=on.memory_budget,
         )

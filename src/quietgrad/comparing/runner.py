@@ -110,6 +110,7 @@ class ComparisonRunner:
             "test": self._score("test", self.counted["test"]),
             "noise_multiplier": plan.noise_multiplier,
             "steps": plan.steps,
+            **({"unit": "user"} if plan.sampler.users is not None else {}),
             **({} if prepared.metric is ACCURACY else {"metric": prepared.metric.name}),
             "seconds": round(time.monotonic() - started, 1),
         }
@@ -125,7 +126,7 @@ class ComparisonRunner:
         )
         task = self.prepared.task
         check_spectrum(config.noise, self.model, task.record_ids, task.form)
-        plan = build_plan(config, self.prepared.task.record_ids, self._mixings.get(settings))
+        plan = build_plan(config, task.record_ids, self._mixings.get(settings), task.record_owner)
         if plan is not None and plan.mixing is not None:
             self._mixings[settings] = plan.mixing
         return plan

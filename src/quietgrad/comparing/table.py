@@ -19,7 +19,7 @@ from quietgrad.training.settings.config import TrainConfig, config_from, read_to
 from quietgrad.training.settings.reading import one
 
 # What a variant may change; the rest is prepared once for all runs.
-VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer")
+VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer", "users")
 HEAD_RATE = "optimizer.head_learning_rate"
 FIXED = ("privacy.target_epsilon", "privacy.noise_multiplier", "privacy.target_delta")
 VARIED_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
@@ -158,6 +158,9 @@ class Comparison:
         tree = self.config_of(run).to_dict()
         tree.pop("spectrum")  # training does not read it
         tree["data"].pop("public")  # a declaration, not a setting
+        user, users = tree["data"].pop("user"), tree.pop("users")
+        if user:  # as before there were users
+            tree["users"] = users | {"user": user}
         if not tree["training"]["averaging"]:  # as before there were averages
             tree["training"].pop("averaging")
         settings: list[Any] = [tree, self.table.eval_every, self.table.eval_records]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.tensors import Batch
 
 
@@ -16,17 +17,26 @@ class MicroBatch:
         is_last: whether it is the last of its batch.
         release: number of the release that it is for.
         source: the pass over the loader that read it.
+        sizes: how many of the records are each user's, in order; None where records are protected.
     """
 
-    def __init__(self, records: Batch, is_last: bool, release: int, source: object) -> None:
+    def __init__(
+        self,
+        records: Batch,
+        is_last: bool,
+        release: int,
+        source: object,
+        sizes: tuple[int, ...] | None = None,
+    ) -> None:
         self.records = records
+        self.sizes = sizes
         self.is_last = is_last
         self.release = release
         self.source = source
         self._taken = False
 
     def take(self) -> Batch:
-        """The records, once: clipped twice they would count twice.
+        """What is clipped, once: clipped twice it would count twice.
 
         Raises:
             RuntimeError: the second time.
@@ -36,7 +46,7 @@ class MicroBatch:
                 "this micro-batch was clipped already; clip each micro-batch of a batch once"
             )
         self._taken = True
-        return self.records
+        return self.records if self.sizes is None else UserBatch(self.records, self.sizes)
 
     def __repr__(self) -> str:  # no sizes: they are private
         return f"MicroBatch(release={self.release}, is_last={self.is_last})"

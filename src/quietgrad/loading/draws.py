@@ -15,9 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, Sampler
 
+from quietgrad.clipping.capture.examples import whole_users
+from quietgrad.sampling.users import UserIndices
 from quietgrad.tensors import Batch
 
-Indices = NDArray[np.int64]
+Indices = NDArray[np.int64] | UserIndices
+
+
+def records_in(part: Indices) -> NDArray[np.int64]:
+    """What is read of a micro-batch, in order."""
+    return part.records if isinstance(part, UserIndices) else part
+
+
+def users_in_parts(indices: UserIndices, size: int) -> Iterator[UserIndices]:
+    """Micro-batches of whole users: as ``clipping`` would cut them, so that it cuts no further."""
+    for span in whole_users(indices.sizes, size):
+        yield indices.span(span)
 
 
 class Draws:
@@ -61,12 +74,14 @@ class PhysicalBatches(Sampler[list[int]]):
         self.steps = range(0)
 
     def cut(self, indices: Indices) -> list[Indices]:
-        """A batch in micro-batches."""
+        """A batch in micro-batches; no user is cut."""
+        if isinstance(indices, UserIndices):
+            return list(users_in_parts(indices, self._size))
         return [indices[i : i + self._size] for i in range(0, len(indices), self._size)]
 
     def rows_of(self, part: Indices) -> list[int]:
         """What is asked for of a micro-batch's records: every view."""
-        return [int(i) for i in np.repeat(part, self._views)]
+        return [int(i) for i in np.repeat(records_in(part), self._views)]
 
     def __iter__(self) -> Iterator[list[int]]:
         steps = self.steps  # of this pass, whatever the next one sets

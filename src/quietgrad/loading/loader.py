@@ -21,6 +21,7 @@ from quietgrad.loading.draws import (
     PhysicalBatches,
 )
 from quietgrad.sampling.poisson import PoissonSampler
+from quietgrad.sampling.users import UserIndices
 from quietgrad.tensors import Batch, batch_size_of, map_tensors
 
 # Options of DataLoader that are the run's to decide, and why.
@@ -76,7 +77,7 @@ class PrivateLoader:
         options: dict[str, Any],
     ) -> None:
         _require_options(options)
-        _require_dataset(dataset, run.plan.sampler.dataset_size)
+        _require_dataset(dataset, run.plan.sampler)
         clipper = run.plan.clipper
         size = clipper.physical_batch_size or clipper.max_physical_batch_size or RECORDS_AT_ONCE
         size = _given("physical_batch_size", physical_batch_size, size)
@@ -125,7 +126,8 @@ class PrivateLoader:
     ) -> Iterator[MicroBatch]:
         parts = self._physical.cut(indices)
         if not parts:
-            yield MicroBatch(self._without_records(), True, release, this_pass)
+            none = () if isinstance(indices, UserIndices) else None
+            yield MicroBatch(self._without_records(), True, release, this_pass, none)
         for i, part in enumerate(parts, 1):
             if self.newest_pass is not this_pass:
                 raise RuntimeError(
@@ -144,7 +146,8 @@ class PrivateLoader:
                     "keep every record, also a bad one (leave bad records out of the data set), "
                     "with one row each"
                 )
-            yield MicroBatch(self._in_views(records), i == len(parts), release, this_pass)
+            sizes = part.sizes if isinstance(part, UserIndices) else None
+            yield MicroBatch(self._in_views(records), i == len(parts), release, this_pass, sizes)
 
     def _without_records(self) -> Batch:
         """What a batch of no records looks like: the first record's, cut to no rows."""
@@ -160,7 +163,7 @@ class PrivateLoader:
         return map_tensors(rows, lambda t: t.unflatten(0, (-1, self._views)))
 
 
-def _require_dataset(dataset: Any, dataset_size: int) -> None:
+def _require_dataset(dataset: Any, sampler: PoissonSampler) -> None:
     """Checks that records can be asked for by number, and that there are as many as planned.
 
     Raises:
@@ -179,9 +182,15 @@ def _require_dataset(dataset: Any, dataset_size: int) -> None:
             "number: Poisson sampling draws every record by a coin of its own, which a stream does "
             "not allow; load it into a map-style data set (list(stream), or datasets.Dataset)"
         )
-    if len(dataset) != dataset_size:
+    if len(dataset) != sampler.record_count and sampler.users is not None:
+        raise ValueError(  # no numbers: that of the records is private beside that of the users
+            "dataset has another number of records than record_owner had entries; build the plan "
+            "for these records, with one owner each"
+        )
+    if len(dataset) != sampler.record_count:
         raise ValueError(
-            f"dataset has {len(dataset)} records, the plan is for dataset_size={dataset_size}; "
+            f"dataset has {len(dataset)} records, the plan is for dataset_size="
+            f"{sampler.dataset_size}; "
             "build the plan for these records: the sampling rate follows from their number"
         )
 

@@ -5,5 +5,6 @@ room that knows all of them.
 from quietgrad.plan.config import PrivacyConfig
 from quietgrad.plan.plan import PrivacyPlan
 from quietgrad.plan.run import PrivateRun
+from quietgrad.sampling.users import Users
 
-__all__ = ["PrivacyConfig", "PrivacyPlan", "PrivateRun"]
+__all__ = ["PrivacyConfig", "PrivacyPlan", "PrivateRun", "Users"]

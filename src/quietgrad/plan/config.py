@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from quietgrad.plan.plan import PrivacyPlan
 from quietgrad.plan.seeds import Seed, key_of_seed, require_secret_seed
 from quietgrad.sampling.parts import index_ids, partition
 from quietgrad.sampling.poisson import PoissonSampler
+from quietgrad.sampling.users import Users, users_of
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class PrivacyConfig:
         noise: ``quietgrad.noise.IndependentNoise``, ``BandedNoise`` or ``MatrixNoise``.
         denoising: what ``PrivateRun.backward`` makes of a released sum before it is written to
             ``.grad``, such as ``quietgrad.denoising.SpikesWithBulk()``; no effect on privacy.
+        users: where ``build`` is given ``record_owner``, what stands for a user:
+            ``quietgrad.Users(records_per_user=16)``. B, N and q then count users.
         performance: how the machine is used; changes a record's contribution by rounding at most.
         seed: makes sampling, projections and noise reproducible; the guarantee then holds only if
             it stays secret. Where data are private: a string of at least 32 hexadecimal digits
@@ -70,19 +73,28 @@ class PrivacyConfig:
     clipping: Clipping = field(default_factory=Clipping)
     noise: NoiseMethod = field(default_factory=IndependentNoise)
     denoising: GradientRule | None = None
+    users: Users | None = None
     performance: Performance = field(default_factory=Performance)
     seed: Seed | None = field(default=None, repr=False)
     data_are_public: bool = False
 
-    def build(self, dataset_size: int, record_ids: Sequence[bytes] | None = None) -> PrivacyPlan:
+    def build(
+        self,
+        dataset_size: int,
+        record_ids: Sequence[bytes] | None = None,
+        record_owner: Iterable[Any] | None = None,
+    ) -> PrivacyPlan:
         """Checks everything, calibrates the noise, and returns the plan.
 
         Args:
-            dataset_size: N, records in the training data, treated as public.
+            dataset_size: N, records in the training data, treated as public; not with owners.
             record_ids: with more than one band, what identifies each record, a function of that
                 record alone (its content): it decides the record's part. None takes its index; the
                 guarantee then is for leaving a record's place empty ("zero-out"), and the order of
                 the records must stay the same in every session.
+            record_owner: one owner a record (text or whole numbers; a list, an array, a column):
+                users are then drawn, clipped and accounted for, each with all records. N is the
+                number of users. Validation and test records must be other users'.
 
         Raises:
             ValueError, TypeError: naming the argument, its value and the remedy.
@@ -104,11 +116,16 @@ class PrivacyConfig:
                 )
         if self.denoising is not None:
             require_gradient_rule("denoising", self.denoising)
-        q = self._rate(dataset_size)
+        how, owned = users_of(self.users, record_owner, dataset_size, record_ids)
+        unit, combined = "records", None
+        if how is not None and owned is not None:
+            dataset_size, unit, combined = owned.count, "users", how.combined
+            record_ids = owned.identities
+        q = self._rate(dataset_size, unit)
         steps = self._steps(q)
         delta = self._delta(dataset_size)
         clipper = self.clipping.clipper(
-            self.max_grad_norm, self.performance, self.augmentation_multiplicity
+            self.max_grad_norm, self.performance, self.augmentation_multiplicity, combined
         )
         self._require_one("target_epsilon", "noise_multiplier")
         if self.noise_multiplier is not None:
@@ -137,7 +154,7 @@ class PrivacyConfig:
         if event.bands * q > 1:
             warnings.warn(
                 f"bands={bands} times the sampling rate {q:.4g} exceeds 1: every batch is a whole "
-                f"part of {dataset_size / bands:.0f} records, fewer than the "
+                f"part of {dataset_size / bands:.0f} {unit}, fewer than the "
                 f"{q * dataset_size:.0f} asked for; use at most {int(1 / q)} bands",
                 SettingsWarning,
                 stacklevel=2,
@@ -156,7 +173,7 @@ class PrivacyConfig:
         return PrivacyPlan(
             dataset_size=dataset_size,
             expected_batch_size=event.participation_rate / bands * dataset_size,
-            sampler=PoissonSampler(dataset_size, q, bands, parts),
+            sampler=PoissonSampler(dataset_size, q, bands, parts, owned),
             clipper=clipper,
             noise=GaussianNoise(sigma, correlation, self.noise.memory, source),
             event=event,
@@ -178,7 +195,7 @@ class PrivacyConfig:
                 f"{one}={first!r} and {other}={second!r}: give exactly one of {one} and {other}"
             )
 
-    def _rate(self, dataset_size: int) -> float:
+    def _rate(self, dataset_size: int, unit: str) -> float:
         self._require_one("expected_batch_size", "sample_rate")
         if self.sample_rate is not None:
             require_rate("sample_rate", self.sample_rate)
@@ -187,7 +204,7 @@ class PrivacyConfig:
         require_positive("expected_batch_size", self.expected_batch_size)
         if self.expected_batch_size > dataset_size:
             raise ValueError(
-                f"expected_batch_size={self.expected_batch_size} exceeds the number of records, "
+                f"expected_batch_size={self.expected_batch_size} exceeds the number of {unit}, "
                 f"{dataset_size}; use at most {dataset_size}"
             )
         return float(self.expected_batch_size) / dataset_size

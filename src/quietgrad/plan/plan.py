@@ -13,7 +13,13 @@ from quietgrad.accounting.spending import EpsilonReport
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.soundness.processes import refuse_launcher, refuse_process_group
 from quietgrad.denoising.rules.protocols import GradientRule
-from quietgrad.events import ADD_REMOVE, ZERO_OUT, ClippingClaim, PoissonGaussian
+from quietgrad.events import (
+    ADD_REMOVE,
+    ADD_REMOVE_USER,
+    ZERO_OUT,
+    ClippingClaim,
+    PoissonGaussian,
+)
 from quietgrad.keyring import KeyRing, rows_path
 from quietgrad.ledger import LedgerWriter, holds_records
 from quietgrad.noise.correlation.bands import BandChoice
@@ -33,7 +39,7 @@ class PrivacyPlan:
     """Sampler, clipper, noise and event that belong together. Frozen; ``start`` runs it.
 
     Attributes:
-        dataset_size: N.
+        dataset_size: N; users, where ``record_owner`` was given.
         expected_batch_size: B = q N, the divisor of every released sum; N / b where b q exceeds 1.
         sampler, clipper, noise: the mechanism that runs.
         event: the mechanism that is accounted for, all steps.
@@ -74,6 +80,11 @@ class PrivacyPlan:
         ):
             raise ValueError(
                 "the sampler's rate or data set size is not the accounted one; build plans with "
+                "PrivacyConfig.build"
+            )
+        if (self.sampler.users is None) != (self.clipper.combined is None):
+            raise ValueError(
+                "users are drawn and records are clipped, or the other way round; build plans with "
                 "PrivacyConfig.build"
             )
         if self.noise.noise_multiplier != self.event.noise_multiplier:
@@ -253,6 +264,8 @@ class PrivacyPlan:
         """The relation that epsilon is about. Parts partitioned by index move when a record is
         taken out, so its place has to stay, empty.
         """
+        if self.sampler.users is not None:
+            return ADD_REMOVE_USER
         return (
             ZERO_OUT if self.sampler.bands > 1 and self.record_identity == "index" else ADD_REMOVE
         )
@@ -265,6 +278,13 @@ class PrivacyPlan:
             "data_declared_public": self.data_are_public,
             "noise_source": self.noise.source.name,
         }
+        users = self.sampler.users
+        if users is not None:
+            facts |= {
+                "records_per_user": users.at_most,
+                "combined": self.clipper.combined,
+                "choice": users.choice,
+            }
         return facts | ({"record_identity": self.record_identity} if cyclic else {})
 
     def _part_sizes(self) -> dict[str, list[int]]:

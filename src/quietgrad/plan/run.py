@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quietgrad.accounting import epsilon_report
@@ -59,7 +57,7 @@ class PrivateRun(BoundToProcess):
         self._bindings = Bindings(plan.clipper)
         self._seed_use = seed_use
         self._open: OpenBatch | None = None
-        self._draws = Draws(lambda step: plan.sampler.indices(session.key, step))
+        self._draws = Draws(lambda step: plan.sampler.batch(session.key, step))
         self._loader: PrivateLoader | None = None
         self._spent = (0, 0.0)  # releases, and their epsilon
         self._closed = False
@@ -70,9 +68,9 @@ class PrivateRun(BoundToProcess):
         """Noisy sums released so far, also those of an earlier session with the same ledger."""
         return self._released
 
-    def batches(self, steps: int | None = None) -> Iterator[NDArray[np.int64]]:
-        """Index batches for the releases that remain, or for so many of them. Every one must be
-        released, an empty one too: skipping would reveal it.
+    def batches(self, steps: int | None = None) -> Iterator[Any]:
+        """Index batches for the releases that remain, or for so many of them: arrays, with users
+        ``UserIndices``. Every one must be released, an empty one too: skipping would reveal it.
 
         Raises:
             RuntimeError: if the previous batch was not released, or in another process than the

@@ -2,5 +2,6 @@
 
 from quietgrad.sampling.parts import partition
 from quietgrad.sampling.poisson import PoissonSampler
+from quietgrad.sampling.users import UserIndices, UserRecords
 
-__all__ = ["PoissonSampler", "partition"]
+__all__ = ["PoissonSampler", "UserIndices", "UserRecords", "partition"]

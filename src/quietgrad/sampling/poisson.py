@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from quietgrad.checks import require_at_least, require_int, require_rate
 from quietgrad.randomness import RandomKey
+from quietgrad.sampling.users import UserIndices, UserRecords
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +22,7 @@ class PoissonSampler:
     """Batches by independent coin flips, among all records or within the part whose turn it is.
 
     Attributes:
-        dataset_size: N, records.
+        dataset_size: N, records; with ``users`` N counts users, who are drawn instead.
         sample_rate: q = B / N; within its part a record is drawn at rate min(1, b q). A batch may
             be empty, and its realised size is private.
         bands: b, parts that take turns; 1 is plain Poisson sampling.
@@ -29,6 +30,7 @@ class PoissonSampler:
             so are
             their sizes: they say more of a record than that it is there. Partitioned by index they
             follow from N and b.
+        users: whose the records are; None where every record is drawn for itself.
 
     Raises:
         ValueError, TypeError: naming the setting and the remedy.
@@ -38,6 +40,7 @@ class PoissonSampler:
     sample_rate: float
     bands: int = 1
     parts: NDArray[np.int64] | None = field(default=None, repr=False)
+    users: UserRecords | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         require_int("dataset_size", self.dataset_size)
@@ -45,6 +48,11 @@ class PoissonSampler:
         require_rate("sample_rate", self.sample_rate)
         require_int("bands", self.bands)
         require_at_least("bands", self.bands, 1, "1 is plain Poisson sampling")
+        if self.users is not None and self.users.count != self.dataset_size:
+            raise ValueError(
+                "users and dataset_size are not of the same data; build plans with "
+                "PrivacyConfig.build"
+            )
         if self.parts is None:
             if self.bands > 1:
                 raise ValueError(
@@ -71,8 +79,20 @@ class PoissonSampler:
         """1 / q, rounded: as many as give every record one turn on average."""
         return max(1, round(1 / self.sample_rate))
 
+    @property
+    def record_count(self) -> int:
+        """Of the data set: N, or the records of all users (private)."""
+        return self.dataset_size if self.users is None else self.users.records
+
+    def batch(self, key: RandomKey, step: int) -> NDArray[np.int64] | UserIndices:
+        """The records of a step's batch, those of a user side by side. Private."""
+        drawn = self.indices(key, step)
+        return drawn if self.users is None else self.users.drawn(drawn, key, step)
+
     def indices(self, key: RandomKey, step: int) -> NDArray[np.int64]:
-        """Sorted indices of a step's batch; the same for the same key and step. Private. O(N)."""
+        """Sorted indices of a step's records, or numbers of its users; the same for the same key
+        and step. Private. O(N).
+        """
         coins = key.generator("sampling", step).random(self.dataset_size)
         drawn = coins < self.participation_rate
         if self.parts is not None:

@@ -72,6 +72,12 @@ def audited_run(
     require_confidence(confidence)
     if not config.privacy.enabled:
         raise ValueError("privacy.enabled=false: there is no epsilon to audit; set it to true")
+    if config.data.user:
+        raise ValueError(
+            f"data.user={config.data.user!r}: canaries are single records here, and users are what "
+            "is protected; audit the plan itself with quietgrad.auditing.audit_mechanism, whose "
+            "stage takes users (docs/users.md)"
+        )
     prepared = prepare(config)
     if kind == "input" and not prepared.task.classifies:
         raise ValueError(

@@ -13,9 +13,11 @@ from torch import nn
 
 from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.clipping.planner.explain import explain
 from quietgrad.events import RandomizedClipping
 from quietgrad.plan import PrivacyPlan
+from quietgrad.tensors import batch_size_of
 from quietgrad.training.prepare import Prepared
 from quietgrad.training.result import facts_of
 
@@ -43,12 +45,14 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
         batch = cache.collate(np.arange(size), prepared.device)
     clipping: dict[str, Any] = {"engine": "plain autograd", "layers": []}
     if prepared.plan is not None:
-        clipping = explain(prepared.plan.clipper, model, loss, batch)
+        clipping = explain(prepared.plan.clipper, model, loss, _as_clipped(prepared, batch))
         clipping["sketch"] |= _noise_of_a_sketch(prepared.plan)
     bound = None if prepared.plan is None else prepared.plan.clipper.bind(model, loss)
     # The guard looks at the first one, and at one of five hundred later.
     seconds = min(_timed_step(prepared, bound, model, loss, batch) for _ in range(3))
     examples = prepared.expected_batch_size * prepared.steps
+    if prepared.combined is not None:  # how many records users have is private: at most so many
+        examples *= prepared.config.users.records_per_user
     return {
         **facts_of(prepared),
         "steps": prepared.steps,
@@ -80,13 +84,20 @@ def _timed_step(
 ) -> float:
     started = time.perf_counter()
     if bound is not None:
-        bound.clip(batch, step=2)
+        bound.clip(_as_clipped(prepared, batch), step=2)
     else:
         loss(model, batch).sum().backward()
         model.zero_grad()
     if prepared.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started
+
+
+def _as_clipped(prepared: Prepared, batch: dict[str, torch.Tensor]) -> Any:
+    """Public records as the clipper takes them: where users are protected, one of each user."""
+    if prepared.combined is None:
+        return batch
+    return UserBatch(batch, (1,) * batch_size_of(batch))
 
 
 def _peak_memory_mib() -> float:

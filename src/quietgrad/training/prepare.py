@@ -8,20 +8,22 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
 from quietgrad.clipping.verify import verify_clipping
+from quietgrad.loading.draws import users_in_parts
 from quietgrad.noise.correlation.mixing import MixingMatrix
 from quietgrad.noise.methods import IndependentNoise
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 from quietgrad.plan.seeds import root_key
-from quietgrad.sampling import PoissonSampler
+from quietgrad.sampling import PoissonSampler, UserIndices
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.files.provenance import Record, check_start
 from quietgrad.training.precision import precision_context, precision_of
@@ -113,11 +115,25 @@ class Prepared:
             self.config, self.model.classifier, wanted, self.validation, self.device
         )
 
-    def micro_batches(self, indices: NDArray[np.int64], cache: Any) -> Iterator[dict[str, Tensor]]:
+    @property
+    def combined(self) -> Literal["mean", "sum"] | None:
+        """What of a user's records is one gradient; None where records are protected."""
+        return self.config.users.combined if self.config.data.user else None
+
+    def micro_batches(
+        self, indices: NDArray[np.int64] | UserIndices, cache: Any
+    ) -> Iterator[dict[str, Tensor] | UserBatch]:
         """The training records at ``indices`` in micro-batches that are cheap to make, from their
-        cached states where there are some. For no record one empty micro-batch: it is a step like
-        others."""
+        cached states where there are some; of users, in micro-batches of whole users. For no record
+        one empty micro-batch: it is a step like others.
+        """
         source = self.train if cache is None else cache
+        if isinstance(indices, UserIndices):
+            if not len(indices):
+                yield UserBatch(source.collate(indices.records, self.device), ())
+            for users in users_in_parts(indices, self.config.physical_batch_size):
+                yield UserBatch(source.collate(users.records, self.device), users.sizes)
+            return
         if not len(indices):
             yield source.collate(indices, self.device)
         size = self.config.physical_batch_size
@@ -134,17 +150,22 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
     """
     device = device_of(config.training.device)
     task = load_task(config)
+    if task.record_owner is not None and len(set(task.record_owner)) < 2:
+        raise ValueError(
+            f"data.user={config.data.user!r} names fewer than two users among the training "
+            "records; name the column that tells people apart, or add people"
+        )
     check_public_weights(config.model.weights, task.record_ids, task.form)
     started_from = start_of(config)
     # The plan is built before the model is loaded: its mistakes are cheaper to find.
-    plan = build_plan(config, task.record_ids, mixing)
+    plan = build_plan(config, task.record_ids, mixing, task.record_owner)
     if plan is None:
         reference = replace(
             _privacy_config(config, None, plain=True),
             target_epsilon=None,
             noise_multiplier=1.0,
             target_delta=None,
-        ).build(len(task.record_ids))
+        ).build(len(task.record_ids), record_owner=task.record_owner)
         sampler, steps = reference.sampler, reference.steps
     else:
         sampler, steps = plan.sampler, plan.steps
@@ -178,14 +199,25 @@ def start_of(config: TrainConfig) -> tuple[Record, ...]:
 
 
 def build_plan(
-    config: TrainConfig, record_ids: Sequence[bytes], mixing: MixingMatrix | None = None
+    config: TrainConfig,
+    record_ids: Sequence[bytes],
+    mixing: MixingMatrix | None = None,
+    record_owner: Sequence[bytes] | None = None,
 ) -> PrivacyPlan | None:
-    """The privacy plan of a configuration; None where privacy is switched off. ``mixing``: a matrix
-    found earlier, instead of solving again.
+    """The privacy plan of a configuration; None where privacy is switched off.
+
+    Args:
+        config: what was asked for.
+        record_ids: of the training records.
+        mixing: a matrix found earlier, instead of solving again.
+        record_owner: of the training records, where users are protected.
     """
     if not config.privacy.enabled:
         return None
-    return _privacy_config(config, mixing).build(len(record_ids), record_ids)
+    planned = _privacy_config(config, mixing)
+    if record_owner is None:
+        return planned.build(len(record_ids), record_ids)
+    return planned.build(len(record_ids), record_owner=record_owner)
 
 
 def _privacy_config(
@@ -205,6 +237,7 @@ def _privacy_config(
         if plain
         else noise_of(config.noise, config.optimizer, privacy.max_grad_norm, mixing),
         denoising=None if plain else config.gradient_rule,
+        users=config.users if config.data.user else None,
         performance=replace(config.performance, max_physical_batch_size=config.physical_batch_size),
         seed=training.seed,
         data_are_public=config.data.public or plain,

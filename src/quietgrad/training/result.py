@@ -41,11 +41,15 @@ def facts_of(prepared: Prepared) -> dict[str, Any]:
         "data_declared_public": prepared.config.data.public,
         "trainable_parameters": trainable_count(prepared.model.classifier),
         "records": {
-            "train": len(prepared.train),
+            # How many records all users have together says how many one has to who knows the rest.
+            **({"train": len(prepared.train)} if prepared.combined is None else {}),
             "validation": len(prepared.validation),
             "test": len(prepared.test),
         },
     }
+    if prepared.combined is not None:
+        facts["users"] = prepared.sampler.dataset_size
+        facts["records_per_user"] = prepared.config.users.records_per_user
     if plan is not None:
         facts |= {
             "epsilon": plan.epsilon,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.averaging import ExponentialAverage
+from quietgrad.clipping.capture.examples import Examples
 from quietgrad.durable import write_whole
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.seeds import root_key
@@ -193,7 +194,9 @@ class _Loop:
         if not len(indices):  # no gradient, rather than a zero one: a moment stays as it is
             return
         for batch in self.prepared.micro_batches(indices, self.cache):
-            (self.loss(self.trained, batch).sum() / self.prepared.expected_batch_size).backward()
+            examples = Examples.of(batch, 1, self.prepared.combined)
+            losses = examples.averaged(self.loss(self.trained, examples.rows))
+            (losses.sum() / self.prepared.expected_batch_size).backward()
 
     def evaluate_on_schedule(self, done: int, private: PrivateRun | None) -> float | None:
         every = self.prepared.config.training.eval_every
@@ -201,7 +204,7 @@ class _Loop:
             return None
         part, key = self.prepared.scheduled, self.prepared.metric.key
         score = score_of(self.prepared, self.model, part)
-        record = {
+        record: dict[str, Any] = {
             "step": done,
             f"validation_{key}": score,
             "validation_records": len(part),
@@ -213,6 +216,8 @@ class _Loop:
             score = max(score, averaged)
         if private is not None:
             record["epsilon"] = private.epsilon()
+            if self.prepared.combined is not None:
+                record["unit"] = "user"
             if self.prepared.config.data.public:
                 record["data_declared_public"] = True
         self.run_dir.append_metrics(record)
@@ -268,7 +273,7 @@ def model_seeds(prepared: Prepared, private: PrivateRun | None) -> Callable[[int
 def _plain_batches(prepared: Prepared, done: int) -> Iterator[Any]:
     key = root_key(prepared.config.training.seed)
     for step in range(done, prepared.steps):
-        yield prepared.sampler.indices(key, step)
+        yield prepared.sampler.batch(key, step)
 
 
 def _require_movement(classifier: nn.Module, before: dict[str, Tensor], steps: int) -> None:

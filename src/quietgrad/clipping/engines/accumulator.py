@@ -35,10 +35,21 @@ from quietgrad.clipping.norms.factors import (
     ListedGradients,
     MatrixFactors,
 )
+from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct
 from quietgrad.tensors import accumulation_dtype, full_precision
 
 Sums = dict[str, Tensor]
+
+
+def zero_sum(p: Tensor) -> Tensor:
+    """The sum of no gradients of a parameter."""
+    return torch.zeros_like(
+        p,
+        dtype=accumulation_dtype(p.dtype),
+        memory_format=torch.contiguous_format,
+        requires_grad=False,
+    )
 
 
 @dataclass
@@ -47,8 +58,7 @@ class Accumulator:
 
     Attributes:
         layout: sites and parameters.
-        examples: b.
-        views: K, rows of the batch that make up one example.
+        groups: which rows of the batch make up each example.
         policy_of: parameter name -> how its estimator is chosen.
         group_of: parameter name -> row of ``sums`` that its norms go to.
         sums: squared norms of what is settled, with what rounding may have done to them.
@@ -59,8 +69,7 @@ class Accumulator:
     """
 
     layout: Layout
-    examples: int
-    views: int
+    groups: RowGroups
     policy_of: Callable[[str], Policy]
     group_of: Callable[[str], int]
     sums: NormSums
@@ -77,11 +86,12 @@ class Accumulator:
     def receive(self, use: Use) -> None:
         """Takes one call's inputs and output gradients; called from the backward pass."""
         # In the user's own precision: the fallback repeats the module's forward pass.
-        found = contributions_of(use, self.examples * self.views, self.recording)
+        found = contributions_of(use, self.groups.rows, self.recording)
         with full_precision():
             for name, contribution in found.items():
                 waiting = self._waiting.setdefault(name, [])
-                waiting.append(contribution if self.views == 1 else contribution.merged(self.views))
+                single = self.groups.largest == 1
+                waiting.append(contribution if single else contribution.merged(self.groups))
                 if self._is_last(name, len(waiting)):
                     self._settle(name)
 
@@ -168,9 +178,7 @@ class Accumulator:
                     sums[name] = known.weighted_sum(row, parameter.shape, dtype, sums.get(name))
 
 
-def contributions_of(
-    use: Use, examples: int, recording: Recording | None
-) -> dict[str, Contribution]:
+def contributions_of(use: Use, rows: int, recording: Recording | None) -> dict[str, Contribution]:
     """Parameter name -> per-example gradients of one call, by the module's
     rule or by the fallback.
     """
@@ -178,10 +186,10 @@ def contributions_of(
     if site.rule is not None:
         found = site.rule(site.module, input_of(use), use.output_gradients[0], site.parameters)
     elif recording is None:
-        found = dict(fallback_contributions(use, examples))
+        found = dict(fallback_contributions(use, rows))
     else:
         with recording.pause():
-            found = dict(fallback_contributions(use, examples))
+            found = dict(fallback_contributions(use, rows))
     return {site.parameters[local]: contribution for local, contribution in found.items()}
 
 

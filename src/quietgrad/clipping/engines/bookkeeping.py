@@ -21,34 +21,35 @@ from quietgrad.clipping.capture.backward import (
     visit_captured_calls,
     with_any_checkpointing,
 )
-from quietgrad.clipping.capture.views import rows_of
+from quietgrad.clipping.capture.examples import Examples
 from quietgrad.clipping.engines.accumulator import Accumulator, Sums
 from quietgrad.clipping.engines.one_example import add_scaled, norms_of_one
 from quietgrad.clipping.engines.thresholds import clip_factors
 from quietgrad.clipping.engines.work import Work
-from quietgrad.tensors import Batch, batch_size_of
 
 
-def _accumulated(work: Work, batch: Batch, keep: bool) -> Accumulator:
+def _accumulated(work: Work, batch: Examples, keep: bool) -> Accumulator:
     """One forward and one backward pass of a micro-batch."""
-    rows = rows_of(batch, work.views)
 
     def run(reentrant: bool) -> Accumulator:
-        accumulator = work.accumulator(batch_size_of(batch), keep)
+        accumulator = work.accumulator(batch.groups, keep)
         passes = forward_captured(
-            work.model, work.layout, work.per_example_loss, rows, accumulator.receive, reentrant
+            work.model,
+            work.layout,
+            work.per_example_loss,
+            batch.rows,
+            accumulator.receive,
+            reentrant,
         )
         with passes as (losses, recording):
             accumulator.recording = recording
-            visit_captured_calls(
-                losses / work.views if work.views > 1 else losses, recording, work.layout
-            )
+            visit_captured_calls(batch.averaged(losses), recording, work.layout)
         return accumulator
 
     return with_any_checkpointing(work.checkpointing, run)
 
 
-def group_norms(work: Work, batch: Batch) -> Tensor:
+def group_norms(work: Work, batch: Examples) -> Tensor:
     """[groups, b] norms of a micro-batch's per-example gradients: estimates, and for those in doubt
     the norms of their own gradients. Private.
     """
@@ -62,7 +63,7 @@ def group_norms(work: Work, batch: Batch) -> Tensor:
     return estimates
 
 
-def add_by_bookkeeping(work: Work, batch: Batch, sums: Sums) -> Tensor:
+def add_by_bookkeeping(work: Work, batch: Examples, sums: Sums) -> Tensor:
     """Adds a micro-batch's clipped gradients to ``sums``; returns [b] whether each example's norm
     is finite.
     """

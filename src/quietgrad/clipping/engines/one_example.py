@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.capture.backward import gradients_of_batch, with_any_checkpointing
-from quietgrad.clipping.capture.views import rows_of
+from quietgrad.clipping.capture.examples import Examples
 from quietgrad.clipping.engines.accumulator import Sums
 from quietgrad.clipping.engines.thresholds import clip_factors
 from quietgrad.clipping.engines.work import Work
@@ -22,16 +22,16 @@ from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct
 from quietgrad.tensors import Batch, accumulation_dtype, tensors_of
 
 
-def add_one_by_one(work: Work, example: Batch, sums: Sums) -> Tensor:
+def add_one_by_one(work: Work, example: Examples, sums: Sums) -> Tensor:
     """Adds one example's clipped gradient to ``sums``; returns [1] whether its norm is finite."""
 
     gradients = gradients_of_one(work, example)
     with torch.no_grad():
-        norms = norms_of_one(work, gradients, work.views)
+        norms = norms_of_one(work, gradients, example.divisor)
         finite = norms.enlarged.isfinite().all(dim=0)
         if bool(finite):
             factors = clip_factors(norms.enlarged, work.limits, work.scaling)[:, 0].tolist()
-            known = _addresses(work.model, example, gradients)
+            known = _addresses(work.model, example.records, gradients)
             for name in list(gradients):
                 gradient = gradients.pop(name)
                 # Nor kept by the user's code: a backward pass of its own may return a tensor that
@@ -47,14 +47,14 @@ def add_one_by_one(work: Work, example: Batch, sums: Sums) -> Tensor:
                 add_scaled(
                     sums,
                     {name: gradient},
-                    factors[work.thresholds.group_of[name]] / work.views,
+                    factors[work.thresholds.group_of[name]] / example.divisor,
                     owned,
                 )
     return finite
 
 
 def _addresses(
-    model: nn.Module, example: Batch, gradients: dict[str, Tensor | None]
+    model: nn.Module, records: Batch, gradients: dict[str, Tensor | None]
 ) -> Counter[int]:
     """How many of the gradients, the model's tensors and the batch's lie in each piece of memory:
     one of its own may be scaled in place.
@@ -63,15 +63,17 @@ def _addresses(
         *(g for g in gradients.values() if g is not None),
         *model.parameters(),
         *model.buffers(),
-        *tensors_of(example),
+        *tensors_of(records),
     ]
     return Counter(t.untyped_storage().data_ptr() for t in tensors)
 
 
-def norms_of_one(work: Work, gradients: Mapping[str, Tensor | None], views: int = 1) -> Norms:
-    """[groups, 1] norms of one example's gradient, given as the sum over so many views. Private."""
+def norms_of_one(work: Work, gradients: Mapping[str, Tensor | None], divisor: int = 1) -> Norms:
+    """[groups, 1] norms of one example's gradient, given as a sum that is divided by so many.
+    Private.
+    """
     found = NormSums.empty(len(work.thresholds.values), 1, work.device)
-    scale = float(views) ** -2
+    scale = float(divisor) ** -2
     for name, g in gradients.items():
         if g is not None:
             one = direct(g.detach().to(accumulation_dtype(g.dtype)).reshape(1, -1))
@@ -80,13 +82,13 @@ def norms_of_one(work: Work, gradients: Mapping[str, Tensor | None], views: int 
     return found.norms()
 
 
-def gradients_of_one(work: Work, example: Batch) -> dict[str, Tensor | None]:
-    """Plain gradients of one example's loss, summed over its views."""
+def gradients_of_one(work: Work, example: Examples) -> dict[str, Tensor | None]:
+    """Plain gradients of one example's loss, summed over its rows."""
 
     return with_any_checkpointing(
         work.checkpointing,
         lambda reentrant: gradients_of_batch(
-            work.model, work.layout, work.per_example_loss, rows_of(example, work.views), reentrant
+            work.model, work.layout, work.per_example_loss, example.rows, reentrant
         ),
     )
 

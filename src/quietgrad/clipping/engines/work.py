@@ -14,6 +14,7 @@ from quietgrad.clipping.engines.accumulator import Accumulator
 from quietgrad.clipping.engines.thresholds import STABILITY, Scaling, Thresholds
 from quietgrad.clipping.norms.choice import Policy
 from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.rounding import Norms, NormSums
 
 Engine = Literal["auto", "bookkeeping", "one-example"]
@@ -32,7 +33,6 @@ class Work:
         scaling: how a norm becomes a factor.
         projections: of this release, for sketches.
         sketched: whether any norm is an estimate; then none is measured again.
-        views: K, rows of the batch that make up one example.
         checkpointing: what is known of the model's.
         twice: whether norms are taken once more after the backward pass, and compared.
     """
@@ -45,7 +45,6 @@ class Work:
     scaling: Scaling
     projections: Projections
     sketched: bool = False
-    views: int = 1
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     twice: bool = False
 
@@ -58,15 +57,14 @@ class Work:
         """[groups] thresholds."""
         return torch.tensor(self.thresholds.values, dtype=torch.float64, device=self.device)
 
-    def accumulator(self, examples: int, keep: bool) -> Accumulator:
+    def accumulator(self, groups: RowGroups, keep: bool) -> Accumulator:
         """An empty accumulator for one micro-batch."""
         return Accumulator(
             self.layout,
-            examples,
-            self.views,
+            groups,
             self.policies.__getitem__,
             self.thresholds.group_of.__getitem__,
-            NormSums.empty(len(self.thresholds.values), examples, self.device),
+            NormSums.empty(len(self.thresholds.values), len(groups.sizes), self.device),
             self.projections,
             keep,
             keep and self.twice,

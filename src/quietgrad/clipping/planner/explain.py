@@ -10,7 +10,6 @@ from torch import nn
 
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.capture.layout import layout_of
-from quietgrad.clipping.capture.views import rows_of
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.engines.work import ENGINES, Engine
 from quietgrad.clipping.norms.choice import ESTIMATOR_OF
@@ -49,7 +48,7 @@ def explain(
     layout = layout_of(model)
     bound = clipper.bind(model, per_example_loss)
     how = bound.execution_choice(batch)
-    shapes = bound.traced(layout, rows_of(batch, clipper.views))
+    shapes = bound.traced(layout, bound.examples_of(batch).rows)
     speed = measured_throughput(str(next(iter(layout.parameters.values())).device))
     n = batch_size_of(batch)
     size = how.physical_batch_size

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quietgrad.accounting.rounding import round_up, round_up_to
-from quietgrad.events import RELATIONS
+from quietgrad.events import RELATIONS, unit_of
 from quietgrad.training.files.provenance import Record
 
 CARD = "README.md"
@@ -74,22 +74,23 @@ def privacy_lines(record: Record) -> list[str]:
     """The guarantee in words, of public facts alone."""
     lines = [f"- Trained on: {json.dumps(record['data'], ensure_ascii=False)}."]
     if record["private"]:
+        unit = unit_of(record["neighbouring"])
         lines += [
             f"- (epsilon, delta) = ({round_up(record['epsilon'], 4)}, "
             f"{round_up_to(record['delta'], 3)}), an upper bound over all {record['steps']} steps.",
-            "- Unit of privacy: one record of the training data. Neighbouring data sets: "
+            f"- Unit of privacy: one {unit} of the training data. Neighbouring data sets: "
             f"{RELATIONS[record['neighbouring']]}.",
         ]
         if "noise_multiplier" in record:
             lines.append(
-                f"- Mechanism: gradients clipped per record, Gaussian noise of multiplier "
+                f"- Mechanism: gradients clipped per {unit}, Gaussian noise of multiplier "
                 f"{round_up(record['noise_multiplier'], 4)}, Poisson sampling at rate "
                 f"{record['sample_rate']:.6g}, {record['bands']} band"
                 f"{'s of correlated noise' if record['bands'] > 1 else ' (independent noise)'}."
             )
         lines.append(
             "- Not covered: validation and test records, which were declared public; choices made "
-            "by looking at several runs on the same records, whose epsilons add; a record that "
+            f"by looking at several runs on the same records, whose epsilons add; a {unit} that "
             "the base model had already seen."
         )
     else:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.accounting.rounding import round_up, round_up_to
+from quietgrad.events import ADD_REMOVE, per_unit
 from quietgrad.training.tasks.metrics import BY_KEY, MEAN_AUC
 
 
@@ -73,7 +74,9 @@ def score_figure(
             label="epsilon spent",
         )
         spent.set_ylabel(
-            f"epsilon spent (delta = {round_up_to(result['delta'], 1)})", color="#c0504d"
+            f"epsilon spent{per_unit(result.get('neighbouring', ADD_REMOVE))} "
+            f"(delta = {round_up_to(result['delta'], 1)})",
+            color="#c0504d",
         )
         spent.set_ylim(0, max(m["epsilon"] for m in metrics) * 1.25)
         spent.tick_params(axis="y", colors="#c0504d")
@@ -87,4 +90,5 @@ def _title(result: dict[str, Any]) -> str:
     if not result["private"]:
         return "Fine-tuning without privacy"
     declared = " (data declared public)" if result.get("data_declared_public") else ""
-    return f"Private fine-tuning, epsilon = {round_up(result['epsilon'], 2)}{declared}"
+    unit = per_unit(result.get("neighbouring", ADD_REMOVE))
+    return f"Private fine-tuning, epsilon = {round_up(result['epsilon'], 2)}{unit}{declared}"

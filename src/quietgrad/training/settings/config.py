@@ -15,6 +15,7 @@ from quietgrad.checks import nearest
 from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.denoising import GradientRule, MomentumRule
 from quietgrad.noise.methods import IndependentNoise, NoiseMethod
+from quietgrad.sampling.users import Users
 from quietgrad.training.optimizers import SGD, AdamW, Optimizer
 from quietgrad.training.settings.denoising import DENOISING
 from quietgrad.training.settings.noise import NOISE, NoiseCurve
@@ -46,6 +47,7 @@ TABLES: Mapping[str, Table] = {
     "denoising": DENOISING,
     "optimizer": Table({"adamw": AdamW, "sgd": SGD}, "name"),
     "performance": one(Performance),
+    "users": one(Users),
     "training": one(TrainingTable),
 }
 # Examples per forward pass where nothing is said.
@@ -66,10 +68,16 @@ class TrainConfig:
     denoising: GradientRule | MomentumRule | None = None
     optimizer: Optimizer = field(default_factory=AdamW)
     performance: Performance = field(default_factory=Performance)
+    users: Users = field(default_factory=Users)
     training: TrainingTable = field(default_factory=TrainingTable)
 
     def __post_init__(self) -> None:
         model = self.model
+        if self.users != Users() and not self.data.user:
+            raise ValueError(
+                "users: this table says how users are protected, and nothing says whose a record "
+                "is; name the column of the owners with data.user, or take the table out"
+            )
         if self.task.kind == "generate" and (
             model.tune == "head" or model.public_head_steps or model.random_head
         ):

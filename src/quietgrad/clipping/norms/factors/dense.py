@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import (
     add_over_positions,
-    as_positions,
     block_products,
     thin_product,
     wide_product,
@@ -34,10 +34,12 @@ class DenseFactors(Unfolded):
     Attributes:
         left_bgtp: rows factor (for a Linear layer the output gradient).
         right_bgtd: columns factor (for a Linear layer the input).
+        rows_an_example: rows of the batch whose positions follow one another in t.
     """
 
     left_bgtp: Tensor
     right_bgtd: Tensor
+    rows_an_example: int = 1
 
     @property
     def sizes(self) -> Sizes:
@@ -53,17 +55,16 @@ class DenseFactors(Unfolded):
         return chain(self.right_bgtd.shape[2])
 
     def examples(self, span: slice) -> DenseFactors:
-        return DenseFactors(self.left_bgtp[span], self.right_bgtd[span])
+        return DenseFactors(self.left_bgtp[span], self.right_bgtd[span], self.rows_an_example)
 
     def positions(self, examples: slice, positions: slice) -> DenseFactors:
         return DenseFactors(
             self.left_bgtp[examples, :, positions], self.right_bgtd[examples, :, positions]
         )
 
-    def merged(self, views: int) -> DenseFactors:
-        return DenseFactors(
-            as_positions(self.left_bgtp, views), as_positions(self.right_bgtd, views)
-        )
+    def merged(self, groups: RowGroups) -> DenseFactors:
+        left, right = groups.positions(self.left_bgtp), groups.positions(self.right_bgtd)
+        return DenseFactors(left, right, groups.largest)
 
     def without(self, dropped_b: Tensor) -> DenseFactors:
         return DenseFactors(zeroed(self.left_bgtp, dropped_b), zeroed(self.right_bgtd, dropped_b))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.products import zeroed
 
 
@@ -22,9 +23,9 @@ class DirectGradients:
     def examples(self, span: slice) -> DirectGradients:
         return DirectGradients(self.values_bn[span])
 
-    def merged(self, views: int) -> DirectGradients:
-        """From one gradient a row of the batch to one an example: the sum over its views."""
-        return DirectGradients(self.values_bn.unflatten(0, (-1, views)).sum(1))
+    def merged(self, groups: RowGroups) -> DirectGradients:
+        """From one gradient a row of the batch to one an example: the sum over its rows."""
+        return DirectGradients(groups.totals(self.values_bn))
 
     def without(self, dropped_b: Tensor) -> DirectGradients:
         return DirectGradients(zeroed(self.values_bn, dropped_b))

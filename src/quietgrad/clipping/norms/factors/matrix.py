@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.products import (
     Sums,
     block_products,
@@ -109,10 +110,14 @@ class MatrixFactors(Kept, Protocol):
     def examples_a_call(self) -> int:
         """How many examples a piece of ``pieces`` holds; 0 where there are no pieces."""
 
+    @property
+    def rows_an_example(self) -> int:
+        """How many rows of the batch are one example, their positions one after the other."""
+
     def examples(self, span: slice) -> MatrixFactors: ...
 
-    def merged(self, views: int) -> MatrixFactors:
-        """From one gradient a row of the batch to one an example: the sum over its views."""
+    def merged(self, groups: RowGroups) -> MatrixFactors:
+        """From one gradient a row of the batch to one an example: the sum over its rows."""
 
     def unfolded(self) -> Unfolded:
         """The same with both factors formed, so far as they ever are."""
@@ -156,6 +161,7 @@ class Unfolded(MatrixFactors, Protocol):
     """
 
     right_bgtd: Tensor
+    rows_an_example: int
 
     @property
     def like(self) -> Tensor:

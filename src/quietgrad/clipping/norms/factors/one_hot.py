@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
-from quietgrad.clipping.norms.factors.products import as_positions, zeroed
+from quietgrad.clipping.norms.factors.products import zeroed
 from quietgrad.clipping.norms.factors.rows import at_least, not_zero, row_norms
 from quietgrad.clipping.norms.rounding import gamma
 
@@ -25,11 +26,13 @@ class OneHotFactors(Unfolded):
         ids_bt: row of the table that each position reads.
         right_bgtd: gradient at each position, zero at positions that read the padding row; g = 1.
         rows: number of rows of the table.
+        rows_an_example: rows of the batch whose positions follow one another in t.
     """
 
     ids_bt: Tensor
     right_bgtd: Tensor
     rows: int
+    rows_an_example: int = 1
 
     @property
     def sizes(self) -> Sizes:
@@ -45,16 +48,18 @@ class OneHotFactors(Unfolded):
         return self.right_bgtd.shape[2]  # row by row, one position after the other
 
     def examples(self, span: slice) -> OneHotFactors:
-        return OneHotFactors(self.ids_bt[span], self.right_bgtd[span], self.rows)
+        return OneHotFactors(
+            self.ids_bt[span], self.right_bgtd[span], self.rows, self.rows_an_example
+        )
 
     def positions(self, examples: slice, positions: slice) -> OneHotFactors:
         return OneHotFactors(
             self.ids_bt[examples, positions], self.right_bgtd[examples, :, positions], self.rows
         )
 
-    def merged(self, views: int) -> OneHotFactors:
-        ids = self.ids_bt.unflatten(0, (-1, views)).flatten(1)
-        return OneHotFactors(ids, as_positions(self.right_bgtd, views), self.rows)
+    def merged(self, groups: RowGroups) -> OneHotFactors:
+        ids, right = groups.indices(self.ids_bt), groups.positions(self.right_bgtd)
+        return OneHotFactors(ids, right, self.rows, groups.largest)
 
     def without(self, dropped_b: Tensor) -> OneHotFactors:
         return OneHotFactors(self.ids_bt, zeroed(self.right_bgtd, dropped_b), self.rows)

@@ -182,7 +182,7 @@ def sums_over_columns(columns: int) -> Sums:
 
 
 def as_positions(factor_bgtn: Tensor, views: int) -> Tensor:
-    """[b K, g, t, n] to [b, g, K t, n]: a record's views are further positions of one example."""
+    """[b K, g, t, n] to [b, g, K t, n]: K rows of the batch are positions of one example."""
     return factor_bgtn.unflatten(0, (-1, views)).transpose(1, 2).flatten(2, 3)
 
 

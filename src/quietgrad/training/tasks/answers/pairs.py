@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quietgrad.checks import nearest
-from quietgrad.training.tasks.columns import label_word, missing, read_columns
+from quietgrad.training.tasks.columns import label_word, missing, owners_in, read_columns
 from quietgrad.training.tasks.predictions import read_new
 from quietgrad.training.tasks.splits import IGNORED, Splits
 
@@ -31,12 +31,14 @@ class TextPairs:
         texts: [n] prompts.
         answers: [n]; "" where a record has none: nothing is learnt from it.
         source: where they came from.
+        owners: [n] what each record's user is known by; None where nobody asks.
     """
 
     texts: tuple[str, ...]
     answers: tuple[str, ...]
     source: str
     label_names: tuple[str, ...] = ()
+    owners: tuple[bytes, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -55,15 +57,20 @@ class TextPairs:
             tuple(self.answers[i] for i in indices),
             self.source,
             self.label_names,
+            None if self.owners is None else tuple(self.owners[i] for i in indices),
         )
 
 
-def load_pairs(source: str, prompt: str, answer: str) -> TextPairs:
+def load_pairs(
+    source: str, prompt: str, answer: str, user: str = "", option: str = "data.source"
+) -> TextPairs:
     """Reads records and fills the templates.
 
     Args:
         source: a CSV, TSV, JSONL, JSON or Parquet file, or a Hugging Face data set.
         prompt, answer: templates with column names in braces, such as "{text} Summary:".
+        user: column that says whose a record is, where users are protected.
+        option: what named the source, for messages.
 
     Raises:
         ValueError: for a column that is not there, or a template without one.
@@ -76,7 +83,8 @@ def load_pairs(source: str, prompt: str, answer: str) -> TextPairs:
     if not filled["prompt"]:
         raise ValueError(f"data.source={source!r} holds no records")
     answers = tuple(text if text.strip() else "" for text in filled["answer"])
-    return TextPairs(tuple(filled["prompt"]), answers, source)
+    owners = owners_in(columns, user, option, source)
+    return TextPairs(tuple(filled["prompt"]), answers, source, owners=owners)
 
 
 def load_prompts(file: Path, prompt: str) -> tuple[TextPairs, dict[str, list[Any]]]:

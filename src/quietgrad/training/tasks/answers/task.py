@@ -52,9 +52,10 @@ class AnswersTask(Task):
         """See ``Task.load``."""
         data, task = config.data, config.task
         refuse_weights_of_images(config)
-        pairs = load_pairs(data.source, task.prompt, task.answer)
+        named = (task.prompt, task.answer, data.user)
+        pairs = load_pairs(data.source, *named)
         if data.test_source:
-            test = load_pairs(data.test_source, task.prompt, task.answer)
+            test = load_pairs(data.test_source, *named, "data.test_source")
             splits = split_with_test(pairs, test, data.validation_fraction)
         else:
             splits = split(pairs, data.validation_fraction, data.test_fraction)

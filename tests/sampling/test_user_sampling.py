@@ -1,0 +1,168 @@
+"""Which records stand for a user: at most so many, chosen by who it is and the step, never by who
+else is there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quietgrad.randomness import RandomKey
+from quietgrad.sampling import PoissonSampler, UserRecords
+
+KEY = RandomKey.from_seed(0)
+OWNERS = ["b", "a", "b", "c", "a", "b", "b", "d", "b", "b"]  # b has six, a two, c and d one
+
+
+def records_of(users: UserRecords, owner: int, step: int = 0) -> list[int]:
+    return users.drawn(np.array([owner]), KEY, step).records.tolist()
+
+
+def test_users_are_numbered_by_their_first_record() -> None:
+    users = UserRecords.of(OWNERS, 9)
+    assert users.count == 4 and users.records == 10
+    assert [records_of(users, i) for i in range(4)] == [[0, 2, 5, 6, 8, 9], [1, 4], [3], [7]]
+
+
+def test_a_batch_holds_users_with_few_records_first_and_each_users_side_by_side() -> None:
+    drawn = UserRecords.of(OWNERS, 3).drawn(np.arange(4), KEY, 0)
+    assert drawn.sizes == (1, 1, 2, 3) and drawn.users.tolist() == [2, 3, 1, 0]
+    assert drawn.records.tolist()[:4] == [3, 7, 1, 4] and len(drawn) == 4
+    assert set(drawn.records[4:].tolist()) < {0, 2, 5, 6, 8, 9}
+    part = drawn.span(slice(1, 3))
+    assert part.users.tolist() == [3, 1] and part.records.tolist() == [7, 1, 4]
+    assert part.sizes == (1, 2)
+
+
+@pytest.mark.parametrize("choice", ["fixed", "fresh"])
+@pytest.mark.parametrize("cap", [1, 2, 5])
+def test_the_cap_bites(choice: Any, cap: int) -> None:
+    users = UserRecords.of(OWNERS, cap, choice)
+    for step in range(20):
+        drawn = users.drawn(np.arange(4), KEY, step)
+        assert sorted(drawn.sizes) == sorted(min(cap, n) for n in (6, 2, 1, 1))
+        assert len(set(drawn.records.tolist())) == sum(drawn.sizes)
+
+
+def test_a_fixed_choice_is_the_same_in_every_step_and_session_and_a_fresh_one_is_not() -> None:
+    fixed, fresh = UserRecords.of(OWNERS, 2), UserRecords.of(OWNERS, 2, "fresh")
+    other = RandomKey.from_seed(1)
+    chosen = {
+        tuple(fixed.drawn(np.array([0]), key, step).records)
+        for step in range(9)
+        for key in (KEY, other)
+    }
+    assert len(chosen) == 1
+    by_step = [tuple(records_of(fresh, 0, step)) for step in range(30)]
+    assert len(set(by_step)) > 5
+    assert by_step == [tuple(records_of(fresh, 0, step)) for step in range(30)]  # and repeats
+    assert by_step != [tuple(fresh.drawn(np.array([0]), other, s).records) for s in range(30)]
+
+
+def test_a_fresh_choice_is_uniform() -> None:
+    """600 draws of 2 among 6: a right one is 5.3 deviations off with probability 1e-7 a record, six
+    records; one that always takes the first is refused.
+    """
+    fresh = UserRecords.of(OWNERS, 2, "fresh")
+    counts = np.zeros(10)
+    for step in range(600):
+        counts[records_of(fresh, 0, step)] += 1
+    own = counts[[0, 2, 5, 6, 8, 9]]
+    off = 5.3 * np.sqrt(600 / 3 * 2 / 3)
+    assert np.abs(own - 200).max() < off < abs(600 - 200)
+
+
+@pytest.mark.parametrize("choice", ["fixed", "fresh"])
+def test_other_users_do_not_change_which_records_stand_for_one(choice: Any) -> None:
+    """Without c, and beside many others: the same of the user's own records."""
+    own = {}
+    for others in ([], ["c"], [f"new{i}" for i in range(50)]):
+        owners = ["a", *others, *["b"] * 6, "a", *others]
+        mine = [i for i, owner in enumerate(owners) if owner == "b"]
+        users = UserRecords.of(owners, 3, choice)
+        number = list(dict.fromkeys(owners)).index("b")
+        own[len(others)] = [mine.index(i) for i in records_of(users, number, 4)]
+    assert own[0] == own[1] == own[50]
+
+
+def test_without_the_last_user_nothing_of_the_others_moves() -> None:
+    users = UserRecords.of(OWNERS, 2)
+    fewer = users.without_last()
+    assert fewer.count == 3 and fewer.records == 9
+    assert [records_of(fewer, i) for i in range(3)] == [records_of(users, i) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    "owners",
+    [
+        np.array([3, 1, 3]),
+        torch.tensor([3, 1, 3]),
+        (3, 1, 3),
+        [3.0, 1.0, 3.0],  # a table with gaps elsewhere
+        ["3", "1", "3"],
+        [b"3", b"1", b"3"],
+        iter(["3", "1", "3"]),
+    ],
+    ids=str,
+)
+def test_owners_come_in_many_forms(owners: Any) -> None:
+    users = UserRecords.of(owners, 4)
+    assert users.count == 2 and users.identities == UserRecords.of(["3", "1", "3"], 4).identities
+
+
+def test_owners_of_a_table_are_read() -> None:
+    pandas = pytest.importorskip("pandas")
+    assert UserRecords.of(pandas.Series(["x", "y", "x"]), 4).count == 2
+    for gap in (None, float("nan"), pandas.NA):
+        column = pandas.Series(["x", gap, "secret"], dtype=object)
+        with pytest.raises(ValueError, match="no owner for some record") as refused:
+            UserRecords.of(column, 4)
+        assert "secret" not in str(refused.value) and "1" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("owners", "message"),
+    [
+        (["a", None, "b"], "no owner for some record.*leave such records out"),
+        (["a", "  ", "b"], "no owner for some record"),
+        ([1.0, float("nan")], "no owner for some record"),
+        (["a", 1, "b"], "mixes text and numbers.*as text"),
+        ([1.5, 2.0], "neither text nor whole numbers"),
+        ([True, False], "neither text nor whole numbers"),
+        ([("a",), ("b",)], "neither text nor whole numbers"),
+        (["a", "a", "a"], "single user.*column that tells people apart"),
+        ("abc", "single text.*as a list"),
+    ],
+)
+def test_bad_owners_are_refused(owners: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        UserRecords.of(owners, 4)
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="records_per_user=0"):
+        UserRecords.of(OWNERS, 0)
+    with pytest.raises(ValueError, match="choice='first' is unknown"):
+        UserRecords.of(OWNERS, 1, "first")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not of the same data"):
+        PoissonSampler(10, 0.5, users=UserRecords.of(OWNERS, 1))
+
+
+def test_a_user_is_drawn_as_often_as_one_coin_says_however_many_records() -> None:
+    """2000 steps at rate 0.1, a user of 50 records and 20 of one: 200 expected, 13.4 a deviation;
+    a right sampler is five off with probability 6e-7 a user, and one that draws a user wherever one
+    record is drawn would have that user in nearly every step.
+    """
+    owners = ["many"] * 50 + [f"one{i}" for i in range(20)]
+    users = UserRecords.of(owners, 8)
+    sampler = PoissonSampler(21, 0.1, users=users)
+    seen = np.zeros(21)
+    for step in range(2000):
+        seen[sampler.batch(KEY, step).users] += 1  # type: ignore[union-attr]
+    assert np.abs(seen - 200).max() < 5 * 13.4
+    by_record = PoissonSampler(70, 0.1)
+    wrong = sum(bool((by_record.indices(KEY, step) < 50).any()) for step in range(2000))
+    assert wrong > 1900
