@@ -90,7 +90,7 @@ class Accumulator:
         with full_precision():
             for name, contribution in found.items():
                 waiting = self._waiting.setdefault(name, [])
-                single = self.groups.largest == 1
+                single = self.groups.single
                 waiting.append(contribution if single else contribution.merged(self.groups))
                 if self._is_last(name, len(waiting)):
                     self._settle(name)

@@ -22,9 +22,12 @@ class RowGroups:
 
     Attributes:
         sizes: [b] rows of each example, at least one. Private where examples are users.
+        single: whether every example of the whole run is one row. A matter of the plan, never of
+            the batch: it decides what is measured how.
     """
 
     sizes: tuple[int, ...]
+    single: bool = False
 
     @cached_property
     def rows(self) -> int:
