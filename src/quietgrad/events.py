@@ -20,7 +20,7 @@ from quietgrad.checks import (
     require_rate,
 )
 
-__all__ = ["EventSequence", "ExactClipping", "PoissonGaussian", "RandomizedClipping"]
+__all__ = ["EventSequence", "ExactClipping", "PoissonGaussian", "RandomizedClipping", "SideRelease"]
 
 Envelope = Literal["mixed", "hutch"]
 ENVELOPES: tuple[Envelope, ...] = ("mixed", "hutch")
@@ -124,6 +124,44 @@ class SensitivityClaim:
 
 
 @dataclass(frozen=True)
+class SideRelease:
+    """A number that is released beside the noisy gradients of a step, made of the same batch: a sum
+    to which one record adds at most 1 in absolute value, with Gaussian noise of its own.
+
+    Attributes:
+        name: of the kind of release, such as "training-loss".
+        noise_multiplier: nu, standard deviation of its noise over what one record can add.
+        every: it is made at steps 0, every, 2 every, ...
+    """
+
+    name: str
+    noise_multiplier: float
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        require_positive("noise_multiplier", self.noise_multiplier)
+        require_at_least(
+            "noise_multiplier",
+            self.noise_multiplier,
+            SMALLEST_NOISE,
+            "no epsilon can be computed for so little noise; usual values are 5 to 50",
+        )
+        require_int("every", self.every)
+        require_at_least("every", self.every, 1, "1 is every step")
+
+    def at(self, step: int) -> bool:
+        """Whether it is made at this step."""
+        return step % self.every == 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "noise_multiplier": float(self.noise_multiplier),
+            "every": int(self.every),
+        }
+
+
+@dataclass(frozen=True)
 class PoissonGaussian:
     """T steps of the (possibly banded) Gaussian mechanism on Poisson-sampled batches: one phase of
     DP-SGD.
@@ -136,6 +174,7 @@ class PoissonGaussian:
         clipping: exact, or randomized with its sketch facts.
         bands: b; 1 is independent noise. With b > 1 the data are split into b parts, step t samples
             from part t mod b.
+        beside: what is released with the gradients of a step, of the same batch.
 
     The accountant sees ``compositions`` steps at rate ``participation_rate`` (docs/privacy.md,
     section 6, and erratum E9 of docs/errata.md).
@@ -146,6 +185,7 @@ class PoissonGaussian:
     steps: int
     clipping: ClippingClaim = ExactClipping()
     bands: int = 1
+    beside: tuple[SideRelease, ...] = ()
 
     def __post_init__(self) -> None:
         require_positive("noise_multiplier", self.noise_multiplier)
@@ -182,6 +222,16 @@ class PoissonGaussian:
         """
         return replace(self, steps=max(releases, self.bands))
 
+    def with_noise(self, noise_multiplier: float) -> PoissonGaussian:
+        """The same mechanism with all its noise, that beside the gradients too, made larger or
+        smaller by one factor.
+        """
+        factor = noise_multiplier / self.noise_multiplier
+        beside = tuple(
+            replace(side, noise_multiplier=factor * side.noise_multiplier) for side in self.beside
+        )
+        return replace(self, noise_multiplier=noise_multiplier, beside=beside)
+
     def to_json(self) -> dict[str, Any]:
         record: dict[str, Any] = {
             "kind": "poisson-gaussian",
@@ -198,6 +248,8 @@ class PoissonGaussian:
                 if self.clipping.total_rank is None
                 else int(self.clipping.total_rank),
             }
+        if self.beside:
+            record["beside"] = [side.to_json() for side in self.beside]
         return record
 
 
@@ -242,6 +294,7 @@ def _phase_from_json(record: dict[str, Any]) -> PoissonGaussian:
         steps=record["steps"],
         bands=record.get("bands", 1),
         clipping=RandomizedClipping(**sketch) if sketch else ExactClipping(),
+        beside=tuple(SideRelease(**side) for side in record.get("beside", ())),
     )
 
 

@@ -16,6 +16,7 @@ from quietgrad.events import (
     ExactClipping,
     PoissonGaussian,
     PrivacyEvent,
+    SideRelease,
 )
 
 SMALLEST_MULTIPLIER = 1e-2
@@ -33,6 +34,7 @@ def noise_multiplier(
     clipping: ClippingClaim | None = None,
     bands: int = 1,
     before: PrivacyEvent | None = None,
+    beside: Callable[[float], tuple[SideRelease, ...]] | None = None,
 ) -> float:
     """Smallest noise multiplier found with epsilon at most the target.
 
@@ -44,19 +46,23 @@ def noise_multiplier(
         clipping: exact (default) or randomized.
         bands: b, 1 for independent noise.
         before: what was already released on the same data; the target covers both.
+        beside: sigma -> what is released beside the gradients, of the same batches; the target
+            covers it too.
 
     Returns:
         sigma with ``epsilon(event with sigma) <= target_epsilon``, and within 1e-2 of it.
 
     Raises:
-        ValueError: for bad arguments, or where no noise multiplier up to 1e6 meets the target.
+        ValueError: for bad arguments, or where no noise multiplier up to 1e6 meets the target, such
+            as where what is released beside the gradients costs more by itself.
     """
     require_positive("target_epsilon", target_epsilon)
     require_delta("target_delta", target_delta)
     template = PoissonGaussian(1.0, sample_rate, steps, clipping or ExactClipping(), bands)
 
     def event(sigma: float) -> PrivacyEvent:
-        phase = replace(template, noise_multiplier=sigma)
+        side = () if beside is None else beside(sigma)
+        phase = replace(template, noise_multiplier=sigma, beside=side)
         if before is None:
             return phase
         earlier = before.events if isinstance(before, EventSequence) else (before,)
@@ -92,8 +98,8 @@ def calibrate(epsilon_at: Callable[[float], float], target_epsilon: float) -> fl
             raise ValueError(
                 f"target_epsilon={target_epsilon} is not met by any noise multiplier up to "
                 f"{LARGEST_MULTIPLIER:g}; allow a larger "
-                "epsilon or delta, fewer steps, a smaller sampling rate or, with sketches, a "
-                "larger sketch_dim"
+                "epsilon or delta, fewer steps, a smaller sampling rate, with sketches a larger "
+                "sketch_dim, or more noise on what is released beside the gradients"
             )
     if low == high:
         while value <= 0:

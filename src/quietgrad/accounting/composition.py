@@ -12,6 +12,7 @@ import numpy as np
 from dp_accounting.pld import pld_pmf
 from numpy.typing import NDArray
 
+from quietgrad.accounting.beside import joined, split_by_side_releases, squared_shift
 from quietgrad.accounting.one_step import (
     Atoms,
     OneStep,
@@ -150,11 +151,9 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
     phases = event.events if isinstance(event, EventSequence) else (event,)
     if not phases:
         raise ValueError("the event sequence is empty: nothing was released, and epsilon is 0")
-    phases = _merge_equal_phases(phases)
+    phases = _merge_equal_phases(tuple(p for phase in phases for p in split_by_side_releases(phase)))
     truncation = tail_mass / (4 * len(phases))
-    coarse = [
-        scale_mixture(p.clipping, truncation / p.compositions, GRID_MIXTURE_BINS) for p in phases
-    ]
+    coarse = [_mixture(p, truncation, GRID_MIXTURE_BINS) for p in phases]
     # One grid serves all phases: the finest that any of them asks for, unless the widest could then
     # not be held.
     grids = [_grid(p, m, truncation, refine) for p, m in zip(phases, coarse, strict=True)]
@@ -163,7 +162,7 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
     interval = max(wanted, range_limit, max(g.smallest_composed_interval for g in grids))
     points = max((g.highest - g.lowest) / interval for g in grids)
     bins = int(min(MIXTURE_BINS, max(GRID_MIXTURE_BINS, MIXTURE_WORK * refine / points)))
-    mixtures = [scale_mixture(p.clipping, truncation / p.compositions, bins) for p in phases]
+    mixtures = [_mixture(p, truncation, bins) for p in phases]
     steps = [
         _one_step_on_grid(p, m, g, interval)
         for p, m, g in zip(phases, mixtures, grids, strict=True)
@@ -189,17 +188,16 @@ def _merge_equal_phases(phases: tuple[PoissonGaussian, ...]) -> tuple[PoissonGau
     for phase in phases:
         for i, earlier in enumerate(merged):
             if phase.bands == 1 and replace(phase, steps=earlier.steps) == earlier:
-                merged[i] = PoissonGaussian(
-                    phase.noise_multiplier,
-                    phase.sample_rate,
-                    earlier.steps + phase.steps,
-                    phase.clipping,
-                    1,
-                )
+                merged[i] = replace(phase, steps=earlier.steps + phase.steps)
                 break
         else:
             merged.append(phase)
     return tuple(merged)
+
+
+def _mixture(phase: PoissonGaussian, truncation: float, bins: int) -> ScaleMixture:
+    """The scale of what a record contributes to a step, side releases included."""
+    return joined(scale_mixture(phase.clipping, truncation / phase.compositions, bins), phase)
 
 
 @dataclass(frozen=True)
@@ -215,7 +213,7 @@ def _grid(phase: PoissonGaussian, mixture: ScaleMixture, truncation: float, refi
     per_step = truncation / n
     highest = largest_loss(mixture, sigma, q, per_step)
     lowest = smallest_loss(mixture, sigma, q, per_step)
-    spread = loss_spread(1.0 / sigma, q)
+    spread = loss_spread(math.sqrt(sigma**-2 + squared_shift(phase)), q)
     interval = (
         min(spread / INTERVALS_PER_SPREAD, LARGEST_INTERVAL, (highest - lowest) / 50) / refine
     )

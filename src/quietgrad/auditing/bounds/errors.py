@@ -10,7 +10,7 @@ probability, so that both hold together with the stated confidence.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scipy import optimize, stats
 
@@ -183,7 +183,7 @@ def lower_bound_trade_off(
     claimed = event.noise_multiplier
 
     def refuted(multiplier: float) -> bool:
-        curve = trade_off(replace(event, noise_multiplier=multiplier), [false_positive], "remove")
+        curve = trade_off(event.with_noise(multiplier), [false_positive], "remove")
         return bool(curve[0] > false_negative)
 
     high = claimed
@@ -202,4 +202,4 @@ def lower_bound_trade_off(
     while math.log(high / low) > RESOLUTION:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if refuted(middle) else (middle, high)
-    return epsilon(replace(event, noise_multiplier=high), delta)
+    return epsilon(event.with_noise(high), delta)
