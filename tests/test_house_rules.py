@@ -29,7 +29,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "randomness": ({"checks"}, {"numpy"}),
     "tensors": (set(), {"torch"}),
     "averaging": ({"tensors"}, {"torch"}),
-    "clipping": ({"events", "checks", "randomness", "records", "tensors"}, {"torch"}),
+    "beside": ({"events", "checks", "records"}, {"torch"}),
+    "clipping": ({"beside", "events", "checks", "randomness", "records", "tensors"}, {"torch"}),
     "noise": (
         {"events", "checks", "randomness", "records", "tensors", "clipping"},
         {"numpy", "scipy", "torch", "cryptography"},
@@ -297,6 +298,7 @@ PUBLIC = [
     "quietgrad.accounting",
     "quietgrad.auditing",
     "quietgrad.averaging",
+    "quietgrad.beside",
     "quietgrad.clipping",
     "quietgrad.curvature",
     "quietgrad.denoising",

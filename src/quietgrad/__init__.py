@@ -28,6 +28,7 @@ ROOMS = (
     "accounting",
     "auditing",
     "averaging",
+    "beside",
     "clipping",
     "curvature",
     "denoising",

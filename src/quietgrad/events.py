@@ -306,6 +306,16 @@ class NotPrivate:
     Attributes:
         reason: why there is nothing to protect, such as "synthetic data"; of a run it is written to
             the ledger.
+
+    Raises:
+        ValueError: without a reason.
     """
 
     reason: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str) or not self.reason.strip():
+            raise ValueError(
+                f"reason={self.reason!r}: say why these data need no protection; the ledger keeps "
+                "it"
+            )

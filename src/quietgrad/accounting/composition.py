@@ -151,7 +151,9 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
     phases = event.events if isinstance(event, EventSequence) else (event,)
     if not phases:
         raise ValueError("the event sequence is empty: nothing was released, and epsilon is 0")
-    phases = _merge_equal_phases(tuple(p for phase in phases for p in split_by_side_releases(phase)))
+    phases = _merge_equal_phases(
+        tuple(p for phase in phases for p in split_by_side_releases(phase))
+    )
     truncation = tail_mass / (4 * len(phases))
     coarse = [_mixture(p, truncation, GRID_MIXTURE_BINS) for p in phases]
     # One grid serves all phases: the finest that any of them asks for, unless the widest could then

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from quietgrad.beside.values import SideMethod
 from quietgrad.clipping.capture.backward import Checkpointing, PerExampleLoss
 from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, layout_of
@@ -73,6 +74,8 @@ class Settings(Protocol):
     def memory_budget(self) -> float | None: ...
     @property
     def speed(self) -> Throughput | None: ...
+    @property
+    def beside(self) -> tuple[SideMethod, ...]: ...
     @property
     def claim(self) -> SensitivityClaim: ...
     @property
@@ -160,8 +163,7 @@ class BoundClipper:
             sums: Sums = {}
             counts = PrivateCounts()
             for part in _micro_batches(batch, how.physical_batch_size):
-                finite = add(work, part, sums)
-                counts += PrivateCounts(len(finite), (~finite).sum())
+                counts += PrivateCounts.of(add(work, part, sums), self.clipper.beside)
         gradients = {
             name: sums.pop(name) if name in sums else _zeros_like(p)
             for name, p in layout.parameters.items()
@@ -288,11 +290,8 @@ class BoundClipper:
             )
         sketched, engine = self.clipper.sketched, settings.engine
         if engine == "auto" and settings.physical_batch_size is not None:
-            engine = (
-                "one-example"
-                if settings.physical_batch_size == 1 and not sketched
-                else "bookkeeping"
-            )
+            alone = settings.physical_batch_size == 1 and not sketched
+            engine = "one-example" if alone else "bookkeeping"
         if engine == "one-example" or settings.physical_batch_size is not None or n < 2:
             size = 1 if engine == "one-example" else settings.physical_batch_size or max(n, 1)
             return ExecutionChoice(

@@ -11,6 +11,7 @@ from typing import Any
 from quietgrad.events import PoissonGaussian, PrivacyEvent
 from quietgrad.ledger.chain import START, Count, count_path, decoded, encoded, read_count
 from quietgrad.ledger.records import (
+    ClippingNorm,
     Mechanism,
     NoiseBlock,
     NoiseDrawn,
@@ -43,6 +44,8 @@ class LedgerContents:
         sessions: starts of the run in order.
         noise_drawn: how that block's noise is drawn: dtype, library and device; None before its
             first release.
+        max_grad_norm: what the last releases were clipped to, or the next would be, where that
+            follows what is released; None where it stayed as the mechanism line has it.
         not_private: why the run gave up privacy (``PrivateRun.give_up_privacy``): no epsilon covers
             it; None for any other.
     """
@@ -53,6 +56,7 @@ class LedgerContents:
     noise_block: tuple[int, str] | None = None
     sessions: tuple[SessionStart, ...] = ()
     noise_drawn: str | None = None
+    max_grad_norm: float | None = None
     not_private: str | None = None
 
     @property
@@ -220,7 +224,7 @@ class _Growing:
         if self._phase is None:
             raise ValueError("it comes before the mechanism line")
         if (
-            isinstance(record, Release | SessionStart | NoiseBlock)
+            isinstance(record, Release | SessionStart | NoiseBlock | ClippingNorm)
             and record.step != self._releases
         ):
             raise ValueError(
@@ -236,6 +240,8 @@ class _Growing:
             )
         elif isinstance(record, NoiseDrawn):
             self._said = replace(self._said, noise_drawn=record.how)
+        elif isinstance(record, ClippingNorm):
+            self._said = replace(self._said, max_grad_norm=record.max_grad_norm)
         elif isinstance(record, PrivacyGivenUp):
             self._said = replace(self._said, not_private=record.reason)
 

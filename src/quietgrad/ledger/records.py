@@ -109,6 +109,23 @@ class NoiseDrawn:
 
 
 @dataclass(frozen=True)
+class ClippingNorm:
+    """From release ``step`` on gradients are clipped to ``max_grad_norm``: a function of what was
+    released before it.
+    """
+
+    step: int
+    max_grad_norm: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "clipping-norm", "step": self.step, "max_grad_norm": self.max_grad_norm}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> ClippingNorm:
+        return cls(int(record["step"]), float(record["max_grad_norm"]))
+
+
+@dataclass(frozen=True)
 class Release:
     """Release number ``step`` is about to be made. ``torn``: its line was cut
     off, and is counted.
@@ -139,12 +156,15 @@ class PrivacyGivenUp:
         return cls(str(record["reason"]))
 
 
-Record = Mechanism | SessionStart | NoiseBlock | NoiseDrawn | Release | PrivacyGivenUp
+Record = (
+    Mechanism | SessionStart | NoiseBlock | NoiseDrawn | ClippingNorm | Release | PrivacyGivenUp
+)
 _KINDS: dict[str, Any] = {
     "mechanism": Mechanism,
     "session": SessionStart,
     "noise-block": NoiseBlock,
     "noise-drawn": NoiseDrawn,
+    "clipping-norm": ClippingNorm,
     "release": Release,
     "not-private": PrivacyGivenUp,
 }

@@ -29,6 +29,7 @@ from quietgrad.ledger.chain import (
 )
 from quietgrad.ledger.reader import REMEDY, LedgerContents, scan
 from quietgrad.ledger.records import (
+    ClippingNorm,
     Mechanism,
     NoiseBlock,
     NoiseDrawn,
@@ -67,6 +68,7 @@ class LedgerWriter:
         self._process = os.getpid()
         self._broken: str | None = None
         self._count_writer: CountWriter | None = None
+        self._norm: float | None = None  # what gradients are clipped to, as it was said last
         try:
             self._require_no_lost_ledger(resume)
             make_folder(self._path.parent)
@@ -101,6 +103,7 @@ class LedgerWriter:
                 "one; begin another ledger (the epsilons add)"
             )
         self._append(Mechanism(event, facts))
+        self._norm = facts.get("max_grad_norm")
 
     def session(self, start: SessionStart) -> None:
         """Says that the draws from here on have a root of their own."""
@@ -115,6 +118,14 @@ class LedgerWriter:
     def noise_drawn(self, how: str) -> None:
         """Says how the block's noise is drawn."""
         self._append(NoiseDrawn(how))
+
+    def clipping_norm(self, max_grad_norm: float) -> None:
+        """Says what the releases from here on are clipped to, unless it was said. A stop before it
+        is written costs no privacy: a resume goes on with the norm before, which was released too.
+        """
+        if max_grad_norm != self._norm:
+            self._append(ClippingNorm(self._count.releases, max_grad_norm))
+            self._norm = max_grad_norm
 
     def release(self, step: int) -> None:
         """Says that release number ``step`` is about to be made.
@@ -197,6 +208,8 @@ class LedgerWriter:
         self._count = found.complete
         self._size = found.size
         self.contents: LedgerContents = found.contents
+        header = found.contents.header
+        self._norm = found.contents.max_grad_norm or header.get("max_grad_norm")
         if found.missing is not None:
             self._complete_line(found.missing)
         elif found.torn and found.complete.lines:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from quietgrad.accounting import epsilon_report, noise_multiplier
+from quietgrad.beside.adaptive import AdaptiveClipping
+from quietgrad.beside.training_loss import TrainingLoss
+from quietgrad.beside.values import beside_of, releases_beside
 from quietgrad.checks import (
     SettingsWarning,
     default_delta,
@@ -49,6 +53,10 @@ class PrivacyConfig:
         noise: ``quietgrad.noise.IndependentNoise``, ``BandedNoise`` or ``MatrixNoise``.
         denoising: what ``PrivateRun.backward`` makes of a released sum before it is written to
             ``.grad``, such as ``quietgrad.denoising.SpikesWithBulk()``; no effect on privacy.
+        training_loss: a private estimate of it, released beside the gradients of a step:
+            ``quietgrad.beside.TrainingLoss``. None releases none.
+        adaptive_clipping: lets the clipping norm follow a quantile, from ``max_grad_norm`` on:
+            ``quietgrad.beside.AdaptiveClipping``. None keeps it.
         performance: how the machine is used; changes a record's contribution by rounding at most.
         seed: makes sampling, projections and noise reproducible; the guarantee then holds only if
             it stays secret. Where data are private: a string of at least 32 hexadecimal digits
@@ -70,6 +78,8 @@ class PrivacyConfig:
     clipping: Clipping = field(default_factory=Clipping)
     noise: NoiseMethod = field(default_factory=IndependentNoise)
     denoising: GradientRule | None = None
+    training_loss: TrainingLoss | None = None
+    adaptive_clipping: AdaptiveClipping | None = None
     performance: Performance = field(default_factory=Performance)
     seed: Seed | None = field(default=None, repr=False)
     data_are_public: bool = False
@@ -102,6 +112,8 @@ class PrivacyConfig:
                     f"{name}={getattr(self, name)!r} is no record; pass one, such as "
                     f"{getattr(PrivacyConfig(), name)!r}"
                 )
+        beside = beside_of(self.training_loss, self.adaptive_clipping)
+        self._require_beside()
         if self.denoising is not None:
             require_gradient_rule("denoising", self.denoising)
         q = self._rate(dataset_size)
@@ -110,6 +122,7 @@ class PrivacyConfig:
         clipper = self.clipping.clipper(
             self.max_grad_norm, self.performance, self.augmentation_multiplicity
         )
+        clipper = replace(clipper, beside=beside)
         self._require_one("target_epsilon", "noise_multiplier")
         if self.noise_multiplier is not None:
             require_positive("noise_multiplier", self.noise_multiplier)
@@ -127,13 +140,15 @@ class PrivacyConfig:
                 steps=steps,
                 clipping=clipper.claim.clipping,
                 bands=bands,
+                beside=partial(releases_beside, beside),
             )
 
         calibrated = None if self.target_epsilon is None else sigma_of
         mixing, choice = self.noise.correlation(steps, q, calibrated)
         bands = 1 if mixing is None else mixing.bands
         sigma = sigma_of(bands)
-        event = PoissonGaussian(sigma, q, steps, clipper.claim.clipping, bands)
+        released = releases_beside(beside, sigma)
+        event = PoissonGaussian(sigma, q, steps, clipper.claim.clipping, bands, released)
         if event.bands * q > 1:
             warnings.warn(
                 f"bands={bands} times the sampling rate {q:.4g} exceeds 1: every batch is a whole "
@@ -158,7 +173,7 @@ class PrivacyConfig:
             expected_batch_size=event.participation_rate / bands * dataset_size,
             sampler=PoissonSampler(dataset_size, q, bands, parts),
             clipper=clipper,
-            noise=GaussianNoise(sigma, correlation, self.noise.memory, source),
+            noise=GaussianNoise(sigma, correlation, self.noise.memory, source, released),
             event=event,
             delta=delta,
             report=epsilon_report(event, delta),
@@ -167,9 +182,27 @@ class PrivacyConfig:
             record_identity="index" if record_ids is None else "content",
             target_epsilon=self.target_epsilon,
             denoising=self.denoising,
+            training_loss=self.training_loss,
+            adaptive_clipping=self.adaptive_clipping,
             seed=self.seed,
             data_are_public=self.data_are_public,
         )
+
+    def _require_beside(self) -> None:
+        kinds = {"training_loss": TrainingLoss, "adaptive_clipping": AdaptiveClipping}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(
+                    f"{name}={value!r} must be a quietgrad.beside.{kind.__name__}, such as "
+                    f"{kind()!r}, or None"
+                )
+        if self.adaptive_clipping is not None and self.clipping.scaling == "automatic":
+            raise ValueError(
+                "adaptive_clipping with clipping.scaling='automatic', which brings every gradient "
+                "to the clipping norm, so that the norm is a learning rate and no quantile of it "
+                "means anything; use scaling='clip'"
+            )
 
     def _require_one(self, one: str, other: str) -> None:
         first, second = getattr(self, one), getattr(self, other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,9 @@ from torch import nn
 
 from quietgrad.accounting import noise_multiplier
 from quietgrad.accounting.spending import EpsilonReport
+from quietgrad.beside.adaptive import AdaptiveClipping
+from quietgrad.beside.training_loss import TrainingLoss
+from quietgrad.beside.values import SideMethod, beside_of, releases_beside
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.soundness.processes import refuse_launcher, refuse_process_group
 from quietgrad.denoising.rules.protocols import GradientRule
@@ -45,6 +49,7 @@ class PrivacyPlan:
             (``record_ids`` were given) or "index".
         target_epsilon: what the noise was calibrated for; None where a noise multiplier was given.
         denoising: what is done to a released sum before it is written to ``.grad``.
+        training_loss, adaptive_clipping: what is released beside the gradients; None for neither.
         seed: secret unless the data are public; None draws from the operating system.
         data_are_public: whether the records were declared to need no protection.
     """
@@ -62,6 +67,8 @@ class PrivacyPlan:
     record_identity: str = "index"
     target_epsilon: float | None = None
     denoising: GradientRule | None = None
+    training_loss: TrainingLoss | None = None
+    adaptive_clipping: AdaptiveClipping | None = None
     seed: Seed | None = field(default=None, repr=False)
     data_are_public: bool = False
 
@@ -80,6 +87,15 @@ class PrivacyPlan:
             raise ValueError(
                 "the noise multiplier that would run is not the accounted one; build plans with "
                 "PrivacyConfig.build"
+            )
+        if not (
+            self.noise.beside == self.event.beside
+            and self.clipper.beside == self.beside
+            and self.event.beside == releases_beside(self.beside, self.noise_multiplier)
+        ):
+            raise ValueError(
+                "what would be released beside the gradients is not what is accounted for; build "
+                "plans with PrivacyConfig.build"
             )
         if not self.event.bands == self.noise.bands == self.sampler.bands:
             raise ValueError(
@@ -106,12 +122,17 @@ class PrivacyPlan:
             )
 
     @property
+    def beside(self) -> tuple[SideMethod, ...]:
+        """What is released beside the gradients of a step."""
+        return beside_of(self.training_loss, self.adaptive_clipping)
+
+    @property
     def noise_multiplier(self) -> float:
         return self.noise.noise_multiplier
 
     @property
     def max_grad_norm(self) -> float:
-        """C."""
+        """C; the first, where it adapts (``PrivateRun.max_grad_norm`` is the current one)."""
         return self.clipper.max_grad_norm
 
     @property
@@ -147,6 +168,7 @@ class PrivacyPlan:
             steps=self.steps,
             clipping=self.event.clipping if clipping is None else clipping,
             bands=self.event.bands if bands is None else bands,
+            beside=partial(releases_beside, self.beside),
         )
 
     def write_gradients(self, noisy: NoisySum, model: nn.Module) -> None:
@@ -242,7 +264,9 @@ class PrivacyPlan:
         rows = None if secret is None else rows_path(secret)
         noise = NoiseSession(self.noise, begun, writer, rows)
         given_up = contents.not_private is not None
-        return PrivateRun(self, noise, writer, contents.releases, given_up, use)
+        return PrivateRun(
+            self, noise, writer, contents.releases, given_up, use, contents.max_grad_norm
+        )
 
     def _claim(self, key: RandomKey, ledger: str | Path | None, releases: int) -> SeedUse | None:
         secret = self.seed is not None and not self.data_are_public

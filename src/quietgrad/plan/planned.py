@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import nn
 
+from quietgrad.beside.values import SideMethod
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.events import PoissonGaussian
 from quietgrad.noise.noisy_sum import NoisySum
@@ -19,6 +20,8 @@ class Planned(Protocol):
     def sampler(self) -> PoissonSampler: ...
     @property
     def clipper(self) -> Clipper: ...
+    @property
+    def beside(self) -> tuple[SideMethod, ...]: ...
     @property
     def event(self) -> PoissonGaussian: ...
     @property

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quietgrad.accounting import epsilon_report
+from quietgrad.beside.session import PrivateEstimate, SideSession
 from quietgrad.clipping.bindings import Bindings
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum, Stamp
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.soundness.processes import refuse_process_group
-from quietgrad.events import NotPrivate, RandomizedClipping
+from quietgrad.events import NotPrivate
 from quietgrad.ledger import LedgerWriter
 from quietgrad.loading.batches import parts_of, records_of
 from quietgrad.loading.draws import Draws
@@ -27,7 +28,7 @@ from quietgrad.loading.loader import PrivateLoader
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan.contribution import clip_given
 from quietgrad.plan.noise_session import NoiseSession
-from quietgrad.plan.open_batch import OpenBatch
+from quietgrad.plan.open_batch import OpenBatch, require_open
 from quietgrad.plan.planned import Planned
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.plan.seeds import SeedUse
@@ -49,6 +50,7 @@ class PrivateRun(BoundToProcess):
         released: int = 0,
         given_up: bool = False,
         seed_use: SeedUse | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         super().__init__()
         self.plan = plan
@@ -56,7 +58,9 @@ class PrivateRun(BoundToProcess):
         self._writer = writer
         self._released = released
         self._given_up = given_up
-        self._bindings = Bindings(plan.clipper)
+        norm = plan.clipper.max_grad_norm if max_grad_norm is None else max_grad_norm
+        self._beside = SideSession(plan.beside, plan.event.beside, plan.expected_batch_size, norm)
+        self._bindings = Bindings(plan.clipper.clipping_to(norm))
         self._seed_use = seed_use
         self._open: OpenBatch | None = None
         self._draws = Draws(lambda step: plan.sampler.indices(session.key, step))
@@ -179,7 +183,10 @@ class PrivateRun(BoundToProcess):
         self._bindings.of(model, per_example_loss).check(public_batch)
 
     def contribution(
-        self, gradients: Mapping[str, Tensor], examples: int | None = None
+        self,
+        gradients: Mapping[str, Tensor],
+        examples: int | None = None,
+        losses: Tensor | None = None,
     ) -> ClippedSum:
         """Per-example gradients that were made otherwise (a canary's, or by code of the user's
         own), clipped here and stamped as ``clip`` stamps: they add up with its sums.
@@ -192,6 +199,8 @@ class PrivateRun(BoundToProcess):
                 [examples, *shape]. Private.
             examples: how many records, if not one. They have to be in the open batch, like those of
                 any sum: the release counts them.
+            losses: [examples] for the plan's training loss; None counts each at the middle of its
+                range.
 
         Raises:
             ValueError: for tensors of another number of records, or where the accountant's law of
@@ -201,18 +210,13 @@ class PrivateRun(BoundToProcess):
         self._require_own_process()
         refuse_process_group()
         records_of(gradients, self._loader, self._released)
-        claim = self.plan.clipper.claim
-        if isinstance(claim.clipping, RandomizedClipping) and claim.clipping.envelope != "mixed":
-            raise ValueError(
-                f"the plan accounts for the {claim.clipping.envelope!r} envelope, which holds for "
-                "sketched norms alone; contributions with exact norms need the 'mixed' one"
-            )
-        return self._stamped(clip_given(gradients, examples, claim))
+        claim, beside = self._bindings.clipper.claim, self.plan.beside
+        return self._stamped(clip_given(gradients, examples, claim, beside, losses))
 
     def _stamped(self, clipped: ClippedSum) -> ClippedSum:
         part = frozenset([object()])
         name = None if self._open is None else self._open.name
-        return replace(clipped, stamp=Stamp.on(clipped.gradients, name, self._released, part))
+        return replace(clipped, stamp=Stamp.on(clipped.summed, name, self._released, part))
 
     def release(self, clipped: ClippedSum) -> NoisySum:
         """Records the release, then draws the noise.
@@ -232,30 +236,8 @@ class PrivateRun(BoundToProcess):
     def _release(self, clipped: ClippedSum) -> NoisySum:
         self._require_own_process()
         refuse_process_group()
-        if self._closed:
-            raise RuntimeError("the run is closed; start another one")
-        if self._released >= self.plan.steps:
-            raise RuntimeError(
-                f"all {self.plan.steps} releases of the plan are made; build a plan with more steps"
-            )
-        if self._open is None:
-            raise RuntimeError(
-                "there is no open batch: every release needs the batch that batches() gave for it, "
-                "or the sampling rate accounted for is not the one that ran; loop over "
-                "run.batches() and clip the records at its indices"
-            )
-        if self._open.release != self._released:
-            raise RuntimeError(
-                "this batch is released already; every release needs a batch of its own from "
-                "batches(), or the sampling rate "
-                "accounted for is not the one that ran"
-            )
-        if clipped.claim != self.plan.clipper.claim:
-            raise ValueError(
-                f"the clipped sum claims {clipped.claim}, but the plan accounts for "
-                f"{self.plan.clipper.claim}"
-            )
-        self._open.require_sum(clipped)
+        opened = require_open(self._open, self._released, self.plan.steps, self._closed)
+        opened.require_sum(clipped, self._bindings.clipper.claim)
         self._session.join(clipped.gradients, self._released)
         if self._writer is not None:
             self._writer.release(self._released)
@@ -263,7 +245,27 @@ class PrivateRun(BoundToProcess):
         if self._seed_use is not None:
             self._seed_use.releases = self._released
         noisy = self._session.cover(clipped)
+        self._follow(noisy)
         return replace(noisy, expected_batch_size=self.plan.expected_batch_size)
+
+    def _follow(self, noisy: NoisySum) -> None:
+        """The next release's clipping norm, where it follows what was released."""
+        self._beside.take(self._released, noisy.beside)
+        self._bindings.clipper = self.plan.clipper.clipping_to(self.max_grad_norm)
+        if self._writer is not None:
+            self._writer.clipping_norm(self.max_grad_norm)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C of the next release. Public."""
+        return self._beside.max_grad_norm
+
+    @property
+    def training_loss(self) -> PrivateEstimate | None:
+        """The last private estimate of the training loss, of this session; None where the plan
+        has none, or before the first. Public: it was released with noise, and paid for.
+        """
+        return self._beside.training_loss
 
     def keep_noise(self) -> None:
         """Keeps the rows that correlated noise goes on from in a secret file beside ``keys``, so
@@ -327,14 +329,11 @@ class PrivateRun(BoundToProcess):
             ValueError: without a reason.
         """
         self._require_own_process()
-        if not isinstance(reason, str) or not reason.strip():
-            raise ValueError(
-                f"reason={reason!r}: say why these data need no protection; the ledger keeps it"
-            )
+        permission = NotPrivate(reason)
         if self._writer is not None:
             self._writer.not_private(reason)
         self._given_up = True
-        return NotPrivate(reason)
+        return permission
 
     def close(self) -> None:
         """Closes the ledger; nothing can be released after it."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quietgrad.beside.values import Observed
 from quietgrad.clipping.capture.backward import (
     forward_captured,
     visit_captured_calls,
@@ -39,7 +40,7 @@ def _accumulated(work: Work, batch: Batch, keep: bool) -> Accumulator:
             work.model, work.layout, work.per_example_loss, rows, accumulator.receive, reentrant
         )
         with passes as (losses, recording):
-            accumulator.recording = recording
+            accumulator.recording, accumulator.losses = recording, losses.detach()
             visit_captured_calls(
                 losses / work.views if work.views > 1 else losses, recording, work.layout
             )
@@ -62,31 +63,30 @@ def group_norms(work: Work, batch: Batch) -> Tensor:
     return estimates
 
 
-def add_by_bookkeeping(work: Work, batch: Batch, sums: Sums) -> Tensor:
-    """Adds a micro-batch's clipped gradients to ``sums``; returns [b] whether each example's norm
-    is finite.
+def add_by_bookkeeping(work: Work, batch: Batch, sums: Sums) -> Observed:
+    """Adds a micro-batch's clipped gradients to ``sums``; returns losses and norms, which are
+    private. An example whose norm is not finite adds zero.
     """
     accumulator = _accumulated(work, batch, keep=True)
     with torch.no_grad():
         norms = accumulator.finish()
         divisors = norms.divisors() if work.sketched else norms.enlarged
         factors = clip_factors(divisors, work.limits, work.scaling)
-        finite = divisors.isfinite().all(dim=0)
         alone = work.doubtful(norms)
         left_out = alone
-        if work.sketched and not bool(finite.all()):
-            left_out = ~finite
+        if work.sketched and not bool(divisors.isfinite().all()):
+            left_out = ~divisors.isfinite().all(dim=0)
         for i in [] if alone is None else torch.nonzero(alone).flatten().tolist():
-            finite[i : i + 1] = _add_gradient(work, accumulator.gradient_of(i), sums)
+            divisors[:, i : i + 1] = _add_gradient(work, accumulator.gradient_of(i), sums)
         accumulator.add_weighted(
             sums, factors if alone is None else factors.masked_fill(alone, 0.0), left_out
         )
-    return finite
+        return work.observed(accumulator.losses, divisors)
 
 
 def _add_gradient(work: Work, gradient: dict[str, Tensor], sums: Sums) -> Tensor:
-    """Adds one example's gradient, which is nobody else's, clipped by its own norm; returns [1]
-    whether that is finite.
+    """Adds one example's gradient, which is nobody else's, clipped by its own norm; returns
+    [groups, 1] what it was divided by.
     """
     norms = norms_of_one(work, gradient)
     finite = norms.enlarged.isfinite().all(dim=0)
@@ -99,4 +99,4 @@ def _add_gradient(work: Work, gradient: dict[str, Tensor], sums: Sums) -> Tensor
                 factors[work.thresholds.group_of[name]],
                 owned=True,
             )
-    return finite
+    return norms.enlarged

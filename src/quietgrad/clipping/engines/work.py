@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from quietgrad.beside.values import Observed
 from quietgrad.clipping.capture.backward import Checkpointing, PerExampleLoss
 from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.engines.accumulator import Accumulator
@@ -71,6 +72,17 @@ class Work:
             keep,
             keep and self.twice,
         )
+
+    def observed(self, losses: Tensor | None, divisors: Tensor) -> Observed:
+        """What numbers beside the gradients are made of.
+
+        Args:
+            losses: [b * views] as the forward pass gave them.
+            divisors: [groups, b] what norms are divided by.
+        """
+        if losses is not None:
+            losses = losses.detach().to(torch.float64).reshape(-1, self.views).mean(dim=1)
+        return Observed(losses, (divisors / self.limits.unsqueeze(1)).amax(dim=0))
 
     def doubtful(self, norms: Norms) -> Tensor | None:
         """[b] examples to be taken alone; None for none."""
