@@ -118,6 +118,11 @@ def audit_one_run(
             f"the plan averages {plan.clipper.views} views of a record, and input canaries have "
             "one; use GradientCanaries"
         )
+    if plan.adaptive_clipping is not None:
+        raise ValueError(
+            "the plan's clipping norm follows what is released (adaptive_clipping), and the scores "
+            "of one run are in units of one norm; audit the plan with audit_mechanism"
+        )
     order = np.random.default_rng(secrets.randbits(128) if seed is None else seed)
     included = order.random(m) < 0.5
     likely, unlikely = guesses or number_of_guesses(plan.event, m, plan.delta, confidence)

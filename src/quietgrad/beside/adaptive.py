@@ -33,10 +33,10 @@ class AdaptiveClipping:
     Attributes:
         quantile: fraction of the records that should not be shortened, above 0 and below 1.
         rate: of the geometric updates: the norm moves by at most a factor exp(rate) a step.
-        share: of each step's privacy budget that the count takes; None, without
-            ``noise_multiplier`` either, takes 0.01.
-        noise_multiplier: nu, the noise's standard deviation over 1/2, instead. (The paper's sigma_b
-            is nu / 2; it recommends nu of a tenth of the batch size.)
+        share: of each step's privacy budget that the count takes; None, without ``own_noise``
+            either, takes 0.01.
+        own_noise: nu, the noise's standard deviation over 1/2, instead of a share. (The paper's
+            sigma_b is nu / 2; it recommends nu of a tenth of the batch size.)
         every: steps between two counts; the norm stays as it is between them.
 
     Raises:
@@ -49,7 +49,7 @@ class AdaptiveClipping:
     quantile: float = 0.5
     rate: Above0 = 0.2
     share: Above0 | None = None
-    noise_multiplier: Above0 | None = None
+    own_noise: Above0 | None = None
     every: Count = 1
 
     name: ClassVar[str] = "records-below-the-clipping-norm"

@@ -78,6 +78,16 @@ class SideSession:
                     self.max_grad_norm, noisy[method.name], self._size
                 )
 
+    def shown(self) -> dict[str, float]:
+        """Name -> number, for logs. Public."""
+        found: dict[str, float] = {}
+        if self.training_loss is not None:
+            found["private_training_loss"] = self.training_loss.smoothed
+            found["private_training_loss_noise_std"] = self.training_loss.smoothed_noise_std
+        if any(isinstance(method, AdaptiveClipping) for method in self._methods):
+            found["clipping_norm"] = self.max_grad_norm
+        return found
+
     def _estimate(self, method: TrainingLoss, release: int, noisy: float) -> None:
         value = method.estimate(noisy, self._size)
         std = method.width * self._multipliers[method.name] / self._size

@@ -25,9 +25,9 @@ class TrainingLoss:
     Attributes:
         low, high: the range, public: choose it from what a loss can be, such as the loss of a
             guess, never by looking at private losses.
-        share: of each step's privacy budget that it takes; None, without ``noise_multiplier``
-            either, takes 0.01.
-        noise_multiplier: nu, the noise's standard deviation over half the range, instead.
+        share: of each step's privacy budget that it takes; None, without ``own_noise`` either,
+            takes 0.01.
+        own_noise: nu, the noise's standard deviation over half the range, instead of a share.
         every: steps between two releases.
         smoothing: decay of the exponential average that is shown (0: none); post-processing.
 
@@ -40,7 +40,7 @@ class TrainingLoss:
     low: float = 0.0
     high: float = 5.0
     share: Above0 | None = None
-    noise_multiplier: Above0 | None = None
+    own_noise: Above0 | None = None
     every: Count = 1
     smoothing: Amount = 0.9
 

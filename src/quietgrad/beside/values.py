@@ -47,7 +47,7 @@ class SideMethod(Protocol):
     @property
     def share(self) -> float | None: ...
     @property
-    def noise_multiplier(self) -> float | None: ...
+    def own_noise(self) -> float | None: ...
     @property
     def every(self) -> int: ...
     def of(self, observed: Observed) -> Tensor:
@@ -90,11 +90,11 @@ def releases_beside(
     the shares' 1 / nu^2: nu = sigma sqrt((1 - S) / s), S the sum of all shares.
     """
     methods = tuple(methods)
-    given = [m for m in methods if m.noise_multiplier is None]
+    given = [m for m in methods if m.own_noise is None]
     total = sum(m.share or DEFAULT_SHARE for m in given)
     found = []
     for method in methods:
-        nu = method.noise_multiplier
+        nu = method.own_noise
         if nu is None:
             nu = noise_multiplier * math.sqrt((1 - total) / (method.share or DEFAULT_SHARE))
         found.append(SideRelease(method.name, nu, method.every))
@@ -102,12 +102,12 @@ def releases_beside(
 
 
 def judge_noise(method: SideMethod) -> None:
-    """At most one of share and noise multiplier, and a share that leaves something.
+    """At most one of share and own noise, and a share that leaves something.
 
     Raises:
         ValueError: naming the argument and the remedy.
     """
-    require_at_most_one({"share": method.share, "noise_multiplier": method.noise_multiplier})
+    require_at_most_one({"share": method.share, "own_noise": method.own_noise})
     if method.share is not None and method.share > LARGEST_SHARE:
         raise ValueError(
             f"share={method.share!r} of the budget is above {LARGEST_SHARE:g}, which leaves the "

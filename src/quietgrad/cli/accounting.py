@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -230,6 +231,8 @@ def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
             "envelope": sketch.envelope,
             "rank": sketch.total_rank,
         }
+    if last.beside:
+        record["beside"] = [side.to_json() for side in last.beside]
     if len(phases) > 1:
         record["phases"] = [p.to_json() for p in phases]
     if report.reason:
@@ -264,6 +267,7 @@ def _show(
         "clipping": "exact"
         if record["clipping"] == "exact"
         else f"randomized, k = {record['sketch_dim']}, {record['envelope']} envelope",
+        **beside_row(record.get("beside", ())),
         "accountant": str(record["accountant"]),
         "discretisation": _discretisation(report),
         "invalid if": "batches are shuffled instead of Poisson-sampled; a record appears more "
@@ -272,6 +276,17 @@ def _show(
         "a step is released but not counted; the noise can be predicted",
     }
     print_table(console(False), title, rows)
+
+
+def beside_row(released: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """What is released beside the gradients, as a row; none for nothing."""
+    told = (
+        f"{side['name']}, noise multiplier {round_up(side['noise_multiplier'], 4)}"
+        + ("" if side["every"] == 1 else f", every {side['every']} steps")
+        for side in released
+    )
+    text = "; ".join(told)
+    return {"beside the gradients": f"{text} (accounted for together)"} if text else {}
 
 
 def _discretisation(report: EpsilonReport) -> str:

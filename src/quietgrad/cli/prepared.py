@@ -84,6 +84,7 @@ def print_guarantee(target: Console, prepared: Prepared, plan: PrivacyPlan) -> N
             plan, sum(p.numel() for p in trainable_parameters(prepared.model.classifier).values())
         ),
         "clipping": _clipping_text(plan),
+        **beside_rows(plan),
     }
     if plan.data_are_public:
         rows["data"] = DECLARED_PUBLIC
@@ -143,6 +144,31 @@ def noise_rows(plan: PrivacyPlan) -> dict[str, str]:
     }
 
 
+def beside_rows(plan: PrivacyPlan) -> dict[str, str]:
+    """What is released beside the gradients; nothing where nothing is."""
+    noise = {side.name: side.noise_multiplier for side in plan.event.beside}
+    rows, loss, adaptive = {}, plan.training_loss, plan.adaptive_clipping
+    if loss is not None:
+        std = noise[loss.name] * loss.width / plan.expected_batch_size
+        rows["training loss"] = (
+            f"private estimate {_every(loss.every)}: mean of losses clipped to {loss.low:g} .. "
+            f"{loss.high:g}, with noise of standard deviation {round_up_to(std, 3)} (multiplier "
+            f"{round_up(noise[loss.name], 4)})"
+        )
+    if adaptive is not None:
+        std = noise[adaptive.name] / 2 / plan.expected_batch_size
+        rows["adaptive clipping"] = (
+            f"from {plan.max_grad_norm:g} on, towards the {adaptive.quantile:g} quantile of the "
+            f"norms: {_every(adaptive.every)} a count whose fraction has noise of standard "
+            f"deviation {round_up_to(std, 3)} (multiplier {round_up(noise[adaptive.name], 4)})"
+        )
+    return rows
+
+
+def _every(steps: int) -> str:
+    return "at every step" if steps == 1 else f"every {steps} steps"
+
+
 def source_rows(plan: PrivacyPlan, entries: int) -> dict[str, str]:
     """What the secure source costs; nothing for the ordinary one.
 
@@ -171,6 +197,7 @@ def noise_record(plan: PrivacyPlan) -> dict[str, Any]:
         "bands": plan.event.bands,
         "participation_rate": plan.event.participation_rate,
         "compositions": plan.event.compositions,
+        **plan.told_beside(),
     }
     if plan.mixing is not None:
         mixing = plan.mixing

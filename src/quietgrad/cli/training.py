@@ -83,20 +83,21 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
 
         def report(progress: runner.Progress) -> None:
             nonlocal score_text
+            loss_text = "" if progress.training_loss is None else f" | {progress.training_loss}"
             if progress.score is not None:
                 score_text = f" | validation {prepared.metric.name} {progress.score:.3f}"
                 if not target.is_terminal:
                     target.print(
                         f"step {progress.step}/{progress.steps}: epsilon spent "
-                        f"{round_up(progress.epsilon, 3)}{declared}{score_text}"
+                        f"{round_up(progress.epsilon, 3)}{declared}{score_text}{loss_text}"
                     )
             spent = (
                 f"epsilon {round_up(progress.epsilon, 3)}{declared}"
                 if prepared.plan is not None
                 else "not private"
             )
-            bar.update(task, completed=progress.step, spent=spent + score_text)
-            lines.show(progress.step, spent, progress.score is not None)
+            bar.update(task, completed=progress.step, spent=spent + score_text + loss_text)
+            lines.show(progress.step, spent + loss_text, progress.score is not None)
 
         try:
             outcome: runner.Outcome | None = runner.train(

@@ -34,7 +34,8 @@ def clip_given(
         gradients: name -> one record's gradient in the parameter's shape, or [examples, *shape].
         examples: records; None for one without a dimension of its own.
         claim: what the sum is to claim; C is its ``max_grad_norm``.
-        beside: what is summed of norms and losses, to be released beside the gradients.
+        beside: what is summed of norms and losses, to be released beside the gradients; none for
+            records that are absent.
         losses: [examples] for it; None: nothing is added that depends on a loss.
 
     Raises:

@@ -126,6 +126,11 @@ class PrivacyPlan:
         """What is released beside the gradients of a step."""
         return beside_of(self.training_loss, self.adaptive_clipping)
 
+    def told_beside(self) -> dict[str, object]:
+        """The same as a fact to write down; empty where nothing is."""
+        told = [side.to_json() for side in self.event.beside]
+        return {"beside": told} if told else {}
+
     @property
     def noise_multiplier(self) -> float:
         return self.noise.noise_multiplier

@@ -187,6 +187,7 @@ class PrivateRun(BoundToProcess):
         gradients: Mapping[str, Tensor],
         examples: int | None = None,
         losses: Tensor | None = None,
+        absent: bool = False,
     ) -> ClippedSum:
         """Per-example gradients that were made otherwise (a canary's, or by code of the user's
         own), clipped here and stamped as ``clip`` stamps: they add up with its sums.
@@ -199,9 +200,8 @@ class PrivateRun(BoundToProcess):
                 [examples, *shape]. Private.
             examples: how many records, if not one. They have to be in the open batch, like those of
                 any sum: the release counts them.
-            losses: [examples] for the plan's training loss; None counts each at the middle of its
-                range.
-
+            losses, absent: [examples] for the plan's training loss, None adds nothing to it; True
+                adds nothing to all that is released beside the gradients.
         Raises:
             ValueError: for tensors of another number of records, or where the accountant's law of
                 the sketched norms is not above the exact one.
@@ -210,7 +210,7 @@ class PrivateRun(BoundToProcess):
         self._require_own_process()
         refuse_process_group()
         records_of(gradients, self._loader, self._released)
-        claim, beside = self._bindings.clipper.claim, self.plan.beside
+        claim, beside = self._bindings.clipper.claim, () if absent else self.plan.beside
         return self._stamped(clip_given(gradients, examples, claim, beside, losses))
 
     def _stamped(self, clipped: ClippedSum) -> ClippedSum:
@@ -249,7 +249,6 @@ class PrivateRun(BoundToProcess):
         return replace(noisy, expected_batch_size=self.plan.expected_batch_size)
 
     def _follow(self, noisy: NoisySum) -> None:
-        """The next release's clipping norm, where it follows what was released."""
         self._beside.take(self._released, noisy.beside)
         self._bindings.clipper = self.plan.clipper.clipping_to(self.max_grad_norm)
         if self._writer is not None:
@@ -262,10 +261,12 @@ class PrivateRun(BoundToProcess):
 
     @property
     def training_loss(self) -> PrivateEstimate | None:
-        """The last private estimate of the training loss, of this session; None where the plan
-        has none, or before the first. Public: it was released with noise, and paid for.
-        """
+        """The last private estimate of the training loss, if there is one. Public."""
         return self._beside.training_loss
+
+    def shown(self) -> dict[str, float]:
+        """What a log may say of what is released beside the gradients: name -> number. Public."""
+        return self._beside.shown()
 
     def keep_noise(self) -> None:
         """Keeps the rows that correlated noise goes on from in a secret file beside ``keys``, so

@@ -205,6 +205,8 @@ def _privacy_config(
         if plain
         else noise_of(config.noise, config.optimizer, privacy.max_grad_norm, mixing),
         denoising=None if plain else config.gradient_rule,
+        training_loss=None if plain else config.training_loss,
+        adaptive_clipping=None if plain else config.adaptive_clipping,
         performance=replace(config.performance, max_physical_batch_size=config.physical_batch_size),
         seed=training.seed,
         data_are_public=config.data.public or plain,

@@ -29,6 +29,7 @@ def trained_on(prepared: Prepared, done: int) -> Record:
             "noise_multiplier": plan.noise_multiplier,
             "sample_rate": plan.event.sample_rate,
             "bands": plan.event.bands,
+            **plan.told_beside(),
         }
     return provenance(config.data.source, facts, config.data.public, prepared.started_from)
 
@@ -53,6 +54,7 @@ def facts_of(prepared: Prepared) -> dict[str, Any]:
             "noise_multiplier": plan.noise_multiplier,
             "sample_rate": plan.event.sample_rate,
             "neighbouring": plan.neighbouring,
+            **plan.told_beside(),
         }
     return facts
 

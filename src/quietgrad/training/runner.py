@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.averaging import ExponentialAverage
+from quietgrad.beside import PrivateEstimate
 from quietgrad.durable import write_whole
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.seeds import root_key
@@ -40,12 +41,15 @@ GUARDED_RECORDS = 32
 
 @dataclass(frozen=True)
 class Progress:
-    """What a progress bar may show: public facts only."""
+    """What a progress bar may show: public facts only; ``training_loss`` was released with
+    noise.
+    """
 
     step: int
     steps: int
     epsilon: float
     score: float | None
+    training_loss: PrivateEstimate | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ def train(
             loop.step(step, private, indices)
             done, made = step + 1, made + 1
             score = loop.evaluate_on_schedule(done, private)
-            report(Progress(done, prepared.steps, shown.at(done), score))
+            loss = None if private is None else private.training_loss
+            report(Progress(done, prepared.steps, shown.at(done), score, loss))
             if done % prepared.config.training.checkpoint_every == 0 or stop.requested:
                 loop.save(done)
                 keeper.keep(stop.requested)
@@ -212,7 +217,7 @@ class _Loop:
             record[f"averaged_validation_{key}"] = averaged
             score = max(score, averaged)
         if private is not None:
-            record["epsilon"] = private.epsilon()
+            record |= {"epsilon": private.epsilon(), **private.shown()}
             if self.prepared.config.data.public:
                 record["data_declared_public"] = True
         self.run_dir.append_metrics(record)

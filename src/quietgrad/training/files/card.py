@@ -87,6 +87,11 @@ def privacy_lines(record: Record) -> list[str]:
                 f"{record['sample_rate']:.6g}, {record['bands']} band"
                 f"{'s of correlated noise' if record['bands'] > 1 else ' (independent noise)'}."
             )
+        lines += [
+            f"- Released beside the gradients, and accounted for with them: {side['name']}, noise "
+            f"multiplier {round_up(side['noise_multiplier'], 4)}, every {side['every']} steps."
+            for side in record.get("beside", ())
+        ]
         lines.append(
             "- Not covered: validation and test records, which were declared public; choices made "
             "by looking at several runs on the same records, whose epsilons add; a record that "

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quietgrad.beside import AdaptiveClipping, TrainingLoss
 from quietgrad.checks import nearest
 from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.denoising import GradientRule, MomentumRule
 from quietgrad.noise.methods import IndependentNoise, NoiseMethod
 from quietgrad.training.optimizers import SGD, AdamW, Optimizer
+from quietgrad.training.settings.beside import ADAPTIVE_CLIPPING, TRAINING_LOSS
 from quietgrad.training.settings.denoising import DENOISING
 from quietgrad.training.settings.noise import NOISE, NoiseCurve
 from quietgrad.training.settings.overrides import with_overrides
@@ -44,6 +46,8 @@ TABLES: Mapping[str, Table] = {
     "noise": NOISE,
     "spectrum": one(SpectrumTable),
     "denoising": DENOISING,
+    "training_loss": TRAINING_LOSS,
+    "adaptive_clipping": ADAPTIVE_CLIPPING,
     "optimizer": Table({"adamw": AdamW, "sgd": SGD}, "name"),
     "performance": one(Performance),
     "training": one(TrainingTable),
@@ -64,6 +68,8 @@ class TrainConfig:
     noise: NoiseMethod | NoiseCurve = field(default_factory=IndependentNoise)
     spectrum: SpectrumTable = field(default_factory=SpectrumTable)
     denoising: GradientRule | MomentumRule | None = None
+    training_loss: TrainingLoss | None = None
+    adaptive_clipping: AdaptiveClipping | None = None
     optimizer: Optimizer = field(default_factory=AdamW)
     performance: Performance = field(default_factory=Performance)
     training: TrainingTable = field(default_factory=TrainingTable)
