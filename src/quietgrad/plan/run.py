@@ -200,8 +200,8 @@ class PrivateRun(BoundToProcess):
                 [examples, *shape]. Private.
             examples: how many records, if not one. They have to be in the open batch, like those of
                 any sum: the release counts them.
-            losses, absent: [examples] for the plan's training loss, None adds nothing to it; True
-                adds nothing to all that is released beside the gradients.
+            losses, absent: [examples] for a training loss; True adds nothing beside the gradients.
+
         Raises:
             ValueError: for tensors of another number of records, or where the accountant's law of
                 the sketched norms is not above the exact one.
