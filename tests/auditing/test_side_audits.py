@@ -53,27 +53,27 @@ def test_most_of_the_joint_epsilon_is_shown_and_none_is_refuted() -> None:
     shown, refuted = bound(plan, 3000)
     alone = epsilon(replace(plan.event, beside=()), plan.delta)
     assert not refuted
-    assert 1.5 * alone < 0.7 * plan.epsilon < shown <= plan.epsilon
+    assert 1.2 * alone < shown <= plan.epsilon < 3 * alone
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {"sample_rate": 0.5, "steps": 2},
-        {"sample_rate": 0.5, "steps": 4, "noise": BandedNoise(2), "noise_multiplier": 6.0},
-        {"training_loss": replace(LOSS, every=2), "steps": 3},
+        {"sample_rate": 0.5, "steps": 3, "noise": BandedNoise(2), "noise_multiplier": 6.0},
+        {"training_loss": replace(LOSS, every=2), "steps": 2},
     ],
     ids=["sampled", "banded", "every other step"],
 )
 def test_right_mechanisms_are_not_refuted(settings: dict[str, Any]) -> None:
     plan = plan_of(2, **settings)
-    shown, refuted = bound(plan, 500)
+    shown, refuted = bound(plan, 400)
     assert not refuted and 0.1 * plan.epsilon < shown
 
 
 def test_a_record_that_goes_through_the_model_is_as_private() -> None:
     plan = plan_of(3)
-    shown, refuted = bound(plan, 400, kind="input", stage=linear_stage(plan))
+    shown, refuted = bound(plan, 250, kind="input", stage=linear_stage(plan))
     assert not refuted and shown > 0
 
 
