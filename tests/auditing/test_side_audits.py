@@ -132,6 +132,21 @@ def test_noise_scaled_by_the_first_norm_is_refuted(break_noise: BreakNoise) -> N
     assert bound(plan, 600)[1]
 
 
+def test_one_run_takes_a_plan_with_a_training_loss() -> None:
+    plan = plan_of(40, steps=2, adaptive_clipping=None)
+    stage = linear_stage(replace(plan, dataset_size=21, sampler=replace(
+        plan.sampler, dataset_size=21
+    )))  # fmt: skip
+
+    def batches_of(indices: Any) -> list[Any]:
+        return [stage.choose(torch.from_numpy(indices), False)]
+
+    report = audit_one_run(
+        plan, stage.model, stage.per_example_loss, batches_of, GradientCanaries(20), seed=0
+    )
+    assert not report.refuted
+
+
 def test_one_run_is_for_plans_of_one_norm() -> None:
     plan = plan_of(20, steps=2)
     stage = linear_stage(plan)
