@@ -207,6 +207,44 @@ class EventSequence:
 
     events: tuple[PoissonGaussian, ...]
 
+    @property
+    def steps(self) -> int:
+        """Noisy sums released, or as many as they count for: with bands, whole turns."""
+        return sum(event.steps for event in self.events)
+
+    @property
+    def bands(self) -> int:
+        """Largest b."""
+        return max(event.bands for event in self.events)
+
+    @property
+    def compositions(self) -> int:
+        """Number of steps that may use one given record."""
+        return sum(event.compositions for event in self.events)
+
+    @property
+    def participation_rate(self) -> float:
+        """Highest rate at which a record is sampled in the steps that may use it."""
+        return max(event.participation_rate for event in self.events)
+
+    @property
+    def clipping(self) -> ClippingClaim:
+        """Of the first phase; those of one plan are alike."""
+        return self.events[0].clipping
+
+    def after(self, releases: int) -> PrivacyEvent:
+        """This sequence with so many releases made, at least one. With bands a turn that began
+        counts whole.
+        """
+        made: list[PoissonGaussian] = []
+        for event in self.events:
+            if releases > 0:
+                made.append(
+                    event.after(-(-min(releases, event.steps) // event.bands) * event.bands)
+                )
+            releases -= event.steps
+        return made[0] if len(made) == 1 else EventSequence(tuple(made))
+
     def to_json(self) -> dict[str, Any]:
         return {"kind": "sequence", "events": [event.to_json() for event in self.events]}
 

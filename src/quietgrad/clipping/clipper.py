@@ -7,7 +7,7 @@ Source: docs/clipping.md; Bu et al. 2023 for book-keeping, DP-SGD-RC for sketche
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from torch import Tensor, nn
@@ -113,6 +113,11 @@ class Clipper:
                 "engine='one-example', which takes one example at a time; leave it out, or use "
                 "engine='bookkeeping'"
             )
+
+    def clipping_to(self, max_grad_norm: float) -> Clipper:
+        """The same clipper with another C."""
+        same = max_grad_norm == self.max_grad_norm
+        return self if same else replace(self, max_grad_norm=max_grad_norm)
 
     @property
     def sketched(self) -> bool:

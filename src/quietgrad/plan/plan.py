@@ -8,28 +8,38 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from quietgrad.accounting import noise_multiplier
+from quietgrad.accounting import epsilon_report, noise_multiplier
 from quietgrad.accounting.spending import EpsilonReport
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.soundness.processes import refuse_launcher, refuse_process_group
 from quietgrad.denoising.rules.protocols import GradientRule
-from quietgrad.events import ADD_REMOVE, ZERO_OUT, ClippingClaim, PoissonGaussian
+from quietgrad.events import ADD_REMOVE, ZERO_OUT, ClippingClaim, PoissonGaussian, PrivacyEvent
 from quietgrad.keyring import KeyRing, rows_path
-from quietgrad.ledger import LedgerWriter, holds_records
+from quietgrad.ledger import LedgerContents, LedgerWriter, holds_records
 from quietgrad.noise.correlation.bands import BandChoice
 from quietgrad.noise.correlation.mixing import MixingMatrix
 from quietgrad.noise.mechanism import GaussianNoise
 from quietgrad.noise.noisy_sum import NoisySum
+from quietgrad.plan.course import (
+    StepByStep,
+    calibrated_scale,
+    extension_of,
+    longer,
+    require_course,
+    require_same,
+    require_target,
+)
 from quietgrad.plan.noise_session import NoiseSession
 from quietgrad.plan.run import PrivateRun
 from quietgrad.plan.seeds import Seed, SeedUse, claim_seed, root_key
 from quietgrad.plan.sessions import Begun, begin_session, new_session
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling.poisson import PoissonSampler
+from quietgrad.schedules import Course
 
 
 @dataclass(frozen=True)
-class PrivacyPlan:
+class PrivacyPlan(StepByStep):
     """Sampler, clipper, noise and event that belong together. Frozen; ``start`` runs it.
 
     Attributes:
@@ -45,6 +55,11 @@ class PrivacyPlan:
             (``record_ids`` were given) or "index".
         target_epsilon: what the noise was calibrated for; None where a noise multiplier was given.
         denoising: what is done to a released sum before it is written to ``.grad``.
+        course: the settings of every step, where they change (``quietgrad.schedules``). The
+            sampler's rate and ``expected_batch_size`` are then the highest, ``noise_multiplier`` is
+            the least, and the clipper's norm the first. None: all steps are alike.
+        phase_lengths: steps of each phase; one phase where none were given.
+        extensions: what was planned on top by ``extended``: settings, and a new target if any.
         seed: secret unless the data are public; None draws from the operating system.
         data_are_public: whether the records were declared to need no protection.
     """
@@ -54,7 +69,7 @@ class PrivacyPlan:
     sampler: PoissonSampler
     clipper: Clipper
     noise: GaussianNoise
-    event: PoissonGaussian
+    event: PrivacyEvent
     delta: float
     report: EpsilonReport
     mixing: MixingMatrix | None = field(default=None, repr=False)
@@ -64,19 +79,24 @@ class PrivacyPlan:
     denoising: GradientRule | None = None
     seed: Seed | None = field(default=None, repr=False)
     data_are_public: bool = False
+    course: Course | None = None
+    phase_lengths: tuple[int, ...] = ()
+    extensions: tuple[tuple[Course, float | None], ...] = ()
 
     def __post_init__(self) -> None:
         # The mechanism that runs is the one accounted for; these can only fail if the plan was put
         # together by hand.
+        require_course(self.course, self.event, self.sampler, self.max_grad_norm)
+        whole = self.whole_course
         if (
-            self.sampler.sample_rate != self.event.sample_rate
+            self.sampler.sample_rate != whole.highest_rate
             or self.sampler.dataset_size != self.dataset_size
         ):
             raise ValueError(
                 "the sampler's rate or data set size is not the accounted one; build plans with "
                 "PrivacyConfig.build"
             )
-        if self.noise.noise_multiplier != self.event.noise_multiplier:
+        if self.noise.noise_multiplier != whole.least_noise:
             raise ValueError(
                 "the noise multiplier that would run is not the accounted one; build plans with "
                 "PrivacyConfig.build"
@@ -88,9 +108,9 @@ class PrivacyPlan:
                 "build plans with PrivacyConfig.build"
             )
         mixing = self.noise.mixing
-        if mixing is not None and mixing.steps < self.event.steps:
+        if mixing is not None and mixing.steps < self.steps:
             raise ValueError(
-                f"the mixing matrix has {mixing.steps} rows for {self.event.steps} steps; "
+                f"the mixing matrix has {mixing.steps} rows for {self.steps} steps; "
                 "build plans with PrivacyConfig.build"
             )
         if self.clipper.claim.clipping != self.event.clipping:
@@ -115,10 +135,6 @@ class PrivacyPlan:
         return self.clipper.max_grad_norm
 
     @property
-    def steps(self) -> int:
-        return self.event.steps
-
-    @property
     def epsilon(self) -> float:
         """Epsilon of the whole plan at ``delta``."""
         return self.report.epsilon
@@ -140,13 +156,53 @@ class PrivacyPlan:
         """
         if self.target_epsilon is None:
             return None
+        claim = self.event.clipping if clipping is None else clipping
+        b = self.event.bands if bands is None else bands
+        if self.course is not None:
+            scale = calibrated_scale(self.course, self.target_epsilon, self.delta, claim, b)
+            return scale * self.noise_multiplier
         return noise_multiplier(
             self.target_epsilon,
             self.delta,
-            sample_rate=self.event.sample_rate,
+            sample_rate=self.sampler.sample_rate,
             steps=self.steps,
-            clipping=self.event.clipping if clipping is None else clipping,
-            bands=self.event.bands if bands is None else bands,
+            clipping=claim,
+            bands=b,
+        )
+
+    def extended(
+        self,
+        *,
+        steps: int | None = None,
+        epochs: float | None = None,
+        target_epsilon: float | None = None,
+    ) -> PrivacyPlan:
+        """This plan with more steps after its last, at that one's settings: a phase of its own.
+        ``epsilon`` is that of the whole, so what the extension costs is known before any work. A
+        run of this plan, finished or not, goes on by ``start`` with its ledger, which keeps the
+        extension. Correlated noise begins a new block.
+
+        Args:
+            steps, epochs: how many more; one of the two.
+            target_epsilon: a new target for the whole; None keeps the plan's.
+
+        Raises:
+            ValueError: if the whole exceeds the target, naming what it would be.
+        """
+        more = extension_of(self.whole_course, steps, epochs)
+        whole = self.whole_course.then(more)
+        event = whole.event(self.event.clipping, self.event.bands)
+        report = epsilon_report(event, self.delta)
+        require_target(report, self.target_epsilon, target_epsilon)
+        return replace(
+            self,
+            event=event,
+            report=report,
+            course=whole if whole.varies else None,
+            noise=replace(self.noise, mixing=longer(self.noise.mixing, more.steps)),
+            phase_lengths=(*(self.phase_lengths or (self.steps,)), more.steps),
+            extensions=(*self.extensions, (more, target_epsilon)),
+            target_epsilon=self.target_epsilon if target_epsilon is None else target_epsilon,
         )
 
     def write_gradients(self, noisy: NoisySum, model: nn.Module) -> None:
@@ -196,7 +252,7 @@ class PrivacyPlan:
         """
         refuse_process_group()
         refuse_launcher()
-        key = root_key(self.seed)
+        key, planned = root_key(self.seed), self.first_planned
         if ledger is None:
             session = new_session(0, self.seed, self.data_are_public)
             noise = NoiseSession(self.noise, Begun(KeyRing((session,))))
@@ -215,12 +271,13 @@ class PrivacyPlan:
         try:
             contents = writer.contents
             if contents.header:
-                self._require_same_mechanism(contents.header)
+                self._require_same_mechanism(contents)
             use = self._claim(key, ledger, contents.releases)
             if not contents.header:
                 writer.mechanism(
-                    self.event,
-                    planned_steps=self.steps,
+                    self.first_event,
+                    planned if planned.varies else None,
+                    planned_steps=planned.steps,
                     delta=self.delta,
                     dataset_size=self.dataset_size,
                     max_grad_norm=self.max_grad_norm,
@@ -228,6 +285,8 @@ class PrivacyPlan:
                     **self._sampling_facts(),
                     **self._part_sizes(),
                 )
+            for more, target in self.extensions[len(contents.extensions) :]:
+                writer.extension(more, target)
             session = new_session(contents.releases, self.seed, self.data_are_public)
             begun = Begun(KeyRing((session,)))
             if (
@@ -277,20 +336,15 @@ class PrivacyPlan:
             "part_sizes": np.bincount(self.sampler.parts, minlength=self.sampler.bands).tolist()
         }
 
-    def _require_same_mechanism(self, header: dict[str, object]) -> None:
-        planned = {
-            "event": replace(self.event, steps=self.event.bands).to_json(),
+    def _require_same_mechanism(self, contents: LedgerContents) -> None:
+        course = self.first_planned
+        planned: dict[str, object] = {
+            "event": self.first_event.to_json(),
             "dataset_size": self.dataset_size,
             "max_grad_norm": self.max_grad_norm,
-            "planned_steps": self.steps,
+            "planned_steps": course.steps,
             "delta": self.delta,
             **self._sampling_facts(),
+            "course": course.to_json() if course.varies else None,
         }
-        for name, value in planned.items():
-            if header.get(name) != value:
-                raise ValueError(
-                    f"resume with a changed privacy setting: {name} was {header.get(name)!r} and "
-                    f"is now {value!r}; "
-                    "resume with the settings of the first start, or begin a new run directory "
-                    "(its epsilon adds to this one's)"
-                )
+        require_same(contents, planned, [more for more, _ in self.extensions])

@@ -27,7 +27,7 @@ from quietgrad.loading.loader import PrivateLoader
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan.contribution import clip_given
 from quietgrad.plan.noise_session import NoiseSession
-from quietgrad.plan.open_batch import OpenBatch
+from quietgrad.plan.open_batch import OpenBatch, require_open
 from quietgrad.plan.planned import Planned
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.plan.seeds import SeedUse
@@ -59,7 +59,7 @@ class PrivateRun(BoundToProcess):
         self._bindings = Bindings(plan.clipper)
         self._seed_use = seed_use
         self._open: OpenBatch | None = None
-        self._draws = Draws(lambda step: plan.sampler.indices(session.key, step))
+        self._draws = Draws(lambda step: plan.indices(session.key, step))
         self._loader: PrivateLoader | None = None
         self._spent = (0, 0.0)  # releases, and their epsilon
         self._closed = False
@@ -84,6 +84,7 @@ class PrivateRun(BoundToProcess):
             index = self._released
             indices = self._draws.take(index)
             self._open = OpenBatch(index, len(indices))
+            self._bindings.clipper = self.plan.clipper_at(index)
             yield indices
             if self._released > index + 1:
                 raise RuntimeError(
@@ -102,6 +103,13 @@ class PrivateRun(BoundToProcess):
         """
         while self._released < self.plan.steps:
             yield self._released // self.plan.sampler.steps_per_epoch
+
+    def phases(self) -> Iterator[tuple[int, int]]:
+        """(phase, steps of it that remain) of the phases that do; a resumed run goes on in the one
+        that it was in. Inside, loop over ``batches(steps)``. Where a phase ends is public.
+        """
+        while self._released < self.plan.steps:
+            yield self.plan.phase_at(self._released)
 
     def loader(
         self,
@@ -201,7 +209,7 @@ class PrivateRun(BoundToProcess):
         self._require_own_process()
         refuse_process_group()
         records_of(gradients, self._loader, self._released)
-        claim = self.plan.clipper.claim
+        claim = self._bindings.clipper.claim
         if isinstance(claim.clipping, RandomizedClipping) and claim.clipping.envelope != "mixed":
             raise ValueError(
                 f"the plan accounts for the {claim.clipping.envelope!r} envelope, which holds for "
@@ -232,38 +240,17 @@ class PrivateRun(BoundToProcess):
     def _release(self, clipped: ClippedSum) -> NoisySum:
         self._require_own_process()
         refuse_process_group()
-        if self._closed:
-            raise RuntimeError("the run is closed; start another one")
-        if self._released >= self.plan.steps:
-            raise RuntimeError(
-                f"all {self.plan.steps} releases of the plan are made; build a plan with more steps"
-            )
-        if self._open is None:
-            raise RuntimeError(
-                "there is no open batch: every release needs the batch that batches() gave for it, "
-                "or the sampling rate accounted for is not the one that ran; loop over "
-                "run.batches() and clip the records at its indices"
-            )
-        if self._open.release != self._released:
-            raise RuntimeError(
-                "this batch is released already; every release needs a batch of its own from "
-                "batches(), or the sampling rate "
-                "accounted for is not the one that ran"
-            )
-        if clipped.claim != self.plan.clipper.claim:
-            raise ValueError(
-                f"the clipped sum claims {clipped.claim}, but the plan accounts for "
-                f"{self.plan.clipper.claim}"
-            )
-        self._open.require_sum(clipped)
+        opened = require_open(self._open, self._released, self.plan.steps, self._closed)
+        opened.require_sum(clipped, self._bindings.clipper.claim)
+        settings = self.plan.at(self._released)
         self._session.join(clipped.gradients, self._released)
         if self._writer is not None:
-            self._writer.release(self._released)
+            self._writer.release(self._released, settings if self.plan.course else None)
         self._released += 1
         if self._seed_use is not None:
             self._seed_use.releases = self._released
-        noisy = self._session.cover(clipped)
-        return replace(noisy, expected_batch_size=self.plan.expected_batch_size)
+        noisy = self._session.cover(clipped, settings.noise_multiplier)
+        return replace(noisy, expected_batch_size=self.plan.batch_size_at(settings))
 
     def keep_noise(self) -> None:
         """Keeps the rows that correlated noise goes on from in a secret file beside ``keys``, so
