@@ -9,6 +9,7 @@ import typer
 
 from quietgrad import __version__
 from quietgrad.cli import accounting
+from quietgrad.cli.extension import ExtendEpochs, ExtendSteps, ExtendTo
 
 app = typer.Typer(
     help="Differentially private training in PyTorch, with every epsilon an upper bound.",
@@ -53,6 +54,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in training.run_dir.")
     ] = False,
+    extend_steps: ExtendSteps = None,
+    extend_epochs: ExtendEpochs = None,
+    extend_to: ExtendTo = None,
     as_json: accounting.AsJson = False,
 ) -> None:
     """Trains privately on texts, tables or images, or a language model to answer; without CONFIG,
@@ -60,7 +64,8 @@ def train(
     """
     from quietgrad.cli.training import run_train
 
-    run_train(config, overrides or [], resume, as_json)
+    extend = extend_steps, extend_epochs, extend_to
+    run_train(config, overrides or [], resume, as_json, extend)
 
 
 @app.command()
@@ -109,11 +114,21 @@ def plan(
             help="Draw what the number of bands was chosen by (noise.bands = 'auto').",
         ),
     ] = None,
+    extend_steps: ExtendSteps = None,
+    extend_epochs: ExtendEpochs = None,
+    extend_to: ExtendTo = None,
     as_json: accounting.AsJson = False,
 ) -> None:
     """Says what ``train`` would run: guarantee, noise, estimator per layer, predicted time and
-    memory. Trains nothing.
+    memory. With RUN_DIR in place of CONFIG.toml, what more steps of that run would cost. Trains
+    nothing.
     """
+    extend = extend_steps, extend_epochs, extend_to
+    if extend != (None, None, None):
+        from quietgrad.cli.extension import run_extension
+
+        run_extension(config, overrides or [], figure, extend, as_json)
+        return
     from quietgrad.cli.plan import run_plan
 
     run_plan(config, overrides or [], figure, as_json)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quietgrad.events import PoissonGaussian, PrivacyEvent
+from quietgrad.events import PoissonGaussian, PrivacyEvent, event_from_json
 from quietgrad.ledger.chain import START, Count, count_path, decoded, encoded, read_count
 from quietgrad.ledger.records import (
     Extension,
@@ -72,6 +72,24 @@ class LedgerContents:
     def seeded(self) -> bool:
         """Whether noise of this run follows from a seed."""
         return any(session.source != "entropy" for session in self.sessions)
+
+
+def planned_course(contents: LedgerContents) -> tuple[Course, PoissonGaussian]:
+    """The settings of every planned step, extensions among them, and the mechanism line's event.
+
+    Raises:
+        ValueError: if the ledger does not say how many steps were planned.
+    """
+    header = contents.header
+    event = event_from_json(header["event"])
+    assert isinstance(event, PoissonGaussian)  # the mechanism line was read
+    if contents.course is not None:
+        return contents.course, event
+    steps, norm = header.get("planned_steps"), header.get("max_grad_norm")
+    if not isinstance(steps, int) or steps < 1 or not isinstance(norm, int | float):
+        raise ValueError("the ledger does not say how many steps were planned, or their clipping")
+    plain = StepSettings(event.noise_multiplier, event.sample_rate, float(norm))
+    return Course(((steps, plain),)), event
 
 
 @dataclass(frozen=True)
@@ -249,7 +267,7 @@ class _Growing:
             self._require_planned(record)
             self._releases += 1
         elif isinstance(record, Extension):
-            self._extend(self._phase, record)
+            self._extend(record)
         elif isinstance(record, SessionStart):
             self._sessions.append(record)
         elif isinstance(record, NoiseBlock):
@@ -284,23 +302,11 @@ class _Growing:
         ):
             raise ValueError(f"release {record.step} has other settings than were planned for it")
 
-    def _planned(self) -> int:
-        steps = self._said.header.get("planned_steps")
-        if not isinstance(steps, int) or steps < 1:
-            raise ValueError("an extension of a plan that does not say how many steps it has")
-        return steps
-
-    def _extend(self, phase: PoissonGaussian, record: Extension) -> None:
-        course = self._said.course
-        if course is None:
-            norm = float(self._said.header["max_grad_norm"])
-            plain = StepSettings(phase.noise_multiplier, phase.sample_rate, norm)
-            course = Course(((self._planned(), plain),))
-        self._said = replace(
-            self._said,
-            course=course.then(record.course),
-            extensions=(*self._said.extensions, record),
-        )
+    def _extend(self, record: Extension) -> None:
+        course, _ = planned_course(self._said)
+        extensions = (*self._said.extensions, record)
+        course = course.then(record.course)
+        self._said = replace(self._said, course=course, extensions=extensions)
 
     def _require_known(self, number: int, chain: str) -> None:
         if self._known.get(number, chain) != chain:

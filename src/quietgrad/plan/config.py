@@ -22,7 +22,7 @@ from quietgrad.denoising.rules.protocols import GradientRule, require_gradient_r
 from quietgrad.noise.mechanism import GaussianNoise
 from quietgrad.noise.methods import IndependentNoise, NoiseMethod
 from quietgrad.noise.sources.source import noise_source
-from quietgrad.plan.course import calibrated_scale
+from quietgrad.plan.by_step.course import calibrated_scale
 from quietgrad.plan.plan import PrivacyPlan
 from quietgrad.plan.seeds import Seed, key_of_seed, require_secret_seed
 from quietgrad.sampling.parts import index_ids, partition

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from torch import nn
 
-from quietgrad.accounting import epsilon_report, noise_multiplier
+from quietgrad.accounting import noise_multiplier
 from quietgrad.accounting.spending import EpsilonReport
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.soundness.processes import refuse_launcher, refuse_process_group
 from quietgrad.denoising.rules.protocols import GradientRule
-from quietgrad.events import ADD_REMOVE, ZERO_OUT, ClippingClaim, PoissonGaussian, PrivacyEvent
+from quietgrad.events import ADD_REMOVE, ZERO_OUT, ClippingClaim, PrivacyEvent
 from quietgrad.keyring import KeyRing, rows_path
 from quietgrad.ledger import LedgerContents, LedgerWriter, holds_records
 from quietgrad.noise.correlation.bands import BandChoice
 from quietgrad.noise.correlation.mixing import MixingMatrix
 from quietgrad.noise.mechanism import GaussianNoise
 from quietgrad.noise.noisy_sum import NoisySum
-from quietgrad.plan.course import (
+from quietgrad.plan.by_step.course import (
     StepByStep,
     calibrated_scale,
-    extension_of,
-    longer,
     require_course,
     require_same,
-    require_target,
 )
 from quietgrad.plan.noise_session import NoiseSession
 from quietgrad.plan.run import PrivateRun
@@ -168,41 +165,6 @@ class PrivacyPlan(StepByStep):
             steps=self.steps,
             clipping=claim,
             bands=b,
-        )
-
-    def extended(
-        self,
-        *,
-        steps: int | None = None,
-        epochs: float | None = None,
-        target_epsilon: float | None = None,
-    ) -> PrivacyPlan:
-        """This plan with more steps after its last, at that one's settings: a phase of its own.
-        ``epsilon`` is that of the whole, so what the extension costs is known before any work. A
-        run of this plan, finished or not, goes on by ``start`` with its ledger, which keeps the
-        extension. Correlated noise begins a new block.
-
-        Args:
-            steps, epochs: how many more; one of the two.
-            target_epsilon: a new target for the whole; None keeps the plan's.
-
-        Raises:
-            ValueError: if the whole exceeds the target, naming what it would be.
-        """
-        more = extension_of(self.whole_course, steps, epochs)
-        whole = self.whole_course.then(more)
-        event = whole.event(self.event.clipping, self.event.bands)
-        report = epsilon_report(event, self.delta)
-        require_target(report, self.target_epsilon, target_epsilon)
-        return replace(
-            self,
-            event=event,
-            report=report,
-            course=whole if whole.varies else None,
-            noise=replace(self.noise, mixing=longer(self.noise.mixing, more.steps)),
-            phase_lengths=(*(self.phase_lengths or (self.steps,)), more.steps),
-            extensions=(*self.extensions, (more, target_epsilon)),
-            target_epsilon=self.target_epsilon if target_epsilon is None else target_epsilon,
         )
 
     def write_gradients(self, noisy: NoisySum, model: nn.Module) -> None:

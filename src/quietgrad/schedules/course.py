@@ -112,6 +112,11 @@ class Course:
         """Smallest noise multiplier of any step."""
         return min(same.noise_multiplier for same in self.settings)
 
+    @property
+    def most_noise(self) -> float:
+        """Largest noise multiplier of any step."""
+        return max(same.noise_multiplier for same in self.settings)
+
     def at(self, step: int) -> StepSettings:
         """Of step ``step``, counted from 0.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quietgrad.checks import require_at_least, require_int, require_positive
 from quietgrad.schedules.course import Course, StepSettings
 from quietgrad.schedules.shapes import Constant, Schedule, factors_of
+
+MOST_STEPS = 1_000_000  # of settings that change
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,12 @@ class Schedules:
     noise: Schedule | float = 1.0
     clipping_norm: Schedule | float = 1.0
     batch_size: Schedule | float = 1.0
+
+    @property
+    def are_constant(self) -> bool:
+        """Whether no factor changes from step to step."""
+        every = (self.noise, self.clipping_norm, self.batch_size)
+        return not any(isinstance(f, Schedule) and not isinstance(f, Constant) for f in every)
 
     def factors(self, steps: int, where: str = "schedules") -> list[tuple[float, float, float]]:
         """[steps] of (noise, clipping norm, batch size).
@@ -113,15 +122,27 @@ def course_of(
     Raises:
         ValueError, TypeError: for factors that are no numbers above 0, or a rate above 1.
     """
-    settings = []
+
+    def settings(factors: tuple[float, float, float], where: str) -> StepSettings:
+        noise, norm, size = factors
+        rate = sample_rate * size
+        if rate > 1:
+            raise ValueError(
+                f"{where}.batch_size reaches {size:g} times the sampling rate {sample_rate:.4g}, "
+                f"which is above 1; use factors of at most {1 / sample_rate:.4g}"
+            )
+        return StepSettings(noise, rate, max_grad_norm * norm)
+
+    courses = []
     for steps, schedules, where in parts:
-        for noise, norm, size in schedules.factors(steps, where):
-            rate = sample_rate * size
-            if rate > 1:
-                raise ValueError(
-                    f"{where}.batch_size reaches {size:g} times the sampling rate "
-                    f"{sample_rate:.4g}, which is above 1; use factors of at most "
-                    f"{1 / sample_rate:.4g}"
-                )
-            settings.append(StepSettings(noise, rate, max_grad_norm * norm))
-    return Course.of(settings)
+        if schedules.are_constant:
+            (only,) = schedules.factors(1, where)
+            courses.append(Course(((steps, settings(only, where)),)))
+            continue
+        if steps > MOST_STEPS:
+            raise ValueError(
+                f"{where} over steps={steps}: settings are kept step by step, for at most "
+                f"{MOST_STEPS:,}; use constant factors in phases, or fewer steps"
+            )
+        courses.append(Course.of(settings(each, where) for each in schedules.factors(steps, where)))
+    return functools.reduce(Course.then, courses)

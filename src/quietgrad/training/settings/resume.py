@@ -20,7 +20,7 @@ FREE = {
     "optimizer.weight_decay",
     "optimizer.warmup_steps",
 }
-PRIVACY_TABLES = ("privacy", "noise", "clipping")
+PRIVACY_TABLES = ("privacy", "noise", "clipping", "schedules")
 PRIVACY_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
 
 

@@ -5,24 +5,29 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-
-from quietgrad.accounting import EpsilonReport, epsilon
+from quietgrad.accounting import EpsilonReport, epsilon, epsilon_report
 from quietgrad.accounting.calibrate import calibrate
 from quietgrad.checks import require_positive
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.events import ClippingClaim, EventSequence, PoissonGaussian, PrivacyEvent
 from quietgrad.ledger import LedgerContents
 from quietgrad.noise.correlation.banded import BandedLower, inside
+from quietgrad.noise.mechanism import GaussianNoise
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.schedules import Course, StepSettings
 from quietgrad.schedules.phases import steps_of
 
 BUILD = "build plans with PrivacyConfig.build"
+
+
+Plan = TypeVar("Plan", bound="StepByStep")
 
 
 class StepByStep:
@@ -35,6 +40,9 @@ class StepByStep:
     course: Course | None
     phase_lengths: tuple[int, ...]
     extensions: tuple[tuple[Course, float | None], ...]
+    noise: GaussianNoise
+    delta: float
+    target_epsilon: float | None
 
     @property
     def steps(self) -> int:
@@ -49,6 +57,21 @@ class StepByStep:
         assert isinstance(self.event, PoissonGaussian)  # ``require_course``
         sigma, rate = self.event.noise_multiplier, self.event.sample_rate
         return Course(((self.event.steps, StepSettings(sigma, rate, self.clipper.max_grad_norm)),))
+
+    @property
+    def plain_event(self) -> PoissonGaussian:
+        """The event of a plan whose steps are all alike.
+
+        Raises:
+            ValueError: for any other: audits attack one setting.
+        """
+        if self.course is not None or not isinstance(self.event, PoissonGaussian):
+            raise ValueError(
+                "an audit attacks a plan whose steps are all alike, and the settings of this one "
+                "change; audit it without schedules and phases (at its least noise_multiplier, "
+                f"{self.whole_course.least_noise:.4g}, it is no harder to attack)"
+            )
+        return self.event
 
     def at(self, step: int) -> StepSettings:
         """What release ``step``, from 0, is made with."""
@@ -84,6 +107,42 @@ class StepByStep:
         first, bands = self.at(0), self.event.bands
         sigma, rate = first.noise_multiplier, first.sample_rate
         return PoissonGaussian(sigma, rate, bands, self.event.clipping, bands)
+
+    def extended(
+        self: Plan,
+        *,
+        steps: int | None = None,
+        epochs: float | None = None,
+        target_epsilon: float | None = None,
+    ) -> Plan:
+        """This plan with more steps after its last, at that one's settings: a phase of its own.
+        ``epsilon`` is that of the whole, so what the extension costs is known before any work. A
+        run of this plan, finished or not, goes on by ``start`` with its ledger, which keeps the
+        extension. Correlated noise begins a new block.
+
+        Args:
+            steps, epochs: how many more; one of the two.
+            target_epsilon: a new target for the whole; None keeps the plan's.
+
+        Raises:
+            ValueError: if the whole exceeds the target, naming what it would be.
+        """
+        more = extension_of(self.whole_course, steps, epochs)
+        whole = self.whole_course.then(more)
+        event = whole.event(self.event.clipping, self.event.bands)
+        report = epsilon_report(event, self.delta)
+        require_target(report, self.target_epsilon, target_epsilon)
+        parts: dict[str, Any] = dict(
+            event=event,
+            report=report,
+            course=whole if whole.varies else None,
+            noise=replace(self.noise, mixing=longer(self.noise.mixing, more.steps)),
+            phase_lengths=(*(self.phase_lengths or (self.steps,)), more.steps),
+            extensions=(*self.extensions, (more, target_epsilon)),
+            target_epsilon=self.target_epsilon if target_epsilon is None else target_epsilon,
+        )
+        longer_plan: Plan = replace(cast(Any, self), **parts)
+        return longer_plan
 
 
 def calibrated_scale(
