@@ -35,6 +35,7 @@ ROOMS = (
     "loading",
     "noise",
     "sampling",
+    "schedules",
 )
 
 __all__ = [

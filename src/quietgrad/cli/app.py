@@ -9,7 +9,6 @@ import typer
 
 from quietgrad import __version__
 from quietgrad.cli import accounting
-from quietgrad.cli.extension import ExtendEpochs, ExtendSteps, ExtendTo
 
 app = typer.Typer(
     help="Differentially private training in PyTorch, with every epsilon an upper bound.",
@@ -29,6 +28,19 @@ ConfigPath = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key; may be repeated."),
+]
+
+ExtendSteps = Annotated[
+    int | None, typer.Option("--extend-steps", help="More steps after the last planned one.")
+]
+ExtendEpochs = Annotated[
+    float | None, typer.Option("--extend-epochs", help="The same in passes over the records.")
+]
+ExtendTo = Annotated[
+    float | None,
+    typer.Option(
+        "--extend-to-epsilon", help="A new target for the whole run, in place of the first."
+    ),
 ]
 
 
@@ -125,7 +137,7 @@ def plan(
     """
     extend = extend_steps, extend_epochs, extend_to
     if extend != (None, None, None):
-        from quietgrad.cli.extension import run_extension
+        from quietgrad.cli.plan import run_extension
 
         run_extension(config, overrides or [], figure, extend, as_json)
         return

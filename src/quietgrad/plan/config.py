@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quietgrad.accounting import epsilon_report, noise_multiplier
@@ -117,6 +117,10 @@ class PrivacyConfig:
             self.max_grad_norm, self.performance, self.augmentation_multiplicity
         )
         shape, lengths = self._course(q, clipper.max_grad_norm)
+        if not shape.varies and self.target_epsilon is not None:
+            # A factor on the noise that is the same at all steps is nothing but the scale.
+            only = replace(shape.at(0), noise_multiplier=1.0)
+            shape = Course(((shape.steps, only),))
         highest = shape.highest_rate
         clipper = clipper.clipping_to(shape.at(0).max_grad_norm)
         delta = self._delta(dataset_size)
@@ -133,7 +137,7 @@ class PrivacyConfig:
             claim = clipper.claim.clipping
             if shape.varies:
                 return calibrated_scale(shape, self.target_epsilon, delta, claim, bands)
-            found = noise_multiplier(
+            return noise_multiplier(
                 self.target_epsilon,
                 delta,
                 sample_rate=highest,
@@ -141,7 +145,6 @@ class PrivacyConfig:
                 clipping=claim,
                 bands=bands,
             )
-            return found / shape.least_noise  # a factor that is the same at all steps
 
         calibrated = None if self.target_epsilon is None else sigma_of
         mixing, choice = self.noise.correlation(shape.steps, highest, calibrated)
