@@ -21,7 +21,7 @@ from quietgrad.accounting import delta, epsilon, phases
 from quietgrad.accounting.composition import compose
 from quietgrad.accounting.phases import grouped, merge_equal_phases
 from quietgrad.events import EventSequence, ExactClipping, PoissonGaussian, RandomizedClipping
-from quietgrad.schedules import Cosine, Course, Linear, Schedules, StepSettings
+from quietgrad.schedules import Cosine, Course, Linear, Schedules, StepSettings, Stepwise
 from quietgrad.schedules.phases import course_of
 
 DELTA = 1e-5
