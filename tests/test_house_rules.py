@@ -40,7 +40,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "accounting": ({"events", "checks"}, {"numpy", "scipy", "dp_accounting"}),
     "sampling": ({"events", "checks", "randomness"}, {"numpy"}),
     "durable": (set(), set()),
-    "ledger": ({"events", "durable"}, set()),
+    "schedules": ({"events", "checks", "records"}, set()),
+    "ledger": ({"events", "durable", "schedules"}, set()),
     "keyring": ({"randomness", "durable"}, set()),
 }
 ROOMS["loading"] = ({"checks", "clipping", "sampling", "tensors"}, {"numpy", "torch"})
@@ -179,6 +180,7 @@ def test_modules_of_a_room_import_each_other_one_way(room: str) -> None:
         "quietgrad.events",
         "quietgrad.sampling",
         "quietgrad.ledger",
+        "quietgrad.schedules",
         "quietgrad.cli.app",
     ],
 )
@@ -308,6 +310,7 @@ PUBLIC = [
     "quietgrad.loading",
     "quietgrad.noise",
     "quietgrad.sampling",
+    "quietgrad.schedules",
 ]
 
 

@@ -327,3 +327,17 @@ def test_sketches_and_bands_are_accounted_for_with_both() -> None:
     assert all(len(noisy.beside) == 2 for noisy in made)
     assert isinstance(plan.event.beside[0], SideRelease)
     assert isinstance(run.training_loss, PrivateEstimate)
+
+
+def test_plans_whose_settings_change_are_refused() -> None:
+    from quietgrad.schedules import Linear, Phase, Schedules
+
+    changing = [
+        {"schedules": Schedules(noise=Linear(1.0, 2.0))},
+        {"phases": (Phase(steps=5), Phase(steps=5)), "steps": None},
+    ]
+    for settings in changing:
+        with pytest.raises(ValueError, match="plans whose steps are all alike"):
+            replace(CONFIG, **settings).build(RECORDS)
+    with pytest.raises(ValueError, match="an extension"):
+        CONFIG.build(RECORDS).extended(steps=3)

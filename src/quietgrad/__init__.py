@@ -36,6 +36,7 @@ ROOMS = (
     "loading",
     "noise",
     "sampling",
+    "schedules",
 )
 
 __all__ = [

@@ -9,7 +9,7 @@ clipped gradients).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from quietgrad.checks import (
@@ -154,11 +154,7 @@ class SideRelease:
         return step % self.every == 0
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "noise_multiplier": float(self.noise_multiplier),
-            "every": int(self.every),
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -222,16 +218,6 @@ class PoissonGaussian:
         """
         return replace(self, steps=max(releases, self.bands))
 
-    def with_noise(self, noise_multiplier: float) -> PoissonGaussian:
-        """The same mechanism with all its noise, that beside the gradients too, made larger or
-        smaller by one factor.
-        """
-        factor = noise_multiplier / self.noise_multiplier
-        beside = tuple(
-            replace(side, noise_multiplier=factor * side.noise_multiplier) for side in self.beside
-        )
-        return replace(self, noise_multiplier=noise_multiplier, beside=beside)
-
     def to_json(self) -> dict[str, Any]:
         record: dict[str, Any] = {
             "kind": "poisson-gaussian",
@@ -258,6 +244,49 @@ class EventSequence:
     """Phases run one after the other on the same data; their privacy losses compose."""
 
     events: tuple[PoissonGaussian, ...]
+
+    @property
+    def steps(self) -> int:
+        """Noisy sums released, or as many as they count for: with bands, whole turns."""
+        return sum(event.steps for event in self.events)
+
+    @property
+    def bands(self) -> int:
+        """Largest b."""
+        return max(event.bands for event in self.events)
+
+    @property
+    def compositions(self) -> int:
+        """Number of steps that may use one given record."""
+        return sum(event.compositions for event in self.events)
+
+    @property
+    def participation_rate(self) -> float:
+        """Highest rate at which a record is sampled in the steps that may use it."""
+        return max(event.participation_rate for event in self.events)
+
+    @property
+    def clipping(self) -> ClippingClaim:
+        """Of the first phase; those of one plan are alike."""
+        return self.events[0].clipping
+
+    @property
+    def beside(self) -> tuple[SideRelease, ...]:
+        """Of the first phase."""
+        return self.events[0].beside
+
+    def after(self, releases: int) -> PrivacyEvent:
+        """This sequence with so many releases made, at least one. With bands a turn that began
+        counts whole.
+        """
+        made: list[PoissonGaussian] = []
+        for event in self.events:
+            if releases > 0:
+                made.append(
+                    event.after(-(-min(releases, event.steps) // event.bands) * event.bands)
+                )
+            releases -= event.steps
+        return made[0] if len(made) == 1 else EventSequence(tuple(made))
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "sequence", "events": [event.to_json() for event in self.events]}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from quietgrad.beside.adaptive import AdaptiveClipping
 from quietgrad.beside.training_loss import TrainingLoss
@@ -37,6 +38,37 @@ class PrivateEstimate:
         )
 
 
+class Clips(Protocol):
+    """What this room knows of a clipper."""
+
+    @property
+    def max_grad_norm(self) -> float: ...
+    def clipping_to(self: Norm, max_grad_norm: float) -> Norm: ...
+
+
+Norm = TypeVar("Norm", bound=Clips)
+
+
+class TellsBeside:
+    """What a run tells of its numbers beside the gradients. Public."""
+
+    _beside: SideSession
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C of the next release."""
+        return self._beside.max_grad_norm
+
+    @property
+    def training_loss(self) -> PrivateEstimate | None:
+        """The last private estimate of the training loss, if there is one."""
+        return self._beside.training_loss
+
+    def shown(self) -> dict[str, float]:
+        """What a log may say of what is released beside the gradients: name -> number."""
+        return self._beside.shown()
+
+
 class SideSession:
     """Estimates of one session of a run. Holds released values alone.
 
@@ -61,6 +93,18 @@ class SideSession:
         self.training_loss: PrivateEstimate | None = None
         self._mean = self._squares = self._weight = 0.0
 
+    @property
+    def adapts(self) -> bool:
+        """Whether the clipping norm follows what is released."""
+        return any(isinstance(method, AdaptiveClipping) for method in self._methods)
+
+    def clipper(self, planned: Norm) -> Norm:
+        """What clips the next batch: with the norm that was released, where it follows that."""
+        if self.adapts:
+            return planned.clipping_to(self.max_grad_norm)
+        self.max_grad_norm = planned.max_grad_norm
+        return planned
+
     def take(self, release: int, noisy: Mapping[str, float]) -> None:
         """Makes of released numbers what they are for.
 
@@ -84,7 +128,7 @@ class SideSession:
         if self.training_loss is not None:
             found["private_training_loss"] = self.training_loss.smoothed
             found["private_training_loss_noise_std"] = self.training_loss.smoothed_noise_std
-        if any(isinstance(method, AdaptiveClipping) for method in self._methods):
+        if self.adapts:
             found["clipping_norm"] = self.max_grad_norm
         return found
 

@@ -62,6 +62,21 @@ def beside_of(*methods: SideMethod | None) -> tuple[SideMethod, ...]:
     return tuple(method for method in methods if method is not None)
 
 
+def require_alike(methods: Iterable[SideMethod], changes: bool) -> None:
+    """Numbers beside the gradients are for plans whose steps are all alike.
+
+    Raises:
+        ValueError: where settings change by step, or there are several phases.
+    """
+    names = [method.name for method in methods]
+    if names and changes:
+        raise ValueError(
+            f"{' and '.join(names)} (training_loss, adaptive_clipping) with schedules, phases or "
+            "an extension: shares of the budget and clipping norms that follow releases are for "
+            "plans whose steps are all alike; take one of the two out"
+        )
+
+
 def side_sums(methods: Iterable[SideMethod], observed: Observed) -> dict[str, Tensor]:
     """Name -> sum over the records, a float64 scalar. Private.
 

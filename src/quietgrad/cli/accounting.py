@@ -208,16 +208,18 @@ def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
     """The facts behind an epsilon, as a record."""
     phases = event.events if isinstance(event, EventSequence) else (event,)
     last = phases[-1]
+    noise = [p.noise_multiplier for p in phases]
+    rates = [p.sample_rate for p in phases]
     sketch = last.clipping if isinstance(last.clipping, RandomizedClipping) else None
-    require_positive("noise_multiplier", last.noise_multiplier)
+    require_positive("noise_multiplier", min(noise))
     record: dict[str, Any] = {
-        "noise_multiplier": last.noise_multiplier,
+        "noise_multiplier": min(noise),  # with phases, of the least noise and the highest rate
         "epsilon": report.epsilon,
         "delta": report.delta,
-        "sample_rate": last.sample_rate,
+        "sample_rate": max(rates),
         "steps": sum(p.steps for p in phases),
         "compositions": sum(p.compositions for p in phases),
-        "participation_rate": last.participation_rate,
+        "participation_rate": event.participation_rate,
         "bands": last.bands,
         "clipping": "exact" if sketch is None else "randomized",
         "neighbouring": ADD_REMOVE,
@@ -248,15 +250,19 @@ def _show(
         print_json(record)
         return
     infinite = math.isinf(report.epsilon)
+    phases = len(record.get("phases", ()))
+    least, most = ("at least ", "at most ") if phases else ("", "")
+    phased = {"settings": f"{phases} phases, each counted with its own"} if phases else {}
     identity = "content" if record["neighbouring"] == ADD_REMOVE else "index"
     rows = {
         "epsilon": f"infinite: {report.reason}"
         if infinite
         else f"{round_up(report.epsilon, 4)} (an upper bound)",
         "delta": round_up_to(report.delta, 6),
-        "noise multiplier": f"{round_up(record['noise_multiplier'], 4)}, relative to the clipping "
-        "norm, on the sum",
-        "steps": f"{record['steps']}, as {record['compositions']} compositions at rate "
+        **phased,
+        "noise multiplier": f"{least}{round_up(record['noise_multiplier'], 4)}, relative to "
+        "the clipping norm, on the sum",
+        "steps": f"{record['steps']}, as {record['compositions']} compositions at rate {most}"
         f"{record['participation_rate']:.6g}",
         **({"data": DECLARED_PUBLIC} if record.get("data_declared_public") else {}),
         "neighbouring relation": RELATIONS[str(record["neighbouring"])],

@@ -164,6 +164,7 @@ class GaussianNoise:
         clipped: ClippedSum,
         key_of: Callable[[int], RandomKey],
         history: NoiseHistory,
+        noise_multiplier: float | None = None,
     ) -> tuple[NoisySum, NoiseHistory]:
         """Adds the noise of step ``history.step``.
 
@@ -174,6 +175,8 @@ class GaussianNoise:
                 never used twice with one root: two sums with the same noise give away their
                 difference.
             history: from the step before, ``init()`` or ``replay()``.
+            noise_multiplier: sigma of this step, where a schedule has it; None takes the
+                mechanism's. Rows are correlated in units of their own noise.
 
         Returns:
             The released sum and the state of the next step. Cost: one normal draw an entry, and
@@ -184,7 +187,8 @@ class GaussianNoise:
         """
         step, grid = history.step, self.source.grid
         entries = sum(g.numel() for g in clipped.gradients.values())
-        scale = noise_std(self.noise_multiplier, clipped.claim, entries, self.bands, grid)
+        sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
+        scale = noise_std(sigma, clipped.claim, entries, self.bands, grid)
         if self.mixing is None:  # needs nothing of the past, and one parameter's draw at a time
             key = key_of(step)
             drawn = {

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quietgrad.accounting import epsilon_report
-from quietgrad.beside.session import PrivateEstimate, SideSession
+from quietgrad.beside.session import SideSession, TellsBeside
 from quietgrad.clipping.bindings import Bindings
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum, Stamp
@@ -35,7 +35,7 @@ from quietgrad.plan.seeds import SeedUse
 from quietgrad.tensors import Batch, to_device
 
 
-class PrivateRun(BoundToProcess):
+class PrivateRun(BoundToProcess, TellsBeside):
     """A plan in progress: which release comes next, and the streams. Never makes more releases than
     the plan has steps.
 
@@ -59,11 +59,12 @@ class PrivateRun(BoundToProcess):
         self._released = released
         self._given_up = given_up
         norm = plan.clipper.max_grad_norm if max_grad_norm is None else max_grad_norm
-        self._beside = SideSession(plan.beside, plan.event.beside, plan.expected_batch_size, norm)
-        self._bindings = Bindings(plan.clipper.clipping_to(norm))
+        size = plan.batch_size_at(plan.at(0))
+        self._beside = SideSession(plan.beside, plan.event.beside, size, norm)
+        self._bindings = Bindings(plan.clipper)
         self._seed_use = seed_use
         self._open: OpenBatch | None = None
-        self._draws = Draws(lambda step: plan.sampler.indices(session.key, step))
+        self._draws = Draws(lambda step: plan.indices(session.key, step))
         self._loader: PrivateLoader | None = None
         self._spent = (0, 0.0)  # releases, and their epsilon
         self._closed = False
@@ -88,6 +89,7 @@ class PrivateRun(BoundToProcess):
             index = self._released
             indices = self._draws.take(index)
             self._open = OpenBatch(index, len(indices))
+            self._bindings.clipper = self._beside.clipper(self.plan.clipper_at(index))
             yield indices
             if self._released > index + 1:
                 raise RuntimeError(
@@ -106,6 +108,13 @@ class PrivateRun(BoundToProcess):
         """
         while self._released < self.plan.steps:
             yield self._released // self.plan.sampler.steps_per_epoch
+
+    def phases(self) -> Iterator[tuple[int, int]]:
+        """(phase, steps of it that remain) of the phases that do; a resumed run goes on in the one
+        that it was in. Inside, loop over ``batches(steps)``. Where a phase ends is public.
+        """
+        while self._released < self.plan.steps:
+            yield self.plan.phase_at(self._released)
 
     def loader(
         self,
@@ -238,35 +247,21 @@ class PrivateRun(BoundToProcess):
         refuse_process_group()
         opened = require_open(self._open, self._released, self.plan.steps, self._closed)
         opened.require_sum(clipped, self._bindings.clipper.claim)
+        settings = self.plan.at(self._released)
         self._session.join(clipped.gradients, self._released)
         if self._writer is not None:
-            self._writer.release(self._released)
+            self._writer.release(self._released, settings if self.plan.course else None)
         self._released += 1
         if self._seed_use is not None:
             self._seed_use.releases = self._released
-        noisy = self._session.cover(clipped)
+        noisy = self._session.cover(clipped, settings.noise_multiplier)
         self._follow(noisy)
-        return replace(noisy, expected_batch_size=self.plan.expected_batch_size)
+        return replace(noisy, expected_batch_size=self.plan.batch_size_at(settings))
 
     def _follow(self, noisy: NoisySum) -> None:
         self._beside.take(self._released, noisy.beside)
-        self._bindings.clipper = self.plan.clipper.clipping_to(self.max_grad_norm)
-        if self._writer is not None:
+        if self._writer is not None and self._beside.adapts:
             self._writer.clipping_norm(self.max_grad_norm)
-
-    @property
-    def max_grad_norm(self) -> float:
-        """C of the next release. Public."""
-        return self._beside.max_grad_norm
-
-    @property
-    def training_loss(self) -> PrivateEstimate | None:
-        """The last private estimate of the training loss, if there is one. Public."""
-        return self._beside.training_loss
-
-    def shown(self) -> dict[str, float]:
-        """What a log may say of what is released beside the gradients: name -> number. Public."""
-        return self._beside.shown()
 
     def keep_noise(self) -> None:
         """Keeps the rows that correlated noise goes on from in a secret file beside ``keys``, so

@@ -184,7 +184,7 @@ class _Loop:
     def step(self, step: int, private: PrivateRun | None, indices: Any) -> None:
         noisy = None
         if private is None:
-            self.plain_gradients(indices)
+            self.plain_gradients(indices, self.prepared.batch_size_at(step))
         else:
             batches = self.prepared.micro_batches(indices, self.cache)
             noisy = private.backward(self.trained, self.loss, batches)
@@ -193,12 +193,12 @@ class _Loop:
         if self.average is not None:
             self.average.update()
 
-    def plain_gradients(self, indices: Any) -> None:
+    def plain_gradients(self, indices: Any, size: float) -> None:
         self.optimizer.zero_grad()
         if not len(indices):  # no gradient, rather than a zero one: a moment stays as it is
             return
         for batch in self.prepared.micro_batches(indices, self.cache):
-            (self.loss(self.trained, batch).sum() / self.prepared.expected_batch_size).backward()
+            (self.loss(self.trained, batch).sum() / size).backward()
 
     def evaluate_on_schedule(self, done: int, private: PrivateRun | None) -> float | None:
         every = self.prepared.config.training.eval_every
@@ -273,7 +273,7 @@ def model_seeds(prepared: Prepared, private: PrivateRun | None) -> Callable[[int
 def _plain_batches(prepared: Prepared, done: int) -> Iterator[Any]:
     key = root_key(prepared.config.training.seed)
     for step in range(done, prepared.steps):
-        yield prepared.sampler.indices(key, step)
+        yield prepared.sampler.indices(key, step, prepared.course.at(step).sample_rate)
 
 
 def _require_movement(classifier: nn.Module, before: dict[str, Tensor], steps: int) -> None:

@@ -22,6 +22,7 @@ from quietgrad.training.settings.denoising import DENOISING
 from quietgrad.training.settings.noise import NOISE, NoiseCurve
 from quietgrad.training.settings.overrides import with_overrides
 from quietgrad.training.settings.reading import Table, one
+from quietgrad.training.settings.schedules import SchedulesTable
 from quietgrad.training.settings.tables import (
     DataTable,
     ModelTable,
@@ -42,6 +43,7 @@ TABLES: Mapping[str, Table] = {
     "task": one(TaskTable),
     "data": one(DataTable),
     "privacy": one(PrivacyTable),
+    "schedules": one(SchedulesTable),
     "clipping": one(Clipping),
     "noise": NOISE,
     "spectrum": one(SpectrumTable),
@@ -64,6 +66,7 @@ class TrainConfig:
     task: TaskTable = field(default_factory=TaskTable)
     data: DataTable = field(default_factory=DataTable)
     privacy: PrivacyTable = field(default_factory=PrivacyTable)
+    schedules: SchedulesTable = field(default_factory=SchedulesTable)
     clipping: Clipping = field(default_factory=Clipping)
     noise: NoiseMethod | NoiseCurve = field(default_factory=IndependentNoise)
     spectrum: SpectrumTable = field(default_factory=SpectrumTable)
@@ -173,6 +176,8 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, Mapping):
         pairs = (f"{_toml_value(key)} = {_toml_value(part)}" for key, part in value.items())
         return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
     # Strings, numbers, booleans and lists of strings are written alike in both, but for one
     # character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

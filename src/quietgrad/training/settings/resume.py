@@ -20,7 +20,7 @@ FREE = {
     "optimizer.weight_decay",
     "optimizer.warmup_steps",
 }
-PRIVACY_TABLES = ("privacy", "noise", "clipping", "training_loss", "adaptive_clipping")
+PRIVACY_TABLES = ("privacy", "noise", "clipping", "schedules", "training_loss", "adaptive_clipping")
 PRIVACY_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
 
 
