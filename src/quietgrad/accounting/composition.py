@@ -166,7 +166,8 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
     reach = math.hypot(*(g.reach for g in grids))
     interval = max(wanted, range_limit, reach / LARGEST_COMPOSED_GRID)
     points = max((g.highest - g.lowest) / interval for g in grids)
-    bins = int(min(MIXTURE_BINS, max(GRID_MIXTURE_BINS, MIXTURE_WORK * refine / points)))
+    work = MIXTURE_WORK * refine / len(phases)
+    bins = int(min(MIXTURE_BINS, max(GRID_MIXTURE_BINS, work / points)))
     mixtures = [joined(scale_mixture(p.clipping, per_step, bins), p) for p in phases]
     steps = [
         _one_step_on_grid(p, m, g, interval)

@@ -11,7 +11,7 @@ step, and so for adaptive compositions.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from quietgrad.events import ExactClipping, PoissonGaussian
 
@@ -22,37 +22,49 @@ MOST_RANDOMIZED_GROUPS = 24
 FINEST = 1e-9  # cells of log noise multiplier and log rate that hold equal settings alone
 
 
-def grouped(phases: tuple[PoissonGaussian, ...]) -> tuple[PoissonGaussian, ...]:
+def grouped(phases: tuple[PoissonGaussian, ...], share: float = 1.0) -> tuple[PoissonGaussian, ...]:
     """At most so many phases as are affordable, whose composition is no better for privacy than
     that of ``phases``. Equal phases that can be joined are; order means nothing to the sum of
     privacy losses.
+
+    Args:
+        phases: of one event.
+        share: of the affordable number, for a quicker and coarser bound.
     """
     merged = merge_equal_phases(phases)
     exact = all(isinstance(phase.clipping, ExactClipping) for phase in merged)
-    most = MOST_GROUPS if exact else MOST_RANDOMIZED_GROUPS
+    most = max(2, int(share * (MOST_GROUPS if exact else MOST_RANDOMIZED_GROUPS)))
     if len(merged) <= most:
         return merged
+    placed = [_Placed.of(phase) for phase in merged]
+    # From the least on, so that more noise at all steps makes the same groups.
+    origin = min(p.log_noise for p in placed), min(p.log_rate for p in placed)
     width = FINEST
-    while len(_cells(merged, width)) > most:
+    while len(_cells(placed, origin, width)) > most:
         width *= 2
         if width > 100:  # all in one cell of their kind: more kinds than groups
             break
     low, high = width / 2, width
-    for _ in range(12):
+    for _ in range(8):
         middle = (low + high) / 2
-        low, high = (middle, high) if len(_cells(merged, middle)) > most else (low, middle)
-    return tuple(_worst(cell) for cell in _cells(merged, high).values())
+        few = len(_cells(placed, origin, middle)) <= most
+        low, high = (low, middle) if few else (middle, high)
+    return tuple(_worst(cell) for cell in _cells(placed, origin, high).values())
 
 
-def widest_group(phases: tuple[PoissonGaussian, ...], groups: tuple[PoissonGaussian, ...]) -> float:
-    """The most by which grouping may have understated a noise multiplier, as a share: 0 if nothing
-    was grouped.
-    """
-    if sum(p.compositions for p in phases) == 0 or len(merge_equal_phases(phases)) == len(groups):
-        return 0.0
-    kept = sorted({g.noise_multiplier for g in groups})
-    below = [max((k for k in kept if k <= p.noise_multiplier), default=kept[0]) for p in phases]
-    return max(p.noise_multiplier / b - 1 for p, b in zip(phases, below, strict=True))
+@dataclass(frozen=True)
+class _Placed:
+    """A phase, where it lies, and all else of it, which is the same within a group."""
+
+    phase: PoissonGaussian
+    kind: PoissonGaussian
+    log_noise: float
+    log_rate: float
+
+    @classmethod
+    def of(cls, phase: PoissonGaussian) -> _Placed:
+        kind = replace(phase, noise_multiplier=1.0, sample_rate=1.0, steps=phase.bands)
+        return cls(phase, kind, math.log(phase.noise_multiplier), math.log(phase.sample_rate))
 
 
 def merge_equal_phases(phases: tuple[PoissonGaussian, ...]) -> tuple[PoissonGaussian, ...]:
@@ -73,18 +85,13 @@ def merge_equal_phases(phases: tuple[PoissonGaussian, ...]) -> tuple[PoissonGaus
 
 
 def _cells(
-    phases: tuple[PoissonGaussian, ...], width: float
-) -> dict[tuple[object, ...], list[PoissonGaussian]]:
-    cells: dict[tuple[object, ...], list[PoissonGaussian]] = {}
-    for p in phases:
-        key = (
-            p.clipping,
-            p.bands,
-            p.beside,
-            math.floor(math.log(p.noise_multiplier) / width),
-            math.floor(math.log(p.sample_rate) / width),
-        )
-        cells.setdefault(key, []).append(p)
+    placed: list[_Placed], origin: tuple[float, float], width: float
+) -> dict[tuple[PoissonGaussian, int, int], list[PoissonGaussian]]:
+    cells: dict[tuple[PoissonGaussian, int, int], list[PoissonGaussian]] = {}
+    for p in placed:
+        noise = math.floor((p.log_noise - origin[0]) / width)
+        rate = math.floor((p.log_rate - origin[1]) / width)
+        cells.setdefault((p.kind, noise, rate), []).append(p.phase)
     return cells
 
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from quietgrad.accounting import EpsilonReport, epsilon, epsilon_report
-from quietgrad.accounting.calibrate import calibrate
+from quietgrad.accounting import EpsilonReport, epsilon_report
+from quietgrad.accounting.calibrate import calibrate_by_groups
 from quietgrad.beside.values import SideMethod, require_alike
 from quietgrad.checks import require_positive
 from quietgrad.clipping.clipper import Clipper
@@ -162,8 +162,8 @@ def calibrated_scale(
     Raises:
         ValueError: where no factor up to 1e6 meets it.
     """
-    return calibrate(
-        lambda scale: epsilon(shape.scaled(scale).event(clipping, bands), delta), target_epsilon
+    return calibrate_by_groups(
+        lambda scale: shape.scaled(scale).event(clipping, bands), delta, target_epsilon
     )
 
 
