@@ -222,16 +222,6 @@ class PoissonGaussian:
         """
         return replace(self, steps=max(releases, self.bands))
 
-    def with_noise(self, noise_multiplier: float) -> PoissonGaussian:
-        """The same mechanism with all its noise, that beside the gradients too, made larger or
-        smaller by one factor.
-        """
-        factor = noise_multiplier / self.noise_multiplier
-        beside = tuple(
-            replace(side, noise_multiplier=factor * side.noise_multiplier) for side in self.beside
-        )
-        return replace(self, noise_multiplier=noise_multiplier, beside=beside)
-
     def to_json(self) -> dict[str, Any]:
         record: dict[str, Any] = {
             "kind": "poisson-gaussian",

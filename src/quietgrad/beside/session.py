@@ -37,6 +37,26 @@ class PrivateEstimate:
         )
 
 
+class TellsBeside:
+    """What a run tells of its numbers beside the gradients. Public."""
+
+    _beside: SideSession
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C of the next release."""
+        return self._beside.max_grad_norm
+
+    @property
+    def training_loss(self) -> PrivateEstimate | None:
+        """The last private estimate of the training loss, if there is one."""
+        return self._beside.training_loss
+
+    def shown(self) -> dict[str, float]:
+        """What a log may say of what is released beside the gradients: name -> number."""
+        return self._beside.shown()
+
+
 class SideSession:
     """Estimates of one session of a run. Holds released values alone.
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quietgrad.accounting import epsilon_report
-from quietgrad.beside.session import PrivateEstimate, SideSession
+from quietgrad.beside.session import SideSession, TellsBeside
 from quietgrad.clipping.bindings import Bindings
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum, Stamp
@@ -35,7 +35,7 @@ from quietgrad.plan.seeds import SeedUse
 from quietgrad.tensors import Batch, to_device
 
 
-class PrivateRun(BoundToProcess):
+class PrivateRun(BoundToProcess, TellsBeside):
     """A plan in progress: which release comes next, and the streams. Never makes more releases than
     the plan has steps.
 
@@ -253,20 +253,6 @@ class PrivateRun(BoundToProcess):
         self._bindings.clipper = self.plan.clipper.clipping_to(self.max_grad_norm)
         if self._writer is not None:
             self._writer.clipping_norm(self.max_grad_norm)
-
-    @property
-    def max_grad_norm(self) -> float:
-        """C of the next release. Public."""
-        return self._beside.max_grad_norm
-
-    @property
-    def training_loss(self) -> PrivateEstimate | None:
-        """The last private estimate of the training loss, if there is one. Public."""
-        return self._beside.training_loss
-
-    def shown(self) -> dict[str, float]:
-        """What a log may say of what is released beside the gradients: name -> number. Public."""
-        return self._beside.shown()
 
     def keep_noise(self) -> None:
         """Keeps the rows that correlated noise goes on from in a secret file beside ``keys``, so
