@@ -195,6 +195,13 @@ def test_the_bound_is_kept_whatever_a_component_says() -> None:
     assert float(side_sums((Careless(),), observed)["careless"]) == 1.0
 
 
+def test_several_losses_of_one_gradient_are_refused() -> None:
+    # They would add up to more than 1.
+    observed = Observed(torch.tensor([9.0, 9.0]), torch.tensor([1.0]))
+    with pytest.raises(ValueError, match="has not one value for each clipped gradient"):
+        side_sums(BOTH, observed)
+
+
 def test_a_norm_that_differs_by_rounding_moves_the_count_by_rounding() -> None:
     # With a jump at C, the size of a micro-batch, and so another record, would move it by 1.
     shares = torch.tensor([1.0, 1.0 + 1e-7], dtype=torch.float64)

@@ -81,10 +81,19 @@ def side_sums(methods: Iterable[SideMethod], observed: Observed) -> dict[str, Te
     """Name -> sum over the records, a float64 scalar. Private.
 
     What is not a number counts as 1, an infinite value as the bound on its side.
+
+    Raises:
+        ValueError: where a component does not give one value for each gradient that was clipped,
+            which would add up to more than 1.
     """
     sums = {}
     for method in methods:
         values = method.of(observed).detach().to(torch.float64)
+        if values.shape != observed.shares.shape:
+            raise ValueError(
+                f"{method.name} has not one value for each clipped gradient; give one, such as the "
+                "mean over what the gradient is of"
+            )
         sums[method.name] = values.nan_to_num(nan=1.0, posinf=1.0, neginf=-1.0).clamp(-1, 1).sum()
     return sums
 
