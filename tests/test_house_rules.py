@@ -29,8 +29,9 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "randomness": ({"checks"}, {"numpy"}),
     "tensors": (set(), {"torch"}),
     "averaging": ({"tensors"}, {"torch"}),
+    "beside": ({"events", "checks", "records"}, {"torch"}),
     "clipping": (
-        {"events", "checks", "randomness", "records", "tensors"},
+        {"beside", "events", "checks", "randomness", "records", "tensors"},
         {"scipy", "torch"},
     ),
     "noise": (
@@ -42,7 +43,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "accounting": ({"events", "checks"}, {"numpy", "scipy", "dp_accounting"}),
     "sampling": ({"events", "checks", "randomness", "records"}, {"numpy"}),
     "durable": (set(), set()),
-    "ledger": ({"events", "durable"}, set()),
+    "schedules": ({"events", "checks", "records"}, set()),
+    "ledger": ({"events", "durable", "schedules"}, set()),
     "keyring": ({"randomness", "durable"}, set()),
 }
 ROOMS["loading"] = ({"checks", "clipping", "sampling", "tensors"}, {"numpy", "torch"})
@@ -181,6 +183,7 @@ def test_modules_of_a_room_import_each_other_one_way(room: str) -> None:
         "quietgrad.events",
         "quietgrad.sampling",
         "quietgrad.ledger",
+        "quietgrad.schedules",
         "quietgrad.cli.app",
     ],
 )
@@ -300,6 +303,7 @@ PUBLIC = [
     "quietgrad.accounting",
     "quietgrad.auditing",
     "quietgrad.averaging",
+    "quietgrad.beside",
     "quietgrad.clipping",
     "quietgrad.curvature",
     "quietgrad.denoising",
@@ -309,6 +313,7 @@ PUBLIC = [
     "quietgrad.loading",
     "quietgrad.noise",
     "quietgrad.sampling",
+    "quietgrad.schedules",
 ]
 
 

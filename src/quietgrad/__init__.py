@@ -29,6 +29,7 @@ ROOMS = (
     "accounting",
     "auditing",
     "averaging",
+    "beside",
     "clipping",
     "curvature",
     "denoising",
@@ -36,6 +37,7 @@ ROOMS = (
     "loading",
     "noise",
     "sampling",
+    "schedules",
 )
 
 __all__ = [

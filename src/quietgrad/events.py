@@ -9,7 +9,7 @@ clipped gradients).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from quietgrad.checks import (
@@ -20,7 +20,7 @@ from quietgrad.checks import (
     require_rate,
 )
 
-__all__ = ["EventSequence", "ExactClipping", "PoissonGaussian", "RandomizedClipping"]
+__all__ = ["EventSequence", "ExactClipping", "PoissonGaussian", "RandomizedClipping", "SideRelease"]
 
 Envelope = Literal["mixed", "hutch"]
 ENVELOPES: tuple[Envelope, ...] = ("mixed", "hutch")
@@ -129,6 +129,40 @@ class SensitivityClaim:
 
 
 @dataclass(frozen=True)
+class SideRelease:
+    """A number that is released beside the noisy gradients of a step, made of the same batch: a sum
+    to which one record adds at most 1 in absolute value, with Gaussian noise of its own.
+
+    Attributes:
+        name: of the kind of release, such as "training-loss".
+        noise_multiplier: nu, standard deviation of its noise over what one record can add.
+        every: it is made at steps 0, every, 2 every, ...
+    """
+
+    name: str
+    noise_multiplier: float
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        require_positive("noise_multiplier", self.noise_multiplier)
+        require_at_least(
+            "noise_multiplier",
+            self.noise_multiplier,
+            SMALLEST_NOISE,
+            "no epsilon can be computed for so little noise; usual values are 5 to 50",
+        )
+        require_int("every", self.every)
+        require_at_least("every", self.every, 1, "1 is every step")
+
+    def at(self, step: int) -> bool:
+        """Whether it is made at this step."""
+        return step % self.every == 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class PoissonGaussian:
     """T steps of the (possibly banded) Gaussian mechanism on Poisson-sampled batches: one phase of
     DP-SGD.
@@ -141,6 +175,7 @@ class PoissonGaussian:
         clipping: exact, or randomized with its sketch facts.
         bands: b; 1 is independent noise. With b > 1 the data are split into b parts, step t samples
             from part t mod b.
+        beside: what is released with the gradients of a step, of the same batch.
 
     The accountant sees ``compositions`` steps at rate ``participation_rate`` (docs/privacy.md,
     section 6, and erratum E9 of docs/errata.md).
@@ -151,6 +186,7 @@ class PoissonGaussian:
     steps: int
     clipping: ClippingClaim = ExactClipping()
     bands: int = 1
+    beside: tuple[SideRelease, ...] = ()
 
     def __post_init__(self) -> None:
         require_positive("noise_multiplier", self.noise_multiplier)
@@ -203,6 +239,8 @@ class PoissonGaussian:
                 if self.clipping.total_rank is None
                 else int(self.clipping.total_rank),
             }
+        if self.beside:
+            record["beside"] = [side.to_json() for side in self.beside]
         return record
 
 
@@ -211,6 +249,49 @@ class EventSequence:
     """Phases run one after the other on the same data; their privacy losses compose."""
 
     events: tuple[PoissonGaussian, ...]
+
+    @property
+    def steps(self) -> int:
+        """Noisy sums released, or as many as they count for: with bands, whole turns."""
+        return sum(event.steps for event in self.events)
+
+    @property
+    def bands(self) -> int:
+        """Largest b."""
+        return max(event.bands for event in self.events)
+
+    @property
+    def compositions(self) -> int:
+        """Number of steps that may use one given record."""
+        return sum(event.compositions for event in self.events)
+
+    @property
+    def participation_rate(self) -> float:
+        """Highest rate at which a record is sampled in the steps that may use it."""
+        return max(event.participation_rate for event in self.events)
+
+    @property
+    def clipping(self) -> ClippingClaim:
+        """Of the first phase; those of one plan are alike."""
+        return self.events[0].clipping
+
+    @property
+    def beside(self) -> tuple[SideRelease, ...]:
+        """Of the first phase."""
+        return self.events[0].beside
+
+    def after(self, releases: int) -> PrivacyEvent:
+        """This sequence with so many releases made, at least one. With bands a turn that began
+        counts whole.
+        """
+        made: list[PoissonGaussian] = []
+        for event in self.events:
+            if releases > 0:
+                made.append(
+                    event.after(-(-min(releases, event.steps) // event.bands) * event.bands)
+                )
+            releases -= event.steps
+        return made[0] if len(made) == 1 else EventSequence(tuple(made))
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "sequence", "events": [event.to_json() for event in self.events]}
@@ -247,6 +328,7 @@ def _phase_from_json(record: dict[str, Any]) -> PoissonGaussian:
         steps=record["steps"],
         bands=record.get("bands", 1),
         clipping=RandomizedClipping(**sketch) if sketch else ExactClipping(),
+        beside=tuple(SideRelease(**side) for side in record.get("beside", ())),
     )
 
 
@@ -258,9 +340,19 @@ class NotPrivate:
     Attributes:
         reason: why there is nothing to protect, such as "synthetic data"; of a run it is written to
             the ledger.
+
+    Raises:
+        ValueError: without a reason.
     """
 
     reason: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str) or not self.reason.strip():
+            raise ValueError(
+                f"reason={self.reason!r}: say why these data need no protection; the ledger keeps "
+                "it"
+            )
 
 
 def unit_of(relation: str) -> str:

@@ -134,10 +134,10 @@ def factors_of_neighbours(norms, limits, scaling):
 
 
 def divided_by_the_batch_size(right, work, part, sums):
-    finite = right(work, part, sums)
+    seen = right(work, part, sums)
     for g in sums.values():
-        g /= len(finite)
-    return finite
+        g /= len(seen.shares)
+    return seen
 
 
 def without(local: str) -> Callable:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from scipy import optimize
 
+from quietgrad.accounting.phases import grouped
 from quietgrad.accounting.spending import epsilon as epsilon_of
 from quietgrad.checks import require_delta, require_positive
 from quietgrad.events import (
@@ -16,12 +17,16 @@ from quietgrad.events import (
     ExactClipping,
     PoissonGaussian,
     PrivacyEvent,
+    SideRelease,
 )
 
 SMALLEST_MULTIPLIER = 1e-2
 LARGEST_MULTIPLIER = 1e6
 # Calibration ends within this of the target epsilon (absolute, and relative for small targets).
 EPSILON_TOLERANCE = 4e-4
+COARSE_SHARE = 0.2  # of the groups that many unlike phases are composed in
+USUAL_POWER = 1.3
+LARGEST_REFINEMENT = 8
 
 
 def noise_multiplier(
@@ -33,6 +38,7 @@ def noise_multiplier(
     clipping: ClippingClaim | None = None,
     bands: int = 1,
     before: PrivacyEvent | None = None,
+    beside: Callable[[float], tuple[SideRelease, ...]] | None = None,
 ) -> float:
     """Smallest noise multiplier found with epsilon at most the target.
 
@@ -44,19 +50,23 @@ def noise_multiplier(
         clipping: exact (default) or randomized.
         bands: b, 1 for independent noise.
         before: what was already released on the same data; the target covers both.
+        beside: sigma -> what is released beside the gradients, of the same batches; the target
+            covers it too.
 
     Returns:
         sigma with ``epsilon(event with sigma) <= target_epsilon``, and within 1e-2 of it.
 
     Raises:
-        ValueError: for bad arguments, or where no noise multiplier up to 1e6 meets the target.
+        ValueError: for bad arguments, or where no noise multiplier up to 1e6 meets the target, such
+            as where what is released beside the gradients costs more by itself.
     """
     require_positive("target_epsilon", target_epsilon)
     require_delta("target_delta", target_delta)
     template = PoissonGaussian(1.0, sample_rate, steps, clipping or ExactClipping(), bands)
 
     def event(sigma: float) -> PrivacyEvent:
-        phase = replace(template, noise_multiplier=sigma)
+        side = () if beside is None else beside(sigma)
+        phase = replace(template, noise_multiplier=sigma, beside=side)
         if before is None:
             return phase
         earlier = before.events if isinstance(before, EventSequence) else (before,)
@@ -92,8 +102,8 @@ def calibrate(epsilon_at: Callable[[float], float], target_epsilon: float) -> fl
             raise ValueError(
                 f"target_epsilon={target_epsilon} is not met by any noise multiplier up to "
                 f"{LARGEST_MULTIPLIER:g}; allow a larger "
-                "epsilon or delta, fewer steps, a smaller sampling rate or, with sketches, a "
-                "larger sketch_dim"
+                "epsilon or delta, fewer steps, a smaller sampling rate, with sketches a larger "
+                "sketch_dim, or more noise on what is released beside the gradients"
             )
     if low == high:
         while value <= 0:
@@ -115,6 +125,39 @@ def calibrate(epsilon_at: Callable[[float], float], target_epsilon: float) -> fl
         )
     meeting = [x for x, e in seen.items() if e <= target_epsilon]
     return math.exp(min(meeting))
+
+
+def calibrate_by_groups(
+    event_at: Callable[[float], PrivacyEvent], delta: float, target_epsilon: float
+) -> float:
+    """As ``calibrate`` of the event's epsilon, for events of many unlike phases, whose epsilon is
+    costly: a bound by a few groups is solved first, and meets the target; the full one then takes
+    back what that gave away, in a few evaluations.
+    """
+
+    def coarse(scale: float) -> float:
+        event = event_at(scale)
+        if isinstance(event, EventSequence):
+            event = EventSequence(grouped(event.events, COARSE_SHARE))
+        return epsilon_of(event, delta)
+
+    def full(scale: float) -> float:
+        return epsilon_of(event_at(scale), delta)
+
+    scale = calibrate(coarse, target_epsilon)
+    tolerance = min(EPSILON_TOLERANCE, 4e-4 * target_epsilon)
+    wanted = target_epsilon - tolerance / 2
+    meeting, value, power = [], full(scale), USUAL_POWER
+    for _ in range(LARGEST_REFINEMENT):
+        meeting += [scale] if value <= target_epsilon else []
+        if target_epsilon - tolerance <= value <= target_epsilon or not 0 < value < math.inf:
+            break
+        other = scale * (value / wanted) ** (1 / power)
+        found = full(other)
+        if 0 < found < math.inf and found != value:  # epsilon goes like scale^-power
+            power = min(max(math.log(found / value) / math.log(scale / other), 0.2), 5.0)
+        scale, value = other, found
+    return min(meeting) if meeting else calibrate(full, target_epsilon)
 
 
 def excess_of(epsilon: float, target: float) -> float:

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from dp_accounting.pld import pld_pmf
 from numpy.typing import NDArray
 
+from quietgrad.accounting.beside import joined, split_by_side_releases, squared_shift
 from quietgrad.accounting.one_step import (
     Atoms,
     OneStep,
@@ -20,6 +21,8 @@ from quietgrad.accounting.one_step import (
     one_step,
     smallest_loss,
 )
+from quietgrad.accounting.phases import grouped
+from quietgrad.accounting.product import composed_sum
 from quietgrad.accounting.scale_mixture import ScaleMixture, scale_mixture
 from quietgrad.events import EventSequence, ExactClipping, PoissonGaussian, PrivacyEvent
 
@@ -143,27 +146,29 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
         refine: above 1, a grid finer by that factor (for convergence checks).
 
     Returns:
-        A pessimistic privacy-loss distribution in both directions, whatever the grid. Cost: one FFT
-        per phase of a length that grows with the standard deviation of the composed loss over the
-        grid's interval, so roughly with sqrt(T).
+        A pessimistic privacy-loss distribution in both directions, whatever the grid. Many phases
+        that differ are grouped (``phases.grouped``). Cost: one FFT per group of a length that grows
+        with the standard deviation of the composed loss over the grid's interval, so roughly with
+        sqrt(T).
     """
     phases = event.events if isinstance(event, EventSequence) else (event,)
     if not phases:
         raise ValueError("the event sequence is empty: nothing was released, and epsilon is 0")
-    phases = _merge_equal_phases(phases)
+    phases = grouped(tuple(p for phase in phases for p in split_by_side_releases(phase)))
     truncation = tail_mass / (4 * len(phases))
-    coarse = [
-        scale_mixture(p.clipping, truncation / p.compositions, GRID_MIXTURE_BINS) for p in phases
-    ]
+    per_step = truncation / max(p.compositions for p in phases)  # one for all: one mixture
+    coarse = [joined(scale_mixture(p.clipping, per_step, GRID_MIXTURE_BINS), p) for p in phases]
     # One grid serves all phases: the finest that any of them asks for, unless the widest could then
     # not be held.
     grids = [_grid(p, m, truncation, refine) for p, m in zip(phases, coarse, strict=True)]
     wanted = min(g.interval for g in grids)
     range_limit = max((g.highest - g.lowest) / LARGEST_ONE_STEP_GRID for g in grids)
-    interval = max(wanted, range_limit, max(g.smallest_composed_interval for g in grids))
+    reach = math.hypot(*(g.reach for g in grids))
+    interval = max(wanted, range_limit, reach / LARGEST_COMPOSED_GRID)
     points = max((g.highest - g.lowest) / interval for g in grids)
-    bins = int(min(MIXTURE_BINS, max(GRID_MIXTURE_BINS, MIXTURE_WORK * refine / points)))
-    mixtures = [scale_mixture(p.clipping, truncation / p.compositions, bins) for p in phases]
+    work = MIXTURE_WORK * refine / len(phases)
+    bins = int(min(MIXTURE_BINS, max(GRID_MIXTURE_BINS, work / points)))
+    mixtures = [joined(scale_mixture(p.clipping, per_step, bins), p) for p in phases]
     steps = [
         _one_step_on_grid(p, m, g, interval)
         for p, m, g in zip(phases, mixtures, grids, strict=True)
@@ -181,33 +186,12 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
     )
 
 
-def _merge_equal_phases(phases: tuple[PoissonGaussian, ...]) -> tuple[PoissonGaussian, ...]:
-    """Neighbouring phases of one unbanded mechanism become one phase: splitting a run changes
-    nothing.
-    """
-    merged: list[PoissonGaussian] = []
-    for phase in phases:
-        for i, earlier in enumerate(merged):
-            if phase.bands == 1 and replace(phase, steps=earlier.steps) == earlier:
-                merged[i] = PoissonGaussian(
-                    phase.noise_multiplier,
-                    phase.sample_rate,
-                    earlier.steps + phase.steps,
-                    phase.clipping,
-                    1,
-                )
-                break
-        else:
-            merged.append(phase)
-    return tuple(merged)
-
-
 @dataclass(frozen=True)
 class _Grid:
     lowest: float
     highest: float
     interval: float
-    smallest_composed_interval: float
+    reach: float
 
 
 def _grid(phase: PoissonGaussian, mixture: ScaleMixture, truncation: float, refine: float) -> _Grid:
@@ -215,7 +199,7 @@ def _grid(phase: PoissonGaussian, mixture: ScaleMixture, truncation: float, refi
     per_step = truncation / n
     highest = largest_loss(mixture, sigma, q, per_step)
     lowest = smallest_loss(mixture, sigma, q, per_step)
-    spread = loss_spread(1.0 / sigma, q)
+    spread = loss_spread(math.sqrt(sigma**-2 + squared_shift(phase)), q)
     interval = (
         min(spread / INTERVALS_PER_SPREAD, LARGEST_INTERVAL, (highest - lowest) / 50) / refine
     )
@@ -225,7 +209,7 @@ def _grid(phase: PoissonGaussian, mixture: ScaleMixture, truncation: float, refi
         # One Gaussian mechanism: its loss is normal, so the interval can grow with the composed
         # spread's own scale.
         interval = min(spread / INTERVALS_PER_SPREAD, (highest - lowest) / 50) / refine
-    return _Grid(lowest, highest, interval, reach / LARGEST_COMPOSED_GRID)
+    return _Grid(lowest, highest, interval, reach)
 
 
 def _one_step_on_grid(
@@ -241,27 +225,26 @@ def _one_step_on_grid(
 def _compose_direction(
     atoms: list[Atoms], phases: tuple[PoissonGaussian, ...], interval: float, truncation: float
 ) -> ComposedLoss:
-    composed: pld_pmf.DensePLDPmf | None = None
-    for atom, phase in zip(atoms, phases, strict=True):
+    if len(phases) == 1:
+        atom = atoms[0]
         one = pld_pmf.DensePLDPmf(
             interval, atom.first, atom.probabilities, atom.infinity, pessimistic_estimate=True
         )
-        n = phase.compositions
+        n = phases[0].compositions
         with warnings.catch_warnings():
             # dp-accounting's search for truncation bounds overflows harmlessly on very wide grids.
             warnings.simplefilter("ignore", RuntimeWarning)
             many = one if n == 1 else one.self_compose(n, tail_mass_truncation=truncation)
-        composed = (
-            many if composed is None else composed.compose(many, tail_mass_truncation=truncation)
+        first, probabilities = many._lower_loss, np.asarray(many._probs)
+        infinity = many._infinity_mass
+    else:
+        first, probabilities, infinity = composed_sum(
+            atoms, [p.compositions for p in phases], interval, len(phases) * truncation
         )
-    assert composed is not None
-    probabilities = np.asarray(composed._probs)
     # The Fourier transform leaves errors of either sign; the most negative entry shows their size.
     # Negative entries are raised to zero, and the same amount over all entries is added to infinity
     # for those that came out too small.
     error = max(0.0, -float(probabilities.min()))
     slack = error * min(probabilities.size, 100_000)
-    losses = (composed._lower_loss + np.arange(probabilities.size)) * interval
-    return ComposedLoss(
-        losses, np.maximum(probabilities, 0.0), min(1.0, composed._infinity_mass + slack)
-    )
+    losses = (first + np.arange(probabilities.size)) * interval
+    return ComposedLoss(losses, np.maximum(probabilities, 0.0), min(1.0, infinity + slack))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from quietgrad.clipping.clipped_sum import ClippedSum
@@ -11,11 +13,24 @@ from quietgrad.plan import PrivateRun
 
 
 def contribution(run: PrivateRun, gradients: Mapping[str, Tensor]) -> ClippedSum:
-    """Gradients of some records, each clipped to the plan's C, as their sum. Zeros are the
-    contribution of a record that is absent, though its index was drawn.
+    """Gradients of some records, each clipped to the plan's C, as their sum; their losses are
+    endless, so that a private training loss gets the most that a record can give.
 
     Args:
         run: with its batch open.
         gradients: parameter name -> [examples, *shape].
     """
-    return run.contribution(gradients, examples=len(next(iter(gradients.values()))))
+    examples = len(next(iter(gradients.values())))
+    return run.contribution(gradients, examples, torch.full((examples,), math.inf))
+
+
+def absence(run: PrivateRun, like: Mapping[str, Tensor], count: int) -> ClippedSum:
+    """The contribution of records that are absent, though their index was drawn: nothing.
+
+    Args:
+        run: with its batch open.
+        like: parameter name -> a tensor in the parameter's shape.
+        count: how many.
+    """
+    zeros = {name: g.new_zeros(count, *g.shape) for name, g in like.items()}
+    return run.contribution(zeros, count, absent=True)

@@ -86,6 +86,7 @@ def audit_mechanism(
     require_at_least(
         "runs", runs, FEWEST_RUNS, "rates cannot be told from fewer; thousands are usual"
     )
+    _ = plan.plain_event  # refuses others before any work
     stage = linear_stage(plan) if stage is None else stage
     stage.require(plan)
     if plan.seed is not None:
@@ -127,12 +128,13 @@ def _judge(
     chosen[: math.ceil(CHOOSING * runs)] = True
     trials = trials.at(order.permutation(runs))
     present = trials.present
+    event = plan.plain_event
     levels = noise_levels(trials.at(np.flatnonzero(chosen & ~present)))
-    each = scores_of(trials, plan.event.participation_rate, levels)  # [runs, participations]
-    whole = _Judged("whole run", plan.epsilon, plan.event, each.sum(1), present, chosen)
+    each = scores_of(trials, event.participation_rate, levels)  # [runs, participations]
+    whole = _Judged("whole run", plan.epsilon, event, each.sum(1), present, chosen)
     looks = [_by_counts(whole, plan.delta), _by_curve(whole, plan.delta)]
-    if plan.event.compositions > 1:
-        one, times = plan.event.after(1), each.shape[1]
+    if event.compositions > 1:
+        one, times = event.after(1), each.shape[1]
         part = _Judged(
             "one participation",
             epsilon(one, plan.delta),
@@ -167,7 +169,7 @@ def _judge(
         confidence,
         runs,
         plan.neighbouring,
-        plan.event,
+        event,
         findings_of(looks, confidence),
         rate_points(whole.scores[~chosen], present[~chosen], confidence),
         notes,

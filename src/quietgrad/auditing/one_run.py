@@ -123,9 +123,15 @@ def audit_one_run(
             f"the plan averages {plan.clipper.views} views of a record, and input canaries have "
             "one; use GradientCanaries"
         )
+    if plan.adaptive_clipping is not None:
+        raise ValueError(
+            "the plan's clipping norm follows what is released (adaptive_clipping), and the scores "
+            "of one run are in units of one norm; audit the plan with audit_mechanism"
+        )
     order = np.random.default_rng(secrets.randbits(128) if seed is None else seed)
     included = order.random(m) < 0.5
-    likely, unlikely = guesses or number_of_guesses(plan.event, m, plan.delta, confidence)
+    event = plan.plain_event
+    likely, unlikely = guesses or number_of_guesses(event, m, plan.delta, confidence)
     layout = Layout(trainable_parameters(model))
     looking: dict[str, View] = {"releases": lambda noisy: noisy}
     looking |= _denoised(plan, model) if views is None else views
@@ -169,7 +175,7 @@ def audit_one_run(
         confidence,
         m,
         plan.neighbouring,
-        plan.event,
+        event,
         findings_of(looks, confidence),
         rate_points(seen[0].scores, included, confidence),
         notes,
@@ -207,9 +213,11 @@ def _as_runs(
     if included.all() or not included.any():
         return []  # too few canaries for rates of either kind
 
+    event = plan.plain_event
+
     def errors(worth: Callable[[float, float], float]) -> ErrorCounts:
         return errors_at(
-            seen.scores, included, planned_threshold(plan.event, len(included), worth, confidence)
+            seen.scores, included, planned_threshold(event, len(included), worth, confidence)
         )
 
     counts, curve = errors(worth_for_epsilon(plan.delta)), errors(worth_for_curve)
@@ -225,7 +233,7 @@ def _as_runs(
             seen.released,
             "trade-off, as independent runs",
             plan.epsilon,
-            lambda level: lower_bound_trade_off(curve, plan.event, plan.delta, level),
+            lambda level: lower_bound_trade_off(curve, event, plan.delta, level),
             curve,
         ),
     ]

@@ -10,13 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quietgrad.auditing.contribution import contribution
+from quietgrad.auditing.contribution import absence, contribution
 from quietgrad.auditing.report import Kind
 from quietgrad.auditing.scores.flat import Layout
 from quietgrad.auditing.scores.whitening import Whitener, participations
 from quietgrad.auditing.stage import Stage
 from quietgrad.auditing.verdicts import SharedVerdict
 from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.events import SideRelease
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.tensors import trainable_parameters
 
@@ -30,7 +31,8 @@ class Trials:
     Attributes:
         present: [runs] whether the canary was there.
         products: [runs, participations, parameters] inner products of (whitened) residual and
-            canary's contribution, in units of (sigma C)^2.
+            canary's contribution, in units of (sigma C)^2; after the parameters, what is released
+            beside the gradients, in units of its own noise.
         energies: [runs, participations, parameters] squared norms of the contribution's part in
             each parameter, in the same units.
     """
@@ -57,7 +59,7 @@ def run_trials(
             f"direction names {sorted(direction)}, the trainable parameters are "
             f"{sorted(layout.names)}; give a gradient for each"
         )
-    given = _long_enough(direction, 2 * plan.max_grad_norm)
+    given = _long_enough(direction, 2.0)
     steps = participations(plan, plan.dataset_size - 1)
     whitener = Whitener(plan)
     weights = torch.tensor(
@@ -65,20 +67,24 @@ def run_trials(
         dtype=torch.float64,
     )
     lengths = np.array([whitener.variance(int(t)) for t in steps])[:, None]
-    unit = (plan.noise_multiplier * plan.max_grad_norm) ** 2
     plans = {True: plan, False: without_last(plan)}
     verdict = SharedVerdict(plan, stage)
-    shape = (len(coins), len(steps), len(layout.names))
+    shape = (len(coins), len(steps), len(layout.names) + len(plan.event.beside))
     products, energies = np.zeros(shape), np.zeros(shape)
     for i, present in enumerate(coins):
-        residuals, contributions = _one_run(
-            plans[bool(present)], stage, verdict, bool(present), kind, given, layout
+        seen = _one_run(plans[bool(present)], stage, verdict, bool(present), kind, given, layout)
+        at = torch.from_numpy(steps)
+        white, chosen = weights @ seen.residuals, seen.contributions[at]
+        beside, added = seen.beside[at], seen.added[at]
+        products[i] = np.concatenate(
+            (np.add.reduceat((white * chosen).numpy(), layout.starts, axis=1), beside * added), 1
         )
-        white = weights @ residuals
-        chosen = contributions[torch.from_numpy(steps)]
-        products[i] = np.add.reduceat((white * chosen).numpy(), layout.starts, axis=1) / unit
-        energies[i] = (
-            np.add.reduceat((chosen * chosen).numpy(), layout.starts, axis=1) * lengths / unit
+        energies[i] = np.concatenate(
+            (
+                np.add.reduceat((chosen * chosen).numpy(), layout.starts, axis=1) * lengths,
+                added * added,
+            ),
+            1,
         )
     return Trials(coins, products, energies)
 
@@ -96,6 +102,27 @@ def without_last(plan: PrivacyPlan) -> PrivacyPlan:
     return replace(plan, dataset_size=size, sampler=fewer)
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What one run showed, in units of the noise's standard deviation; float64.
+
+    Attributes:
+        residuals: [steps, size] releases without the other records' part.
+        contributions: [steps, size] what the canary added or would have added.
+        beside, added: [steps, side releases] the same of what came beside the gradients.
+    """
+
+    residuals: Tensor
+    contributions: Tensor
+    beside: Tensor
+    added: Tensor
+
+    @classmethod
+    def nothing(cls, steps: int, size: int, beside: int) -> _Seen:
+        shapes = ((steps, size), (steps, size), (steps, beside), (steps, beside))
+        return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
+
+
 def _one_run(
     plan: PrivacyPlan,
     stage: Stage,
@@ -104,12 +131,8 @@ def _one_run(
     kind: Kind,
     given: Mapping[str, Tensor],
     layout: Layout,
-) -> tuple[Tensor, Tensor]:
-    """[steps, size] releases without the other records' part, and the contribution that the canary
-    had or would have had; float64.
-    """
-    residuals = torch.zeros(plan.steps, layout.size, dtype=torch.float64)
-    contributions = torch.zeros_like(residuals)
+) -> _Seen:
+    seen = _Seen.nothing(plan.steps, layout.size, len(plan.event.beside))
     canary = stage.known
     with plan.start() as run:
         verdict.serve(run)
@@ -117,8 +140,9 @@ def _one_run(
             drawn = getattr(batch, "users", batch)
             others = torch.from_numpy(drawn[drawn != canary])
             known = _clip(run, stage, others, False) if len(others) or len(drawn) == 0 else None
+            norm = run.max_grad_norm
             alone = (
-                contribution(run, given)
+                contribution(run, {n: g * norm for n, g in given.items()})
                 if kind == "gradient"
                 else _clip(run, stage, others[:0], True)
             )
@@ -129,19 +153,30 @@ def _one_run(
                         run, stage, others, True
                     )  # in the same micro-batches as the others, as any record
                 else:
-                    mine = (
-                        alone
-                        if present
-                        else contribution(run, {n: torch.zeros_like(g) for n, g in given.items()})
-                    )
+                    mine = alone if present else absence(run, alone.gradients, 1)
                     total = mine if known is None else known + mine
             assert total is not None
-            released = layout.flatten(run.release(total).gradients).double()
-            residuals[step] = (
-                released if known is None else released - layout.flatten(known.gradients)
-            )
-            contributions[step] = layout.flatten(alone.gradients)
-    return residuals, contributions
+            noisy = run.release(total)
+            released = layout.flatten(noisy.gradients).double()
+            if known is not None:
+                released -= layout.flatten(known.gradients)
+            level = plan.noise_multiplier * norm
+            seen.residuals[step] = released / level
+            seen.contributions[step] = layout.flatten(alone.gradients) / level
+            for i, side in enumerate(plan.event.beside):
+                if side.name in noisy.beside:
+                    others_part = 0.0 if known is None else _part(known, side)
+                    seen.beside[step, i] = noisy.beside[side.name] - others_part
+                    seen.added[step, i] = _part(alone, side)
+                    seen.beside[step, i] /= side.noise_multiplier
+                    seen.added[step, i] /= side.noise_multiplier
+    return seen
+
+
+def _part(clipped: ClippedSum, side: SideRelease) -> float:
+    """What of a number beside the gradients is of these records."""
+    found = clipped.private.beside.get(side.name)
+    return 0.0 if found is None else float(found)
 
 
 def _clip(run: PrivateRun, stage: Stage, others: Tensor, with_canary: bool) -> ClippedSum:

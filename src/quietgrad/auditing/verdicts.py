@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quietgrad.auditing.stage import Stage
 from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.clipping.clipper import Clipper
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.tensors import Batch, map_tensors
 
@@ -36,7 +37,7 @@ class SharedVerdict:
         """Puts the bound clipper into a run that begins. Everything else of
         the run stays its own.
         """
-        bindings: Any = _Numbered(self._bound, self._runs * self._steps)
+        bindings: Any = _Numbered(self._bound, self._runs * self._steps, run.plan.clipper)
         run._bindings = bindings
         self._runs += 1
 
@@ -49,10 +50,11 @@ def _with_another(canary: Tensor) -> Tensor:
 class _Numbered:
     """What a run asks for a bound clipper, with releases numbered from ``first`` for the guard."""
 
-    def __init__(self, bound: Any, first: int) -> None:
-        self._bound, self._first = bound, first
+    def __init__(self, bound: Any, first: int, clipper: Clipper) -> None:
+        self._bound, self._first, self.clipper = bound, first, clipper
 
     def of(self, *_: object) -> _Numbered:
+        self._bound.clipper = self.clipper  # its clipping norm may follow what was released
         return self
 
     def clip(self, batch: Batch, projections: Any, step: int) -> ClippedSum:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -223,16 +224,18 @@ def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
     """The facts behind an epsilon, as a record."""
     phases = event.events if isinstance(event, EventSequence) else (event,)
     last = phases[-1]
+    noise = [p.noise_multiplier for p in phases]
+    rates = [p.sample_rate for p in phases]
     sketch = last.clipping if isinstance(last.clipping, RandomizedClipping) else None
-    require_positive("noise_multiplier", last.noise_multiplier)
+    require_positive("noise_multiplier", min(noise))
     record: dict[str, Any] = {
-        "noise_multiplier": last.noise_multiplier,
+        "noise_multiplier": min(noise),  # with phases, of the least noise and the highest rate
         "epsilon": report.epsilon,
         "delta": report.delta,
-        "sample_rate": last.sample_rate,
+        "sample_rate": max(rates),
         "steps": sum(p.steps for p in phases),
         "compositions": sum(p.compositions for p in phases),
-        "participation_rate": last.participation_rate,
+        "participation_rate": event.participation_rate,
         "bands": last.bands,
         "clipping": "exact" if sketch is None else "randomized",
         "neighbouring": ADD_REMOVE,
@@ -246,6 +249,8 @@ def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
             "envelope": sketch.envelope,
             "rank": sketch.total_rank,
         }
+    if last.beside:
+        record["beside"] = [side.to_json() for side in last.beside]
     if len(phases) > 1:
         record["phases"] = [p.to_json() for p in phases]
     if report.reason:
@@ -268,14 +273,18 @@ def _show(
         if unit == "user"
         else "a record appears more than once"
     )
+    phases = len(record.get("phases", ()))
+    least, most = ("at least ", "at most ") if phases else ("", "")
+    phased = {"settings": f"{phases} phases, each counted with its own"} if phases else {}
     rows = {
         "epsilon": f"infinite: {report.reason}"
         if infinite
         else f"{round_up(report.epsilon, 4)} (an upper bound)",
         "delta": round_up_to(report.delta, 6),
-        "noise multiplier": f"{round_up(record['noise_multiplier'], 4)}, relative to the clipping "
-        "norm, on the sum",
-        "steps": f"{record['steps']}, as {record['compositions']} compositions at rate "
+        **phased,
+        "noise multiplier": f"{least}{round_up(record['noise_multiplier'], 4)}, relative to "
+        "the clipping norm, on the sum",
+        "steps": f"{record['steps']}, as {record['compositions']} compositions at rate {most}"
         f"{record['participation_rate']:.6g}",
         **({"data": DECLARED_PUBLIC} if record.get("data_declared_public") else {}),
         "neighbouring relation": RELATIONS[str(record["neighbouring"])],
@@ -286,6 +295,7 @@ def _show(
         "clipping": "exact"
         if record["clipping"] == "exact"
         else f"randomized, k = {record['sketch_dim']}, {record['envelope']} envelope",
+        **beside_row(record.get("beside", ())),
         "accountant": str(record["accountant"]),
         "discretisation": _discretisation(report),
         "invalid if": f"batches are shuffled instead of Poisson-sampled; {twice}; "
@@ -293,6 +303,17 @@ def _show(
         "a step is released but not counted; the noise can be predicted",
     }
     print_table(console(False), title, rows)
+
+
+def beside_row(released: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """What is released beside the gradients, as a row; none for nothing."""
+    told = (
+        f"{side['name']}, noise multiplier {round_up(side['noise_multiplier'], 4)}"
+        + ("" if side["every"] == 1 else f", every {side['every']} steps")
+        for side in released
+    )
+    text = "; ".join(told)
+    return {"beside the gradients": f"{text} (accounted for together)"} if text else {}
 
 
 def _discretisation(report: EpsilonReport) -> str:

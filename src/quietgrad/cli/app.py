@@ -30,6 +30,19 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key; may be repeated."),
 ]
 
+ExtendSteps = Annotated[
+    int | None, typer.Option("--extend-steps", help="More steps after the last planned one.")
+]
+ExtendEpochs = Annotated[
+    float | None, typer.Option("--extend-epochs", help="The same in passes over the records.")
+]
+ExtendTo = Annotated[
+    float | None,
+    typer.Option(
+        "--extend-to-epsilon", help="A new target for the whole run, in place of the first."
+    ),
+]
+
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -53,6 +66,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in training.run_dir.")
     ] = False,
+    extend_steps: ExtendSteps = None,
+    extend_epochs: ExtendEpochs = None,
+    extend_to: ExtendTo = None,
     as_json: accounting.AsJson = False,
 ) -> None:
     """Trains privately on texts, tables or images, or a language model to answer; without CONFIG,
@@ -60,7 +76,8 @@ def train(
     """
     from quietgrad.cli.training import run_train
 
-    run_train(config, overrides or [], resume, as_json)
+    extend = extend_steps, extend_epochs, extend_to
+    run_train(config, overrides or [], resume, as_json, extend)
 
 
 @app.command()
@@ -109,11 +126,21 @@ def plan(
             help="Draw what the number of bands was chosen by (noise.bands = 'auto').",
         ),
     ] = None,
+    extend_steps: ExtendSteps = None,
+    extend_epochs: ExtendEpochs = None,
+    extend_to: ExtendTo = None,
     as_json: accounting.AsJson = False,
 ) -> None:
     """Says what ``train`` would run: guarantee, noise, estimator per layer, predicted time and
-    memory. Trains nothing.
+    memory. With RUN_DIR in place of CONFIG.toml, what more steps of that run would cost. Trains
+    nothing.
     """
+    extend = extend_steps, extend_epochs, extend_to
+    if extend != (None, None, None):
+        from quietgrad.cli.plan import run_extension
+
+        run_extension(config, overrides or [], figure, extend, as_json)
+        return
     from quietgrad.cli.plan import run_plan
 
     run_plan(config, overrides or [], figure, as_json)

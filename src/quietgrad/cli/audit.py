@@ -110,7 +110,7 @@ def _mechanism(plan: PrivacyPlan) -> str:
         clipping = f"{plan.clipper.estimator} with k = {claim.sketch_dim}"
     bands = "" if plan.event.bands == 1 else f", {plan.event.bands} bands"
     return (
-        f"noise multiplier {plan.noise_multiplier:.4f}, rate {plan.event.sample_rate:.4f}, "
+        f"noise multiplier {plan.noise_multiplier:.4f}, rate {plan.sampler.sample_rate:.4f}, "
         f"{plan.steps} steps, {clipping}{bands}"
     )
 

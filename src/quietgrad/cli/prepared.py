@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 
 
 def prepare_shown(
-    config: TrainConfig, target: Console, mixing: MixingMatrix | None = None
+    config: TrainConfig,
+    target: Console,
+    mixing: MixingMatrix | None = None,
+    extend: Callable[[PrivacyPlan | None], PrivacyPlan | None] | None = None,
 ) -> Prepared:
     """``prepare``, with its warnings printed, and what was asked for and does not act."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -33,7 +37,7 @@ def prepare_shown(
         from quietgrad.training.prepare import prepare
 
         with target.status("loading data and model, calibrating the noise"):
-            prepared = prepare(config, mixing)
+            prepared = prepare(config, mixing, extend)
     _say_what_is_idle(prepared)
     for warning in caught:
         if issubclass(warning.category, SettingsWarning):  # those of libraries are not for the user
@@ -82,6 +86,7 @@ def print_guarantee(target: Console, prepared: Prepared, plan: PrivacyPlan) -> N
             plan, sum(p.numel() for p in trainable_parameters(prepared.model.classifier).values())
         ),
         "clipping": _clipping_text(plan),
+        **beside_rows(plan),
     }
     if plan.data_are_public:
         rows["data"] = DECLARED_PUBLIC
@@ -125,11 +130,12 @@ def noise_rows(plan: PrivacyPlan) -> dict[str, str]:
     of = " users" if unit == "user" else ""
     if plan.event.bands == 1 or mixing is None:
         rows = {
-            "sampling": f"Poisson, rate {event.sample_rate:.5f}, expected batch size "
+            "sampling": f"Poisson, rate {plan.sampler.sample_rate:.5f}, expected batch size "
             f"{size:.0f}{of}, {plan.steps} steps",
             "noise": f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping "
             "norm "
             f"{plan.max_grad_norm:g}, independent from step to step",
+            **course_rows(plan),
         }
         return rows | _choice_rows(plan)
     gap = (
@@ -151,8 +157,51 @@ def noise_rows(plan: PrivacyPlan) -> dict[str, str]:
         "correlation": f"error {mixing.objective / mixing.independent:.4f} of independent noise's "
         "at the same "
         f"multiplier{_at_the_same_epsilon(plan)}; distance to the best matrix: {gap}",
+        **course_rows(plan),
         **_choice_rows(plan),
     }
+
+
+def beside_rows(plan: PrivacyPlan) -> dict[str, str]:
+    """What is released beside the gradients; nothing where nothing is."""
+    noise = {side.name: side.noise_multiplier for side in plan.event.beside}
+    rows, loss, adaptive = {}, plan.training_loss, plan.adaptive_clipping
+    if loss is not None:
+        std = noise[loss.name] * loss.width / plan.expected_batch_size
+        rows["training loss"] = (
+            f"private estimate {_every(loss.every)}: mean of losses clipped to {loss.low:g} .. "
+            f"{loss.high:g}, with noise of standard deviation {round_up_to(std, 3)} (multiplier "
+            f"{round_up(noise[loss.name], 4)})"
+        )
+    if adaptive is not None:
+        std = noise[adaptive.name] / 2 / plan.expected_batch_size
+        rows["adaptive clipping"] = (
+            f"from {plan.max_grad_norm:g} on, towards the {adaptive.quantile:g} quantile of the "
+            f"norms: {_every(adaptive.every)} a count whose fraction has noise of standard "
+            f"deviation {round_up_to(std, 3)} (multiplier {round_up(noise[adaptive.name], 4)})"
+        )
+    return rows
+
+
+def _every(steps: int) -> str:
+    return "at every step" if steps == 1 else f"every {steps} steps"
+
+
+def course_rows(plan: PrivacyPlan) -> dict[str, str]:
+    """How the settings change, from the first step to the last; nothing where they do not."""
+    rows = {}
+    if plan.course is not None:
+        first, last = plan.at(0), plan.at(plan.steps - 1)
+        rows["schedules"] = (
+            f"first to last step: noise multiplier {first.noise_multiplier:.4f} to "
+            f"{last.noise_multiplier:.4f} (above: the least), clipping norm "
+            f"{first.max_grad_norm:.4g} to {last.max_grad_norm:.4g} (above: the first), expected "
+            f"batch size {plan.batch_size_at(first):.0f} to {plan.batch_size_at(last):.0f} (above: "
+            "the largest); every step is accounted for with its own"
+        )
+    if len(plan.phase_lengths) > 1:
+        rows["phases"] = " + ".join(map(str, plan.phase_lengths)) + " steps"
+    return rows
 
 
 def source_rows(plan: PrivacyPlan, entries: int) -> dict[str, str]:
@@ -167,7 +216,7 @@ def source_rows(plan: PrivacyPlan, entries: int) -> dict[str, str]:
     source = plan.noise.source
     if source.grid == 0:
         return {}
-    cost = rounding_cost(plan.noise_multiplier, entries, plan.event.bands, source.grid)
+    cost = rounding_cost(plan.whole_course.most_noise, entries, plan.event.bands, source.grid)
     return {
         "noise source": f"{source.name}: AES-256, on a grid of {source.grid:.2g} standard "
         "deviations; rounding "
@@ -183,6 +232,7 @@ def noise_record(plan: PrivacyPlan) -> dict[str, Any]:
         "bands": plan.event.bands,
         "participation_rate": plan.event.participation_rate,
         "compositions": plan.event.compositions,
+        **plan.told_beside(),
     }
     if plan.mixing is not None:
         mixing = plan.mixing

@@ -33,10 +33,21 @@ if TYPE_CHECKING:
 
 
 @one_line
-def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_json: bool) -> None:
+def run_train(
+    config_path: Path | None,
+    overrides: list[str],
+    resume: bool,
+    as_json: bool,
+    extend: tuple[int | None, float | None, float | None] = (None, None, None),
+) -> None:
     """See ``quietgrad train --help``."""
     target = console(as_json)
+    if extend != (None, None, None) and not resume:
+        raise ValueError(
+            "--extend-steps, --extend-epochs and --extend-to-epsilon go on with a run: add --resume"
+        )
     config = _config_to_run(config_path, overrides, resume)
+    from quietgrad.training.extending import Extend, extended
     from quietgrad.training.files.noise_state import saved_mixing, with_kept_seed, without_seed
     from quietgrad.training.files.run_dir import removed_if_refused
 
@@ -45,7 +56,12 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
         if resume:
             config = with_kept_seed(config, run_dir)
             require_same_settings(without_seed(load_config(run_dir.config)), without_seed(config))
-        prepared = prepare_shown(config, target, saved_mixing(run_dir) if resume else None)
+        prepared = prepare_shown(
+            config,
+            target,
+            saved_mixing(run_dir) if resume else None,
+            (lambda plan: extended(plan, run_dir, Extend(*extend))) if resume else None,
+        )
         from quietgrad.training import runner
         from quietgrad.training.files import figure
         from quietgrad.training.prepare import verify_on_public_records
@@ -85,20 +101,21 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
 
         def report(progress: runner.Progress) -> None:
             nonlocal score_text
+            loss_text = "" if progress.training_loss is None else f" | {progress.training_loss}"
             if progress.score is not None:
                 score_text = f" | validation {prepared.metric.name} {progress.score:.3f}"
                 if not target.is_terminal:
                     target.print(
                         f"step {progress.step}/{progress.steps}: epsilon spent "
-                        f"{round_up(progress.epsilon, 3)}{declared}{score_text}"
+                        f"{round_up(progress.epsilon, 3)}{declared}{score_text}{loss_text}"
                     )
             spent = (
                 f"epsilon {round_up(progress.epsilon, 3)}{declared}"
                 if prepared.plan is not None
                 else "not private"
             )
-            bar.update(task, completed=progress.step, spent=spent + score_text)
-            lines.show(progress.step, spent, progress.score is not None)
+            bar.update(task, completed=progress.step, spent=spent + score_text + loss_text)
+            lines.show(progress.step, spent + loss_text, progress.score is not None)
 
         try:
             outcome: runner.Outcome | None = runner.train(

@@ -21,7 +21,8 @@ class Bindings:
     not at every step.
 
     Attributes:
-        clipper: what is bound.
+        clipper: what is bound. Put another in its place where only its clipping norm is another:
+            bound clippers follow, and what is known of their models stays.
         most: pairs kept at hand; an older one is bound and guarded anew when it comes back.
     """
 
@@ -34,7 +35,7 @@ class Bindings:
         for i, known in enumerate(self._bound):
             if known.model is model and same_function(known.per_example_loss, per_example_loss):
                 self._bound.append(self._bound.pop(i))
-                known.per_example_loss = per_example_loss
+                known.per_example_loss, known.clipper = per_example_loss, self.clipper
                 return known
         self._bound = [*self._bound[1 - self.most :], self.clipper.bind(model, per_example_loss)]
         return self._bound[-1]

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from quietgrad.beside.values import SideMethod
 from quietgrad.clipping.capture.backward import Checkpointing, PerExampleLoss
 from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.examples import Combined, Examples
@@ -74,6 +75,8 @@ class Settings(Protocol):
     def memory_budget(self) -> float | None: ...
     @property
     def speed(self) -> Throughput | None: ...
+    @property
+    def beside(self) -> tuple[SideMethod, ...]: ...
     @property
     def claim(self) -> SensitivityClaim: ...
     @property
@@ -166,8 +169,7 @@ class BoundClipper:
             sums: Sums = {}
             counts = PrivateCounts()
             for part in batch.parts(how.physical_batch_size):
-                finite = add(work, part, sums)
-                counts += PrivateCounts(len(finite), (~finite).sum())
+                counts += PrivateCounts.of(add(work, part, sums), self.clipper.beside)
         gradients = {
             name: sums.pop(name) if name in sums else zero_sum(p)
             for name, p in layout.parameters.items()
@@ -295,11 +297,8 @@ class BoundClipper:
             )
         sketched, engine = self.clipper.sketched, settings.engine
         if engine == "auto" and settings.physical_batch_size is not None:
-            engine = (
-                "one-example"
-                if settings.physical_batch_size == 1 and not sketched
-                else "bookkeeping"
-            )
+            alone = settings.physical_batch_size == 1 and not sketched
+            engine = "one-example" if alone else "bookkeeping"
         if engine == "one-example" or settings.physical_batch_size is not None or n < 2:
             size = 1 if engine == "one-example" else settings.physical_batch_size or max(n, 1)
             return ExecutionChoice(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from quietgrad.beside.values import Observed, SideMethod, added, side_sums
 from quietgrad.events import SensitivityClaim
 
 ENTRIES = 64  # of each parameter that a stamp remembers
@@ -87,15 +88,29 @@ class Stamp:
 class PrivateCounts:
     """Private counters of a batch. They are never released, logged or saved: a batch's size and
     clipping rate depend on the data.
+
+    Attributes:
+        examples: records of the sum.
+        nonfinite: how many of them contribute zero.
+        beside: name -> sum of what records add to a number beside the gradients, each at most 1 in
+            absolute value; released with noise alone.
     """
 
     examples: int = 0
     nonfinite: Tensor | None = None
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, observed: Observed, beside: Iterable[SideMethod]) -> PrivateCounts:
+        """Of the records of a micro-batch."""
+        finite = observed.shares.isfinite()
+        return cls(len(finite), (~finite).sum(), side_sums(beside, observed))
 
     def __add__(self, other: PrivateCounts) -> PrivateCounts:
         both = [c for c in (self.nonfinite, other.nonfinite) if c is not None]
         total = None if not both else both[0] if len(both) == 1 else both[0] + both[1]
-        return PrivateCounts(self.examples + other.examples, total)
+        beside = added(self.beside, other.beside)
+        return PrivateCounts(self.examples + other.examples, total, beside)
 
     def __repr__(self) -> str:
         return "PrivateCounts(hidden)"
@@ -118,6 +133,13 @@ class ClippedSum:
     claim: SensitivityClaim
     private: PrivateCounts = field(default_factory=PrivateCounts, repr=False)
     stamp: Stamp | None = field(default=None, repr=False)
+
+    @property
+    def summed(self) -> dict[str, Tensor]:
+        """All that is bounded here and released with noise. No parameter's name has two dots in a
+        row.
+        """
+        return self.gradients | {f"..{name}": t for name, t in self.private.beside.items()}
 
     def __add__(self, other: ClippedSum) -> ClippedSum:
         """Micro-batches and ranks add up.
@@ -147,11 +169,10 @@ class ClippedSum:
                     "and the number of examples where there are several"
                 )
         gradients = {name: g + other.gradients[name] for name, g in self.gradients.items()}
-        return ClippedSum(
-            gradients, self.claim, self.private + other.private, self._joined(other, gradients)
-        )
+        total = ClippedSum(gradients, self.claim, self.private + other.private)
+        return replace(total, stamp=self._joined(other, total.summed))
 
-    def _joined(self, other: ClippedSum, gradients: Mapping[str, Tensor]) -> Stamp | None:
+    def _joined(self, other: ClippedSum, summed: Mapping[str, Tensor]) -> Stamp | None:
         one, two = self.stamp, other.stamp
         if one is None and two is None:
             return None
@@ -166,9 +187,9 @@ class ClippedSum:
                 "cannot add a clipped sum twice: a record would contribute more than the clipping "
                 "norm; add the result of every run.clip once"
             )
-        if not (one.fits(self.gradients) and two.fits(other.gradients)):
+        if not (one.fits(self.summed) and two.fits(other.summed)):
             raise ValueError(
                 "a clipped sum was changed after it was clipped, so its bound is gone; leave it as "
                 "run.clip returned it"
             )
-        return Stamp.on(gradients, one.run, one.release, one.parts | two.parts)
+        return Stamp.on(summed, one.run, one.release, one.parts | two.parts)

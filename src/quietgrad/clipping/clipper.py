@@ -7,11 +7,12 @@ Source: docs/clipping.md; Bu et al. 2023 for book-keeping, DP-SGD-RC for sketche
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from torch import Tensor, nn
 
+from quietgrad.beside.values import SideMethod
 from quietgrad.checks import require_at_least, require_int, require_word
 from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.capture.backward import PerExampleLoss
@@ -63,6 +64,7 @@ class Clipper:
             no more than a non-private step.
         speed: of the device, for the planner; None: a stated model, so that equal configurations
             choose alike.
+        beside: what is summed of losses and norms, to be released beside the gradients.
         claim: what one record can contribute.
 
     Raises:
@@ -82,6 +84,7 @@ class Clipper:
     combined: Combined | None = None
     memory_budget: float | None = None
     speed: Throughput | None = None
+    beside: tuple[SideMethod, ...] = ()
     claim: SensitivityClaim = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,6 +122,11 @@ class Clipper:
                 "engine='one-example', which takes one example at a time; leave it out, or use "
                 "engine='bookkeeping'"
             )
+
+    def clipping_to(self, max_grad_norm: float) -> Clipper:
+        """The same clipper with another C."""
+        same = max_grad_norm == self.max_grad_norm
+        return self if same else replace(self, max_grad_norm=max_grad_norm)
 
     @property
     def sketched(self) -> bool:

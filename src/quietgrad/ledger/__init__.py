@@ -7,6 +7,7 @@ from quietgrad.ledger.reader import (
     LedgerContents,
     holds_records,
     ledger_path,
+    planned_course,
     read_ledger,
 )
 from quietgrad.ledger.records import SessionStart
@@ -19,5 +20,6 @@ __all__ = [
     "SessionStart",
     "holds_records",
     "ledger_path",
+    "planned_course",
     "read_ledger",
 ]

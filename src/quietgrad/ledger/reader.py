@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quietgrad.events import PoissonGaussian, PrivacyEvent
+from quietgrad.events import PoissonGaussian, PrivacyEvent, event_from_json
 from quietgrad.ledger.chain import START, Count, count_path, decoded, encoded, read_count
 from quietgrad.ledger.records import (
+    ClippingNorm,
+    Extension,
     Mechanism,
     NoiseBlock,
     NoiseDrawn,
@@ -20,6 +22,7 @@ from quietgrad.ledger.records import (
     SessionStart,
     record_from_json,
 )
+from quietgrad.schedules.course import Course, StepSettings
 
 LEDGER_NAME = "ledger.jsonl"
 REMEDY = (
@@ -43,6 +46,11 @@ class LedgerContents:
         sessions: starts of the run in order.
         noise_drawn: how that block's noise is drawn: dtype, library and device; None before its
             first release.
+        max_grad_norm: what the last releases were clipped to, or the next would be, where that
+            follows what is released; None where it stayed as the mechanism line has it.
+        course: the settings of every planned step with those of extensions, where they change or
+            there are some; None for a plain ledger.
+        extensions: what was planned on top, in order.
         not_private: why the run gave up privacy (``PrivateRun.give_up_privacy``): no epsilon covers
             it; None for any other.
     """
@@ -53,12 +61,39 @@ class LedgerContents:
     noise_block: tuple[int, str] | None = None
     sessions: tuple[SessionStart, ...] = ()
     noise_drawn: str | None = None
+    max_grad_norm: float | None = None
+    course: Course | None = None
+    extensions: tuple[Extension, ...] = ()
     not_private: str | None = None
+
+    def next_release(self, step: int) -> Release:
+        """The line of release ``step`` as the run writes it."""
+        if self.course is None or not self.course.varies or step >= self.course.steps:
+            return Release(step)
+        return Release(step, settings=self.course.at(step))
 
     @property
     def seeded(self) -> bool:
         """Whether noise of this run follows from a seed."""
         return any(session.source != "entropy" for session in self.sessions)
+
+
+def planned_course(contents: LedgerContents) -> tuple[Course, PoissonGaussian]:
+    """The settings of every planned step, extensions among them, and the mechanism line's event.
+
+    Raises:
+        ValueError: if the ledger does not say how many steps were planned.
+    """
+    header = contents.header
+    event = event_from_json(header["event"])
+    assert isinstance(event, PoissonGaussian)  # the mechanism line was read
+    if contents.course is not None:
+        return contents.course, event
+    steps, norm = header.get("planned_steps"), header.get("max_grad_norm")
+    if not isinstance(steps, int) or steps < 1 or not isinstance(norm, int | float):
+        raise ValueError("the ledger does not say how many steps were planned, or their clipping")
+    plain = StepSettings(event.noise_multiplier, event.sample_rate, float(norm))
+    return Course(((steps, plain),)), event
 
 
 @dataclass(frozen=True)
@@ -143,7 +178,7 @@ def scan(file: Path) -> Scan:
     complete = growing.count
     missing = None
     if complete.lines < before.lines:
-        missing = _rest_of_torn_line(complete, before, tail)
+        missing = _rest_of_torn_line(growing.next_release, complete, before, tail)
         if missing is None:
             raise ValueError(
                 f"ledger={str(file)!r} was shortened: it has {complete.lines} lines, and its count "
@@ -167,13 +202,15 @@ def _is_start(tail: bytes) -> bool:
     return tail.startswith(first) or first.startswith(tail)
 
 
-def _rest_of_torn_line(complete: Count, counted: Count, tail: bytes) -> bytes | None:
+def _rest_of_torn_line(
+    next_release: Release, complete: Count, counted: Count, tail: bytes
+) -> bytes | None:
     """What a torn last line lacks, if it was complete when it was counted: the line is made again,
     and the counted digest proves it.
     """
     if not tail or counted.lines != complete.lines + 1 or counted.releases != complete.releases + 1:
         return None
-    line, digest = encoded(counted.lines, Release(complete.releases), complete.chain)
+    line, digest = encoded(counted.lines, next_release, complete.chain)
     return line[len(tail) :] if digest == counted.chain and line.startswith(tail) else None
 
 
@@ -202,10 +239,15 @@ class _Growing:
         self._require_known(number, chain)
         self.count = Count(number, self._releases, chain)
 
+    @property
+    def next_release(self) -> Release:
+        """The line that comes next, if it is a release."""
+        return self._said.next_release(self._releases)
+
     def contents(self, torn: bool) -> LedgerContents:
         # A torn line may stand for a release whose noise exists: counted, whatever it was.
         releases = self._releases + (torn and self._phase is not None)
-        event = None if self._phase is None or not releases else self._phase.after(releases)
+        event = None if self._phase is None or not releases else self._event(self._phase, releases)
         return replace(self._said, event=event, releases=releases, sessions=tuple(self._sessions))
 
     def _add(self, record: Record, fields: dict[str, object]) -> None:
@@ -213,21 +255,23 @@ class _Growing:
             if self._phase is not None:
                 raise ValueError("a second mechanism: a ledger holds the releases of one")
             self._phase = record.event
-            self._said = replace(
-                self._said, header={k: v for k, v in fields.items() if k != "line"}
-            )
+            header = {k: v for k, v in fields.items() if k != "line"}
+            self._said = replace(self._said, header=header, course=record.course)
             return
         if self._phase is None:
             raise ValueError("it comes before the mechanism line")
         if (
-            isinstance(record, Release | SessionStart | NoiseBlock)
+            isinstance(record, Release | SessionStart | NoiseBlock | ClippingNorm | Extension)
             and record.step != self._releases
         ):
             raise ValueError(
                 f"it is of step {record.step}, and {self._releases} releases come before it"
             )
         if isinstance(record, Release):
+            self._require_planned(record)
             self._releases += 1
+        elif isinstance(record, Extension):
+            self._extend(record)
         elif isinstance(record, SessionStart):
             self._sessions.append(record)
         elif isinstance(record, NoiseBlock):
@@ -236,8 +280,39 @@ class _Growing:
             )
         elif isinstance(record, NoiseDrawn):
             self._said = replace(self._said, noise_drawn=record.how)
+        elif isinstance(record, ClippingNorm):
+            self._said = replace(self._said, max_grad_norm=record.max_grad_norm)
         elif isinstance(record, PrivacyGivenUp):
             self._said = replace(self._said, not_private=record.reason)
+
+    def _event(self, phase: PoissonGaussian, releases: int) -> PrivacyEvent:
+        course = self._said.course
+        if course is None:
+            return phase.after(releases)
+        if releases > course.steps:  # of a torn line after the last: nobody knows, so the worst
+            course = course.then(course.worst(releases - course.steps))
+        return course.event(phase.clipping, phase.bands).after(releases)
+
+    def _require_planned(self, record: Release) -> None:
+        """A release has the noise and the rate that were planned for it; its clipping norm may
+        follow what was released.
+        """
+        if record.torn or (record.settings is None and "course" not in self._said.header):
+            return
+        course = self._said.course
+        planned = None if course is None else course.at(record.step)
+        if (
+            planned is None
+            or record.settings is None
+            or replace(record.settings, max_grad_norm=planned.max_grad_norm) != planned
+        ):
+            raise ValueError(f"release {record.step} has other settings than were planned for it")
+
+    def _extend(self, record: Extension) -> None:
+        course, _ = planned_course(self._said)
+        extensions = (*self._said.extensions, record)
+        course = course.then(record.course)
+        self._said = replace(self._said, course=course, extensions=extensions)
 
     def _require_known(self, number: int, chain: str) -> None:
         if self._known.get(number, chain) != chain:

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quietgrad.events import PoissonGaussian, event_from_json
+from quietgrad.schedules.course import Course, StepSettings
 
 FORMAT = 2
+# With settings that change: a version that does not know them would count the first for all.
+FORMAT_OF_COURSES = 3
 SOURCES = ("entropy", "seed", "public seed")
 
 
@@ -17,29 +20,65 @@ class Mechanism:
     """The first line, and the only one of its kind: the mechanism of all releases.
 
     Attributes:
-        event: of one step (of b steps with b bands).
+        event: of one step (of b steps with b bands); with a course, of its first.
         facts: public facts kept beside it, such as dataset size and target delta.
+        course: the settings of every planned step, where they change.
     """
 
     event: PoissonGaussian
     facts: Mapping[str, Any] = field(default_factory=dict)
+    course: Course | None = None
 
     def to_json(self) -> dict[str, Any]:
         event = replace(self.event, steps=self.event.bands).to_json()
-        return {"type": "mechanism", "format": FORMAT, "event": event, **self.facts}
+        if self.course is None:
+            return {"type": "mechanism", "format": FORMAT, "event": event, **self.facts}
+        course = {"format": FORMAT_OF_COURSES, "course": self.course.to_json()}
+        return {"type": "mechanism", **course, "event": event, **self.facts}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Mechanism:
-        if record["format"] != FORMAT:
+        of = record["format"]
+        if of not in (FORMAT, FORMAT_OF_COURSES):
             raise ValueError(
-                f"it is of format {record['format']!r}, and this version reads {FORMAT}"
+                f"it is of format {of!r}, and this version reads {FORMAT} and {FORMAT_OF_COURSES}"
             )
+        if (of == FORMAT_OF_COURSES) != ("course" in record):
+            raise ValueError(f"a mechanism of format {FORMAT_OF_COURSES} states its course")
+        course = Course.from_json(record["course"]) if "course" in record else None
         event = event_from_json(record["event"])
         if not isinstance(event, PoissonGaussian):
             raise ValueError("a mechanism line holds one mechanism")
-        return cls(
-            event, {k: v for k, v in record.items() if k not in ("type", "format", "event", "line")}
-        )
+        own = ("type", "format", "event", "course", "line")
+        return cls(event, {k: v for k, v in record.items() if k not in own}, course)
+
+
+@dataclass(frozen=True)
+class Extension:
+    """From here on more releases are planned, after those planned so far.
+
+    Attributes:
+        step: releases made when it was decided.
+        course: settings of the steps that come on top.
+        target_epsilon: the target of the whole, where one was given for it.
+    """
+
+    step: int
+    course: Course
+    target_epsilon: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        record: dict[str, Any] = {"type": "extension", "step": self.step}
+        record["course"] = self.course.to_json()
+        if self.target_epsilon is not None:
+            record["target_epsilon"] = self.target_epsilon
+        return record
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Extension:
+        target = record.get("target_epsilon")
+        course = Course.from_json(record["course"])
+        return cls(int(record["step"]), course, None if target is None else float(target))
 
 
 @dataclass(frozen=True)
@@ -109,20 +148,43 @@ class NoiseDrawn:
 
 
 @dataclass(frozen=True)
+class ClippingNorm:
+    """From release ``step`` on gradients are clipped to ``max_grad_norm``: a function of what was
+    released before it.
+    """
+
+    step: int
+    max_grad_norm: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "clipping-norm", "step": self.step, "max_grad_norm": self.max_grad_norm}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> ClippingNorm:
+        return cls(int(record["step"]), float(record["max_grad_norm"]))
+
+
+@dataclass(frozen=True)
 class Release:
     """Release number ``step`` is about to be made. ``torn``: its line was cut
-    off, and is counted.
+    off, and is counted. ``settings``: its own, where those of a run change.
     """
 
     step: int
     torn: bool = False
+    settings: StepSettings | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"type": "release", "step": self.step} | ({"torn": True} if self.torn else {})
+        record: dict[str, Any] = {"type": "release", "step": self.step}
+        if self.settings is not None:
+            record["settings"] = self.settings.to_json()
+        return record | ({"torn": True} if self.torn else {})
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Release:
-        return cls(int(record["step"]), bool(record.get("torn", False)))
+        own = record.get("settings")
+        settings = None if own is None else StepSettings.from_json(own)
+        return cls(int(record["step"]), bool(record.get("torn", False)), settings)
 
 
 @dataclass(frozen=True)
@@ -139,12 +201,23 @@ class PrivacyGivenUp:
         return cls(str(record["reason"]))
 
 
-Record = Mechanism | SessionStart | NoiseBlock | NoiseDrawn | Release | PrivacyGivenUp
+Record = (
+    Mechanism
+    | Extension
+    | SessionStart
+    | NoiseBlock
+    | NoiseDrawn
+    | ClippingNorm
+    | Release
+    | PrivacyGivenUp
+)
 _KINDS: dict[str, Any] = {
     "mechanism": Mechanism,
+    "extension": Extension,
     "session": SessionStart,
     "noise-block": NoiseBlock,
     "noise-drawn": NoiseDrawn,
+    "clipping-norm": ClippingNorm,
     "release": Release,
     "not-private": PrivacyGivenUp,
 }

@@ -29,6 +29,8 @@ from quietgrad.ledger.chain import (
 )
 from quietgrad.ledger.reader import REMEDY, LedgerContents, scan
 from quietgrad.ledger.records import (
+    ClippingNorm,
+    Extension,
     Mechanism,
     NoiseBlock,
     NoiseDrawn,
@@ -37,6 +39,7 @@ from quietgrad.ledger.records import (
     Release,
     SessionStart,
 )
+from quietgrad.schedules.course import Course, StepSettings
 
 _FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0)
 
@@ -67,6 +70,7 @@ class LedgerWriter:
         self._process = os.getpid()
         self._broken: str | None = None
         self._count_writer: CountWriter | None = None
+        self._norm: float | None = None  # what gradients are clipped to, as it was said last
         try:
             self._require_no_lost_ledger(resume)
             make_folder(self._path.parent)
@@ -88,9 +92,9 @@ class LedgerWriter:
             self.close()
             raise
 
-    def mechanism(self, event: PoissonGaussian, **facts: Any) -> None:
-        """States the mechanism of the releases that follow; ``facts`` are public facts worth
-        keeping beside it.
+    def mechanism(self, event: PoissonGaussian, course: Course | None = None, **facts: Any) -> None:
+        """States the mechanism of the releases that follow, and the ``course`` of its settings
+        where they change; ``facts`` are public facts worth keeping beside it.
 
         Raises:
             ValueError: if the ledger has one already.
@@ -100,7 +104,12 @@ class LedgerWriter:
                 f"{self._name} states its mechanism already, and a ledger holds the releases of "
                 "one; begin another ledger (the epsilons add)"
             )
-        self._append(Mechanism(event, facts))
+        self._append(Mechanism(event, facts, course))
+        self._norm = facts.get("max_grad_norm")
+
+    def extension(self, course: Course, target_epsilon: float | None = None) -> None:
+        """Says that the steps of ``course`` are planned on top, before any of them is made."""
+        self._append(Extension(self._count.releases, course, target_epsilon))
 
     def session(self, start: SessionStart) -> None:
         """Says that the draws from here on have a root of their own."""
@@ -116,8 +125,17 @@ class LedgerWriter:
         """Says how the block's noise is drawn."""
         self._append(NoiseDrawn(how))
 
-    def release(self, step: int) -> None:
-        """Says that release number ``step`` is about to be made.
+    def clipping_norm(self, max_grad_norm: float) -> None:
+        """Says what the releases from here on are clipped to, unless it was said. A stop before it
+        is written costs no privacy: a resume goes on with the norm before, which was released too.
+        """
+        if max_grad_norm != self._norm:
+            self._append(ClippingNorm(self._count.releases, max_grad_norm))
+            self._norm = max_grad_norm
+
+    def release(self, step: int, settings: StepSettings | None = None) -> None:
+        """Says that release number ``step`` is about to be made, with ``settings`` of its own where
+        those of the run change.
 
         Raises:
             ValueError: if that is not the release that comes next.
@@ -129,7 +147,7 @@ class LedgerWriter:
                 f"step={step}: release {self._count.releases} comes next; no release is skipped, "
                 "and none made twice"
             )
-        self._append(Release(step))
+        self._append(Release(step, settings=settings))
 
     def not_private(self, reason: str) -> None:
         """Says that values which no noise covers are looked at from here on: the run has no
@@ -197,6 +215,8 @@ class LedgerWriter:
         self._count = found.complete
         self._size = found.size
         self.contents: LedgerContents = found.contents
+        header = found.contents.header
+        self._norm = found.contents.max_grad_norm or header.get("max_grad_norm")
         if found.missing is not None:
             self._complete_line(found.missing)
         elif found.torn and found.complete.lines:
@@ -210,9 +230,8 @@ class LedgerWriter:
         assert self._count_writer is not None
         write_all(self._file, rest)
         os.fsync(self._file)
-        line, chain = encoded(
-            self._count.lines + 1, Release(self._count.releases), self._count.chain
-        )
+        release = self.contents.next_release(self._count.releases)
+        line, chain = encoded(self._count.lines + 1, release, self._count.chain)
         self._size += len(line)
         self._count = Count(self._count.lines + 1, self._count.releases + 1, chain)
 

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from quietgrad.checks import require_positive, require_word
 from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.events import SideRelease
+from quietgrad.noise.beside import cover_side_sums
 from quietgrad.noise.correlation.banded import BandedLower, Floats, inside
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.noise.sources.grid import covered, drift, noise_std
@@ -79,6 +81,7 @@ class GaussianNoise:
         source: where the independent draws come from. A secure one makes them larger by what its
             grid costs (``quietgrad.noise.grid``), keeps rows in float64 on its grid, and cannot
             regenerate them.
+        beside: what is released with the gradients of a step, with independent noise.
 
     Raises:
         ValueError: naming the setting and the remedy.
@@ -88,6 +91,7 @@ class GaussianNoise:
     mixing: BandedLower | None = None
     memory: str = "rows"
     source: NoiseSource = field(default_factory=KeyedSource)
+    beside: tuple[SideRelease, ...] = ()
 
     def __post_init__(self) -> None:
         require_positive("noise_multiplier", self.noise_multiplier)
@@ -160,6 +164,7 @@ class GaussianNoise:
         clipped: ClippedSum,
         key_of: Callable[[int], RandomKey],
         history: NoiseHistory,
+        noise_multiplier: float | None = None,
     ) -> tuple[NoisySum, NoiseHistory]:
         """Adds the noise of step ``history.step``.
 
@@ -170,6 +175,8 @@ class GaussianNoise:
                 never used twice with one root: two sums with the same noise give away their
                 difference.
             history: from the step before, ``init()`` or ``replay()``.
+            noise_multiplier: sigma of this step, where a schedule has it; None takes the
+                mechanism's. Rows are correlated in units of their own noise.
 
         Returns:
             The released sum and the state of the next step. Cost: one normal draw an entry, and
@@ -180,26 +187,31 @@ class GaussianNoise:
         """
         step, grid = history.step, self.source.grid
         entries = sum(g.numel() for g in clipped.gradients.values())
-        scale = noise_std(self.noise_multiplier, clipped.claim, entries, self.bands, grid)
+        sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
+        scale = noise_std(sigma, clipped.claim, entries, self.bands, grid)
         if self.mixing is None:  # needs nothing of the past, and one parameter's draw at a time
             key = key_of(step)
             drawn = {
                 name: covered(g, self.source.normal(g, key, step, name), scale, grid)
                 for name, g in clipped.gradients.items()
             }
-            return NoisySum(drawn, scale), NoiseHistory(step + 1, history.since)
+            noisy = NoisySum(drawn, scale, beside=self._beside(clipped, key, step))
+            return noisy, NoiseHistory(step + 1, history.since)
         coefficients, later = self._advance(self.mixing, history)
         if self.memory == "rows":
             noise = self._next_row(clipped.gradients, key_of(step), history)
             later = replace(later, rows=(noise, *history.rows)[: self.bands - 1])
         else:
             noise = self._regenerated(clipped.gradients, key_of, coefficients)
-        noisy = {
-            name: covered(g, noise[name], scale, grid) for name, g in clipped.gradients.items()
-        }
-        return NoisySum(
-            noisy, scale * float(np.linalg.norm(coefficients)), mixing_row=coefficients
-        ), later
+        sums = {name: covered(g, noise[name], scale, grid) for name, g in clipped.gradients.items()}
+        std, beside = (
+            scale * float(np.linalg.norm(coefficients)),
+            self._beside(clipped, key_of(step), step),
+        )
+        return NoisySum(sums, std, mixing_row=coefficients, beside=beside), later
+
+    def _beside(self, clipped: ClippedSum, key: RandomKey, step: int) -> dict[str, float]:
+        return cover_side_sums(clipped.private.beside, self.beside, self.source, key, step)
 
     def replay(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +32,8 @@ class NoisySum:
             longer what is there.
         expected_batch_size: B, what the mean divides by, never the realised size, which is private
             (erratum E1); 1 for gradients that are no sum over a batch.
+        beside: name -> noisy sum that was released with the gradients, in units of what one record
+            can add to it.
     """
 
     gradients: dict[str, Tensor]
@@ -38,6 +41,7 @@ class NoisySum:
     mixing_row: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
     denoised: bool = False
     expected_batch_size: float = 1.0
+    beside: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         require_finite("noise_std", self.noise_std)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from quietgrad.accounting import epsilon_report, noise_multiplier
+from quietgrad.beside.adaptive import AdaptiveClipping
+from quietgrad.beside.training_loss import TrainingLoss
+from quietgrad.beside.values import beside_of, releases_beside, require_alike
 from quietgrad.checks import (
     SettingsWarning,
     default_delta,
@@ -23,11 +27,14 @@ from quietgrad.events import PoissonGaussian
 from quietgrad.noise.mechanism import GaussianNoise
 from quietgrad.noise.methods import IndependentNoise, NoiseMethod
 from quietgrad.noise.sources.source import noise_source
+from quietgrad.plan.by_step.course import calibrated_scale
 from quietgrad.plan.plan import PrivacyPlan
 from quietgrad.plan.seeds import Seed, key_of_seed, require_secret_seed
 from quietgrad.sampling.parts import index_ids, partition
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.sampling.users import Users, users_of
+from quietgrad.schedules import Course, Phase, Schedules
+from quietgrad.schedules.phases import course_of, steps_of
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,10 @@ class PrivacyConfig:
         sample_rate: q = B / N.
         steps: T; give this or ``epochs``.
         epochs: T = round(epochs / q), at least 1.
+        schedules: factors by step on noise multiplier, clipping norm and batch size; public. The
+            target epsilon, where there is one, is that of the whole schedule.
+        phases: parts of the run with schedules, and steps or epochs, of their own, in place of
+            ``schedules``, ``steps`` and ``epochs``; calibrated together.
         augmentation_multiplicity: K views of a record, averaged before they are clipped: every
             tensor of a batch has the shape [records, K, ...] (``Clipper.views``).
         clipping: how per-example norms are taken: ``quietgrad.clipping.Clipping``.
@@ -52,6 +63,10 @@ class PrivacyConfig:
             ``.grad``, such as ``quietgrad.denoising.SpikesWithBulk()``; no effect on privacy.
         users: where ``build`` is given ``record_owner``, what stands for a user:
             ``quietgrad.Users(records_per_user=16)``. B, N and q then count users.
+        training_loss: a private estimate of it, released beside the gradients of a step:
+            ``quietgrad.beside.TrainingLoss``. None releases none.
+        adaptive_clipping: lets the clipping norm follow a quantile, from ``max_grad_norm`` on:
+            ``quietgrad.beside.AdaptiveClipping``. None keeps it.
         performance: how the machine is used; changes a record's contribution by rounding at most.
         seed: makes sampling, projections and noise reproducible; the guarantee then holds only if
             it stays secret. Where data are private: a string of at least 32 hexadecimal digits
@@ -69,11 +84,15 @@ class PrivacyConfig:
     sample_rate: float | None = None
     steps: int | None = None
     epochs: float | None = None
+    schedules: Schedules = field(default_factory=Schedules)
+    phases: Sequence[Phase] = ()
     augmentation_multiplicity: int = 1
     clipping: Clipping = field(default_factory=Clipping)
     noise: NoiseMethod = field(default_factory=IndependentNoise)
     denoising: GradientRule | None = None
     users: Users | None = None
+    training_loss: TrainingLoss | None = None
+    adaptive_clipping: AdaptiveClipping | None = None
     performance: Performance = field(default_factory=Performance)
     seed: Seed | None = field(default=None, repr=False)
     data_are_public: bool = False
@@ -114,6 +133,8 @@ class PrivacyConfig:
                     f"{name}={getattr(self, name)!r} is no record; pass one, such as "
                     f"{getattr(PrivacyConfig(), name)!r}"
                 )
+        beside = beside_of(self.training_loss, self.adaptive_clipping)
+        self._require_beside()
         if self.denoising is not None:
             require_gradient_rule("denoising", self.denoising)
         how, owned = users_of(self.users, record_owner, dataset_size, record_ids)
@@ -122,11 +143,19 @@ class PrivacyConfig:
             dataset_size, unit, combined = owned.count, "users", how.combined
             record_ids = owned.identities
         q = self._rate(dataset_size, unit)
-        steps = self._steps(q)
-        delta = self._delta(dataset_size)
         clipper = self.clipping.clipper(
             self.max_grad_norm, self.performance, self.augmentation_multiplicity, combined
         )
+        clipper = replace(clipper, beside=beside)
+        shape, lengths = self._course(q, clipper.max_grad_norm)
+        if not shape.varies and self.target_epsilon is not None:
+            # A factor on the noise that is the same at all steps is nothing but the scale.
+            only = replace(shape.at(0), noise_multiplier=1.0)
+            shape = Course(((shape.steps, only),))
+        require_alike(beside, shape.varies or bool(self.phases))
+        highest = shape.highest_rate
+        clipper = clipper.clipping_to(shape.at(0).max_grad_norm)
+        delta = self._delta(dataset_size)
         self._require_one("target_epsilon", "noise_multiplier")
         if self.noise_multiplier is not None:
             require_positive("noise_multiplier", self.noise_multiplier)
@@ -137,25 +166,32 @@ class PrivacyConfig:
             if self.noise_multiplier is not None:
                 return float(self.noise_multiplier)
             assert self.target_epsilon is not None
+            claim = clipper.claim.clipping
+            if shape.varies:
+                return calibrated_scale(shape, self.target_epsilon, delta, claim, bands)
             return noise_multiplier(
                 self.target_epsilon,
                 delta,
-                sample_rate=q,
-                steps=steps,
-                clipping=clipper.claim.clipping,
+                sample_rate=highest,
+                steps=shape.steps,
+                clipping=claim,
                 bands=bands,
+                beside=partial(releases_beside, beside),
             )
 
         calibrated = None if self.target_epsilon is None else sigma_of
-        mixing, choice = self.noise.correlation(steps, q, calibrated)
+        mixing, choice = self.noise.correlation(shape.steps, highest, calibrated)
         bands = 1 if mixing is None else mixing.bands
-        sigma = sigma_of(bands)
-        event = PoissonGaussian(sigma, q, steps, clipper.claim.clipping, bands)
-        if event.bands * q > 1:
+        course = shape.scaled(sigma_of(bands))
+        event = course.event(clipper.claim.clipping, bands)
+        released = releases_beside(beside, course.least_noise)
+        if isinstance(event, PoissonGaussian):  # ``require_alike``: where there are some, it is
+            event = replace(event, beside=released)
+        if bands * highest > 1:
             warnings.warn(
-                f"bands={bands} times the sampling rate {q:.4g} exceeds 1: every batch is a whole "
-                f"part of {dataset_size / bands:.0f} {unit}, fewer than the "
-                f"{q * dataset_size:.0f} asked for; use at most {int(1 / q)} bands",
+                f"bands={bands} times the sampling rate {highest:.4g} exceeds 1: every batch is a "
+                f"whole part of {dataset_size / bands:.0f} {unit}, fewer than the "
+                f"{highest * dataset_size:.0f} asked for; use at most {int(1 / highest)} bands",
                 SettingsWarning,
                 stacklevel=2,
             )
@@ -173,9 +209,11 @@ class PrivacyConfig:
         return PrivacyPlan(
             dataset_size=dataset_size,
             expected_batch_size=event.participation_rate / bands * dataset_size,
-            sampler=PoissonSampler(dataset_size, q, bands, parts, owned),
+            sampler=PoissonSampler(dataset_size, highest, bands, parts, owned),
             clipper=clipper,
-            noise=GaussianNoise(sigma, correlation, self.noise.memory, source),
+            noise=GaussianNoise(
+                course.least_noise, correlation, self.noise.memory, source, released
+            ),
             event=event,
             delta=delta,
             report=epsilon_report(event, delta),
@@ -184,9 +222,62 @@ class PrivacyConfig:
             record_identity="index" if record_ids is None else "content",
             target_epsilon=self.target_epsilon,
             denoising=self.denoising,
+            training_loss=self.training_loss,
+            adaptive_clipping=self.adaptive_clipping,
             seed=self.seed,
             data_are_public=self.data_are_public,
+            course=course if course.varies else None,
+            phase_lengths=lengths,
         )
+
+    def _require_beside(self) -> None:
+        kinds = {"training_loss": TrainingLoss, "adaptive_clipping": AdaptiveClipping}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(
+                    f"{name}={value!r} must be a quietgrad.beside.{kind.__name__}, such as "
+                    f"{kind()!r}, or None"
+                )
+        if self.adaptive_clipping is not None and self.clipping.scaling == "automatic":
+            raise ValueError(
+                "adaptive_clipping with clipping.scaling='automatic', which brings every gradient "
+                "to the clipping norm, so that the norm is a learning rate and no quantile of it "
+                "means anything; use scaling='clip'"
+            )
+
+    def _course(self, q: float, max_grad_norm: float) -> tuple[Course, tuple[int, ...]]:
+        """Settings of every step at noise multiplier 1, and the steps of each phase."""
+        if not isinstance(self.schedules, Schedules):
+            raise TypeError(
+                f"schedules={self.schedules!r} is no record; pass quietgrad.schedules.Schedules"
+            )
+        if not self.phases:
+            size = self.schedules.batch_size
+            steps = steps_of(self.steps, self.epochs, q, size, "")
+            parts: list[tuple[int, Schedules, str]] = [(steps, self.schedules, "schedules")]
+        else:
+            self._require_phases()
+            parts = []
+            for i, phase in enumerate(self.phases):
+                name = f"phases[{i}]"
+                parts.append((phase.steps_at(q, f"{name}."), phase, name))
+        return course_of(parts, q, max_grad_norm), tuple(count for count, _, _ in parts)
+
+    def _require_phases(self) -> None:
+        other = next((phase for phase in self.phases if not isinstance(phase, Phase)), None)
+        if other is not None:
+            raise TypeError(f"phases holds {other!r}; pass quietgrad.schedules.Phase records")
+        for name, value in (("steps", self.steps), ("epochs", self.epochs)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r} with phases: each phase says its own; leave {name} out"
+                )
+        if self.schedules != Schedules():
+            raise ValueError(
+                f"schedules={self.schedules!r} with phases: a phase has its own; leave schedules "
+                "out"
+            )
 
     def _require_one(self, one: str, other: str) -> None:
         first, second = getattr(self, one), getattr(self, other)
@@ -208,16 +299,6 @@ class PrivacyConfig:
                 f"{dataset_size}; use at most {dataset_size}"
             )
         return float(self.expected_batch_size) / dataset_size
-
-    def _steps(self, q: float) -> int:
-        self._require_one("steps", "epochs")
-        if self.steps is not None:
-            require_int("steps", self.steps)
-            require_at_least("steps", self.steps, 1, "train for at least one step")
-            return self.steps
-        assert self.epochs is not None
-        require_positive("epochs", self.epochs)
-        return max(1, round(self.epochs / q))
 
     def _delta(self, dataset_size: int) -> float:
         if self.target_delta is None:

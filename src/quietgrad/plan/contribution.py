@@ -5,14 +5,15 @@ of a user's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from quietgrad.beside.values import Observed, SideMethod
 from quietgrad.checks import require_at_least, require_int
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
-from quietgrad.events import SensitivityClaim
+from quietgrad.events import RandomizedClipping, SensitivityClaim
 from quietgrad.tensors import accumulation_dtype
 
 # The factor is C / norm in float64, and this much less: its rounding to the sum's dtype and that of
@@ -21,7 +22,11 @@ MARGIN = 1 - 2.0**-20
 
 
 def clip_given(
-    gradients: Mapping[str, Tensor], examples: int | None, claim: SensitivityClaim
+    gradients: Mapping[str, Tensor],
+    examples: int | None,
+    claim: SensitivityClaim,
+    beside: Iterable[SideMethod] = (),
+    losses: Tensor | None = None,
 ) -> ClippedSum:
     """Sum of given per-example gradients, each shortened to norm C. Private.
 
@@ -29,10 +34,19 @@ def clip_given(
         gradients: name -> one record's gradient in the parameter's shape, or [examples, *shape].
         examples: records; None for one without a dimension of its own.
         claim: what the sum is to claim; C is its ``max_grad_norm``.
+        beside: what is summed of norms and losses, to be released beside the gradients; none for
+            records that are absent.
+        losses: [examples] for it; None: nothing is added that depends on a loss.
 
     Raises:
-        ValueError: for no gradients, or a first dimension that is not ``examples``.
+        ValueError: for no gradients, a first dimension that is not ``examples``, or a claim about
+            sketched norms alone.
     """
+    if isinstance(claim.clipping, RandomizedClipping) and claim.clipping.envelope != "mixed":
+        raise ValueError(
+            f"the plan accounts for the {claim.clipping.envelope!r} envelope, which holds for "
+            "sketched norms alone; contributions with exact norms need the 'mixed' one"
+        )
     single = examples is None
     count = 1 if examples is None else examples
     require_int("examples", count)
@@ -79,7 +93,10 @@ def clip_given(
             factors, row
         )
         sums[name] = kept.sum(dim=0).to(accumulation_dtype(rows[name].dtype))
-    return ClippedSum(sums, claim, PrivateCounts(count, (~finite).sum()))
+    # What is not finite was measured as it if were: it is not below any norm.
+    shares = torch.where(finite, norms / claim.max_grad_norm, torch.inf)
+    known = None if losses is None else losses.detach().reshape(count)
+    return ClippedSum(sums, claim, PrivateCounts.of(Observed(known, shares), beside))
 
 
 def _flat(row: Tensor) -> Tensor:

@@ -67,10 +67,17 @@ class NoiseSession:
         if self._history is None or self._history.step != step or changed:
             self._history = self._rejoined(like, step)
 
-    def cover(self, clipped: ClippedSum) -> NoisySum:
-        """Draws the noise of the step that was joined, and adds it."""
+    def cover(self, clipped: ClippedSum, noise_multiplier: float | None = None) -> NoisySum:
+        """Draws the noise of the step that was joined, and adds it.
+
+        Args:
+            clipped: the batch's sum. Private.
+            noise_multiplier: of this step; None takes the mechanism's.
+        """
         assert self._history is not None
-        noisy, self._history = self._noise.update(clipped, self._ring.key_of, self._history)
+        noisy, self._history = self._noise.update(
+            clipped, self._ring.key_of, self._history, noise_multiplier
+        )
         return noisy
 
     def keep(self) -> None:

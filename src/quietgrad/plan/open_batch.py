@@ -5,6 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.events import SensitivityClaim
+
+
+def require_open(batch: OpenBatch | None, released: int, steps: int, closed: bool) -> OpenBatch:
+    """The batch that is to be released next.
+
+    Args:
+        batch: what ``batches`` gave last.
+        released, steps: releases made, and planned.
+        closed: whether the run is.
+
+    Raises:
+        RuntimeError: if there is none, with the remedy.
+    """
+    if closed:
+        raise RuntimeError("the run is closed; start another one")
+    if released >= steps:
+        raise RuntimeError(
+            f"all {steps} releases of the plan are made; build a plan with more steps"
+        )
+    if batch is None:
+        raise RuntimeError(
+            "there is no open batch: every release needs the batch that batches() gave for it, "
+            "or the sampling rate accounted for is not the one that ran; loop over "
+            "run.batches() and clip the records at its indices"
+        )
+    if batch.release != released:
+        raise RuntimeError(
+            "this batch is released already; every release needs a batch of its own from "
+            "batches(), or the sampling rate "
+            "accounted for is not the one that ran"
+        )
+    return batch
 
 
 @dataclass(frozen=True)
@@ -22,23 +55,29 @@ class OpenBatch:
     examples: int
     name: object = field(default_factory=object)
 
-    def require_sum(self, clipped: ClippedSum) -> None:
+    def require_sum(self, clipped: ClippedSum, claim: SensitivityClaim) -> None:
         """Refuses a sum that is not of this batch, as far as that can be told: its origin, that
         nothing was changed, and how many records it holds.
 
         Args:
             clipped: what is to be released.
+            claim: what is accounted for.
 
         Raises:
             RuntimeError: with the remedy; no sizes.
+            ValueError: if the sum claims another sensitivity.
         """
+        if clipped.claim != claim:
+            raise ValueError(
+                f"the clipped sum claims {clipped.claim}, but the plan accounts for {claim}"
+            )
         stamp = clipped.stamp
         if stamp is None or stamp.run is not self.name or stamp.release != self.release:
             raise RuntimeError(
                 "the clipped sum was not made by this run for the batch that is open; clip the "
                 "open batch with run.clip (gradients made otherwise: run.contribution)"
             )
-        if not stamp.fits(clipped.gradients):
+        if not stamp.fits(clipped.summed):
             raise RuntimeError(
                 "the clipped sum was changed after it was clipped, so its bound is gone; release "
                 "it as run.clip and + made it"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,32 +11,36 @@ from torch import nn
 
 from quietgrad.accounting import noise_multiplier
 from quietgrad.accounting.spending import EpsilonReport
+from quietgrad.beside.adaptive import AdaptiveClipping
+from quietgrad.beside.training_loss import TrainingLoss
+from quietgrad.beside.values import SideMethod, beside_of, releases_beside
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.soundness.processes import refuse_launcher, refuse_process_group
 from quietgrad.denoising.rules.protocols import GradientRule
-from quietgrad.events import (
-    ADD_REMOVE,
-    ADD_REMOVE_USER,
-    ZERO_OUT,
-    ClippingClaim,
-    PoissonGaussian,
-)
+from quietgrad.events import ADD_REMOVE, ADD_REMOVE_USER, ZERO_OUT, ClippingClaim, PrivacyEvent
 from quietgrad.keyring import KeyRing, rows_path
-from quietgrad.ledger import LedgerWriter, holds_records
+from quietgrad.ledger import LedgerContents, LedgerWriter, holds_records
 from quietgrad.noise.correlation.bands import BandChoice
 from quietgrad.noise.correlation.mixing import MixingMatrix
 from quietgrad.noise.mechanism import GaussianNoise
 from quietgrad.noise.noisy_sum import NoisySum
+from quietgrad.plan.by_step.course import (
+    StepByStep,
+    calibrated_scale,
+    require_course,
+    require_same,
+)
 from quietgrad.plan.noise_session import NoiseSession
 from quietgrad.plan.run import PrivateRun
 from quietgrad.plan.seeds import Seed, SeedUse, claim_seed, root_key
 from quietgrad.plan.sessions import Begun, begin_session, new_session
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling.poisson import PoissonSampler
+from quietgrad.schedules import Course
 
 
 @dataclass(frozen=True)
-class PrivacyPlan:
+class PrivacyPlan(StepByStep):
     """Sampler, clipper, noise and event that belong together. Frozen; ``start`` runs it.
 
     Attributes:
@@ -51,6 +56,12 @@ class PrivacyPlan:
             (``record_ids`` were given) or "index".
         target_epsilon: what the noise was calibrated for; None where a noise multiplier was given.
         denoising: what is done to a released sum before it is written to ``.grad``.
+        training_loss, adaptive_clipping: what is released beside the gradients; None for neither.
+        course: the settings of every step, where they change (``quietgrad.schedules``). The
+            sampler's rate and ``expected_batch_size`` are then the highest, ``noise_multiplier`` is
+            the least, and the clipper's norm the first. None: all steps are alike.
+        phase_lengths: steps of each phase; one phase where none were given.
+        extensions: what was planned on top by ``extended``: settings, and a new target if any.
         seed: secret unless the data are public; None draws from the operating system.
         data_are_public: whether the records were declared to need no protection.
     """
@@ -60,7 +71,7 @@ class PrivacyPlan:
     sampler: PoissonSampler
     clipper: Clipper
     noise: GaussianNoise
-    event: PoissonGaussian
+    event: PrivacyEvent
     delta: float
     report: EpsilonReport
     mixing: MixingMatrix | None = field(default=None, repr=False)
@@ -68,14 +79,21 @@ class PrivacyPlan:
     record_identity: str = "index"
     target_epsilon: float | None = None
     denoising: GradientRule | None = None
+    training_loss: TrainingLoss | None = None
+    adaptive_clipping: AdaptiveClipping | None = None
     seed: Seed | None = field(default=None, repr=False)
     data_are_public: bool = False
+    course: Course | None = None
+    phase_lengths: tuple[int, ...] = ()
+    extensions: tuple[tuple[Course, float | None], ...] = ()
 
     def __post_init__(self) -> None:
         # The mechanism that runs is the one accounted for; these can only fail if the plan was put
         # together by hand.
+        require_course(self.course, self.event, self.sampler, self.max_grad_norm)
+        whole = self.whole_course
         if (
-            self.sampler.sample_rate != self.event.sample_rate
+            self.sampler.sample_rate != whole.highest_rate
             or self.sampler.dataset_size != self.dataset_size
         ):
             raise ValueError(
@@ -87,10 +105,19 @@ class PrivacyPlan:
                 "users are drawn and records are clipped, or the other way round; build plans with "
                 "PrivacyConfig.build"
             )
-        if self.noise.noise_multiplier != self.event.noise_multiplier:
+        if self.noise.noise_multiplier != whole.least_noise:
             raise ValueError(
                 "the noise multiplier that would run is not the accounted one; build plans with "
                 "PrivacyConfig.build"
+            )
+        if not (
+            self.noise.beside == self.event.beside
+            and self.clipper.beside == self.beside
+            and self.event.beside == releases_beside(self.beside, self.noise_multiplier)
+        ):
+            raise ValueError(
+                "what would be released beside the gradients is not what is accounted for; build "
+                "plans with PrivacyConfig.build"
             )
         if not self.event.bands == self.noise.bands == self.sampler.bands:
             raise ValueError(
@@ -99,9 +126,9 @@ class PrivacyPlan:
                 "build plans with PrivacyConfig.build"
             )
         mixing = self.noise.mixing
-        if mixing is not None and mixing.steps < self.event.steps:
+        if mixing is not None and mixing.steps < self.steps:
             raise ValueError(
-                f"the mixing matrix has {mixing.steps} rows for {self.event.steps} steps; "
+                f"the mixing matrix has {mixing.steps} rows for {self.steps} steps; "
                 "build plans with PrivacyConfig.build"
             )
         if self.clipper.claim.clipping != self.event.clipping:
@@ -117,17 +144,23 @@ class PrivacyPlan:
             )
 
     @property
+    def beside(self) -> tuple[SideMethod, ...]:
+        """What is released beside the gradients of a step."""
+        return beside_of(self.training_loss, self.adaptive_clipping)
+
+    def told_beside(self) -> dict[str, object]:
+        """The same as a fact to write down; empty where nothing is."""
+        told = [side.to_json() for side in self.event.beside]
+        return {"beside": told} if told else {}
+
+    @property
     def noise_multiplier(self) -> float:
         return self.noise.noise_multiplier
 
     @property
     def max_grad_norm(self) -> float:
-        """C."""
+        """C; the first, where it adapts (``PrivateRun.max_grad_norm`` is the current one)."""
         return self.clipper.max_grad_norm
-
-    @property
-    def steps(self) -> int:
-        return self.event.steps
 
     @property
     def epsilon(self) -> float:
@@ -151,13 +184,19 @@ class PrivacyPlan:
         """
         if self.target_epsilon is None:
             return None
+        claim = self.event.clipping if clipping is None else clipping
+        b = self.event.bands if bands is None else bands
+        if self.course is not None:
+            scale = calibrated_scale(self.course, self.target_epsilon, self.delta, claim, b)
+            return scale * self.noise_multiplier
         return noise_multiplier(
             self.target_epsilon,
             self.delta,
-            sample_rate=self.event.sample_rate,
+            sample_rate=self.sampler.sample_rate,
             steps=self.steps,
-            clipping=self.event.clipping if clipping is None else clipping,
-            bands=self.event.bands if bands is None else bands,
+            clipping=claim,
+            bands=b,
+            beside=partial(releases_beside, self.beside),
         )
 
     def write_gradients(self, noisy: NoisySum, model: nn.Module) -> None:
@@ -207,7 +246,7 @@ class PrivacyPlan:
         """
         refuse_process_group()
         refuse_launcher()
-        key = root_key(self.seed)
+        key, planned = root_key(self.seed), self.first_planned
         if ledger is None:
             session = new_session(0, self.seed, self.data_are_public)
             noise = NoiseSession(self.noise, Begun(KeyRing((session,))))
@@ -226,12 +265,13 @@ class PrivacyPlan:
         try:
             contents = writer.contents
             if contents.header:
-                self._require_same_mechanism(contents.header)
+                self._require_same_mechanism(contents)
             use = self._claim(key, ledger, contents.releases)
             if not contents.header:
                 writer.mechanism(
-                    self.event,
-                    planned_steps=self.steps,
+                    self.first_event,
+                    planned if planned.varies else None,
+                    planned_steps=planned.steps,
                     delta=self.delta,
                     dataset_size=self.dataset_size,
                     max_grad_norm=self.max_grad_norm,
@@ -239,6 +279,8 @@ class PrivacyPlan:
                     **self._sampling_facts(),
                     **self._part_sizes(),
                 )
+            for more, target in self.extensions[len(contents.extensions) :]:
+                writer.extension(more, target)
             session = new_session(contents.releases, self.seed, self.data_are_public)
             begun = Begun(KeyRing((session,)))
             if (
@@ -253,7 +295,9 @@ class PrivacyPlan:
         rows = None if secret is None else rows_path(secret)
         noise = NoiseSession(self.noise, begun, writer, rows)
         given_up = contents.not_private is not None
-        return PrivateRun(self, noise, writer, contents.releases, given_up, use)
+        return PrivateRun(
+            self, noise, writer, contents.releases, given_up, use, contents.max_grad_norm
+        )
 
     def _claim(self, key: RandomKey, ledger: str | Path | None, releases: int) -> SeedUse | None:
         secret = self.seed is not None and not self.data_are_public
@@ -297,20 +341,15 @@ class PrivacyPlan:
             "part_sizes": np.bincount(self.sampler.parts, minlength=self.sampler.bands).tolist()
         }
 
-    def _require_same_mechanism(self, header: dict[str, object]) -> None:
-        planned = {
-            "event": replace(self.event, steps=self.event.bands).to_json(),
+    def _require_same_mechanism(self, contents: LedgerContents) -> None:
+        course = self.first_planned
+        planned: dict[str, object] = {
+            "event": self.first_event.to_json(),
             "dataset_size": self.dataset_size,
             "max_grad_norm": self.max_grad_norm,
-            "planned_steps": self.steps,
+            "planned_steps": course.steps,
             "delta": self.delta,
             **self._sampling_facts(),
+            "course": course.to_json() if course.varies else None,
         }
-        for name, value in planned.items():
-            if header.get(name) != value:
-                raise ValueError(
-                    f"resume with a changed privacy setting: {name} was {header.get(name)!r} and "
-                    f"is now {value!r}; "
-                    "resume with the settings of the first start, or begin a new run directory "
-                    "(its epsilon adds to this one's)"
-                )
+        require_same(contents, planned, [more for more, _ in self.extensions])

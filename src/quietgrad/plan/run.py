@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.accounting import epsilon_report
+from quietgrad.beside.session import SideSession, TellsBeside
 from quietgrad.clipping.bindings import Bindings
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum, Stamp
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.soundness.processes import refuse_process_group
-from quietgrad.events import NotPrivate, RandomizedClipping
+from quietgrad.events import NotPrivate
 from quietgrad.ledger import LedgerWriter
 from quietgrad.loading.batches import parts_of, records_of
 from quietgrad.loading.draws import Draws
@@ -25,14 +26,14 @@ from quietgrad.loading.loader import PrivateLoader
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan.contribution import clip_given
 from quietgrad.plan.noise_session import NoiseSession
-from quietgrad.plan.open_batch import OpenBatch
+from quietgrad.plan.open_batch import OpenBatch, require_open
 from quietgrad.plan.planned import Planned
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.plan.seeds import SeedUse
 from quietgrad.tensors import Batch, to_device
 
 
-class PrivateRun(BoundToProcess):
+class PrivateRun(BoundToProcess, TellsBeside):
     """A plan in progress: which release comes next, and the streams. Never makes more releases than
     the plan has steps.
 
@@ -47,6 +48,7 @@ class PrivateRun(BoundToProcess):
         released: int = 0,
         given_up: bool = False,
         seed_use: SeedUse | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         super().__init__()
         self.plan = plan
@@ -54,10 +56,13 @@ class PrivateRun(BoundToProcess):
         self._writer = writer
         self._released = released
         self._given_up = given_up
+        norm = plan.clipper.max_grad_norm if max_grad_norm is None else max_grad_norm
+        size = plan.batch_size_at(plan.at(0))
+        self._beside = SideSession(plan.beside, plan.event.beside, size, norm)
         self._bindings = Bindings(plan.clipper)
         self._seed_use = seed_use
         self._open: OpenBatch | None = None
-        self._draws = Draws(lambda step: plan.sampler.batch(session.key, step))
+        self._draws = Draws(lambda step: plan.indices(session.key, step))
         self._loader: PrivateLoader | None = None
         self._spent = (0, 0.0)  # releases, and their epsilon
         self._closed = False
@@ -82,6 +87,7 @@ class PrivateRun(BoundToProcess):
             index = self._released
             indices = self._draws.take(index)
             self._open = OpenBatch(index, len(indices))
+            self._bindings.clipper = self._beside.clipper(self.plan.clipper_at(index))
             yield indices
             if self._released > index + 1:
                 raise RuntimeError(
@@ -100,6 +106,13 @@ class PrivateRun(BoundToProcess):
         """
         while self._released < self.plan.steps:
             yield self._released // self.plan.sampler.steps_per_epoch
+
+    def phases(self) -> Iterator[tuple[int, int]]:
+        """(phase, steps of it that remain) of the phases that do; a resumed run goes on in the one
+        that it was in. Inside, loop over ``batches(steps)``. Where a phase ends is public.
+        """
+        while self._released < self.plan.steps:
+            yield self.plan.phase_at(self._released)
 
     def loader(
         self,
@@ -177,7 +190,11 @@ class PrivateRun(BoundToProcess):
         self._bindings.of(model, per_example_loss).check(public_batch)
 
     def contribution(
-        self, gradients: Mapping[str, Tensor], examples: int | None = None
+        self,
+        gradients: Mapping[str, Tensor],
+        examples: int | None = None,
+        losses: Tensor | None = None,
+        absent: bool = False,
     ) -> ClippedSum:
         """Per-example gradients that were made otherwise (a canary's, or by code of the user's
         own), clipped here and stamped as ``clip`` stamps: they add up with its sums.
@@ -190,6 +207,7 @@ class PrivateRun(BoundToProcess):
                 [examples, *shape]. Private.
             examples: how many records, if not one. They have to be in the open batch, like those of
                 any sum: the release counts them.
+            losses, absent: [examples] for a training loss; True adds nothing beside the gradients.
 
         Raises:
             ValueError: for tensors of another number of records, or where the accountant's law of
@@ -199,18 +217,13 @@ class PrivateRun(BoundToProcess):
         self._require_own_process()
         refuse_process_group()
         records_of(gradients, self._loader, self._released)
-        claim = self.plan.clipper.claim
-        if isinstance(claim.clipping, RandomizedClipping) and claim.clipping.envelope != "mixed":
-            raise ValueError(
-                f"the plan accounts for the {claim.clipping.envelope!r} envelope, which holds for "
-                "sketched norms alone; contributions with exact norms need the 'mixed' one"
-            )
-        return self._stamped(clip_given(gradients, examples, claim))
+        claim, beside = self._bindings.clipper.claim, () if absent else self.plan.beside
+        return self._stamped(clip_given(gradients, examples, claim, beside, losses))
 
     def _stamped(self, clipped: ClippedSum) -> ClippedSum:
         part = frozenset([object()])
         name = None if self._open is None else self._open.name
-        return replace(clipped, stamp=Stamp.on(clipped.gradients, name, self._released, part))
+        return replace(clipped, stamp=Stamp.on(clipped.summed, name, self._released, part))
 
     def release(self, clipped: ClippedSum) -> NoisySum:
         """Records the release, then draws the noise.
@@ -230,38 +243,23 @@ class PrivateRun(BoundToProcess):
     def _release(self, clipped: ClippedSum) -> NoisySum:
         self._require_own_process()
         refuse_process_group()
-        if self._closed:
-            raise RuntimeError("the run is closed; start another one")
-        if self._released >= self.plan.steps:
-            raise RuntimeError(
-                f"all {self.plan.steps} releases of the plan are made; build a plan with more steps"
-            )
-        if self._open is None:
-            raise RuntimeError(
-                "there is no open batch: every release needs the batch that batches() gave for it, "
-                "or the sampling rate accounted for is not the one that ran; loop over "
-                "run.batches() and clip the records at its indices"
-            )
-        if self._open.release != self._released:
-            raise RuntimeError(
-                "this batch is released already; every release needs a batch of its own from "
-                "batches(), or the sampling rate "
-                "accounted for is not the one that ran"
-            )
-        if clipped.claim != self.plan.clipper.claim:
-            raise ValueError(
-                f"the clipped sum claims {clipped.claim}, but the plan accounts for "
-                f"{self.plan.clipper.claim}"
-            )
-        self._open.require_sum(clipped)
+        opened = require_open(self._open, self._released, self.plan.steps, self._closed)
+        opened.require_sum(clipped, self._bindings.clipper.claim)
+        settings = self.plan.at(self._released)
         self._session.join(clipped.gradients, self._released)
         if self._writer is not None:
-            self._writer.release(self._released)
+            self._writer.release(self._released, settings if self.plan.course else None)
         self._released += 1
         if self._seed_use is not None:
             self._seed_use.releases = self._released
-        noisy = self._session.cover(clipped)
-        return replace(noisy, expected_batch_size=self.plan.expected_batch_size)
+        noisy = self._session.cover(clipped, settings.noise_multiplier)
+        self._follow(noisy)
+        return replace(noisy, expected_batch_size=self.plan.batch_size_at(settings))
+
+    def _follow(self, noisy: NoisySum) -> None:
+        self._beside.take(self._released, noisy.beside)
+        if self._writer is not None and self._beside.adapts:
+            self._writer.clipping_norm(self.max_grad_norm)
 
     def keep_noise(self) -> None:
         """Keeps the rows that correlated noise goes on from in a secret file beside ``keys``, so
@@ -325,14 +323,11 @@ class PrivateRun(BoundToProcess):
             ValueError: without a reason.
         """
         self._require_own_process()
-        if not isinstance(reason, str) or not reason.strip():
-            raise ValueError(
-                f"reason={reason!r}: say why these data need no protection; the ledger keeps it"
-            )
+        permission = NotPrivate(reason)
         if self._writer is not None:
             self._writer.not_private(reason)
         self._given_up = True
-        return NotPrivate(reason)
+        return permission
 
     def close(self) -> None:
         """Closes the ledger; nothing can be released after it."""

@@ -23,8 +23,8 @@ class PoissonSampler:
 
     Attributes:
         dataset_size: N, records; with ``users`` N counts users, who are drawn instead.
-        sample_rate: q = B / N; within its part a record is drawn at rate min(1, b q). A batch may
-            be empty, and its realised size is private.
+        sample_rate: q = B / N, with a schedule the highest; within its part a record is drawn at
+            rate min(1, b q). A batch may be empty, and its realised size is private.
         bands: b, parts that take turns; 1 is plain Poisson sampling.
         parts: [N] from ``partition``; None for one part. With contents as identities private, and
             so are
@@ -84,17 +84,28 @@ class PoissonSampler:
         """Of the data set: N, or the records of all users (private)."""
         return self.dataset_size if self.users is None else self.users.records
 
-    def batch(self, key: RandomKey, step: int) -> NDArray[np.int64] | UserIndices:
+    def batch(
+        self, key: RandomKey, step: int, sample_rate: float | None = None
+    ) -> NDArray[np.int64] | UserIndices:
         """The records of a step's batch, those of a user side by side. Private."""
-        drawn = self.indices(key, step)
+        drawn = self.indices(key, step, sample_rate)
         return drawn if self.users is None else self.users.drawn(drawn, key, step)
 
-    def indices(self, key: RandomKey, step: int) -> NDArray[np.int64]:
+    def indices(
+        self, key: RandomKey, step: int, sample_rate: float | None = None
+    ) -> NDArray[np.int64]:
         """Sorted indices of a step's records, or numbers of its users; the same for the same key
         and step. Private. O(N).
+
+        Args:
+            key: root of the streams.
+            step: number of the release.
+            sample_rate: q of this step, where a schedule has it; None takes the sampler's.
         """
+        rate = self.sample_rate if sample_rate is None else sample_rate
+        require_rate("sample_rate", rate)
         coins = key.generator("sampling", step).random(self.dataset_size)
-        drawn = coins < self.participation_rate
+        drawn = coins < min(1.0, self.bands * rate)
         if self.parts is not None:
             drawn &= self.parts == step % self.bands
         return np.flatnonzero(drawn)

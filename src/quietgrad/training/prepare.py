@@ -24,6 +24,7 @@ from quietgrad.noise.methods import IndependentNoise
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 from quietgrad.plan.seeds import root_key
 from quietgrad.sampling import PoissonSampler, UserIndices
+from quietgrad.schedules import Course
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.files.provenance import Record, check_start
 from quietgrad.training.precision import precision_context, precision_of
@@ -51,6 +52,7 @@ class Prepared:
         model: the classifier, on the device.
         plan: the privacy plan; None for a run that is not private.
         sampler: the batches, the same with and without privacy.
+        course: the settings of every step; without privacy, of what a private run would sample.
         steps: T.
         device: where the model is.
         started_from: what the outputs of earlier runs that it starts from say of themselves.
@@ -64,15 +66,21 @@ class Prepared:
     model: LoadedModel
     plan: PrivacyPlan | None
     sampler: PoissonSampler
+    course: Course
     steps: int
     device: torch.device
     started_from: tuple[Record, ...] = ()
 
     @property
     def expected_batch_size(self) -> float:
+        """B; with a schedule, the largest."""
         if self.plan is not None:
             return self.plan.expected_batch_size
         return self.sampler.sample_rate * self.sampler.dataset_size
+
+    def batch_size_at(self, step: int) -> float:
+        """B of a step without privacy."""
+        return self.course.at(step).sample_rate * self.sampler.dataset_size
 
     @property
     def metric(self) -> Metric:
@@ -141,9 +149,17 @@ class Prepared:
             yield source.collate(part, self.device)
 
 
-def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared:
-    """Loads data and model, builds the plan, and checks all of it. ``mixing``: the matrix of a run
-    that goes on.
+def prepare(
+    config: TrainConfig,
+    mixing: MixingMatrix | None = None,
+    extend: Callable[[PrivacyPlan | None], PrivacyPlan | None] | None = None,
+) -> Prepared:
+    """Loads data and model, builds the plan, and checks all of it.
+
+    Args:
+        config: what to train.
+        mixing: the matrix of a run that goes on.
+        extend: makes the plan longer; before the model is loaded.
 
     Raises:
         ValueError, TypeError: for anything the user can mend, naming key, value and remedy.
@@ -159,6 +175,7 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
     started_from = start_of(config)
     # The plan is built before the model is loaded: its mistakes are cheaper to find.
     plan = build_plan(config, task.record_ids, mixing, task.record_owner)
+    plan = plan if extend is None else extend(plan)
     if plan is None:
         reference = replace(
             _privacy_config(config, None, plain=True),
@@ -166,9 +183,8 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
             noise_multiplier=1.0,
             target_delta=None,
         ).build(len(task.record_ids), record_owner=task.record_owner)
-        sampler, steps = reference.sampler, reference.steps
     else:
-        sampler, steps = plan.sampler, plan.steps
+        reference = plan
     key = root_key(config.training.seed)
     torch.manual_seed(key.words("initialisation", 0)[0] & (2**63 - 1))
     model, (train, validation, test) = task.read(config, device)
@@ -176,7 +192,18 @@ def prepare(config: TrainConfig, mixing: MixingMatrix | None = None) -> Prepared
     refuse_cross_example_layers(model.classifier)
     check_spectrum(config.noise, model.classifier, task.record_ids, task.form)
     prepared = Prepared(
-        config, task, train, validation, test, model, plan, sampler, steps, device, started_from
+        config,
+        task,
+        train,
+        validation,
+        test,
+        model,
+        plan,
+        reference.sampler,
+        reference.whole_course,
+        reference.steps,
+        device,
+        started_from,
     )
     if prepared.metric is MEAN_AUC:
         for name, part in (
@@ -232,12 +259,16 @@ def _privacy_config(
         expected_batch_size=training.expected_batch_size,
         steps=training.steps,
         epochs=training.epochs,
+        schedules=config.schedules.of_run,
+        phases=config.schedules.of_phases,
         clipping=config.clipping,
         noise=IndependentNoise()
         if plain
         else noise_of(config.noise, config.optimizer, privacy.max_grad_norm, mixing),
         denoising=None if plain else config.gradient_rule,
         users=config.users if config.data.user else None,
+        training_loss=None if plain else config.training_loss,
+        adaptive_clipping=None if plain else config.adaptive_clipping,
         performance=replace(config.performance, max_physical_batch_size=config.physical_batch_size),
         seed=training.seed,
         data_are_public=config.data.public or plain,

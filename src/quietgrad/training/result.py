@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.accounting import epsilon
+from quietgrad.plan import PrivacyPlan
 from quietgrad.training.files.provenance import Record, provenance, start_warnings
 from quietgrad.training.files.run_dir import RunDir
 from quietgrad.training.prepare import Prepared
@@ -27,8 +28,10 @@ def trained_on(prepared: Prepared, done: int) -> Record:
             **spent,
             "neighbouring": plan.neighbouring,
             "noise_multiplier": plan.noise_multiplier,
-            "sample_rate": plan.event.sample_rate,
+            "sample_rate": plan.sampler.sample_rate,
             "bands": plan.event.bands,
+            **plan.told_beside(),
+            **({} if plan.course is None else {"settings_change": True}),
         }
     return provenance(config.data.source, facts, config.data.public, prepared.started_from)
 
@@ -55,9 +58,21 @@ def facts_of(prepared: Prepared) -> dict[str, Any]:
             "epsilon": plan.epsilon,
             "delta": plan.delta,
             "noise_multiplier": plan.noise_multiplier,
-            "sample_rate": plan.event.sample_rate,
+            "sample_rate": plan.sampler.sample_rate,
+            **course_facts(plan),
             "neighbouring": plan.neighbouring,
+            **plan.told_beside(),
         }
+    return facts
+
+
+def course_facts(plan: PrivacyPlan) -> dict[str, Any]:
+    """The settings of every step, where they change, and what was planned on top."""
+    facts: dict[str, Any] = {}
+    if plan.course is not None:
+        facts["course"] = plan.course.to_json()
+    if plan.extensions:
+        facts["extended_by"] = [more.steps for more, _ in plan.extensions]
     return facts
 
 

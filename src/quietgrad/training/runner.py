@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.averaging import ExponentialAverage
+from quietgrad.beside import PrivateEstimate
 from quietgrad.clipping.capture.examples import Examples
 from quietgrad.durable import write_whole
 from quietgrad.plan import PrivateRun
@@ -41,12 +42,15 @@ GUARDED_RECORDS = 32
 
 @dataclass(frozen=True)
 class Progress:
-    """What a progress bar may show: public facts only."""
+    """What a progress bar may show: public facts only; ``training_loss`` was released with
+    noise.
+    """
 
     step: int
     steps: int
     epsilon: float
     score: float | None
+    training_loss: PrivateEstimate | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ def train(
             loop.step(step, private, indices)
             done, made = step + 1, made + 1
             score = loop.evaluate_on_schedule(done, private)
-            report(Progress(done, prepared.steps, shown.at(done), score))
+            loss = None if private is None else private.training_loss
+            report(Progress(done, prepared.steps, shown.at(done), score, loss))
             if done % prepared.config.training.checkpoint_every == 0 or stop.requested:
                 loop.save(done)
                 keeper.keep(stop.requested)
@@ -180,7 +185,7 @@ class _Loop:
     def step(self, step: int, private: PrivateRun | None, indices: Any) -> None:
         noisy = None
         if private is None:
-            self.plain_gradients(indices)
+            self.plain_gradients(indices, self.prepared.batch_size_at(step))
         else:
             batches = self.prepared.micro_batches(indices, self.cache)
             noisy = private.backward(self.trained, self.loss, batches)
@@ -189,14 +194,14 @@ class _Loop:
         if self.average is not None:
             self.average.update()
 
-    def plain_gradients(self, indices: Any) -> None:
+    def plain_gradients(self, indices: Any, size: float) -> None:
         self.optimizer.zero_grad()
         if not len(indices):  # no gradient, rather than a zero one: a moment stays as it is
             return
         for batch in self.prepared.micro_batches(indices, self.cache):
             examples = Examples.of(batch, 1, self.prepared.combined)
             losses = examples.averaged(self.loss(self.trained, examples.rows))
-            (losses.sum() / self.prepared.expected_batch_size).backward()
+            (losses.sum() / size).backward()
 
     def evaluate_on_schedule(self, done: int, private: PrivateRun | None) -> float | None:
         every = self.prepared.config.training.eval_every
@@ -215,7 +220,7 @@ class _Loop:
             record[f"averaged_validation_{key}"] = averaged
             score = max(score, averaged)
         if private is not None:
-            record["epsilon"] = private.epsilon()
+            record |= {"epsilon": private.epsilon(), **private.shown()}
             if self.prepared.combined is not None:
                 record["unit"] = "user"
             if self.prepared.config.data.public:
@@ -273,7 +278,7 @@ def model_seeds(prepared: Prepared, private: PrivateRun | None) -> Callable[[int
 def _plain_batches(prepared: Prepared, done: int) -> Iterator[Any]:
     key = root_key(prepared.config.training.seed)
     for step in range(done, prepared.steps):
-        yield prepared.sampler.batch(key, step)
+        yield prepared.sampler.batch(key, step, prepared.course.at(step).sample_rate)
 
 
 def _require_movement(classifier: nn.Module, before: dict[str, Tensor], steps: int) -> None:

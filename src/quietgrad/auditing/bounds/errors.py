@@ -183,7 +183,7 @@ def lower_bound_trade_off(
     claimed = event.noise_multiplier
 
     def refuted(multiplier: float) -> bool:
-        curve = trade_off(replace(event, noise_multiplier=multiplier), [false_positive], "remove")
+        curve = trade_off(_with_noise(event, multiplier), [false_positive], "remove")
         return bool(curve[0] > false_negative)
 
     high = claimed
@@ -202,4 +202,15 @@ def lower_bound_trade_off(
     while math.log(high / low) > RESOLUTION:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if refuted(middle) else (middle, high)
-    return epsilon(replace(event, noise_multiplier=high), delta)
+    return epsilon(_with_noise(event, high), delta)
+
+
+def _with_noise(event: PoissonGaussian, noise_multiplier: float) -> PoissonGaussian:
+    """The same mechanism with all its noise, that beside the gradients too, made larger or smaller
+    by one factor.
+    """
+    factor = noise_multiplier / event.noise_multiplier
+    beside = tuple(
+        replace(side, noise_multiplier=factor * side.noise_multiplier) for side in event.beside
+    )
+    return replace(event, noise_multiplier=noise_multiplier, beside=beside)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quietgrad.auditing.canaries import Directions
-from quietgrad.auditing.contribution import contribution
+from quietgrad.auditing.contribution import absence, contribution
 from quietgrad.auditing.scores.flat import Layout
 from quietgrad.auditing.scores.whitening import Whitener, log_likelihood_ratio
 from quietgrad.clipping.api import per_example_norms
@@ -90,8 +90,7 @@ class Scores:
         """Zeros of the canaries that were drawn and are not in."""
         if not count:
             return known
-        zeros = {name: g.new_zeros(count, *g.shape) for name, g in known.gradients.items()}
-        return known + contribution(run, zeros)
+        return known + absence(run, known.gradients, count)
 
 
 class GradientScores(Scores):

@@ -66,6 +66,7 @@ class Accumulator:
         keep: False where only norms are wanted.
         twice: whether norms are taken once more after the backward pass, and compared.
         recording: set before the forward pass.
+        losses: [examples * views], once the forward pass is over.
     """
 
     layout: Layout
@@ -77,6 +78,7 @@ class Accumulator:
     keep: bool = True
     twice: bool = False
     recording: Recording | None = None
+    losses: Tensor | None = None
     kept: dict[str, list[Kept]] = field(default_factory=dict)
     _versions: dict[str, Versions] = field(default_factory=dict)
     _measured: dict[str, Measured] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quietgrad.beside.values import Observed
 from quietgrad.clipping.capture.backward import (
     forward_captured,
     visit_captured_calls,
@@ -42,8 +43,9 @@ def _accumulated(work: Work, batch: Examples, keep: bool) -> Accumulator:
             reentrant,
         )
         with passes as (losses, recording):
-            accumulator.recording = recording
-            visit_captured_calls(batch.averaged(losses), recording, work.layout)
+            losses_of_examples = batch.averaged(losses)
+            accumulator.recording, accumulator.losses = recording, losses.detach()
+            visit_captured_calls(losses_of_examples, recording, work.layout)
         return accumulator
 
     return with_any_checkpointing(work.checkpointing, run)
@@ -63,31 +65,30 @@ def group_norms(work: Work, batch: Examples) -> Tensor:
     return estimates
 
 
-def add_by_bookkeeping(work: Work, batch: Examples, sums: Sums) -> Tensor:
-    """Adds a micro-batch's clipped gradients to ``sums``; returns [b] whether each example's norm
-    is finite.
+def add_by_bookkeeping(work: Work, batch: Examples, sums: Sums) -> Observed:
+    """Adds a micro-batch's clipped gradients to ``sums``; returns losses and norms, which are
+    private. An example whose norm is not finite adds zero.
     """
     accumulator = _accumulated(work, batch, keep=True)
     with torch.no_grad():
         norms = accumulator.finish()
         divisors = norms.divisors() if work.sketched else norms.enlarged
         factors = clip_factors(divisors, work.limits, work.scaling)
-        finite = divisors.isfinite().all(dim=0)
         alone = work.doubtful(norms)
         left_out = alone
-        if work.sketched and not bool(finite.all()):
-            left_out = ~finite
+        if work.sketched and not bool(divisors.isfinite().all()):
+            left_out = ~divisors.isfinite().all(dim=0)
         for i in [] if alone is None else torch.nonzero(alone).flatten().tolist():
-            finite[i : i + 1] = _add_gradient(work, accumulator.gradient_of(i), sums)
+            divisors[:, i : i + 1] = _add_gradient(work, accumulator.gradient_of(i), sums)
         accumulator.add_weighted(
             sums, factors if alone is None else factors.masked_fill(alone, 0.0), left_out
         )
-    return finite
+        return work.observed(accumulator.losses, divisors, batch.groups)
 
 
 def _add_gradient(work: Work, gradient: dict[str, Tensor], sums: Sums) -> Tensor:
-    """Adds one example's gradient, which is nobody else's, clipped by its own norm; returns [1]
-    whether that is finite.
+    """Adds one example's gradient, which is nobody else's, clipped by its own norm; returns
+    [groups, 1] what it was divided by.
     """
     norms = norms_of_one(work, gradient)
     finite = norms.enlarged.isfinite().all(dim=0)
@@ -100,4 +101,4 @@ def _add_gradient(work: Work, gradient: dict[str, Tensor], sums: Sums) -> Tensor
                 factors[work.thresholds.group_of[name]],
                 owned=True,
             )
-    return finite
+    return norms.enlarged

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from quietgrad.beside.values import Observed
 from quietgrad.clipping.capture.backward import gradients_of_batch, with_any_checkpointing
 from quietgrad.clipping.capture.examples import Examples
 from quietgrad.clipping.engines.accumulator import Sums
@@ -22,10 +23,12 @@ from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct
 from quietgrad.tensors import Batch, accumulation_dtype, tensors_of
 
 
-def add_one_by_one(work: Work, example: Examples, sums: Sums) -> Tensor:
-    """Adds one example's clipped gradient to ``sums``; returns [1] whether its norm is finite."""
-
-    gradients = gradients_of_one(work, example)
+def add_one_by_one(work: Work, example: Examples, sums: Sums) -> Observed:
+    """Adds one example's clipped gradient to ``sums``, if its norm is finite; returns its loss and
+    norm, which are private.
+    """
+    losses: list[Tensor] = []
+    gradients = gradients_of_one(work, example, losses)
     with torch.no_grad():
         norms = norms_of_one(work, gradients, example.divisor)
         finite = norms.enlarged.isfinite().all(dim=0)
@@ -50,7 +53,7 @@ def add_one_by_one(work: Work, example: Examples, sums: Sums) -> Tensor:
                     factors[work.thresholds.group_of[name]] / example.divisor,
                     owned,
                 )
-    return finite
+        return work.observed(losses[0], norms.enlarged, example.groups)
 
 
 def _addresses(
@@ -82,13 +85,23 @@ def norms_of_one(work: Work, gradients: Mapping[str, Tensor | None], divisor: in
     return found.norms()
 
 
-def gradients_of_one(work: Work, example: Examples) -> dict[str, Tensor | None]:
-    """Plain gradients of one example's loss, summed over its rows."""
+def gradients_of_one(
+    work: Work, example: Examples, losses: list[Tensor] | None = None
+) -> dict[str, Tensor | None]:
+    """Plain gradients of one example's loss, summed over its rows, whose losses go to ``losses``
+    as one tensor.
+    """
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        found = work.per_example_loss(model, batch)
+        if losses is not None and isinstance(found, Tensor):
+            losses[:] = [found.detach()]
+        return found
 
     return with_any_checkpointing(
         work.checkpointing,
         lambda reentrant: gradients_of_batch(
-            work.model, work.layout, work.per_example_loss, example.rows, reentrant
+            work.model, work.layout, loss_of, example.rows, reentrant
         ),
     )
 

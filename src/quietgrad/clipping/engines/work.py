@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from quietgrad.beside.values import Observed
 from quietgrad.clipping.capture.backward import Checkpointing, PerExampleLoss
 from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.engines.accumulator import Accumulator
@@ -69,6 +70,18 @@ class Work:
             keep,
             keep and self.twice,
         )
+
+    def observed(self, losses: Tensor | None, divisors: Tensor, groups: RowGroups) -> Observed:
+        """What numbers beside the gradients are made of.
+
+        Args:
+            losses: [rows] as the forward pass gave them.
+            divisors: [groups, b] what norms are divided by.
+            groups: which rows are whose.
+        """
+        if losses is not None:
+            losses = groups.means(losses.detach().to(torch.float64))
+        return Observed(losses, (divisors / self.limits.unsqueeze(1)).amax(dim=0))
 
     def doubtful(self, norms: Norms) -> Tensor | None:
         """[b] examples to be taken alone; None for none."""

@@ -245,7 +245,7 @@ def refuse_contradictions(trainer: Any, plan: PrivacyPlan) -> None:
             f"Trainer(max_steps={trainer.max_steps}), and the plan has {plan.steps} steps, which "
             "its noise was calibrated for; leave max_steps out, or give PrivacyConfig(steps=)"
         )
-    epochs, q = trainer.max_epochs, plan.event.sample_rate
+    epochs, q = trainer.max_epochs, plan.sampler.sample_rate
     if epochs not in (None, -1) and max(1, round(epochs / q)) != plan.steps:
         raise ValueError(
             f"Trainer(max_epochs={epochs}) would be {max(1, round(epochs / q))} steps, and the "

@@ -146,10 +146,14 @@ class PrivateSteps(Callback):
             count_releases(trainer, self.run.released, per_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Epsilon, rounded up, where others log their loss."""
+        """Epsilon, rounded up, where others log their loss, and what was released beside the
+        gradients.
+        """
         if not trainer.barebones:
             epsilon = shown_epsilon(self.run.epsilon())
             LightningModule.log(pl_module, "epsilon", epsilon, prog_bar=True, batch_size=1)
+            for name, value in self.run.shown().items():
+                LightningModule.log(pl_module, name, value, batch_size=1)
             if self.session is not None and self.session.plan.data_are_public:
                 LightningModule.log(pl_module, "data_declared_public", 1.0, batch_size=1)
 

@@ -235,7 +235,7 @@ def refuse_contradictions(args: Any, privacy: PrivacyConfig, plan: PrivacyPlan) 
             f"args.max_steps={args.max_steps}, and the plan has {plan.steps} steps, which its "
             "noise was calibrated for; leave max_steps out, or give PrivacyConfig(steps=)"
         )
-    epochs, q = args.num_train_epochs, plan.event.sample_rate
+    epochs, q = args.num_train_epochs, plan.sampler.sample_rate
     if epochs != _default(args, "num_train_epochs") and max(1, round(epochs / q)) != plan.steps:
         raise ValueError(
             f"args.num_train_epochs={epochs} would be {max(1, round(epochs / q))} steps, and the "

@@ -71,6 +71,7 @@ class Trained:
             "delta": self.plan.delta,
             "steps": self.releases,
             "neighbouring": self.plan.neighbouring,
+            **self.plan.told_beside(),
         }
         return provenance("train_dataset", facts, self.plan.data_are_public, self.started_from)
 
@@ -263,10 +264,13 @@ class TrainerSession:
         stamp_weights(folder, record)
 
     def shown(self) -> dict[str, Any]:
-        """What a line of the log says of privacy: epsilon so far, rounded up."""
+        """What a line of the log says of privacy: epsilon so far, rounded up, and what was released
+        beside the gradients.
+        """
         if self.run is None:
             return {}
         shown: dict[str, Any] = {"epsilon": float(round_up_to(self.run.epsilon(), FIGURES))}
+        shown |= self.run.shown()
         return shown | ({"data_declared_public": True} if self.plan.data_are_public else {})
 
     def epsilon(self) -> float:

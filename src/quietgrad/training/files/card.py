@@ -82,11 +82,22 @@ def privacy_lines(record: Record) -> list[str]:
             f"{RELATIONS[record['neighbouring']]}.",
         ]
         if "noise_multiplier" in record:
+            least, most = ("at least ", "at most ") if "settings_change" in record else ("", "")
             lines.append(
-                f"- Mechanism: gradients clipped per {unit}, Gaussian noise of multiplier "
-                f"{round_up(record['noise_multiplier'], 4)}, Poisson sampling at rate "
+                f"- Mechanism: gradients clipped per {unit}, Gaussian noise of multiplier {least}"
+                f"{round_up(record['noise_multiplier'], 4)}, Poisson sampling at rate {most}"
                 f"{record['sample_rate']:.6g}, {record['bands']} band"
                 f"{'s of correlated noise' if record['bands'] > 1 else ' (independent noise)'}."
+            )
+        lines += [
+            f"- Released beside the gradients, and accounted for with them: {side['name']}, noise "
+            f"multiplier {round_up(side['noise_multiplier'], 4)}, every {side['every']} steps."
+            for side in record.get("beside", ())
+        ]
+        if "settings_change" in record:
+            lines.append(
+                "- Noise, sampling rate or clipping norm change by a public schedule; the epsilon "
+                "counts every step with its own."
             )
         lines.append(
             "- Not covered: validation and test records, which were declared public; choices made "

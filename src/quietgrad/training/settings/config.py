@@ -11,16 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quietgrad.beside import AdaptiveClipping, TrainingLoss
 from quietgrad.checks import nearest
 from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.denoising import GradientRule, MomentumRule
 from quietgrad.noise.methods import IndependentNoise, NoiseMethod
 from quietgrad.sampling.users import Users
 from quietgrad.training.optimizers import SGD, AdamW, Optimizer
+from quietgrad.training.settings.beside import ADAPTIVE_CLIPPING, TRAINING_LOSS
 from quietgrad.training.settings.denoising import DENOISING
 from quietgrad.training.settings.noise import NOISE, NoiseCurve
 from quietgrad.training.settings.overrides import with_overrides
 from quietgrad.training.settings.reading import Table, one
+from quietgrad.training.settings.schedules import SchedulesTable
 from quietgrad.training.settings.tables import (
     DataTable,
     ModelTable,
@@ -41,10 +44,13 @@ TABLES: Mapping[str, Table] = {
     "task": one(TaskTable),
     "data": one(DataTable),
     "privacy": one(PrivacyTable),
+    "schedules": one(SchedulesTable),
     "clipping": one(Clipping),
     "noise": NOISE,
     "spectrum": one(SpectrumTable),
     "denoising": DENOISING,
+    "training_loss": TRAINING_LOSS,
+    "adaptive_clipping": ADAPTIVE_CLIPPING,
     "optimizer": Table({"adamw": AdamW, "sgd": SGD}, "name"),
     "performance": one(Performance),
     "users": one(Users),
@@ -62,10 +68,13 @@ class TrainConfig:
     task: TaskTable = field(default_factory=TaskTable)
     data: DataTable = field(default_factory=DataTable)
     privacy: PrivacyTable = field(default_factory=PrivacyTable)
+    schedules: SchedulesTable = field(default_factory=SchedulesTable)
     clipping: Clipping = field(default_factory=Clipping)
     noise: NoiseMethod | NoiseCurve = field(default_factory=IndependentNoise)
     spectrum: SpectrumTable = field(default_factory=SpectrumTable)
     denoising: GradientRule | MomentumRule | None = None
+    training_loss: TrainingLoss | None = None
+    adaptive_clipping: AdaptiveClipping | None = None
     optimizer: Optimizer = field(default_factory=AdamW)
     performance: Performance = field(default_factory=Performance)
     users: Users = field(default_factory=Users)
@@ -175,6 +184,8 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, Mapping):
         pairs = (f"{_toml_value(key)} = {_toml_value(part)}" for key, part in value.items())
         return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
     # Strings, numbers, booleans and lists of strings are written alike in both, but for one
     # character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

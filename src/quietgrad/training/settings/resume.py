@@ -20,7 +20,15 @@ FREE = {
     "optimizer.weight_decay",
     "optimizer.warmup_steps",
 }
-PRIVACY_TABLES = ("privacy", "noise", "clipping", "users")
+PRIVACY_TABLES = (
+    "privacy",
+    "noise",
+    "clipping",
+    "users",
+    "schedules",
+    "training_loss",
+    "adaptive_clipping",
+)
 PRIVACY_KEYS = (
     "training.expected_batch_size",
     "training.steps",

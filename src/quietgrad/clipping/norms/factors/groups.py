@@ -51,6 +51,11 @@ class RowGroups:
         """[R, n] to [b, n]: sums over each example's rows."""
         return self._filled_up(values_rn).unflatten(0, (-1, self.largest)).sum(1)
 
+    def means(self, values_r: Tensor) -> Tensor:
+        """[R] to [b]: the mean over each example's own rows."""
+        sizes = torch.tensor(self.sizes, dtype=values_r.dtype, device=values_r.device)
+        return self.totals(values_r.reshape(-1, 1))[:, 0] / sizes
+
     def _filled_up(self, rows: Tensor) -> Tensor:
         """[R, ...] to [b largest, ...], zero where a group has fewer rows."""
         if self.rows == len(self.sizes) * self.largest:
