@@ -7,7 +7,7 @@ record meet disjoint rows of the mixing matrix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,20 +71,16 @@ class PoissonSampler:
         """1 / q, rounded: as many as give every record one turn on average."""
         return max(1, round(1 / self.sample_rate))
 
-    def indices(
-        self, key: RandomKey, step: int, sample_rate: float | None = None
-    ) -> NDArray[np.int64]:
-        """Sorted indices of a step's batch; the same for the same key and step. Private. O(N).
+    def at(self, sample_rate: float) -> PoissonSampler:
+        """The same sampler at another rate."""
+        if sample_rate == self.sample_rate:
+            return self
+        return replace(self, sample_rate=sample_rate)
 
-        Args:
-            key: root of the streams.
-            step: number of the release.
-            sample_rate: q of this step, where a schedule has it; None takes the sampler's.
-        """
-        rate = self.sample_rate if sample_rate is None else sample_rate
-        require_rate("sample_rate", rate)
+    def indices(self, key: RandomKey, step: int) -> NDArray[np.int64]:
+        """Sorted indices of a step's batch; the same for the same key and step. Private. O(N)."""
         coins = key.generator("sampling", step).random(self.dataset_size)
-        drawn = coins < min(1.0, self.bands * rate)
+        drawn = coins < self.participation_rate
         if self.parts is not None:
             drawn &= self.parts == step % self.bands
         return np.flatnonzero(drawn)

@@ -83,7 +83,7 @@ class StepByStep:
 
     def indices(self, key: RandomKey, step: int) -> NDArray[np.int64]:
         """The batch of release ``step`` (``PoissonSampler.indices``). Private."""
-        return self.sampler.indices(key, step, self.at(step).sample_rate)
+        return self.sampler.at(self.at(step).sample_rate).indices(key, step)
 
     def batch_size_at(self, settings: StepSettings) -> float:
         """B of a step, which its sum is divided by."""
