@@ -27,7 +27,8 @@ class Observed:
     """What is known of each record once its gradient is measured. Private.
 
     Attributes:
-        losses: [b] mean loss over the record's views, or the user's records; None where gradients came without losses.
+        losses: [b] mean loss over the record's views, or the user's records; None where gradients
+            came without losses.
         shares: [b] the norm that each is divided by, over its clipping norm: the largest over
             groups of parameters. Infinite or not a number for one that contributes zero.
     """

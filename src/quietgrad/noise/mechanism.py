@@ -16,6 +16,7 @@ which only shortens columns, so the sensitivity stays within what was accounted 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -155,6 +156,17 @@ class GaussianNoise:
             return None
         return hashlib.sha256(np.ascontiguousarray(self.mixing.columns).tobytes()).hexdigest()
 
+    def at(self, noise_multiplier: float) -> GaussianNoise:
+        """The same noise of another sigma; rows are correlated in units of their own noise. The
+        matrix is not looked at again: nothing that is checked of it depends on sigma.
+        """
+        if noise_multiplier == self.noise_multiplier:
+            return self
+        require_positive("noise_multiplier", noise_multiplier)
+        other = copy.copy(self)
+        object.__setattr__(other, "noise_multiplier", noise_multiplier)
+        return other
+
     def init(self, step: int = 0) -> NoiseHistory:
         """The state of a block that begins at ``step``."""
         return NoiseHistory(step, step)
@@ -164,7 +176,6 @@ class GaussianNoise:
         clipped: ClippedSum,
         key_of: Callable[[int], RandomKey],
         history: NoiseHistory,
-        noise_multiplier: float | None = None,
     ) -> tuple[NoisySum, NoiseHistory]:
         """Adds the noise of step ``history.step``.
 
@@ -175,8 +186,6 @@ class GaussianNoise:
                 never used twice with one root: two sums with the same noise give away their
                 difference.
             history: from the step before, ``init()`` or ``replay()``.
-            noise_multiplier: sigma of this step, where a schedule has it; None takes the
-                mechanism's. Rows are correlated in units of their own noise.
 
         Returns:
             The released sum and the state of the next step. Cost: one normal draw an entry, and
@@ -187,8 +196,7 @@ class GaussianNoise:
         """
         step, grid = history.step, self.source.grid
         entries = sum(g.numel() for g in clipped.gradients.values())
-        sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
-        scale = noise_std(sigma, clipped.claim, entries, self.bands, grid)
+        scale = noise_std(self.noise_multiplier, clipped.claim, entries, self.bands, grid)
         if self.mixing is None:  # needs nothing of the past, and one parameter's draw at a time
             key = key_of(step)
             drawn = {

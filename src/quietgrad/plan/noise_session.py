@@ -75,9 +75,8 @@ class NoiseSession:
             noise_multiplier: of this step; None takes the mechanism's.
         """
         assert self._history is not None
-        noisy, self._history = self._noise.update(
-            clipped, self._ring.key_of, self._history, noise_multiplier
-        )
+        noise = self._noise if noise_multiplier is None else self._noise.at(noise_multiplier)
+        noisy, self._history = noise.update(clipped, self._ring.key_of, self._history)
         return noisy
 
     def keep(self) -> None:

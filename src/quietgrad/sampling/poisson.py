@@ -7,7 +7,7 @@ record meet disjoint rows of the mixing matrix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,33 +79,28 @@ class PoissonSampler:
         """1 / q, rounded: as many as give every record one turn on average."""
         return max(1, round(1 / self.sample_rate))
 
+    def at(self, sample_rate: float) -> PoissonSampler:
+        """The same sampler at another rate."""
+        if sample_rate == self.sample_rate:
+            return self
+        return replace(self, sample_rate=sample_rate)
+
     @property
     def record_count(self) -> int:
         """Of the data set: N, or the records of all users (private)."""
         return self.dataset_size if self.users is None else self.users.records
 
-    def batch(
-        self, key: RandomKey, step: int, sample_rate: float | None = None
-    ) -> NDArray[np.int64] | UserIndices:
+    def batch(self, key: RandomKey, step: int) -> NDArray[np.int64] | UserIndices:
         """The records of a step's batch, those of a user side by side. Private."""
-        drawn = self.indices(key, step, sample_rate)
+        drawn = self.indices(key, step)
         return drawn if self.users is None else self.users.drawn(drawn, key, step)
 
-    def indices(
-        self, key: RandomKey, step: int, sample_rate: float | None = None
-    ) -> NDArray[np.int64]:
+    def indices(self, key: RandomKey, step: int) -> NDArray[np.int64]:
         """Sorted indices of a step's records, or numbers of its users; the same for the same key
         and step. Private. O(N).
-
-        Args:
-            key: root of the streams.
-            step: number of the release.
-            sample_rate: q of this step, where a schedule has it; None takes the sampler's.
         """
-        rate = self.sample_rate if sample_rate is None else sample_rate
-        require_rate("sample_rate", rate)
         coins = key.generator("sampling", step).random(self.dataset_size)
-        drawn = coins < min(1.0, self.bands * rate)
+        drawn = coins < self.participation_rate
         if self.parts is not None:
             drawn &= self.parts == step % self.bands
         return np.flatnonzero(drawn)

@@ -278,7 +278,7 @@ def model_seeds(prepared: Prepared, private: PrivateRun | None) -> Callable[[int
 def _plain_batches(prepared: Prepared, done: int) -> Iterator[Any]:
     key = root_key(prepared.config.training.seed)
     for step in range(done, prepared.steps):
-        yield prepared.sampler.batch(key, step, prepared.course.at(step).sample_rate)
+        yield prepared.sampler.at(prepared.course.at(step).sample_rate).batch(key, step)
 
 
 def _require_movement(classifier: nn.Module, before: dict[str, Tensor], steps: int) -> None:

@@ -90,7 +90,7 @@ class StepByStep:
 
     def indices(self, key: RandomKey, step: int) -> NDArray[np.int64] | UserIndices:
         """The batch of release ``step`` (``PoissonSampler.batch``). Private."""
-        return self.sampler.batch(key, step, self.at(step).sample_rate)
+        return self.sampler.at(self.at(step).sample_rate).batch(key, step)
 
     def batch_size_at(self, settings: StepSettings) -> float:
         """B of a step, which its sum is divided by."""
