@@ -13,7 +13,6 @@ from quietgrad.cli import accounting
 app = typer.Typer(
     help="Differentially private training in PyTorch, with every epsilon an upper bound.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("calibrate")(accounting.calibrate)
@@ -119,6 +118,60 @@ def plan(
     run_plan(config, overrides or [], figure, as_json)
 
 
+Text = Annotated[str, typer.Option("--text", metavar="COLUMN", help="Column of the text.")]
+Label = Annotated[str, typer.Option("--label", metavar="COLUMN", help="Column of the label.")]
+
+
+@app.command()
+def check(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE_OR_CONFIG",
+            help="Your records (.csv, .tsv, .jsonl, .json, .parquet, a folder of images), or a "
+            "configuration that names them.",
+        ),
+    ],
+    text: Text = "",
+    label: Label = "",
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Shows the owner of a file what training would refuse in it: every broken row with its line,
+    class counts, rare labels, encoding. Its output is private.
+    """
+    from quietgrad.cli.beside.check import run_check
+
+    run_check(source, text, label, as_json)
+
+
+@app.command()
+def init(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Your records (.csv, .tsv, .jsonl, .json, .parquet), or a folder of images.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE.toml", help="Where it is written.")
+    ] = Path("config.toml"),
+    text: Text = "",
+    label: Label = "",
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Leave out broken rows, and those that lack a label."),
+    ] = False,
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Writes a commented configuration for a file of records, to read and then to train with.
+    Overwrites nothing.
+    """
+    from quietgrad.cli.beside.init import run_init
+
+    run_init(source, output, text, label, skip_bad, as_json)
+
+
 @app.command()
 def settings(
     key: Annotated[
@@ -165,7 +218,7 @@ def compare(
     ] = "0/1",
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Trains variants side by side, tunes each (a grid of rates, or with [search] Optuna), and
+    """Trains variants side by side, tunes each (a grid of rates, or with \\[search] Optuna), and
     makes a table and a figure; stops and resumes anywhere.
     """
     from quietgrad.cli.compare import run_compare

@@ -149,6 +149,10 @@ class DataTable:
         image_size: pixels a side that images are brought to (0: as they are).
         public_fraction: share of the training images set aside as public and unlabelled, for
             ``quietgrad spectrum``.
+        skip_bad: leave out rows that cannot be read (another number of cells than columns, bytes
+            that are not UTF-8, broken JSON), or that lack a text, answer or label, by what each row
+            itself says; N is the number of rows that are left. For texts and tables. Without it
+            such rows are refused; ``quietgrad check`` lists them.
         public: declares that the training records, too, need no protection: short seeds and
             repeated ones are then allowed, and every epsilon is marked so.
     """
@@ -165,6 +169,7 @@ class DataTable:
     test_fraction: float = 0.1
     image_size: Whole = 0
     public_fraction: float = 0.0
+    skip_bad: bool = False
     public: bool = False
 
     def __post_init__(self) -> None:

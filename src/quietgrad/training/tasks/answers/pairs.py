@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quietgrad.checks import nearest
-from quietgrad.training.tasks.columns import label_word, missing, read_columns
+from quietgrad.training.tasks.columns import label_word, missing, read_columns, without_gaps
 from quietgrad.training.tasks.predictions import read_new
 from quietgrad.training.tasks.splits import IGNORED, Splits
 
@@ -58,21 +58,23 @@ class TextPairs:
         )
 
 
-def load_pairs(source: str, prompt: str, answer: str) -> TextPairs:
+def load_pairs(source: str, prompt: str, answer: str, skip_bad: bool = False) -> TextPairs:
     """Reads records and fills the templates.
 
     Args:
         source: a CSV, TSV, JSONL, JSON or Parquet file, or a Hugging Face data set.
         prompt, answer: templates with column names in braces, such as "{text} Summary:".
+        skip_bad: leave out rows that cannot be read, or have an empty prompt or answer.
 
     Raises:
         ValueError: for a column that is not there, or a template without one.
     """
-    columns = read_columns(source)
-    filled = {
+    columns = read_columns(source, skip_bad)
+    filled: dict[str, Sequence[str]] = {
         name: _filled(name, template, columns, source)
         for name, template in (("prompt", prompt), ("answer", answer))
     }
+    filled = without_gaps(filled, ["prompt", "answer"], skip_bad)
     if not filled["prompt"]:
         raise ValueError(f"data.source={source!r} holds no records")
     answers = tuple(text if text.strip() else "" for text in filled["answer"])

@@ -52,9 +52,9 @@ class AnswersTask(Task):
         """See ``Task.load``."""
         data, task = config.data, config.task
         refuse_weights_of_images(config)
-        pairs = load_pairs(data.source, task.prompt, task.answer)
+        pairs = load_pairs(data.source, task.prompt, task.answer, data.skip_bad)
         if data.test_source:
-            test = load_pairs(data.test_source, task.prompt, task.answer)
+            test = load_pairs(data.test_source, task.prompt, task.answer, data.skip_bad)
             splits = split_with_test(pairs, test, data.validation_fraction)
         else:
             splits = split(pairs, data.validation_fraction, data.test_fraction)

@@ -80,6 +80,11 @@ class ImagesTask(Task):
                 "task.kind='generate', data.test_source and data.text_pair are for texts; images "
                 "come with test records"
             )
+        if config.data.skip_bad:
+            raise ValueError(
+                "data.skip_bad=True is for texts and tables; an image that cannot be read, or has "
+                "no label, stays a record and contributes nothing: leave it out"
+            )
         if config.model.public_head_steps or config.model.random_head:
             raise ValueError(
                 "model.public_head_steps and model.random_head are for texts; give an image model "

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quietgrad.checks import nearest
-from quietgrad.training.tasks.columns import label_word, missing, read_columns
+from quietgrad.training.tasks.columns import label_word, missing, read_columns, without_gaps
 from quietgrad.training.tasks.splits import IGNORED
 
 FARTHEST = 10.0  # standard deviations; one cell must not swamp all others of its row
@@ -64,23 +64,25 @@ class LabelledRows:
         return LabelledRows(chosen, self.labels[indices], self.label_names, self.source)
 
 
-def load_rows(source: str, label_column: str) -> LabelledRows:
+def load_rows(source: str, label_column: str, skip_bad: bool = False) -> LabelledRows:
     """Reads a table; its list of labels is that of all rows, and private until
     ``with_public_labels`` has replaced it.
 
     Args:
         source: a CSV, TSV, JSONL, JSON or Parquet file, or a Hugging Face data set.
         label_column: name of the column to predict; all others are read.
+        skip_bad: leave out rows that cannot be read, or lack a label.
 
     Raises:
         ValueError: missing file or column, no rows, no other column.
     """
-    found = read_columns(source)
+    found: dict[str, Sequence[Any]] = dict(read_columns(source, skip_bad))
     if label_column not in found:
         raise ValueError(
             f"data.label={label_column!r} is not a column of "
             f"{source!r}{nearest(label_column, found)}"
         )
+    found = without_gaps(found, [label_column], skip_bad)
     labels = found.pop(label_column)
     if not labels:
         raise ValueError(f"data.source={source!r} holds no records")

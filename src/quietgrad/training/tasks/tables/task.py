@@ -54,9 +54,9 @@ class TablesTask(Task):
                 "not for tables; "
                 "leave them out"
             )
-        rows = load_rows(data.source, data.label)
+        rows = load_rows(data.source, data.label, data.skip_bad)
         if data.test_source:
-            test = load_rows(data.test_source, data.label)
+            test = load_rows(data.test_source, data.label, data.skip_bad)
             absent = next((name for name in rows.columns if name not in test.columns), None)
             if absent is not None:
                 raise ValueError(

