@@ -119,7 +119,10 @@ def _with_columns_of(config: TrainConfig, path: Path) -> Inspection:
 
 
 def _print_file(target: Console, found: Inspection) -> None:
-    facts = {"rows that can be read": str(found.records), "rows that cannot": str(len(found.broken))}
+    facts = {
+        "rows that can be read": str(found.records),
+        "rows that cannot": str(len(found.broken)),
+    }
     if found.encoding:
         facts["encoding"] = found.encoding
     if found.separator:
@@ -201,5 +204,3 @@ def _print_folder(target: Console, found: FolderInspection) -> None:
 
 def _plain(text: str) -> str:
     return text.replace("[", r"\[")
-
-

@@ -62,9 +62,7 @@ def _of_folder(source: Path, command: str, text: str, label: str) -> str:
     return propose_images(str(source), command, text or "file", label or "label")
 
 
-def _of_file(
-    source: Path, command: str, text: str, label: str, skip_bad: bool
-) -> tuple[str, str]:
+def _of_file(source: Path, command: str, text: str, label: str, skip_bad: bool) -> tuple[str, str]:
     look = f"`quietgrad check {shlex.quote(str(source))}`"
     found, rows = read_for_owner(source)
     if rows is None:

@@ -68,9 +68,7 @@ def describe(rows: Rows) -> dict[str, Column]:
     return {name: _column(name, cells) for name, cells in rows.columns.items()}
 
 
-def guess(
-    columns: Mapping[str, Column], text: str = "", label: str = "", path: str = ""
-) -> Guess:
+def guess(columns: Mapping[str, Column], text: str = "", label: str = "", path: str = "") -> Guess:
     """What could be learnt from columns like these.
 
     Args:

@@ -1,5 +1,5 @@
-"""What the owner of a file sees of it before training: every row that cannot be read, with its line,
-and how often each label occurs.
+"""What the owner of a file sees of it before training: every row that cannot be read, with its
+line, and how often each label occurs.
 
 All of it may be private; ``quietgrad check`` says so, and nothing else calls this.
 """

@@ -79,7 +79,9 @@ def _from_table(
     try:
         rows = read_rows(table)
     except UnreadableFile as error:
-        found.notes.append(f"{table.name}: it {error}" + (f" ({error.place})" if error.place else ""))
+        found.notes.append(
+            f"{table.name}: it {error}" + (f" ({error.place})" if error.place else "")
+        )
         return []
     found.broken[part] = rows.bad
     missing = [name for name in (file, label) if name not in rows.columns]

@@ -1,5 +1,5 @@
-"""A configuration to begin with for a file of records: the settings of the recipes, and what follows
-from the number of records.
+"""A configuration to begin with for a file of records: the settings of the recipes, and what
+follows from the number of records.
 
 It holds names of columns and the number of records, which are public, and nothing of a record.
 """
@@ -13,7 +13,7 @@ from quietgrad.training.sources.guess import Guess
 
 FEWEST = 40
 EPSILON = {"text": 2.0, "table": 2.0, "answers": 3.0, "images": 3.0}
-PASSES = 15 # expected passes over the records
+PASSES = 15  # expected passes over the records
 
 
 def propose(path: str, records: int, guess: Guess, command: str, skip_bad: bool = False) -> str:
@@ -126,7 +126,7 @@ def _data(path: str, share: float, guess: Guess, skip_bad: bool) -> list[str]:
         *lines,
         f"validation_fraction = {share} # declared public: scores on them are printed",
         f"test_fraction = {share} # declared public",
-        f"skip_bad = {str(skip_bad).lower()} # true leaves out rows that cannot be read, or lack a label",
+        f"skip_bad = {str(skip_bad).lower()} # true leaves out rows that are broken or lack a label",
         "",
     ]
 
@@ -187,4 +187,3 @@ def _aligned(lines: list[str]) -> str:
 
 def _one_line(command: str) -> str:
     return " ".join(command.split())
-

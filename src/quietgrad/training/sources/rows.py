@@ -129,7 +129,7 @@ def _table(data: bytes, separator: str, suffix: str) -> Rows:
             row = next(reader, None)
             if row is None:
                 break
-            if not "".join(row).strip() and len(row) == 1 or not row:
+            if (not "".join(row).strip() and len(row) == 1) or not row:
                 continue  # an empty line is no row
             wrong = _wrong_with(row, lines.taken, separator)
             if not names:
@@ -176,12 +176,11 @@ def _wrong_with(row: list[str], lines: list[str], separator: str) -> str:
     """What is wrong with a row by itself: its bytes, or a quotation mark that is left open."""
     if any(not cell.isascii() and _has_surrogates(cell) for cell in row):
         return NOT_UTF8
-    if not lines[-1].endswith(("\n", "\r")) or len(lines) > 1:  # only the last row can be open
-        try:
-            list(csv.reader(lines, delimiter=separator, strict=True))
-        except csv.Error as error:
-            if "unexpected end" in str(error):
-                return UNCLOSED
+    # With an open one, a line more would belong to the same row.
+    if any('"' in line for line in lines):
+        together = list(csv.reader([*lines, "."], delimiter=separator))
+        if len(together) == 1:
+            return UNCLOSED
     return ""
 
 
@@ -236,7 +235,7 @@ def _json_lines(data: bytes) -> Rows:
         else:
             records.append(found)
             starts.append(number)
-    if not records and data.lstrip().startswith(b"["):
+    if bad and _is_list(data):
         raise UnreadableFile("holds a list, where each line has one object; name it .json")
     if not records and not bad:
         raise UnreadableFile("holds no records: it is empty")
@@ -257,6 +256,14 @@ def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
     if b"\\u" in line and _has_surrogates(json.dumps(found, ensure_ascii=False)):
         return None, "half a letter (a lone surrogate)"
     return found, ""
+
+
+def _is_list(data: bytes) -> bool:
+    """Whether the whole is one list, whatever its single lines are."""
+    try:
+        return data.lstrip().startswith(b"[") and isinstance(json.loads(data), list)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _kind(value: Any) -> str:
