@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -130,6 +131,7 @@ class AnswersTask(Task):
         validation: Records,
         test: Records,
         device: torch.device,
+        cached_validation: Any = None,
     ) -> FinalScores:
         """Token accuracy, perplexity, and where asked the score of answers
         that the model writes.
