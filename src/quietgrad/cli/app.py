@@ -118,6 +118,19 @@ def plan(
     run_plan(config, overrides or [], figure, as_json)
 
 
+@app.command()
+def runs(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Where to look, three folders deep.")
+    ] = Path("runs"),
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Lists runs: task, steps, epsilon spent by the ledger, score of public records, when."""
+    from quietgrad.cli.beside.runs import run_runs
+
+    run_runs(folder, as_json)
+
+
 Text = Annotated[str, typer.Option("--text", metavar="COLUMN", help="Column of the text.")]
 Label = Annotated[str, typer.Option("--label", metavar="COLUMN", help="Column of the label.")]
 
