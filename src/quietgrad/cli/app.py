@@ -97,6 +97,27 @@ def predict(
 
 
 @app.command()
+def export(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="The directory of a finished run.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Ends in .pt2, or in .onnx.")
+    ],
+    form: Annotated[
+        str, typer.Option("--format", help="torch-export, or onnx (with quietgrad\\[onnx]).")
+    ] = "torch-export",
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Writes a run's model as one file that runs without this library: any batch size and length,
+    label names inside. Costs no privacy.
+    """
+    from quietgrad.cli.beside.export import run_export
+
+    run_export(run_dir, form, output, as_json)
+
+
+@app.command()
 def plan(
     config: ConfigPath = None,
     overrides: Overrides = None,

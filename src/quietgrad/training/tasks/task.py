@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from quietgrad.training.exporting.exportable import Exportable
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.tasks.class_scores import class_scores
@@ -100,6 +101,11 @@ class Task(ABC):
         Raises:
             ValueError: for records that are not there, or lack what the model reads.
         """
+
+    @classmethod
+    @abstractmethod
+    def exportable(cls, config: TrainConfig, folder: Path) -> Exportable:
+        """What ``save`` wrote, as a function of tensors."""
 
     @property
     def label_names(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from quietgrad.training.exporting.exportable import Exportable, of_tokens
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.tasks.answers.generation import (
@@ -91,6 +92,12 @@ class AnswersTask(Task):
         size, length = config.physical_batch_size, task.max_answer_length
         texts = written_answers(model.to(device), tokenizer, pairs, everyone, length, size)
         return Predictions(columns, {"answer": texts})
+
+    @classmethod
+    def exportable(cls, config: TrainConfig, folder: Path) -> Exportable:
+        """See ``Task.exportable``: logits of the next token at each position."""
+        model, _, _ = load_saved(folder, attention_for(torch.device("cpu")))
+        return of_tokens(model, [], {"tokenizer": "RUN_DIR/model"})
 
     @property
     def classifies(self) -> bool:

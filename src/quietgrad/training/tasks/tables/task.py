@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from quietgrad.training.files.card import write_card
+from quietgrad.training.exporting.exportable import BATCH, Exportable
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.settings.config import TrainConfig
@@ -105,6 +106,17 @@ class TablesTask(Task):
         model, _, labels = load_saved_table(folder)
         logits = outputs(model.to(device), rows, EVALUATION_BATCH, device)
         return classified(columns, labels, logits)
+
+    @classmethod
+    def exportable(cls, config: TrainConfig, folder: Path) -> Exportable:
+        """See ``Task.exportable``; how cells become numbers is in the metadata."""
+        model, encoding, labels = load_saved_table(folder)
+        numbers = torch.linspace(-1, 1, 2 * encoding.width).reshape(2, encoding.width)
+        codes = torch.zeros(2, len(encoding.sizes), dtype=torch.long)
+        axes = dict.fromkeys(("numbers", "codes"), (BATCH,))
+        facts = {"encoding": encoding.to_json()}
+        inputs = {"numbers": numbers, "codes": codes}
+        return Exportable(model, inputs, axes, labels, facts=facts)
 
 
 def load_saved_table(folder: str | Path) -> tuple[TableClassifier, Encoding, list[str]]:

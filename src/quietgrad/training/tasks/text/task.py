@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quietgrad.training.exporting.exportable import Exportable, of_tokens
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.precision import precision_context
 from quietgrad.training.settings.config import TrainConfig
@@ -98,6 +99,12 @@ class TextTask(Task):
         tokens = tokenise(texts, tokenizer, config.model.max_length)
         logits = outputs(model.to(device), tokens, EVALUATION_BATCH, device)
         return classified(columns, labels, logits, usable=texts.labels != IGNORED)
+
+    @classmethod
+    def exportable(cls, config: TrainConfig, folder: Path) -> Exportable:
+        """See ``Task.exportable``; the tokenizer stays in ``folder``."""
+        model, _, labels = load_saved(folder, attention_for(torch.device("cpu")))
+        return of_tokens(model, labels, {"tokenizer": "RUN_DIR/model"})
 
     def cache(
         self,
