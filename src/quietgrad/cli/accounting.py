@@ -1,17 +1,16 @@
-"""``quietgrad calibrate`` and ``quietgrad epsilon``. They never import torch."""
+"""``quietgrad calibrate`` and ``quietgrad epsilon``. They never import torch, and the accountant
+only when they run: every command loads this file, and so does every completion of a shell.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quietgrad.accounting import epsilon_report, noise_multiplier
-from quietgrad.accounting.rounding import round_up, round_up_to
-from quietgrad.accounting.spending import EpsilonReport
 from quietgrad.checks import (
     require_at_least,
     require_delta,
@@ -31,6 +30,9 @@ from quietgrad.events import (
     RandomizedClipping,
 )
 from quietgrad.ledger import read_ledger
+
+if TYPE_CHECKING:
+    from quietgrad.accounting import EpsilonReport
 
 DatasetSize = Annotated[int | None, typer.Option(help="N, number of training records.")]
 BatchSize = Annotated[int | None, typer.Option(help="B, expected batch size.")]
@@ -57,6 +59,8 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """The smallest noise multiplier that meets a target epsilon."""
+    from quietgrad.accounting import epsilon_report, noise_multiplier
+
     q, total = _rate_and_steps(dataset_size, batch_size, steps)
     clipping = _clipping(sketch_dim, envelope, rank)
     assert dataset_size is not None
@@ -95,6 +99,8 @@ def epsilon(
     as_json: AsJson = False,
 ) -> None:
     """The epsilon of a mechanism, or what a run has spent according to its ledger."""
+    from quietgrad.accounting import epsilon_report
+
     if ledger is not None:
         mechanism = (noise_multiplier, dataset_size, batch_size, steps, sketch_dim, rank)
         if any(value is not None for value in mechanism) or envelope != "mixed" or bands != 1:
@@ -122,6 +128,8 @@ def epsilon(
 
 
 def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json: bool) -> None:
+    from quietgrad.accounting import epsilon_report
+
     contents = read_ledger(path)
     if expected is not None and contents.releases < expected:
         raise ValueError(
@@ -240,6 +248,8 @@ def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
 def _show(
     title: str, event: PrivacyEvent, report: EpsilonReport, as_json: bool, extra: dict[str, Any]
 ) -> None:
+    from quietgrad.accounting.rounding import round_up, round_up_to
+
     record = describe(event, report) | extra
     if as_json:
         print_json(record)

@@ -9,6 +9,7 @@ import typer
 
 from quietgrad import __version__
 from quietgrad.cli import accounting
+from quietgrad.cli.output import announce
 
 app = typer.Typer(
     help="Differentially private training in PyTorch, with every epsilon an upper bound.",
@@ -57,6 +58,7 @@ def train(
     """Trains privately on texts, tables or images, or a language model to answer; without CONFIG,
     a classifier on MiniLM and 38 thousand tweets.
     """
+    announce("train", as_json)
     from quietgrad.cli.training import run_train
 
     run_train(config, overrides or [], resume, as_json)
@@ -134,6 +136,7 @@ def plan(
     """Says what ``train`` would run: guarantee, noise, estimator per layer, predicted time and
     memory. Trains nothing.
     """
+    announce("plan", as_json)
     from quietgrad.cli.plan import run_plan
 
     run_plan(config, overrides or [], figure, as_json)

@@ -4,16 +4,19 @@ on standard output.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from rich.console import Console
 from rich.table import Table
+
+from quietgrad import __version__
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,6 +77,31 @@ def print_classes(target: Console, scores: Mapping[str, Any]) -> None:
     target.print(table)
     if len(classes) > CLASS_ROWS:
         target.print(f"{CLASS_ROWS} of {len(classes)} classes; all of them are in result.json.")
+
+
+def announce(command: str, as_json: bool) -> None:
+    """The first line, before anything large is loaded; none for programs."""
+    if not as_json:
+        sys.stdout.write(f"quietgrad {__version__}: {command}\n")
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def stages(target: Console) -> Iterator[Callable[[str], None]]:
+    """Says what begins: in one changing line on a terminal, else a line each; nothing on standard
+    error, which for programs holds errors alone.
+    """
+    if target.is_terminal:
+        with target.status("beginning") as status:
+            yield lambda stage: status.update(_escaped(stage))
+    elif target.stderr:
+        yield lambda stage: None
+    else:
+        yield lambda stage: target.print(stage, markup=False, soft_wrap=True)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")
 
 
 def fail(message: str, code: int) -> NoReturn:

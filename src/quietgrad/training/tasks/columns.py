@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from quietgrad.training.sources.hub import go_offline_unless_reachable
 from quietgrad.training.sources.rows import FILES, UnreadableFile, read_rows
 from quietgrad.training.tasks.packages import packaged_file
 
@@ -140,6 +141,7 @@ def read_file(
 
 
 def _read_hub(source: str) -> dict[str, list[Any]]:
+    go_offline_unless_reachable()
     import datasets
 
     name, configuration, split = (*source.split(":"), "", "")[:3]
