@@ -89,8 +89,7 @@ def test_tables(quietgrad: Run, settings: dict, tmp_path: Path) -> None:
         "data.test_fraction": 0.3,
     }
     file.write_text(
-        "text,colour,label\n"
-        + "".join(f"{i},{'rgb'[i % 3]},{'xy'[i % 2]}\n" for i in range(120))
+        "text,colour,label\n" + "".join(f"{i},{'rgb'[i % 3]},{'xy'[i % 2]}\n" for i in range(120))
     )
     run_dir = train(settings | table | {"training.expected_batch_size": 10})[2].path
     module, metadata, _ = exported(quietgrad, run_dir)

@@ -9,7 +9,7 @@ import typer
 
 from quietgrad import __version__
 from quietgrad.cli import accounting
-from quietgrad.cli.output import announce
+from quietgrad.cli.output import announce, one_line
 
 app = typer.Typer(
     help="Differentially private training in PyTorch, with every epsilon an upper bound.",
@@ -47,6 +47,7 @@ def root(
 
 
 @app.command()
+@one_line
 def train(
     config: ConfigPath = None,
     overrides: Overrides = None,
@@ -65,6 +66,7 @@ def train(
 
 
 @app.command()
+@one_line
 def predict(
     run_dir: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="The directory of a finished run.")
@@ -120,6 +122,7 @@ def export(
 
 
 @app.command()
+@one_line
 def plan(
     config: ConfigPath = None,
     overrides: Overrides = None,
@@ -224,6 +227,7 @@ def settings(
 
 
 @app.command()
+@one_line
 def spectrum(
     config: ConfigPath = None, overrides: Overrides = None, as_json: accounting.AsJson = False
 ) -> None:
@@ -236,6 +240,7 @@ def spectrum(
 
 
 @app.command()
+@one_line
 def compare(
     config: Annotated[
         Path,
@@ -264,6 +269,7 @@ def compare(
 
 
 @app.command()
+@one_line
 def audit(
     config: ConfigPath = None,
     overrides: Overrides = None,

@@ -8,7 +8,9 @@ import contextlib
 import functools
 import json
 import math
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -17,11 +19,19 @@ from rich.console import Console
 from rich.table import Table
 
 from quietgrad import __version__
+from quietgrad.checks import SettingsWarning
 
 P = ParamSpec("P")
 R = TypeVar("R")
 CLASS_ROWS = 30
 MATRIX_COLUMNS = 8
+QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
 
 
 def console(as_json: bool) -> Console:
@@ -98,6 +108,28 @@ def stages(target: Console) -> Iterator[Callable[[str], None]]:
         yield lambda stage: None
     else:
         yield lambda stage: target.print(stage, markup=False, soft_wrap=True)
+
+
+def hush_libraries() -> None:
+    """Before other libraries are loaded: without their progress bars and notes, by their own
+    switches; what the environment says already stays.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def quiet_libraries(target: Console) -> Iterator[None]:
+    """Warnings of other libraries are not for the user; those about settings are a line each."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        target.print(f"[yellow]warning:[/yellow] {_escaped(str(message))}", soft_wrap=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", SettingsWarning)
+        warnings.showwarning = show
+        yield
 
 
 def _escaped(text: str) -> str:

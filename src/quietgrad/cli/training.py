@@ -19,7 +19,15 @@ from rich.progress import (
 
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.accounting import DECLARED_PUBLIC
-from quietgrad.cli.output import console, fail, one_line, print_classes, print_json, print_table
+from quietgrad.cli.output import (
+    console,
+    fail,
+    one_line,
+    print_classes,
+    print_json,
+    print_table,
+    quiet_libraries,
+)
 from quietgrad.cli.prepared import prepare_shown, print_guarantee
 from quietgrad.events import RELATIONS
 from quietgrad.ledger import holds_records
@@ -88,10 +96,10 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
                 if not target.is_terminal:
                     target.print(
                         f"step {progress.step}/{progress.steps}: epsilon spent "
-                        f"{round_up(progress.epsilon, 3)}{declared}{score_text}"
+                        f"{round_up(progress.epsilon, 4)}{declared}{score_text}"
                     )
             spent = (
-                f"epsilon {round_up(progress.epsilon, 3)}{declared}"
+                f"epsilon {round_up(progress.epsilon, 4)}{declared}"
                 if prepared.plan is not None
                 else "not private"
             )
@@ -99,9 +107,10 @@ def run_train(config_path: Path | None, overrides: list[str], resume: bool, as_j
             lines.show(progress.step, spent, progress.score is not None)
 
         try:
-            outcome: runner.Outcome | None = runner.train(
-                prepared, run_dir, resume, report, _sayer(target)
-            )
+            with quiet_libraries(target):
+                outcome: runner.Outcome | None = runner.train(
+                    prepared, run_dir, resume, report, _sayer(target)
+                )
         except KeyboardInterrupt:
             outcome = None
     if outcome is None:  # said below the bar, not in it

@@ -142,7 +142,7 @@ def _cells(run: Run) -> Iterator[str]:
     if not run.private:
         yield "no privacy"
     else:
-        yield "unknown" if run.epsilon is None else round_up(run.epsilon, 3)
+        yield "unknown" if run.epsilon is None else round_up(run.epsilon, 4)
     yield "" if run.delta is None else round_up_to(run.delta, 3)
     public = " val." if run.metric.startswith("validation") else ""
     yield "" if run.score is None else f"{run.score:.3f}{public}"

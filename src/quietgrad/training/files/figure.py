@@ -87,4 +87,4 @@ def _title(result: dict[str, Any]) -> str:
     if not result["private"]:
         return "Fine-tuning without privacy"
     declared = " (data declared public)" if result.get("data_declared_public") else ""
-    return f"Private fine-tuning, epsilon = {round_up(result['epsilon'], 2)}{declared}"
+    return f"Private fine-tuning, epsilon = {round_up(result['epsilon'], 4)}{declared}"

@@ -64,6 +64,10 @@ class ModelTable:
 
     def __post_init__(self) -> None:
         judge(self)
+        if self.dropout >= 1:
+            raise ValueError(
+                f"dropout={self.dropout!r} leaves nothing of a layer; use a number below 1"
+            )
         for name in ("public_head_steps", "random_head"):
             if self.tune == "head" and (value := getattr(self, name)):
                 raise ValueError(
@@ -174,6 +178,14 @@ class DataTable:
 
     def __post_init__(self) -> None:
         judge(self)
+        twice = next((name for name in self.labels if self.labels.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"labels={self.labels!r} has {twice!r} twice; name each label once")
+        if self.test_source and self.test_source == self.source:
+            raise ValueError(
+                f"test_source={self.test_source!r} is the source itself, whose records are "
+                "private; leave it out, and a share of them tests (test_fraction)"
+            )
 
 
 @dataclass(frozen=True)

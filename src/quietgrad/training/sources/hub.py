@@ -9,10 +9,12 @@ import re
 import socket
 import sys
 import threading
+from pathlib import Path
 from urllib.parse import urlsplit
 
 ENDPOINT = "https://huggingface.co"
 PATIENCE = 1.5  # seconds for name and connection
+DESCRIPTIONS = ("config.json", "adapter_config.json")
 OFFLINE = "HF_HUB_OFFLINE"
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -29,8 +31,10 @@ def require_model(option: str, name: str) -> None:
         name: folder, packaged name, or name on the hub.
 
     Raises:
-        ValueError: if the hub cannot be reached and nothing of the model is kept here.
+        ValueError: for a path that leads nowhere, or to no model; if the hub cannot be reached and
+            nothing of the model is kept here.
     """
+    _require_folder(option, name)
     if not is_hub_name(name) or not go_offline_unless_reachable():
         return
     import huggingface_hub
@@ -40,6 +44,19 @@ def require_model(option: str, name: str) -> None:
             f"{option}={name!r} is no folder here, and Hugging Face's hub cannot be reached; name a "
             "folder that holds the model, or one of the packaged models"
         )
+
+
+def _require_folder(option: str, name: str) -> None:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        held = any((path / file).is_file() for file in DESCRIPTIONS) or any(path.glob("*.gguf"))
+        if not held:
+            raise ValueError(
+                f"{option}={name!r} cannot be loaded: the folder holds no model (no "
+                f"{DESCRIPTIONS[0]})"
+            )
+    elif name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        raise ValueError(f"{option}={name!r} cannot be loaded: no such folder")
 
 
 def is_hub_name(name: str) -> bool:

@@ -116,7 +116,8 @@ def read_file(
             which may be private, are in none of them.
     """
     if not path.is_file():
-        raise ValueError(f"{option}={str(path)!r}: no such file")
+        what = "; it is a folder, and only those of images are read" if path.is_dir() else ""
+        raise ValueError(f"{option}={str(path)!r}: no such file{what}")
     suffix = path.suffix.lower()
     if suffix not in FILES:
         raise ValueError(

@@ -33,6 +33,7 @@ from quietgrad.training.tasks.predictions import Predictions
 from quietgrad.training.tasks.records import Batches, Records, spread
 from quietgrad.training.tasks.splits import Splits, split, split_with_test
 from quietgrad.training.tasks.task import FinalScores, Parts, Task, attention_for, ready
+from quietgrad.training.tasks.text.batches import require_fitting
 from quietgrad.training.tasks.text.models import load_generator
 from quietgrad.training.tasks.text.saved import load_saved, save_classifier
 from quietgrad.training.tasks.text.task import refuse_weights_of_images
@@ -67,6 +68,7 @@ class AnswersTask(Task):
         """See ``Task.read``."""
         table = config.model
         model = load_generator(table.name, table.tuning, attention_for(device))
+        require_fitting(table.name, model.classifier, model.tokenizer, table.max_length)
         splits, length = self.splits, config.task.max_answer_length
         train, validation, test = (
             tokenise_pairs(part, model.tokenizer, table.max_length, length)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from quietgrad.training.files.card import write_card
 from quietgrad.training.exporting.exportable import BATCH, Exportable
+from quietgrad.training.files.card import write_card
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.settings.config import TrainConfig

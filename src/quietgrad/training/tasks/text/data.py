@@ -96,6 +96,10 @@ def load_texts(
             raise ValueError(
                 f"{option}={column!r} is not a column of {source!r}{nearest(column, columns)}"
             )
+    if label_column in (text_column, second_column):
+        raise ValueError(
+            f"data.label={label_column!r} is the column of the text too; name the label's own"
+        )
     texts = [text_column, *([second_column] if second_column else [])]
     columns = without_gaps(columns, [label_column], skip_bad, texts)
     found = _labelled(columns[text_column], columns[label_column], source)
@@ -134,6 +138,11 @@ def unlabelled_texts(
 def _labelled(texts: Sequence[Any], labels: Sequence[Any], source: str) -> LabelledTexts:
     if len(texts) == 0:
         raise ValueError(f"data.source={source!r} holds no records")
+    if not any(map(_is_text, texts)):
+        raise ValueError(
+            f"data.source={source!r}: no cell in the column of data.text is a text; name another "
+            "column (numbers are for model.name='table:mlp')"
+        )
     usable = [
         _is_text(text) and not missing(label) for text, label in zip(texts, labels, strict=True)
     ]

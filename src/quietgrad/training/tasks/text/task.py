@@ -23,7 +23,12 @@ from quietgrad.training.tasks.splits import (
     with_public_labels,
 )
 from quietgrad.training.tasks.task import EVALUATION_BATCH, Parts, Task, attention_for, ready
-from quietgrad.training.tasks.text.batches import TokenisedTexts, every_other, tokenise
+from quietgrad.training.tasks.text.batches import (
+    TokenisedTexts,
+    every_other,
+    require_fitting,
+    tokenise,
+)
 from quietgrad.training.tasks.text.data import (
     LabelledTexts,
     load_texts,
@@ -67,6 +72,7 @@ class TextTask(Task):
         model = load_classifier(
             table.name, len(self.label_names), table.tuning, table.head, attention_for(device)
         )
+        require_fitting(table.name, model.classifier, model.tokenizer, table.max_length)
         splits = self.splits
         train, validation, test = (
             tokenise(part, model.tokenizer, table.max_length)
