@@ -27,6 +27,5 @@ def run_export(run_dir: Path, form: str, output: Path, as_json: bool) -> None:
         else f'onnxruntime.InferenceSession("{output}")',
         "written to": str(output),
     }
-    print_table(
-        console(False), f"Exported as {form}", {k: v.replace("[", r"\[") for k, v in rows.items()}
-    )
+    shown = {name: value.replace("[", r"\[") for name, value in rows.items()}
+    print_table(console(False), f"Exported as {form}", shown)

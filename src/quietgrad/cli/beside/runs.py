@@ -110,9 +110,12 @@ def run_of(path: Path, folder: Path) -> Run:
             planned = planned or contents.header.get("planned_steps")
             if contents.not_private is not None:
                 spent = None
+            elif contents.event is None:
+                spent = 0.0
+            elif delta is None:
+                spent = None
             elif made != steps or spent is None:
-                report = contents.event and epsilon_report(contents.event, delta)
-                spent = report.epsilon if report else 0.0
+                spent = epsilon_report(contents.event, delta).epsilon
             steps = made
         except (ValueError, TypeError):
             status, spent = DAMAGED, None
@@ -155,7 +158,7 @@ def _score(path: Path, result: dict[str, Any]) -> tuple[str, float | None]:
     final = result.get("metrics", {}).get(metric)
     if isinstance(final, int | float):
         return metric.replace("_", " "), float(final)
-    last = next(iter(reversed(_lines(path / METRICS))), {})
+    last: dict[str, Any] = next(iter(reversed(_lines(path / METRICS))), {})
     key = next((k for k in last if k.startswith("validation_") and k != "validation_records"), "")
     return key.replace("_", " "), float(last[key]) if key else None
 

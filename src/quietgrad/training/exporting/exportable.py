@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ class Exportable:
 
     module: nn.Module
     inputs: dict[str, Tensor]
-    axes: dict[str, tuple[str, ...]]
+    axes: Mapping[str, tuple[str, ...]]
     labels: list[str]
     longest: int = 0
     facts: dict[str, Any] = field(default_factory=dict)

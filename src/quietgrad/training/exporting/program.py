@@ -1,5 +1,5 @@
-"""A run's model as a file that torch, or an ONNX runtime, calls without this library and without the
-model's Python code. Costs no privacy: the model is released.
+"""A run's model as a file that torch, or an ONNX runtime, calls without this library and without
+the model's Python code. Costs no privacy: the model is released.
 """
 
 from __future__ import annotations

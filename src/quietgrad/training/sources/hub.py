@@ -41,8 +41,8 @@ def require_model(option: str, name: str) -> None:
 
     if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
         raise ValueError(
-            f"{option}={name!r} is no folder here, and Hugging Face's hub cannot be reached; name a "
-            "folder that holds the model, or one of the packaged models"
+            f"{option}={name!r} is no folder here, and Hugging Face's hub cannot be reached; name "
+            "a folder that holds the model, or one of the packaged models"
         )
 
 

@@ -126,7 +126,7 @@ def _data(path: str, share: float, guess: Guess, skip_bad: bool) -> list[str]:
         *lines,
         f"validation_fraction = {share} # declared public: scores on them are printed",
         f"test_fraction = {share} # declared public",
-        f"skip_bad = {str(skip_bad).lower()} # true leaves out rows that are broken or lack a label",
+        f"skip_bad = {str(skip_bad).lower()} # true leaves out rows broken or without a label",
         "",
     ]
 
