@@ -58,6 +58,7 @@ ROOMS["training"] = (
         "torch",
         "transformers",
         "peft",
+        "huggingface_hub",
         "safetensors",
         "datasets",
         "pandas",
