@@ -108,6 +108,24 @@ def test_images(name: str, quietgrad: Run, values: dict, vit: Path) -> None:
     assert metadata["inputs"][0]["shape"][0] == "batch" and len(metadata["labels"]) >= 2
 
 
+def test_onnx_where_its_packages_are(quietgrad: Run, settings: dict, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    onnx = pytest.importorskip("onnx")
+    run_dir = train(settings | {"model.tune": "lora", "training.eval_every": 0})[2].path
+    file = tmp_path / "model.onnx"
+    code, _, err = quietgrad("export", run_dir, "--format", "onnx", "-o", file)
+    assert (code, err) == (0, "")
+    session = runtime.InferenceSession(str(file))
+
+    def module(*inputs: torch.Tensor) -> torch.Tensor:
+        named = zip(("input_ids", "attention_mask"), inputs, strict=True)
+        return torch.from_numpy(session.run(None, {n: v.numpy() for n, v in named})[0])
+
+    agree(run_dir, module)
+    (found,) = onnx.load(file).metadata_props
+    assert json.loads(found.value)["labels"] == ["bad", "good"]
+
+
 def test_what_cannot_be_exported_is_one_line(
     quietgrad: Run, settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

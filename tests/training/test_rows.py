@@ -12,8 +12,8 @@ import pytest
 
 from quietgrad.training.sources.rows import Rows, UnreadableFile, read_rows
 from quietgrad.training.tasks.answers.pairs import load_pairs
-from quietgrad.training.tasks.splits import IGNORED
-from quietgrad.training.tasks.tables.data import load_rows
+from quietgrad.training.tasks.splits import IGNORED, split, with_public_labels
+from quietgrad.training.tasks.tables.data import Encoding, load_rows
 from quietgrad.training.tasks.text.data import load_texts
 
 
@@ -147,3 +147,22 @@ def test_skip_bad_leaves_out_texts_that_are_numbers(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = load_texts(str(path), "text", "label", skip_bad=True)
     assert found.texts == ("a", "b") and found.label_names == ("0", "1")
+
+
+def test_a_key_of_one_private_row_changes_no_other(tmp_path: Path) -> None:
+    rows = [{"b": i % 7, "a": f"w{i}", "label": "xy"[i % 2]} for i in range(200)]
+    found = []
+    for name, first in (("a.jsonl", []), ("b.jsonl", [{"secret": 1, "a": "w999", "label": "x"}])):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in [*first, *rows]))
+        whole = load_rows(str(path), "label")
+        parts = with_public_labels(split(whole, 0.2, 0.2))
+        found.append((whole, parts, Encoding.of([parts.validation, parts.test])))
+    (alone, parts, encoding), (beside, mixed, other) = found
+    assert mixed.train.texts[0].startswith("w999")  # it is private
+    assert beside.record_ids[1:] == alone.record_ids
+    assert encoding == other and encoding.sizes == other.sizes
+    for name in ("validation", "test"):
+        assert getattr(parts, name).record_ids == getattr(mixed, name).record_ids
+    assert parts.train.record_ids == mixed.train.record_ids[1:]
+    assert (other.encode(mixed.train).codes[1:] == encoding.encode(parts.train).codes).all()

@@ -9,7 +9,7 @@ import typer
 
 from quietgrad import __version__
 from quietgrad.cli import accounting
-from quietgrad.cli.output import announce, one_line
+from quietgrad.cli.output import announce, hush_libraries, one_line
 
 app = typer.Typer(
     help="Differentially private training in PyTorch, with every epsilon an upper bound.",
@@ -44,6 +44,7 @@ def root(
     ] = False,
 ) -> None:
     """Differentially private training in PyTorch, with every epsilon an upper bound."""
+    hush_libraries()
 
 
 @app.command()

@@ -13,7 +13,7 @@ from rich.console import Console
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.checks import SettingsWarning
 from quietgrad.cli.accounting import DECLARED_PUBLIC
-from quietgrad.cli.output import hush_libraries, print_table, stages
+from quietgrad.cli.output import print_table, stages
 from quietgrad.events import RELATIONS, RandomizedClipping
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ def prepare_shown(
 ) -> Prepared:
     """``prepare``, with its warnings printed, and what was asked for and does not act."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    hush_libraries()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SettingsWarning)
         from quietgrad.training.prepare import prepare

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,10 +55,18 @@ class LabelledRows:
 
     @cached_property
     def record_ids(self) -> tuple[bytes, ...]:
-        """[n] what identifies each row: its cells without the label."""
-        return tuple(
-            hashlib.sha256(t.encode("utf-8", "surrogatepass")).digest() for t in self.texts
+        """[n] what identifies each row: its cells without the label, by their columns' names. A
+        column that only another row fills changes nothing.
+        """
+        names = sorted(self.columns)
+        rows = zip(*(self.columns[name] for name in names), strict=True)
+        whole = (
+            "\x1e".join(
+                f"{name}\x1f{cell}" for name, cell in zip(names, cells, strict=True) if cell
+            )
+            for cells in rows
         )
+        return tuple(hashlib.sha256(t.encode("utf-8", "surrogatepass")).digest() for t in whole)
 
     def subset(self, indices: NDArray[np.int64]) -> LabelledRows:
         chosen = {name: tuple(cells[i] for i in indices) for name, cells in self.columns.items()}
@@ -96,6 +105,8 @@ def load_rows(source: str, label_column: str, skip_bad: bool = False) -> Labelle
     index = {name: i for i, name in enumerate(names)}
     numbers = np.array([IGNORED if word is None else index[word] for word in words], dtype=np.int64)
     columns = {name: tuple(_word(cell) for cell in cells) for name, cells in found.items()}
+    if Path(source).suffix.lower() in (".json", ".jsonl"):  # whose order follows the first rows
+        columns = dict(sorted(columns.items()))
     return LabelledRows(columns, numbers, names, source)
 
 
@@ -131,12 +142,19 @@ class Encoding:
         categories: dict[str, tuple[str, ...]] = {}
         for name in public[0].columns:
             cells = [cell for rows in public for cell in rows.columns[name] if cell]
+            if not cells:  # in JSON, a private row alone may have brought the column
+                continue
             values = [number_of(cell) for cell in cells]
             known = np.array([value for value in values if value is not None])
             if len(known) and len(known) == len(values):
                 numbers[name] = (float(known.mean()), float(known.std()) or 1.0)
             else:
                 categories[name] = tuple(sorted(set(cells)))
+        if not numbers and not categories:
+            raise ValueError(
+                f"data.source={public[0].source!r}: validation and test rows have no cell beside "
+                "the label, so there is nothing to learn from; add columns"
+            )
         return cls(numbers, categories)
 
     @property
