@@ -162,7 +162,8 @@ def test_train_accepts_what_init_writes(
     lines = [x for x in config.read_text().splitlines() if str(csv_file) not in x]
     assert max(map(len, lines)) < 100
     # As it stands it would load MiniLM; everything else is as written.
-    run = ["--set", f"model.name={tiny_bert}", "--set", f"training.run_dir={tmp_path / 'run'}"]
+    run = ["--set", f"model.name={tiny_bert}", "--set", "model.max_length=16"]
+    run += ["--set", f"training.run_dir={tmp_path / 'run'}"]
     code, out, err = quietgrad("train", config, *run, "--json")
     assert code == 0 and json.loads(out)["epsilon"] <= 2.0
 
