@@ -63,6 +63,7 @@ ROOMS["training"] = (
         "torch",
         "transformers",
         "peft",
+        "huggingface_hub",
         "safetensors",
         "datasets",
         "pandas",

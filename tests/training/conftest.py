@@ -216,6 +216,10 @@ def quietgrad(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs the command line in this process: (exit code, standard output, standard error)."""
+    from quietgrad.cli.output import QUIET
+
+    for name, value in QUIET.items():  # the command sets them; taken back after the test
+        monkeypatch.setenv(name, value)
 
     def run(*arguments: object) -> tuple[int, str, str]:
         from quietgrad.cli import main

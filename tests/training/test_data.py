@@ -87,10 +87,12 @@ def test_labels_may_be_numbers(suffix: str, tmp_path: Path) -> None:
     assert found.labels.tolist() == [1, 0, 1]
 
 
-def test_invalid_utf8_in_a_csv_is_replaced(tmp_path: Path) -> None:
+def test_invalid_utf8_in_a_csv_is_a_broken_row(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
     path.write_bytes(b"text,label\ncaf\xe9 \xff,a\nplain,b\n")
-    assert load_texts(str(path), "text", "label").texts == ("caf\ufffd \ufffd", "plain")
+    with pytest.raises(ValueError, match=r"rows of it are broken.*quietgrad check"):
+        load_texts(str(path), "text", "label")
+    assert load_texts(str(path), "text", "label", skip_bad=True).texts == ("plain",)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])

@@ -1,4 +1,6 @@
-"""``quietgrad calibrate`` and ``quietgrad epsilon``. They never import torch."""
+"""``quietgrad calibrate`` and ``quietgrad epsilon``. They never import torch, and the accountant
+only when they run: every command loads this file, and so does every completion of a shell.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quietgrad.accounting import epsilon_report, noise_multiplier
-from quietgrad.accounting.rounding import round_up, round_up_to
-from quietgrad.accounting.spending import EpsilonReport
 from quietgrad.checks import (
     require_at_least,
     require_delta,
@@ -34,6 +33,9 @@ from quietgrad.events import (
     unit_of,
 )
 from quietgrad.ledger import read_ledger
+
+if TYPE_CHECKING:
+    from quietgrad.accounting import EpsilonReport
 
 DatasetSize = Annotated[int | None, typer.Option(help="N, number of training records.")]
 BatchSize = Annotated[int | None, typer.Option(help="B, expected batch size.")]
@@ -64,6 +66,8 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """The smallest noise multiplier that meets a target epsilon."""
+    from quietgrad.accounting import epsilon_report, noise_multiplier
+
     q, total = _rate_and_steps(dataset_size, batch_size, steps)
     clipping = _clipping(sketch_dim, envelope, rank)
     assert dataset_size is not None
@@ -103,6 +107,8 @@ def epsilon(
     as_json: AsJson = False,
 ) -> None:
     """The epsilon of a mechanism, or what a run has spent according to its ledger."""
+    from quietgrad.accounting import epsilon_report
+
     if ledger is not None:
         mechanism = (noise_multiplier, dataset_size, batch_size, steps, sketch_dim, rank)
         if (
@@ -139,6 +145,8 @@ def _unit(users: bool) -> dict[str, Any]:
 
 
 def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json: bool) -> None:
+    from quietgrad.accounting import epsilon_report
+
     contents = read_ledger(path)
     if expected is not None and contents.releases < expected:
         raise ValueError(
@@ -261,6 +269,8 @@ def describe(event: PrivacyEvent, report: EpsilonReport) -> dict[str, Any]:
 def _show(
     title: str, event: PrivacyEvent, report: EpsilonReport, as_json: bool, extra: dict[str, Any]
 ) -> None:
+    from quietgrad.accounting.rounding import round_up, round_up_to
+
     record = describe(event, report) | extra
     if as_json:
         print_json(record)
@@ -307,6 +317,8 @@ def _show(
 
 def beside_row(released: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """What is released beside the gradients, as a row; none for nothing."""
+    from quietgrad.accounting.rounding import round_up
+
     told = (
         f"{side['name']}, noise multiplier {round_up(side['noise_multiplier'], 4)}"
         + ("" if side["every"] == 1 else f", every {side['every']} steps")

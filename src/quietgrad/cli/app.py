@@ -9,11 +9,11 @@ import typer
 
 from quietgrad import __version__
 from quietgrad.cli import accounting
+from quietgrad.cli.output import announce, hush_libraries, one_line
 
 app = typer.Typer(
     help="Differentially private training in PyTorch, with every epsilon an upper bound.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("calibrate")(accounting.calibrate)
@@ -57,9 +57,11 @@ def root(
     ] = False,
 ) -> None:
     """Differentially private training in PyTorch, with every epsilon an upper bound."""
+    hush_libraries()
 
 
 @app.command()
+@one_line
 def train(
     config: ConfigPath = None,
     overrides: Overrides = None,
@@ -74,6 +76,7 @@ def train(
     """Trains privately on texts, tables or images, or a language model to answer; without CONFIG,
     a classifier on MiniLM and 38 thousand tweets.
     """
+    announce("train", as_json)
     from quietgrad.cli.training import run_train
 
     extend = extend_steps, extend_epochs, extend_to
@@ -81,6 +84,7 @@ def train(
 
 
 @app.command()
+@one_line
 def predict(
     run_dir: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="The directory of a finished run.")
@@ -115,6 +119,28 @@ def predict(
 
 
 @app.command()
+def export(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="The directory of a finished run.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Ends in .pt2, or in .onnx.")
+    ],
+    form: Annotated[
+        str, typer.Option("--format", help="torch-export, or onnx (with quietgrad\\[onnx]).")
+    ] = "torch-export",
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Writes a run's model as one file that runs without this library: any batch size and length,
+    label names inside. Costs no privacy.
+    """
+    from quietgrad.cli.beside.export import run_export
+
+    run_export(run_dir, form, output, as_json)
+
+
+@app.command()
+@one_line
 def plan(
     config: ConfigPath = None,
     overrides: Overrides = None,
@@ -135,6 +161,7 @@ def plan(
     memory. With RUN_DIR in place of CONFIG.toml, what more steps of that run would cost. Trains
     nothing.
     """
+    announce("plan", as_json)
     extend = extend_steps, extend_epochs, extend_to
     if extend != (None, None, None):
         from quietgrad.cli.plan import run_extension
@@ -144,6 +171,73 @@ def plan(
     from quietgrad.cli.plan import run_plan
 
     run_plan(config, overrides or [], figure, as_json)
+
+
+@app.command()
+def runs(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Where to look, three folders deep.")
+    ] = Path("runs"),
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Lists runs: task, steps, epsilon spent by the ledger, score of public records, when."""
+    from quietgrad.cli.beside.runs import run_runs
+
+    run_runs(folder, as_json)
+
+
+Text = Annotated[str, typer.Option("--text", metavar="COLUMN", help="Column of the text.")]
+Label = Annotated[str, typer.Option("--label", metavar="COLUMN", help="Column of the label.")]
+
+
+@app.command()
+def check(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE_OR_CONFIG",
+            help="Your records (.csv, .tsv, .jsonl, .json, .parquet, a folder of images), or a "
+            "configuration that names them.",
+        ),
+    ],
+    text: Text = "",
+    label: Label = "",
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Shows the owner of a file what training would refuse in it: every broken row with its line,
+    class counts, rare labels, encoding. Its output is private.
+    """
+    from quietgrad.cli.beside.check import run_check
+
+    run_check(source, text, label, as_json)
+
+
+@app.command()
+def init(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Your records (.csv, .tsv, .jsonl, .json, .parquet), or a folder of images.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE.toml", help="Where it is written.")
+    ] = Path("config.toml"),
+    text: Text = "",
+    label: Label = "",
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Leave out broken rows, and those that lack a label."),
+    ] = False,
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Writes a commented configuration for a file of records, to read and then to train with.
+    Overwrites nothing.
+    """
+    from quietgrad.cli.beside.init import run_init
+
+    run_init(source, output, text, label, skip_bad, as_json)
 
 
 @app.command()
@@ -161,6 +255,7 @@ def settings(
 
 
 @app.command()
+@one_line
 def spectrum(
     config: ConfigPath = None, overrides: Overrides = None, as_json: accounting.AsJson = False
 ) -> None:
@@ -173,6 +268,7 @@ def spectrum(
 
 
 @app.command()
+@one_line
 def compare(
     config: Annotated[
         Path,
@@ -192,7 +288,7 @@ def compare(
     ] = "0/1",
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Trains variants side by side, tunes each (a grid of rates, or with [search] Optuna), and
+    """Trains variants side by side, tunes each (a grid of rates, or with \\[search] Optuna), and
     makes a table and a figure; stops and resumes anywhere.
     """
     from quietgrad.cli.compare import run_compare
@@ -201,6 +297,7 @@ def compare(
 
 
 @app.command()
+@one_line
 def audit(
     config: ConfigPath = None,
     overrides: Overrides = None,

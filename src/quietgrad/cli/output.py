@@ -4,21 +4,34 @@ on standard output.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
+from quietgrad import __version__
+from quietgrad.checks import SettingsWarning
+
 P = ParamSpec("P")
 R = TypeVar("R")
 CLASS_ROWS = 30
 MATRIX_COLUMNS = 8
+QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
 
 
 def console(as_json: bool) -> Console:
@@ -74,6 +87,53 @@ def print_classes(target: Console, scores: Mapping[str, Any]) -> None:
     target.print(table)
     if len(classes) > CLASS_ROWS:
         target.print(f"{CLASS_ROWS} of {len(classes)} classes; all of them are in result.json.")
+
+
+def announce(command: str, as_json: bool) -> None:
+    """The first line, before anything large is loaded; none for programs."""
+    if not as_json:
+        sys.stdout.write(f"quietgrad {__version__}: {command}\n")
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def stages(target: Console) -> Iterator[Callable[[str], None]]:
+    """Says what begins: in one changing line on a terminal, else a line each; nothing on standard
+    error, which for programs holds errors alone.
+    """
+    if target.is_terminal:
+        with target.status("beginning") as status:
+            yield lambda stage: status.update(_escaped(stage))
+    elif target.stderr:
+        yield lambda stage: None
+    else:
+        yield lambda stage: target.print(stage, markup=False, soft_wrap=True)
+
+
+def hush_libraries() -> None:
+    """Before other libraries are loaded: without their progress bars and notes, by their own
+    switches; what the environment says already stays.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def quiet_libraries(target: Console) -> Iterator[None]:
+    """Warnings of other libraries are not for the user; those about settings are a line each."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        target.print(f"[yellow]warning:[/yellow] {_escaped(str(message))}", soft_wrap=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", SettingsWarning)
+        warnings.showwarning = show
+        yield
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -14,7 +14,7 @@ from rich.console import Console
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.checks import SettingsWarning
 from quietgrad.cli.accounting import DECLARED_PUBLIC
-from quietgrad.cli.output import print_table
+from quietgrad.cli.output import print_table, stages
 from quietgrad.events import RELATIONS, RandomizedClipping, unit_of
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def prepare_shown(
         warnings.simplefilter("always", SettingsWarning)
         from quietgrad.training.prepare import prepare
 
-        with target.status("loading data and model, calibrating the noise"):
-            prepared = prepare(config, mixing, extend)
+        with stages(target) as say:
+            prepared = prepare(config, mixing, extend, say)
     _say_what_is_idle(prepared)
     for warning in caught:
         if issubclass(warning.category, SettingsWarning):  # those of libraries are not for the user

@@ -19,7 +19,15 @@ from rich.progress import (
 
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.accounting import DECLARED_PUBLIC
-from quietgrad.cli.output import console, fail, one_line, print_classes, print_json, print_table
+from quietgrad.cli.output import (
+    console,
+    fail,
+    one_line,
+    print_classes,
+    print_json,
+    print_table,
+    quiet_libraries,
+)
 from quietgrad.cli.prepared import prepare_shown, print_guarantee
 from quietgrad.events import RELATIONS, per_unit
 from quietgrad.ledger import holds_records
@@ -107,10 +115,10 @@ def run_train(
                 if not target.is_terminal:
                     target.print(
                         f"step {progress.step}/{progress.steps}: epsilon spent "
-                        f"{round_up(progress.epsilon, 3)}{declared}{score_text}{loss_text}"
+                        f"{round_up(progress.epsilon, 4)}{declared}{score_text}{loss_text}"
                     )
             spent = (
-                f"epsilon {round_up(progress.epsilon, 3)}{declared}"
+                f"epsilon {round_up(progress.epsilon, 4)}{declared}"
                 if prepared.plan is not None
                 else "not private"
             )
@@ -118,9 +126,10 @@ def run_train(
             lines.show(progress.step, spent + loss_text, progress.score is not None)
 
         try:
-            outcome: runner.Outcome | None = runner.train(
-                prepared, run_dir, resume, report, _sayer(target)
-            )
+            with quiet_libraries(target):
+                outcome: runner.Outcome | None = runner.train(
+                    prepared, run_dir, resume, report, _sayer(target)
+                )
         except KeyboardInterrupt:
             outcome = None
     if outcome is None:  # said below the bar, not in it

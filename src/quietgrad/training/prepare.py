@@ -30,6 +30,8 @@ from quietgrad.training.files.provenance import Record, check_start
 from quietgrad.training.precision import precision_context, precision_of
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.settings.noise import check_spectrum, noise_of
+from quietgrad.training.sources.hub import require_model
+from quietgrad.training.tasks.images.models import HUGGING_FACE
 from quietgrad.training.tasks.images.public_weights import check_public_weights
 from quietgrad.training.tasks.loaded import LoadedModel
 from quietgrad.training.tasks.metrics import MEAN_AUC, Metric, dividing
@@ -153,6 +155,7 @@ def prepare(
     config: TrainConfig,
     mixing: MixingMatrix | None = None,
     extend: Callable[[PrivacyPlan | None], PrivacyPlan | None] | None = None,
+    say: Callable[[str], None] = lambda stage: None,
 ) -> Prepared:
     """Loads data and model, builds the plan, and checks all of it.
 
@@ -160,11 +163,14 @@ def prepare(
         config: what to train.
         mixing: the matrix of a run that goes on.
         extend: makes the plan longer; before the model is loaded.
+        say: called with what begins now, in a few words.
 
     Raises:
         ValueError, TypeError: for anything the user can mend, naming key, value and remedy.
     """
     device = device_of(config.training.device)
+    require_model("model.name", config.model.name.removeprefix(HUGGING_FACE))
+    say(f"reading {config.data.source}")
     task = load_task(config)
     if task.record_owner is not None and len(set(task.record_owner)) < 2:
         raise ValueError(
@@ -174,6 +180,7 @@ def prepare(
     check_public_weights(config.model.weights, task.record_ids, task.form)
     started_from = start_of(config)
     # The plan is built before the model is loaded: its mistakes are cheaper to find.
+    say("calibrating the noise")
     plan = build_plan(config, task.record_ids, mixing, task.record_owner)
     plan = plan if extend is None else extend(plan)
     if plan is None:
@@ -187,6 +194,7 @@ def prepare(
         reference = plan
     key = root_key(config.training.seed)
     torch.manual_seed(key.words("initialisation", 0)[0] & (2**63 - 1))
+    say(f"loading {config.model.name}")
     model, (train, validation, test) = task.read(config, device)
     trainable_parameters(model.classifier)
     refuse_cross_example_layers(model.classifier)

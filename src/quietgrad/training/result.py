@@ -124,17 +124,20 @@ def epsilon_so_far(prepared: Prepared, done: int) -> float:
 
 
 class ShownEpsilon:
-    """Epsilon for the progress bar: computed at twentieths of the run and rounded up to the next
-    one, still an upper bound.
+    """Epsilon for the progress bar: computed at twentieths of the run and at evaluations, and
+    rounded up to the next of them, still an upper bound. At evaluations it is what the metrics say.
     """
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
-        self._stride = max(1, -(-prepared.steps // 20))
+        twentieth = max(1, -(-prepared.steps // 20))
+        every = prepared.config.training.eval_every
+        self._strides = (twentieth, every) if every else (twentieth,)
         self._known: dict[int, float] = {}
 
     def at(self, done: int) -> float:
-        step = min(-(-done // self._stride) * self._stride, self._prepared.steps)
+        following = (-(-done // stride) * stride for stride in self._strides)
+        step = min(*following, self._prepared.steps)
         if step not in self._known:
             self._known[step] = epsilon_so_far(self._prepared, step)
         return self._known[step]

@@ -21,7 +21,7 @@ from quietgrad.durable import write_whole
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.seeds import root_key
 from quietgrad.tensors import trainable_parameters
-from quietgrad.training.evaluation import final_scores, score_of
+from quietgrad.training.evaluation import Evaluator
 from quietgrad.training.files.checkpoint import restore_checkpoint, save_checkpoint
 from quietgrad.training.files.noise_state import (
     NoiseKeeper,
@@ -158,9 +158,9 @@ class _Loop:
         self.prepared = prepared
         self.run_dir = run_dir
         self.model = prepared.model.classifier
-        # With a frozen lower part, training starts from cached states; evaluation always runs the
-        # whole model.
+        # With a frozen lower part, training and evaluation start from cached states.
         self.cache = prepared.prefix_cache()
+        self.evaluator = Evaluator(prepared, cached=self.cache is not None)
         self.trained: nn.Module = self.model if self.cache is None else self.cache.upper
         self.loss = prepared.loss()
         config = prepared.config
@@ -207,16 +207,16 @@ class _Loop:
         every = self.prepared.config.training.eval_every
         if not every or (done % every and done != self.prepared.steps):
             return None
-        part, key = self.prepared.scheduled, self.prepared.metric.key
-        score = score_of(self.prepared, self.model, part)
+        key = self.prepared.metric.key
+        score = self.evaluator.between_steps()
         record: dict[str, Any] = {
             "step": done,
             f"validation_{key}": score,
-            "validation_records": len(part),
+            "validation_records": self.evaluator.scheduled_records,
         }
         if self.average is not None:
             with self.average.applied():
-                averaged = score_of(self.prepared, self.model, part)
+                averaged = self.evaluator.between_steps()
             record[f"averaged_validation_{key}"] = averaged
             score = max(score, averaged)
         if private is not None:
@@ -237,7 +237,7 @@ class _Loop:
     def finish(self, done: int) -> dict[str, Any]:
         prepared, run_dir = self.prepared, self.run_dir
         averaged = self.choose_weights()
-        scores = final_scores(prepared)
+        scores = self.evaluator.final_scores()
         prepared.task.save(prepared.model, run_dir.model, trained_on(prepared, done))
         result = result_of(prepared, run_dir, done, scores)
         if self.average is not None:
@@ -251,10 +251,9 @@ class _Loop:
         """
         if self.average is None:
             return False
-        records = self.prepared.validation
-        last = score_of(self.prepared, self.model, records)
+        last = self.evaluator.on_validation()
         with self.average.applied():
-            better = score_of(self.prepared, self.model, records) >= last
+            better = self.evaluator.on_validation() >= last
         if better:
             self.average.write()
         return better

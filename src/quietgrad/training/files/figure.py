@@ -91,4 +91,4 @@ def _title(result: dict[str, Any]) -> str:
         return "Fine-tuning without privacy"
     declared = " (data declared public)" if result.get("data_declared_public") else ""
     unit = per_unit(result.get("neighbouring", ADD_REMOVE))
-    return f"Private fine-tuning, epsilon = {round_up(result['epsilon'], 2)}{unit}{declared}"
+    return f"Private fine-tuning, epsilon = {round_up(result['epsilon'], 4)}{unit}{declared}"

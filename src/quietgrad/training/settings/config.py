@@ -172,6 +172,11 @@ def config_from(tree: Mapping[str, Any]) -> TrainConfig:
     """Builds the configuration from nested dictionaries, checking every name and type."""
     built: dict[str, Any] = {}
     for name, values in tree.items():
+        if name not in TABLES and not isinstance(values, Mapping):
+            raise ValueError(
+                f"key {name!r} stands outside of a table; put it below the name of its own, such "
+                "as [training]"
+            )
         if name not in TABLES:
             raise ValueError(f"unknown table [{name}]{nearest(name, TABLES)}")
         if not isinstance(values, Mapping):

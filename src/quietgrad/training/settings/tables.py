@@ -64,6 +64,10 @@ class ModelTable:
 
     def __post_init__(self) -> None:
         judge(self)
+        if self.dropout >= 1:
+            raise ValueError(
+                f"dropout={self.dropout!r} leaves nothing of a layer; use a number below 1"
+            )
         for name in ("public_head_steps", "random_head"):
             if self.tune == "head" and (value := getattr(self, name)):
                 raise ValueError(
@@ -152,6 +156,10 @@ class DataTable:
         user: column that says whose a record is ("": records are protected, each for itself). Users
             are then protected, each with all records (table ``users``), and a user is wholly in
             the training, the validation or the test part; for texts, answers and tables.
+        skip_bad: leave out rows that cannot be read (another number of cells than columns, bytes
+            that are not UTF-8, broken JSON), or that lack a text, answer or label, by what each row
+            itself says; N is the number of rows that are left. For texts and tables. Without it
+            such rows are refused; ``quietgrad check`` lists them.
         public: declares that the training records, too, need no protection: short seeds and
             repeated ones are then allowed, and every epsilon is marked so.
     """
@@ -169,10 +177,19 @@ class DataTable:
     image_size: Whole = 0
     public_fraction: float = 0.0
     user: str = ""
+    skip_bad: bool = False
     public: bool = False
 
     def __post_init__(self) -> None:
         judge(self)
+        twice = next((name for name in self.labels if self.labels.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"labels={self.labels!r} has {twice!r} twice; name each label once")
+        if self.test_source and self.test_source == self.source:
+            raise ValueError(
+                f"test_source={self.test_source!r} is the source itself, whose records are "
+                "private; leave it out, and a share of them tests (test_fraction)"
+            )
 
 
 @dataclass(frozen=True)

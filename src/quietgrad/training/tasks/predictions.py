@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from scipy.special import expit, softmax
 
 from quietgrad.checks import nearest
-from quietgrad.training.tasks.columns import read_file
+from quietgrad.training.tasks.columns import FILE_OPTION, read_file
 
-FILE_OPTION = "FILE"
 SEPARATOR = "|"  # between the labels of one record, where the run's data had no such sign
 FEW_CLASSES = 10
 

@@ -19,12 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quietgrad.checks import nearest
+from quietgrad.training.sources.guess import fractional
 
 # Label of a record whose loss is zero, or of a token that is not learnt; what torch's cross entropy
 # leaves out.
 IGNORED = -100
 # More labels than this, and than half of the public records, are no classes.
 MOST_LABELS = 20
+# More labels than this that are numbers with fractions are measurements; fewer may be half stars.
+MOST_FRACTIONS = 10
 _LINK = re.compile(r"https?://\S+|www\.\S+|@\w+")
 _OTHER = re.compile(r"[\W_]+")
 
@@ -138,7 +141,8 @@ def with_public_labels(splits: Splits[Labelled], given: Sequence[str] = ()) -> S
     if None in public:
         raise ValueError(
             f"data.source={splits.train.source!r}: a validation or test record lacks a text or a "
-            "label; remove such records"
+            "label; `quietgrad check` lists them for you alone: remove them, or leave out all such "
+            "records with data.skip_bad=true"
         )
     names = tuple(given) or tuple(sorted({word for word in public if word is not None}))
     unknown = next((word for word in public if word not in names), None)
@@ -152,6 +156,12 @@ def with_public_labels(splits: Splits[Labelled], given: Sequence[str] = ()) -> S
             f"data.source={splits.train.source!r}: {len(public)} validation and test records have "
             f"{len(names)} different labels; classes are wanted here, not numbers or names: check "
             "data.label, or list the classes in data.labels"
+        )
+    if not given and len(names) > MOST_FRACTIONS and fractional(names):
+        raise ValueError(
+            f"data.source={splits.train.source!r}: the {len(names)} labels of validation and test "
+            "records are numbers with fractions, and each would be a class of its own; make "
+            "classes of them, or list the classes in data.labels"
         )
     if len(names) < 2:
         raise ValueError(

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from quietgrad.training.exporting.exportable import Exportable
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.tasks.class_scores import class_scores
@@ -101,6 +102,11 @@ class Task(ABC):
             ValueError: for records that are not there, or lack what the model reads.
         """
 
+    @classmethod
+    @abstractmethod
+    def exportable(cls, config: TrainConfig, folder: Path) -> Exportable:
+        """What ``save`` wrote, as a function of tensors."""
+
     @property
     def label_names(self) -> tuple[str, ...]:
         names: tuple[str, ...] = self.splits.train.label_names
@@ -179,12 +185,19 @@ class Task(ABC):
         validation: Records,
         test: Records,
         device: torch.device,
+        cached_validation: Any = None,
     ) -> FinalScores:
-        """What a finished run reports of its test and validation records, which are public."""
+        """What a finished run reports of its test and validation records, which are public;
+        ``cached_validation``: what ``cache`` made of the validation records.
+        """
         metric, size = self.metric(validation), self.evaluation_batch(config)
         metrics, classes = {}, {}
-        for prefix, name, part in (("", "test", test), ("validation_", "validation", validation)):
-            logits = outputs(model.classifier, part, size, device)
+        for prefix, name, part, cache in (
+            ("", "test", test, None),
+            ("validation_", "validation", validation, cached_validation),
+        ):
+            module = model.classifier if cache is None else cache.upper
+            logits = outputs(module, part, size, device, source=cache)
             metrics[f"{prefix}{metric.key}"] = metric(logits, part.labels)
             classes[name] = class_scores(logits, part.labels, self.label_names)
         return FinalScores(metrics, classes)

@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quietgrad.checks import nearest
-from quietgrad.training.tasks.columns import label_word, missing, owners_in, read_columns
+from quietgrad.training.tasks.columns import (
+    label_word,
+    missing,
+    owners_in,
+    read_columns,
+    without_gaps,
+)
 from quietgrad.training.tasks.predictions import read_new
 from quietgrad.training.tasks.splits import IGNORED, Splits
 
@@ -62,7 +68,12 @@ class TextPairs:
 
 
 def load_pairs(
-    source: str, prompt: str, answer: str, user: str = "", option: str = "data.source"
+    source: str,
+    prompt: str,
+    answer: str,
+    user: str = "",
+    skip_bad: bool = False,
+    option: str = "data.source",
 ) -> TextPairs:
     """Reads records and fills the templates.
 
@@ -70,21 +81,25 @@ def load_pairs(
         source: a CSV, TSV, JSONL, JSON or Parquet file, or a Hugging Face data set.
         prompt, answer: templates with column names in braces, such as "{text} Summary:".
         user: column that says whose a record is, where users are protected.
+        skip_bad: leave out rows that cannot be read, or have an empty prompt or answer.
         option: what named the source, for messages.
 
     Raises:
         ValueError: for a column that is not there, or a template without one.
     """
-    columns = read_columns(source)
-    filled = {
+    columns = read_columns(source, skip_bad)
+    filled: dict[str, Sequence[Any]] = {
         name: _filled(name, template, columns, source)
         for name, template in (("prompt", prompt), ("answer", answer))
     }
+    owners = owners_in(columns, user, option, source)
+    filled |= {} if owners is None else {"owner": owners}
+    filled = without_gaps(filled, ["prompt", "answer"], skip_bad)
     if not filled["prompt"]:
         raise ValueError(f"data.source={source!r} holds no records")
     answers = tuple(text if text.strip() else "" for text in filled["answer"])
-    owners = owners_in(columns, user, option, source)
-    return TextPairs(tuple(filled["prompt"]), answers, source, owners=owners)
+    kept = None if owners is None else tuple(filled["owner"])
+    return TextPairs(tuple(filled["prompt"]), answers, source, owners=kept)
 
 
 def load_prompts(file: Path, prompt: str) -> tuple[TextPairs, dict[str, list[Any]]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from quietgrad.training.exporting.exportable import Exportable, of_tokens
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.tasks.answers.generation import (
@@ -31,6 +33,7 @@ from quietgrad.training.tasks.predictions import Predictions
 from quietgrad.training.tasks.records import Batches, Records, spread
 from quietgrad.training.tasks.splits import Splits, split, split_with_test
 from quietgrad.training.tasks.task import FinalScores, Parts, Task, attention_for, ready
+from quietgrad.training.tasks.text.batches import require_fitting
 from quietgrad.training.tasks.text.models import load_generator
 from quietgrad.training.tasks.text.saved import load_saved, save_classifier
 from quietgrad.training.tasks.text.task import refuse_weights_of_images
@@ -52,7 +55,7 @@ class AnswersTask(Task):
         """See ``Task.load``."""
         data, task = config.data, config.task
         refuse_weights_of_images(config)
-        named = (task.prompt, task.answer, data.user)
+        named = (task.prompt, task.answer, data.user, data.skip_bad)
         pairs = load_pairs(data.source, *named)
         if data.test_source:
             test = load_pairs(data.test_source, *named, "data.test_source")
@@ -66,6 +69,7 @@ class AnswersTask(Task):
         """See ``Task.read``."""
         table = config.model
         model = load_generator(table.name, table.tuning, attention_for(device))
+        require_fitting(table.name, model.classifier, model.tokenizer, table.max_length)
         splits, length = self.splits, config.task.max_answer_length
         train, validation, test = (
             tokenise_pairs(part, model.tokenizer, table.max_length, length)
@@ -91,6 +95,12 @@ class AnswersTask(Task):
         size, length = config.physical_batch_size, task.max_answer_length
         texts = written_answers(model.to(device), tokenizer, pairs, everyone, length, size)
         return Predictions(columns, {"answer": texts})
+
+    @classmethod
+    def exportable(cls, config: TrainConfig, folder: Path) -> Exportable:
+        """See ``Task.exportable``: logits of the next token at each position."""
+        model, _, _ = load_saved(folder, attention_for(torch.device("cpu")))
+        return of_tokens(model, [], {"tokenizer": "RUN_DIR/model"})
 
     @property
     def classifies(self) -> bool:
@@ -131,6 +141,7 @@ class AnswersTask(Task):
         validation: Records,
         test: Records,
         device: torch.device,
+        cached_validation: Any = None,
     ) -> FinalScores:
         """Token accuracy, perplexity, and where asked the score of answers
         that the model writes.

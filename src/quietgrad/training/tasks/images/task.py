@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from quietgrad.training.exporting.exportable import BATCH, Exportable
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.precision import precision_context
@@ -30,6 +33,7 @@ from quietgrad.training.tasks.images.folder import (
 )
 from quietgrad.training.tasks.images.models import (
     IMAGE_MODELS,
+    ImageClassifier,
     is_image_model,
     load_image_classifier,
 )
@@ -85,6 +89,11 @@ class ImagesTask(Task):
                 f"data.user={config.data.user!r} is for texts, answers and tables; images are read "
                 "without a column of owners: build a plan in Python (record_owner, docs/users.md)"
             )
+        if config.data.skip_bad:
+            raise ValueError(
+                "data.skip_bad=True is for texts and tables; an image that cannot be read, or has "
+                "no label, stays a record and contributes nothing: leave it out"
+            )
         if config.model.public_head_steps or config.model.random_head:
             raise ValueError(
                 "model.public_head_steps and model.random_head are for texts; give an image model "
@@ -137,21 +146,30 @@ class ImagesTask(Task):
         stays without a label.
         """
         files = picture_files(file)
-        facts = json.loads((folder / DESCRIPTION_FILE).read_text())
-        if "form" not in facts:
-            raise ValueError(
-                f"RUN_DIR={str(folder.parent)!r} does not say what its images look like: it was "
-                "made by an earlier version; train again"
-            )
+        facts = _described(folder)
         images, readable = load_pictures(files, facts["form"])
-        table, labels = config.model, facts["labels"]
-        weights = str(folder / WEIGHTS_FILE)
-        model = load_image_classifier(table.name, facts["form"], len(labels), table.tuning, weights)
+        labels = facts["labels"]
+        model = _load_saved(config, folder, facts)
         logits = outputs(model.to(device), images, EVALUATION_BATCH, device)
         several = (config.data.label_separator or SEPARATOR) if facts["several_labels"] else None
         below = file if file.is_dir() else file.parent
         given = {"file": [path.relative_to(below).as_posix() for path in files]}
         return classified(given, labels, logits, several, readable)
+
+    @classmethod
+    def exportable(cls, config: TrainConfig, folder: Path) -> Exportable:
+        """See ``Task.exportable``; adapters are merged."""
+        facts = _described(folder)
+        model = _load_saved(config, folder, facts)
+        if config.model.tune == "lora":
+            holder = cast(Any, model)
+            holder.backbone = holder.backbone.merge_and_unload()
+        size = 2 * math.prod(facts["form"])
+        pixels = torch.linspace(-1, 1, size).reshape(2, *facts["form"])
+        told = {"pixels": "between -1 and 1", "several_labels": facts["several_labels"]}
+        return Exportable(
+            model.eval(), {"pixels": pixels}, {"pixels": (BATCH,)}, facts["labels"], facts=told
+        )
 
     def cache(
         self,
@@ -165,6 +183,22 @@ class ImagesTask(Task):
         assert isinstance(records, LabelledImages)
         with precision_context(config, device):
             return build_feature_cache(classifier, records, device)
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((folder / DESCRIPTION_FILE).read_text())
+    if "form" not in facts:
+        raise ValueError(
+            f"RUN_DIR={str(folder.parent)!r} does not say what its images look like: it was made "
+            "by an earlier version; train again"
+        )
+    return facts
+
+
+def _load_saved(config: TrainConfig, folder: Path, facts: dict[str, Any]) -> ImageClassifier:
+    table, count = config.model, len(facts["labels"])
+    weights = str(folder / WEIGHTS_FILE)
+    return load_image_classifier(table.name, facts["form"], count, table.tuning, weights)
 
 
 def picture_files(place: Path) -> list[Path]:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quietgrad.checks import nearest
-from quietgrad.training.tasks.columns import label_word, missing, owners_in, read_columns
+from quietgrad.training.tasks.columns import (
+    label_word,
+    missing,
+    owners_in,
+    read_columns,
+    without_gaps,
+)
 from quietgrad.training.tasks.splits import IGNORED
 
 FARTHEST = 10.0  # standard deviations; one cell must not swamp all others of its row
@@ -57,10 +64,18 @@ class LabelledRows:
 
     @cached_property
     def record_ids(self) -> tuple[bytes, ...]:
-        """[n] what identifies each row: its cells without the label."""
-        return tuple(
-            hashlib.sha256(t.encode("utf-8", "surrogatepass")).digest() for t in self.texts
+        """[n] what identifies each row: its cells without the label, by their columns' names. A
+        column that only another row fills changes nothing.
+        """
+        names = sorted(self.columns)
+        rows = zip(*(self.columns[name] for name in names), strict=True)
+        whole = (
+            "\x1e".join(
+                f"{name}\x1f{cell}" for name, cell in zip(names, cells, strict=True) if cell
+            )
+            for cells in rows
         )
+        return tuple(hashlib.sha256(t.encode("utf-8", "surrogatepass")).digest() for t in whole)
 
     def subset(self, indices: NDArray[np.int64]) -> LabelledRows:
         chosen = {name: tuple(cells[i] for i in indices) for name, cells in self.columns.items()}
@@ -69,7 +84,11 @@ class LabelledRows:
 
 
 def load_rows(
-    source: str, label_column: str, user_column: str = "", option: str = "data.source"
+    source: str,
+    label_column: str,
+    user_column: str = "",
+    skip_bad: bool = False,
+    option: str = "data.source",
 ) -> LabelledRows:
     """Reads a table; its list of labels is that of all rows, and private until
     ``with_public_labels`` has replaced it.
@@ -78,17 +97,19 @@ def load_rows(
         source: a CSV, TSV, JSONL, JSON or Parquet file, or a Hugging Face data set.
         label_column: name of the column to predict; all others are read.
         user_column: says whose a row is, where users are protected; it is not read otherwise.
+        skip_bad: leave out rows that cannot be read, or lack a label.
         option: what named the source, for messages.
 
     Raises:
         ValueError: missing file or column, no rows, no other column.
     """
-    found = read_columns(source)
+    found: dict[str, Sequence[Any]] = dict(read_columns(source, skip_bad))
     if label_column not in found:
         raise ValueError(
             f"data.label={label_column!r} is not a column of "
             f"{source!r}{nearest(label_column, found)}"
         )
+    found = without_gaps(found, [label_column], skip_bad)
     owners = owners_in(found, user_column, option, source)
     found.pop(user_column, None)
     labels = found.pop(label_column)
@@ -104,6 +125,8 @@ def load_rows(
     index = {name: i for i, name in enumerate(names)}
     numbers = np.array([IGNORED if word is None else index[word] for word in words], dtype=np.int64)
     columns = {name: tuple(_word(cell) for cell in cells) for name, cells in found.items()}
+    if Path(source).suffix.lower() in (".json", ".jsonl"):  # whose order follows the first rows
+        columns = dict(sorted(columns.items()))
     return LabelledRows(columns, numbers, names, source, owners)
 
 
@@ -139,12 +162,19 @@ class Encoding:
         categories: dict[str, tuple[str, ...]] = {}
         for name in public[0].columns:
             cells = [cell for rows in public for cell in rows.columns[name] if cell]
+            if not cells:  # in JSON, a private row alone may have brought the column
+                continue
             values = [number_of(cell) for cell in cells]
             known = np.array([value for value in values if value is not None])
             if len(known) and len(known) == len(values):
                 numbers[name] = (float(known.mean()), float(known.std()) or 1.0)
             else:
                 categories[name] = tuple(sorted(set(cells)))
+        if not numbers and not categories:
+            raise ValueError(
+                f"data.source={public[0].source!r}: validation and test rows have no cell beside "
+                "the label, so there is nothing to learn from; add columns"
+            )
         return cls(numbers, categories)
 
     @property

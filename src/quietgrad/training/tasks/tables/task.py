@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quietgrad.training.exporting.exportable import BATCH, Exportable
 from quietgrad.training.files.card import write_card
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import Record
@@ -54,9 +55,10 @@ class TablesTask(Task):
                 "not for tables; "
                 "leave them out"
             )
-        rows = load_rows(data.source, data.label, data.user)
+        named = (data.label, data.user, data.skip_bad)
+        rows = load_rows(data.source, *named)
         if data.test_source:
-            test = load_rows(data.test_source, data.label, data.user, "data.test_source")
+            test = load_rows(data.test_source, *named, "data.test_source")
             absent = next((name for name in rows.columns if name not in test.columns), None)
             if absent is not None:
                 raise ValueError(
@@ -105,6 +107,17 @@ class TablesTask(Task):
         model, _, labels = load_saved_table(folder)
         logits = outputs(model.to(device), rows, EVALUATION_BATCH, device)
         return classified(columns, labels, logits)
+
+    @classmethod
+    def exportable(cls, config: TrainConfig, folder: Path) -> Exportable:
+        """See ``Task.exportable``; how cells become numbers is in the metadata."""
+        model, encoding, labels = load_saved_table(folder)
+        numbers = torch.linspace(-1, 1, 2 * encoding.width).reshape(2, encoding.width)
+        codes = torch.zeros(2, len(encoding.sizes), dtype=torch.long)
+        axes = dict.fromkeys(("numbers", "codes"), (BATCH,))
+        facts = {"encoding": encoding.to_json()}
+        inputs = {"numbers": numbers, "codes": codes}
+        return Exportable(model, inputs, axes, labels, facts=facts)
 
 
 def load_saved_table(folder: str | Path) -> tuple[TableClassifier, Encoding, list[str]]:

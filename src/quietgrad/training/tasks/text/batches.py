@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from quietgrad.training.tasks.text.data import LabelledTexts
+
+# Tables of learnt positions, by their names in transformers.
+POSITIONS = ("position_embeddings", "embed_positions", "wpe")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,35 @@ def tokenise(texts: LabelledTexts, tokenizer: Any, max_length: int) -> Tokenised
         texts.labels,
         0 if pad is None else int(pad),
     )
+
+
+def require_fitting(name: str, encoder: Any, tokenizer: Any, max_length: int) -> None:
+    """Checks that a model has a position for every token, and its tokenizer words: otherwise a long
+    text fails in the middle of a run, or all texts are the same.
+
+    Raises:
+        ValueError: naming model and setting.
+    """
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(
+            f"model.name={name!r} cannot be loaded: its tokenizer knows no words; are the "
+            "tokenizer's files missing?"
+        )
+    marks = tokenizer.num_special_tokens_to_add()
+    if max_length <= marks:
+        raise ValueError(
+            f"model.max_length={max_length} leaves no room for a text beside {marks} special "
+            "tokens; use more"
+        )
+    for path, table in encoder.named_modules():
+        if path.endswith(POSITIONS) and isinstance(table, nn.Embedding):
+            # Where padding has a position, texts begin behind it.
+            places = table.num_embeddings - (-1 if table.padding_idx is None else table.padding_idx)
+            if max_length >= places:
+                raise ValueError(
+                    f"model.max_length={max_length} exceeds the {places - 1} positions of "
+                    f"{name!r}; use at most {places - 1}"
+                )
 
 
 def every_other(texts: TokenisedTexts) -> tuple[TokenisedTexts, TokenisedTexts]:

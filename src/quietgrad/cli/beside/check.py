@@ -1,0 +1,206 @@
+"""``quietgrad check``: the owner of a file looks at it. All of its output is private."""
+
+from __future__ import annotations
+
+import dataclasses
+import string
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quietgrad.cli.output import console, one_line, print_json, print_table
+from quietgrad.training.sources.guess import guess
+from quietgrad.training.sources.inspection import RARE, Inspection, read_for_owner, with_labels
+from quietgrad.training.sources.pictures import (
+    FolderInspection,
+    inspect_folder,
+    is_picture_folder,
+)
+from quietgrad.training.sources.rows import BadRow
+
+if TYPE_CHECKING:
+    from quietgrad.training.settings.config import TrainConfig
+
+PRIVATE = (
+    "This output is private: it shows rows, labels and counts of your own records. Do not put it "
+    "into logs, reports or tickets."
+)
+HELD_OUT = 0.2  # share that validates and tests, where no configuration says
+
+
+@one_line
+def run_check(path: Path, text: str, label: str, as_json: bool) -> None:
+    """See ``quietgrad check --help``."""
+    target = console(as_json)
+    if path.suffix.lower() == ".toml":
+        found = _of_config(path)
+    elif path.is_dir():
+        if not is_picture_folder(path):
+            raise ValueError(
+                f"FILE={str(path)!r} is a folder without train/ or train.csv; name a file, or a "
+                "folder of images"
+            )
+        found = [inspect_folder(path)]
+    else:
+        found = [_of_file(path, text, label)]
+    if as_json:
+        files = [dataclasses.asdict(one) | {"refused": one.refused} for one in found]
+        print_json({"private": PRIVATE, "files": files})
+    else:
+        target.print(f"[bold]{PRIVATE}[/bold]\n", soft_wrap=True)
+        for one in found:
+            if isinstance(one, FolderInspection):
+                _print_folder(target, one)
+            else:
+                _print_file(target, one)
+    if any(one.refused for one in found):
+        sys.exit(1)
+
+
+def _of_file(path: Path, text: str, label: str) -> Inspection:
+    found, rows = read_for_owner(path)
+    if rows is None:
+        return found
+    try:
+        guessed = guess(found.columns, text, label, str(path))
+    except ValueError as error:
+        if text or label:
+            raise
+        return dataclasses.replace(found, notes=[str(error)])
+    texts = [n for n in (guessed.text, guessed.pair) if n and guessed.task == "text"]
+    classes = guessed.task != "answers"
+    return with_labels(found, rows, texts, [guessed.label], classes, HELD_OUT)
+
+
+def _of_config(path: Path) -> list[Inspection | FolderInspection]:
+    """The sources of a configuration, with its columns."""
+    from quietgrad.training.settings.config import load_config
+
+    config = load_config(path, ())
+    sources = [s for s in (config.data.source, config.data.test_source) if s]
+    found: list[Inspection | FolderInspection] = []
+    for source in sources:
+        place = Path(source)
+        if place.is_dir() and is_picture_folder(place):
+            named = (config.data.text, config.data.label)
+            found.append(inspect_folder(place, *(() if named == ("text", "label") else named)))
+        elif place.suffix.lower() or place.exists():
+            found.append(_with_columns_of(config, place))
+    if not found:
+        raise ValueError(
+            f"data.source={config.data.source!r} is no file and no folder of images; there is "
+            "nothing to check"
+        )
+    return found
+
+
+def _with_columns_of(config: TrainConfig, path: Path) -> Inspection:
+    found, rows = read_for_owner(path)
+    if rows is None:
+        return found
+    data, classes, texts = config.data, config.task.kind == "classify", []
+    labels = [data.label]
+    if not classes:
+        labels = [f for _, f, _, _ in string.Formatter().parse(config.task.answer) if f]
+    elif not config.model.name.startswith("table:"):
+        texts = [name for name in (data.text, data.text_pair) if name]
+    absent = [name for name in [*texts, *labels] if name not in rows.columns]
+    if absent or not labels:
+        named = f"has no column {absent[0]!r}" if absent else "has no column of answers"
+        columns = ", ".join(rows.columns)
+        note = f"{named}, which {'task.answer' if not classes else 'the configuration'} names; "
+        return dataclasses.replace(found, notes=[f"{note}its columns are {columns}"])
+    held_out = data.validation_fraction + (0 if data.test_source else data.test_fraction)
+    return with_labels(found, rows, texts, labels, classes, held_out)
+
+
+def _print_file(target: Console, found: Inspection) -> None:
+    facts = {
+        "rows that can be read": str(found.records),
+        "rows that cannot": str(len(found.broken)),
+    }
+    if found.encoding:
+        facts["encoding"] = found.encoding
+    if found.separator:
+        facts["separator"] = found.separator
+    if found.failure:
+        facts = {"cannot be read": found.failure}
+    print_table(target, _plain(found.path), {k: _plain(v) for k, v in facts.items()})
+    if found.columns:
+        _print_columns(target, found)
+    if found.labels:
+        _print_labels(target, found.labels, found.rare)
+    _print_rows(target, "rows that cannot be read", found.broken)
+    _print_rows(target, "rows that lack something", found.gaps)
+    _print_notes(target, found.notes)
+    if found.broken or found.gaps:
+        target.print(
+            "Mend these rows, or set data.skip_bad = true, which leaves out every such row.",
+            soft_wrap=True,
+        )
+    elif not found.refused:
+        target.print("Every row can be read.")
+
+
+def _print_columns(target: Console, found: Inspection) -> None:
+    table = Table(title="columns", title_justify="left", pad_edge=False)
+    table.add_column("name", style="bold", overflow="fold")
+    for name in ("looks like", "filled", "different", "words a cell"):
+        table.add_column(name, justify="right")
+    for column in found.columns.values():
+        words = f"{column.words:.1f}"
+        counts = (str(column.filled), str(column.distinct), words)
+        table.add_row(_plain(column.name), column.kind, *counts)
+    target.print(table)
+
+
+def _print_labels(target: Console, labels: dict[str, int], rare: Sequence[str]) -> None:
+    table = Table(title="labels", title_justify="left", pad_edge=False)
+    table.add_column("label", style="bold", overflow="fold")
+    table.add_column("records", justify="right")
+    table.add_column("")
+    for word, count in labels.items():
+        few = f"rare: on average fewer than {RARE} validate and test" if word in rare else ""
+        table.add_row(_plain(word), str(count), few)
+    target.print(table)
+
+
+def _print_rows(target: Console, title: str, rows: Sequence[BadRow]) -> None:
+    if rows:
+        target.print(f"{len(rows)} {title}:")
+    for row in rows:
+        place = f"line {row.first}" if row.last == row.first else f"lines {row.first} to {row.last}"
+        target.print(f"  {place}: {_plain(row.reason)}", soft_wrap=True)
+
+
+def _print_notes(target: Console, notes: Sequence[str]) -> None:
+    for note in notes:
+        target.print(f"[yellow]note:[/yellow] {_plain(note)}", soft_wrap=True)
+
+
+def _print_folder(target: Console, found: FolderInspection) -> None:
+    counts: dict[str, Any] = {
+        part: f"{sum(labels.values())} images, {len(labels)} labels"
+        for part, labels in found.labels.items()
+    }
+    print_table(target, _plain(found.path), counts)
+    for part, labels in found.labels.items():
+        target.print(f"{part}:")
+        _print_labels(target, labels, ())
+    for part, rows in found.broken.items():
+        _print_rows(target, f"rows of {part}.csv that cannot be read", rows)
+    if found.damaged:
+        target.print(f"{len(found.damaged)} images that cannot be opened:")
+    for name in found.damaged:
+        target.print(f"  {_plain(name)}", soft_wrap=True)
+    _print_notes(target, found.notes)
+    if not found.refused:
+        target.print("Every image can be opened.")
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

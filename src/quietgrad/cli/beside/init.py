@@ -1,0 +1,81 @@
+"""``quietgrad init``: a configuration to begin with, for a file of records."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from quietgrad.cli.output import console, fail, one_line, print_json
+from quietgrad.training.sources.guess import guess
+from quietgrad.training.sources.inspection import read_for_owner, with_labels
+from quietgrad.training.sources.pictures import is_picture_folder
+from quietgrad.training.sources.proposal import propose, propose_images
+
+WHAT = {
+    "text": "a classifier of texts",
+    "table": "a classifier of rows",
+    "answers": "a language model that learns to answer",
+    "images": "a classifier of images",
+}
+
+
+@one_line
+def run_init(
+    source: Path, output: Path, text: str, label: str, skip_bad: bool, as_json: bool
+) -> None:
+    """See ``quietgrad init --help``."""
+    if output.exists():
+        fail(f"--output={str(output)!r} is there already; name another file, or remove it", 2)
+    if output.suffix.lower() != ".toml":
+        fail(f"--output={str(output)!r} must end in .toml: the configuration is a TOML file", 2)
+    if not output.absolute().parent.is_dir():
+        fail(f"--output={str(output)!r}: no such folder; make it, or name another place", 2)
+    command = f"quietgrad init {shlex.quote(str(source))}"
+    if source.is_dir():
+        task, written = "images", _of_folder(source, command, text, label)
+    else:
+        task, written = _of_file(source, command, text, label, skip_bad)
+    with open(output, "x", encoding="utf-8") as file:
+        file.write(written)
+    go_on = shlex.quote(str(output))
+    if as_json:
+        print_json({"config": str(output), "task": task})
+        return
+    console(False).print(
+        f"{output}: {WHAT[task]}. Read it, then: quietgrad plan {go_on}, quietgrad train {go_on}",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def _of_folder(source: Path, command: str, text: str, label: str) -> str:
+    if not is_picture_folder(source):
+        raise ValueError(
+            f"FILE={str(source)!r} is a folder without train/ or train.csv; name a file, or a "
+            "folder of images (train/CLASS/*.png and test/CLASS/*.png)"
+        )
+    if not any((source / name).exists() for name in ("test", "val", "test.csv", "val.csv")):
+        raise ValueError(
+            f"FILE={str(source)!r} has no test part: add test.csv, or a folder test or val beside "
+            "train"
+        )
+    return propose_images(str(source), command, text or "file", label or "label")
+
+
+def _of_file(source: Path, command: str, text: str, label: str, skip_bad: bool) -> tuple[str, str]:
+    look = f"`quietgrad check {shlex.quote(str(source))}`"
+    found, rows = read_for_owner(source)
+    if rows is None:
+        raise ValueError(f"FILE={str(source)!r}: {found.failure.split(' (')[0]}; see {look}")
+    guessed = guess(found.columns, text, label, str(source))
+    texts = [n for n in (guessed.text, guessed.pair) if n and guessed.task == "text"]
+    found = with_labels(found, rows, texts, [guessed.label], guessed.task != "answers", 1.0)
+    if len(found.labels) == 1 or any("fractions" in note for note in found.notes):
+        raise ValueError(f"FILE={str(source)!r}: {found.notes[0]}")
+    if found.refused and not skip_bad:
+        raise ValueError(
+            f"FILE={str(source)!r} has rows that are broken, or lack a text or a label; {look} "
+            "lists them: mend them, or add --skip-bad, which leaves them out"
+        )
+    usable = found.records - len(found.gaps)
+    return guessed.task, propose(str(source), usable, guessed, command, skip_bad)

@@ -1,0 +1,213 @@
+"""``quietgrad runs``: the runs below a folder, and what each has spent. It never imports torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from quietgrad.accounting import epsilon_report
+from quietgrad.accounting.rounding import round_up, round_up_to
+from quietgrad.cli.output import console, one_line, print_json
+from quietgrad.ledger import LEDGER_NAME, read_ledger
+
+DEEPEST = 3  # folders below the one that is named
+CONFIG, RESULT, METRICS, CHECKPOINT = "config.toml", "result.json", "metrics.jsonl", "checkpoint.pt"
+FINISHED, UNFINISHED, DAMAGED = "finished", "unfinished", "ledger damaged"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's directory says of it: public facts alone.
+
+    Attributes:
+        name: of the directory, below the folder that was asked for.
+        task: "texts", "tables", "images", "answers".
+        status: "finished", "unfinished" (stopped, or still running), or "ledger damaged".
+        steps: made; of a private run, releases that its ledger counts.
+        planned: steps in all; None where nothing says.
+        private: whether it is a private run.
+        epsilon, delta: spent so far, an upper bound; None where there is none.
+        score: of the test records, or of validation records while it is unfinished.
+        metric: what the score is.
+        when: seconds since 1970 at which it was last written to.
+    """
+
+    name: str
+    task: str
+    status: str
+    steps: int
+    planned: int | None
+    private: bool
+    epsilon: float | None
+    delta: float | None
+    score: float | None
+    metric: str
+    when: float
+
+
+@one_line
+def run_runs(folder: Path, as_json: bool) -> None:
+    """See ``quietgrad runs --help``."""
+    if not folder.is_dir():
+        raise ValueError(f"DIR={str(folder)!r}: no such folder; runs go to runs/ unless "
+                         "training.run_dir says otherwise")  # fmt: skip
+    found = sorted((run_of(path, folder) for path in run_folders(folder)), key=lambda r: r.when)
+    if as_json:
+        print_json({"runs": [asdict(run) for run in found]})
+        return
+    target = console(False)
+    if not found:
+        target.print(f"no runs in {folder}", markup=False)
+        return
+    table = Table(pad_edge=False)
+    table.add_column("run", style="bold", overflow="fold")
+    for name in ("task", "status", "steps", "epsilon", "delta", "score", "written"):
+        right = name in ("steps", "epsilon", "delta", "score")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for run in found:
+        table.add_row(*(cell.replace("[", r"\[") for cell in _cells(run)))
+    target.print(table)
+    if any(run.status == UNFINISHED for run in found):
+        target.print(
+            "Go on with one: quietgrad train --resume --set training.run_dir=RUN", markup=False
+        )
+
+
+def run_folders(folder: Path) -> Iterator[Path]:
+    """Directories of runs in a folder and below it; the folder itself if it is one."""
+    start = len(folder.parts)
+    for place, below, files in os.walk(folder):
+        path = Path(place)
+        if CONFIG in files and {LEDGER_NAME, RESULT, CHECKPOINT} & set(files):
+            below.clear()
+            yield path
+        elif len(path.parts) - start >= DEEPEST:
+            below.clear()
+        else:
+            below.sort()
+
+
+def run_of(path: Path, folder: Path) -> Run:
+    """What a run's directory says."""
+    settings = _settings(path / CONFIG)
+    result = _json(path / RESULT)
+    ledger = path / LEDGER_NAME
+    private = ledger.exists() or bool(result.get("private"))
+    status = FINISHED if result else UNFINISHED
+    steps, planned = int(result.get("steps") or 0), result.get("planned_steps")
+    spent, delta = result.get("epsilon"), result.get("delta")
+    if private:
+        try:
+            contents = read_ledger(path)
+            made, delta = contents.releases, contents.header.get("delta", delta)
+            planned = planned or contents.header.get("planned_steps")
+            if contents.not_private is not None:
+                spent = None
+            elif contents.event is None:
+                spent = 0.0
+            elif delta is None:
+                spent = None
+            elif made != steps or spent is None:
+                spent = epsilon_report(contents.event, delta).epsilon
+            steps = made
+        except (ValueError, TypeError):
+            status, spent = DAMAGED, None
+    metric, score = _score(path, result)
+    if not private and not result:
+        steps = _last_step(path)
+    return Run(
+        path.relative_to(folder).as_posix() if path != folder else path.name or str(path),
+        _task(settings),
+        status,
+        steps,
+        planned or settings.get("training.steps"),
+        private,
+        spent if private else None,
+        delta if private else None,
+        score,
+        metric,
+        max(p.stat().st_mtime for p in path.iterdir() if p.is_file()),
+    )
+
+
+def _cells(run: Run) -> Iterator[str]:
+    yield run.name
+    yield run.task
+    yield run.status
+    yield f"{run.steps}/{run.planned}" if run.planned else str(run.steps)
+    if not run.private:
+        yield "no privacy"
+    else:
+        yield "unknown" if run.epsilon is None else round_up(run.epsilon, 4)
+    yield "" if run.delta is None else round_up_to(run.delta, 3)
+    public = " val." if run.metric.startswith("validation") else ""
+    yield "" if run.score is None else f"{run.score:.3f}{public}"
+    yield time.strftime("%m-%d %H:%M", time.localtime(run.when))
+
+
+def _score(path: Path, result: dict[str, Any]) -> tuple[str, float | None]:
+    """Of test records at the end, of validation records before it."""
+    metric = str(result.get("metric", "accuracy"))
+    final = result.get("metrics", {}).get(metric)
+    if isinstance(final, int | float):
+        return metric.replace("_", " "), float(final)
+    last: dict[str, Any] = next(iter(reversed(_lines(path / METRICS))), {})
+    key = next((k for k in last if k.startswith("validation_") and k != "validation_records"), "")
+    return key.replace("_", " "), float(last[key]) if key else None
+
+
+def _last_step(path: Path) -> int:
+    return max((int(line.get("step", 0)) for line in _lines(path / METRICS)), default=0)
+
+
+def _task(settings: dict[str, Any]) -> str:
+    if settings.get("task.kind") == "generate":
+        return "answers"
+    name, source = str(settings.get("model.name", "")), str(settings.get("data.source", ""))
+    if name.startswith("table:"):
+        return "tables"
+    pictures = ("image:", "cnn:", "vgg:", "features:")
+    return "images" if name.startswith(pictures) or "mnist" in source else "texts"
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Keys of a run's own config.toml, whose values are written as JSON has them."""
+    found: dict[str, Any] = {}
+    table = ""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("["):
+            table = line.strip().strip("[]")
+        elif " = " in line:
+            key, _, value = line.partition(" = ")
+            try:
+                found[f"{table}.{key}"] = json.loads(value)
+            except ValueError:
+                continue  # an inline table; none of them is asked for
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            found += [record] if isinstance(record, dict) else []
+    return found

@@ -1,0 +1,173 @@
+"""What the columns of a file look like, and what could be learnt from them: guesses for
+``quietgrad init`` and ``quietgrad check``, which the owner of the file reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quietgrad.checks import nearest
+from quietgrad.training.sources.rows import Rows
+
+Kind = Literal["text", "classes", "numbers", "words", "empty"]
+MOST_CLASSES = 50
+TEXT_WORDS = 4.0  # words a cell, on average
+LABELS = ("label", "labels", "class", "target", "category", "sentiment", "stars", "rating", "y")
+TEXTS = ("text", "review", "tweet", "sentence", "comment", "message", "body", "content", "abstract")
+PAIRS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("text_a", "text_b"),
+)
+PROMPTS = ("question", "prompt", "instruction", "input", "document", "article", "dialogue")
+ANSWERS = ("answer", "response", "completion", "output", "summary", "highlights")
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is in a column.
+
+    Attributes:
+        name: of the column.
+        kind: "text" (several words), "classes" (words or whole numbers that repeat), "numbers",
+            "words" (anything else), "empty".
+        distinct: different cells that are not empty.
+        filled: cells that are not empty.
+        words: of a cell, on average.
+    """
+
+    name: str
+    kind: Kind
+    distinct: int
+    filled: int
+    words: float
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What could be learnt.
+
+    Attributes:
+        task: "text", "answers" or "table".
+        text, pair, label: columns; of answers, ``text`` is the question and ``label`` the answer.
+    """
+
+    task: Literal["text", "answers", "table"]
+    label: str
+    text: str = ""
+    pair: str = ""
+
+
+def describe(rows: Rows) -> dict[str, Column]:
+    """Column name -> what is in it."""
+    return {name: _column(name, cells) for name, cells in rows.columns.items()}
+
+
+def guess(columns: Mapping[str, Column], text: str = "", label: str = "", path: str = "") -> Guess:
+    """What could be learnt from columns like these.
+
+    Args:
+        columns: from ``describe``.
+        text, label: columns that are known ("": to be guessed).
+        path: of the file, for messages.
+
+    Raises:
+        ValueError: for a column that is not there, or where nothing looks like a label.
+    """
+    for option, name in (("--text", text), ("--label", label)):
+        if name and name not in columns:
+            raise ValueError(
+                f"{option}={name!r} is not a column of {path!r}{nearest(name, columns)}"
+            )
+    texts = [text] if text else [n for n in _best(columns, "text", TEXTS) if n != label]
+    lower = {name.lower(): name for name in columns}
+    asked = next((lower[n] for n in PROMPTS if n in lower), "")
+    answer = next((lower[n] for n in ANSWERS if n in lower), "")
+    if not text and not label and asked and answer and columns[answer].kind == "text":
+        return Guess("answers", answer, asked)
+    labels = [label] if label else [n for n in _best(columns, "classes", LABELS) if n not in texts]
+    if not labels:
+        raise ValueError(
+            f"FILE={path!r}: no column looks like a label (words or whole numbers that repeat); "
+            f"name it with --label; its columns are {', '.join(columns)}"
+        )
+    if label and not text and columns[label].kind == "text":
+        if not (others := [n for n in texts if n != label]):
+            raise ValueError(f"--label={label!r} holds texts, and no other column has any to learn "
+                             "from; name one with --text")  # fmt: skip
+        return Guess("answers", label, others[0])
+    for first, second in PAIRS:
+        if not text and first in lower and second in lower:
+            return Guess("text", labels[0], lower[first], lower[second])
+    if texts:
+        return Guess("text", labels[0], texts[0])
+    if len(columns) < 2:
+        raise ValueError(
+            f"FILE={path!r} has the single column {labels[0]!r}; add one to learn from"
+        )
+    return Guess("table", labels[0])
+
+
+def _best(columns: Mapping[str, Column], kind: Kind, names: Sequence[str]) -> list[str]:
+    """Columns of a kind: those with a usual name first, then texts by length, classes from the
+    last column.
+    """
+    found = [c for c in columns.values() if c.kind == kind]
+    if kind == "text":
+        found.sort(key=lambda c: -c.words)
+    else:
+        found.reverse()
+    usual = [c for c in found if c.name.lower() in names]
+    usual.sort(key=lambda c: names.index(c.name.lower()))
+    return [c.name for c in [*usual, *(c for c in found if c not in usual)]]
+
+
+def _column(name: str, cells: Sequence[Any]) -> Column:
+    filled = [w for w in map(_word, cells) if w]
+    if not filled:
+        return Column(name, "empty", 0, 0, 0.0)
+    distinct = len(set(filled))
+    words = sum(len(w.split()) for w in filled) / len(filled)
+    numbers = [number for number in map(_number, filled) if number is not None]
+    whole = len(numbers) == len(filled) and all(n.is_integer() for n in numbers)
+    repeats = 2 <= distinct <= min(MOST_CLASSES, max(2, len(filled) // 3))
+    kind: Kind = "words"
+    if repeats and (whole or not numbers):
+        kind = "classes"
+    elif len(numbers) >= 0.98 * len(filled):
+        kind = "numbers"
+    elif words >= TEXT_WORDS:
+        kind = "text"
+    return Column(name, kind, distinct, len(filled), words)
+
+
+def _word(cell: Any) -> str:
+    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+        return ""
+    whole = isinstance(cell, float) and cell.is_integer()
+    return str(int(cell) if whole else cell).strip()
+
+
+def _number(word: str) -> float | None:
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def counted(cells: Sequence[Any]) -> Counter[str]:
+    """Label -> records; "" counts the empty cells."""
+    return Counter(map(_word, cells))
+
+
+def fractional(words: Sequence[str]) -> bool:
+    """Whether labels are measurements: numbers, not all of them whole."""
+    numbers = [_number(word) for word in words]
+    known = [n for n in numbers if n is not None]
+    return len(known) == len(numbers) and any(not n.is_integer() for n in known)

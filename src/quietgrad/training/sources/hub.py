@@ -1,0 +1,100 @@
+"""Whether Hugging Face's hub can be reached, asked once before its clients are: by themselves they
+try again for half a minute for each file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import threading
+from pathlib import Path
+from urllib.parse import urlsplit
+
+ENDPOINT = "https://huggingface.co"
+PATIENCE = 1.5  # seconds for name and connection
+DESCRIPTIONS = ("config.json", "adapter_config.json")
+OFFLINE = "HF_HUB_OFFLINE"
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def require_model(option: str, name: str) -> None:
+    """Checks that a model's name on the hub can lead somewhere; other names pass.
+
+    Where the hub cannot be reached, its clients are told so for the rest of the process (by their
+    own switch, HF_HUB_OFFLINE): they use what they have kept, or fail at once.
+
+    Args:
+        option: such as "model.name".
+        name: folder, packaged name, or name on the hub.
+
+    Raises:
+        ValueError: for a path that leads nowhere, or to no model; if the hub cannot be reached and
+            nothing of the model is kept here.
+    """
+    _require_folder(option, name)
+    if not is_hub_name(name) or not go_offline_unless_reachable():
+        return
+    import huggingface_hub
+
+    if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+        raise ValueError(
+            f"{option}={name!r} is no folder here, and Hugging Face's hub cannot be reached; name "
+            "a folder that holds the model, or one of the packaged models"
+        )
+
+
+def _require_folder(option: str, name: str) -> None:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        held = any((path / file).is_file() for file in DESCRIPTIONS) or any(path.glob("*.gguf"))
+        if not held:
+            raise ValueError(
+                f"{option}={name!r} cannot be loaded: the folder holds no model (no "
+                f"{DESCRIPTIONS[0]})"
+            )
+    elif name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        raise ValueError(f"{option}={name!r} cannot be loaded: no such folder")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name is none of this library's own, and of no file or folder."""
+    return bool(NAME.fullmatch(name)) and not os.path.exists(name)
+
+
+def go_offline_unless_reachable() -> bool:
+    """Whether the clients were told now that the hub cannot be reached; not asked again, nor where
+    the environment has said it already.
+    """
+    if os.environ.get(OFFLINE) or reachable(os.environ.get("HF_ENDPOINT") or ENDPOINT):
+        return False
+    os.environ[OFFLINE] = "1"
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        if module in sys.modules:  # it has read the environment before
+            sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+    return True
+
+
+def reachable(endpoint: str) -> bool:
+    """Whether something answers at an address, or at the proxy that leads there."""
+    proxy = next((os.environ[name] for name in PROXIES if os.environ.get(name)), "")
+    where = urlsplit(proxy if "://" in proxy else f"//{proxy}") if proxy else urlsplit(endpoint)
+    port = where.port or (80 if where.scheme == "http" else 443)
+    found = threading.Event()
+
+    def connect() -> None:
+        try:
+            with socket.create_connection((where.hostname or "", port), timeout=PATIENCE):
+                found.set()
+        except OSError:
+            pass
+        finally:
+            ended.set()
+
+    ended = threading.Event()
+    # Looking up a name cannot be given a time by itself.
+    threading.Thread(target=connect, daemon=True).start()
+    ended.wait(PATIENCE)
+    return found.is_set()

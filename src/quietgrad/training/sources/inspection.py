@@ -1,0 +1,153 @@
+"""What the owner of a file sees of it before training: every row that cannot be read, with its
+line, and how often each label occurs.
+
+All of it may be private; ``quietgrad check`` says so, and nothing else calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from quietgrad.training.sources.guess import Column, counted, describe, fractional
+from quietgrad.training.sources.rows import (
+    FILES,
+    NOT_UTF8,
+    SEPARATORS,
+    BadRow,
+    Rows,
+    UnreadableFile,
+    read_rows,
+)
+
+RARE = 5  # records of a label among those that validate and test, on average
+LOST = "no {0}: column {1!r} is empty"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Of one file.
+
+    Attributes:
+        path: of the file.
+        records: rows that can be read.
+        broken: rows that cannot, which training refuses.
+        gaps: rows without a text, answer or label, which validation refuses.
+        columns: what is in each.
+        labels: label -> records.
+        rare: labels with few records.
+        notes: what else their owner should know.
+        encoding, separator: of the file.
+        failure: why the file as a whole cannot be read; "" where it can.
+    """
+
+    path: str
+    records: int = 0
+    broken: list[BadRow] = field(default_factory=list)
+    gaps: list[BadRow] = field(default_factory=list)
+    columns: dict[str, Column] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)
+    rare: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    encoding: str = ""
+    separator: str = ""
+    failure: str = ""
+
+    @property
+    def refused(self) -> bool:
+        """Whether training would refuse the file as it is."""
+        return bool(self.failure or self.broken or self.gaps)
+
+
+def read_for_owner(path: Path) -> tuple[Inspection, Rows | None]:
+    """The file's rows, and what there is to say of it before columns are chosen.
+
+    Raises:
+        ValueError: for a file that is not there, or of no known kind.
+    """
+    if not path.is_file():
+        raise ValueError(f"FILE={str(path)!r}: no such file")
+    if path.suffix.lower() not in FILES:
+        raise ValueError(
+            f"FILE={str(path)!r} cannot be read; use a {', '.join(FILES[:-1])} or {FILES[-1]} "
+            "file, or a folder of images"
+        )
+    try:
+        rows = read_rows(path)
+    except UnreadableFile as error:
+        where = f" ({error.place})" if error.place else ""
+        return Inspection(str(path), failure=f"it {error}{where}"), None
+    other = sum(row.reason == NOT_UTF8 for row in rows.bad)
+    encoding = "UTF-8" if not other else f"not UTF-8 in {other} rows (save the file as UTF-8)"
+    mark = " with a byte order mark" if rows.marked else ""
+    found = Inspection(
+        str(path),
+        len(rows.lines),
+        rows.bad,
+        columns=describe(rows),
+        encoding="" if path.suffix.lower() == ".parquet" else encoding + mark,
+        separator=SEPARATORS.get(rows.separator, ""),
+    )
+    return found, rows
+
+
+def with_labels(
+    found: Inspection,
+    rows: Rows,
+    texts: Sequence[str],
+    labels: Sequence[str],
+    classes: bool,
+    held_out: float,
+) -> Inspection:
+    """The same with what the chosen columns hold.
+
+    Args:
+        found, rows: from ``read_for_owner``.
+        texts: columns that have to be filled beside the label.
+        labels: columns of the label, or of the answer.
+        classes: whether labels are classes.
+        held_out: share of the records that validate and test.
+    """
+    gaps = []
+    for i, line in enumerate(rows.lines):
+        lacking = [(name, "text") for name in texts if not _filled(rows.columns[name][i], True)]
+        what = "label" if classes else "answer"
+        lacking += [(name, what) for name in labels if not _filled(rows.columns[name][i], False)]
+        if lacking:
+            reason = "; ".join(LOST.format(what, name) for name, what in lacking)
+            gaps.append(BadRow(line, line, reason))
+    if not classes:
+        return replace(found, gaps=gaps)
+    label = labels[0]
+    counts = counted(rows.columns[label])
+    counts.pop("", None)
+    known = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+    rare = [word for word, count in known.items() if count * held_out < RARE]
+    notes = []
+    if fractional(list(known)):
+        notes.append(
+            f"the labels in column {label!r} are numbers with fractions: each different number "
+            "would be a class of its own; make classes of them (low, high)"
+        )
+    elif len(known) > max(20, found.records // 4):
+        notes.append(
+            f"column {label!r} has {len(known)} different labels in {found.records} records: "
+            "names or numbers, not classes"
+        )
+    if len(known) == 1:
+        notes.append(f"every record has the label {next(iter(known))!r}: nothing can be learnt")
+    folded: dict[str, list[str]] = {}
+    for word in known:
+        folded.setdefault(word.casefold(), []).append(word)
+    for words in folded.values():
+        if len(words) > 1:
+            notes.append(f"labels that differ in case alone: {', '.join(map(repr, words))}")
+    return replace(found, gaps=gaps, labels=known, rare=rare, notes=[*found.notes, *notes])
+
+
+def _filled(cell: Any, text: bool) -> bool:
+    if isinstance(cell, str):
+        return bool(cell.strip())
+    return not text and cell is not None and cell == cell

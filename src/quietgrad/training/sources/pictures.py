@@ -1,0 +1,111 @@
+"""What the owner of a folder of images sees of it: images and classes of each part, and files that
+cannot be opened. Private, as all of ``quietgrad check``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quietgrad.training.sources.rows import BadRow, UnreadableFile, read_rows
+
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
+PARTS = ("train", "test", "val")
+
+
+@dataclass(frozen=True)
+class FolderInspection:
+    """Of a folder with train and test images.
+
+    Attributes:
+        path: of the folder.
+        labels: part -> label -> images; of a table, the words in its column.
+        damaged: files that cannot be opened, or are not there, relative to the folder.
+        broken: part -> rows of its table that cannot be read.
+        notes: what is missing.
+    """
+
+    path: str
+    labels: dict[str, dict[str, int]] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
+    broken: dict[str, list[BadRow]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def refused(self) -> bool:
+        """Whether something of it cannot be used."""
+        return bool(self.damaged or any(self.broken.values()) or self.notes)
+
+
+def is_picture_folder(folder: Path) -> bool:
+    """Whether there are tables or class folders of a training part."""
+    return (folder / "train.csv").is_file() or (folder / "train").is_dir()
+
+
+def inspect_folder(folder: Path, file: str = "file", label: str = "label") -> FolderInspection:
+    """Opens every image.
+
+    Args:
+        folder: with train/CLASS/* and test/CLASS/* (or val), or train.csv and test.csv.
+        file, label: columns of the tables.
+
+    Raises:
+        ValueError: if Pillow is missing.
+    """
+    found = FolderInspection(str(folder))
+    for part in PARTS:
+        table = folder / f"{part}.csv"
+        if table.is_file():
+            files = _from_table(found, part, table, file, label)
+        elif (folder / part).is_dir():
+            files = [p for p in sorted((folder / part).rglob("*")) if _is_picture(p)]
+            classes = Counter(p.relative_to(folder / part).parts[0] for p in files)
+            found.labels[part] = dict(sorted(classes.items()))
+        else:
+            continue
+        found.damaged.extend(p.relative_to(folder).as_posix() for p in files if not _opens(p))
+    if not {"test", "val"} & found.labels.keys():
+        found.notes.append("there is no test part: add test.csv, or a folder test or val")
+    for part, counts in found.labels.items():
+        if not sum(counts.values()):
+            found.notes.append(f"{part} holds no images ({', '.join(PICTURES)})")
+    return found
+
+
+def _from_table(
+    found: FolderInspection, part: str, table: Path, file: str, label: str
+) -> list[Path]:
+    try:
+        rows = read_rows(table)
+    except UnreadableFile as error:
+        found.notes.append(
+            f"{table.name}: it {error}" + (f" ({error.place})" if error.place else "")
+        )
+        return []
+    found.broken[part] = rows.bad
+    missing = [name for name in (file, label) if name not in rows.columns]
+    if missing:
+        found.notes.append(f"{table.name} has no column {missing[0]!r}")
+        return []
+    found.labels[part] = dict(sorted(Counter(rows.columns[label]).items()))
+    below = {p.name: p for p in table.parent.rglob("*") if _is_picture(p)}
+    places = [table.parent / name for name in rows.columns[file]]
+    return [p if p.is_file() else below.get(p.name, p) for p in places]
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower() in PICTURES and path.is_file()
+
+
+def _opens(path: Path) -> bool:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ValueError("images need Pillow: pip install 'quietgrad[images]'") from None
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except Exception:  # Pillow raises many kinds
+        return False
+    return True

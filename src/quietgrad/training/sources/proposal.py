@@ -1,0 +1,189 @@
+"""A configuration to begin with for a file of records: the settings of the recipes, and what
+follows from the number of records.
+
+It holds names of columns and the number of records, which are public, and nothing of a record.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+from quietgrad.training.sources.guess import Guess
+
+FEWEST = 40
+EPSILON = {"text": 2.0, "table": 2.0, "answers": 3.0, "images": 3.0}
+PASSES = 15  # expected passes over the records
+
+
+def propose(path: str, records: int, guess: Guess, command: str, skip_bad: bool = False) -> str:
+    """A TOML file with comments.
+
+    Args:
+        path: of the file of records, as the configuration is to name it.
+        records: that can be read.
+        guess: what is learnt.
+        command: what was typed.
+        skip_bad: for ``data.skip_bad``.
+
+    Raises:
+        ValueError: for too few records.
+    """
+    if records < FEWEST:
+        raise ValueError(
+            f"FILE={path!r} has {records} records; with fewer than {FEWEST} nothing can be learnt "
+            "privately: add records"
+        )
+    share = 0.1 if records >= 2000 else 0.2
+    train = round(records * (1 - 2 * share))
+    lines = [
+        f"# Written by `{_one_line(command)}`. To train: quietgrad train THIS_FILE",
+        "# What it would cost first: quietgrad plan THIS_FILE. What a key means: quietgrad "
+        "settings KEY.",
+        "",
+        *_model(guess),
+        *_data(path, share, guess, skip_bad),
+        *_privacy(guess.task, train),
+        *_training(guess.task, train),
+    ]
+    return _aligned(lines)
+
+
+def propose_images(folder: str, command: str, file: str = "file", label: str = "label") -> str:
+    """The same for a folder of images, as the recipe for images has it."""
+    named = (file, label) != ("file", "label")
+    lines = [
+        f"# Written by `{_one_line(command)}`. To train: quietgrad train THIS_FILE",
+        "",
+        "[model]",
+        'name = "features:random" # needs no download; better: "image:FOLDER" or "image:HUB/NAME"',
+        'tune = "head" # the body runs once an image; "lora" and "full" cost more',
+        "",
+        "[data]",
+        f"source = {_quoted(folder)}",
+        *([f"text = {_quoted(file)}", f"label = {_quoted(label)}"] if named else []),
+        "image_size = 32 # pixels a side that images are brought to",
+        "validation_fraction = 0.1 # of the training images; test images come with the folder",
+        "",
+        "[privacy]",
+        f"target_epsilon = {EPSILON['images']} # the promise: smaller is stronger",
+        "# target_delta: left out, 1 / N^1.1 for N training images",
+        "max_grad_norm = 1.0 # what one record's gradient is clipped to",
+        "",
+        "[optimizer]",
+        "learning_rate = 1e-2",
+        "",
+        "[training]",
+        "expected_batch_size = 64 # larger is better for accuracy, and slower",
+        f"epochs = {PASSES}",
+    ]
+    return _aligned(lines)
+
+
+def _model(guess: Guess) -> list[str]:
+    if guess.task == "table":
+        return [
+            "[model]",
+            'name = "table:mlp" # a small network; "table:linear" for few records',
+            'tune = "full"',
+            "",
+        ]
+    if guess.task == "answers":
+        return [
+            "[model]",
+            'name = "packaged:smollm2" # any causal language model: a folder or a hub name',
+            'tune = "lora"',
+            "lora_rank = 16",
+            'lora_targets = ["q_proj", "v_proj"]',
+            "max_length = 256 # tokens kept of question and answer together",
+            "",
+            "[task]",
+            'kind = "generate"',
+            f"prompt = {_quoted(_field(guess.text) + chr(10))}",
+            f"answer = {_quoted(_field(guess.label))}",
+            "max_answer_length = 64",
+            'decoded = "rougeL" # at the end the model also writes answers to test records',
+            "",
+        ]
+    return [
+        "[model]",
+        'name = "packaged:minilm" # English; any encoder: a folder or a hub name',
+        'tune = "head" # fast; "lora" or "full" learn more from many records',
+        "max_length = 64 # tokens kept of a text",
+        "",
+    ]
+
+
+def _data(path: str, share: float, guess: Guess, skip_bad: bool) -> list[str]:
+    lines = ["[data]", f"source = {_quoted(path)}"]
+    if guess.task == "text":
+        lines.append(f"text = {_quoted(guess.text)}")
+    if guess.pair:
+        lines.append(f"text_pair = {_quoted(guess.pair)}")
+    if guess.task != "answers":
+        lines.append(f"label = {_quoted(guess.label)}")
+    return [
+        *lines,
+        f"validation_fraction = {share} # declared public: scores on them are printed",
+        f"test_fraction = {share} # declared public",
+        f"skip_bad = {str(skip_bad).lower()} # true leaves out rows broken or without a label",
+        "",
+    ]
+
+
+def _privacy(task: str, train: int) -> list[str]:
+    return [
+        "[privacy]",
+        f"target_epsilon = {EPSILON[task]} # the promise: smaller is stronger",
+        f"target_delta = {delta_for(train):g} # below 1 / (training records)",
+        "max_grad_norm = 1.0 # what one record's gradient is clipped to",
+        "",
+    ]
+
+
+def _training(task: str, train: int) -> list[str]:
+    size = batch_size_for(train)
+    steps = max(20, round(PASSES * train / size))
+    rates = {"text": "5e-2", "table": "2e-2", "answers": "1e-3"}
+    return [
+        "[optimizer]",
+        f"learning_rate = {rates[task]}",
+        "",
+        *(["[performance]", "max_physical_batch_size = 16", ""] if task == "answers" else []),
+        "[training]",
+        f"expected_batch_size = {size} # records in a step, on average",
+        f"steps = {steps}",
+        f"eval_every = {max(1, steps // 6)}",
+    ]
+
+
+def delta_for(train: int) -> float:
+    """The power of ten below 1 / N^1.1, at most 0.01."""
+    return float(f"1e{min(-2, math.floor(-1.1 * math.log10(train)))}")
+
+
+def batch_size_for(train: int) -> int:
+    """About a tenth of the records, in powers of two, from 16 to 4096."""
+    return min(4096, max(16, 2 ** round(math.log2(train / 10))))
+
+
+def _field(column: str) -> str:
+    return "{" + column + "}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _aligned(lines: list[str]) -> str:
+    """One file, comments behind keys one below the other."""
+    found = []
+    for line in lines:
+        key, mark, comment = line.partition(" # ")
+        behind = mark and not line.startswith("#")
+        found.append(f"{key.rstrip():<34}# {comment}" if behind else line)
+    return "\n".join(found) + "\n"
+
+
+def _one_line(command: str) -> str:
+    return " ".join(command.split())

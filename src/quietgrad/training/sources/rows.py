@@ -1,0 +1,315 @@
+"""Rows of a file of records, each by itself: which can be read, and why others cannot.
+
+A row is what stands between two line ends outside of quotes (CSV), or on one line (JSONL). Taking
+one out leaves every other row as it was, so what becomes of a row is decided by the row alone.
+What is found here of single rows is for their owner (``quietgrad check``); training says only
+whether there are such rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# First bytes of files that are no tables of text, and what they are.
+OTHER_FILES = {
+    b"\xff\xfe\x00\x00": "is UTF-32 text; save it as UTF-8",
+    b"\xff\xfe": "is UTF-16 text; save it as UTF-8",
+    b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
+    b"PK\x03\x04": "is a zip archive or a workbook; unpack it, or save the sheet as CSV in UTF-8",
+    b"\x1f\x8b": "is compressed with gzip; unpack it",
+    b"\xd0\xcf\x11\xe0": "is an old workbook; save the sheet as CSV in UTF-8",
+    b"PAR1": "is a Parquet file; name it .parquet",
+    b"%PDF": "is a PDF file",
+}
+NOT_UTF8 = "bytes that are not UTF-8"
+SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
+SPAN = 1 << 20  # bytes looked at to tell a file of zero bytes from text
+
+
+class UnreadableFile(ValueError):
+    """A file that is no table of its kind as a whole.
+
+    Attributes:
+        place: where, for the owner of the file alone; "" where the file as a whole is meant.
+    """
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(message)
+        self.place = place
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be read.
+
+    Attributes:
+        first, last: its lines in the file, from 1; entries of the list in a .json file.
+        reason: what is wrong with it, without its content.
+    """
+
+    first: int
+    last: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A file's rows.
+
+    Attributes:
+        columns: name -> cells of the readable rows; None where a JSON record lacks the key.
+        lines: of each readable row, where it begins.
+        bad: the others.
+        separator: between cells; "" where there is none.
+        marked: whether the file begins with a byte order mark.
+    """
+
+    columns: dict[str, list[Any]]
+    lines: list[int]
+    bad: list[BadRow] = field(default_factory=list)
+    separator: str = ""
+    marked: bool = False
+
+
+def read_rows(path: Path) -> Rows:
+    """Reads a file row by row.
+
+    Args:
+        path: one of ``FILES``; it exists.
+
+    Raises:
+        UnreadableFile: if the file as a whole cannot be divided into rows and columns.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return _parquet(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UnreadableFile(f"cannot be read: {error.strerror or error}") from None
+    for start, what in OTHER_FILES.items():
+        if data.startswith(start):
+            raise UnreadableFile(what)
+    if b"\0" in data[:SPAN]:
+        raise UnreadableFile("holds zero bytes: it is no text, or UTF-16; save it as UTF-8")
+    marked = data.startswith(BYTE_ORDER_MARK)
+    data = data.removeprefix(BYTE_ORDER_MARK)
+    if suffix in (".csv", ".tsv"):
+        found = _table(data, "\t" if suffix == ".tsv" else ",", suffix)
+    elif suffix == ".jsonl":
+        found = _json_lines(data)
+    else:
+        found = _json_list(data)
+    return Rows(found.columns, found.lines, found.bad, found.separator, marked)
+
+
+def _table(data: bytes, separator: str, suffix: str) -> Rows:
+    # What is not UTF-8 becomes lone surrogates, which no UTF-8 text holds.
+    lines = _Lines(data.decode("utf-8", "surrogateescape"))
+    names: list[str] = []
+    cells: list[list[str]] = []
+    starts: list[int] = []
+    bad: list[BadRow] = []
+    with _any_length():
+        reader = csv.reader(lines, delimiter=separator)
+        while True:
+            lines.taken.clear()
+            first = reader.line_num + 1
+            row = next(reader, None)
+            if row is None:
+                break
+            if (not "".join(row).strip() and len(row) == 1) or not row:
+                continue  # an empty line is no row
+            wrong = _wrong_with(row, lines.taken, separator)
+            if not names:
+                if wrong:
+                    raise UnreadableFile(f"has {wrong} in its line of column names")
+                names = _names(row, separator, suffix)
+            elif wrong == UNCLOSED:
+                raise UnreadableFile(
+                    "has a quotation mark that is not closed, so its rows cannot be told apart",
+                    f"the row that begins in line {first}",
+                )
+            elif wrong or len(row) != len(names):
+                reason = wrong or f"{len(row)} cells, and there are {len(names)} columns"
+                bad.append(BadRow(first, reader.line_num, reason))
+            else:
+                cells.append(row)
+                starts.append(first)
+    if not names:
+        raise UnreadableFile("holds no records: it is empty")
+    columns = {name: [row[i] for row in cells] for i, name in enumerate(names)}
+    return Rows(columns, starts, bad, separator)
+
+
+UNCLOSED = "a quotation mark that is not closed"
+
+
+class _Lines:
+    """Lines with their ends, and those taken since ``taken`` was emptied."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = io.StringIO(text, newline="")
+        self.taken: list[str] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self.taken.append(line)
+        return line
+
+
+def _wrong_with(row: list[str], lines: list[str], separator: str) -> str:
+    """What is wrong with a row by itself: its bytes, or a quotation mark that is left open."""
+    if any(not cell.isascii() and _has_surrogates(cell) for cell in row):
+        return NOT_UTF8
+    # With an open one, a line more would belong to the same row.
+    if any('"' in line for line in lines):
+        together = list(csv.reader([*lines, "."], delimiter=separator))
+        if len(together) == 1:
+            return UNCLOSED
+    return ""
+
+
+def _has_surrogates(cell: str) -> bool:
+    try:
+        cell.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _any_length() -> Iterator[None]:
+    """A cell may be as long as it is; Python's reader stops at 131072 letters by itself."""
+    before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _names(header: list[str], separator: str, suffix: str) -> list[str]:
+    names = [name or f"Unnamed: {i}" for i, name in enumerate(header)]
+    if len(names) == 1:
+        other = next((s for s in SEPARATORS if s != separator and s in names[0]), None)
+        if other is not None:
+            remedy = "; name it .tsv" if other == "\t" else f"; save it with {_plural(separator)}"
+            raise UnreadableFile(
+                f"has a single column, {names[0]!r}: its columns are separated by {other!r}, where "
+                f"a {suffix} file has {_plural(separator)}{remedy}"
+            )
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise UnreadableFile(f"has two columns named {twice!r}; give each a name of its own")
+    return names
+
+
+def _plural(separator: str) -> str:
+    return f"{SEPARATORS[separator]}s"
+
+
+def _json_lines(data: bytes) -> Rows:
+    records: list[dict[str, Any]] = []
+    starts: list[int] = []
+    bad: list[BadRow] = []
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        found, reason = _object(line)
+        if found is None:
+            bad.append(BadRow(number, number, reason))
+        else:
+            records.append(found)
+            starts.append(number)
+    if bad and _is_list(data):
+        raise UnreadableFile("holds a list, where each line has one object; name it .json")
+    if not records and not bad:
+        raise UnreadableFile("holds no records: it is empty")
+    return Rows(_columns(records), starts, bad)
+
+
+def _object(line: bytes) -> tuple[dict[str, Any] | None, str]:
+    try:
+        found = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return None, NOT_UTF8
+    except json.JSONDecodeError as error:
+        return None, f"no JSON: {error.msg} at letter {error.colno}"
+    except (RecursionError, ValueError):  # nested too deeply, or a number of too many digits
+        return None, "no JSON that can be read"
+    if not isinstance(found, dict):
+        return None, f"{_kind(found)}, not an object with columns"
+    if b"\\u" in line and _has_surrogates(json.dumps(found, ensure_ascii=False)):
+        return None, "half a letter (a lone surrogate)"
+    return found, ""
+
+
+def _is_list(data: bytes) -> bool:
+    """Whether the whole is one list, whatever its single lines are."""
+    try:
+        return data.lstrip().startswith(b"[") and isinstance(json.loads(data), list)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _json_list(data: bytes) -> Rows:
+    try:
+        found = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise UnreadableFile(f"has {NOT_UTF8}; save it as UTF-8") from None
+    except json.JSONDecodeError as error:
+        several = error.msg == "Extra data" and data.lstrip().startswith(b"{")
+        hint = " (one object a line? name it .jsonl)" if several else ""
+        place = f"{error.msg} in line {error.lineno}, letter {error.colno}"
+        raise UnreadableFile(f"is not valid JSON{hint}", place) from None
+    except (RecursionError, ValueError):
+        raise UnreadableFile("is not JSON that can be read") from None
+    if not isinstance(found, list):
+        raise UnreadableFile(f"holds {'an object' if isinstance(found, dict) else _kind(found)}, "
+                             "where a list of objects is expected")  # fmt: skip
+    bad = [
+        BadRow(i, i, f"{_kind(entry)}, not an object with columns")
+        for i, entry in enumerate(found, start=1)
+        if not isinstance(entry, dict)
+    ]
+    good = [i for i, entry in enumerate(found, start=1) if isinstance(entry, dict)]
+    if not found:
+        raise UnreadableFile("holds no records: it is empty")
+    return Rows(_columns([found[i - 1] for i in good]), good, bad)
+
+
+def _columns(records: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: [record.get(name) for record in records] for name in names}
+
+
+def _parquet(path: Path) -> Rows:
+    try:
+        import pandas as pd
+
+        frame = pd.read_parquet(path)
+    except ImportError:
+        raise UnreadableFile("needs pandas and pyarrow: pip install 'quietgrad[hf]'") from None
+    except (ValueError, OSError):  # its own words may quote what it read
+        raise UnreadableFile("is not a Parquet file that can be read") from None
+    columns = {str(name): frame[name].tolist() for name in frame.columns}
+    return Rows(columns, list(range(1, len(frame) + 1)))

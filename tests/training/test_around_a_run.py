@@ -1,0 +1,181 @@
+"""What surrounds a run on the screen: the first line, other libraries' noise, a hub out of reach,
+interruptions, one epsilon everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import train
+
+from quietgrad.accounting.rounding import round_up
+from quietgrad.checks import SettingsWarning
+from quietgrad.cli import app, output
+from quietgrad.training.files import figure
+from quietgrad.training.sources import hub
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_the_first_line_comes_before_torch() -> None:
+    code = (
+        "import builtins, sys\n"
+        "write = sys.stdout.write\n"
+        "def first(text):\n"
+        "    write(text); sys.stdout.write = write\n"
+        "    sys.stderr.write('torch' if 'torch' in sys.modules else 'no torch yet')\n"
+        "sys.stdout.write = first\n"
+        "sys.argv = ['quietgrad', 'train', 'none.toml']\n"
+        "from quietgrad.cli import main; main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.startswith("quietgrad ") and "train" in done.stdout.splitlines()[0]
+    assert done.stderr.startswith("no torch yet") and "none.toml" in done.stderr
+
+
+def test_what_begins_is_said_without_a_terminal(quietgrad: Run, settings, write_config) -> None:
+    config = write_config(settings | {"training.steps": 2})
+    _, out, err = quietgrad("train", config)
+    lines = out.splitlines()
+    assert err == "" and [line.split()[0] for line in lines[:4]] == [
+        "quietgrad", "reading", "calibrating", "loading"
+    ]  # fmt: skip
+    _, out, err = quietgrad("plan", config, "--json")
+    assert json.loads(out) and err == ""  # for programs: the object alone
+
+
+def test_an_interruption_is_one_line(quietgrad: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "announce", interrupted)
+    code, _, err = quietgrad("train")
+    assert code == 130 and err.startswith("error: interrupted") and err.count("\n") == 1
+
+
+def test_warnings_of_other_libraries_stay_off_the_screen(capsys) -> None:
+    target = output.console(False)
+    with output.quiet_libraries(target):
+        warnings.warn("somebody else's", FutureWarning, stacklevel=1)
+        warnings.warn("yours", SettingsWarning, stacklevel=1)
+    captured = capsys.readouterr()
+    assert captured.out.strip() == "warning: yours" and captured.err == ""
+
+
+def test_other_libraries_are_told_to_be_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in output.QUIET:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DATASETS_VERBOSITY", "info")  # somebody wants to hear it
+    output.hush_libraries()
+    assert os.environ["DATASETS_VERBOSITY"] == "info"
+    assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
+    for name in output.QUIET:
+        monkeypatch.setenv(name, os.environ[name])  # taken back at the end
+
+
+# The hub
+
+
+def test_an_address_that_answers_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in hub.PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert hub.reachable(there)
+        monkeypatch.setenv("HTTPS_PROXY", there)
+        assert hub.reachable("https://nowhere.invalid")
+    assert not hub.reachable(there)
+
+
+def test_a_look_up_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    monkeypatch.setattr(hub, "PATIENCE", 0.05)
+
+    def hang(*arguments: Any, **more: Any) -> None:
+        held.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(socket, "create_connection", hang)
+    assert not hub.reachable("https://nowhere.invalid")
+    held.set()
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("some-org/some-model", True),
+        ("bert-base-cased", True),
+        ("packaged:minilm", False),
+        ("table:mlp", False),
+        ("tests", False),  # a folder
+    ],
+)
+def test_the_hub_is_asked_for_names_of_the_hub_alone(
+    name: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    calls = []
+    monkeypatch.setattr(hub, "go_offline_unless_reachable", lambda: calls.append(1))
+    if name == "tests":
+        with pytest.raises(ValueError, match="the folder holds no model"):
+            hub.require_model("model.name", name)
+    else:
+        hub.require_model("model.name", name)
+    assert bool(calls) == asked
+
+
+def test_a_hub_out_of_reach_is_one_line_and_no_retry(csv_file: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # closed again: nobody answers there
+    clean = {k: v for k, v in os.environ.items() if k not in (*hub.PROXIES, hub.OFFLINE)}
+    done = subprocess.run(
+        [sys.executable, "-m", "quietgrad", "train", "--set", "model.name=some-org/some-model",
+         "--set", f"data.source={csv_file}", "--set", f"training.run_dir={tmp_path / 'run'}"],
+        env=clean | {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "cannot be reached" in done.stderr and "Retry" not in done.stdout + done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+# One epsilon
+
+
+def test_console_metrics_figure_and_result_say_one_epsilon(
+    quietgrad: Run, settings, write_config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles = []
+    title = figure._title
+    monkeypatch.setattr(figure, "_title", lambda result: titles.append(title(result)) or titles[-1])
+    often = {"training.steps": 7, "training.eval_every": 2, "data.public": False}
+    _, out, _ = quietgrad("train", write_config(settings | often))
+    run_dir = Path(settings["training.run_dir"])
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    said = [line.split("epsilon spent ")[1].split()[0] for line in out.splitlines()
+            if line.startswith("step ") and "epsilon spent" in line]  # fmt: skip
+    assert said == [round_up(m["epsilon"], 4) for m in metrics] and len(said) == 4
+    final = json.loads((run_dir / "result.json").read_text())["epsilon"]
+    assert all(float(text) >= m["epsilon"] for text, m in zip(said, metrics, strict=True))
+    assert said[-1] == round_up(final, 4)
+    assert titles == [f"Private fine-tuning, epsilon = {round_up(final, 4)}"]
+    assert round_up(final, 4) in quietgrad("runs", run_dir)[1]
+    assert round_up(final, 4) in (run_dir / "model" / "README.md").read_text()
+
+
+def test_a_private_run_without_evaluations_has_the_figure_of_one(settings, tmp_path) -> None:
+    _, outcome, run_dir = train(settings | {"training.eval_every": 0, "training.steps": 2})
+    assert figure._title(outcome.result).startswith("Private fine-tuning, epsilon")
+    figure.score_figure(run_dir.read_metrics(), outcome.result, None, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000

@@ -1,0 +1,144 @@
+"""Bad inputs of docs/notes/bad_input.md that crashed, ran all the same, or were answered vaguely:
+one line, exit code 2, no folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import labelled_texts
+
+NOTE = Path(__file__).parents[2] / "docs" / "notes" / "bad_input.md"
+Run = Callable[..., tuple[int, str, str]]
+RECORDS = labelled_texts()
+GOOD = "text,label\n" + "".join(f"{text},{label}\n" for text, label in RECORDS)
+JSONL = "".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in RECORDS)
+
+
+def with_labels(label: Callable[[int], str]) -> str:
+    return "text,label\n" + "".join(f"{t},{label(i)}\n" for i, (t, _) in enumerate(RECORDS))
+
+
+FILES = {
+    "empty": ("a.csv", "", "it is empty"),
+    "utf-16": ("a.csv", GOOD.encode("utf-16"), "UTF-16"),
+    "latin-1": ("a.csv", GOOD.encode() + b"caf\xe9,good\n", "rows of it are broken"),
+    "workbook": ("a.csv", b"PK\x03\x04", "workbook"),
+    "gzip": ("a.csv", b"\x1f\x8b\x08", "gzip"),
+    "too-many": ("a.csv", GOOD + "a,b,c\n", "rows of it are broken"),
+    "too-few": ("a.csv", GOOD + "alone\n", "data.skip_bad=true"),
+    "open-quote": ("a.csv", GOOD + '"open,good\n', "not closed"),
+    "twice": ("a.csv", "text,text\na,b\n", "two columns named 'text'"),
+    "behind": ("a.csv", GOOD.replace("good\n", "good,\n"), "rows of it are broken"),
+    "jsonl": ("a.jsonl", JSONL + '{"text": "a"', "quietgrad check"),
+    "list": ("a.jsonl", "[" + JSONL.strip().replace("\n", ",\n") + "]", "name it .json"),
+    "lines": ("a.json", JSONL, "name it .jsonl"),
+    "commas": ("a.tsv", GOOD, "save it with tabs"),
+    "no-text": ("a.csv", "text,label\n" + ",good\n,bad\n" * 60, "no cell in the column"),
+    "number-texts": ("a.jsonl", '{"text": 5, "label": "a"}\n' * 60, "no cell in the column"),
+    "fractions": ("a.csv", with_labels(lambda i: f"{i % 12 * 0.37:.2f}"), "with fractions"),
+    "gaps": ("a.csv", with_labels(lambda i: "x" if i % 3 else ""), "data.skip_bad=true"),
+    "all-broken": ("a.csv", "text,label\n" + "a,b,c\n" * 9, "rows of it are broken"),
+}
+
+
+def assert_refused(outcome: tuple[int, str, str], part: str, settings: dict[str, Any]) -> None:
+    code, _, err = outcome
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, outcome
+    assert part in err, err
+    assert not Path(settings["training.run_dir"]).exists()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files(name: str, quietgrad: Run, settings, write_config, tmp_path: Path) -> None:
+    file, content, part = FILES[name]
+    path = tmp_path / file
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    config = write_config(settings | {"data.source": str(path)})
+    assert_refused(quietgrad("train", config), part, settings)
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"data.text": "label"}, "is the column of the text too"),
+    ({"data.labels": ["good", "good", "bad"]}, "has 'good' twice"),
+    ({"model.dropout": 1.5}, "model.dropout=1.5"),
+    ({"model.dropout": 1.0}, "leaves nothing of a layer"),
+    ({"model.max_length": 25}, "exceeds the 24 positions"),
+    ({"model.max_length": 2}, "leaves no room for a text"),
+    ({"model.name": "/nowhere/model"}, "no such folder"),
+    ({"model.name": "no-such-org/no-such-model"}, "cannot be loaded"),
+    (
+        {"task.kind": "generate", "model.tune": "full", "task.max_answer_length": 4},
+        "needs a causal language model",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "part"), SETTINGS, ids=[p for _, p in SETTINGS])
+def test_settings(changes: dict, part: str, quietgrad: Run, settings, write_config) -> None:
+    assert_refused(quietgrad("train", write_config(settings | changes)), part, settings)
+
+
+def test_texts_may_be_as_long_as_the_positions(quietgrad: Run, settings, write_config) -> None:
+    config = write_config(settings | {"model.max_length": 24, "training.steps": 1})
+    assert quietgrad("train", config)[0] == 0
+
+
+def test_the_test_file_is_not_the_training_file(quietgrad: Run, settings, write_config) -> None:
+    config = write_config(settings | {"data.test_source": settings["data.source"]})
+    assert_refused(quietgrad("train", config), "is the source itself", settings)
+
+
+def test_a_key_outside_of_tables(quietgrad: Run, settings, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("steps = 3\n")
+    outcome = quietgrad("train", tmp_path / "a.toml")
+    assert_refused(outcome, "key 'steps' stands outside of a table", settings)
+
+
+BROKEN_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "weights": (lambda f: (f / "model.safetensors").write_bytes(b"no"), "cannot be loaded"),
+    "config": (lambda f: (f / "config.json").write_text("{"), "not a valid JSON file"),
+    "tokenizer": (lambda f: [p.unlink() for p in f.glob("tok*")], "knows no words"),
+    "everything": (lambda f: [p.unlink() for p in f.iterdir()], "the folder holds no model"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_MODELS)
+def test_model_folders(
+    name: str, quietgrad: Run, settings, write_config, tiny_bert: Path, tmp_path: Path
+) -> None:
+    broken, part = BROKEN_MODELS[name]
+    folder = shutil.copytree(tiny_bert, tmp_path / "model")
+    broken(folder)
+    config = write_config(settings | {"model.name": str(folder)})
+    assert_refused(quietgrad("train", config), part, settings)
+
+
+def test_skip_bad_for_pictures(quietgrad: Run, values: dict, write_config) -> None:
+    pictures = values | {"model.name": "cnn:groupnorm", "model.tune": "full"}
+    config = write_config(pictures | {"data.skip_bad": True})
+    assert_refused(quietgrad("train", config), "is for texts and tables", values)
+
+
+def test_a_private_row_is_named_by_check_alone(
+    quietgrad: Run, settings, write_config, tmp_path: Path
+) -> None:
+    path = tmp_path / "patients.csv"
+    path.write_text(GOOD + "syphilis,seen,in,1987\n")
+    config = write_config(settings | {"data.source": str(path)})
+    for command in ("train", "plan"):
+        _, out, err = quietgrad(command, config)
+        said = (out + err).replace(str(tmp_path), "").replace(str(config), "")
+        assert "syphilis" not in said and str(len(RECORDS) + 2) not in said and "line" not in said
+    assert f"line {len(RECORDS) + 2}: 4 cells" in quietgrad("check", path)[1]
+
+
+def test_the_note_lists_them() -> None:
+    rows = [x for x in NOTE.read_text(encoding="utf-8").splitlines() if x.startswith("| ")][2:]
+    assert len(rows) >= 100
+    assert all(row.count(" | ") == 1 for row in rows)

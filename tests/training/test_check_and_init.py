@@ -1,0 +1,223 @@
+"""What the owner of a file sees of it, and the configuration that is written for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_runs import labelled_texts, write_records
+
+from quietgrad.training.settings.config import load_config
+from quietgrad.training.sources.guess import describe, guess
+from quietgrad.training.sources.rows import read_rows
+
+Run = Callable[..., tuple[int, str, str]]
+
+BROKEN = """text,label
+"a lovely
+film, really it was",good
+awful film with dull plot,bad
+too,many,cells here
+short
+a great film with music,Good
+,good
+a text without a label here,
+"""
+
+
+def test_check_shows_every_broken_row_with_its_line(quietgrad: Run, tmp_path: Path) -> None:
+    file = tmp_path / "reviews.csv"
+    file.write_text(BROKEN)
+    code, out, err = quietgrad("check", file, "--text", "text", "--label", "label")
+    assert code == 1 and err == ""
+    assert out.startswith("This output is private")
+    for line in ("line 5: 3 cells", "line 6: 1 cells", "line 8: no text", "line 9: no label"):
+        assert line in out
+    assert "UTF-8" in out and "comma" in out and "differ in case alone" in out
+    code, out, _ = quietgrad("check", file, "--text", "text", "--label", "label", "--json")
+    found = json.loads(out)
+    assert code == 1 and found["private"].startswith("This output is private")
+    (facts,) = found["files"]
+    assert [row["first"] for row in facts["broken"]] == [5, 6]
+    assert [row["first"] for row in facts["gaps"]] == [8, 9]
+    assert facts["labels"] == {"good": 2, "Good": 1, "bad": 1} and len(facts["rare"]) == 3
+
+
+def test_check_prints_all_of_many_rows(quietgrad: Run, tmp_path: Path) -> None:
+    file = tmp_path / "many.csv"
+    file.write_text("text,label\n" + "a,b,c\n" * 300)
+    out = quietgrad("check", file)[1]
+    assert all(f"line {n}: 3 cells" in out for n in range(2, 302))
+
+
+def test_check_of_a_clean_file_and_of_a_configuration(
+    quietgrad: Run, csv_file: Path, settings, write_config
+) -> None:
+    code, out, _ = quietgrad("check", csv_file)
+    assert code == 0 and "Every row can be read" in out and "60" in out
+    code, out, _ = quietgrad("check", write_config(settings))
+    assert code == 0 and "good" in out
+    code, out, _ = quietgrad("check", write_config(settings | {"data.text": "txt"}))
+    assert "has no column 'txt'" in out
+
+
+@pytest.mark.parametrize(
+    ("labels", "note"),
+    [
+        ([f"{i * 0.37:.2f}" for i in range(120)], "numbers with fractions"),
+        ([f"name {i}" for i in range(120)], "names or numbers, not classes"),
+        (["x"] * 120, "nothing can be learnt"),
+    ],
+)
+def test_check_says_what_is_odd_about_labels(
+    labels: list[str], note: str, quietgrad: Run, tmp_path: Path
+) -> None:
+    records = [(text, label) for (text, _), label in zip(labelled_texts(), labels, strict=True)]
+    file = write_records(tmp_path / "a.csv", records)
+    assert note in quietgrad("check", file, "--label", "label", "--text", "text")[1]
+
+
+def test_check_of_files_that_cannot_be_read(quietgrad: Run, tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text('text,label\na,b\n"c,d\n')
+    code, out, _ = quietgrad("check", file)
+    assert code == 1 and "not closed" in out and "begins in line 3" in out
+    for name in ("none.csv", "a.xyz", ""):
+        if name == "a.xyz":
+            (tmp_path / name).write_text("x")
+        code, _, err = quietgrad("check", tmp_path / name)
+        assert code == 2 and err.count("\n") == 1 and err.startswith("error: FILE=")
+    assert quietgrad("check", file.with_name("b.csv"))[0] == 2
+
+
+def test_check_of_pictures(quietgrad: Run, pictures: Path, tmp_path: Path) -> None:
+    code, out, _ = quietgrad("check", pictures)
+    assert code == 0 and "train" in out and "Every image can be opened" in out
+    import shutil
+
+    copy = shutil.copytree(pictures, tmp_path / "copy")
+    damaged = next((copy / "train").rglob("*.png"))
+    damaged.write_bytes(b"\x89PNG broken")
+    code, out, _ = quietgrad("check", copy)
+    assert code == 1 and damaged.name in out and "1 images that cannot be opened" in out
+
+
+# init
+
+
+def written(path: Path, columns: dict[str, list[str]]) -> Path:
+    rows = [",".join(columns), *map(",".join, zip(*columns.values(), strict=True))]
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+TEXTS = [text for text, _ in labelled_texts()]
+CLASSES = [label for _, label in labelled_texts()]
+NUMBERS = [f"{i * 0.37:.2f}" for i in range(len(TEXTS))]
+NAMES = [f"name{i}" for i in range(len(TEXTS))]
+
+
+@pytest.mark.parametrize(
+    ("columns", "found"),
+    [
+        ({"text": TEXTS, "label": CLASSES}, ("text", "label", "text", "")),
+        ({"id": NAMES, "stars": CLASSES, "body": TEXTS}, ("text", "stars", "body", "")),
+        ({"age": NUMBERS, "job": CLASSES, "income": CLASSES}, ("table", "income", "", "")),
+        ({"target": CLASSES, "b": CLASSES, "x": NUMBERS}, ("table", "target", "", "")),
+        ({"question": TEXTS, "answer": TEXTS}, ("answers", "answer", "question", "")),
+        (
+            {"premise": TEXTS, "hypothesis": TEXTS, "label": CLASSES},
+            ("text", "label", "premise", "hypothesis"),
+        ),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_what_is_learnt_is_guessed(columns: dict, found: tuple, tmp_path: Path) -> None:
+    known = describe(read_rows(written(tmp_path / "a.csv", columns)))
+    guessed = guess(known)
+    assert (guessed.task, guessed.label, guessed.text, guessed.pair) == found
+
+
+def test_columns_that_are_named_are_taken(tmp_path: Path) -> None:
+    columns = {"a": TEXTS, "b": list(reversed(TEXTS)), "x": CLASSES, "y": CLASSES}
+    known = describe(read_rows(written(tmp_path / "a.csv", columns)))
+    assert guess(known, "b", "x").text == "b" and guess(known, "b", "x").label == "x"
+    with pytest.raises(ValueError, match="--label='z' is not a column"):
+        guess(known, label="z")
+    with pytest.raises(ValueError, match="no column looks like a label"):
+        guess({name: known[name] for name in ("a", "b")})
+
+
+def test_train_accepts_what_init_writes(
+    quietgrad: Run, csv_file: Path, tiny_bert, tmp_path
+) -> None:
+    config = tmp_path / "config.toml"
+    code, out, err = quietgrad("init", csv_file, "-o", config)
+    assert (code, err) == (0, "") and str(config) in out
+    whole = load_config(config, ())
+    assert whole.data.source == str(csv_file) and whole.privacy.target_epsilon == 2.0
+    assert whole.privacy.target_delta < 1 / (0.6 * 120)
+    lines = [x for x in config.read_text().splitlines() if str(csv_file) not in x]
+    assert max(map(len, lines)) < 100
+    # As it stands it would load MiniLM; everything else is as written.
+    run = ["--set", f"model.name={tiny_bert}", "--set", "model.max_length=16"]
+    run += ["--set", f"training.run_dir={tmp_path / 'run'}"]
+    code, out, err = quietgrad("train", config, *run, "--json")
+    assert code == 0 and json.loads(out)["epsilon"] <= 2.0
+
+
+def test_a_table_and_its_configuration_run_as_they_stand(
+    quietgrad: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "people.csv", {"age": NUMBERS, "job": CLASSES, "income": CLASSES})
+    assert quietgrad("init", "people.csv")[0] == 0
+    assert quietgrad("train", "config.toml", "--set", "training.steps=3")[0] == 0
+
+
+def test_pictures_and_their_configuration_run_as_they_stand(
+    quietgrad: Run, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert quietgrad("init", pictures, "-o", "pictures.toml")[0] == 0
+    few = ["--set", "training.steps=2", "--set", "expected_batch_size=16"]
+    code, _, err = quietgrad("train", "pictures.toml", *few)
+    assert code == 0, err
+
+
+def test_answers_get_a_configuration(quietgrad: Run, tmp_path: Path) -> None:
+    file = written(tmp_path / "a.csv", {"question": TEXTS, "answer": TEXTS})
+    assert quietgrad("init", file, "-o", tmp_path / "a.toml")[0] == 0
+    config = load_config(tmp_path / "a.toml", ())
+    assert config.task.prompt == "{question}\n" and config.task.answer == "{answer}"
+
+
+def test_init_overwrites_nothing_and_refuses_in_one_line(quietgrad: Run, tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.csv", labelled_texts())
+    there = tmp_path / "there.toml"
+    there.write_text("mine")
+    few = write_records(tmp_path / "few.csv", labelled_texts(12))
+    for source, output, part in (
+        (file, there, "is there already"),
+        (file, tmp_path / "a.txt", "must end in .toml"),
+        (file, tmp_path / "no" / "a.toml", "no such folder"),
+        (few, tmp_path / "b.toml", "has 12 records"),
+        (tmp_path, tmp_path / "b.toml", "folder without train/"),
+        (tmp_path / "none.csv", tmp_path / "b.toml", "no such file"),
+    ):
+        code, _, err = quietgrad("init", source, "-o", output)
+        assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and part in err
+    assert there.read_text() == "mine" and not (tmp_path / "b.toml").exists()
+
+
+def test_init_of_a_broken_file(quietgrad: Run, tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.csv", labelled_texts())
+    with file.open("a") as more:
+        more.write("too,many,cells\n")
+    config = tmp_path / "a.toml"
+    code, _, err = quietgrad("init", file, "-o", config)
+    assert code == 2 and "quietgrad check" in err and "--skip-bad" in err and not config.exists()
+    assert quietgrad("init", file, "-o", config, "--skip-bad")[0] == 0
+    assert load_config(config, ()).data.skip_bad is True

@@ -1,0 +1,74 @@
+"""The list of runs: what each directory says of its run, unfinished and damaged ones too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_runs import interrupt_at, train
+
+from quietgrad.accounting import epsilon_report
+from quietgrad.ledger import read_ledger
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def listed(quietgrad: Run, folder: Path) -> dict[str, dict]:
+    code, out, err = quietgrad("runs", folder, "--json")
+    assert (code, err) == (0, "")
+    return {run["name"]: run for run in json.loads(out)["runs"]}
+
+
+def test_runs_and_what_they_have_spent(quietgrad: Run, settings, tmp_path: Path) -> None:
+    def there(name: str) -> dict:
+        return settings | {"training.run_dir": str(tmp_path / name), "model.tune": "head"}
+
+    _, done, _ = train(there("done"))
+    train(there("deeper/stopped"), report=interrupt_at(4))
+    train(there("plain") | {"privacy.enabled": False})
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "config.toml").write_text("")
+    found = listed(quietgrad, tmp_path)
+    assert set(found) == {"done", "deeper/stopped", "plain"}
+    first, stopped, plain = found["done"], found["deeper/stopped"], found["plain"]
+    assert (first["status"], first["steps"], first["planned"]) == ("finished", 6, 6)
+    assert first["task"] == "texts" and first["epsilon"] == done.result["epsilon"]
+    assert first["score"] == done.result["metrics"]["accuracy"]
+    assert (stopped["status"], stopped["steps"], stopped["planned"]) == ("unfinished", 4, 6)
+    contents = read_ledger(tmp_path / "deeper" / "stopped")
+    assert contents.event is not None
+    spent = epsilon_report(contents.event, stopped["delta"]).epsilon
+    assert stopped["epsilon"] == spent < first["epsilon"]
+    assert stopped["metric"] == "validation accuracy" and 0 <= stopped["score"] <= 1
+    assert not plain["private"] and plain["epsilon"] is None and plain["status"] == "finished"
+    code, out, _ = quietgrad("runs", tmp_path)
+    assert code == 0 and "no privacy" in out and "4/6" in out and "--resume" in out
+
+    # A finished run with more releases than its result says is counted by its ledger.
+    result = tmp_path / "done" / "result.json"
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"steps": 3, "epsilon": 0.1}))
+    assert listed(quietgrad, tmp_path)["done"]["epsilon"] == done.result["epsilon"]
+    ledger = tmp_path / "done" / "ledger.jsonl"
+    ledger.write_bytes(ledger.read_bytes()[:-200])
+    damaged = listed(quietgrad, tmp_path)["done"]
+    assert damaged["status"] == "ledger damaged" and damaged["epsilon"] is None
+    # One run by itself.
+    assert list(listed(quietgrad, tmp_path / "plain")) == ["plain"]
+
+
+def test_no_runs(quietgrad: Run, tmp_path: Path) -> None:
+    assert listed(quietgrad, tmp_path) == {}
+    code, out, _ = quietgrad("runs", tmp_path)
+    assert code == 0 and "no runs" in out
+    code, _, err = quietgrad("runs", tmp_path / "none")
+    assert code == 2 and err.startswith("error: DIR=") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", ["runs", "check", "init"])
+def test_commands_beside_runs_do_without_torch(module: str) -> None:
+    code = f"import sys, quietgrad.cli.beside.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
