@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from torch import nn
 
 from quietgrad.accounting import noise_multiplier
@@ -277,7 +276,7 @@ class PrivacyPlan(StepByStep):
                     max_grad_norm=self.max_grad_norm,
                     seeded=self.seed is not None,
                     **self._sampling_facts(),
-                    **self._part_sizes(),
+                    **self.sampler.sizes_of_parts(self.record_identity),
                 )
             for more, target in self.extensions[len(contents.extensions) :]:
                 writer.extension(more, target)
@@ -330,16 +329,6 @@ class PrivacyPlan(StepByStep):
                 "choice": users.choice,
             }
         return facts | ({"record_identity": self.record_identity} if cyclic else {})
-
-    def _part_sizes(self) -> dict[str, list[int]]:
-        """[b], where they follow from N and b alone. Partitioned by content they say more of a
-        record than that it is there, and are kept nowhere.
-        """
-        if self.sampler.parts is None or self.record_identity != "index":
-            return {}
-        return {
-            "part_sizes": np.bincount(self.sampler.parts, minlength=self.sampler.bands).tolist()
-        }
 
     def _require_same_mechanism(self, contents: LedgerContents) -> None:
         course = self.first_planned

@@ -79,6 +79,14 @@ class PoissonSampler:
         """1 / q, rounded: as many as give every record one turn on average."""
         return max(1, round(1 / self.sample_rate))
 
+    def sizes_of_parts(self, record_identity: str) -> dict[str, list[int]]:
+        """[b] ``part_sizes``, where they follow from N and b alone. Partitioned by content they say
+        more of a record than that it is there, and are kept nowhere.
+        """
+        if self.parts is None or record_identity != "index":
+            return {}
+        return {"part_sizes": np.bincount(self.parts, minlength=self.bands).tolist()}
+
     def at(self, sample_rate: float) -> PoissonSampler:
         """The same sampler at another rate."""
         if sample_rate == self.sample_rate:

@@ -9,8 +9,8 @@ clipped gradients).
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from quietgrad.checks import (
     require_at_least,
@@ -19,113 +19,25 @@ from quietgrad.checks import (
     require_positive,
     require_rate,
 )
+from quietgrad.events.claims import ENVELOPES as ENVELOPES
+from quietgrad.events.claims import SMALLEST_CLIPPING_NORM as SMALLEST_CLIPPING_NORM
+from quietgrad.events.claims import SMALLEST_SKETCH_DIM as SMALLEST_SKETCH_DIM
+from quietgrad.events.claims import ClippingClaim as ClippingClaim
+from quietgrad.events.claims import Envelope as Envelope
+from quietgrad.events.claims import ExactClipping as ExactClipping
+from quietgrad.events.claims import RandomizedClipping as RandomizedClipping
+from quietgrad.events.claims import SensitivityClaim as SensitivityClaim
+from quietgrad.events.relations import ADD_REMOVE as ADD_REMOVE
+from quietgrad.events.relations import ADD_REMOVE_USER as ADD_REMOVE_USER
+from quietgrad.events.relations import RELATIONS as RELATIONS
+from quietgrad.events.relations import ZERO_OUT as ZERO_OUT
+from quietgrad.events.relations import per_unit as per_unit
+from quietgrad.events.relations import unit_of as unit_of
 
 __all__ = ["EventSequence", "ExactClipping", "PoissonGaussian", "RandomizedClipping", "SideRelease"]
 
-Envelope = Literal["mixed", "hutch"]
-ENVELOPES: tuple[Envelope, ...] = ("mixed", "hutch")
-
-# Neighbouring relation -> in words. Parts that a record's index decides stay as they are only if
-# its place stays, empty.
 # Below it the accountant has no numbers to count with.
 SMALLEST_NOISE = 1e-6
-ADD_REMOVE, ZERO_OUT = "add-remove", "zero-out"
-ADD_REMOVE_USER = "add-remove-user"
-RELATIONS = {
-    ADD_REMOVE: "add or remove one record",
-    ZERO_OUT: "leave one record's place empty",
-    ADD_REMOVE_USER: "add or remove one user, with all records",
-}
-SMALLEST_SKETCH_DIM = 2
-
-
-@dataclass(frozen=True)
-class ExactClipping:
-    """Every record's contribution to the clipped sum has norm at most C, always."""
-
-
-@dataclass(frozen=True)
-class RandomizedClipping:
-    """Contributions are bounded by C * R^(-1/2), R the ratio of the sketched to the true squared
-    norm.
-
-    Attributes:
-        sketch_dim: smallest sketch dimension k over the sketched layers; the others must be integer
-            multiples of it.
-        envelope: ``mixed`` (sound for any mixture of exact, Hutch and Hutch++ layers) or ``hutch``
-            (only where every trainable parameter is sketched by Hutch).
-        total_rank: D, sum over sketched layers of min(p, d, positions); needed by ``hutch`` only.
-
-    Source: papers, DP-SGD-RC section 5; docs/privacy.md, section "Randomized clipping".
-    """
-
-    sketch_dim: int
-    envelope: Envelope = "mixed"
-    total_rank: int | None = None
-
-    def __post_init__(self) -> None:
-        require_int("sketch_dim", self.sketch_dim)
-        require_at_least(
-            "sketch_dim",
-            self.sketch_dim,
-            SMALLEST_SKETCH_DIM,
-            "with one projection the norm estimate is near zero too often for any finite epsilon; "
-            "use 8 or more",
-        )
-        if self.envelope not in ENVELOPES:
-            raise ValueError(
-                f"envelope={self.envelope!r} is unknown; use one of {', '.join(ENVELOPES)}"
-            )
-        if self.envelope == "hutch":
-            if self.total_rank is None:
-                raise ValueError(
-                    "total_rank is required by envelope='hutch': pass the sum over sketched layers "
-                    "of "
-                    "min(rows, columns, positions), or use envelope='mixed', which needs none"
-                )
-            require_int("total_rank", self.total_rank)
-            require_at_least(
-                "total_rank", self.total_rank, 1, "it counts the ranks of the sketched layers"
-            )
-        elif self.total_rank is not None:
-            require_int("total_rank", self.total_rank)
-            require_at_least(
-                "total_rank", self.total_rank, 1, "it counts the ranks of the sketched layers"
-            )
-
-
-ClippingClaim = ExactClipping | RandomizedClipping
-
-
-# Clip factors of the longest gradients are then normal numbers of float32.
-SMALLEST_CLIPPING_NORM = 1e-15
-
-
-@dataclass(frozen=True)
-class SensitivityClaim:
-    """What a clipper promises about one record's contribution to its sum.
-
-    Attributes:
-        max_grad_norm: C; the contribution's norm is at most C (exact) or C * R^(-1/2) (randomized).
-        clipping: which of the two, with the sketch facts that the accountant needs.
-        rounding: unit roundoff of the sum itself, relative to C: adding n contributions in floating
-            point moves the sum by about n times this (docs/privacy.md, section 3).
-    """
-
-    max_grad_norm: float
-    clipping: ClippingClaim = ExactClipping()
-    rounding: float = 2.0**-24
-
-    def __post_init__(self) -> None:
-        require_positive("max_grad_norm", self.max_grad_norm)
-        # A float of its own: products of a numpy float16 would be rounded to that.
-        object.__setattr__(self, "max_grad_norm", float(self.max_grad_norm))
-        if not SMALLEST_CLIPPING_NORM <= self.max_grad_norm <= 1 / SMALLEST_CLIPPING_NORM:
-            raise ValueError(
-                f"max_grad_norm={self.max_grad_norm!r} must be in {SMALLEST_CLIPPING_NORM:g} .. "
-                f"{1 / SMALLEST_CLIPPING_NORM:g}: beyond that, float32 sums of clipped gradients "
-                "lose their bound; scale the loss and the clipping norm together"
-            )
 
 
 @dataclass(frozen=True)
@@ -184,7 +96,7 @@ class PoissonGaussian:
     noise_multiplier: float
     sample_rate: float
     steps: int
-    clipping: ClippingClaim = ExactClipping()
+    clipping: ClippingClaim = field(default_factory=ExactClipping)
     bands: int = 1
     beside: tuple[SideRelease, ...] = ()
 
@@ -353,13 +265,3 @@ class NotPrivate:
                 f"reason={self.reason!r}: say why these data need no protection; the ledger keeps "
                 "it"
             )
-
-
-def unit_of(relation: str) -> str:
-    """What an epsilon under a neighbouring relation protects, in one word: "record" or "user"."""
-    return "user" if relation == ADD_REMOVE_USER else "record"
-
-
-def per_unit(relation: str) -> str:
-    """What is put behind a number of epsilon in a short line: that it is a user's, where it is."""
-    return " per user" if relation == ADD_REMOVE_USER else ""
