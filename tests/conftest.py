@@ -66,6 +66,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 EXAMINED: dict[object, tuple[bool, bool, int]] = {}
 
 
+def name_of(loss: Any) -> tuple[str, ...]:
+    """A loss and the functions that it is made of."""
+    inside = [cell.cell_contents for cell in getattr(loss, "__closure__", None) or ()]
+    parts = [loss if hasattr(loss, "__qualname__") else type(loss), *inside]
+    parts += getattr(loss, "__dict__", {}).values()
+    return tuple(f"{p.__module__}.{p.__qualname__}" for p in parts if hasattr(p, "__qualname__"))
+
+
 @pytest.fixture
 def examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that clip the same models again and again: the guard examines a model, its loss and
@@ -75,7 +83,7 @@ def examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     That is most of a tiny run's time. What the guard finds and misses is the subject of
     tests/attacks and tests/clipping/test_guard.py, where it looks every time.
     """
-    from quietgrad.clipping.soundness.guard import Guard
+    from quietgrad.clipping.soundness.guard import Guard, is_guarded
     from quietgrad.tensors import batch_size_of, tensors_of
 
     examine = Guard.examine
@@ -86,13 +94,19 @@ def examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
         if batch_size_of(records) == 1:
             return examine(self, subject, batch, size, step, captures)
         parameters = subject.layout.parameters.items()
-        loss = subject.per_example_loss
         key = (
-            (str(subject.model), loss.__module__, loss.__qualname__),
+            str(subject.model),
+            tuple((type(m).__module__, type(m).__qualname__) for m in subject.model.modules()),
+            name_of(subject.per_example_loss),
             tuple((name, p.shape, p.dtype) for name, p in parameters),
             tuple(module.training for module in subject.model.modules()),
-            tuple((t.shape[1:], t.dtype) for t in tensors_of(records)),
-            (size, step, captures, known.together > 0, known.captured, known.remembers_nothing),
+            # Texts are padded to another length in every batch.
+            tuple(
+                (t.dtype, t.shape[1:] if t.is_floating_point() else t.dim())
+                for t in tensors_of(records)
+            ),
+            (size > 1, is_guarded(step), captures),
+            (known.together > 0, known.captured, known.remembers_nothing),
         )
         if key not in EXAMINED:
             together = examine(self, subject, batch, size, step, captures)

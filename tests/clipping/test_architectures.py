@@ -12,6 +12,8 @@ from cases import Case
 from test_against_oracle import assert_equal_to_oracle
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 MICRO_BATCH_SIZES = [None, 1, 3]
 WITH_TWIN = [c for c in ARCHITECTURES if c.name in TWINS]
 WITHOUT_TWIN = [c for c in ARCHITECTURES if c.name not in TWINS]

@@ -21,6 +21,8 @@ from quietgrad.clipping.verify import verify_clipping
 from quietgrad.events import RandomizedClipping, SensitivityClaim
 from quietgrad.randomness import RandomKey
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 SMALL = [
     c
     for c in CASES

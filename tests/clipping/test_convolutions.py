@@ -21,6 +21,8 @@ from quietgrad.clipping.norms.estimators.materialized import kept_gradients, mat
 from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS, ConvolutionFactors, convolution
 from quietgrad.clipping.norms.factors.patches import Geometry, patch_columns, patch_gram, patches
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 EXAMPLES = 5
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from quietgrad.ledger import read_ledger
 
-pytestmark = ADVICE
+pytestmark = [*ADVICE, pytest.mark.usefixtures("examined_once")]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from quietgrad.integrations.lightning.refusals import refuse_trainer
 from quietgrad.integrations.lightning.steps import shown_epsilon
 from quietgrad.ledger import read_ledger
 
-pytestmark = ADVICE
+pytestmark = [*ADVICE, pytest.mark.usefixtures("examined_once")]
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2.*leave it at 1"),

@@ -17,6 +17,8 @@ from transformers import TrainerCallback, default_data_collator
 
 from quietgrad.integrations.transformers import PrivateTrainer
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 OWN = replace(PRIVACY, seed=None, data_are_public=False)
 
 

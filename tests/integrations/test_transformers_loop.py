@@ -23,6 +23,8 @@ from transformers import TrainerCallback
 
 from quietgrad.ledger import read_ledger
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 
 @pytest.mark.parametrize(
     ("changes", "loop"),

@@ -19,6 +19,8 @@ from quietgrad import PrivacyConfig
 from quietgrad.integrations.transformers import PrivateSeq2SeqTrainer
 from quietgrad.integrations.transformers.losses import RecordLoss, record_loss_of
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 BERT = hf.BertConfig(vocab_size=50, intermediate_size=16, **SIZES)
 LLAMA = hf.LlamaConfig(vocab_size=50, intermediate_size=16, **SIZES)

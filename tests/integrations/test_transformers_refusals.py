@@ -30,6 +30,8 @@ from quietgrad.integrations.transformers.hooks import HOOKS, require_hooks
 from quietgrad.integrations.transformers.quiet import QuietTrainer
 from quietgrad.integrations.transformers.refusals import refuse_arguments
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Any:

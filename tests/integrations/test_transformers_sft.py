@@ -31,6 +31,8 @@ from trl import SFTConfig
 from quietgrad.integrations.transformers import PrivateSFTTrainer
 from quietgrad.ledger import read_ledger
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 
 def sft(folder: Path, **changes: Any) -> PrivateSFTTrainer:
     settings: dict[str, Any] = {

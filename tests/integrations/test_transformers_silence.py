@@ -20,6 +20,8 @@ from transformers.integrations import integration_utils
 from quietgrad import PrivacyConfig
 from quietgrad.noise import BandedNoise
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 PRIVATE = ("loss", "grad_norm", "train_loss", "total_flos", "num_tokens")
 SECRET = PrivacyConfig(
     target_epsilon=3.0, expected_batch_size=20, epochs=2, noise=BandedNoise(2), seed=None
