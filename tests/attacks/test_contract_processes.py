@@ -70,7 +70,8 @@ def meet(rank: int, folder: str) -> None:
 
 @pytest.mark.distributed
 def test_every_door_is_shut_under_a_group_of_two(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(meet, (str(tmp_path),), nprocs=2)
+    # Forked: a spawned process would import torch again, for six seconds.
+    torch.multiprocessing.start_processes(meet, (str(tmp_path),), nprocs=2, start_method="fork")
     for rank in range(2):
         *refused, wrapped, released = (tmp_path / f"rank{rank}.txt").read_text().splitlines()
         assert len(refused) == 7

@@ -104,6 +104,11 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+def plans(*ordinary: str) -> list[Any]:
+    further = pytest.mark.slow("twenty seconds together; the combined plan has all their parts")
+    return [pytest.param(name, marks=[further] * (name not in ordinary)) for name in PLANS]
+
+
 @cache
 def found_of(name: str) -> AuditReport:
     """Once a plan: keys and coins are the same in every test."""
@@ -111,7 +116,7 @@ def found_of(name: str) -> AuditReport:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", plans("exact", "denoised", "combined"))
 def test_gradient_canaries_are_found_and_refute_no_right_plan(name: str) -> None:
     report = found_of(name)
     assert not report.refuted
@@ -124,7 +129,7 @@ def test_gradient_canaries_are_found_and_refute_no_right_plan(name: str) -> None
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", plans("exact", "combined"))
 def test_input_canaries_refute_no_right_plan(name: str) -> None:
     report = audit("input", **PLANS[name])
     assert not report.refuted and report.kind == "input"

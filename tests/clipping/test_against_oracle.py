@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import pytest
 import torch
 from cases import CASES, Case
@@ -35,10 +38,28 @@ def full_training() -> list:
     ]
 
 
+@lru_cache(maxsize=1)
+def asked(case: Case, lora: bool = False) -> tuple[Any, Any, Any, Any]:
+    """Model, loss, batch and the oracle's per-example gradients: made once for all ways of clipping
+    a case, which follow each other.
+    """
+    model, loss, batch = case.build()
+    model = with_lora(case, model) if lora else model
+    return model, loss, batch, oracle_gradients(model, loss, batch)
+
+
 def assert_equal_to_oracle(
-    model, loss, batch, *, estimator="exact", physical_batch_size=None, tolerance=1e-5
+    model,
+    loss,
+    batch,
+    gradients=None,
+    *,
+    estimator="exact",
+    physical_batch_size=None,
+    tolerance=1e-5,
 ) -> None:
-    gradients = oracle_gradients(model, loss, batch)
+    """``gradients``: the oracle's, where it was asked before."""
+    gradients = oracle_gradients(model, loss, batch) if gradients is None else gradients
     norms = oracle_norms(gradients)
     clip = float(norms.median())  # some examples clipped, some not
     expected = oracle_clipped_sum(gradients, clip)
@@ -56,9 +77,8 @@ def assert_equal_to_oracle(
 
 @pytest.mark.parametrize(("case", "estimator", "physical_batch_size"), full_training())
 def test_full_training(case: Case, estimator: str, physical_batch_size: int | None) -> None:
-    model, loss, batch = case.build()
     assert_equal_to_oracle(
-        model, loss, batch, estimator=estimator, physical_batch_size=physical_batch_size
+        *asked(case), estimator=estimator, physical_batch_size=physical_batch_size
     )
 
 
@@ -71,11 +91,8 @@ LORA_TARGETS = {
 }
 
 
-@pytest.mark.parametrize("physical_batch_size", [None, 1, 3])
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in LORA_TARGETS], ids=str)
-def test_lora(case: Case, physical_batch_size: int | None) -> None:
+def with_lora(case: Case, model: nn.Module) -> nn.Module:
     peft = pytest.importorskip("peft")
-    model, loss, batch = case.build()
     config = peft.LoraConfig(
         r=3,
         target_modules=LORA_TARGETS[case.name],
@@ -83,8 +100,13 @@ def test_lora(case: Case, physical_batch_size: int | None) -> None:
         init_lora_weights=False,
         fan_in_fan_out=case.name == "gpt2",
     )
-    model = peft.get_peft_model(model, config)
-    assert_equal_to_oracle(model, loss, batch, physical_batch_size=physical_batch_size)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("physical_batch_size", [None, 1, 3])
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in LORA_TARGETS], ids=str)
+def test_lora(case: Case, physical_batch_size: int | None) -> None:
+    assert_equal_to_oracle(*asked(case, lora=True), physical_batch_size=physical_batch_size)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

@@ -4,46 +4,52 @@ full and with LoRA.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
-from architectures import ARCHITECTURES, LORA_TARGETS, TWINS, ask_oracle, assert_equal_to, with_lora
+from architectures import (
+    ARCHITECTURES,
+    LORA_TARGETS,
+    TWINS,
+    Expected,
+    ask_oracle,
+    assert_equal_to,
+    with_lora,
+)
 from cases import Case
-from test_against_oracle import assert_equal_to_oracle
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("examined_once")
 
 MICRO_BATCH_SIZES = [None, 1, 3]
 WITH_TWIN = [c for c in ARCHITECTURES if c.name in TWINS]
-WITHOUT_TWIN = [c for c in ARCHITECTURES if c.name not in TWINS]
 
 
-def _built(case: Case, tune: str) -> tuple[nn.Module, Any, Any]:
+@lru_cache(maxsize=1)
+def _built(case: Case, tune: str) -> tuple[nn.Module, Any, Any, Expected]:
+    """With what the oracle says, of the model or its twin: once for all micro-batch sizes, which
+    follow each other.
+    """
     model, loss, batch = case.build()
-    return (model if tune == "full" else with_lora(model, LORA_TARGETS[case.name])), loss, batch
-
-
-@pytest.mark.parametrize("physical_batch_size", MICRO_BATCH_SIZES)
-@pytest.mark.parametrize("tune", ["full", "lora"])
-@pytest.mark.parametrize("case", WITHOUT_TWIN, ids=str)
-def test_architecture(case: Case, tune: str, physical_batch_size: int | None) -> None:
-    model, loss, batch = _built(case, tune)
-    assert_equal_to_oracle(model, loss, batch, physical_batch_size=physical_batch_size)
-
-
-@pytest.mark.parametrize("physical_batch_size", MICRO_BATCH_SIZES)
-@pytest.mark.parametrize("tune", ["full", "lora"])
-@pytest.mark.parametrize("case", WITH_TWIN, ids=str)
-def test_architecture_against_the_oracle_of_its_twin(
-    case: Case, tune: str, physical_batch_size: int | None
-) -> None:
-    model, loss, batch = _built(case, tune)
+    model = model if tune == "full" else with_lora(model, LORA_TARGETS[case.name])
+    if case.name not in TWINS:
+        return model, loss, batch, ask_oracle(model, loss, batch)
     twin, _, _ = TWINS[case.name].build()
     if tune == "lora":
         twin = with_lora(twin, LORA_TARGETS[case.name])
     twin.load_state_dict(model.state_dict())
-    assert_equal_to(ask_oracle(twin, loss, batch), model, loss, batch, physical_batch_size)
+    return model, loss, batch, ask_oracle(twin, loss, batch)
+
+
+@pytest.mark.parametrize("physical_batch_size", MICRO_BATCH_SIZES)
+@pytest.mark.parametrize("tune", ["full", "lora"])
+@pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
+def test_architecture_against_the_oracle_of_itself_or_its_twin(
+    case: Case, tune: str, physical_batch_size: int | None
+) -> None:
+    model, loss, batch, expected = _built(case, tune)
+    assert_equal_to(expected, model, loss, batch, physical_batch_size)
 
 
 @pytest.mark.parametrize("case", WITH_TWIN, ids=str)

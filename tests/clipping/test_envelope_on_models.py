@@ -19,7 +19,7 @@ from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.events import RandomizedClipping
 from quietgrad.randomness import RandomKey
 
-DRAWS = 1200
+DRAWS = 400
 # Dvoretzky-Kiefer-Wolfowitz: an empirical distribution of so many draws is further off than this
 # once in a million tests.
 MARGIN = math.sqrt(math.log(2 / 1e-6) / (2 * DRAWS))

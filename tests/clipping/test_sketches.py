@@ -28,7 +28,7 @@ from quietgrad.clipping.norms.rounding import SHARE, Measured
 from quietgrad.events import ExactClipping, RandomizedClipping, SensitivityClaim
 from quietgrad.randomness import RandomKey
 
-REPEATS = 1500
+REPEATS = 600
 ERRORS = 6.0
 SKETCHES = ["hutch", "hutch++"]
 KEY = RandomKey.from_seed(0)
