@@ -159,7 +159,7 @@ def test_a_loss_that_is_already_averaged_is_refused() -> None:
 
 def test_lanczos_finds_the_top_of_a_cnns_hessian() -> None:
     torch.manual_seed(0)
-    model = SmallCnn(1, 3, hidden=4)
+    model = SmallCnn(1, 3, hidden=2)
     for p in model.features[3].parameters():  # keeps the dense Hessian small
         p.requires_grad_(False)
     for p in model.features[6].parameters():

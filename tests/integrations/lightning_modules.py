@@ -5,6 +5,7 @@ has to be equal to.
 from __future__ import annotations
 
 import contextlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,11 @@ def loader(physical: int, workers: int = 0) -> DataLoader[Any]:
     return DataLoader(records(), batch_size=physical, num_workers=workers, shuffle=True)
 
 
+@cache
 def plain_loop(physical: int = 8, workers: int = 0, bf16: bool = False) -> nn.Module:
-    """The first loop of docs/loops.md, with generators keyed for dropout."""
+    """The first loop of docs/loops.md, with generators keyed for dropout: seeded, so the same for
+    every test.
+    """
     model, data = Small(), records()
     plan = PRIVACY.build(len(data))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ from quietgrad.ledger import read_ledger
 pytestmark = pytest.mark.usefixtures("examined_once")
 
 
+@cache
+def plain(**loop: Any) -> torch.nn.Module:
+    """What the plain loop ends with: seeded, so the same for every test."""
+    return plain_loop(classifier(), **loop)
+
+
 @pytest.mark.parametrize(
     ("changes", "loop"),
     [
@@ -43,7 +50,7 @@ def test_the_weights_are_those_of_the_plain_loop(
     trained = trainer(tmp_path, **changes)
     done = trained.train()
     assert done.global_step == trained.plan.steps == STEPS
-    assert same_weights(trained.model, plain_loop(classifier(), **loop))
+    assert same_weights(trained.model, plain(**loop))
     assert not same_weights(trained.model, classifier())
 
 
@@ -58,7 +65,7 @@ def test_evaluation_logs_and_checkpoints_in_between_change_nothing(tmp_path: Pat
         logging_steps=1,
     )
     trained.train()
-    assert same_weights(trained.model, plain_loop(classifier()))
+    assert same_weights(trained.model, plain())
 
 
 @pytest.mark.parametrize("stop", [3, 5], ids=["in an epoch", "between epochs"])
@@ -70,7 +77,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stop: int) -> No
     again = trainer(tmp_path, save_strategy="steps")
     done = again.train(resume_from_checkpoint=True)
     assert done.global_step == STEPS and again.state.epoch == 2.0
-    assert same_weights(again.model, plain_loop(classifier()))
+    assert same_weights(again.model, plain())
     assert read_ledger(tmp_path / "ledger.jsonl").releases == STEPS
     assert again.epsilon() == again.plan.epsilon <= 3.0
 
@@ -134,7 +141,7 @@ def test_epsilon_is_the_plans(tmp_path: Path) -> None:
 def test_trainers_own_clipping_has_no_effect(tmp_path: Path) -> None:
     trained = trainer(tmp_path, max_grad_norm=0.0)
     trained.train()
-    assert same_weights(trained.model, plain_loop(classifier()))
+    assert same_weights(trained.model, plain())
 
 
 def test_adapters_train_and_nothing_else(tmp_path: Path) -> None:
@@ -166,7 +173,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
 def test_a_model_made_by_model_init_is_trained(tmp_path: Path) -> None:
     trained = trainer(tmp_path, model_init=lambda: classifier())
     trained.train()
-    assert same_weights(trained.model, plain_loop(classifier()))
+    assert same_weights(trained.model, plain())
 
 
 def test_the_public_generator_is_left_where_it_was(tmp_path: Path) -> None:
