@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +42,56 @@ class Records(Protocol):
         ...
 
     def subset(self, indices: NDArray[np.int64]) -> Records: ...
+
+
+class InOrder:
+    """Records of one size: cut as they stand, and any stand for all."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def micro_batch_indices(
+        self, indices: NDArray[np.int64], size: int
+    ) -> Iterator[NDArray[np.int64]]:
+        """See ``Records``."""
+        for start in range(0, len(indices), size):
+            yield indices[start : start + size]
+
+    def middle(self, size: int) -> NDArray[np.int64]:
+        """See ``Records``."""
+        return np.arange(min(size, len(self)))
+
+
+class ByLength:
+    """Rows of token ids: cut after sorting by length, so that little is padding; those of median
+    length stand for all.
+    """
+
+    ids: tuple[NDArray[np.int64], ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def micro_batch_indices(
+        self, indices: NDArray[np.int64], size: int
+    ) -> Iterator[NDArray[np.int64]]:
+        """See ``Records``."""
+        order = indices[np.argsort([len(self.ids[i]) for i in indices], kind="stable")]
+        for start in range(0, len(order), size):
+            yield order[start : start + size]
+
+    def middle(self, size: int) -> NDArray[np.int64]:
+        """See ``Records``."""
+        order = np.argsort([len(row) for row in self.ids], kind="stable")
+        return order[max(0, (len(order) - size) // 2) :][:size]
+
+
+def padded(rows: Sequence[NDArray[np.int64]], value: int, shortest: int = 1) -> Tensor:
+    """[rows, longest], filled up with ``value``; ``shortest`` is the length for no rows."""
+    found = torch.full((len(rows), max(map(len, rows), default=shortest)), value)
+    for padded_row, row in zip(found, rows, strict=True):
+        padded_row[: len(row)] = torch.from_numpy(row)
+    return found
 
 
 def logits_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

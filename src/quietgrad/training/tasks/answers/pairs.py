@@ -5,7 +5,7 @@ columns by templates.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from quietgrad.training.tasks.columns import (
     without_gaps,
 )
 from quietgrad.training.tasks.predictions import read_new
+from quietgrad.training.tasks.records import ByLength, padded
 from quietgrad.training.tasks.splits import IGNORED, Splits
 
 
@@ -171,7 +172,7 @@ def _filled(name: str, template: str, columns: dict[str, list[Any]], source: str
 
 
 @dataclass(frozen=True)
-class TokenisedPairs:
+class TokenisedPairs(ByLength):
     """Token ids of prompt and answer together, unpadded.
 
     Attributes:
@@ -188,21 +189,10 @@ class TokenisedPairs:
     end_id: int | None
     answers: tuple[str, ...]
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     @property
     def labels(self) -> NDArray[Any]:
         """[n] lengths of the answers in tokens: there are no classes."""
         return np.array([len(row) for row in self.ids], dtype=np.int64) - self.starts
-
-    def micro_batch_indices(
-        self, indices: NDArray[np.int64], size: int
-    ) -> Iterator[NDArray[np.int64]]:
-        """Cuts the records at ``indices`` into parts of at most ``size`` with similar lengths."""
-        order = indices[np.argsort([len(self.ids[i]) for i in indices], kind="stable")]
-        for start in range(0, len(order), size):
-            yield order[start : start + size]
 
     def subset(self, indices: NDArray[np.int64]) -> TokenisedPairs:
         chosen = tuple(self.ids[i] for i in indices)
@@ -214,29 +204,20 @@ class TokenisedPairs:
             tuple(self.answers[i] for i in indices),
         )
 
-    def middle(self, size: int) -> NDArray[np.int64]:
-        """Indices of ``size`` records of median length, which stand for all."""
-        order = np.argsort([len(ids) for ids in self.ids], kind="stable")
-        return order[max(0, (len(order) - size) // 2) :][:size]
-
     def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
         """input_ids, attention_mask and labels [examples, longest]; labels are the answer's tokens,
         elsewhere ``IGNORED``.
         """
+        rows = [self.ids[i] for i in indices]
+        learnt = [
+            np.where(np.arange(len(row)) < start, IGNORED, row)
+            for row, start in zip(rows, self.starts[indices], strict=True)
+        ]
         # Never shorter than two tokens: an empty batch has to have a next token too.
-        longest = max((len(self.ids[i]) for i in indices), default=2)
-        ids = torch.full((len(indices), longest), self.pad_id, dtype=torch.long)
-        mask = torch.zeros((len(indices), longest), dtype=torch.long)
-        labels = torch.full((len(indices), longest), IGNORED, dtype=torch.long)
-        for row, i in enumerate(indices):
-            tokens = torch.from_numpy(self.ids[i])
-            ids[row, : len(tokens)] = tokens
-            mask[row, : len(tokens)] = 1
-            labels[row, self.starts[i] : len(tokens)] = tokens[self.starts[i] :]
         return {
-            "input_ids": ids.to(device),
-            "attention_mask": mask.to(device),
-            "labels": labels.to(device),
+            "input_ids": padded(rows, self.pad_id, 2).to(device),
+            "attention_mask": padded([np.ones_like(row) for row in rows], 0, 2).to(device),
+            "labels": padded(learnt, IGNORED, 2).to(device),
         }
 
 

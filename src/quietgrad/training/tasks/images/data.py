@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quietgrad.training.tasks.packages import packaged_file
+from quietgrad.training.tasks.records import InOrder
 from quietgrad.training.tasks.splits import IGNORED, Splits
 
 PACKAGED_FASHION = "packaged:fashion-mnist"
@@ -35,7 +35,7 @@ IDX_FILES = {
 
 
 @dataclass(frozen=True)
-class LabelledImages:
+class LabelledImages(InOrder):
     """Images with integer labels.
 
     Attributes:
@@ -88,17 +88,6 @@ class LabelledImages:
         record's content.
         """
         return tuple(hashlib.sha256(image.numpy().tobytes()).digest() for image in self.pixels)
-
-    def micro_batch_indices(
-        self, indices: NDArray[np.int64], size: int
-    ) -> Iterator[NDArray[np.int64]]:
-        """Cuts ``indices`` into parts of at most ``size``."""
-        for start in range(0, len(indices), size):
-            yield indices[start : start + size]
-
-    def middle(self, size: int) -> NDArray[np.int64]:
-        """Indices of ``size`` records that stand for all."""
-        return np.arange(min(size, len(self)))
 
     def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
         """pixels [examples, channels, height, width] in -1 .. 1, labels [examples]."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from quietgrad.training.tasks.columns import (
     read_columns,
     without_gaps,
 )
+from quietgrad.training.tasks.records import InOrder
 from quietgrad.training.tasks.splits import IGNORED
 
 FARTHEST = 10.0  # standard deviations; one cell must not swamp all others of its row
@@ -229,7 +230,7 @@ def number_of(cell: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class EncodedRows:
+class EncodedRows(InOrder):
     """Rows as the model reads them.
 
     Attributes:
@@ -244,17 +245,6 @@ class EncodedRows:
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def micro_batch_indices(
-        self, indices: NDArray[np.int64], size: int
-    ) -> Iterator[NDArray[np.int64]]:
-        """Cuts ``indices`` into parts of at most ``size``."""
-        for start in range(0, len(indices), size):
-            yield indices[start : start + size]
-
-    def middle(self, size: int) -> NDArray[np.int64]:
-        """Indices of ``size`` rows that stand for all."""
-        return np.arange(min(size, len(self)))
 
     def subset(self, indices: NDArray[np.int64]) -> EncodedRows:
         return EncodedRows(self.numbers[indices], self.codes[indices], self.labels[indices])

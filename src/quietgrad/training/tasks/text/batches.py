@@ -1,10 +1,7 @@
-"""Token batches of similar lengths: a batch is cut into micro-batches after sorting by length, so
-that little is padding.
-"""
+"""Texts as token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from quietgrad.training.tasks.records import ByLength, padded
 from quietgrad.training.tasks.text.data import LabelledTexts
 
 # Tables of learnt positions, by their names in transformers.
@@ -20,57 +18,25 @@ POSITIONS = ("position_embeddings", "embed_positions", "wpe")
 
 
 @dataclass(frozen=True)
-class TokenisedTexts:
+class TokenisedTexts(ByLength):
     """Token ids of every record, unpadded, with labels."""
 
     ids: tuple[NDArray[np.int64], ...]
     labels: NDArray[np.int64]
     pad_id: int
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def micro_batches(
-        self, indices: NDArray[np.int64], size: int, device: torch.device
-    ) -> Iterator[dict[str, Tensor]]:
-        """Cuts the records at ``indices`` into micro-batches of at most ``size``, sorted by length,
-        padded to the longest inside each.
-        """
-        for part in self.micro_batch_indices(indices, size):
-            yield self.collate(part, device)
-
-    def micro_batch_indices(
-        self, indices: NDArray[np.int64], size: int
-    ) -> Iterator[NDArray[np.int64]]:
-        """The same cut, as indices of records."""
-        order = indices[np.argsort([len(self.ids[i]) for i in indices], kind="stable")]
-        for start in range(0, len(order), size):
-            yield order[start : start + size]
-
     def subset(self, indices: NDArray[np.int64]) -> TokenisedTexts:
         return TokenisedTexts(
             tuple(self.ids[i] for i in indices), self.labels[indices], self.pad_id
         )
 
-    def middle(self, size: int) -> NDArray[np.int64]:
-        """Indices of ``size`` records of median length, which stand for all."""
-        order = np.argsort([len(ids) for ids in self.ids], kind="stable")
-        return order[max(0, (len(order) - size) // 2) :][:size]
-
     def collate(self, indices: NDArray[np.int64], device: torch.device) -> dict[str, Tensor]:
         """input_ids and attention_mask [examples, longest], labels [examples]."""
-        longest = max((len(self.ids[i]) for i in indices), default=1)
-        ids = torch.full((len(indices), longest), self.pad_id, dtype=torch.long)
-        mask = torch.zeros((len(indices), longest), dtype=torch.long)
-        for row, i in enumerate(indices):
-            tokens = self.ids[i]
-            ids[row, : len(tokens)] = torch.from_numpy(tokens)
-            mask[row, : len(tokens)] = 1
-        labels = torch.from_numpy(self.labels[indices])
+        rows = [self.ids[i] for i in indices]
         return {
-            "input_ids": ids.to(device),
-            "attention_mask": mask.to(device),
-            "labels": labels.to(device),
+            "input_ids": padded(rows, self.pad_id).to(device),
+            "attention_mask": padded([np.ones_like(row) for row in rows], 0).to(device),
+            "labels": torch.from_numpy(self.labels[indices]).to(device),
         }
 
 
