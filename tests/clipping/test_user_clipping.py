@@ -112,6 +112,25 @@ def mlp() -> tuple[nn.Module, Any, dict[str, Tensor]]:
     return model, cross_entropy, {"x": torch.randn(9, 5), "y": torch.randint(0, 3, (9,))}
 
 
+@pytest.mark.parametrize("engine", ["bookkeeping", "one-example"])
+def test_a_mean_in_half_precision_is_divided_alike_in_any_company(engine: Any) -> None:
+    """257 is 256 in bfloat16. Users as large as each other were divided by the number, beside a
+    smaller one by what it rounds to: one user more moved each of the others by half a per cent of
+    the clipping norm.
+    """
+    size, source = 257, torch.Generator().manual_seed(0)
+    model = nn.Linear(4, 3).bfloat16()
+    many, few = (torch.randn(n, 4, generator=source).bfloat16() for n in (2 * size, 3))
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().sum(1)
+
+    bound = Clipper(1e3, combined="mean", engine=engine).bind(model, loss)
+    alone = bound.norms(UserBatch(many, (size, size)), step=4)
+    beside = bound.norms(UserBatch(torch.cat([few, many]), (3, size, size)), step=4)
+    assert torch.equal(alone, beside[1:])
+
+
 def test_many_records_contribute_no_more_than_the_clipping_norm() -> None:
     """Nine records that pull one way; clipped one by one they would be nine times as long."""
     model, loss, batch = mlp()
