@@ -11,6 +11,7 @@ from quietgrad.clipping.norms.estimators.hutch import hutch_norms
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import ConvolutionFactors, Geometry
 from quietgrad.clipping.norms.factors.patch_products import FEWEST, MOST, sums_over_patches
+from quietgrad.clipping.norms.rounding import NormSums
 from quietgrad.randomness import RandomKey
 
 F32 = torch.float32
@@ -78,6 +79,30 @@ def test_the_bound_covers_what_rounding_did(kernel: tuple) -> None:
     error = (fast.squared.double().sqrt() - slow.sqrt()).abs()
     assert (error <= fast.margin + fast.slack.sqrt()).all()
     assert (fast.margin < 1e-3 * slow.sqrt()).all()
+
+
+SCALES = [(1e-6, 1e6), (1e-39, 1e37), (1e-30, 1e30), (1e30, 1e-30), (1e19, 1e-38), (1e12, 1e-42)]
+
+
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+@pytest.mark.parametrize("kernel", [KERNELS[1], KERNELS[3]])
+def test_certified_norms_hold_at_any_scale(kernel: tuple, scales: tuple[float, float]) -> None:
+    """Denormal numbers and ones near the largest, few large entries among small ones, an offset."""
+    plain = made(kernel)
+    drawn = Projections(RandomKey.from_seed(4))
+    projection = drawn.gaussian("w", "hutch", plain.sizes.d, 16).double()
+    for x in (plain.x, plain.x**9, plain.x + 1000.0):
+        use = ConvolutionFactors(x * scales[0], plain.grad * scales[1], plain.geometry)
+        found = NormSums.empty(1, len(x), x.device)
+        s = use.sizes
+        found.add(0, hutch_norms([use], "w", 16, drawn, F32), s.g * s.p * s.d)
+        wide = ConvolutionFactors(use.x.double(), use.grad.double(), use.geometry).unfolded()
+        sketch = wide.left_bgtp.transpose(2, 3) @ (wide.right_bgtd @ projection)
+        true = sketch.square().sum((1, 2, 3)).sqrt()
+        certified = found.norms().divisors()[0]
+        assert (true <= certified * (1 + 1e-12)).all()
+        if scales == (1e-6, 1e6):  # at the others it may be infinite, and the record adds zero
+            assert (certified < 1.1 * true).all()
 
 
 @pytest.mark.parametrize("channels", [1, 2, 61])

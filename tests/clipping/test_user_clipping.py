@@ -112,6 +112,25 @@ def mlp() -> tuple[nn.Module, Any, dict[str, Tensor]]:
     return model, cross_entropy, {"x": torch.randn(9, 5), "y": torch.randint(0, 3, (9,))}
 
 
+@pytest.mark.parametrize("engine", ["bookkeeping", "one-example"])
+def test_a_mean_in_half_precision_is_divided_alike_in_any_company(engine: Any) -> None:
+    """257 is 256 in bfloat16. Users as large as each other were divided by the number, beside a
+    smaller one by what it rounds to: one user more moved each of the others by half a per cent of
+    the clipping norm.
+    """
+    size, source = 257, torch.Generator().manual_seed(0)
+    model = nn.Linear(4, 3).bfloat16()
+    many, few = (torch.randn(n, 4, generator=source).bfloat16() for n in (2 * size, 3))
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().sum(1)
+
+    bound = Clipper(1e3, combined="mean", engine=engine).bind(model, loss)
+    alone = bound.norms(UserBatch(many, (size, size)), step=4)
+    beside = bound.norms(UserBatch(torch.cat([few, many]), (3, size, size)), step=4)
+    assert torch.equal(alone, beside[1:])
+
+
 def test_many_records_contribute_no_more_than_the_clipping_norm() -> None:
     """Nine records that pull one way; clipped one by one they would be nine times as long."""
     model, loss, batch = mlp()
@@ -316,3 +335,27 @@ def test_batches_that_do_not_say_whose_records_are_whose_are_refused(
 def test_an_unknown_way_to_combine_is_refused() -> None:
     with pytest.raises(ValueError, match="combined='median' is unknown"):
         Clipper(1.0, combined="median")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("estimator", ["exact", "materialized", "ghost"])
+def test_a_crowd_that_cancels_is_not_moved_by_a_user_with_more_records(estimator: Any) -> None:
+    """Six users alike, of whose gradient rounding alone is left, at the clipping norm: where other
+    rows were filled up beside them, products of over 128 positions rounded otherwise, and a user
+    who adds nothing moved the sum by 6 C.
+    """
+    source = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(100, 64, generator=source) * 1e4 for _ in range(2))
+    order = torch.randperm(200, generator=source)
+    x, g = torch.cat([x, x])[order].repeat(6, 1), torch.cat([g, -g])[order].repeat(6, 1)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (model(batch[0]) * batch[1]).sum(1)
+
+    clipper = Clipper(0.01, estimator, combined="sum", physical_batch_size=10_000)
+    bound = clipper.bind(nn.Linear(64, 64, bias=False), loss)
+    alone = bound.clip(UserBatch((x, g), (200,) * 6), step=4).gradients["weight"]
+    assert float(alone.norm()) > 5 * 0.01  # each at full length
+    for records in (203, 231, 1000):
+        more = tuple(torch.cat([t, torch.zeros(records, 64)]) for t in (x, g))
+        beside = bound.clip(UserBatch(more, (200,) * 6 + (records,)), step=4).gradients["weight"]
+        assert float((beside - alone).norm()) < 1e-3 * 0.01

@@ -12,6 +12,7 @@ import torch
 
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling import PoissonSampler, UserRecords
+from quietgrad.sampling.users import identities_of
 
 KEY = RandomKey.from_seed(0)
 OWNERS = ["b", "a", "b", "c", "a", "b", "b", "d", "b", "b"]  # b has six, a two, c and d one
@@ -131,6 +132,11 @@ def test_owners_of_a_table_are_read() -> None:
         (["a", "  ", "b"], "no owner for some record"),
         ([1.0, float("nan")], "no owner for some record"),
         (["a", 1, "b"], "mixes text and numbers.*as text"),
+        (["a", "nan", "b"], "no owner for some record"),
+        (np.array(["a", float("nan"), "b"]), "no owner for some record"),
+        ([1.0, 2.0**53], "so large that two numbers may be one"),
+        (np.array([1.0, 2.0**24 + 1], dtype=np.float32), "so large that two numbers may be one"),
+        (torch.tensor([1.0, 2.0**24 + 1]), "so large that two numbers may be one"),
         ([1.5, 2.0], "neither text nor whole numbers"),
         ([True, False], "neither text nor whole numbers"),
         ([("a",), ("b",)], "neither text nor whole numbers"),
@@ -141,6 +147,34 @@ def test_owners_of_a_table_are_read() -> None:
 def test_bad_owners_are_refused(owners: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         UserRecords.of(owners, 4)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("alice", " alice"),
+        ("alice", "alice\t"),
+        ("ren\u00e9", "rene\u0301"),
+        ("7", "7.0"),
+        ("-3", "-3.000"),
+        ("7", 7),
+        (7, 7.0),
+    ],
+)
+def test_one_name_written_in_two_ways_is_one_user(one: Any, other: Any) -> None:
+    """In two units a person has twice the weight that epsilon speaks of; and one whose name a test
+    file writes in the other way would be public and protected at once.
+    """
+    assert identities_of([one]) == identities_of([other])
+    if type(one) is type(other):
+        assert UserRecords.of([one, other, 8 if isinstance(one, int) else "bob"], 4).count == 2
+
+
+def test_names_that_differ_are_two_users() -> None:
+    names = ["Bob", "bob", "b ob", "7", "07", "7.5", "7.0.0", "v7.0", "none", "Null", "7e0"]
+    assert len(set(identities_of(names))) == len(names)
+    raw = [b"id\n", b"id", b"7.0", b"7"]  # bytes are no text
+    assert len(set(identities_of(raw))) == len(raw)
 
 
 def test_bad_settings_are_refused() -> None:

@@ -14,6 +14,7 @@ from tiny_runs import config_of, interrupt_at, labelled_texts, train
 
 from quietgrad.clipping import UserBatch
 from quietgrad.randomness import RandomKey
+from quietgrad.training import forecast
 from quietgrad.training.prepare import prepare
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.tasks.registry import load_task
@@ -55,6 +56,34 @@ def test_no_user_is_in_two_parts(of_users: dict[str, Any]) -> None:
     train_users, validation, test = owners_of(config_of(of_users))
     assert len(train_users) + len(validation) + len(test) == PEOPLE
     assert not train_users & validation and not train_users & test and not validation & test
+
+
+def test_a_user_of_the_test_file_under_another_spelling_has_none_either(
+    of_users: dict[str, Any], tmp_path: Path
+) -> None:
+    """White space after a comma made two users of one, whose test records were published."""
+    file = tmp_path / "test.csv"
+    rows = ["the film was lovely,good, person 1", "a dull plot,bad,person 2 "]
+    file.write_text("\n".join(["text,label,who", *rows]) + "\n")
+    train_users, validation, test = owners_of(config_of(of_users | {"data.test_source": str(file)}))
+    assert len(test) == 2 and len(train_users) + len(validation) == PEOPLE - 2
+
+
+def test_how_many_records_all_users_have_is_in_no_message_and_no_forecast(
+    of_users: dict[str, Any], owned_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen layers are computed once for every record: a time in proportion to them told it."""
+    with pytest.raises(ValueError, match="has records of 40 users, too few") as refused:
+        load_task(config_of(of_users | {"data.validation_fraction": 1e-9}))
+    assert "200" not in str(refused.value)
+
+    def counted() -> int:
+        return forecast._records_to_cache(prepare(config_of(of_users)))
+
+    before = counted()
+    lines = owned_file.read_text().splitlines()
+    owned_file.write_text("\n".join([*lines, *lines[1:]]) + "\n")
+    assert counted() == before
 
 
 def test_a_user_of_the_test_file_has_no_private_record(

@@ -8,6 +8,8 @@ others.
 from __future__ import annotations
 
 import hashlib
+import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,6 +27,11 @@ Indices = NDArray[np.int64]
 Choice = Literal["fixed", "fresh"]
 CHOICES: tuple[Choice, ...] = ("fixed", "fresh")
 ORDER_KEY = b"quietgrad records of a user"  # public: the order needs to be fixed, not secret
+# How tools write a gap as text: the records of everybody without a name would be one user's.
+GAPS = frozenset({"nan", "NaN", "NAN", "None", "null", "NULL", "<NA>", "NaT"})
+# Whole numbers up to which each has a float of its own; above, two users would be one.
+EXACT_FLOATS = {"float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
+_WHOLE = re.compile(r"(-?[0-9]+)\.0+")
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,8 @@ class UserRecords:
 
 
 def identities_of(owners: Iterable[Any], name: str = "record_owner") -> list[bytes]:
-    """[records] what each record's owner is known by.
+    """[records] what each record's owner is known by: a name without white space around it, in
+    one Unicode form (NFC); a whole number without a point, also where it is text.
 
     Raises:
         ValueError, TypeError: as ``UserRecords.of``.
@@ -199,15 +207,18 @@ def identities_of(owners: Iterable[Any], name: str = "record_owner") -> list[byt
     values: Sequence[Any] = owners.tolist() if hasattr(owners, "tolist") else list(owners)
     if any(_is_missing(value) for value in values):
         raise ValueError(
-            f"{name} has no owner for some record (None, NaN or an empty text), and a record of "
+            f"{name} has no owner for some record (None, NaN or an empty text, or such a word as "
+            "'nan' that a tool wrote for one), and a record of "
             "nobody's is protected by nobody's bound; fill in the owners, or leave such records "
             "out of the data set"
         )
-    kinds = {_kind(value) for value in values}
+    limit = EXACT_FLOATS.get(str(getattr(owners, "dtype", "")).rpartition(".")[2], 2**53)
+    kinds = {_kind(value, limit) for value in values}
     if None in kinds:
         raise TypeError(
-            f"{name} holds values that are neither text nor whole numbers; give one owner for "
-            "every record, such as a user's name or number"
+            f"{name} holds values that are neither text nor whole numbers (or floats so large that "
+            "two numbers may be one); give one owner for every record, such as a user's name, or "
+            "number as an integer"
         )
     if len(kinds) > 1:
         raise TypeError(
@@ -220,12 +231,14 @@ def identities_of(owners: Iterable[Any], name: str = "record_owner") -> list[byt
 def _is_missing(value: Any) -> bool:
     if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
         return True
-    if isinstance(value, str | bytes):
+    if isinstance(value, str):
+        return not value.strip() or value.strip() in GAPS
+    if isinstance(value, bytes):
         return not value.strip()
     return isinstance(value, float | np.floating) and bool(np.isnan(value))
 
 
-def _kind(value: Any) -> str | None:
+def _kind(value: Any, limit: int) -> str | None:
     if isinstance(value, str):
         return "text"
     if isinstance(value, bytes):
@@ -233,14 +246,16 @@ def _kind(value: Any) -> str | None:
     if isinstance(value, bool | np.bool_):
         return None
     whole = isinstance(value, Integral) or (
-        isinstance(value, Real) and abs(float(value)) <= 2**53 and float(value).is_integer()
+        isinstance(value, Real) and abs(float(value)) < limit and float(value).is_integer()
     )
     return "number" if whole else None
 
 
 def _identity(value: Any) -> bytes:
     if isinstance(value, str):
-        value = value.encode("utf-8", "surrogatepass")
+        value = unicodedata.normalize("NFC", value).strip()
+        number = _WHOLE.fullmatch(value)  # 7.0 of a file that was saved with gaps is 7
+        value = (number[1] if number else value).encode("utf-8", "surrogatepass")
     elif not isinstance(value, bytes):  # 7.0 of a table with gaps is 7
         value = str(int(value)).encode()
     return hashlib.sha256(value).digest()

@@ -40,7 +40,7 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
         model = prepared.model.classifier
         batch = typical.collate(np.arange(size), prepared.device)
     else:
-        prefix_seconds = (time.perf_counter() - started) / size * len(prepared.train)
+        prefix_seconds = (time.perf_counter() - started) / size * _records_to_cache(prepared)
         model = cache.upper
         batch = cache.collate(np.arange(size), prepared.device)
     clipping: dict[str, Any] = {"engine": "plain autograd", "layers": []}
@@ -63,6 +63,15 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
         "predicted_memory_mib": _peak_memory_mib(),
         "parameters": sum(p.numel() for p in prepared.model.classifier.parameters()),
     }
+
+
+def _records_to_cache(prepared: Prepared) -> int:
+    """As many as are stated. How many all users have is private, and a time would tell it: what is
+    counted is users at the cap.
+    """
+    if prepared.combined is None:
+        return len(prepared.train)
+    return prepared.sampler.dataset_size * prepared.config.users.records_per_user
 
 
 def _noise_of_a_sketch(plan: PrivacyPlan) -> dict[str, float]:

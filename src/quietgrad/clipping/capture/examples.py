@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quietgrad.clipping.capture.views import rows_of
 from quietgrad.clipping.norms.factors.groups import RowGroups
-from quietgrad.tensors import Batch, batch_size_of, slice_batch
+from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, slice_batch
 
 Combined = Literal["mean", "sum"]
 COMBINED: tuple[Combined, ...] = ("mean", "sum")
@@ -129,11 +129,15 @@ class Examples:
     def averaged(self, losses: Tensor) -> Tensor:
         """[rows] losses, so divided that the gradient of an example's sum is what is clipped."""
         divisors = self._divisors
-        if len(set(divisors)) <= 1:
-            return losses / divisors[0] if divisors and divisors[0] > 1 else losses
-        sizes = self.groups.sizes
-        rows = [d for d, size in zip(divisors, sizes, strict=True) for _ in range(size)]
-        return losses / losses.new_tensor(rows)
+        if max(divisors, default=1) <= 1:
+            return losses
+        if self.sizes is None:
+            return losses / self.views
+        # Always by a tensor of the wide type. Half precision rounds 257 to 256, and a plain number
+        # where all users have as many would not be rounded: a matter of who else is there.
+        rows = [d for d, size in zip(divisors, self.groups.sizes, strict=True) for _ in range(size)]
+        wide = accumulation_dtype(losses.dtype)
+        return losses.to(wide) / losses.new_tensor(rows, dtype=wide)
 
     @property
     def divisor(self) -> int:

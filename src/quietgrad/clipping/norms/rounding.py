@@ -40,8 +40,9 @@ from torch import Tensor
 SHARE = 2.0**-10
 
 # A sum over more positions is cut into blocks of so many, so that its rounding stays in bounds at
-# any length.
-LONGEST_CHAIN = 256
+# any length. No more than 128: libraries add up a longer block in parts of a size that follows from
+# its length, so that a record would round otherwise where it is padded to a longer one.
+LONGEST_CHAIN = 128
 
 # Entries whose squares are added up in the working precision; the rest of a sum of squares is done
 # in float64.

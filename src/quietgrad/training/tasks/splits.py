@@ -87,7 +87,7 @@ def split_with_test(texts: Texts, test: Texts, validation_fraction: float) -> Sp
     for part, members in (("training", train), ("validation", validation)):
         if not members.any():
             raise ValueError(
-                f"data.source={texts.source!r} has {len(texts)} records, too few for a {part} part "
+                f"data.source={texts.source!r} has {_amount(texts)}, too few for a {part} part "
                 "beside the test records"
             )
     return Splits(
@@ -119,10 +119,17 @@ def split(texts: Texts, validation_fraction: float, test_fraction: float) -> Spl
     for part, members in (("training", train), ("validation", validation), ("test", test)):
         if not members.any():
             raise ValueError(
-                f"data.source={texts.source!r} has {len(texts)} records, too few for a {part} "
+                f"data.source={texts.source!r} has {_amount(texts)}, too few for a {part} "
                 "part; add records or change the fractions"
             )
     return Splits(*(texts.subset(np.flatnonzero(members)) for members in (train, validation, test)))
+
+
+def _amount(texts: TextRecords) -> str:
+    """For messages: of users' records the number is private."""
+    if texts.owners is None:
+        return f"{len(texts)} records"
+    return f"records of {len(set(texts.owners))} users"
 
 
 def with_public_labels(splits: Splits[Labelled], given: Sequence[str] = ()) -> Splits[Labelled]:
