@@ -88,6 +88,7 @@ def run_extension(
             "--extend-steps and --extend-epochs ask about a run: give its directory, as in "
             "quietgrad plan RUN_DIR --extend-epochs 2, without --set and --figure"
         )
+    from quietgrad.beside.values import require_alike
     from quietgrad.plan.by_step.course import extension_of
     from quietgrad.training.files.run_dir import RunDir
 
@@ -98,6 +99,7 @@ def run_extension(
             + (contents.not_private or "nothing was planned under its ledger")
         )
     course, event = planned_course(contents)
+    require_alike(event.beside, True)  # a course has no numbers beside the gradients
     more = extension_of(course, steps, epochs)
     whole = course.then(more).event(event.clipping, event.bands)
     delta = float(contents.header["delta"])

@@ -297,19 +297,26 @@ class _Growing:
         """A release has the noise and the rate that were planned for it; its clipping norm may
         follow what was released.
         """
-        if record.torn or (record.settings is None and "course" not in self._said.header):
+        if record.torn or (record.settings is None and self._said.course is None):
             return
         course = self._said.course
         planned = None if course is None else course.at(record.step)
+        made = record.settings
+        one = self._phase
+        if made is None and planned and one and "course" not in self._said.header:
+            # without settings: those of the mechanism line
+            made = StepSettings(one.noise_multiplier, one.sample_rate, planned.max_grad_norm)
         if (
             planned is None
-            or record.settings is None
-            or replace(record.settings, max_grad_norm=planned.max_grad_norm) != planned
+            or made is None
+            or replace(made, max_grad_norm=planned.max_grad_norm) != planned
         ):
             raise ValueError(f"release {record.step} has other settings than were planned for it")
 
     def _extend(self, record: Extension) -> None:
-        course, _ = planned_course(self._said)
+        course, event = planned_course(self._said)
+        if event.beside:  # a course counts the gradients alone
+            raise ValueError("an extension, and numbers beside the gradients that it does not count")
         extensions = (*self._said.extensions, record)
         course = course.then(record.course)
         self._said = replace(self._said, course=course, extensions=extensions)

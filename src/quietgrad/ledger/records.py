@@ -49,6 +49,8 @@ class Mechanism:
         event = event_from_json(record["event"])
         if not isinstance(event, PoissonGaussian):
             raise ValueError("a mechanism line holds one mechanism")
+        if course is not None and event.beside:  # which a course does not count
+            raise ValueError("a course of settings, and numbers beside the gradients")
         own = ("type", "format", "event", "course", "line")
         return cls(event, {k: v for k, v in record.items() if k not in own}, course)
 
