@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from attacks.ledgers import CONFIG, RECORDS, plan_of, release
 from typer.testing import CliRunner
 
+from attacks.ledgers import CONFIG, RECORDS, plan_of, release
 from quietgrad.beside import AdaptiveClipping, TrainingLoss
 from quietgrad.cli.app import app
 from quietgrad.events import PoissonGaussian, SideRelease

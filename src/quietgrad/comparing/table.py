@@ -161,6 +161,14 @@ class Comparison:
         user, users = tree["data"].pop("user"), tree.pop("users")
         if user:  # as before there were users
             tree["users"] = users | {"user": user}
+        # As before there were these tables and keys.
+        for name in ("training_loss", "adaptive_clipping"):
+            if tree[name] is None or tree[name].get("method") == "none":
+                tree.pop(name)
+        if not any(tree["schedules"].values()):
+            tree.pop("schedules")
+        if not tree["data"]["skip_bad"]:
+            tree["data"].pop("skip_bad")
         if not tree["training"]["averaging"]:  # as before there were averages
             tree["training"].pop("averaging")
         settings: list[Any] = [tree, self.table.eval_every, self.table.eval_records]

@@ -316,7 +316,9 @@ class _Growing:
     def _extend(self, record: Extension) -> None:
         course, event = planned_course(self._said)
         if event.beside:  # a course counts the gradients alone
-            raise ValueError("an extension, and numbers beside the gradients that it does not count")
+            raise ValueError(
+                "an extension, and numbers beside the gradients that it does not count"
+            )
         extensions = (*self._said.extensions, record)
         course = course.then(record.course)
         self._said = replace(self._said, course=course, extensions=extensions)
