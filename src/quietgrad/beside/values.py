@@ -58,12 +58,19 @@ class SideMethod(Protocol):
         ...
 
 
+class Named(Protocol):
+    """What has a name to be told by: a method, or a release planned by one."""
+
+    @property
+    def name(self) -> str: ...
+
+
 def beside_of(*methods: SideMethod | None) -> tuple[SideMethod, ...]:
     """Those that are there."""
     return tuple(method for method in methods if method is not None)
 
 
-def require_alike(methods: Iterable[SideMethod], changes: bool) -> None:
+def require_alike(methods: Iterable[Named], changes: bool) -> None:
     """Numbers beside the gradients are for plans whose steps are all alike.
 
     Raises:

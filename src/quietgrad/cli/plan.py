@@ -99,7 +99,7 @@ def run_extension(
             + (contents.not_private or "nothing was planned under its ledger")
         )
     course, event = planned_course(contents)
-    require_alike(event.beside, True)  # a course has no numbers beside the gradients  # type: ignore[arg-type]
+    require_alike(event.beside, True)  # a course has no numbers beside the gradients
     more = extension_of(course, steps, epochs)
     whole = course.then(more).event(event.clipping, event.bands)
     delta = float(contents.header["delta"])
