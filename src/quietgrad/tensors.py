@@ -5,6 +5,7 @@ on named parameters.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -123,19 +124,23 @@ def full_precision() -> Iterator[None]:
     """Products of float32 tensors inside the block are float32 products: no autocast, no TF32 on a
     GPU, no bfloat16 on a processor, whatever the user set for the model's own.
     """
+    narrowed = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    found = [(*place, getattr(*place[:2])) for place in _precision_settings()]
+    others = [place for place in found if place[2] != place[3]]
+    if not narrowed and not others:  # nearly always, and once for every layer of every step
+        yield
+        return
     with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        for holder, name, exact in _precision_settings():
-            before = getattr(holder, name)
-            if before != exact:
-                setattr(holder, name, exact)
-                stack.callback(setattr, holder, name, before)
+        for device in narrowed:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        for holder, name, exact, before in others:
+            setattr(holder, name, exact)
+            stack.callback(setattr, holder, name, before)
         yield
 
 
-def _precision_settings() -> list[tuple[Any, str, object]]:
+@functools.cache
+def _precision_settings() -> tuple[tuple[Any, str, object], ...]:
     """Where torch keeps the precision of float32 products, and what is exact there. torch 2.9 and
     later have a setting for each library and kind of product.
     """
@@ -147,5 +152,5 @@ def _precision_settings() -> list[tuple[Any, str, object]]:
             backends.cuda.matmul,
             backends.cudnn.conv,
         )
-        return [(holder, "fp32_precision", "ieee") for holder in holders]
-    return [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
+        return tuple((holder, "fp32_precision", "ieee") for holder in holders)
+    return (backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)

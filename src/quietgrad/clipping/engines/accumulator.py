@@ -41,6 +41,10 @@ from quietgrad.tensors import accumulation_dtype, full_precision
 
 Sums = dict[str, Tensor]
 
+# Entries of a parameter's gradient up to which its norm waits for others', and of all that wait. Of
+# one example: how they are added up must not depend on how many examples there are.
+SMALL, TOGETHER = 2**13, 2**14
+
 
 def zero_sum(p: Tensor) -> Tensor:
     """The sum of no gradients of a parameter."""
@@ -84,6 +88,7 @@ class Accumulator:
     _measured: dict[str, Measured] = field(default_factory=dict)
     _waiting: dict[str, list[Contribution]] = field(default_factory=dict)
     _expected: dict[str, int] | None = None
+    _small: dict[tuple[int, torch.dtype], list[Tensor]] = field(default_factory=dict)
 
     def receive(self, use: Use) -> None:
         """Takes one call's inputs and output gradients; called from the backward pass."""
@@ -102,6 +107,8 @@ class Accumulator:
         with full_precision():
             for name in list(self._waiting):
                 self._settle(name)
+            for group, dtype in list(self._small):
+                self._measure_small(group, dtype)
             for name, before in self._measured.items():
                 kept = self.kept[name]
                 made_elsewhere = [use for use in kept if not isinstance(use, ListedGradients)]
@@ -130,8 +137,14 @@ class Accumulator:
         uses = self._waiting.pop(name)
         parameter = self.layout.parameters[name]
         dtype = accumulation_dtype(parameter.dtype)
-        measured, kept = settle(uses, name, self.policy_of(name), self.projections, dtype)
-        self.sums.add(self.group_of(name), measured, parameter.numel())
+        small = None if self.twice else _small_gradients(uses)
+        measured: Measured | None = None
+        if small is None:
+            measured, kept = settle(uses, name, self.policy_of(name), self.projections, dtype)
+            self.sums.add(self.group_of(name), measured, parameter.numel())
+        else:
+            kept = [small]
+            self._wait(self.group_of(name), small.values_bn.to(dtype))
         if self.keep:
             # A use of a tied parameter may arrive after the others were settled only if calls were
             # miscounted.
@@ -139,8 +152,20 @@ class Accumulator:
             self.kept[name] = kept
             self._versions[name] = versions_of(kept)
             # Listed gradients were made here: nobody else writes into them.
-            if self.twice and not any(isinstance(use, ListedGradients) for use in kept):
+            listed = any(isinstance(use, ListedGradients) for use in kept)
+            if self.twice and measured is not None and not listed:
                 self._measured[name] = measured
+
+    def _wait(self, group: int, values_bn: Tensor) -> None:
+        """Biases and scales are many and small: they are measured together."""
+        waiting = self._small.setdefault((group, values_bn.dtype), [])
+        waiting.append(values_bn)
+        if sum(values.shape[1] for values in waiting) > TOGETHER:
+            self._measure_small(group, values_bn.dtype)
+
+    def _measure_small(self, group: int, dtype: torch.dtype) -> None:
+        joined = torch.cat(self._small.pop((group, dtype)), dim=1)
+        self.sums.add(group, direct(joined), joined.shape[1])
 
     def gradient_of(self, example: int) -> dict[str, Tensor]:
         """One example's gradient by parameter, formed from what was kept: what is measured of it is
@@ -178,6 +203,14 @@ class Accumulator:
                 for use in kept:
                     known = use if left_out is None else use.without(left_out)
                     sums[name] = known.weighted_sum(row, parameter.shape, dtype, sums.get(name))
+
+
+def _small_gradients(uses: list[Contribution]) -> DirectGradients | None:
+    """Of a parameter that has one use and few entries."""
+    use = uses[0]
+    if len(uses) > 1 or not isinstance(use, DirectGradients) or use.values_bn.shape[1] > SMALL:
+        return None
+    return use
 
 
 def contributions_of(use: Use, rows: int, recording: Recording | None) -> dict[str, Contribution]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.norms.factors import Kept
@@ -22,7 +23,12 @@ TOLERANCE = 0.02  # of squared norms that are taken twice
 
 def versions_of(kept: Sequence[Kept]) -> Versions:
     """How often each tensor was written into so far: torch counts, for all views of one memory."""
-    return tuple(x._version for use in kept for x in tensors_of(list(vars(use).values())))
+    return tuple(
+        x._version
+        for use in kept
+        for value in vars(use).values()
+        for x in ((value,) if isinstance(value, Tensor) else tensors_of(value))
+    )
 
 
 def require_untouched(name: str, kept: Sequence[Kept], measured: Versions) -> None:

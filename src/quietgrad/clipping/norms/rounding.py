@@ -29,7 +29,7 @@ doubtful and is measured again as its own gradient (``bookkeeping``).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import overload
 
 import torch
@@ -154,6 +154,11 @@ class NormSums:
     slack: Tensor
     margin_squared: Tensor
     entries: list[int]
+    _rows: list[tuple[Tensor, Tensor, Tensor]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        each = zip(self.squared, self.slack, self.margin_squared, strict=True)
+        self._rows = list(each)  # views, made once: every parameter adds to them
 
     @classmethod
     def empty(cls, groups: int, examples: int, device: torch.device) -> NormSums:
@@ -161,9 +166,10 @@ class NormSums:
         return cls(zeros[0], zeros[1], zeros[2], [0] * groups)
 
     def add(self, group: int, measured: Measured, entries: int) -> None:
-        self.squared[group].add_(measured.squared)
-        self.slack[group].add_(measured.slack)
-        self.margin_squared[group].addcmul_(measured.margin, measured.margin)
+        squared, slack, margin_squared = self._rows[group]
+        squared.add_(measured.squared)
+        slack.add_(measured.slack)
+        margin_squared.addcmul_(measured.margin, measured.margin)
         self.entries[group] += entries
 
     def norms(self) -> Norms:

@@ -9,15 +9,16 @@ whole batch would (or 64 MiB).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from quietgrad.clipping.engines.work import Engine
 from quietgrad.clipping.norms.choice import Choice, Policy
 from quietgrad.clipping.norms.cost import Throughput
-from quietgrad.clipping.planner.tracing import ModelTrace
+from quietgrad.clipping.planner.tracing import ModelTrace, ParameterTrace
 
 # Small kernels of one forward and backward pass per captured layer, and what capture adds, in units
 # of the device's overhead of one call.
@@ -56,8 +57,9 @@ def choose_execution(
     engines: tuple[Engine, ...],
 ) -> ExecutionChoice:
     """The fastest execution choice that fits the budget; the smallest one where none fits."""
+    kinds = kinds_of(model, policies)
     candidates = [
-        predicted(engine, size, model, policies, examples, speed)
+        predicted(engine, size, model, kinds, examples, speed)
         for engine in engines
         for size in _sizes(engine, examples)
     ]
@@ -87,11 +89,36 @@ def _sizes(engine: Engine, examples: int) -> list[int]:
         parts *= 2
 
 
+class Kind(NamedTuple):
+    """Parameters that are alike for the planner.
+
+    Attributes:
+        one: of them.
+        policy: of all of them.
+        times: how many they are.
+    """
+
+    one: ParameterTrace
+    policy: Policy
+    times: int
+
+
+def kinds_of(model: ModelTrace, policies: Mapping[str, Policy]) -> list[Kind]:
+    """A model's parameters by kind: layers repeat, and a choice is made at every step."""
+    found: dict[object, Kind] = {}
+    for p in model.parameters:
+        policy = policies[p.name]
+        key = (policy, p.cost, p.gradient_entries, p.output_gradient_bytes)
+        known = found.get(key)
+        found[key] = Kind(p, policy, 1) if known is None else known._replace(times=known.times + 1)
+    return list(found.values())
+
+
 def predicted(
     engine: Engine,
     size: int,
     model: ModelTrace,
-    policies: Mapping[str, Policy],
+    kinds: Sequence[Kind],
     examples: int,
     speed: Throughput,
 ) -> ExecutionChoice:
@@ -108,8 +135,13 @@ def predicted(
         sums = model.sum_bytes if examples > 1 else 0
         return ExecutionChoice(engine, 1, seconds, model.saved_bytes + model.gradient_bytes + sums)
     seconds += rounds * CAPTURE_CALLS_PER_LAYER * model.calls * speed.call_overhead
-    seconds += rounds * sum(choice.seconds for choice in choices(model, policies, size).values())
-    kept = kept_bytes(model, policies, size)
+    extra, kept = 0.0, 0.0
+    for kind in kinds:
+        cost = kind.one.cost_for(size)
+        choice = None if cost is None else kind.policy.choose(cost)
+        extra += 0.0 if choice is None else kind.times * choice.seconds
+        kept += kind.times * kept_bytes(kind.one, choice, size)
+    seconds += rounds * extra
     # Output gradients grow while activations shrink; sums appear when both are there.
     return ExecutionChoice(engine, size, seconds, size * model.saved_bytes + kept + model.sum_bytes)
 
@@ -126,17 +158,11 @@ def choices(model: ModelTrace, policies: Mapping[str, Policy], size: int) -> dic
     return found
 
 
-def kept_bytes(model: ModelTrace, policies: Mapping[str, Policy], size: int) -> float:
-    """What book-keeping keeps over autograd's own, for a micro-batch."""
-    chosen = choices(model, policies, size)
-    total = 0.0
-    for parameter in model.parameters:
-        choice = chosen.get(parameter.name)
-        if choice is None or choice.kept:
-            total += 4.0 * size * parameter.gradient_entries
-        else:
-            total += size * parameter.output_gradient_bytes
-    return total
+def kept_bytes(parameter: ParameterTrace, choice: Choice | None, size: int) -> float:
+    """What book-keeping keeps of one parameter over autograd's own, for a micro-batch."""
+    if choice is None or choice.kept:
+        return 4.0 * size * parameter.gradient_entries
+    return float(size * parameter.output_gradient_bytes)
 
 
 def nonprivate_bytes(model: ModelTrace, examples: int) -> float:

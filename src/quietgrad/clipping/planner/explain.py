@@ -17,6 +17,7 @@ from quietgrad.clipping.norms.cost import seconds
 from quietgrad.clipping.planner.execution import (
     ExecutionChoice,
     choices,
+    kinds_of,
     nonprivate_bytes,
     nonprivate_seconds,
     predicted,
@@ -82,14 +83,15 @@ def explain(
     ]
     alternatives = []
     for engine in ENGINES[1:] if shapes.captured else ENGINES[2:]:
-        guess = predicted(
-            engine, 1 if engine == "one-example" else size, shapes, policies, n, speed
-        )
+        one = 1 if engine == "one-example" else size
+        guess = predicted(engine, one, shapes, kinds_of(shapes, policies), n, speed)
         alternatives.append(_row(guess, plain))
     sketched = {name: replace(policy, estimator="hutch") for name, policy in policies.items()}
     exact = {name: replace(policy, estimator="exact") for name, policy in policies.items()}
-    best = predicted("bookkeeping", size, shapes, exact, n, speed).seconds
-    with_sketch = predicted("bookkeeping", size, shapes, sketched, n, speed).seconds
+    best, with_sketch = (
+        predicted("bookkeeping", size, shapes, kinds_of(shapes, some), n, speed).seconds
+        for some in (exact, sketched)
+    )
     return {
         "engine": TEXTS[how.engine],
         "physical_batch_size": size,

@@ -34,8 +34,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, thorough: bool) -> None:
         self._model = model
-        self._buffers = _named(model, "_buffers")
-        self._parameters = _named(model, "_parameters")
+        self._buffers, self._parameters = _tensors_of(model)
         self._versions = {
             id(t): _version(t) for t in (*self._buffers.values(), *self._parameters.values())
         }
@@ -50,9 +49,8 @@ class Watch:
 
     def changed(self) -> tuple[list[str], list[str]]:
         """Names of buffers and of parameters that are not what they were."""
-        now = _named(self._model, "_buffers")
+        now, known = _tensors_of(self._model)
         buffers = [key for key in {**self._buffers, **now} if not self._is_same(key, now.get(key))]
-        known = _named(self._model, "_parameters")
         parameters = [
             key
             for key, t in {**self._parameters, **known}.items()
@@ -73,7 +71,7 @@ class Watch:
         """Buffers as they were, as far as there are copies; returns whether every buffer is."""
         complete = True
         modules = dict(self._model.named_modules(remove_duplicate=False))
-        for path, local in _named(self._model, "_buffers"):
+        for path, local in _tensors_of(self._model)[0]:
             if (path, local) not in self._buffers:
                 modules[path]._buffers.pop(local)
         for (path, local), tensor in self._buffers.items():
@@ -129,14 +127,19 @@ def unchanged(model: nn.Module, thorough: bool = False) -> Iterator[None]:
     )
 
 
-def _named(model: nn.Module, kind: str) -> dict[tuple[str, str], Tensor]:
-    """(module path, local name) -> parameter or buffer."""
-    return {
-        (path, local): tensor
-        for path, module in model.named_modules()
-        for local, tensor in vars(module)[kind].items()
-        if tensor is not None
-    }
+Named = dict[tuple[str, str], Tensor]
+
+
+def _tensors_of(model: nn.Module) -> tuple[Named, Named]:
+    """(module path, local name) -> buffer, and parameter; one walk, as it is made at every step."""
+    buffers: Named = {}
+    parameters: Named = {}
+    for path, module in model.named_modules():
+        for found, own in ((buffers, module._buffers), (parameters, module._parameters)):
+            for local, tensor in own.items():
+                if tensor is not None:
+                    found[path, local] = tensor
+    return buffers, parameters
 
 
 def _dotted(key: tuple[str, str]) -> str:

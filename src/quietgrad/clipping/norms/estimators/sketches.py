@@ -46,7 +46,7 @@ from quietgrad.clipping.norms.spread import Spread
 LOG_FAILURE = 27.7  # -log of 1e-12
 
 # Up to so many positions, in a few uses, bounds are the same for every record.
-STEADY_POSITIONS, FEW_USES = 4096, 4
+STEADY_POSITIONS, FEW_USES = 1024, 2
 
 
 def sketched(

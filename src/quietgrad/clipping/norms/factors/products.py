@@ -14,7 +14,7 @@ from torch import Tensor
 # Sums are cut into short ones, whose rounding is small: products with thin matrices into sums over
 # so many columns, and over so many positions, which are added up in groups. What is added to goes
 # by ``add_``, never as the third operand of a product: libraries begin their sums with it.
-COLUMNS, POSITIONS, GROUP = 32, 32, 512
+COLUMNS, POSITIONS, GROUP = 64, 32, 512
 
 # Entries of short sums that are formed at once (16 MiB in float32), unless one example has more.
 # Over positions they are as many as the sketch has entries, times 16, so they stay in the cache.
