@@ -65,7 +65,7 @@ def run_plan(
             f"{record['predicted_seconds']:.0f} s for {prepared.steps} "
             "steps, "
             "evaluations not counted",
-            "memory": f"about {record['predicted_memory_mib']:.0f} MiB at the peak",
+            "memory": f"about {record['predicted_memory_mib']:.0f} MiB for weights and a step",
             "trainable parameters": f"{record['trainable_parameters']:,} of "
             f"{record['parameters']:,}",
             **({} if figure is None else {"figure": str(figure)}),
