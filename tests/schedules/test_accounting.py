@@ -145,6 +145,26 @@ def test_equal_settings_cost_nothing_more_and_grouping_is_an_upper_bound(monkeyp
     assert merge_equal_phases(two) == merged
 
 
+@pytest.mark.parametrize("bands", [1, 3])
+def test_every_step_of_a_group_counts_at_its_least_noise_and_at_its_highest_rate(bands) -> None:
+    """Mutants: the mean rate of a group, its mean noise. Epsilon of a smooth schedule hides them."""
+    drawn = np.random.default_rng(0)
+    for noise, rate in ((0.0, 1.0), (1.0, 0.0), (1.0, 1.0)):
+        sigmas, rates = np.exp(noise * drawn.uniform(size=400)), 0.01 + rate * 0.3 * drawn.uniform(
+            size=400
+        )
+        each = [
+            PoissonGaussian(float(s), float(q), bands, ExactClipping(), bands)
+            for s, q in zip(sigmas, rates, strict=True)
+        ]
+        few = grouped(tuple(each), 0.1)
+        assert len(few) <= 25 and sum(p.compositions for p in few) == len(each)
+        for read, worse in (("noise_multiplier", 1), ("sample_rate", -1)):
+            before = sorted(worse * getattr(p, read) for p in each)
+            after = sorted(worse * getattr(p, read) for p in few for _ in range(p.compositions))
+            assert all(a <= b for a, b in zip(after, before, strict=True)), read
+
+
 SETTINGS = st.builds(
     StepSettings, st.floats(0.6, 5.0), st.floats(0.01, 0.5), st.sampled_from([0.5, 1.0])
 )
