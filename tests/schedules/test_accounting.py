@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from quietgrad.accounting import delta, epsilon, phases
 from quietgrad.accounting.composition import compose
+from quietgrad.accounting.one_step import Atoms
 from quietgrad.accounting.phases import grouped, merge_equal_phases
+from quietgrad.accounting.product import composed_sum
 from quietgrad.events import EventSequence, ExactClipping, PoissonGaussian, RandomizedClipping
 from quietgrad.schedules import Cosine, Course, Linear, Schedules, StepSettings, Stepwise
 from quietgrad.schedules.phases import course_of
@@ -198,6 +200,27 @@ def test_with_bands_every_part_is_covered(steps, bands) -> None:
         )
         real = epsilon(EventSequence(events), DELTA)
         assert real <= epsilon(event, DELTA) * (1 + 1e-3) + 1e-6
+
+
+@pytest.mark.parametrize("tail_mass", [1e-12, 1e-3, 0.05])
+def test_what_is_beyond_the_ends_of_the_circle_is_counted_at_infinity(tail_mass) -> None:
+    """Mutant: mass above the highest loss comes back below the lowest, and is not made up for."""
+    drawn, interval = np.random.default_rng(2), 0.05
+    atoms, times = [], (7, 3, 5)
+    for first, size in ((-20, 45), (-3, 90), (-60, 75)):
+        mass = drawn.uniform(size=size) ** 8
+        atoms.append(Atoms(first, mass / mass.sum() * 0.999, 0.001))
+    low, found, infinity = composed_sum(atoms, times, interval, tail_mass)
+    whole, first = np.ones(1), 0
+    for atom, n in zip(atoms, times, strict=True):
+        first += n * atom.first
+        for _ in range(n):
+            whole = np.convolve(whole, atom.probabilities)
+    losses, true = interval * (first + np.arange(whole.size)), 1 - whole.sum()
+    given = interval * (low + np.arange(found.size))
+    for e in np.linspace(-2.0, losses[-1], 60):
+        above = np.maximum(-np.expm1(e - losses), 0) @ whole + true
+        assert infinity + np.maximum(-np.expm1(e - given), 0) @ found >= above - 1e-13
 
 
 def test_one_step_with_a_tiny_rate_between_large_ones() -> None:
