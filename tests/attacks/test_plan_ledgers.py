@@ -92,3 +92,25 @@ def test_a_torn_line_after_the_last_step_counts_at_the_worst_settings(tmp_path: 
     worst = plan.whole_course.least_noise, plan.whole_course.highest_rate
     assert (torn.event.events[-1].noise_multiplier, torn.event.events[-1].sample_rate) == worst
     assert epsilon(torn.event, plan.delta) > plan.epsilon
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_grad_norm": 2.0},
+        {"noise_multiplier": 1.2},
+        {"steps": 13},
+        {"expected_batch_size": 9},
+        {"target_delta": 1e-3},
+        {"data_are_public": True},
+        {"estimator": "hutch"},
+        {"bands": 3},
+    ],
+    ids=str,
+)
+def test_no_setting_of_the_mechanism_changes_on_a_resume(tmp_path: Path, changes) -> None:
+    """A mutant went on with another clipping norm than the ledger states."""
+    with plan_of().start(tmp_path / "ledger.jsonl") as run:
+        release(run)
+    with pytest.raises(ValueError, match="resume with a changed privacy setting"):
+        plan_of(**changes).start(tmp_path / "ledger.jsonl")
