@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from quietgrad import PrivacyConfig, PrivacyPlan, Users
+from quietgrad.beside.values import Observed
 from quietgrad.clipping import UserBatch
 from quietgrad.denoising import SpikesWithBulk
 from quietgrad.ledger import read_ledger
@@ -240,3 +241,17 @@ def test_bad_arguments_are_refused() -> None:
 def test_delta_is_judged_by_the_number_of_users() -> None:
     with pytest.raises(ValueError, match="1/15"):
         changed(CONFIG, target_delta=0.07).build(RECORDS, record_owner=owners())
+
+
+def test_what_holds_private_numbers_says_none_of_them() -> None:
+    """Reprs end in logs and in tracebacks with locals: sizes, losses and norms are in none."""
+    plan, seen = CONFIG.build(RECORDS, record_owner=owners()), []
+    with plan.start() as run:
+        indices = next(run.batches(1))
+        batch = UserBatch(records()[indices.records], indices.sizes)
+        examples = plan.clipper.bind(model(), loss).examples_of(batch)
+        seen += [indices, batch, examples, examples.groups, run._open]
+    seen.append(Observed(torch.tensor([0.125]), torch.tensor([0.75])))
+    for held in seen:
+        words = ("sizes", "examples=", "tensor(", "array(", "0.125")
+        assert not any(word in repr(held) for word in words), type(held)

@@ -11,11 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from attacks.ledgers import CONFIG, RECORDS, plan_of, release
+from quietgrad.accounting import epsilon
 from quietgrad.beside import AdaptiveClipping, TrainingLoss
 from quietgrad.cli.app import app
-from quietgrad.events import PoissonGaussian, SideRelease
+from quietgrad.events import EventSequence, PoissonGaussian, SideRelease
 from quietgrad.ledger import LedgerWriter, read_ledger
-from quietgrad.schedules import Course, StepSettings
+from quietgrad.schedules import Course, Linear, Schedules, StepSettings
 
 BESIDE = [
     {"training_loss": TrainingLoss(own_noise=0.5)},
@@ -76,3 +77,40 @@ def test_a_plain_release_is_not_counted_at_an_extension_s_own_settings(tmp_path:
             release(run)
     assert read_ledger(plain).event == replace(plan_of().event, steps=(CONFIG.steps or 0) + 3)
     assert RECORDS
+
+
+def test_a_torn_line_after_the_last_step_counts_at_the_worst_settings(tmp_path: Path) -> None:
+    """Nobody knows what it was; a mutant counted it as nothing."""
+    path = tmp_path / "ledger.jsonl"
+    plan = plan_of(schedules=Schedules(noise=Linear(1.0, 3.0), batch_size=Linear(1.0, 2.0)))
+    with plan.start(path) as run:
+        for _ in range(plan.steps):
+            release(run)
+    path.write_bytes(path.read_bytes() + b'{"line": 9')
+    torn = read_ledger(path)
+    assert torn.releases == plan.steps + 1 and isinstance(torn.event, EventSequence)
+    worst = plan.whole_course.least_noise, plan.whole_course.highest_rate
+    assert (torn.event.events[-1].noise_multiplier, torn.event.events[-1].sample_rate) == worst
+    assert epsilon(torn.event, plan.delta) > plan.epsilon
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_grad_norm": 2.0},
+        {"noise_multiplier": 1.2},
+        {"steps": 13},
+        {"expected_batch_size": 9},
+        {"target_delta": 1e-3},
+        {"data_are_public": True},
+        {"estimator": "hutch"},
+        {"bands": 3},
+    ],
+    ids=str,
+)
+def test_no_setting_of_the_mechanism_changes_on_a_resume(tmp_path: Path, changes) -> None:
+    """A mutant went on with another clipping norm than the ledger states."""
+    with plan_of().start(tmp_path / "ledger.jsonl") as run:
+        release(run)
+    with pytest.raises(ValueError, match="resume with a changed privacy setting"):
+        plan_of(**changes).start(tmp_path / "ledger.jsonl")

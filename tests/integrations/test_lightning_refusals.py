@@ -235,6 +235,19 @@ def test_the_training_records_are_not_validated_on(tmp_path: Path) -> None:
         fit.validate(model, DataLoader(data, batch_size=10))
     with pytest.raises(ValueError, match="is the training data, or holds records of it"):
         fit.test(model, DataLoader(data, batch_size=10))
+    with pytest.raises(ValueError, match="is the training data, or holds records of it"):
+        fit.predict(model, DataLoader(data, batch_size=10))
+
+
+def test_another_trainer_does_not_look_at_the_training_records_either(tmp_path: Path) -> None:
+    """Before: it did, since what looks at loaders was the first Trainer's alone."""
+    data, model = records(), Small()
+    trainer(tmp_path / "fit", limit_val_batches=0).fit(model, data)
+    for door in ("validate", "test", "predict"):
+        other = trainer(tmp_path / door)
+        with pytest.raises(ValueError, match="is the training data, or holds records of it"):
+            getattr(other, door)(model, DataLoader(data, batch_size=10))
+    trainer(tmp_path / "public").validate(model, DataLoader(records(seed=9), batch_size=10))
 
 
 def test_another_run_in_the_directory(tmp_path: Path) -> None:

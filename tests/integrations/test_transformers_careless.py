@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import torch
 from datasets import Dataset
 from private_trainers import PRIVACY, StopAt, classifier, records, trainer
-from torch.utils.data import DataLoader, Subset, random_split
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, random_split
 from transformers import TrainerCallback, default_data_collator
 
+from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.transformers import PrivateTrainer
 
 pytestmark = pytest.mark.usefixtures("examined_once")
@@ -154,6 +156,33 @@ def test_parts_of_the_training_records_are_seen(name: str, tmp_path: Path) -> No
         return
     with pytest.raises(ValueError, match="holds records of it"):
         trainer(tmp_path, train_dataset=data, eval_dataset={"named": public})
+
+
+X, Y = torch.arange(400.0).view(100, 4), torch.arange(100)
+TENSORS = TensorDataset(X, Y)
+NUMBERS = Dataset.from_dict({"x": X.tolist(), "labels": Y.tolist()})
+TENTHS = NUMBERS.train_test_split(0.1, seed=3)
+PLACES: dict[str, tuple[Any, Any, bool]] = {
+    "the end of the tensors": (TENSORS, TensorDataset(X[90:], Y[90:]), True),
+    "a part of their beginning": (TensorDataset(X[:90], Y[:90]), Subset(TENSORS, [7]), True),
+    "tensors and others": (TENSORS, ConcatDataset([TensorDataset(X[90:], Y[90:])]), True),
+    "the end of a table": (NUMBERS, NUMBERS.select(range(90, 100)), True),
+    "a shuffled part of a table": (NUMBERS, NUMBERS.shuffle(seed=1).select([4, 5]), True),
+    "a split of what is trained on": (NUMBERS, TENTHS["test"], True),
+    "the same in another format": (NUMBERS, NUMBERS.with_format("torch"), True),
+    "the rest of the tensors": (TensorDataset(X[:90], Y[:90]), TensorDataset(X[90:], Y[90:]), False),
+    "every other row": (TensorDataset(X[::2], Y[::2]), TensorDataset(X[1::2], Y[1::2]), False),
+    "the other part of a split": (TENTHS["train"], TENTHS["test"], False),
+    "the rest of a table": (NUMBERS.select(range(90)), NUMBERS.select(range(90, 100)), False),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_parts_are_known_by_where_they_lie(name: str) -> None:
+    """Before: all but the beginning of tensors and of tables of numbers was scored in the open."""
+    private, public, refused = PLACES[name]
+    with pytest.raises(ValueError, match="holds records of it") if refused else nullcontext():
+        refuse_private_evaluation({"a": public}, (private,))
 
 
 def test_training_records_are_not_scored_by_another_door(tmp_path: Path) -> None:

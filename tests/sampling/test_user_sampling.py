@@ -137,6 +137,12 @@ def test_owners_of_a_table_are_read() -> None:
         ([1.0, 2.0**53], "so large that two numbers may be one"),
         (np.array([1.0, 2.0**24 + 1], dtype=np.float32), "so large that two numbers may be one"),
         (torch.tensor([1.0, 2.0**24 + 1]), "so large that two numbers may be one"),
+        (["a", "NA", "b"], "no owner for some record"),  # R, pandas
+        (["a", "#N/A", "b"], "no owner for some record"),  # spreadsheets
+        (["a", r"\N", "b"], "no owner for some record"),  # data bases
+        (["1.23457E+18", "1.23458E+18"], "so large that two numbers may be one"),
+        (["1.2345678901234568e+18", "7.0"], "so large that two numbers may be one"),
+        (["9007199254740992.0", "7.0"], "so large that two numbers may be one"),
         ([1.5, 2.0], "neither text nor whole numbers"),
         ([True, False], "neither text nor whole numbers"),
         ([("a",), ("b",)], "neither text nor whole numbers"),
@@ -171,7 +177,7 @@ def test_one_name_written_in_two_ways_is_one_user(one: Any, other: Any) -> None:
 
 
 def test_names_that_differ_are_two_users() -> None:
-    names = ["Bob", "bob", "b ob", "7", "07", "7.5", "7.0.0", "v7.0", "none", "Null", "7e0"]
+    names = ["Bob", "bob", "b ob", "7", "07", "7.5", "7.0.0", "v7.0", "none", "Null", "7e0", "12e4"]
     assert len(set(identities_of(names))) == len(names)
     raw = [b"id\n", b"id", b"7.0", b"7"]  # bytes are no text
     assert len(set(identities_of(raw))) == len(raw)

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from quietgrad.accounting import delta, epsilon, phases
 from quietgrad.accounting.composition import compose
+from quietgrad.accounting.one_step import Atoms
 from quietgrad.accounting.phases import grouped, merge_equal_phases
+from quietgrad.accounting.product import composed_sum
 from quietgrad.events import EventSequence, ExactClipping, PoissonGaussian, RandomizedClipping
 from quietgrad.schedules import Cosine, Course, Linear, Schedules, StepSettings, Stepwise
 from quietgrad.schedules.phases import course_of
@@ -145,6 +147,26 @@ def test_equal_settings_cost_nothing_more_and_grouping_is_an_upper_bound(monkeyp
     assert merge_equal_phases(two) == merged
 
 
+@pytest.mark.parametrize("bands", [1, 3])
+def test_every_step_of_a_group_counts_at_its_least_noise_and_at_its_highest_rate(bands) -> None:
+    """Mutants: the mean rate of a group, its mean noise. Epsilon of a smooth schedule hides them."""
+    drawn = np.random.default_rng(0)
+    for noise, rate in ((0.0, 1.0), (1.0, 0.0), (1.0, 1.0)):
+        sigmas, rates = np.exp(noise * drawn.uniform(size=400)), 0.01 + rate * 0.3 * drawn.uniform(
+            size=400
+        )
+        each = [
+            PoissonGaussian(float(s), float(q), bands, ExactClipping(), bands)
+            for s, q in zip(sigmas, rates, strict=True)
+        ]
+        few = grouped(tuple(each), 0.1)
+        assert len(few) <= 25 and sum(p.compositions for p in few) == len(each)
+        for read, worse in (("noise_multiplier", 1), ("sample_rate", -1)):
+            before = sorted(worse * getattr(p, read) for p in each)
+            after = sorted(worse * getattr(p, read) for p in few for _ in range(p.compositions))
+            assert all(a <= b for a, b in zip(after, before, strict=True)), read
+
+
 SETTINGS = st.builds(
     StepSettings, st.floats(0.6, 5.0), st.floats(0.01, 0.5), st.sampled_from([0.5, 1.0])
 )
@@ -178,6 +200,27 @@ def test_with_bands_every_part_is_covered(steps, bands) -> None:
         )
         real = epsilon(EventSequence(events), DELTA)
         assert real <= epsilon(event, DELTA) * (1 + 1e-3) + 1e-6
+
+
+@pytest.mark.parametrize("tail_mass", [1e-12, 1e-3, 0.05])
+def test_what_is_beyond_the_ends_of_the_circle_is_counted_at_infinity(tail_mass) -> None:
+    """Mutant: mass above the highest loss comes back below the lowest, and is not made up for."""
+    drawn, interval = np.random.default_rng(2), 0.05
+    atoms, times = [], (7, 3, 5)
+    for first, size in ((-20, 45), (-3, 90), (-60, 75)):
+        mass = drawn.uniform(size=size) ** 8
+        atoms.append(Atoms(first, mass / mass.sum() * 0.999, 0.001))
+    low, found, infinity = composed_sum(atoms, times, interval, tail_mass)
+    whole, first = np.ones(1), 0
+    for atom, n in zip(atoms, times, strict=True):
+        first += n * atom.first
+        for _ in range(n):
+            whole = np.convolve(whole, atom.probabilities)
+    losses, true = interval * (first + np.arange(whole.size)), 1 - whole.sum()
+    given = interval * (low + np.arange(found.size))
+    for e in np.linspace(-2.0, losses[-1], 60):
+        above = np.maximum(-np.expm1(e - losses), 0) @ whole + true
+        assert infinity + np.maximum(-np.expm1(e - given), 0) @ found >= above - 1e-13
 
 
 def test_one_step_with_a_tiny_rate_between_large_ones() -> None:

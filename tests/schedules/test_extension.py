@@ -82,9 +82,24 @@ def test_a_run_goes_on_with_its_ledger(tmp_path: Path, stopped, bands, schedules
             assert not torch.allclose(one, other, atol=0.1)
 
 
+def test_an_extension_goes_on_with_a_run_or_not_at_all(tmp_path: Path) -> None:
+    """Attack: a run without a ledger, extended and started once more. It made 9 + 13 releases, and
+    told the epsilon of 13.
+    """
+    plan = plan_of(target_epsilon=None, noise_multiplier=1.1)
+    with plan.start() as run:
+        released(run)
+    more = plan.extended(steps=4)
+    for ledger in (None, tmp_path / "other.jsonl"):
+        with pytest.raises(ValueError, match="holds no run, and this plan is one with steps on"):
+            more.start(ledger)
+    assert not list(tmp_path.iterdir())  # refused before anything is written
+
+
 def test_a_plan_without_the_ledger_s_extension_does_not_go_on(tmp_path: Path) -> None:
     plan = plan_of()
     path = tmp_path / "ledger.jsonl"
+    plan.start(path).close()
     with plan.extended(steps=4, target_epsilon=9.0).start(path) as run:
         released(run, 2)
     for other in (plan, plan.extended(steps=5, target_epsilon=9.0)):
@@ -103,6 +118,7 @@ def test_a_ledger_never_counts_a_release_better_than_it_was_planned(
 ) -> None:
     plan = plan_of(**({} if schedules is None else {"schedules": schedules}))
     path = tmp_path / "ledger.jsonl"
+    plan.start(path).close()
     with plan.extended(steps=4, target_epsilon=9.0).start(path) as run:
         released(run)
     whole = path.read_bytes().splitlines(keepends=True)

@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny_runs import interrupt_at, train
 
 from quietgrad.accounting import epsilon_report
+from quietgrad.cli.beside.runs import _cells, run_of
 from quietgrad.ledger import read_ledger
 
 Run = Callable[..., tuple[int, str, str]]
@@ -58,6 +60,28 @@ def test_runs_and_what_they_have_spent(quietgrad: Run, settings, tmp_path: Path)
     assert damaged["status"] == "ledger damaged" and damaged["epsilon"] is None
     # One run by itself.
     assert list(listed(quietgrad, tmp_path / "plain")) == ["plain"]
+
+
+def test_an_epsilon_of_the_list_says_what_it_is_of(
+    quietgrad: Run, settings, tmp_path: Path
+) -> None:
+    """Before: a number for users, one for declared data and one that adds to another's looked like
+    any.
+    """
+    run_dir = tmp_path / "one"
+    train(settings | {"training.run_dir": str(run_dir), "model.tune": "head"})
+    one = listed(quietgrad, run_dir)["one"]
+    assert one["neighbouring"] == "add-remove" and not one["started_from_runs"]
+    public = one["data_declared_public"]
+    result = run_dir / "result.json"
+    kept = json.loads(result.read_text())
+    result.write_text(json.dumps(kept | {"started_from": [{"private": True}]}))
+    assert listed(quietgrad, run_dir)["one"]["started_from_runs"]
+    row = replace(run_of(run_dir, tmp_path), neighbouring="add-remove-user")
+    (told,) = [cell for cell in _cells(row) if " per user" in cell]
+    assert told.endswith(" + that of its start") and ("(data public)" in told) == public
+    quiet = replace(row, data_declared_public=not public, started_from_runs=False)
+    assert any(("(data public)" in cell) != public for cell in _cells(quiet) if "user" in cell)
 
 
 def test_no_runs(quietgrad: Run, tmp_path: Path) -> None:

@@ -70,6 +70,9 @@ def test_a_run_is_extended_on_the_command_line(
     assert (told["steps"], told["extension_steps"], told["within_target"]) == (10, 4, False)
     shown = quietgrad(*ask)[1]
     assert "above the target of 4" in shown and "--extend-to-epsilon" in shown
+    declared = before["data_declared_public"]
+    assert told.get("data_declared_public", False) is declared
+    assert ("were declared public" in " ".join(shown.split())) is declared
     resume = ("train", config, "--resume", "--extend-steps", 4)
     code, _, err = quietgrad(*resume)
     assert code == 2 and "above the plan's target of 4" in err

@@ -86,6 +86,17 @@ def test_how_many_records_all_users_have_is_in_no_message_and_no_forecast(
     assert counted() == before
 
 
+def test_the_memory_that_is_told_does_not_grow_with_the_private_records(
+    of_users: dict[str, Any],
+) -> None:
+    """It was the largest that the process ever held, all private records among it."""
+    prepared = prepare(config_of(of_users))
+    told = forecast.forecast(prepared)["predicted_memory_mib"]
+    records = b"x" * (96 << 20)  # as a private file of this size would be
+    assert forecast.forecast(prepared)["predicted_memory_mib"] == told > 0
+    assert len(records)
+
+
 def test_a_user_of_the_test_file_has_no_private_record(
     of_users: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -36,6 +36,9 @@ class Observed:
     losses: Tensor | None
     shares: Tensor
 
+    def __repr__(self) -> str:
+        return "Observed(hidden)"
+
 
 class SideMethod(Protocol):
     """One number beside the gradients: a frozen record, one a file."""

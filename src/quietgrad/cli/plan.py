@@ -9,6 +9,7 @@ from rich.console import Console
 
 from quietgrad.accounting import epsilon_report
 from quietgrad.accounting.rounding import round_up, round_up_to
+from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.output import (
     console,
     fail,
@@ -65,7 +66,7 @@ def run_plan(
             f"{record['predicted_seconds']:.0f} s for {prepared.steps} "
             "steps, "
             "evaluations not counted",
-            "memory": f"about {record['predicted_memory_mib']:.0f} MiB at the peak",
+            "memory": f"about {record['predicted_memory_mib']:.0f} MiB for weights and a step",
             "trainable parameters": f"{record['trainable_parameters']:,} of "
             f"{record['parameters']:,}",
             **({} if figure is None else {"figure": str(figure)}),
@@ -125,6 +126,8 @@ def run_extension(
         "within_target": limit is None or total <= limit,
         "neighbouring": contents.header["neighbouring"],
     }
+    declared = {"data_declared_public": True} if contents.header.get("data_declared_public") else {}
+    record |= declared
     if as_json:
         print_json(record)
         return
@@ -140,6 +143,7 @@ def run_extension(
             "with the extension": f"epsilon = {round_up(total, 4)} after "
             f"{course.steps + more.steps} steps, at delta = {round_up_to(delta, 3)}"
             f"{above} ({RELATIONS[record['neighbouring']]})",
+            **({"data": DECLARED_PUBLIC} if declared else {}),
             "to do it": f"quietgrad train --resume --set training.run_dir={run_dir} {how}{allow}",
         },
     )

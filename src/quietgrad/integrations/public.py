@@ -1,5 +1,6 @@
 """Whether records that are meant to be public are the training records: their scores would be
-printed and saved. What is seen is what careless code does: the data set itself, a part, a copy.
+printed and saved. What is seen is what careless code does: the data set itself, a part of it (by
+where its records lie in memory), a copy of it or of its beginning.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import Subset
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from quietgrad.training.tasks.records import spread
 
@@ -42,6 +45,9 @@ def _is_part_of(one: Any, other: Any) -> bool:
     if shared is not None:
         return shared
     with contextlib.suppress(Exception):  # what cannot be read fails where it is needed
+        if np.isin(_places(one), _places(other)).any():
+            return True
+    with contextlib.suppress(Exception):
         return _objects_shared(one, other) or _texts_shared(one, other) or _rows_equal(one, other)
     return False
 
@@ -61,6 +67,36 @@ def _rows_of(data: Any) -> tuple[Any, set[int] | None]:
         rows = kept if rows is None else [kept[i] for i in rows]
         data = data.dataset
     return data, None if rows is None else set(rows)
+
+
+def _places(data: Any) -> NDArray[np.int64]:
+    """Addresses of the records that lie in memory of a kind that is known here: slices, selections
+    and views of the same data have some in common.
+    """
+    if isinstance(data, Subset):
+        return _places(data.dataset)[np.asarray(data.indices, dtype=np.int64)]
+    if isinstance(data, ConcatDataset):
+        return np.concatenate([_places(part) for part in data.datasets])
+    if isinstance(data, TensorDataset):
+        widest = max(data.tensors, key=torch.Tensor.numel)
+        step = widest.stride(0) * widest.element_size()
+        rows = np.arange(len(widest) if step else 0, dtype=np.int64)
+        return np.asarray(widest.data_ptr() + rows * step, dtype=np.int64)
+    if hasattr(data, "features") and hasattr(data, "data"):  # datasets.Dataset
+        return _places_of_table(data)
+    return np.zeros(0, dtype=np.int64)
+
+
+def _places_of_table(data: Any) -> NDArray[np.int64]:
+    """Of an Arrow table: a record's place in the largest piece of memory of its first column."""
+    found = [np.zeros(0, dtype=np.int64)]
+    for chunk in data.data.column(0).chunks:
+        pieces = [piece for piece in chunk.buffers() if piece is not None]
+        begin = max(pieces, key=lambda piece: piece.size).address + chunk.offset
+        found.append(begin + np.arange(len(chunk), dtype=np.int64))
+    places = np.concatenate(found)
+    chosen = getattr(data, "_indices", None)
+    return places if chosen is None else places[chosen.column(0).to_numpy()]
 
 
 def _objects_shared(one: Any, other: Any) -> bool:

@@ -52,7 +52,7 @@ class OpenBatch:
     """
 
     release: int
-    examples: int
+    examples: int = field(repr=False)
     name: object = field(default_factory=object)
 
     def require_sum(self, clipped: ClippedSum, claim: SensitivityClaim) -> None:

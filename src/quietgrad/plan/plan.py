@@ -27,6 +27,7 @@ from quietgrad.plan.by_step.course import (
     StepByStep,
     calibrated_scale,
     require_course,
+    require_run_to_extend,
     require_same,
 )
 from quietgrad.plan.noise_session import NoiseSession
@@ -240,11 +241,13 @@ class PrivacyPlan(StepByStep):
 
         Raises:
             ValueError: if the ledger was written by a different mechanism, is in use, damaged,
-                shortened or gone, or the seed has started another run.
+                shortened or gone, or the seed has started another run; for an extended plan,
+                without the ledger of the run that it extends.
             RuntimeError: in one of several processes (a process group, torchrun).
         """
         refuse_process_group()
         refuse_launcher()
+        require_run_to_extend(self.extensions, ledger)
         key, planned = root_key(self.seed), self.first_planned
         if ledger is None:
             session = new_session(0, self.seed, self.data_are_public)

@@ -27,11 +27,16 @@ Indices = NDArray[np.int64]
 Choice = Literal["fixed", "fresh"]
 CHOICES: tuple[Choice, ...] = ("fixed", "fresh")
 ORDER_KEY = b"quietgrad records of a user"  # public: the order needs to be fixed, not secret
-# How tools write a gap as text: the records of everybody without a name would be one user's.
-GAPS = frozenset({"nan", "NaN", "NAN", "None", "null", "NULL", "<NA>", "NaT"})
+# How tools write a gap as text (pandas, R, spreadsheets, data bases): the records of everybody
+# without a name would be one user's.
+GAPS = frozenset(
+    "nan NaN NAN -nan -NaN None null NULL <NA> NA N/A n/a #N/A #NA NaT \\N".split()
+)
 # Whole numbers up to which each has a float of its own; above, two users would be one.
 EXACT_FLOATS = {"float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
 _WHOLE = re.compile(r"(-?[0-9]+)\.0+")
+# A number that a spreadsheet or a float has rounded: all users whose numbers begin alike are one.
+_ROUNDED = re.compile(r"-?[0-9](\.[0-9]+)?[eE]\+[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,9 @@ class UserIndices:
         sizes: [users] how many of the records are each user's.
     """
 
-    users: Indices
-    records: Indices
-    sizes: tuple[int, ...]
+    users: Indices = field(repr=False)
+    records: Indices = field(repr=False)
+    sizes: tuple[int, ...] = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -217,8 +222,8 @@ def identities_of(owners: Iterable[Any], name: str = "record_owner") -> list[byt
     if None in kinds:
         raise TypeError(
             f"{name} holds values that are neither text nor whole numbers (or floats so large that "
-            "two numbers may be one); give one owner for every record, such as a user's name, or "
-            "number as an integer"
+            "two numbers may be one, also as text: 1.2e+18); give one owner for every record, such "
+            "as a user's name, or number as an integer with all its digits"
         )
     if len(kinds) > 1:
         raise TypeError(
@@ -240,7 +245,7 @@ def _is_missing(value: Any) -> bool:
 
 def _kind(value: Any, limit: int) -> str | None:
     if isinstance(value, str):
-        return "text"
+        return None if _is_rounded(value.strip()) else "text"
     if isinstance(value, bytes):
         return "bytes"
     if isinstance(value, bool | np.bool_):
@@ -249,6 +254,11 @@ def _kind(value: Any, limit: int) -> str | None:
         isinstance(value, Real) and abs(float(value)) < limit and float(value).is_integer()
     )
     return "number" if whole else None
+
+
+def _is_rounded(text: str) -> bool:
+    number = _WHOLE.fullmatch(text)
+    return bool(_ROUNDED.fullmatch(text)) or (number is not None and abs(int(number[1])) >= 2**53)
 
 
 def _identity(value: Any) -> bytes:

@@ -14,7 +14,7 @@ from torch import nn
 from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.capture.examples import UserBatch
-from quietgrad.clipping.planner.explain import explain
+from quietgrad.clipping.planner.explain import TEXTS, explain
 from quietgrad.events import RandomizedClipping
 from quietgrad.plan import PrivacyPlan
 from quietgrad.tensors import batch_size_of
@@ -60,7 +60,7 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
         **clipping,
         "predicted_seconds": prefix_seconds + seconds / size * examples,
         "cached_frozen_layers": cache is not None,
-        "predicted_memory_mib": _peak_memory_mib(),
+        "predicted_memory_mib": _memory_mib(prepared, clipping),
         "parameters": sum(p.numel() for p in prepared.model.classifier.parameters()),
     }
 
@@ -109,14 +109,14 @@ def _as_clipped(prepared: Prepared, batch: dict[str, torch.Tensor]) -> Any:
     return UserBatch(batch, (1,) * batch_size_of(batch))
 
 
-def _peak_memory_mib() -> float:
+def _memory_mib(prepared: Prepared, clipping: dict[str, Any]) -> float:
+    """On a GPU the peak so far, of public records; on a processor weights and a modelled step. What
+    the process holds there holds the private records too, and would tell how large they are.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
-    try:
-        import resource
-    except ImportError:  # Windows
-        return float("nan")
-    import sys
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    model = prepared.model.classifier
+    held = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    engines = clipping.get("alternatives", ())
+    step = [row["mib"] for row in engines if TEXTS[row["engine"]] == clipping["engine"]]
+    return held / 2**20 + sum(step)

@@ -15,6 +15,7 @@ from rich.table import Table
 from quietgrad.accounting import epsilon_report
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.output import console, one_line, print_json
+from quietgrad.events import per_unit
 from quietgrad.ledger import LEDGER_NAME, read_ledger
 
 DEEPEST = 3  # folders below the one that is named
@@ -34,6 +35,9 @@ class Run:
         planned: steps in all; None where nothing says.
         private: whether it is a private run.
         epsilon, delta: spent so far, an upper bound; None where there is none.
+        neighbouring: what epsilon is about, "add-remove-user" for one; "" where nothing says.
+        data_declared_public: whether the records were declared to need no protection.
+        started_from_runs: whether it began with weights of earlier runs, whose epsilons add.
         score: of the test records, or of validation records while it is unfinished.
         metric: what the score is.
         when: seconds since 1970 at which it was last written to.
@@ -47,6 +51,9 @@ class Run:
     private: bool
     epsilon: float | None
     delta: float | None
+    neighbouring: str
+    data_declared_public: bool
+    started_from_runs: bool
     score: float | None
     metric: str
     when: float
@@ -102,10 +109,11 @@ def run_of(path: Path, folder: Path) -> Run:
     private = ledger.exists() or bool(result.get("private"))
     status = FINISHED if result else UNFINISHED
     steps, planned = int(result.get("steps") or 0), result.get("planned_steps")
-    spent, delta = result.get("epsilon"), result.get("delta")
+    spent, delta, said = result.get("epsilon"), result.get("delta"), result
     if private:
         try:
             contents = read_ledger(path)
+            said = contents.header or result
             made, delta = contents.releases, contents.header.get("delta", delta)
             planned = planned or contents.header.get("planned_steps")
             if contents.not_private is not None:
@@ -131,6 +139,9 @@ def run_of(path: Path, folder: Path) -> Run:
         private,
         spent if private else None,
         delta if private else None,
+        str(said.get("neighbouring", "")) if private else "",
+        bool(said.get("data_declared_public")),
+        bool(result.get("started_from")),
         score,
         metric,
         max(p.stat().st_mtime for p in path.iterdir() if p.is_file()),
@@ -145,7 +156,9 @@ def _cells(run: Run) -> Iterator[str]:
     if not run.private:
         yield "no privacy"
     else:
-        yield "unknown" if run.epsilon is None else round_up(run.epsilon, 4)
+        of = per_unit(run.neighbouring) + (" (data public)" if run.data_declared_public else "")
+        more = " + that of its start" if run.started_from_runs else ""
+        yield "unknown" if run.epsilon is None else round_up(run.epsilon, 4) + of + more
     yield "" if run.delta is None else round_up_to(run.delta, 3)
     public = " val." if run.metric.startswith("validation") else ""
     yield "" if run.score is None else f"{run.score:.3f}{public}"

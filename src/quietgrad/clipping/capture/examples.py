@@ -9,7 +9,7 @@ record at most.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -34,6 +34,9 @@ class UserBatch(NamedTuple):
     records: Batch
     sizes: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        return "UserBatch(hidden)"
+
 
 @dataclass(frozen=True)
 class Examples:
@@ -46,8 +49,8 @@ class Examples:
         combined: "mean" or "sum" of the gradients of a user's records.
     """
 
-    records: Batch
-    sizes: tuple[int, ...] | None = None
+    records: Batch = field(repr=False)
+    sizes: tuple[int, ...] | None = field(default=None, repr=False)
     views: int = 1
     combined: Combined = "mean"
 

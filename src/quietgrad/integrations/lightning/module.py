@@ -12,7 +12,7 @@ from torch import Tensor
 import quietgrad.integrations.lightning.refusals as refusals
 from quietgrad.integrations.lightning.hooks import require_parts
 from quietgrad.integrations.lightning.session import MARK
-from quietgrad.integrations.lightning.steps import PrivateSteps
+from quietgrad.integrations.lightning.steps import PrivateSteps, PublicLoaders
 from quietgrad.integrations.stepping import keyed_generators
 from quietgrad.plan import PrivacyConfig
 from quietgrad.tensors import Batch
@@ -94,8 +94,11 @@ class PrivateLightningModule(LightningModule):
             if trainer.max_epochs is None and trainer.max_steps == -1:
                 trainer.fit_loop.max_epochs = -1  # the plan's steps end training
             self._steps = PrivateSteps(self.privacy, self.accept_start, self._loaded_record)
-            others = [one for one in trainer.callbacks if not isinstance(one, PrivateSteps)]
+            others = [one for one in trainer.callbacks if not isinstance(one, PublicLoaders)]
             trainer.callbacks[:] = [self._steps, *others]
+        elif trainer is not None and self._steps is not None:
+            if not any(isinstance(one, PublicLoaders) for one in trainer.callbacks):
+                trainer.callbacks.insert(0, PublicLoaders(self._steps.records))
         LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
 
     def training_step(self, batch: Any) -> Tensor:

@@ -29,7 +29,34 @@ def shown_epsilon(epsilon: float) -> float:
     return float(rounded)
 
 
-class PrivateSteps(Callback):
+class PublicLoaders(Callback):
+    """Refuses to score or to predict training records: what is said of them is private.
+
+    Args:
+        records: what is trained on; None before that is known.
+    """
+
+    def __init__(self, records: Any = None) -> None:
+        self.records = records
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks at what is validated on."""
+        self.on_validation_start(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks at what is validated on, also by ``trainer.validate`` after a fit."""
+        refusals.refuse_private_loaders(trainer.val_dataloaders, self.records)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks at what is tested on."""
+        refusals.refuse_private_loaders(trainer.test_dataloaders, self.records)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks at what is predicted: what a model says of its training records is private too."""
+        refusals.refuse_private_loaders(trainer.predict_dataloaders, self.records)
+
+
+class PrivateSteps(PublicLoaders):
     """One ``fit`` of a private module. The module puts it in front of the Trainer's callbacks.
 
     Args:
@@ -44,12 +71,12 @@ class PrivateSteps(Callback):
     def __init__(
         self, privacy: PrivacyConfig, accept_start: str, record: dict[str, Any] | None
     ) -> None:
+        super().__init__()
         self.session: Session | None = None
         self._privacy = privacy
         self._accept_start = accept_start
         self._record = record
         self._loader: EpochLoader | None = None
-        self._records: Any = None
         self._mark: dict[str, Any] = {}
         self._seen = 0
         self._max_steps = -1  # the Trainer's
@@ -78,7 +105,7 @@ class PrivateSteps(Callback):
             refusals.refuse_secrets(datamodule, self._privacy)
         source = trainer.fit_loop._data_source
         data = training_data(source.dataloader())
-        self._records = data.dataset
+        self.records = data.dataset
         plan = self._privacy.build(len(data.dataset))
         refusals.refuse_contradictions(trainer, plan)
         self.session = Session(plan, str(trainer.default_root_dir))
@@ -125,18 +152,6 @@ class PrivateSteps(Callback):
             return checked()
         others = {name: value for name, value in options.items() if name != "closure"}
         return (optimizer, checked, *arguments[2:]), others
-
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks at what is validated on."""
-        self.on_validation_start(trainer, pl_module)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks at what is validated on, also by ``trainer.validate`` after a fit."""
-        refusals.refuse_private_loaders(trainer.val_dataloaders, self._records)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks at what is tested on."""
-        refusals.refuse_private_loaders(trainer.test_dataloaders, self._records)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts from where the ledger is."""

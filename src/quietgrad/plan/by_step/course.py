@@ -6,6 +6,7 @@ import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from quietgrad.beside.values import SideMethod, require_alike
 from quietgrad.checks import require_positive
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.events import ClippingClaim, EventSequence, PoissonGaussian, PrivacyEvent
-from quietgrad.ledger import LedgerContents
+from quietgrad.ledger import LedgerContents, holds_records
 from quietgrad.noise.correlation.banded import BandedLower, inside
 from quietgrad.noise.mechanism import GaussianNoise
 from quietgrad.randomness import RandomKey
@@ -126,7 +127,7 @@ class StepByStep:
         """This plan with more steps after its last, at that one's settings: a phase of its own.
         ``epsilon`` is that of the whole, so what the extension costs is known before any work. A
         run of this plan, finished or not, goes on by ``start`` with its ledger, which keeps the
-        extension. Correlated noise begins a new block.
+        extension; without it there is nothing to go on with. Correlated noise begins a new block.
 
         Args:
             steps, epochs: how many more; one of the two.
@@ -239,6 +240,21 @@ def longer(mixing: BandedLower | None, steps: int) -> BandedLower | None:
         blocks.append(mixing.columns[:rows] * inside(rows, mixing.bands))
         left -= rows
     return BandedLower(np.concatenate(blocks))
+
+
+def require_run_to_extend(extensions: Sequence[object], ledger: str | Path | None) -> None:
+    """More steps are of a run that was begun: from its first step on, a plan that was extended
+    would make all of them once more, and tell an epsilon without those that were made.
+
+    Raises:
+        ValueError: without the ledger of that run, with the remedy.
+    """
+    if extensions and (ledger is None or not holds_records(Path(ledger))):
+        raise ValueError(
+            f"ledger={None if ledger is None else str(ledger)!r} holds no run, and this plan is "
+            "one with steps on top of a run's: start it with the ledger of that run, or build a "
+            "plan with as many steps (PrivacyConfig(steps=)) for a new one"
+        )
 
 
 def require_same(

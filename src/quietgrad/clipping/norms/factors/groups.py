@@ -7,7 +7,7 @@ nothing to a norm or a sum. Shape legend: R rows, b examples, g blocks, t positi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -26,7 +26,7 @@ class RowGroups:
             the batch: it decides what is measured how.
     """
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] = field(repr=False)
     single: bool = False
 
     @cached_property

@@ -12,6 +12,7 @@ nothing.
 from __future__ import annotations
 
 import csv
+import shlex
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -173,11 +174,19 @@ def _listed(folder: Path, part: str, layout: FolderLayout, public: bool = True) 
 def _from_table(folder: Path, table: Path, layout: FolderLayout, public: bool) -> Listed:
     try:
         with table.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+            lines = list(file)
+        rows = list(csv.DictReader(lines))
+        unclosed = list(csv.reader([*lines, "."]))[-1] != ["."]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
             f"{str(table)!r} cannot be read as a table in UTF-8 ({type(error).__name__})"
         ) from None
+    if unclosed:
+        # One private row would take all that come after it for its own.
+        raise ValueError(
+            f"{str(table)!r} has a quotation mark that is not closed, so its rows cannot be told "
+            f"apart; `quietgrad check {shlex.quote(str(folder))}` says where"
+        )
     for key, column in (("data.text", layout.file), ("data.label", layout.label)):
         if rows and column not in rows[0]:
             raise ValueError(
@@ -315,12 +324,7 @@ def _pixels(
                     else image
                 )
                 small = narrow.convert(mode).resize((width, height), Image.Resampling.BILINEAR)
-        except (
-            OSError,
-            ValueError,
-            SyntaxError,
-            Image.DecompressionBombError,
-        ) as error:  # what Pillow raises for damaged files
+        except Exception as error:  # Pillow raises many kinds for damaged files
             if not public:
                 readable[index] = False
                 return
