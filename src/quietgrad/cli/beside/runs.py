@@ -103,7 +103,7 @@ def run_of(path: Path, folder: Path) -> Run:
     status = FINISHED if result else UNFINISHED
     steps, planned = int(result.get("steps") or 0), result.get("planned_steps")
     spent, delta = result.get("epsilon"), result.get("delta")
-    if private:
+    if private and "selection" not in result:  # the best of several runs keeps no ledger
         try:
             contents = read_ledger(path)
             made, delta = contents.releases, contents.header.get("delta", delta)
