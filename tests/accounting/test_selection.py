@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import random
+from functools import cache
 from typing import Any
 
 import dp_accounting
 import numpy as np
 import pytest
+from dp_accounting import dp_event
 from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
@@ -33,23 +35,30 @@ LAWS = [
     RunCount(10.0, 0.5),
     RunCount(2.0, 1.0),
     RunCount(10.0, 1.0),
-    RunCount(50.0, 1.0),
+    RunCount(30.0, 1.0),
     RunCount(10.0, 5.0),
     RunCount(0.7, math.inf),
     RunCount(10.0, math.inf),
 ]
-GRID = np.linspace(-14.0, 14.0, 280_001)
+GRID = np.linspace(-14.0, 14.0, 14_001)
 
 
 def named(law: RunCount) -> str:
     return f"mean {law.mean:g}, shape {law.shape:g}"
 
 
+@cache
+def chances_of(law: RunCount) -> list[float]:
+    """Of 0, 1, 2, ..., as far as they count."""
+    reach = 4 * law.mean + 60 if law.poisson else 100 * law.mean / (1 + law.shape) + 60
+    return [law.probability(k) for k in range(int(reach))]
+
+
 def slope(law: RunCount, p: np.ndarray) -> np.ndarray:
     """f' by its series, from the probabilities."""
-    total, reach = np.zeros_like(p), int(60 * law.mean + 60)
-    for k in range(reach, 0, -1):  # Horner
-        total = total * p + k * law.probability(k)
+    total = np.zeros_like(p)
+    for k, chance in reversed(list(enumerate(chances_of(law)))[1:]):  # Horner
+        total = total * p + k * chance
     return total
 
 
@@ -76,10 +85,9 @@ def exact_delta(law: RunCount, mus: list[tuple[float, float]], eps: float) -> fl
 
 @pytest.mark.parametrize("law", LAWS, ids=named)
 def test_probabilities_sum_to_one_and_have_the_mean(law: RunCount) -> None:
-    reach = range(int(60 * law.mean + 60))
-    chances = [law.probability(k) for k in reach]
+    chances = chances_of(law)
     assert sum(chances) == pytest.approx(1, abs=1e-12)
-    assert sum(k * c for k, c in zip(reach, chances, strict=True)) == pytest.approx(law.mean)
+    assert sum(k * chance for k, chance in enumerate(chances)) == pytest.approx(law.mean)
     assert law.steepest == pytest.approx(law.mean)
     assert (chances[0] > 0) == law.poisson
 
@@ -89,10 +97,10 @@ def test_draws_follow_the_law(law: RunCount, monkeypatch: pytest.MonkeyPatch) ->
     known = random.Random(5)
     monkeypatch.setattr(counts.random, "SystemRandom", lambda: known)
     drawn = np.bincount([law.draw() for _ in range(20_000)])
-    last = next(k for k in range(10_000) if sum(law.probability(j) for j in range(k)) > 0.99)
+    chances = np.array(chances_of(law))
+    last = int(np.searchsorted(np.cumsum(chances), 0.99))
     seen = np.append(drawn[:last], drawn[last:].sum())
-    chances = [law.probability(k) for k in range(last)]
-    wanted = np.array([*chances, 1 - sum(chances)]) * 20_000
+    wanted = np.append(chances[:last], 1 - chances[:last].sum()) * 20_000
     assert np.all(seen[wanted == 0] == 0)
     kept = wanted > 0
     # Fails for a right draw with probability 1e-6.
@@ -109,10 +117,12 @@ def test_no_release_exceeds_the_bound(law: RunCount, sigma: float) -> None:
         # Not by being empty: the true epsilon is above a run's own, and not far below the bound.
         if law.mean >= 3:
             assert bound > epsilon(run, delta)
-            assert exact_delta(law, [(1 / sigma, 1.0)], bound / 4) > delta
+            assert exact_delta(law, [(1 / sigma, 1.0)], bound / 3) > delta
 
 
-@pytest.mark.parametrize("law", [RunCount(10.0, 0.0), RunCount(10.0, 1.0), RunCount(10.0, math.inf)])
+@pytest.mark.parametrize(
+    "law", [RunCount(10.0, 0.0), RunCount(10.0, 1.0), RunCount(10.0, math.inf)]
+)
 def test_a_run_alone_is_too_little(law: RunCount) -> None:
     """The tests can fail: choosing has a price."""
     run = PoissonGaussian(1.0, 1.0, 1)
@@ -132,17 +142,17 @@ def test_candidates_that_differ(law: RunCount) -> None:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("law", [RunCount(8.0, 0.0), RunCount(8.0, 1.0), RunCount(8.0, math.inf)])
+@pytest.mark.parametrize("law", [RunCount(6.0, 0.0), RunCount(6.0, 1.0), RunCount(6.0, math.inf)])
 def test_drawn_releases_stay_within_it(law: RunCount) -> None:
     """Three subsampled steps; the score is their sum, or its negative. For sets of outcomes that a
     score above a threshold makes, P(S) - e^eps P'(S) is at most delta: five standard errors.
     """
-    draws, rng = 150_000, np.random.default_rng(3)
+    draws, rng = 60_000, np.random.default_rng(3)
     run = PoissonGaussian(0.8, 0.5, 3)
-    chances = np.array([law.probability(k) for k in range(400)])
+    chances = np.array(chances_of(law)[:400])
     best: dict[tuple[int, bool], np.ndarray] = {}
     for moved in (False, True):
-        number = rng.choice(400, size=draws, p=chances / chances.sum())
+        number = rng.choice(chances.size, size=draws, p=chances / chances.sum())
         tops = {1: np.full(draws, -np.inf), -1: np.full(draws, -np.inf)}
         for k in range(number.max()):
             score = rng.normal(0, 0.8, (draws, 3)).sum(1)
@@ -170,16 +180,18 @@ def test_drawn_releases_stay_within_it(law: RunCount) -> None:
 
 @pytest.mark.parametrize("law", LAWS, ids=named)
 def test_against_the_renyi_bound(law: RunCount) -> None:
-    """dp-accounting's, the theorems of the paper: neither is below the other always."""
+    """dp-accounting's, the theorems of the paper. Both are upper bounds; this one is the tighter for
+    such runs, and above a run's own epsilon.
+    """
     run = PoissonGaussian(2.0, 0.05, 200)
     if law.mean < 1:
         return  # not offered there
     accountant = RdpAccountant()
     step = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(2.0))
     whole = dp_accounting.SelfComposedDpEvent(step, 200)
-    accountant.compose(dp_accounting.RepeatAndSelectDpEvent(whole, law.mean, law.shape))
+    accountant.compose(dp_event.RepeatAndSelectDpEvent(whole, law.mean, law.shape))
     renyi = accountant.get_epsilon(1e-5)
-    assert 0.6 * renyi < selected_epsilon(run, law, 1e-5) < 1.1 * renyi
+    assert epsilon(run, 1e-5) < selected_epsilon(run, law, 1e-5) < renyi
 
 
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 5.0])

@@ -34,7 +34,7 @@ from quietgrad.training.settings.config import TrainConfig
 
 TRIALS = "trials.pt"
 # Of the target: what one run is planned for before all noise is scaled together.
-ONE_RUN = 0.4
+ONE_RUN = 0.6
 Result = dict[str, Any]
 
 
