@@ -180,8 +180,8 @@ def test_drawn_releases_stay_within_it(law: RunCount) -> None:
 
 @pytest.mark.parametrize("law", LAWS, ids=named)
 def test_against_the_renyi_bound(law: RunCount) -> None:
-    """dp-accounting's, the theorems of the paper. Both are upper bounds; this one is the tighter for
-    such runs, and above a run's own epsilon.
+    """dp-accounting's, the theorems of the paper. Both are upper bounds; this one is tighter
+    for such runs, and above a run's own epsilon.
     """
     run = PoissonGaussian(2.0, 0.05, 200)
     if law.mean < 1:
@@ -196,7 +196,7 @@ def test_against_the_renyi_bound(law: RunCount) -> None:
 
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 5.0])
 def test_pure_epsilon_costs_two_plus_shape(shape: float) -> None:
-    """Corollary 3 of the paper: a run of epsilon e costs (2 + eta) e, of which a run's own is one."""
+    """Corollary 3 of the paper: a run of epsilon e costs (2 + eta) e, one of them its own."""
 
     class Pure:
         def delta(self, eps: float) -> float:

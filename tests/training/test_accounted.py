@@ -1,4 +1,4 @@
-"""``quietgrad compare --accounted``: the choice is paid for, and only what was paid for comes out."""
+"""``quietgrad compare --accounted``: the choice is paid for, and nothing else comes out."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_is_shown_does_not_depend_on_the_number_of_runs(
     shown = []
     for scores in ([0.1, 0.75], [0.1, 0.75, 0.2, 0.3, float("nan")]):
         left = iter(scores)
-        monkeypatch.setattr(RunCount, "draw", lambda self, n=len(scores): n)
+        monkeypatch.setattr(RunCount, "draw", lambda self, of=scores: len(of))
         monkeypatch.setattr(ComparisonRunner, "settle", lambda self, average, of=left: next(of))
         monkeypatch.setattr(
             "quietgrad.comparing.trials.random.SystemRandom", lambda: type("Known", (), {

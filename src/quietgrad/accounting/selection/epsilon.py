@@ -16,8 +16,8 @@ u' <= exp(h) u + (1 - g) d(h) - g (exp(h) - 1) <= exp(h) u once (1 - g) d(h) <= 
 c = (eta + 1) h for the smallest such h. (No h gives a smaller ratio for all u at once.) *Poisson.*
 f'(p) is proportional to exp(m p), p - p' <= d(0), and c = m d(0).
 
-For pure epsilon this is (2 + eta) epsilon, Corollary 3 of Papernot and Steinke (2022); the form with
-the whole of d is after A. Koskela, R. Redberg and Y.-X. Wang, Privacy Profiles for Private
+For pure epsilon this is (2 + eta) epsilon, Corollary 3 of Papernot and Steinke (2022); the form
+with the whole of d is after A. Koskela, R. Redberg and Y.-X. Wang, Privacy Profiles for Private
 Selection, 2024. It needs no Renyi moments, so it holds for randomized clipping too.
 """
 
@@ -63,9 +63,7 @@ def selected_epsilon(
         ValueError: for delta outside (0, 1), or no candidate.
     """
     require_delta("delta", delta)
-    candidates = Counter(
-        (runs,) if isinstance(runs, PrivacyEvent) else tuple(runs)  # type: ignore[misc, arg-type]
-    )
+    candidates = Counter((runs,) if isinstance(runs, PrivacyEvent) else tuple(runs))
     if not candidates:
         raise ValueError("runs=() holds no candidate; give the event of one run of each")
     best = math.inf
