@@ -17,6 +17,7 @@ from torch import nn
 
 from quietgrad import PrivacyConfig, PrivacyPlan
 from quietgrad.accounting import epsilon
+from quietgrad.beside import TrainingLoss
 from quietgrad.denoising import OnMomentum, SpectralSGD, SpikesWithBulk
 from quietgrad.denoising.moment import MomentNoise
 from quietgrad.events import ExactClipping, PoissonGaussian
@@ -50,6 +51,22 @@ def released(run, steps: int | None = None) -> list[NoisySum]:
     torch.manual_seed(0)
     model, (x, y) = nn.Linear(40, 3), data()
     return [run.step(model, loss, (x[i], y[i])) for i in run.batches(steps)]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"schedules": ALL}, {"bands": 3}, {"training_loss": TrainingLoss(high=3.0)}]
+)
+def test_scaled_noise_is_what_runs_and_what_is_counted(changes) -> None:
+    plan = plan_of(seed=1, **changes)
+    more = plan.scaled(1.5)
+    assert more.event == plan.event_scaled(1.5) and more.target_epsilon is None
+    assert more.epsilon == epsilon(more.event, plan.delta) < plan.epsilon
+    for step in range(plan.steps):
+        wanted = 1.5 * plan.at(step).noise_multiplier
+        assert more.at(step).noise_multiplier == pytest.approx(wanted, rel=1e-12)
+    with plan.start() as one, more.start() as other:
+        for a, b in zip(released(one, 2), released(other, 2), strict=True):
+            assert b.noise_std == pytest.approx(1.5 * a.noise_std)
 
 
 @pytest.mark.parametrize("bands", [1, 3])

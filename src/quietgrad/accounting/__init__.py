@@ -7,6 +7,8 @@ the argument.
 
 from quietgrad.accounting.calibrate import noise_multiplier
 from quietgrad.accounting.envelope import envelope_cdf
+from quietgrad.accounting.selection.counts import RunCount
+from quietgrad.accounting.selection.epsilon import selected_epsilon, selected_noise_multiplier
 from quietgrad.accounting.spending import (
     EpsilonReport,
     advantage,
@@ -20,6 +22,7 @@ from quietgrad.accounting.spending import (
 
 __all__ = [
     "EpsilonReport",
+    "RunCount",
     "advantage",
     "attack_success",
     "delta",
@@ -28,5 +31,7 @@ __all__ = [
     "epsilon_report",
     "noise_multiplier",
     "renyi_epsilon",
+    "selected_epsilon",
+    "selected_noise_multiplier",
     "trade_off",
 ]

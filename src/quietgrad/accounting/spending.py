@@ -68,7 +68,7 @@ def epsilon_report(event: PrivacyEvent, delta: float) -> EpsilonReport:
 def _epsilon_report(event: PrivacyEvent, delta: float) -> EpsilonReport:
     best: EpsilonReport | None = None
     for share in TAIL_SHARES:
-        composed = compose(event, tail_mass=_power_of_ten(share * delta))
+        composed = compose(event, tail_mass=power_of_ten(share * delta))
         report = EpsilonReport(composed.epsilon(delta), delta, event, composed.discretisation)
         if best is None or report.epsilon < best.epsilon:
             best = report
@@ -103,7 +103,7 @@ def delta(event: PrivacyEvent, epsilon: float) -> float:
     # The truncations that ``epsilon`` would use for a delta of this size, so that the two undo each
     # other.
     for share in TAIL_SHARES:
-        for tail_mass in (_power_of_ten(share * best), _power_of_ten(10 * share * best)):
+        for tail_mass in (power_of_ten(share * best), power_of_ten(10 * share * best)):
             if tail_mass not in tried and (
                 share == TAIL_SHARES[0] or composed.discretisation.range_limited
             ):
@@ -151,7 +151,7 @@ def trade_off(
     return result
 
 
-def _power_of_ten(value: float) -> float:
+def power_of_ten(value: float) -> float:
     """The power of ten at or just below a positive value, within [1e-20, 0.1]."""
     return float(10.0 ** max(-20, min(-1, math.floor(math.log10(max(value, 1e-20)) + 1e-9))))
 

@@ -286,14 +286,25 @@ def compare(
             help="Make every N-th run from the I-th: for several processes.",
         ),
     ] = "0/1",
+    accounted: Annotated[
+        bool,
+        typer.Option(
+            "--accounted",
+            help="For private records: a random number of runs, of which the best alone is "
+            "released, all within the one epsilon.",
+        ),
+    ] = False,
     as_json: accounting.AsJson = False,
 ) -> None:
     """Trains variants side by side, tunes each (a grid of rates, or with \\[search] Optuna), and
     makes a table and a figure; stops and resumes anywhere.
     """
-    from quietgrad.cli.compare import run_compare
+    from quietgrad.cli.compare import run_accounted, run_compare
 
-    run_compare(config, only_report, shard, as_json)
+    if accounted:
+        run_accounted(config, only_report, shard, as_json)
+    else:
+        run_compare(config, only_report, shard, as_json)
 
 
 @app.command()

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quietgrad.cli.output import console, print_json
+from quietgrad.accounting.rounding import round_up, round_up_to
+from quietgrad.cli.output import console, print_json, print_table
+from quietgrad.events import RELATIONS
 
 if TYPE_CHECKING:
     from quietgrad.comparing.table import Comparison, Run
@@ -18,6 +20,7 @@ GUARANTEE = (
     "Each epsilon is that of its run alone, were its seed secret: here seeds are known and "
     "the runs add up, so compare on records that are public."
 )
+TYPICAL_DELTA = 1e-5
 USERS = " They are per user, with all records of each."
 Protocols = dict[str, dict[float, dict[str, "Series"]]]
 
@@ -51,6 +54,7 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
         if chosen
     }
     guarantee = GUARANTEE + USERS * any("unit" in record for record in results.values())
+    cost = cost_of_tuning(comparison)
     words = next((r["metric"] for r in results.values() if "metric" in r), "accuracy")
     if any(protocols.values()):
         comparison_figure(
@@ -64,6 +68,7 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
             {
                 "missing_runs": missing,
                 "guarantee": guarantee,
+                **({"choice": cost} if cost else {}),
                 "figure": str(comparison.figure),
                 "tables": {
                     k: markdown(v, comparison.table.shares, words) for k, v in tables.items()
@@ -77,8 +82,97 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
     if missing:
         target.print(f"\n{missing} runs are missing; the same command without --report makes them.")
     target.print(f"\n{guarantee}")
+    if cost:
+        target.print(f"\n{cost}", markup=False, soft_wrap=True)
     if tables:
         target.print(f"\nFigure: {comparison.figure}")
+
+
+def run_accounted(path: Path, only_report: bool, shard: str, as_json: bool) -> None:
+    """See ``quietgrad compare --help``."""
+    from quietgrad.comparing.accounted import choose, folder_of, read_choice
+    from quietgrad.comparing.table import load_comparison
+
+    if shard != "0/1":
+        raise ValueError(
+            f"--shard {shard} with --accounted: the number of runs is one secret draw; leave "
+            "--shard out"
+        )
+    target = console(as_json)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    comparison = load_comparison(path, accounted=True)
+
+    def say(facts: dict[str, Any]) -> None:
+        selection = facts["selection"]
+        target.print(
+            f"{_promise(facts)}; noise multipliers "
+            f"{' to '.join(sorted({round_up(s, 4) for s in selection['noise_multipliers']}))}. "
+            "Neither the number of runs nor the runs that lose are shown; after a stop the same "
+            "command goes on.",
+            markup=False,
+            soft_wrap=True,
+        )
+
+    result = read_choice(comparison) if only_report else choose(comparison, say)
+    if result is None:
+        raise ValueError(
+            f"--report: nothing was released to {str(folder_of(comparison))!r} yet; leave "
+            "--report out"
+        )
+    if as_json:
+        print_json(result)
+        return
+    if result["selected"] is None:
+        target.print(
+            "No run was drawn, so there is none to choose from. That is the outcome: drawing again "
+            "would cost the epsilon again. Other distributions draw at least one.",
+            soft_wrap=True,
+        )
+        return
+    key = result["metric"]
+    rows = {
+        "best setting": "\n".join(f"{k} = {v}" for k, v in result["selected"].items()),
+        f"validation {key}": f"{result['metrics'][f'validation_{key}']:.4f}",
+        f"test {key}": f"{result['metrics'][key]:.4f}",
+        "guarantee": _promise(result),
+        "not covered": "the number of runs and those that lost: removed",
+        "model": str(folder_of(comparison) / "model"),
+    }
+    print_table(target, "The best of a random number of runs", rows)
+
+
+def _promise(facts: dict[str, Any]) -> str:
+    selection = facts["selection"]
+    declared = "; the records were declared public" if facts["data_declared_public"] else ""
+    return (
+        f"epsilon = {round_up(facts['epsilon'], 4)} at delta = {round_up_to(facts['delta'], 3)} "
+        f"({RELATIONS[facts['neighbouring']]}){declared}, for all runs and the choice of the best "
+        f"of a random number of them ({selection['distribution']}, {selection['mean_runs']:g} on "
+        f"average) with settings drawn from {selection['candidates']}"
+    )
+
+
+def cost_of_tuning(comparison: Comparison) -> str:
+    """What the choice would cost on private records; nothing where there is none."""
+    from quietgrad.accounting import noise_multiplier, selected_epsilon
+    from quietgrad.comparing.table import AccountedTable
+    from quietgrad.events import PoissonGaussian
+
+    table, search = comparison.table, comparison.search
+    tried = len(table.learning_rates) if search is None else search.trials
+    settings = tried * len(comparison.variants)
+    if settings < 2:
+        return ""
+    one, delta = table.epsilons[0], TYPICAL_DELTA
+    # One Gaussian release stands for a run: compositions are nearly that.
+    run = PoissonGaussian(noise_multiplier(one, delta, sample_rate=1.0, steps=1), 1.0, 1)
+    whole = selected_epsilon(run, AccountedTable(float(min(settings, 10_000))).count, delta)
+    return (
+        f"No epsilon counts the choice among these {settings} settings. On private records, runs "
+        f"at epsilon {one:g} each and the choice of the best of {settings} on average would cost "
+        f"about epsilon {whole:.1f} (delta {delta:g}): quietgrad compare --accounted, "
+        "docs/tuning.md."
+    )
 
 
 def described(run: Run) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from quietgrad.tensors import trainable_parameters
 from quietgrad.training.evaluation import score_of
 from quietgrad.training.optimizers import build_optimizer, step_on_release
 from quietgrad.training.prepare import build_plan, prepare
+from quietgrad.training.runner import guard_on_public_records
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.settings.noise import check_spectrum
 from quietgrad.training.tasks.metrics import ACCURACY
@@ -31,10 +33,18 @@ from quietgrad.training.tasks.records import Records, distinct, spread
 class ComparisonRunner:
     """Data, model and cached states, shared by the runs of one process."""
 
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self, comparison: Comparison, seed: str | None = None) -> None:
+        """Prepares.
+
+        Args:
+            comparison: whose runs.
+            seed: initialises the parameters of all runs, in place of the first run's; for records
+                that are private.
+        """
         # The same run in every process, whichever it makes first: its seed initialises the
         # parameters of all.
-        prepared = prepare(comparison.config_of(comparison.first))
+        config = comparison.config_of(comparison.first)
+        prepared = prepare(config if seed is None else seeded(config, seed))
         for (
             variant
         ) in comparison.variants:  # before any run: a spectrum that is missing or does not fit
@@ -70,8 +80,45 @@ class ComparisonRunner:
     def train(self, run: Run) -> dict[str, Any]:
         """One run from the initial parameters: its line of the results file."""
         config = self.comparison.config_of(run)
-        plan = self._plan(config)
-        assert plan is not None
+        plan = self.plan(config)
+        curve: list[tuple[int, float]] = []
+
+        def look(done: int, average: ExponentialAverage | None) -> None:
+            if done % self.comparison.table.eval_every == 0 and done < plan.steps:
+                curve.append((done, self.validated(self.scheduled, average)[0]))
+
+        started = time.monotonic()
+        average = self.fit(config, plan, look)
+        curve.append((plan.steps, self.settle(average)))
+        metric, users = self.prepared.metric, plan.sampler.users
+        return {
+            **run.record(),
+            "key": self.comparison.key_of(run),
+            "curve": curve,
+            "test": self.score("test", self.counted["test"]),
+            "noise_multiplier": plan.noise_multiplier,
+            "steps": plan.steps,
+            **({"unit": "user"} if users is not None else {}),
+            **({} if metric is ACCURACY else {"metric": metric.name}),
+            "seconds": round(time.monotonic() - started, 1),
+        }
+
+    def fit(
+        self,
+        config: TrainConfig,
+        plan: PrivacyPlan,
+        look: Callable[[int, ExponentialAverage | None], None] = lambda done, average: None,
+        guard_on_public: bool = False,
+    ) -> ExponentialAverage | None:
+        """Trains the shared model from the initial parameters; the average of its weights, where
+        one was asked for.
+
+        Args:
+            config, plan: of the run.
+            look: called after every step with the number of steps made.
+            guard_on_public: let the clipper's guard look at validation records, so that its refusal
+                says nothing of private ones.
+        """
         prepared = replace(
             self.prepared, config=config, plan=plan, sampler=plan.sampler, steps=plan.steps
         )
@@ -84,9 +131,9 @@ class ComparisonRunner:
         decay = config.training.averaging
         average = ExponentialAverage(self.model, decay) if decay else None
         loss = prepared.loss()
-        curve: list[tuple[int, float]] = []
-        started = time.monotonic()
         with plan.start() as private:
+            if guard_on_public:
+                guard_on_public_records(prepared, private, self.model, loss, self.caches["train"])
             for step, indices in enumerate(private.batches()):
                 torch.manual_seed(
                     private.model_seed()
@@ -97,25 +144,19 @@ class ComparisonRunner:
                 step_on_release(optimizer, noisy)
                 if average is not None:
                     average.update()
-                if (step + 1) % self.comparison.table.eval_every == 0 and step + 1 < plan.steps:
-                    curve.append((step + 1, self._validated(self.scheduled, average)[0]))
-        score, averaged = self._validated(self.counted["validation"], average)
-        curve.append((plan.steps, score))
+                look(step + 1, average)
+        return average
+
+    def settle(self, average: ExponentialAverage | None) -> float:
+        """The score of the trained model on validation records; where they prefer the averaged
+        weights, the model has those from now on.
+        """
+        score, averaged = self.validated(self.counted["validation"], average)
         if average is not None and averaged:
             average.write()
-        return {
-            **run.record(),
-            "key": self.comparison.key_of(run),
-            "curve": curve,
-            "test": self._score("test", self.counted["test"]),
-            "noise_multiplier": plan.noise_multiplier,
-            "steps": plan.steps,
-            **({"unit": "user"} if plan.sampler.users is not None else {}),
-            **({} if prepared.metric is ACCURACY else {"metric": prepared.metric.name}),
-            "seconds": round(time.monotonic() - started, 1),
-        }
+        return score
 
-    def _plan(self, config: TrainConfig) -> PrivacyPlan | None:
+    def plan(self, config: TrainConfig) -> PrivacyPlan:
         """The plan; a mixing matrix that an earlier run needed too is not found again."""
         tree = config.to_dict()
         tree["training"].pop(
@@ -127,7 +168,8 @@ class ComparisonRunner:
         task = self.prepared.task
         check_spectrum(config.noise, self.model, task.record_ids, task.form)
         plan = build_plan(config, task.record_ids, self._mixings.get(settings), task.record_owner)
-        if plan is not None and plan.mixing is not None:
+        assert plan is not None  # a comparison without privacy is refused
+        if plan.mixing is not None:
             self._mixings[settings] = plan.mixing
         return plan
 
@@ -135,16 +177,21 @@ class ComparisonRunner:
         records: Records = getattr(self.prepared, part)
         return records
 
-    def _validated(
+    def validated(
         self, records: NDArray[np.int64], average: ExponentialAverage | None
     ) -> tuple[float, bool]:
         """The score on validation records, and whether it is that of the averaged weights."""
-        score = self._score("validation", records)
+        score = self.score("validation", records)
         if average is None:
             return score, False
         with average.applied():
-            averaged = self._score("validation", records)
+            averaged = self.score("validation", records)
         return max(score, averaged), averaged >= score
 
-    def _score(self, part: str, records: NDArray[np.int64]) -> float:
+    def score(self, part: str, records: NDArray[np.int64]) -> float:
         return score_of(self.prepared, self.model, self._records(part), records, self.caches[part])
+
+
+def seeded(config: TrainConfig, seed: str | None) -> TrainConfig:
+    """The configuration with another seed; None: one of the operating system."""
+    return replace(config, training=replace(config.training, seed=seed))

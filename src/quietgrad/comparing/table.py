@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from quietgrad.accounting import RunCount
 from quietgrad.checks import nearest, require_at_least
 from quietgrad.comparing.search import RATE, SearchTable, Settings, search_table
 from quietgrad.records import Above0, Count, judge
@@ -20,6 +22,7 @@ from quietgrad.training.settings.reading import one
 
 # What a variant may change; the rest is prepared once for all runs.
 VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer", "users")
+SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": math.inf}
 HEAD_RATE = "optimizer.head_learning_rate"
 FIXED = ("privacy.target_epsilon", "privacy.noise_multiplier", "privacy.target_delta")
 VARIED_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
@@ -75,6 +78,28 @@ class ComparisonTable:
 
 
 @dataclass(frozen=True)
+class AccountedTable:
+    """How many runs ``quietgrad compare --accounted`` draws.
+
+    Attributes:
+        mean: expected number of runs.
+        distribution: of their number; logarithmic costs least and is least even, poisson is most
+            even, costs most, and may draw none.
+    """
+
+    mean: Above0 = 10.0
+    distribution: Literal["geometric", "logarithmic", "poisson"] = "geometric"
+
+    def __post_init__(self) -> None:
+        judge(self)
+        _ = self.count  # judges too
+
+    @property
+    def count(self) -> RunCount:
+        return RunCount(self.mean, SHAPES[self.distribution])
+
+
+@dataclass(frozen=True)
 class Run:
     """One training run of a comparison.
 
@@ -116,6 +141,7 @@ class Comparison:
         variants: name -> {"table.key": value} that the variant changes.
         base: nested dictionaries of the settings all runs share.
         search: what is searched; None for a grid.
+        accounted: how many runs are drawn where the choice is paid for.
     """
 
     path: Path
@@ -123,6 +149,7 @@ class Comparison:
     variants: dict[str, dict[str, Any]]
     base: dict[str, Any]
     search: SearchTable | None = None
+    accounted: AccountedTable = field(default_factory=AccountedTable)
 
     @property
     def first(self) -> Run:
@@ -179,8 +206,12 @@ class Comparison:
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load_comparison(path: str | Path) -> Comparison:
+def load_comparison(path: str | Path, accounted: bool = False) -> Comparison:
     """Reads and checks a comparison.
+
+    Args:
+        path: its file.
+        accounted: whether its choice is paid for, so that its records may be private.
 
     Raises:
         ValueError: missing or malformed file, unknown table or key, a variant or protocol that does
@@ -196,6 +227,9 @@ def load_comparison(path: str | Path) -> Comparison:
     table = one(ComparisonTable).read("comparison", given)
     variants = {name: _flat(values) for name, values in tree.pop("variants").items()}
     search = search_table(tree.pop("search"), list(variants)) if "search" in tree else None
+    counted = one(AccountedTable).read("accounted", tree.pop("accounted", {}))
+    if accounted:
+        _require_accountable(table, search)
     if search is not None and ("learning_rates" in given or "protocol_rate" in given):
         raise ValueError(
             "comparison.learning_rates and protocol_rate are a grid, and [search] takes its place; "
@@ -212,14 +246,15 @@ def load_comparison(path: str | Path) -> Comparison:
             "one"
         )
     declared = tree.get("data", {})
-    if not isinstance(declared, dict) or declared.get("public") is not True:
+    public = isinstance(declared, dict) and declared.get("public") is True
+    if not public and not accounted:
         raise ValueError(
             f"config={str(file)!r}: a comparison makes many runs with known seeds on the same "
             "records, which no single epsilon covers; compare on records that are public, and say "
             "so with "
-            "data.public = true"
+            "data.public = true, or let --accounted draw the runs and pay for the choice"
         )
-    found = Comparison(file, table, variants, tree, search)
+    found = Comparison(file, table, variants, tree, search, counted)
     for variant, changed in variants.items():
         ranges = search.ranges_of(variant) if search is not None else []
         named = [(f"variants.{variant}.{name}", name) for name in changed]
@@ -246,6 +281,20 @@ def load_comparison(path: str | Path) -> Comparison:
                 "train` for a reference without privacy"
             )
     return found
+
+
+def _require_accountable(table: ComparisonTable, search: SearchTable | None) -> None:
+    if search is not None:
+        raise ValueError(
+            "--accounted with [search]: each trial of a search depends on those before it, and "
+            "what covers the choice are independent draws; list comparison.learning_rates and "
+            "[variants.NAME] tables instead"
+        )
+    if len(table.epsilons) != 1:
+        raise ValueError(
+            f"comparison.epsilons={table.epsilons} with --accounted: one choice has one epsilon, "
+            "of the whole; give one"
+        )
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

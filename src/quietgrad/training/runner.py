@@ -130,7 +130,7 @@ def train(
         stop = stack.enter_context(_stop_on_signal())
         shown = ShownEpsilon(prepared)
         if private is not None:
-            loop.guard_on_public_records(private)
+            guard_on_public_records(prepared, private, loop.trained, loop.loss, loop.cache)
         batches = private.batches() if private is not None else _plain_batches(prepared, done)
         for indices in batches:
             step = private.released if private is not None else done
@@ -169,18 +169,6 @@ class _Loop:
         self.optimizer, self.schedule = built
         decay = config.training.averaging
         self.average = ExponentialAverage(self.model, decay) if decay else None
-
-    def guard_on_public_records(self, private: PrivateRun) -> None:
-        """The clipper's guard looks at validation records, so that its refusal says nothing of
-        private ones. Where training starts from cached states there are none: the library's own
-        upper part is examined on its batches.
-        """
-        count = min(len(self.prepared.validation), GUARDED_RECORDS)
-        if self.cache is None and count > 1:
-            batch = self.prepared.validation.collate(
-                spread(self.prepared.validation, count), self.prepared.device
-            )
-            private.check(self.trained, self.loss, batch)
 
     def step(self, step: int, private: PrivateRun | None, indices: Any) -> None:
         noisy = None
@@ -257,6 +245,19 @@ class _Loop:
         if better:
             self.average.write()
         return better
+
+
+def guard_on_public_records(
+    prepared: Prepared, private: PrivateRun, model: nn.Module, loss: Any, cache: Any
+) -> None:
+    """The clipper's guard looks at validation records, so that its refusal says nothing of private
+    ones. Where training starts from cached states there are none: the library's own upper part is
+    examined on its batches.
+    """
+    count = min(len(prepared.validation), GUARDED_RECORDS)
+    if cache is None and count > 1:
+        batch = prepared.validation.collate(spread(prepared.validation, count), prepared.device)
+        private.check(model, loss, batch)
 
 
 def model_seeds(prepared: Prepared, private: PrivateRun | None) -> Callable[[int], int]:

@@ -110,7 +110,7 @@ def run_of(path: Path, folder: Path) -> Run:
     status = FINISHED if result else UNFINISHED
     steps, planned = int(result.get("steps") or 0), result.get("planned_steps")
     spent, delta, said = result.get("epsilon"), result.get("delta"), result
-    if private:
+    if private and "selection" not in result:  # the best of several runs keeps no ledger
         try:
             contents = read_ledger(path)
             said = contents.header or result

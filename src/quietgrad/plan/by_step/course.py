@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from quietgrad.accounting import EpsilonReport, epsilon_report
 from quietgrad.accounting.calibrate import calibrate_by_groups
-from quietgrad.beside.values import SideMethod, require_alike
+from quietgrad.beside.values import SideMethod, releases_beside, require_alike
 from quietgrad.checks import require_positive
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.events import ClippingClaim, EventSequence, PoissonGaussian, PrivacyEvent
@@ -153,6 +153,32 @@ class StepByStep:
         )
         longer_plan: Plan = replace(cast(Any, self), **parts)
         return longer_plan
+
+    def event_scaled(self, factor: float) -> PrivacyEvent:
+        """What ``scaled`` releases."""
+        if self.course is not None:
+            return self.course.scaled(factor).event(self.event.clipping, self.event.bands)
+        assert isinstance(self.event, PoissonGaussian)  # ``require_course``
+        sigma = self.event.noise_multiplier * factor
+        beside = releases_beside(self.beside, sigma)
+        return replace(self.event, noise_multiplier=sigma, beside=beside)
+
+    def scaled(self: Plan, factor: float) -> Plan:
+        """This plan with every noise multiplier times ``factor``, and so another epsilon than its
+        target, which it no longer has.
+        """
+        course = None if self.course is None else self.course.scaled(factor)
+        event = self.event_scaled(factor)
+        sigma = event.noise_multiplier if course is None else course.least_noise  # type: ignore[union-attr]
+        parts: dict[str, Any] = dict(
+            event=event,
+            course=course,
+            report=epsilon_report(event, self.delta),
+            noise=replace(self.noise, noise_multiplier=sigma, beside=event.beside),
+            target_epsilon=None,
+        )
+        other: Plan = replace(cast(Any, self), **parts)
+        return other
 
 
 def calibrated_scale(

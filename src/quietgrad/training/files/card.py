@@ -99,10 +99,17 @@ def privacy_lines(record: Record) -> list[str]:
                 "- Noise, sampling rate or clipping norm change by a public schedule; the epsilon "
                 "counts every step with its own."
             )
+        other = "choices made by looking at several runs"
+        if chosen := record.get("selection"):
+            lines.append(
+                f"- The best of a random number of runs ({chosen['distribution']}, "
+                f"{chosen['mean_runs']:g} on average), each with one of {chosen['candidates']} "
+                "settings drawn at random; the choice is part of the epsilon."
+            )
+            other = "further choices made by looking at other runs"
         lines.append(
-            "- Not covered: validation and test records, which were declared public; choices made "
-            f"by looking at several runs on the same records, whose epsilons add; a {unit} that "
-            "the base model had already seen."
+            f"- Not covered: validation and test records, which were declared public; {other} on "
+            f"the same records, whose epsilons add; a {unit} that the base model had already seen."
         )
     else:
         lines.append("- No guarantee: this run had no privacy, so the weights hold its records.")

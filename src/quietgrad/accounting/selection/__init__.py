@@ -1,0 +1,1 @@
+"""The best of a random number of runs: what choosing costs."""

@@ -1,0 +1,73 @@
+"""What an accounted choice has to remember between its runs: one secret file, replaced whole after
+each of them, so that a kill neither loses a run nor draws a number anew.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quietgrad.accounting import RunCount
+from quietgrad.durable import is_intact_archive, replacing
+
+
+@dataclass
+class Trials:
+    """Private: neither the number of runs nor anything of those that lost is covered by epsilon.
+
+    Attributes:
+        start: seed of the parameters that every run starts from, also after a kill.
+        key: of what the runs are; "" before anything was drawn.
+        drawn: the candidate of each run.
+        done: runs that are finished.
+        best: of them the number of the candidate, its score, and trainable parameters; the first of
+            equals.
+    """
+
+    start: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    key: str = ""
+    drawn: list[int] = field(default_factory=list, repr=False)
+    done: int = 0
+    best: dict[str, Any] | None = field(default=None, repr=False)
+
+    def draw(self, key: str, count: RunCount, candidates: int) -> None:
+        """The number of runs and the candidate of each, independent of all else."""
+        entropy = random.SystemRandom()
+        self.key = key
+        self.drawn = [entropy.randrange(candidates) for _ in range(count.draw())]
+
+    def finished(self, score: float, weights: Mapping[str, Tensor]) -> None:
+        """Counts the run that was open. A score that is not a number is the lowest."""
+        value = score if score == score else float("-inf")
+        if self.best is None or value > self.best["score"]:
+            kept = {name: p.detach().cpu().clone() for name, p in weights.items()}
+            self.best = {"candidate": self.drawn[self.done], "score": value, "weights": kept}
+        self.done += 1
+
+    def save(self, path: Path) -> None:
+        """Readable by its owner alone; on disk when the call returns."""
+        with replacing(path, secret=True) as file:
+            torch.save(asdict(self), file)
+
+    @classmethod
+    def load(cls, path: Path) -> Trials:
+        """What was saved; nothing drawn yet where there is no file.
+
+        Raises:
+            ValueError: for a file that is damaged.
+        """
+        if not path.exists():
+            return cls()
+        if not is_intact_archive(path):
+            raise ValueError(
+                f"{str(path)!r} is damaged: it holds the runs of a choice that is not finished; "
+                "restore it, or remove it to draw anew (nothing of those runs was released)"
+            )
+        return cls(**torch.load(path, weights_only=True))

@@ -1,0 +1,289 @@
+"""``quietgrad compare --accounted``: the choice is paid for, and nothing else comes out."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quietgrad.accounting import RunCount, epsilon, selected_epsilon
+from quietgrad.comparing import accounted
+from quietgrad.comparing.accounted import candidates_of, folder_of
+from quietgrad.comparing.runner import ComparisonRunner
+from quietgrad.comparing.table import load_comparison
+from quietgrad.comparing.trials import Trials
+from quietgrad.tensors import trainable_parameters
+
+Write = Callable[..., Path]
+LONG_VARIANT = '[variants.long]\ntraining.steps = 6\nnoise.method = "banded"\nnoise.bands = 2'
+
+
+@pytest.fixture
+def write(tiny_bert: Path, csv_file: Path, tmp_path: Path) -> Write:
+    """A comparison on private records: two variants of other steps and noise, two rates."""
+
+    def written(extra: str = "", accounted: dict[str, Any] | None = None, **changed: Any) -> Path:
+        tables: dict[str, dict[str, Any]] = {
+            "comparison": {
+                "epsilons": [6.0], "learning_rates": [1e-3, 1e-2], "protocol_rate": 1e-3,
+                "seeds": 1, "tuning_seeds": 1, "reference": "baseline",
+            } | changed,
+            "accounted": {"mean": 4.0} | (accounted or {}),
+            "variants.baseline": {},
+            "model": {"name": str(tiny_bert), "lora_rank": 2, "max_length": 16},
+            "data": {
+                "source": str(csv_file), "validation_fraction": 0.2, "test_fraction": 0.2,
+            },
+            "training": {"expected_batch_size": 24, "steps": 4, "precision": "float32"},
+        }  # fmt: skip
+        lines = []
+        for name, table in tables.items():
+            lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items())]
+        path = tmp_path / "comparison.toml"
+        path.write_text("\n".join([*lines, LONG_VARIANT, extra]) + "\n")
+        return path
+
+    return written
+
+
+@pytest.fixture
+def of_three(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Three runs are drawn; the plans that run are noted."""
+    made: list[Any] = []
+    fit = ComparisonRunner.fit
+
+    def noted(self: ComparisonRunner, config: Any, plan: Any, *rest: Any, **more: Any) -> Any:
+        made.append(plan)
+        return fit(self, config, plan, *rest, **more)
+
+    monkeypatch.setattr(RunCount, "draw", lambda self: 3)
+    monkeypatch.setattr(ComparisonRunner, "fit", noted)
+    return made
+
+
+def test_the_best_run_is_released_and_nothing_else(
+    quietgrad: Any, write: Write, of_three: list[Any], csv_file: Path
+) -> None:
+    path = write()
+    code, out, err = quietgrad("compare", path, "--accounted", "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert len(of_three) == 3
+    assert result["epsilon"] <= 6.0 and result["epsilon"] > 5.98
+    assert result["selected"]["variant"] in ("baseline", "long")
+    assert result["selection"]["candidates"] == 4 and result["selection"]["mean_runs"] == 4.0
+    folder = folder_of(load_comparison(path, accounted=True))
+    assert {p.name for p in folder.iterdir()} == {".lock", "config.toml", "model", "result.json"}
+    assert json.loads((folder / "result.json").read_text()) == result
+    card = (folder / "model" / "README.md").read_text()
+    assert "The best of a random number of runs (geometric, 4 on average)" in card
+    assert "= (6.0" in card or "= (5.99" in card
+    assert "one of 4 settings drawn at random" in card
+    # A run's folder, as far as one is needed.
+    assert quietgrad("predict", folder, csv_file, "--output", folder / "out.csv")[0] == 0
+    code, out, _ = quietgrad("runs", folder, "--json")
+    (run,) = json.loads(out)["runs"]
+    assert (run["status"], run["private"], run["epsilon"]) == ("finished", True, result["epsilon"])
+    # The release stands: asking again runs nothing and draws nothing.
+    assert json.loads(quietgrad("compare", path, "--accounted", "--json")[1]) == result
+    code, out, _ = quietgrad("compare", path, "--accounted", "--report")
+    assert code == 0 and len(of_three) == 3
+    assert "best setting" in out and "those that lost" in out
+
+
+def test_the_plans_that_run_are_within_the_target(
+    quietgrad: Any, write: Write, of_three: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every: list[Any] = []
+    calibrated = accounted._Choice._calibrated
+
+    def noted(self: Any) -> Any:
+        every[:] = calibrated(self)
+        return every
+
+    monkeypatch.setattr(accounted._Choice, "_calibrated", noted)
+    assert quietgrad("compare", write(), "--accounted")[0] == 0
+    events = [c.plan.event for c in every]
+    delta = every[0].plan.delta
+    assert {e.steps for e in events} == {4, 6} and {e.bands for e in events} == {1, 2}
+    whole = selected_epsilon(events, RunCount(4.0), delta)
+    assert 5.98 < whole <= 6.0
+    for plan in of_three:
+        assert plan.event in events and plan.delta == delta
+        assert plan.noise.noise_multiplier == plan.event.noise_multiplier
+        assert epsilon(plan.event, delta) < 5.0  # a run has less than the whole
+        assert plan.seed is None  # known to nobody
+
+
+def test_what_is_shown_does_not_depend_on_the_number_of_runs(
+    quietgrad: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on what lost: the second run is the best, and others follow or do not."""
+    monkeypatch.setattr(ComparisonRunner, "fit", lambda *a, **k: None)
+    shown = []
+    for scores in ([0.1, 0.75], [0.1, 0.75, 0.2, 0.3, float("nan")]):
+        left = iter(scores)
+        monkeypatch.setattr(RunCount, "draw", lambda self, of=scores: len(of))
+        monkeypatch.setattr(ComparisonRunner, "settle", lambda self, average, of=left: next(of))
+        monkeypatch.setattr(
+            "quietgrad.comparing.trials.random.SystemRandom", lambda: type("Known", (), {
+                "randrange": lambda self, n: 1})()
+        )  # fmt: skip
+        path = write()
+        code, out, err = quietgrad("compare", path, "--accounted")
+        assert code == 0, err
+        assert next(left, None) is None
+        folder = folder_of(load_comparison(path, accounted=True))
+        shown.append((out, err, (folder / "result.json").read_text()))
+        (folder / "result.json").unlink()
+    assert shown[0] == shown[1]
+    assert "0.7500" in shown[0][0] and "0.1000" not in shown[0][0]
+
+
+def test_a_kill_loses_no_run_and_draws_nothing_anew(
+    quietgrad: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts, draws, made = [], [], []
+    fit, draw = ComparisonRunner.fit, Trials.draw
+
+    def killed(self: ComparisonRunner, config: Any, plan: Any, *rest: Any, **more: Any) -> Any:
+        starts.append({n: p.clone() for n, p in self.initial.items()})
+        if len(starts) == 2:
+            raise KeyboardInterrupt
+        made.append(plan.event.steps)
+        return fit(self, config, plan, *rest, **more)
+
+    def drawn(self: Trials, *rest: Any) -> None:
+        draw(self, *rest)
+        self.drawn[:] = [0, 2, 1, 3]
+        draws.append(self.start)
+
+    monkeypatch.setattr(ComparisonRunner, "fit", killed)
+    monkeypatch.setattr(Trials, "draw", drawn)
+    path = write()
+    comparison = load_comparison(path, accounted=True)
+    code, out, _ = quietgrad("compare", path, "--accounted")
+    assert code == 130 and "validation" not in out
+    file = folder_of(comparison) / accounted.TRIALS
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    kept = Trials.load(file)
+    assert (kept.drawn, kept.done) == ([0, 2, 1, 3], 1) and kept.best is not None
+    # Not with other settings: the draws were for these.
+    code, _, err = quietgrad("compare", write(epsilons=[5.0]), "--accounted")
+    assert code == 2 and "runs of other settings or other records" in " ".join(err.split())
+    assert quietgrad("compare", write(), "--accounted")[0] == 0
+    assert len(draws) == 1 and made == [4, 6, 4, 6]
+    for name, value in starts[0].items():  # a head drawn at random is the same after the kill
+        assert torch.equal(starts[-1][name], value)
+    assert not file.exists()
+
+
+def test_the_weights_are_those_of_the_best(
+    quietgrad: Any, write: Write, of_three: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties go to the first; what was saved is what had that score."""
+    seen: list[tuple[float, dict[str, torch.Tensor]]] = []
+    settle = ComparisonRunner.settle
+
+    def noted(self: ComparisonRunner, average: Any) -> float:
+        score = settle(self, average)
+        now = trainable_parameters(self.model)
+        seen.append((score, {n: p.detach().clone() for n, p in now.items()}))
+        return score
+
+    released: list[dict[str, torch.Tensor]] = []
+    score_of = ComparisonRunner.score
+
+    def scored(self: ComparisonRunner, part: str, records: Any) -> float:
+        if part == "test":
+            now = trainable_parameters(self.prepared.model.classifier)  # what is saved
+            released.append({n: p.detach().clone() for n, p in now.items()})
+        return score_of(self, part, records)
+
+    monkeypatch.setattr(ComparisonRunner, "settle", noted)
+    monkeypatch.setattr(ComparisonRunner, "score", scored)
+    code, out, _ = quietgrad("compare", write(), "--accounted", "--json")
+    assert code == 0
+    best = max(score for score, _ in seen)
+    wanted = next(weights for score, weights in seen if score == best)
+    assert json.loads(out)["metrics"]["validation_accuracy"] == best
+    (weights,) = released  # test records are looked at once
+    kept = [weights[name] for name in weights]
+    assert len(kept) == len(wanted)
+    assert all(torch.equal(a, b) for a, b in zip(kept, wanted.values(), strict=True))
+
+
+def test_poisson_may_draw_none(
+    quietgrad: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunCount, "draw", lambda self: 0)
+    path = write(accounted={"distribution": "poisson", "mean": 2.0})
+    code, out, _ = quietgrad("compare", path, "--accounted")
+    assert code == 0 and "No run was drawn" in out and "would cost" in out
+    monkeypatch.setattr(RunCount, "draw", lambda self: pytest.fail("drawn anew"))
+    assert "No run was drawn" in quietgrad("compare", path, "--accounted")[1]
+
+
+@pytest.mark.parametrize(
+    ("extra", "changed", "flags", "message"),
+    [
+        ("", {"epsilons": [2.0, 4.0]}, ["--accounted"], "one choice has one epsilon"),
+        ("", {}, ["--accounted", "--shard", "0/2"], "--shard 0/2 with --accounted"),
+        ("", {}, ["--accounted", "--report"], "nothing was released"),
+        ("", {}, [], "let --accounted draw the runs"),
+        ("", {"accounted": {"mean": 0.5}}, ["--accounted"], "accounted.mean=0.5"),
+        ("", {"accounted": {"distribution": "fixed"}}, ["--accounted"], "accounted.distribution"),
+        ("", {"accounted": {"runs": 3}}, ["--accounted"], "unknown key accounted.runs"),
+    ],
+)
+def test_refused(
+    quietgrad: Any, write: Write, extra: str, changed: Any, flags: list[str], message: str
+) -> None:
+    path = write(extra, **changed)
+    code, _, err = quietgrad("compare", path, *flags)
+    assert code == 2 and message in " ".join(err.split())
+    assert not (path.parent / "results.accounted").exists()
+
+
+def test_a_search_is_refused(quietgrad: Any, write: Write) -> None:
+    path = write('[search]\ntrials = 3\n[search.ranges."optimizer.learning_rate"]\nlow = 0.001\n'
+                 "high = 0.1")  # fmt: skip
+    text = path.read_text()
+    for line in ("learning_rates = [0.001, 0.01]", "protocol_rate = 0.001"):
+        assert line in text
+        text = text.replace(line + "\n", "")
+    path.write_text(text)
+    code, _, err = quietgrad("compare", path, "--accounted")
+    assert code == 2 and "--accounted with [search]" in " ".join(err.split())
+
+
+def test_another_choice_is_not_made_over_the_first(
+    quietgrad: Any, write: Write, of_three: list[Any]
+) -> None:
+    assert quietgrad("compare", write(), "--accounted")[0] == 0
+    code, _, err = quietgrad("compare", write(learning_rates=[1e-3, 2e-2]), "--accounted")
+    assert code == 2 and "costs its epsilon again" in " ".join(err.split())
+    assert len(of_three) == 3
+
+
+def test_candidates_are_variants_and_rates(write: Write) -> None:
+    comparison = load_comparison(write(), accounted=True)
+    found = [(run.variant, run.rate) for run in candidates_of(comparison)]
+    assert found == [("baseline", 1e-3), ("baseline", 1e-2), ("long", 1e-3), ("long", 1e-2)]
+
+
+def test_an_ordinary_comparison_says_what_the_choice_would_cost(
+    quietgrad: Any, write: Write
+) -> None:
+    path = write()
+    path.write_text(path.read_text().replace("[data]", "[data]\npublic = true"))
+    code, out, err = quietgrad("compare", path, "--report")
+    assert code == 0, err
+    line = next(line for line in out.splitlines() if line.startswith("No epsilon counts"))
+    assert "these 4 settings" in line and "--accounted" in line
+    assert 6 < float(line.split("about epsilon ")[1].split(" ")[0]) < 12
