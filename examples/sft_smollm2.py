@@ -134,7 +134,7 @@ def train(args, folder):
         model=model,
         args=SFTConfig(
             str(folder / "run"),
-            per_device_train_batch_size=8,
+            per_device_train_batch_size=16,
             max_length=LENGTH,
             learning_rate=args.rate,
             lr_scheduler_type="cosine",

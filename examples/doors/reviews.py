@@ -41,4 +41,5 @@ def classifier():
 
 def write(folder, logits):
     with open(f"{folder}/predictions.csv", "w", newline="", encoding="utf-8") as lines:
-        csv.writer(lines).writerows([["label"], *([labels[i]] for i in logits.argmax(1).tolist())])
+        lines.write("predicted\n")
+        lines.writelines(f"{labels[i]}\n" for i in logits.argmax(1))
