@@ -199,7 +199,7 @@ def main():
     parser.add_argument("--full", action="store_true", help="reviews and steps enough to learn")
     parser.add_argument("--folder", help="where it all lies; none: it is not kept")
     args = parser.parse_args()
-    full = {"number": 5000, "batch": 128, "steps": 40}
+    full = {"number": 4000, "batch": 128, "steps": 30}
     size = full if args.full else {"number": 400, "batch": 32, "steps": 3}
     with tempfile.TemporaryDirectory() as passing:
         folder = Path(args.folder or passing)
