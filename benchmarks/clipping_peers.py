@@ -328,6 +328,7 @@ class Worker:
             env=environment,
         )
         self.error = ""
+        self.answer: dict[str, Any] = {}  # of the last step, whole
 
     def step(self) -> float | None:
         """Seconds, or None with ``error`` set."""
@@ -347,7 +348,7 @@ class Worker:
             if line
             else {"error": f"the process ended with status {self.process.wait()}"}
         )
-        self.error = answer.get("error", "")
+        self.error, self.answer = answer.get("error", ""), answer
         return answer.get("seconds")
 
     def end(self) -> None:
