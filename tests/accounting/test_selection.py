@@ -107,6 +107,13 @@ def test_draws_follow_the_law(law: RunCount, monkeypatch: pytest.MonkeyPatch) ->
     assert stats.chisquare(seen[kept], wanted[kept]).pvalue > 1e-6
 
 
+@pytest.mark.parametrize("law", [RunCount(1e4, 100.0), RunCount(500.0, math.inf)], ids=named)
+def test_draws_of_the_largest_laws(law: RunCount) -> None:
+    """No underflow makes the number certain."""
+    drawn = {law.draw() for _ in range(12)}
+    assert len(drawn) > 3 and all(0.4 * law.mean < number < 2 * law.mean for number in drawn)
+
+
 @pytest.mark.parametrize("sigma", [0.6, 1.5, 5.0])
 @pytest.mark.parametrize("law", LAWS, ids=named)
 def test_no_release_exceeds_the_bound(law: RunCount, sigma: float) -> None:
@@ -118,6 +125,22 @@ def test_no_release_exceeds_the_bound(law: RunCount, sigma: float) -> None:
         if law.mean >= 3:
             assert bound > epsilon(run, delta)
             assert exact_delta(law, [(1 / sigma, 1.0)], bound / 3) > delta
+
+
+@pytest.mark.parametrize("sigma", [0.6, 1.5, 5.0])
+@pytest.mark.parametrize("law", LAWS, ids=named)
+def test_the_bound_is_its_formula(law: RunCount, sigma: float) -> None:
+    """Worked out anew: c is the largest log ratio of f' at p and p', over the Gaussian's trade-off
+    curve, and m times the run's delta at the bound without c is delta.
+    """
+    mu = 1 / sigma
+    better = np.linspace(-12.0, 12.0, 20_001)  # quantiles of the chance of a better run
+    steep, moved = slope(law, stats.norm.sf(better)), slope(law, stats.norm.sf(better + mu))
+    c = float(np.max(np.log(steep) - np.log(moved)))
+    for delta in (1e-2, 1e-5):
+        e = selected_epsilon(PoissonGaussian(sigma, 1.0, 1), law, delta) - c
+        own = stats.norm.cdf(mu / 2 - e / mu) - math.exp(e) * stats.norm.cdf(-mu / 2 - e / mu)
+        assert law.mean * own == pytest.approx(delta, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +267,7 @@ def test_calibration_meets_the_target(law: RunCount) -> None:
         ((0.0, math.inf), "mean"),
         ((math.nan,), "mean"),
         ((1e6,), "at most 10000 runs"),
+        ((501.0, math.inf), "at most 500 runs"),
         ((3.0, -1.0), "shape=-1.0"),
         ((3.0, math.nan), "shape=nan"),
         ((3.0, 1e3), "shape=1000.0"),

@@ -126,7 +126,7 @@ def test_what_is_shown_does_not_depend_on_the_number_of_runs(
     """Nor on what lost: the second run is the best, and others follow or do not."""
     monkeypatch.setattr(ComparisonRunner, "fit", lambda *a, **k: None)
     shown = []
-    for scores in ([0.1, 0.75], [0.1, 0.75, 0.2, 0.3, float("nan")]):
+    for scores in ([0.1, 0.75], [float("nan"), 0.75, 0.2, 0.3, 0.1]):
         left = iter(scores)
         monkeypatch.setattr(RunCount, "draw", lambda self, of=scores: len(of))
         monkeypatch.setattr(ComparisonRunner, "settle", lambda self, average, of=left: next(of))
@@ -181,6 +181,20 @@ def test_a_kill_loses_no_run_and_draws_nothing_anew(
     for name, value in starts[0].items():  # a head drawn at random is the same after the kill
         assert torch.equal(starts[-1][name], value)
     assert not file.exists()
+
+
+def test_a_kill_of_the_first_run_keeps_the_draw(
+    quietgrad: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*rest: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunCount, "draw", lambda self: 7)
+    monkeypatch.setattr(ComparisonRunner, "fit", killed)
+    path = write()
+    assert quietgrad("compare", path, "--accounted")[0] == 130
+    kept = Trials.load(folder_of(load_comparison(path, accounted=True)) / accounted.TRIALS)
+    assert (len(kept.drawn), kept.done) == (7, 0)
 
 
 def test_the_weights_are_those_of_the_best(

@@ -21,6 +21,7 @@ from scipy import optimize
 from quietgrad.checks import require_at_least, require_positive
 
 LARGEST_MEAN = 1e4
+LARGEST_POISSON = 500.0  # P(K = 0) is then a number; it costs more than any budget long before
 LARGEST_SHAPE = 100.0
 
 
@@ -29,7 +30,7 @@ class RunCount:
     """The law of the number of runs. Public; the number that is drawn is private.
 
     Attributes:
-        mean: m, expected number of runs, 1 to 1e4 (Poisson: above 0).
+        mean: m, expected number of runs, 1 to 1e4 (Poisson: above 0, to 500).
         shape: eta, 0 (logarithmic) to 100; 1 is geometric, infinity Poisson. More of it keeps the
             number nearer its mean, and costs more.
     """
@@ -44,8 +45,9 @@ class RunCount:
                 f"shape={self.shape!r} must be in 0 .. {LARGEST_SHAPE:g}, or infinity for Poisson; "
                 "1 is the geometric law"
             )
-        if self.mean > LARGEST_MEAN:
-            raise ValueError(f"mean={self.mean!r} must be at most {LARGEST_MEAN:g} runs")
+        largest = LARGEST_POISSON if self.poisson else LARGEST_MEAN
+        if self.mean > largest:
+            raise ValueError(f"mean={self.mean!r} must be at most {largest:g} runs")
         if not self.poisson:
             require_at_least("mean", self.mean, 1, "at least one run is made; shape=inf may have 0")
 
