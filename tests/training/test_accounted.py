@@ -264,6 +264,33 @@ def test_refused(
     assert not (path.parent / "results.accounted").exists()
 
 
+def test_data_that_are_refused_leave_no_folder(quietgrad: Any, write: Write) -> None:
+    path = write()
+    path.write_text(path.read_text().replace("reviews.csv", "nowhere.csv"))
+    assert quietgrad("compare", path, "--accounted")[0] == 2
+    assert not (path.parent / "results.accounted").exists()
+
+
+def test_two_processes_do_not_draw_twice(
+    quietgrad: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one drew while this one prepared."""
+    path = write()
+    file = folder_of(load_comparison(path, accounted=True)) / accounted.TRIALS
+    verify = accounted.verify_on_public_records
+
+    def meanwhile(prepared: Any) -> float:
+        file.parent.mkdir()
+        other = Trials()
+        other.draw("another", RunCount(3.0), 4)
+        other.save(file)
+        return verify(prepared)
+
+    monkeypatch.setattr(accounted, "verify_on_public_records", meanwhile)
+    code, _, err = quietgrad("compare", path, "--accounted")
+    assert code == 2 and "by another process meanwhile" in " ".join(err.split())
+
+
 def test_a_search_is_refused(quietgrad: Any, write: Write) -> None:
     path = write('[search]\ntrials = 3\n[search.ranges."optimizer.learning_rate"]\nlow = 0.001\n'
                  "high = 0.1")  # fmt: skip

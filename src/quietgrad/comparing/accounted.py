@@ -87,12 +87,13 @@ def choose(comparison: Comparison, say: Callable[[Result], None]) -> Result:
             runs that were drawn for other settings or data.
     """
     folder = folder_of(comparison)
-    make_folder(folder)
-    with RunDir(folder).locked():
-        saved = read_choice(comparison)
-        if saved is None:
-            saved = _Choice(comparison, folder / TRIALS).made(say)
-        (folder / TRIALS).unlink(missing_ok=True)
+    saved = read_choice(comparison)
+    if saved is None:
+        choice = _Choice(comparison, folder / TRIALS)  # what is refused leaves no folder
+        make_folder(folder)
+        with RunDir(folder).locked():
+            saved = read_choice(comparison) or choice.made(say)
+    (folder / TRIALS).unlink(missing_ok=True)
     return saved
 
 
@@ -119,6 +120,12 @@ class _Choice:
 
     def made(self, say: Callable[[Result], None]) -> Result:
         trials, comparison = self.trials, self.comparison
+        now = Trials.load(self.path)
+        if (now.start, now.done) != (trials.start, trials.done) and now.key:
+            raise ValueError(
+                f"{str(self.path)!r} was written by another process meanwhile; start the command "
+                "again, alone"
+            )
         events = [c.plan.event.to_json() for c in self.candidates]
         size = self.runner.prepared.sampler.dataset_size
         key = _digest([_settings(comparison), events, self.delta, size])
