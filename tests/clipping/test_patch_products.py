@@ -114,3 +114,21 @@ def test_channels_that_make_no_sums_of_middle_length_form_patches(channels: int)
     left, right = use.unfolded().left_bgtp, use.unfolded().right_bgtd
     exact = (left.transpose(2, 3) @ right).square().sum((1, 2, 3))
     torch.testing.assert_close(norms.double(), exact.double(), rtol=0.3, atol=0)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_spread_of_a_convolution_is_above_that_of_its_patches(stride: int, groups: int) -> None:
+    """A mutant forgot that an entry lies under several taps; its bounds of rounding were too small
+    by the root of their number, and no error of random data shows that.
+    """
+    draws = torch.Generator().manual_seed(stride)
+    geometry = Geometry((3, 3), (stride, stride), (1, 1), (1, 1), groups)
+    for x in (torch.ones(2, 4, 9, 9), torch.randn(2, 4, 9, 9, generator=draws)):
+        side = 9 if stride == 1 else 5
+        grad = x[:, :, :side, :side].contiguous()
+        factors = ConvolutionFactors(x, grad, geometry)
+        bound, _ = factors.spread_sums(torch.float32)
+        rows = factors.unfolded()
+        lengths = rows.left_bgtp.double().norm(dim=3) * rows.right_bgtd.double().norm(dim=3)
+        assert (bound >= lengths.sum(dim=2) * (1 - 1e-6)).all()

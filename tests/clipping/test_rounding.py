@@ -4,6 +4,7 @@ by which every norm is enlarged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -16,11 +17,23 @@ from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.cost import Sketch
 from quietgrad.clipping.norms.estimators.hutch import Hutch
 from quietgrad.clipping.norms.estimators.projections import Projections
-from quietgrad.clipping.norms.estimators.sketches import project_columns, project_rows
+from quietgrad.clipping.norms.estimators.sketches import (
+    STEADY_POSITIONS,
+    head_margin,
+    project_columns,
+    project_rows,
+    tail_margin,
+)
 from quietgrad.clipping.norms.factors import DirectGradients, Kept, ListedGradients, products
 from quietgrad.clipping.norms.factors.dense import DenseFactors
 from quietgrad.clipping.norms.factors.one_hot import OneHotFactors
-from quietgrad.clipping.norms.factors.products import add_over_positions, thin_product
+from quietgrad.clipping.norms.factors.products import (
+    GROUP,
+    POSITIONS,
+    add_over_positions,
+    sums_over_columns,
+    thin_product,
+)
 from quietgrad.clipping.norms.rounding import (
     LONGEST_CHAIN,
     SHARE,
@@ -222,3 +235,20 @@ def coarse(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return (off if narrow else product)(factor, projection, stretches)
 
     return only_in_float32
+
+
+@pytest.mark.parametrize("margin", [tail_margin, head_margin])
+def test_a_sketch_s_margin_counts_columns_and_positions(margin) -> None:
+    """Mutants: one of the two left out. Roundings of random data are a thousandth of the bound, so
+    no error that is drawn shows it; what rounding may do in the worst case is what is counted.
+    """
+    sums, unit = sums_over_columns(4096), 2.0**-24
+
+    def of(positions: int) -> float:
+        ones = torch.ones(2, 1, positions, 2)
+        found = margin((DenseFactors(ones, ones),), sums, 16, ones, torch.float32)
+        return float(torch.as_tensor(found).max())
+
+    columns = sums.within * math.sqrt(sums.stretches) + sums.stretches
+    assert of(8) >= unit * (columns + POSITIONS)
+    assert of(200_000) - of(8) >= unit * (200_000 - 2 * STEADY_POSITIONS) / GROUP

@@ -20,7 +20,7 @@ from quietgrad import PrivacyConfig
 from quietgrad.beside import AdaptiveClipping, TrainingLoss
 from quietgrad.beside.adaptive import RAMP
 from quietgrad.beside.values import Observed, side_sums
-from quietgrad.clipping import ClippedSum, Clipper
+from quietgrad.clipping import ClippedSum, Clipper, UserBatch
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.rounding import SHARE
 from quietgrad.clipping.soundness.oracle import oracle_gradients, oracle_norms
@@ -232,3 +232,29 @@ def test_sums_beside_are_stamped_with_the_gradients() -> None:
             with pytest.raises(RuntimeError, match="was changed after it was clipped"):
                 run.release(without)
             run.release(run.clip(model, linear, batch))
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "one-example"])
+@pytest.mark.parametrize("combined", ["mean", "sum"])
+def test_a_user_s_loss_is_the_mean_over_that_user_s_own_records(engine: Any, combined: Any) -> None:
+    """A mutant divided by the largest user's number of records: one who has more then moves what
+    every other user adds, and the bound of 1 says nothing of that.
+    """
+    torch.manual_seed(3)
+    model, sizes = nn.Linear(5, 3), (1, 3, 2)
+    x, y = torch.randn(6, 5), torch.randint(0, 3, (6,))
+    each = linear(model, (x, y)).detach()
+    wide = TrainingLoss(low=0.0, high=2 * float(each.max()))
+    clipper = Clipper(1.0, engine=engine, combined=combined, beside=(wide,))
+
+    def told(users: slice) -> float:
+        begin, own = sum(sizes[: users.start]), sizes[users]
+        rows = slice(begin, begin + sum(own))
+        clipped = clipper.clip(model, linear, UserBatch((x[rows], y[rows]), own))
+        return sums_of(clipped)[wide.name]
+
+    means = [float(part.mean()) for part in each.split(list(sizes))]
+    alone = [told(slice(i, i + 1)) for i in range(3)]
+    assert alone == pytest.approx([(m - wide.centre) / wide.width for m in means], abs=1e-5)
+    assert told(slice(0, 3)) == pytest.approx(sum(alone), abs=1e-5)
+    assert told(slice(0, 2)) == pytest.approx(sum(alone[:2]), abs=1e-5)

@@ -14,6 +14,8 @@ from tiny_runs import config_of, interrupt_at, train
 from quietgrad.accounting import epsilon
 from quietgrad.accounting.rounding import round_up
 from quietgrad.ledger import read_ledger
+from quietgrad.training import runner
+from quietgrad.training.extending import Extend, extended
 from quietgrad.training.prepare import prepare
 
 SCHEDULES: dict[str, Any] = {
@@ -89,6 +91,41 @@ def test_a_run_is_extended_on_the_command_line(
     assert json.loads(out)["epsilon"] == told["epsilon"]
     again = json.loads(quietgrad("plan", run_dir, "--extend-epochs", 1, "--json")[1])
     assert again["target_epsilon"] == 9 and again["epsilon_spent"] == told["epsilon"]
+
+
+def test_an_end_before_the_extension_says_nothing_of_what_comes_after(
+    settings: dict[str, Any], quietgrad: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a kill in an extended run left the first end's epsilon in result.json, and a kill
+    while it saved left new weights beside the old epsilon.
+    """
+    _, first, run_dir = train(settings)
+    config = config_of(settings)
+
+    def go_on(report: Any) -> runner.Outcome:
+        more = Extend() if read_ledger(run_dir.path).extensions else Extend(4, None, 9.0)
+        longer = prepare(config, extend=lambda plan: extended(plan, run_dir, more))
+        return runner.train(longer, run_dir, True, report)
+
+    described, weights = run_dir.model / "quietgrad.json", run_dir.model / "head.safetensors"
+    before = described.read_bytes(), weights.read_bytes()
+    assert go_on(interrupt_at(8)).interrupted and not run_dir.result.exists()
+    (listed,) = json.loads(quietgrad("runs", run_dir.path, "--json")[1])["runs"]
+    assert (listed["status"], listed["steps"], listed["planned"]) == ("unfinished", 8, 10)
+    assert listed["epsilon"] > first.result["epsilon"]
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr("quietgrad.training.tasks.text.saved.stamp_weights", killed)
+        with pytest.raises(KeyboardInterrupt):
+            go_on(lambda progress: None)
+    assert (described.read_bytes(), weights.read_bytes()) == before
+    ended = go_on(lambda progress: None)
+    assert ended.made == 0 and ended.result["epsilon"] > first.result["epsilon"]
+    assert json.loads(described.read_text())["quietgrad_trained_on"]["steps"] == 10
+    assert weights.read_bytes() != before[1] and not (run_dir.path / "model.writing").exists()
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,9 @@ def train(
         shown = ShownEpsilon(prepared)
         if private is not None:
             guard_on_public_records(prepared, private, loop.trained, loop.loss, loop.cache)
+        if done < prepared.steps:
+            # An extended run had ended: what it said of its end is no longer true of what comes.
+            run_dir.forget_end()
         batches = private.batches() if private is not None else _plain_batches(prepared, done)
         for indices in batches:
             step = private.released if private is not None else done
@@ -226,7 +229,8 @@ class _Loop:
         prepared, run_dir = self.prepared, self.run_dir
         averaged = self.choose_weights()
         scores = self.evaluator.final_scores()
-        prepared.task.save(prepared.model, run_dir.model, trained_on(prepared, done))
+        with run_dir.new_model() as folder:
+            prepared.task.save(prepared.model, folder, trained_on(prepared, done))
         result = result_of(prepared, run_dir, done, scores)
         if self.average is not None:
             result["weights"] = "averaged" if averaged else "last"

@@ -16,7 +16,7 @@ from quietgrad.accounting import epsilon_report
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.output import console, one_line, print_json
 from quietgrad.events import per_unit
-from quietgrad.ledger import LEDGER_NAME, read_ledger
+from quietgrad.ledger import LEDGER_NAME, planned_course, read_ledger
 
 DEEPEST = 3  # folders below the one that is named
 CONFIG, RESULT, METRICS, CHECKPOINT = "config.toml", "result.json", "metrics.jsonl", "checkpoint.pt"
@@ -115,7 +115,8 @@ def run_of(path: Path, folder: Path) -> Run:
             contents = read_ledger(path)
             said = contents.header or result
             made, delta = contents.releases, contents.header.get("delta", delta)
-            planned = planned or contents.header.get("planned_steps")
+            if contents.header:
+                planned = planned_course(contents)[0].steps
             if contents.not_private is not None:
                 spent = None
             elif contents.event is None:

@@ -117,7 +117,11 @@ def _exported(given: Exportable) -> Any:
     )
     inputs = tuple(given.inputs.values())
     with torch.no_grad():
-        return torch.export.export(given.module, inputs, dynamic_shapes=(shapes))
+        program = torch.export.export(given.module, inputs, dynamic_shapes=(shapes))
+    for part in program.graph_module.modules():
+        for node in getattr(getattr(part, "graph", None), "nodes", ()):
+            node.meta.pop("stack_trace", None)  # paths of this machine, and so its user's name
+    return program
 
 
 def _difference(given: Exportable, exported: Any) -> float:

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from quietgrad.durable import lock, make_folder, write_whole
+from quietgrad.durable import lock, make_folder, sync_folder, write_whole
 from quietgrad.ledger import LEDGER_NAME, holds_records
 
 PACKAGES = ("quietgrad", "torch", "transformers", "peft", "numpy", "scipy", "dp-accounting")
@@ -126,6 +127,25 @@ class RunDir:
                 f"training.run_dir={str(self.path)!r} already holds a run; add --resume to go on "
                 "with it, or choose another directory"
             )
+
+    def forget_end(self) -> None:
+        """Removes the result of an earlier end, on disk before the next release: its epsilon is
+        too small for what follows. The model that was saved then says its own, and stays.
+        """
+        if self.result.exists():
+            self.result.unlink()
+            sync_folder(self.path)
+
+    @contextlib.contextmanager
+    def new_model(self) -> Iterator[Path]:
+        """A folder that takes the place of ``model`` once it is whole: weights of the end never lie
+        beside what an earlier end said of its own.
+        """
+        fresh = self.path / "model.writing"
+        shutil.rmtree(fresh, ignore_errors=True)
+        yield fresh
+        shutil.rmtree(self.model, ignore_errors=True)
+        fresh.replace(self.model)
 
     def write_json(self, path: Path, record: dict[str, Any]) -> None:
         """Writes a file whole or not at all, on disk before the call returns."""
