@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -262,14 +263,21 @@ def quiet_loading(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Without transformers' progress bars, which would draw over a run's own."""
+    """Without transformers' progress bars, which would draw over a run's own; after it they are as
+    before.
+    """
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
+    settings = transformers.utils.logging
+    shown = settings.is_progress_bar_enabled()
+    settings.disable_progress_bar()
     try:
         yield
     finally:
-        transformers.utils.logging.enable_progress_bar()
+        if shown:
+            with warnings.catch_warnings():  # of an environment that forbids bars, and goes on to
+                warnings.simplefilter("ignore", UserWarning)
+                settings.enable_progress_bar()
 
 
 def load_encoder(transformers: Any, path: str, attention: str | None = None) -> nn.Module:
