@@ -284,6 +284,27 @@ def compared(taken: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     return entry
 
 
+def add_shares(shapes: dict[str, Any]) -> None:
+    """What a door adds to a thin step, as a share of a step of bert-32."""
+    if not {"bert-32", "thin"} <= shapes.keys():
+        return
+    whole = shapes["bert-32"]["doors"]["bare"]["processor_milliseconds"]
+    for door, row in shapes["thin"]["doors"].items():
+        if door != "bare":
+            extra = row["extra_processor_milliseconds"]
+            row["extra_over_bert-32"] = {name: ms / whole for name, ms in extra.items()}
+
+
+def show(shape: str, doors: dict[str, Any]) -> None:
+    for door, row in doors.items():
+        told = f"{shape:8s} {door:24s} {row['milliseconds']:8.1f} ms"
+        for name in ("clock", "processor", "extra_over_bert-32"):
+            if name in row:
+                r = row[name]
+                told += f"  {name} {r['median']:.4f} [{r['lower']:.4f}-{r['upper']:.4f}]"
+        print(told, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -320,21 +341,9 @@ def main() -> None:
             "load_at_end": round(os.getloadavg()[0], 2),
             "doors": doors,
         }
-    if {"bert-32", "thin"} <= report["shapes"].keys():
-        whole = report["shapes"]["bert-32"]["doors"]["bare"]["milliseconds"]
-        for door, row in report["shapes"]["thin"]["doors"].items():
-            if door != "bare":
-                extra = row["extra_processor_milliseconds"]
-                row["extra_over_bert-32"] = {name: ms / whole for name, ms in extra.items()}
-    arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    for shape, entry in report["shapes"].items():
-        for door, row in entry["doors"].items():
-            told = f"{shape:8s} {door:24s} {row['milliseconds']:8.1f} ms"
-            for name in ("clock", "processor", "extra_over_bert-32"):
-                if name in row:
-                    r = row[name]
-                    told += f"  {name} {r['median']:.4f} [{r['lower']:.4f}-{r['upper']:.4f}]"
-            print(told, flush=True)
+        add_shares(report["shapes"])
+        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        show(shape, report["shapes"][shape]["doors"])
 
 
 if __name__ == "__main__":
