@@ -336,42 +336,6 @@ def test_private_rows_of_a_table_are_named_nowhere(tmp_path: Path) -> None:
     assert SECRET not in str(refused.value)
 
 
-def test_a_private_quotation_mark_does_not_swallow_other_records(tmp_path: Path) -> None:
-    """Before: one row more, with a mark that is left open, and N fell from 40 to the rows above."""
-    folders(tmp_path)
-    train = [(f"train/{('cat', 'dog')[i % 2]}/train{i:02}.png", "ab"[i % 2]) for i in range(40)]
-    test = [(f"test/{('cat', 'dog')[i % 2]}/test{i:02}.png", "ab"[i % 2]) for i in range(8)]
-    table(tmp_path, [*train[:3], (f'"{SECRET}.png', "a"), *train[3:]], test)
-    with pytest.raises(ValueError, match="quotation mark that is not closed") as refused:
-        load_image_folder(str(tmp_path), FolderLayout(), 8)
-    assert SECRET not in str(refused.value) and "quietgrad check" in str(refused.value)
-    quoted = [(f'"{file}"', label) for file, label in train]
-    found, _ = load_image_folder(str(table(tmp_path, quoted, test)), FolderLayout(), 8)
-    assert len(found) == 40 and (found.labels >= 0).all()
-
-
-@pytest.mark.parametrize(
-    "error", [KeyError("private.png"), IndexError(), EOFError(), MemoryError(), RuntimeError()]
-)
-def test_whatever_pillow_raises_of_a_private_image_it_is_ignored(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from PIL import Image
-
-    folders(tmp_path)
-    damage(tmp_path)
-    right = Image.open
-
-    def opened(path: Any, *args: Any, **options: Any) -> Any:
-        if "private" in str(path):
-            raise error
-        return right(path, *args, **options)
-
-    monkeypatch.setattr(Image, "open", opened)
-    found, _ = load_image_folder(str(tmp_path), FolderLayout(), 8)
-    assert (found.labels == IGNORED).sum() == 1
-
-
 def test_a_validation_image_that_cannot_be_used_is_refused() -> None:
     pixels = torch.arange(40 * 4, dtype=torch.uint8).reshape(40, 1, 2, 2)
     labels = np.arange(40) % 2

@@ -170,7 +170,11 @@ PLACES: dict[str, tuple[Any, Any, bool]] = {
     "a shuffled part of a table": (NUMBERS, NUMBERS.shuffle(seed=1).select([4, 5]), True),
     "a split of what is trained on": (NUMBERS, TENTHS["test"], True),
     "the same in another format": (NUMBERS, NUMBERS.with_format("torch"), True),
-    "the rest of the tensors": (TensorDataset(X[:90], Y[:90]), TensorDataset(X[90:], Y[90:]), False),
+    "the rest of the tensors": (
+        TensorDataset(X[:90], Y[:90]),
+        TensorDataset(X[90:], Y[90:]),
+        False,
+    ),
     "every other row": (TensorDataset(X[::2], Y[::2]), TensorDataset(X[1::2], Y[1::2]), False),
     "the other part of a split": (TENTHS["train"], TENTHS["test"], False),
     "the rest of a table": (NUMBERS.select(range(90)), NUMBERS.select(range(90, 100)), False),

@@ -149,11 +149,12 @@ def test_equal_settings_cost_nothing_more_and_grouping_is_an_upper_bound(monkeyp
 
 @pytest.mark.parametrize("bands", [1, 3])
 def test_every_step_of_a_group_counts_at_its_least_noise_and_at_its_highest_rate(bands) -> None:
-    """Mutants: the mean rate of a group, its mean noise. Epsilon of a smooth schedule hides them."""
+    """Mutants: a group's mean rate, its mean noise. Epsilon of a smooth schedule hides them."""
     drawn = np.random.default_rng(0)
     for noise, rate in ((0.0, 1.0), (1.0, 0.0), (1.0, 1.0)):
-        sigmas, rates = np.exp(noise * drawn.uniform(size=400)), 0.01 + rate * 0.3 * drawn.uniform(
-            size=400
+        sigmas, rates = (
+            np.exp(noise * drawn.uniform(size=400)),
+            0.01 + rate * 0.3 * drawn.uniform(size=400),
         )
         each = [
             PoissonGaussian(float(s), float(q), bands, ExactClipping(), bands)

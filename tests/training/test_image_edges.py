@@ -28,6 +28,7 @@ from quietgrad.training.tasks.images.folder import (
 )
 from quietgrad.training.tasks.images.models import load_image_classifier
 from quietgrad.training.tasks.loaded import Tuning
+from quietgrad.training.tasks.splits import IGNORED
 from quietgrad.training.tasks.text.saved import load_saved
 
 SEVERAL = FolderLayout(separator="|", no_label="No Finding")
@@ -76,6 +77,46 @@ def test_a_table_of_another_encoding(tmp_path: Path) -> None:
     (tmp_path / "test.csv").write_bytes(b"file,label\nx.png,a\n")
     with pytest.raises(ValueError, match=r"train\.csv.* cannot be read as a table in UTF-8"):
         load_image_folder(str(tmp_path), FolderLayout(), 4)
+
+
+def test_a_private_quotation_mark_does_not_swallow_other_records(tmp_path: Path) -> None:
+    """Before: one row more, with a mark that is left open, and N fell from 40 to 4."""
+    names = [f"p{i:02}.png" for i in range(40)]
+    for i, name in enumerate(names):
+        write_picture(tmp_path / name, np.full((4, 4), i, dtype=np.uint8))
+    rows = [f"{name},{'ab'[i % 2]}" for i, name in enumerate(names)]
+    table_of(tmp_path, "\n".join(rows) + "\n")
+    private = tmp_path / "train.csv"
+    private.write_text("\n".join(["file,label", *rows[:3], '"secret.png,a', *rows[3:]]) + "\n")
+    with pytest.raises(ValueError, match="quotation mark that is not closed") as refused:
+        load_image_folder(str(tmp_path), FolderLayout(), 4)
+    assert "secret" not in str(refused.value) and "quietgrad check" in str(refused.value)
+    quoted = [f'"{name}",{"ab"[i % 2]}' for i, name in enumerate(names)]
+    private.write_text("\n".join(["file,label", *quoted]))
+    found, _ = load_image_folder(str(tmp_path), FolderLayout(), 4)
+    assert len(found) == 40 and (found.labels >= 0).all()
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("private.png"), IndexError(), EOFError(), MemoryError(), RuntimeError()]
+)
+def test_whatever_pillow_raises_of_a_private_image_it_is_ignored(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image
+
+    write_class_folders(tmp_path, train=4, test=2)
+    private = next(iter(sorted((tmp_path / "train").rglob("*.png"))))
+    right = Image.open
+
+    def opened(path: Any, *args: Any, **options: Any) -> Any:
+        if Path(path) == private:
+            raise error
+        return right(path, *args, **options)
+
+    monkeypatch.setattr(Image, "open", opened)
+    found, _ = load_image_folder(str(tmp_path), FolderLayout(), 4)
+    assert (found.labels == IGNORED).sum() == 1
 
 
 def test_several_labels_need_one(tmp_path: Path) -> None:

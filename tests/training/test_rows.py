@@ -169,6 +169,31 @@ def test_a_key_of_one_private_row_changes_no_other(tmp_path: Path) -> None:
     assert (other.encode(mixed.train).codes[1:] == encoding.encode(parts.train).codes).all()
 
 
+@pytest.mark.parametrize("name", ["lab1", "stage of", "zzzz"])
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda path, name: load_texts(path, "text", name),
+        lambda path, name: load_texts(path, "text", "label", "", name),
+        lambda path, name: load_rows(path, name),
+        lambda path, name: load_pairs(path, "{text}", f"{{{name}}}"),
+    ],
+    ids=["label", "user", "table", "answer"],
+)
+def test_a_key_of_one_private_row_is_in_no_message(load: Any, name: str, tmp_path: Path) -> None:
+    """Before: a column's name that was mistyped listed the keys of every row, or took such a key
+    for what was meant.
+    """
+    path = tmp_path / "a.jsonl"
+    rows = [{"text": f"w{i}", "label": "xy"[i % 2]} for i in range(20)]
+    private = {"text": "w", "label": "x", "stage of bob": 1, "labl": 2}
+    path.write_text("".join(json.dumps(row) + "\n" for row in [private, *rows]))
+    with pytest.raises(ValueError, match="is not a column of") as refused:
+        load(str(path), name)
+    assert "bob" not in str(refused.value) and "'labl'" not in str(refused.value)
+    assert "label" in str(refused.value)
+
+
 def test_what_is_left_out_takes_its_owner_along(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("text,label,who\nx,,ann\ny,b,bob\nz,c,eve\n")

@@ -29,9 +29,8 @@ CHOICES: tuple[Choice, ...] = ("fixed", "fresh")
 ORDER_KEY = b"quietgrad records of a user"  # public: the order needs to be fixed, not secret
 # How tools write a gap as text (pandas, R, spreadsheets, data bases): the records of everybody
 # without a name would be one user's.
-GAPS = frozenset(
-    "nan NaN NAN -nan -NaN None null NULL <NA> NA N/A n/a #N/A #NA NaT \\N".split()
-)
+_OF_PANDAS = ("nan", "NaN", "NAN", "-nan", "-NaN", "None", "null", "NULL", "<NA>", "NaT")
+GAPS = frozenset((*_OF_PANDAS, "NA", "N/A", "n/a", "#N/A", "#NA", r"\N"))
 # Whole numbers up to which each has a float of its own; above, two users would be one.
 EXACT_FLOATS = {"float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
 _WHOLE = re.compile(r"(-?[0-9]+)\.0+")

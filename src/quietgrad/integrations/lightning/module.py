@@ -96,9 +96,12 @@ class PrivateLightningModule(LightningModule):
             self._steps = PrivateSteps(self.privacy, self.accept_start, self._loaded_record)
             others = [one for one in trainer.callbacks if not isinstance(one, PublicLoaders)]
             trainer.callbacks[:] = [self._steps, *others]
-        elif trainer is not None and self._steps is not None:
-            if not any(isinstance(one, PublicLoaders) for one in trainer.callbacks):
-                trainer.callbacks.insert(0, PublicLoaders(self._steps.records))
+        elif (
+            trainer is not None
+            and self._steps is not None
+            and not any(isinstance(one, PublicLoaders) for one in trainer.callbacks)
+        ):
+            trainer.callbacks.insert(0, PublicLoaders(self._steps.records))
         LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
 
     def training_step(self, batch: Any) -> Tensor:

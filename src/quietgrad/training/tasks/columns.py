@@ -85,6 +85,17 @@ def label_word(label: Any) -> str:
     )
 
 
+def told_names(columns: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Names of columns that a message may tell: a key that single JSON records have alone is as
+    private as what they hold, so those that half of all records lack are left out.
+    """
+    return [
+        name
+        for name, cells in columns.items()
+        if 2 * sum(cell is not None for cell in cells) > len(cells) or not len(cells)
+    ]
+
+
 def owners_in(
     columns: Mapping[str, Sequence[Any]], user: str, option: str, source: str
 ) -> tuple[bytes, ...] | None:
@@ -102,7 +113,8 @@ def owners_in(
         return None
     if user not in columns:
         raise ValueError(
-            f"data.user={user!r} is not a column of {option}={source!r}{nearest(user, columns)}"
+            f"data.user={user!r} is not a column of {option}={source!r}"
+            f"{nearest(user, told_names(columns))}"
         )
     return tuple(identities_of(columns[user], f"data.user={user!r} of {source!r}"))
 

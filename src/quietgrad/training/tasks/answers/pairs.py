@@ -23,6 +23,7 @@ from quietgrad.training.tasks.columns import (
     missing,
     owners_in,
     read_columns,
+    told_names,
     without_gaps,
 )
 from quietgrad.training.tasks.predictions import read_new
@@ -151,7 +152,7 @@ def _filled(name: str, template: str, columns: dict[str, list[Any]], source: str
         if field is not None and field not in columns:
             raise ValueError(
                 f"task.{name}={template!r}: {field!r} is not a column of "
-                f"{source!r}{nearest(field, columns)}"
+                f"{source!r}{nearest(field, told_names(columns))}"
             )
         if form or conversion:
             raise ValueError(

@@ -27,6 +27,7 @@ from quietgrad.training.tasks.columns import (
     missing,
     owners_in,
     read_columns,
+    told_names,
     without_gaps,
 )
 from quietgrad.training.tasks.records import InOrder
@@ -108,7 +109,7 @@ def load_rows(
     if label_column not in found:
         raise ValueError(
             f"data.label={label_column!r} is not a column of "
-            f"{source!r}{nearest(label_column, found)}"
+            f"{source!r}{nearest(label_column, told_names(found))}"
         )
     found = without_gaps(found, [label_column], skip_bad)
     owners = owners_in(found, user_column, option, source)

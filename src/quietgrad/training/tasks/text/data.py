@@ -24,6 +24,7 @@ from quietgrad.training.tasks.columns import (
     missing,
     owners_in,
     read_columns,
+    told_names,
     without_gaps,
 )
 from quietgrad.training.tasks.splits import IGNORED
@@ -103,7 +104,8 @@ def load_texts(
     for key, column in wanted + ([("data.text_pair", second_column)] if second_column else []):
         if column not in columns:
             raise ValueError(
-                f"{key}={column!r} is not a column of {source!r}{nearest(column, columns)}"
+                f"{key}={column!r} is not a column of {source!r}"
+                f"{nearest(column, told_names(columns))}"
             )
     if label_column in (text_column, second_column):
         raise ValueError(
