@@ -46,3 +46,12 @@ def test_the_pages_of_completion_are_true(quietgrad: Run, monkeypatch: pytest.Mo
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     code, out, _ = quietgrad("--show-completion", "bash")
     assert code == 0 and "complete" in out and "COMP_WORDS" in out
+
+
+def test_the_list_of_commands_breaks_no_line_twice(
+    quietgrad: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("TERMINAL_WIDTH", "400")
+    shown = quietgrad("--help")[1]
+    assert "length, label names inside. Costs no privacy." in shown

@@ -9,7 +9,7 @@ import typer
 
 from quietgrad import __version__
 from quietgrad.cli import accounting
-from quietgrad.cli.output import announce, hush_libraries, one_line
+from quietgrad.cli.output import announce, hush_libraries, one_line, paragraphs
 
 app = typer.Typer(
     help="Differentially private training in PyTorch, with every epsilon an upper bound.",
@@ -339,3 +339,8 @@ def audit(
     from quietgrad.cli.audit import run_audit
 
     run_audit(config, overrides or [], kind, canaries, confidence, figure, as_json)
+
+
+for _command in app.registered_commands:
+    assert _command.callback is not None
+    _command.help = paragraphs(_command.callback.__doc__ or "")

@@ -169,3 +169,8 @@ def one_line(command: Callable[P, R]) -> Callable[P, R]:
             fail(f"{type(error).__name__}: {error}", code=1)
 
     return run
+
+
+def paragraphs(text: str) -> str:
+    """One line a paragraph: the list of commands breaks lines itself, beside those of the text."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
