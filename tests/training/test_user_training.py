@@ -14,7 +14,6 @@ from tiny_runs import config_of, interrupt_at, labelled_texts, train
 
 from quietgrad.clipping import UserBatch
 from quietgrad.randomness import RandomKey
-from quietgrad.training import forecast
 from quietgrad.training.prepare import prepare
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.tasks.registry import load_task
@@ -78,7 +77,7 @@ def test_how_many_records_all_users_have_is_in_no_message_and_no_forecast(
     assert "200" not in str(refused.value)
 
     def counted() -> int:
-        return forecast._records_to_cache(prepare(config_of(of_users)))
+        return prepare(config_of(of_users)).records_to_cache
 
     before = counted()
     lines = owned_file.read_text().splitlines()

@@ -185,6 +185,7 @@ class Comparison:
         tree = self.config_of(run).to_dict()
         tree.pop("spectrum")  # training does not read it
         tree["data"].pop("public")  # a declaration, not a setting
+        tree["training"].pop("hours")  # what is compared is said
         user, users = tree["data"].pop("user"), tree.pop("users")
         if user:  # as before there were users
             tree["users"] = users | {"user": user}
