@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from quietgrad.checks import default_delta
 from quietgrad.training.derived.rule import (
     MU_WITHOUT_EPSILON,
-    SATURATION,
     STEPS,
     PublicFacts,
     Trained,
@@ -171,13 +170,9 @@ def _why(facts: PublicFacts, name: str, examples: int) -> str:
     if name == "steps":
         return f"{STEPS[facts.trained]} are enough for {SAID[facts.trained]}{limited}"
     return (
-        f"from N = {facts.units:,}, mu = {facts.mu:.2g} (epsilon and delta) and the steps{limited}: "
-        f"a larger one would lessen the noise by at most {_gain():.0f} %"
+        f"from N = {facts.units:,}, epsilon and delta (mu = {facts.mu:.2g}) and the steps{limited}; "
+        "a larger one would hardly lessen the noise"
     )
-
-
-def _gain() -> float:
-    return 100 * (1 - math.sqrt(SATURATION * math.log1p(1 / SATURATION)))
 
 
 SAID: Mapping[Trained, str] = {

@@ -39,7 +39,7 @@ Trained = Literal["head", "adapters", "pretrained", "new"]
 
 STEPS: Mapping[Trained, int] = {"head": 150, "adapters": 200, "pretrained": 200, "new": 400}
 FEWEST_STEPS = 30  # below that a smaller batch is the lesser evil
-SATURATION = 3.0  # f(3) = 0.93
+SATURATION = 5.0  # f(5) = 0.95
 HEAD, ALIGNMENT = 1.7, 0.3  # c and k
 USUAL_HEAD_INPUT = 16.0
 # Of what lies below the head: a rate falls with the root of T from the highest on.
@@ -106,7 +106,7 @@ def batch_and_steps(
     if steps is None:
         # The hours first cost steps, at batches that are as good, then batch.
         steps = _whole(min(STEPS[facts.trained], max(FEWEST_STEPS, (most / helps) ** 2)))
-        steps = min(steps, _whole(most))
+        steps = max(1, int(min(steps, most)))
     if batch is None:
         size = most / steps if epochs is not None else min(helps / math.sqrt(steps), most / steps)
         batch = min(units, _whole(size))

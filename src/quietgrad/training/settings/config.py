@@ -56,9 +56,9 @@ TABLES: Mapping[str, Table] = {
     "users": one(Users),
     "training": one(TrainingTable),
 }
-# Examples per forward pass where nothing is said; tokens where the head alone trains, whose frozen
-# body keeps nothing for a backward pass.
-PHYSICAL_BATCH_SIZE, TOKENS_UNDER_A_HEAD = 64, 32768
+# Examples per forward pass where nothing is said; fewer where outputs are as wide as a vocabulary,
+# more (so many tokens) where the head alone trains, whose body keeps nothing for a backward pass.
+PHYSICAL_BATCH_SIZE, OF_ANSWERS, TOKENS_UNDER_A_HEAD = 64, 16, 32768
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,9 @@ class TrainConfig:
     def physical_batch_size(self) -> int:
         """Most examples per forward pass."""
         given, usual = self.performance.max_physical_batch_size, PHYSICAL_BATCH_SIZE
-        if self.model.tune == "head" and not self.model.name.startswith("image:"):
+        if self.task.kind == "generate":
+            usual = OF_ANSWERS
+        elif self.model.tune == "head" and not self.model.name.startswith("image:"):
             usual = max(usual, min(512, TOKENS_UNDER_A_HEAD // self.model.max_length))
         return given or usual
 
