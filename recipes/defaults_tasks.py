@@ -19,7 +19,7 @@ from torch import nn
 
 Tree = dict[str, dict[str, Any]]
 
-MONTHS = "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split()
+MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
 DATE_RECORDS, PUBLIC_STEPS, PUBLIC_BATCH = 20_000, 900, 128
 TABLE_RECORDS = 10_000
 
@@ -100,9 +100,7 @@ def tasks(folder: Path, images: str) -> dict[str, Callable[[], DefaultsTask]]:
             620_000,
         ),
         "digits, head": lambda: DefaultsTask(
-            _base(
-                {"name": "features:random", "tune": "head"}, {"source": "packaged:digits"}, 512
-            ),
+            _base({"name": "features:random", "tune": "head"}, {"source": "packaged:digits"}, 512),
             3.0,
             (1e-3, 0.5),
             (64, 128, 256, 512, 1024),
@@ -142,7 +140,7 @@ def _base(model: dict[str, Any], data: dict[str, Any], at_once: int, task: Any =
         "data": {**data, "public": True},
         "optimizer": {"name": "adamw"},
         "performance": {"max_physical_batch_size": at_once},
-        "training": {"precision": "float32", "device": "cpu"},
+        "training": {"device": "cpu"},
     }
 
 
@@ -239,7 +237,7 @@ def made_language_model(folder: Path) -> Path:
         numbers = _digits(day, 2), _digits(month + 1, 2), _digits(year, 4)
         order = ((0, 1, 2), (1, 0, 2))[i // 3 % 2]  # day or month first; the sign says which
         answer = f" {'.-'[i // 3 % 2]} ".join(numbers[k] for k in order)
-        rows.append(words.encode(f"{_asked(day, month, year, i % 3)} = {answer}").ids + [2])
+        rows.append([*words.encode(f"{_asked(day, month, year, i % 3)} = {answer}").ids, 2])
     tokens = torch.tensor(rows).view(PUBLIC_STEPS, PUBLIC_BATCH, -1)
     _pretrain(model, tokens)
     transformers.PreTrainedTokenizerFast(

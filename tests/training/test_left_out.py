@@ -87,7 +87,7 @@ def test_what_trains(overrides: list[str], tune: str) -> None:
 
 
 def test_sgd_has_no_rule(left_out: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="optimizer.learning_rate is left out"):
+    with pytest.raises(ValueError, match=r"optimizer\.learning_rate is left out"):
         prepare(config_of(left_out | {"optimizer.name": "sgd"}))
 
 

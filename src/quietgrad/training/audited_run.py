@@ -20,8 +20,8 @@ from quietgrad.tensors import trainable_parameters
 from quietgrad.training.evaluation import score_of
 from quietgrad.training.optimizers import build_optimizer, step_on_release
 from quietgrad.training.prepare import Prepared, prepare
-from quietgrad.training.settings.planned import build_plan
 from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.settings.planned import build_plan
 from quietgrad.training.tasks.records import spread
 
 IDENTITY_BYTES = 16

@@ -141,11 +141,7 @@ def build_optimizer(
     head = [p for name, p in trainable if name in head_names]
     body = [p for name, p in trainable if name not in head_names]
     head_rate = table.rate if table.head_learning_rate is None else table.head_learning_rate
-    groups = [
-        {"params": p, "lr": rate}
-        for p, rate in ((body, table.rate), (head, head_rate))
-        if p
-    ]
+    groups = [{"params": p, "lr": rate} for p, rate in ((body, table.rate), (head, head_rate)) if p]
     optimizer = table.build(model, groups, rule)
     base = [float(g["lr"]) for g in optimizer.param_groups]
 

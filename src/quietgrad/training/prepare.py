@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -234,7 +234,9 @@ def prepare(
         config, _ = resolved(asked, _units(task))
     plan = _plan(replace(config, noise=IndependentNoise()) if opened else config, task, mixing)
     plan = plan if extend is None else extend(plan)
-    reference = plan_of_batches(config, task.record_ids, task.record_owner) if plan is None else plan
+    reference = (
+        plan_of_batches(config, task.record_ids, task.record_owner) if plan is None else plan
+    )
     key = root_key(config.training.seed)
     torch.manual_seed(key.words("initialisation", 0)[0] & (2**63 - 1))
     say(f"loading {config.model.name}")
@@ -285,7 +287,11 @@ def _fitted(prepared: Prepared, asked: TrainConfig, mixing: MixingMatrix | None)
     """With the settings that were left out, now that model and machine are known."""
     config, reasons = resolved(asked, _units(prepared.task), prepared.measured(prepared.sample()))
     plan = _plan(config, prepared.task, mixing)
-    reference = plan_of_batches(config, prepared.task.record_ids, prepared.task.record_owner) if plan is None else plan
+    reference = (
+        plan_of_batches(config, prepared.task.record_ids, prepared.task.record_owner)
+        if plan is None
+        else plan
+    )
     return replace(
         prepared,
         config=config,

@@ -149,8 +149,9 @@ def _mu(config: TrainConfig, units: int) -> float:
     privacy, training = config.privacy, config.training
     if privacy.target_epsilon is not None and privacy.target_epsilon > 0:
         delta = privacy.target_delta
-        usable = delta is not None and 0 < delta < 1  # others are refused by the plan
-        return mu_of(privacy.target_epsilon, delta if usable else default_delta(units))
+        if delta is None or not 0 < delta < 1:  # the plan refuses such
+            delta = default_delta(units)
+        return mu_of(privacy.target_epsilon, delta)
     batch, steps = training.expected_batch_size, training.steps
     if privacy.noise_multiplier and batch and steps:
         return mu_of_noise(privacy.noise_multiplier, min(1.0, batch / units), steps)
@@ -170,8 +171,8 @@ def _why(facts: PublicFacts, name: str, examples: int) -> str:
     if name == "steps":
         return f"{STEPS[facts.trained]} are enough for {SAID[facts.trained]}{limited}"
     return (
-        f"from N = {facts.units:,}, epsilon and delta (mu = {facts.mu:.2g}) and the steps{limited}; "
-        "a larger one would hardly lessen the noise"
+        f"from N = {facts.units:,}, epsilon and delta (mu = {facts.mu:.2g}) and the steps{limited};"
+        " a larger one would hardly lessen the noise"
     )
 
 
@@ -184,6 +185,8 @@ SAID: Mapping[Trained, str] = {
 
 
 def _why_rate(facts: PublicFacts) -> str:
-    read = "" if facts.head_input is None else f" that reads inputs of length {facts.head_input:.3g}"
+    read = (
+        "" if facts.head_input is None else f" that reads inputs of length {facts.head_input:.3g}"
+    )
     which = f"a head{read}" if facts.trained == "head" else SAID[facts.trained]
     return f"of AdamW for {which}, by the steps and what they say over their noise"

@@ -13,7 +13,6 @@ from quietgrad.training.tasks.answers.generation import Decoded
 from quietgrad.training.tasks.loaded import HeadKind, Tune, Tuning
 from quietgrad.training.tasks.text.models import PACKAGED_MINILM
 
-
 # Keys of a model that say, left at other than their defaults, that more trains than the head.
 BELOW_THE_HEAD = (
     "lora_rank",
