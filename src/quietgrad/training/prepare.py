@@ -234,9 +234,7 @@ def prepare(
         config, _ = resolved(asked, _units(task))
     plan = _plan(replace(config, noise=IndependentNoise()) if opened else config, task, mixing)
     plan = plan if extend is None else extend(plan)
-    reference = (
-        plan_of_batches(config, task.record_ids, task.record_owner) if plan is None else plan
-    )
+    reference = _batches(config, task) if plan is None else plan
     key = root_key(config.training.seed)
     torch.manual_seed(key.words("initialisation", 0)[0] & (2**63 - 1))
     say(f"loading {config.model.name}")
@@ -283,15 +281,15 @@ def _plan(config: TrainConfig, task: Task, mixing: MixingMatrix | None) -> Priva
     return build_plan(config, task.record_ids, mixing, task.record_owner)
 
 
+def _batches(config: TrainConfig, task: Task) -> PrivacyPlan:
+    return plan_of_batches(config, task.record_ids, task.record_owner)
+
+
 def _fitted(prepared: Prepared, asked: TrainConfig, mixing: MixingMatrix | None) -> Prepared:
     """With the settings that were left out, now that model and machine are known."""
     config, reasons = resolved(asked, _units(prepared.task), prepared.measured(prepared.sample()))
     plan = _plan(config, prepared.task, mixing)
-    reference = (
-        plan_of_batches(config, prepared.task.record_ids, prepared.task.record_owner)
-        if plan is None
-        else plan
-    )
+    reference = _batches(config, prepared.task) if plan is None else plan
     return replace(
         prepared,
         config=config,

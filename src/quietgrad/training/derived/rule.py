@@ -45,6 +45,7 @@ USUAL_HEAD_INPUT = 16.0
 # Of what lies below the head: a rate falls with the root of T from the highest on.
 RATE: Mapping[Trained, float] = {"adapters": 0.05, "pretrained": 0.05, "new": 0.2}
 HIGHEST: Mapping[Trained, float] = {"adapters": 1e-2, "pretrained": 1e-2, "new": 2e-2}
+ENOUGH = 1.0  # f(1) = 0.83
 MU_WITHOUT_EPSILON = 1.0  # where a noise multiplier is given instead of an epsilon
 
 
@@ -97,15 +98,16 @@ def batch_and_steps(
     Both grow with epsilon and with the hours, or stay; B is at most N.
     """
     units, most = facts.units, facts.examples
-    helps = facts.units * facts.mu * math.sqrt(SATURATION)  # B sqrt(T) beyond which nothing does
+    helps = units * facts.mu * math.sqrt(SATURATION)  # B sqrt(T) beyond which nothing does
     if epochs is not None:
         most = epochs * units
     if steps is None and batch is not None:
         wanted = STEPS[facts.trained] if epochs is None else math.inf
         return batch, _whole(min(wanted, most / batch))
     if steps is None:
-        # The hours first cost steps, at batches that are as good, then batch.
-        steps = _whole(min(STEPS[facts.trained], max(FEWEST_STEPS, (most / helps) ** 2)))
+        # Short hours first cost what is gained above ENOUGH, then steps, then batch.
+        enough = units * facts.mu * math.sqrt(ENOUGH)
+        steps = _whole(min(STEPS[facts.trained], max(FEWEST_STEPS, (most / enough) ** 2)))
         steps = max(1, int(min(steps, most)))
     if batch is None:
         size = most / steps if epochs is not None else min(helps / math.sqrt(steps), most / steps)
