@@ -17,6 +17,7 @@ from quietgrad.events import PoissonGaussian
 from quietgrad.training.derived.rule import (
     STEPS,
     PublicFacts,
+    Reads,
     batch_and_steps,
     mu_of,
     mu_of_noise,
@@ -69,12 +70,12 @@ def test_given_sizes_stay(
 def test_rates_grow_with_the_budget(
     units: int, mu: float, more: float, trained: Any, reads: float
 ) -> None:
-    facts = PublicFacts(units, mu, trained, 1000, reads)
+    facts = PublicFacts(units, mu, trained, 1000, Reads(reads, 10 * reads))
     batch, steps = batch_and_steps(facts)
     rate, head = rates(facts, batch, steps)
     higher, higher_head = rates(replace(facts, mu=mu * more), batch, steps)
     assert 0 < rate <= higher * 1.05  # two digits
-    assert (head is None) == (trained == "head")
+    assert (head is None) == (trained in ("head", "new"))
     if head is not None and higher_head is not None:
         assert 0 < head <= higher_head * 1.05
 

@@ -14,11 +14,12 @@ import pytest
 from tiny_runs import config_of
 
 from quietgrad.training.derived.resolve import Machine, is_open, resolved, with_what_trains
+from quietgrad.training.derived.rule import Reads
 from quietgrad.training.prepare import prepare
 from quietgrad.training.settings.config import TrainConfig, load_config
 
 LEFT_OUT = ("optimizer.learning_rate", "training.expected_batch_size", "training.steps")
-SLOW = Machine(seconds=1.0, parameters=300_000, head_input=20.0)
+SLOW = Machine(seconds=1.0, parameters=300_000, head_input=Reads(20.0, 320.0))
 FAST = replace(SLOW, seconds=1e-6)
 RECORDS = 30_276
 Run = Callable[..., tuple[int, str, str]]

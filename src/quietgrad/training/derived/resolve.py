@@ -11,6 +11,7 @@ from quietgrad.training.derived.rule import (
     MU_WITHOUT_EPSILON,
     STEPS,
     PublicFacts,
+    Reads,
     Trained,
     batch_and_steps,
     mu_of,
@@ -43,7 +44,7 @@ class Machine:
     seconds: float = 0.0
     before: float = 0.0
     parameters: int = 1
-    head_input: float | None = None
+    head_input: Reads | None = None
 
     def examples_in(self, hours: float) -> float:
         """How many records steps can take in so many hours; at least one."""

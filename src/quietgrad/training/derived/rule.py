@@ -5,7 +5,7 @@
 | N | ``units`` | training records (users, where users are protected) |
 | mu | ``mu`` | the privacy budget as one Gaussian release: epsilon and delta together |
 | P | ``parameters`` | numbers that train |
-| r | ``head_input`` | root mean square length of what the head reads, on public records |
+| r, l | ``head_input`` | of what the head reads: root mean square length, mean sum of its sizes |
 | X | ``examples`` | most examples that the allowed hours are enough for |
 | T, B | ``steps``, ``batch`` | releases, expected batch size |
 | q | B / N | sampling rate |
@@ -20,7 +20,9 @@ nothing beyond (De et al. 2022; Ponomareva et al. 2023, section 5.4), so B = N m
 *Rates.* AdamW divides a gradient by its root mean square. Where that is noise, T steps at the rate
 e, falling to zero, move each weight by e sqrt(T/3) at random, however large the noise is, and the
 outputs of a head by r times that; where it is signal, by less, in proportion. So a head's rate is
-c / (r sqrt(T)) * sqrt(1 + (k h)^2 / T) with h = N mu f(a) / sqrt(P), the signal of one parameter.
+at most c / (r sqrt(T)) * sqrt(1 + (k h)^2 / T) with h = N mu f(a) / sqrt(P), the signal of one
+parameter. Where all is signal, AdamW's steps are of one size and the gradient's sign, and one of
+them moves an output by up to e l: so the rate is also at most g / (l sqrt(T)).
 """
 
 from __future__ import annotations
@@ -40,13 +42,20 @@ Trained = Literal["head", "adapters", "pretrained", "new"]
 STEPS: Mapping[Trained, int] = {"head": 150, "adapters": 200, "pretrained": 200, "new": 400}
 FEWEST_STEPS = 30  # below that a smaller batch is the lesser evil
 SATURATION = 5.0  # f(5) = 0.95
-HEAD, ALIGNMENT = 1.7, 0.3  # c and k
-USUAL_HEAD_INPUT = 16.0
+HEAD, ALIGNMENT, SIGN = 1.7, 0.3, 70.0  # c, k and g
 # Of what lies below the head: a rate falls with the root of T from the highest on.
 RATE: Mapping[Trained, float] = {"adapters": 0.05, "pretrained": 0.05, "new": 0.2}
 HIGHEST: Mapping[Trained, float] = {"adapters": 1e-2, "pretrained": 1e-2, "new": 2e-2}
 ENOUGH = 1.0  # f(1) = 0.83
 MU_WITHOUT_EPSILON = 1.0  # where a noise multiplier is given instead of an epsilon
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a head reads: r and l. Without a head to look at, that of 400 numbers of size 1."""
+
+    length: float = 20.0
+    sum: float = 320.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class PublicFacts:
         mu: from ``mu_of``.
         trained: what trains.
         parameters: P.
-        head_input: r; None where there is no linear head.
+        head_input: r and l; None where there is no linear head.
         examples: X.
     """
 
@@ -66,7 +75,7 @@ class PublicFacts:
     mu: float
     trained: Trained
     parameters: int = 1
-    head_input: float | None = None
+    head_input: Reads | None = None
     examples: float = math.inf
 
 
@@ -116,24 +125,26 @@ def batch_and_steps(
 
 
 def rates(facts: PublicFacts, batch: int, steps: int) -> tuple[float, float | None]:
-    """AdamW's rate, and that of the head where more trains than the head; None where there is none.
+    """AdamW's rate, and that of a new head on what is pretrained and trains too; else None.
 
     Both grow with epsilon and fall with the steps.
     """
     reads = facts.head_input
-    head = None if reads is None else _head_rate(facts, reads, batch, steps)
+    head = None
+    if reads is not None and facts.trained != "new":
+        head = _head_rate(facts, reads, batch, steps)
     if facts.trained == "head":
-        return _head_rate(facts, reads or USUAL_HEAD_INPUT, batch, steps), None
+        return _head_rate(facts, reads or Reads(), batch, steps), None
     rate = min(HIGHEST[facts.trained], RATE[facts.trained] / math.sqrt(steps))
     return two_digits(rate), head
 
 
-def _head_rate(facts: PublicFacts, reads: float, batch: int, steps: int) -> float:
-    spent = max(facts.mu, 1e-12) ** 2
-    a = (batch / facts.units) ** 2 * steps / spent
+def _head_rate(facts: PublicFacts, reads: Reads, batch: int, steps: int) -> float:
+    a = (batch / facts.units / max(facts.mu, 1e-12)) ** 2 * steps
     f = math.sqrt(a * math.log1p(1 / a))
     signal = ALIGNMENT * facts.units * facts.mu * f / math.sqrt(facts.parameters)
-    return two_digits(HEAD / (reads * math.sqrt(steps)) * math.sqrt(1 + signal**2 / steps))
+    by_noise = HEAD / max(reads.length, 1e-12) * math.sqrt(1 + signal**2 / steps)
+    return two_digits(min(by_noise, SIGN / max(reads.sum, 1e-12)) / math.sqrt(steps))
 
 
 def _whole(number: float) -> int:

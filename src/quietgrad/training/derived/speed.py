@@ -15,6 +15,7 @@ from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.tensors import batch_size_of
+from quietgrad.training.derived.rule import Reads
 
 REPEATS = 3  # the guard looks at the first one, and at one of five hundred later
 
@@ -59,8 +60,8 @@ class Sample:
 
         return min(once() for _ in range(REPEATS))
 
-    def head_input(self) -> float | None:
-        """Root mean square length of what a linear layer named ``head`` reads; None without one."""
+    def head_input(self) -> Reads | None:
+        """What a linear layer named ``head`` reads; None without one."""
         head = getattr(self.model, "head", None)
         if not isinstance(head, nn.Linear):
             return None
@@ -76,5 +77,6 @@ class Sample:
                 self.model(**inputs)
         finally:
             hook.remove()
-        squares = torch.cat(seen).square().sum(dim=1)
-        return float(squares.mean().sqrt())
+        inputs_bd = torch.cat(seen)
+        squares, sums = inputs_bd.square().sum(dim=1), inputs_bd.abs().sum(dim=1)
+        return Reads(float(squares.mean().sqrt()), float(sums.mean()))
