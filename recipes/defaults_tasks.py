@@ -20,7 +20,7 @@ from torch import nn
 Tree = dict[str, dict[str, Any]]
 
 MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
-DATE_RECORDS, PUBLIC_STEPS, PUBLIC_BATCH = 20_000, 900, 128
+DATE_RECORDS, PUBLIC_STEPS, PUBLIC_BATCH = 8_000, 900, 128
 TABLE_RECORDS = 10_000
 
 
@@ -126,9 +126,9 @@ def tasks(folder: Path, images: str) -> dict[str, Callable[[], DefaultsTask]]:
             ),
             3.0,
             (5e-4, 5e-2),
-            (128, 256, 512, 1024),
-            (25, 50, 100, 200),
-            60_000,
+            (100, 200, 400, 800),
+            (15, 30, 60, 120),
+            12_000,
         ),
     }
 
