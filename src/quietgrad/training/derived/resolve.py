@@ -186,8 +186,7 @@ SAID: Mapping[Trained, str] = {
 
 
 def _why_rate(facts: PublicFacts) -> str:
-    read = (
-        "" if facts.head_input is None else f" that reads inputs of length {facts.head_input:.3g}"
-    )
+    reads = facts.head_input
+    read = "" if reads is None else f" that reads inputs of length {reads.length:.3g}"
     which = f"a head{read}" if facts.trained == "head" else SAID[facts.trained]
     return f"of AdamW for {which}, by the steps and what they say over their noise"

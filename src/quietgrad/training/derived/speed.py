@@ -16,6 +16,7 @@ from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.tensors import batch_size_of
 from quietgrad.training.derived.rule import Reads
+from quietgrad.training.tasks.records import logits_of
 
 REPEATS = 3  # the guard looks at the first one, and at one of five hundred later
 
@@ -73,8 +74,7 @@ class Sample:
         hook = head.register_forward_pre_hook(look)
         try:
             with torch.no_grad():
-                inputs = {name: value for name, value in self.batch.items() if name != "labels"}
-                self.model(**inputs)
+                logits_of(self.model, self.batch)
         finally:
             hook.remove()
         inputs_bd = torch.cat(seen)
