@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tiny_runs import config_of
 
+from quietgrad.comparing.table import load_comparison
 from quietgrad.training.derived.resolve import Machine, is_open, resolved, with_what_trains
 from quietgrad.training.derived.rule import Reads
 from quietgrad.training.prepare import prepare
@@ -130,3 +131,14 @@ def test_plan_says_what_it_chose_and_warns_of_too_many_hours(
     long = ("--set", "training.steps=900000", "--set", "hours=0.001")
     code, out, err = quietgrad("plan", config, *long)
     assert code == 0 and "training.hours = 0.001" in out and "leave out training.steps" in out, err
+
+
+def test_a_comparison_says_its_own_sizes(tmp_path: Path) -> None:
+    file = tmp_path / "comparison.toml"
+    text = "[comparison]\n[variants.baseline]\n[data]\npublic = true\n[training]\nsteps = 5\n"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="variants.baseline leaves .*expected_batch_size"):
+        load_comparison(file)
+    file.write_text(text + "expected_batch_size = 8\n")
+    run = load_comparison(file).first
+    assert load_comparison(file).config_of(run).model.tune == "head"
