@@ -137,7 +137,7 @@ def test_a_comparison_says_its_own_sizes(tmp_path: Path) -> None:
     file = tmp_path / "comparison.toml"
     text = "[comparison]\n[variants.baseline]\n[data]\npublic = true\n[training]\nsteps = 5\n"
     file.write_text(text)
-    with pytest.raises(ValueError, match="variants.baseline leaves .*expected_batch_size"):
+    with pytest.raises(ValueError, match=r"variants\.baseline leaves .*expected_batch_size"):
         load_comparison(file)
     file.write_text(text + "expected_batch_size = 8\n")
     run = load_comparison(file).first
