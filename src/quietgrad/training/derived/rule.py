@@ -41,8 +41,8 @@ Trained = Literal["head", "adapters", "pretrained", "new"]
 
 STEPS: Mapping[Trained, int] = {"head": 150, "adapters": 200, "pretrained": 200, "new": 400}
 FEWEST_STEPS = 30  # below that a smaller batch is the lesser evil
-SATURATION = 5.0  # f(5) = 0.95
-HEAD, ALIGNMENT, SIGN = 1.7, 0.3, 70.0  # c, k and g
+SATURATION = 12.0  # f(12) = 0.98
+HEAD, ALIGNMENT, SIGN = 1.0, 0.3, 70.0  # c, k and g
 # Of what lies below the head: a rate falls with the root of T from the highest on.
 RATE: Mapping[Trained, float] = {"adapters": 0.1, "pretrained": 0.1, "new": 0.2}
 HIGHEST: Mapping[Trained, float] = {"adapters": 1e-2, "pretrained": 1e-2, "new": 2e-2}
