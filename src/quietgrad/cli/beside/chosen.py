@@ -26,7 +26,7 @@ SETTINGS = {
 STANDING = {
     "privacy.max_grad_norm": (
         1.0,
-        "AdamW takes out its scale; most gradients are longer, so that each record counts alike",
+        "AdamW takes out its scale; shorter is as good, and longer than gradients adds noise",
     ),
     "denoising.method": (
         "none",
