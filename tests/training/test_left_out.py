@@ -18,6 +18,7 @@ from quietgrad.training.derived.resolve import Machine, is_open, resolved, with_
 from quietgrad.training.derived.rule import Reads
 from quietgrad.training.prepare import prepare
 from quietgrad.training.settings.config import TrainConfig, load_config
+from quietgrad.training.tasks.text.batches import TokenisedTexts
 
 LEFT_OUT = ("optimizer.learning_rate", "training.expected_batch_size", "training.steps")
 SLOW = Machine(seconds=1.0, parameters=300_000, head_input=Reads(20.0, 320.0))
@@ -142,3 +143,21 @@ def test_a_comparison_says_its_own_sizes(tmp_path: Path) -> None:
     file.write_text(text + "expected_batch_size = 8\n")
     run = load_comparison(file).first
     assert load_comparison(file).config_of(run).model.tune == "head"
+
+
+def test_the_choice_looks_at_no_training_record(
+    left_out: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Length and speed are those of validation records, which are public."""
+    seen: list[tuple[bytes, ...]] = []
+    collate = TokenisedTexts.collate
+
+    def watched(self: TokenisedTexts, indices: Any, device: Any) -> Any:
+        seen.append(tuple(row.tobytes() for row in self.ids))
+        return collate(self, indices, device)
+
+    monkeypatch.setattr(TokenisedTexts, "collate", watched)
+    prepared = prepare(config_of(left_out))
+    known = {row.tobytes() for row in prepared.validation.ids}
+    assert seen and all(set(rows) <= known for rows in seen)
+    assert not is_open(prepared.config) and set(prepared.reasons) >= set(LEFT_OUT)
