@@ -14,6 +14,7 @@ from tiny_runs import config_of, interrupt_at, labelled_texts, train
 
 from quietgrad.clipping import UserBatch
 from quietgrad.randomness import RandomKey
+from quietgrad.training import forecast
 from quietgrad.training.prepare import prepare
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.tasks.registry import load_task

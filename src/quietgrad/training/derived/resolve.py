@@ -168,13 +168,16 @@ def _trained(config: TrainConfig) -> Trained:
 
 
 def _why(facts: PublicFacts, name: str, examples: int) -> str:
-    limited = " and the hours" if examples > 0.9 * facts.examples else ""
+    limited = examples > 0.9 * facts.examples
     if name == "steps":
-        return f"{STEPS[facts.trained]} are enough for {SAID[facts.trained]}{limited}"
-    return (
-        f"from N = {facts.units:,}, epsilon and delta (mu = {facts.mu:.2g}) and the steps{limited};"
-        " a larger one would hardly lessen the noise"
+        hours = ", as far as the hours allow" if limited else ""
+        return f"{STEPS[facts.trained]} are enough for {SAID[facts.trained]}{hours}"
+    end = (
+        "and what the hours allow, which a larger one would exceed"
+        if limited
+        else "where a larger one would hardly lessen the noise"
     )
+    return f"from N = {facts.units:,}, epsilon and delta (mu = {facts.mu:.2g}), the steps, {end}"
 
 
 SAID: Mapping[Trained, str] = {
