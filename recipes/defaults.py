@@ -197,21 +197,19 @@ def rule_of(results: Path, name: str) -> Settings | None:
 
 
 def report(results: Path) -> None:
-    """A Markdown table of what is there."""
-    print("| task | setting | rate | batch | steps | norm | validation | test | runs searched |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    """A Markdown table of what is there. The search's row is the one that the fresh seeds like
+    best, which flatters it.
+    """
+    print("| task | | rate | batch | steps | validation | test | settings tried |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name in dict.fromkeys(line["task"] for line in read(results)):
-        tuned, rule = found(results, name, REPEATS), rule_of(results, name)
-        last = {json.dumps(s): (v, t) for v, t, s in found(results, name, FINAL_SEEDS)}
-        searched = len(found(results, name, REPEATS[:1]))
-        for which, settings in (("search", tuned[0][2] if tuned else None), ("rule", rule)):
-            scores = last.get(json.dumps(settings))
-            if settings is None or scores is None:
-                continue
-            rate = f"{settings[RATE]:.3g}"
-            rate += f", head {settings[HEAD_RATE]:.3g}" if HEAD_RATE in settings else ""
-            cells = [name, which, rate, settings[BATCH], settings[STEPS], settings[NORM]]
-            cells += [f"{scores[0]:.3f}", f"{scores[1]:.3f}", searched if which == "search" else ""]
+        last, rule = found(results, name, FINAL_SEEDS), rule_of(results, name)
+        tried = len(found(results, name, REPEATS[:1]))
+        rows = {"search": last[:1], "rule": [row for row in last if row[2] == rule]}
+        for which, row in ((which, row) for which, of in rows.items() for row in of):
+            validation, test, settings = row
+            cells = [name, which, f"{settings[RATE]:.3g}", settings[BATCH], settings[STEPS]]
+            cells += [f"{validation:.3f}", f"{test:.3f}", tried if which == "search" else ""]
             print(f"| {' | '.join(map(str, cells))} |")
 
 

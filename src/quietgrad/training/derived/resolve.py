@@ -172,12 +172,11 @@ def _why(facts: PublicFacts, name: str, examples: int) -> str:
     if name == "steps":
         hours = ", as far as the hours allow" if limited else ""
         return f"{STEPS[facts.trained]} are enough for {SAID[facts.trained]}{hours}"
-    end = (
-        "and what the hours allow, which a larger one would exceed"
-        if limited
-        else "where a larger one would hardly lessen the noise"
+    more = "would exceed the hours" if limited else "would hardly lessen the noise"
+    return (
+        f"from N = {facts.units:,}, epsilon and delta (mu = {facts.mu:.2g}) and the steps; a "
+        f"larger one {more}"
     )
-    return f"from N = {facts.units:,}, epsilon and delta (mu = {facts.mu:.2g}), the steps, {end}"
 
 
 SAID: Mapping[Trained, str] = {
