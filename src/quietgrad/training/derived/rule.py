@@ -44,8 +44,8 @@ FEWEST_STEPS = 30  # below that a smaller batch is the lesser evil
 SATURATION = 12.0  # f(12) = 0.98
 HEAD, ALIGNMENT, SIGN = 1.0, 0.3, 70.0  # c, k and g
 # Of what lies below the head: a rate falls with the root of T from the highest on.
-RATE: Mapping[Trained, float] = {"adapters": 0.1, "pretrained": 0.1, "new": 0.2}
-HIGHEST: Mapping[Trained, float] = {"adapters": 1e-2, "pretrained": 1e-2, "new": 2e-2}
+RATE: Mapping[Trained, float] = {"adapters": 0.14, "pretrained": 0.14, "new": 0.2}
+HIGHEST: Mapping[Trained, float] = {"adapters": 1.3e-2, "pretrained": 1.3e-2, "new": 2e-2}
 ENOUGH = 0.05  # f = 0.4: where hours are short, that many steps are worth more
 MU_WITHOUT_EPSILON = 1.0  # where a noise multiplier is given instead of an epsilon
 
