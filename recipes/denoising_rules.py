@@ -204,7 +204,15 @@ class Study:
         prepared = prepare(
             load_config(
                 None,
-                ["model.tune=head", "model.max_length=32", "training.seed=1", "data.public=true"],
+                [
+                    "model.tune=head",
+                    "model.max_length=32",
+                    "training.seed=1",
+                    "data.public=true",
+                    "optimizer.learning_rate=5e-2",  # of these nothing is used
+                    "training.expected_batch_size=4096",
+                    "training.steps=150",
+                ],
             )
         )
         self.parts: dict[str, tuple[Tensor, Tensor]] = {}

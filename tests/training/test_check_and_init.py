@@ -165,7 +165,8 @@ def test_train_accepts_what_init_writes(
     run = ["--set", f"model.name={tiny_bert}", "--set", "model.max_length=16"]
     run += ["--set", f"training.run_dir={tmp_path / 'run'}"]
     code, out, err = quietgrad("train", config, *run, "--json")
-    assert code == 0 and json.loads(out)["epsilon"] <= 2.0
+    assert code == 0, err
+    assert json.loads(out)["epsilon"] <= 2.0
 
 
 def test_a_table_and_its_configuration_run_as_they_stand(

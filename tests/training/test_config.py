@@ -154,13 +154,14 @@ def test_overrides_leave_the_file_as_it_is() -> None:
     ],
 )
 def test_override_takes_the_place_of_its_alternative(
-    override: str, taken: tuple, dropped: tuple
+    override: str, taken: tuple, dropped: tuple, tmp_path: Path
 ) -> None:
     def value(config: TrainConfig, where: tuple[str, str]) -> Any:
         return getattr(getattr(config, where[0]), where[1])
 
-    assert value(load_config(None), dropped) is not None
-    config = load_config(None, [override])
+    file = toml_file(tmp_path, "[training]\nsteps = 9\n[privacy]\ntarget_epsilon = 2.0\n")
+    assert value(load_config(file), dropped) is not None
+    config = load_config(file, [override])
     assert value(config, taken) is not None and value(config, dropped) is None
 
 

@@ -78,7 +78,7 @@ def test_how_many_records_all_users_have_is_in_no_message_and_no_forecast(
     assert "200" not in str(refused.value)
 
     def counted() -> int:
-        return forecast._records_to_cache(prepare(config_of(of_users)))
+        return prepare(config_of(of_users)).records_to_cache
 
     before = counted()
     lines = owned_file.read_text().splitlines()

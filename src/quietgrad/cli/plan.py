@@ -10,6 +10,7 @@ from rich.console import Console
 from quietgrad.accounting import epsilon_report
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.accounting import DECLARED_PUBLIC
+from quietgrad.cli.beside.chosen import print_settings, settings_record, too_long
 from quietgrad.cli.output import (
     console,
     fail,
@@ -35,7 +36,10 @@ def run_plan(
     prepared = prepare_shown(config, target)
     from quietgrad.training.forecast import forecast
 
-    record = forecast(prepared)
+    record = forecast(prepared) | {"settings": settings_record(prepared)}
+    warning = too_long(record)
+    if warning is not None:
+        record["warning"] = warning
     if prepared.plan is not None:
         record |= noise_record(prepared.plan)
     if figure is not None and prepared.plan is not None:
@@ -54,6 +58,7 @@ def run_plan(
             "run has no epsilon"
         )
         print_table(target, "Privacy plan", {"guarantee": nothing})
+    print_settings(target, record["settings"])
     _print_clipping(target, record)
     print_table(
         target,
@@ -63,15 +68,20 @@ def run_plan(
             if record["cached_frozen_layers"]
             else "run at every step",
             "training time": f"{'at most about' if 'users' in record else 'about'} "
-            f"{record['predicted_seconds']:.0f} s for {prepared.steps} "
-            "steps, "
-            "evaluations not counted",
+            f"{_duration(record['predicted_seconds'])} for {prepared.steps} steps, evaluations not "
+            f"counted; {record['hours_allowed']:g} hours are allowed (training.hours)",
             "memory": f"about {record['predicted_memory_mib']:.0f} MiB for weights and a step",
             "trainable parameters": f"{record['trainable_parameters']:,} of "
             f"{record['parameters']:,}",
             **({} if figure is None else {"figure": str(figure)}),
         },
     )
+    if warning is not None:
+        target.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
 @one_line

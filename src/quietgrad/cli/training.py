@@ -19,6 +19,7 @@ from rich.progress import (
 
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.accounting import DECLARED_PUBLIC
+from quietgrad.cli.beside.chosen import print_settings, settings_record
 from quietgrad.cli.output import (
     console,
     fail,
@@ -33,7 +34,7 @@ from quietgrad.events import RELATIONS, per_unit
 from quietgrad.ledger import holds_records
 from quietgrad.training.settings.config import TrainConfig, load_config
 from quietgrad.training.settings.references import references_for
-from quietgrad.training.settings.resume import require_same_settings
+from quietgrad.training.settings.resume import require_same_settings, with_saved_choices
 
 if TYPE_CHECKING:
     from quietgrad.training.files.run_dir import RunDir
@@ -85,6 +86,8 @@ def run_train(
         target.print(
             "[bold]Privacy is switched off:[/bold] this run is a reference, and not private."
         )
+    if prepared.reasons:
+        print_settings(target, settings_record(prepared))
     columns = (
         TextColumn("[bold]{task.description}"),
         BarColumn(),
@@ -217,14 +220,18 @@ def _count_to_keep(result: dict[str, Any]) -> str:
 
 
 def _config_to_run(path: Path | None, overrides: list[str], resume: bool) -> TrainConfig:
-    """A resume without CONFIG takes the configuration that the run directory holds."""
+    """A resume without CONFIG takes the configuration that the run directory holds, and one with
+    it what that leaves out.
+    """
     config = load_config(path, overrides)
-    if resume and path is None and config.training.run_dir:
+    if resume and config.training.run_dir:
         from quietgrad.training.files.run_dir import RunDir
 
         saved = RunDir(Path(config.training.run_dir)).config
         if saved.is_file():
-            return load_config(saved, overrides)
+            if path is None:
+                return load_config(saved, overrides)
+            return with_saved_choices(load_config(saved), config)
     return config
 
 

@@ -22,10 +22,11 @@ from quietgrad.plan import PrivacyPlan
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.evaluation import score_of
 from quietgrad.training.optimizers import build_optimizer, step_on_release
-from quietgrad.training.prepare import build_plan, prepare
+from quietgrad.training.prepare import prepare
 from quietgrad.training.runner import guard_on_public_records
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.settings.noise import check_spectrum
+from quietgrad.training.settings.planned import build_plan
 from quietgrad.training.tasks.metrics import ACCURACY
 from quietgrad.training.tasks.records import Records, distinct, spread
 

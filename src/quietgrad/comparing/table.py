@@ -17,6 +17,7 @@ from quietgrad.accounting import RunCount
 from quietgrad.checks import nearest, require_at_least
 from quietgrad.comparing.search import RATE, SearchTable, Settings, search_table
 from quietgrad.records import Above0, Count, judge
+from quietgrad.training.derived.resolve import is_open, with_what_trains
 from quietgrad.training.settings.config import TrainConfig, config_from, read_toml
 from quietgrad.training.settings.reading import one
 
@@ -178,13 +179,14 @@ class Comparison:
         privacy["target_epsilon"] = run.epsilon
         privacy.pop("noise_multiplier", None)
         tree.setdefault("training", {})["seed"] = run.seed
-        return config_from(tree)
+        return with_what_trains(config_from(tree))
 
     def key_of(self, run: Run) -> str:
         """Changes with every setting that can change the outcome."""
         tree = self.config_of(run).to_dict()
         tree.pop("spectrum")  # training does not read it
         tree["data"].pop("public")  # a declaration, not a setting
+        tree["training"].pop("hours")  # what is compared is said
         user, users = tree["data"].pop("user"), tree.pop("users")
         if user:  # as before there were users
             tree["users"] = users | {"user": user}
@@ -275,6 +277,12 @@ def load_comparison(path: str | Path, accounted: bool = False) -> Comparison:
             settings = tuple((key, value) for key, value in values.items() if key != RATE)
             rate = float(values.get(RATE, table.protocol_rate))
             config = found.config_of(Run(variant, table.epsilons[0], rate, 0, settings))
+        if is_open(config):
+            raise ValueError(
+                f"variants.{variant} leaves training.expected_batch_size or training.steps to be "
+                "chosen by the rule of docs/defaults.md, and a comparison says what it compares: "
+                "give both"
+            )
         if not config.privacy.enabled:
             raise ValueError(
                 "privacy.enabled=false: a comparison has an epsilon for every run; use `quietgrad "

@@ -19,8 +19,9 @@ from quietgrad.plan import PrivacyPlan
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.evaluation import score_of
 from quietgrad.training.optimizers import build_optimizer, step_on_release
-from quietgrad.training.prepare import Prepared, build_plan, prepare
+from quietgrad.training.prepare import Prepared, prepare
 from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.settings.planned import build_plan
 from quietgrad.training.tasks.records import spread
 
 IDENTITY_BYTES = 16
@@ -79,6 +80,7 @@ def audited_run(
             "stage takes users (docs/users.md)"
         )
     prepared = prepare(config)
+    config = prepared.config  # nothing of it is left out
     if kind == "input" and not prepared.task.classifies:
         raise ValueError(
             "input canaries are records with a wrong label, and these have none; use "

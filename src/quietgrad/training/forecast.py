@@ -4,20 +4,13 @@ public.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
-from quietgrad.clipping.bound import BoundClipper
-from quietgrad.clipping.capture.backward import PerExampleLoss
-from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.clipping.planner.explain import TEXTS, explain
 from quietgrad.events import RandomizedClipping
 from quietgrad.plan import PrivacyPlan
-from quietgrad.tensors import batch_size_of
 from quietgrad.training.prepare import Prepared
 from quietgrad.training.result import facts_of
 
@@ -29,49 +22,26 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
     Returns:
         A record for ``quietgrad plan``; times are of this machine, right now.
     """
-    config = prepared.config
-    size = min(config.physical_batch_size, len(prepared.validation))
-    typical = prepared.validation.subset(prepared.validation.middle(size))
-    prefix_seconds, loss = 0.0, prepared.loss()
-    model: nn.Module
-    started = time.perf_counter()
-    cache = prepared.prefix_cache(typical)
-    if cache is None:
-        model = prepared.model.classifier
-        batch = typical.collate(np.arange(size), prepared.device)
-    else:
-        prefix_seconds = (time.perf_counter() - started) / size * _records_to_cache(prepared)
-        model = cache.upper
-        batch = cache.collate(np.arange(size), prepared.device)
+    sample = prepared.sample()
     clipping: dict[str, Any] = {"engine": "plain autograd", "layers": []}
     if prepared.plan is not None:
-        clipping = explain(prepared.plan.clipper, model, loss, _as_clipped(prepared, batch))
+        batch = sample.as_clipped(prepared.combined is not None)
+        clipping = explain(prepared.plan.clipper, sample.model, prepared.loss(), batch)
         clipping["sketch"] |= _noise_of_a_sketch(prepared.plan)
-    bound = None if prepared.plan is None else prepared.plan.clipper.bind(model, loss)
-    # The guard looks at the first one, and at one of five hundred later.
-    seconds = min(_timed_step(prepared, bound, model, loss, batch) for _ in range(3))
+    machine = prepared.measured(sample)
     examples = prepared.expected_batch_size * prepared.steps
-    if prepared.combined is not None:  # how many records users have is private: at most so many
-        examples *= prepared.config.users.records_per_user
+    seconds = machine.before + machine.seconds * examples
     return {
         **facts_of(prepared),
         "steps": prepared.steps,
         "expected_batch_size": prepared.expected_batch_size,
         **clipping,
-        "predicted_seconds": prefix_seconds + seconds / size * examples,
-        "cached_frozen_layers": cache is not None,
+        "predicted_seconds": seconds,
+        "hours_allowed": prepared.config.training.hours,
+        "cached_frozen_layers": sample.cached,
         "predicted_memory_mib": _memory_mib(prepared, clipping),
         "parameters": sum(p.numel() for p in prepared.model.classifier.parameters()),
     }
-
-
-def _records_to_cache(prepared: Prepared) -> int:
-    """As many as are stated. How many all users have is private, and a time would tell it: what is
-    counted is users at the cap.
-    """
-    if prepared.combined is None:
-        return len(prepared.train)
-    return prepared.sampler.dataset_size * prepared.config.users.records_per_user
 
 
 def _noise_of_a_sketch(plan: PrivacyPlan) -> dict[str, float]:
@@ -82,31 +52,6 @@ def _noise_of_a_sketch(plan: PrivacyPlan) -> dict[str, float]:
         return {}
     sigma = plan.multiplier_for(clipping=RandomizedClipping(plan.clipper.sketch_dim))
     return {} if sigma is None else {"noise_multiplier": sigma}
-
-
-def _timed_step(
-    prepared: Prepared,
-    bound: BoundClipper | None,
-    model: nn.Module,
-    loss: PerExampleLoss,
-    batch: dict[str, torch.Tensor],
-) -> float:
-    started = time.perf_counter()
-    if bound is not None:
-        bound.clip(_as_clipped(prepared, batch), step=2)
-    else:
-        loss(model, batch).sum().backward()
-        model.zero_grad()
-    if prepared.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
-def _as_clipped(prepared: Prepared, batch: dict[str, torch.Tensor]) -> Any:
-    """Public records as the clipper takes them: where users are protected, one of each user."""
-    if prepared.combined is None:
-        return batch
-    return UserBatch(batch, (1,) * batch_size_of(batch))
 
 
 def _memory_mib(prepared: Prepared, clipping: dict[str, Any]) -> float:

@@ -24,14 +24,15 @@ class Rates:
     """What every optimiser has.
 
     Attributes:
-        learning_rate: of the encoder or adapters.
-        head_learning_rate: of the head (None: as ``learning_rate``).
+        learning_rate: of the encoder or adapters; left out: with AdamW from public facts
+            (docs/defaults.md).
+        head_learning_rate: of the head; left out: as ``learning_rate`` where that is given.
         weight_decay: decoupled for AdamW.
         warmup_steps: over so many steps the rate rises linearly.
         schedule: "linear" (after the warm-up the rate falls linearly to a twentieth) or "constant".
     """
 
-    learning_rate: Above0 = 1e-3
+    learning_rate: Above0 | None = None
     head_learning_rate: Above0 | None = None
     weight_decay: Amount = 0.0
     warmup_steps: Whole = 5
@@ -39,6 +40,17 @@ class Rates:
 
     def __post_init__(self) -> None:
         judge(self)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate.
+
+        Raises:
+            ValueError: where it was left out, before ``prepare`` has said it.
+        """
+        if self.learning_rate is None:
+            raise ValueError("learning_rate is left out; set optimizer.learning_rate")
+        return self.learning_rate
 
     def factor(self, step: int, steps: int) -> float:
         """What the learning rate is multiplied by at a step (0-based) of ``steps``."""
@@ -77,7 +89,7 @@ class SGD(Rates):
         """See ``AdamW.build``."""
         momentum, decay = self.momentum, self.weight_decay
         if rule is not None:
-            return SpectralSGD(model, rule, self.learning_rate, momentum, decay, groups=groups)
+            return SpectralSGD(model, rule, self.rate, momentum, decay, groups=groups)
         return torch.optim.SGD(groups, momentum=momentum, weight_decay=decay)
 
 
@@ -128,14 +140,8 @@ def build_optimizer(
     head_names = head_parameter_names(model)
     head = [p for name, p in trainable if name in head_names]
     body = [p for name, p in trainable if name not in head_names]
-    head_rate = (
-        table.learning_rate if table.head_learning_rate is None else table.head_learning_rate
-    )
-    groups = [
-        {"params": p, "lr": rate}
-        for p, rate in ((body, table.learning_rate), (head, head_rate))
-        if p
-    ]
+    head_rate = table.rate if table.head_learning_rate is None else table.head_learning_rate
+    groups = [{"params": p, "lr": rate} for p, rate in ((body, table.rate), (head, head_rate)) if p]
     optimizer = table.build(model, groups, rule)
     base = [float(g["lr"]) for g in optimizer.param_groups]
 

@@ -47,3 +47,21 @@ def _cpu_flag(flag: str) -> bool:
             return any(flag in line.split() for line in file if line.startswith("flags"))
     except OSError:
         return False
+
+
+def device_of(name: str) -> torch.device:
+    """The device that ``training.device`` names.
+
+    Raises:
+        ValueError: for one that is not usable here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"training.device={name!r} is not usable here: {str(error).splitlines()[0]}; use 'auto'"
+        ) from error
+    return device

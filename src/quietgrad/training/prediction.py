@@ -6,8 +6,7 @@ from pathlib import Path
 
 from quietgrad.checks import nearest
 from quietgrad.training.files.run_dir import RunDir
-from quietgrad.training.precision import precision_context
-from quietgrad.training.prepare import device_of
+from quietgrad.training.precision import device_of, precision_context
 from quietgrad.training.settings.config import load_config
 from quietgrad.training.sources.hub import require_model
 from quietgrad.training.tasks.images.models import HUGGING_FACE

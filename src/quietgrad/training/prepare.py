@@ -5,8 +5,9 @@ layers, run directory.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,19 +22,29 @@ from quietgrad.clipping.verify import verify_clipping
 from quietgrad.loading.draws import users_in_parts
 from quietgrad.noise.correlation.mixing import MixingMatrix
 from quietgrad.noise.methods import IndependentNoise
-from quietgrad.plan import PrivacyConfig, PrivacyPlan
+from quietgrad.plan import PrivacyPlan
 from quietgrad.plan.seeds import root_key
 from quietgrad.sampling import PoissonSampler, UserIndices
 from quietgrad.schedules import Course
 from quietgrad.tensors import trainable_parameters
+from quietgrad.training.derived.resolve import (
+    Machine,
+    Reasons,
+    is_open,
+    resolved,
+    why_it_trains,
+    with_what_trains,
+)
+from quietgrad.training.derived.speed import Sample
 from quietgrad.training.files.provenance import Record, check_start
-from quietgrad.training.precision import precision_context, precision_of
+from quietgrad.training.precision import device_of, precision_context, precision_of
 from quietgrad.training.settings.config import TrainConfig
-from quietgrad.training.settings.noise import check_spectrum, noise_of
+from quietgrad.training.settings.noise import check_spectrum
+from quietgrad.training.settings.planned import build_plan, plan_of_batches
 from quietgrad.training.sources.hub import require_model
 from quietgrad.training.tasks.images.models import HUGGING_FACE
 from quietgrad.training.tasks.images.public_weights import check_public_weights
-from quietgrad.training.tasks.loaded import LoadedModel
+from quietgrad.training.tasks.loaded import LoadedModel, trainable_count
 from quietgrad.training.tasks.metrics import MEAN_AUC, Metric, dividing
 from quietgrad.training.tasks.records import Records, spread
 from quietgrad.training.tasks.registry import load_task
@@ -58,6 +69,7 @@ class Prepared:
         steps: T.
         device: where the model is.
         started_from: what the outputs of earlier runs that it starts from say of themselves.
+        reasons: setting that was left out -> why it is what it is.
     """
 
     config: TrainConfig
@@ -72,6 +84,7 @@ class Prepared:
     steps: int
     device: torch.device
     started_from: tuple[Record, ...] = ()
+    reasons: Reasons = field(default_factory=dict)
 
     @property
     def expected_batch_size(self) -> float:
@@ -125,6 +138,39 @@ class Prepared:
             self.config, self.model.classifier, wanted, self.validation, self.device
         )
 
+    def sample(self) -> Sample:
+        """A micro-batch of validation records as training would take it."""
+        size = min(self.config.physical_batch_size, len(self.validation))
+        typical = self.validation.subset(self.validation.middle(size))
+        started = time.perf_counter()
+        cache = self.prefix_cache(typical)
+        if cache is None:
+            batch = typical.collate(np.arange(size), self.device)
+            return Sample(self.model.classifier, batch, size, 0.0, False)
+        caching = (time.perf_counter() - started) / size
+        return Sample(cache.upper, cache.collate(np.arange(size), self.device), size, caching, True)
+
+    @property
+    def records_to_cache(self) -> int:
+        """As many as are stated. How many all users have is private, and a time would tell it: what
+        is counted is users at the cap.
+        """
+        if self.combined is None:
+            return len(self.train)
+        return self.sampler.dataset_size * self.config.users.records_per_user
+
+    def measured(self, sample: Sample) -> Machine:
+        """What a step, and what comes before the first, take on this machine."""
+        clipper = None if self.plan is None else self.plan.clipper
+        users = self.combined is not None
+        most = self.config.users.records_per_user if users else 1
+        return Machine(
+            seconds=sample.seconds(clipper, self.loss(), users) / sample.size * most,
+            before=sample.caching * self.records_to_cache,
+            parameters=trainable_count(self.model.classifier),
+            head_input=sample.head_input(),
+        )
+
     @property
     def combined(self) -> Literal["mean", "sum"] | None:
         """What of a user's records is one gradient; None where records are protected."""
@@ -169,6 +215,8 @@ def prepare(
         ValueError, TypeError: for anything the user can mend, naming key, value and remedy.
     """
     device = device_of(config.training.device)
+    why_tune = why_it_trains(config)
+    config = with_what_trains(config)
     require_model("model.name", config.model.name.removeprefix(HUGGING_FACE))
     say(f"reading {config.data.source}")
     task = load_task(config)
@@ -181,17 +229,12 @@ def prepare(
     started_from = start_of(config)
     # The plan is built before the model is loaded: its mistakes are cheaper to find.
     say("calibrating the noise")
-    plan = build_plan(config, task.record_ids, mixing, task.record_owner)
+    asked, opened = config, is_open(config)
+    if opened:  # as if the hours were enough; correlated noise takes its time, and waits
+        config, _ = resolved(asked, _units(task))
+    plan = _plan(replace(config, noise=IndependentNoise()) if opened else config, task, mixing)
     plan = plan if extend is None else extend(plan)
-    if plan is None:
-        reference = replace(
-            _privacy_config(config, None, plain=True),
-            target_epsilon=None,
-            noise_multiplier=1.0,
-            target_delta=None,
-        ).build(len(task.record_ids), record_owner=task.record_owner)
-    else:
-        reference = plan
+    reference = _batches(config, task) if plan is None else plan
     key = root_key(config.training.seed)
     torch.manual_seed(key.words("initialisation", 0)[0] & (2**63 - 1))
     say(f"loading {config.model.name}")
@@ -212,7 +255,11 @@ def prepare(
         reference.steps,
         device,
         started_from,
+        {} if why_tune is None else {"model.tune": why_tune},
     )
+    if opened:
+        say("measuring a step on validation records")
+        prepared = _fitted(prepared, asked, mixing)
     if prepared.metric is MEAN_AUC:
         for name, part in (
             ("validation records (training.eval_records)", prepared.scheduled),
@@ -225,62 +272,41 @@ def prepare(
     return prepared
 
 
+def _units(task: Task) -> int:
+    """N: users where they are protected."""
+    return len(task.record_ids if task.record_owner is None else set(task.record_owner))
+
+
+def _plan(config: TrainConfig, task: Task, mixing: MixingMatrix | None) -> PrivacyPlan | None:
+    return build_plan(config, task.record_ids, mixing, task.record_owner)
+
+
+def _batches(config: TrainConfig, task: Task) -> PrivacyPlan:
+    return plan_of_batches(config, task.record_ids, task.record_owner)
+
+
+def _fitted(prepared: Prepared, asked: TrainConfig, mixing: MixingMatrix | None) -> Prepared:
+    """With the settings that were left out, now that model and machine are known."""
+    config, reasons = resolved(asked, _units(prepared.task), prepared.measured(prepared.sample()))
+    plan = _plan(config, prepared.task, mixing)
+    reference = _batches(config, prepared.task) if plan is None else plan
+    return replace(
+        prepared,
+        config=config,
+        plan=plan,
+        sampler=reference.sampler,
+        course=reference.whole_course,
+        steps=reference.steps,
+        reasons={**prepared.reasons, **reasons},
+    )
+
+
 def start_of(config: TrainConfig) -> tuple[Record, ...]:
     """What the outputs of earlier runs that a configuration starts from say of themselves; a start
     that would not be covered is refused.
     """
     protect = config.privacy.enabled and not config.data.public
     return check_start(config.model.name, config.model.weights, config.model.accept_start, protect)
-
-
-def build_plan(
-    config: TrainConfig,
-    record_ids: Sequence[bytes],
-    mixing: MixingMatrix | None = None,
-    record_owner: Sequence[bytes] | None = None,
-) -> PrivacyPlan | None:
-    """The privacy plan of a configuration; None where privacy is switched off.
-
-    Args:
-        config: what was asked for.
-        record_ids: of the training records.
-        mixing: a matrix found earlier, instead of solving again.
-        record_owner: of the training records, where users are protected.
-    """
-    if not config.privacy.enabled:
-        return None
-    planned = _privacy_config(config, mixing)
-    if record_owner is None:
-        return planned.build(len(record_ids), record_ids)
-    return planned.build(len(record_ids), record_owner=record_owner)
-
-
-def _privacy_config(
-    config: TrainConfig, mixing: MixingMatrix | None, plain: bool = False
-) -> PrivacyConfig:
-    privacy, training = config.privacy, config.training
-    return PrivacyConfig(
-        target_epsilon=privacy.target_epsilon,
-        target_delta=privacy.target_delta,
-        noise_multiplier=privacy.noise_multiplier,
-        max_grad_norm=privacy.max_grad_norm,
-        expected_batch_size=training.expected_batch_size,
-        steps=training.steps,
-        epochs=training.epochs,
-        schedules=config.schedules.of_run,
-        phases=config.schedules.of_phases,
-        clipping=config.clipping,
-        noise=IndependentNoise()
-        if plain
-        else noise_of(config.noise, config.optimizer, privacy.max_grad_norm, mixing),
-        denoising=None if plain else config.gradient_rule,
-        users=config.users if config.data.user else None,
-        training_loss=None if plain else config.training_loss,
-        adaptive_clipping=None if plain else config.adaptive_clipping,
-        performance=replace(config.performance, max_physical_batch_size=config.physical_batch_size),
-        seed=training.seed,
-        data_are_public=config.data.public or plain,
-    )
 
 
 def verify_on_public_records(prepared: Prepared) -> float:
@@ -322,21 +348,3 @@ def _head_off_zero(classifier: nn.Module) -> Any:
     finally:
         with torch.no_grad():
             head.weight.copy_(saved)
-
-
-def device_of(name: str) -> torch.device:
-    """The device that ``training.device`` names.
-
-    Raises:
-        ValueError: for one that is not usable here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"training.device={name!r} is not usable here: {str(error).splitlines()[0]}; use 'auto'"
-        ) from error
-    return device

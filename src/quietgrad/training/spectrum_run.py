@@ -24,6 +24,7 @@ from quietgrad.curvature import (
 from quietgrad.curvature.pretraining import fit_to_labels, made_up_labels, simclr
 from quietgrad.curvature.spectrum import record_hash
 from quietgrad.tensors import trainable_parameters
+from quietgrad.training.derived.resolve import with_what_trains
 from quietgrad.training.files.run_dir import environment
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.tasks.images.data import LabelledImages
@@ -71,6 +72,7 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
     Raises:
         ValueError: no public images, or some that are private, before any work.
     """
+    config = with_what_trains(config)
     table = config.spectrum
     if not is_image_model(config.model.name):
         raise ValueError(

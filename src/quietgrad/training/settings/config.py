@@ -56,8 +56,9 @@ TABLES: Mapping[str, Table] = {
     "users": one(Users),
     "training": one(TrainingTable),
 }
-# Examples per forward pass where nothing is said.
-PHYSICAL_BATCH_SIZE = 64
+# Examples per forward pass where nothing is said; fewer where outputs are as wide as a vocabulary,
+# more (so many tokens) where the head alone trains, whose body keeps nothing for a backward pass.
+PHYSICAL_BATCH_SIZE, OF_ANSWERS, TOKENS_UNDER_A_HEAD = 64, 16, 32768
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,12 @@ class TrainConfig:
     @property
     def physical_batch_size(self) -> int:
         """Most examples per forward pass."""
-        return self.performance.max_physical_batch_size or PHYSICAL_BATCH_SIZE
+        given, usual = self.performance.max_physical_batch_size, PHYSICAL_BATCH_SIZE
+        if self.task.kind == "generate":
+            usual = OF_ANSWERS
+        elif self.model.tune == "head" and not self.model.name.startswith("image:"):
+            usual = max(usual, min(512, TOKENS_UNDER_A_HEAD // self.model.max_length))
+        return given or usual
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Nested dictionaries, keys without a value left out."""

@@ -94,7 +94,7 @@ class NoiseCurve:
         spectrum = load_spectrum(self.spectrum)
         factor = self.curvature_factor or clipping_factor(spectrum, max_grad_norm)
         eigenvalues = tuple(float(m) * factor for m in spectrum.eigenvalues())
-        rate = optimizer.learning_rate
+        rate = optimizer.rate
         return self._banded(
             lambda steps: Curvature(eigenvalues, rate, steps, self.floor, self.horizon, self.clamp)
         )

@@ -4,6 +4,8 @@ long its steps are. The guarantee and the records it is about stay.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.settings.noise import NoiseCurve
 
@@ -12,6 +14,7 @@ FREE = {
     "training.eval_every",
     "training.eval_records",
     "training.checkpoint_every",
+    "training.hours",
     "training.device",
     "training.precision",
     "training.cache_frozen_layers",
@@ -35,6 +38,31 @@ PRIVACY_KEYS = (
     "training.epochs",
     "data.user",
 )
+
+
+def with_saved_choices(first: TrainConfig, now: TrainConfig) -> TrainConfig:
+    """What a resume leaves out is what the run began with, not chosen anew: hours, machine and data
+    may look different by now.
+
+    Args:
+        first: the run's own configuration, which is explicit.
+        now: what the resume is asked for.
+    """
+    model, optimizer, training = now.model, now.optimizer, now.training
+    if model.tune is None:
+        model = replace(model, tune=first.model.tune)
+    if optimizer.learning_rate is None and type(optimizer) is type(first.optimizer):
+        head = optimizer.head_learning_rate
+        optimizer = replace(
+            optimizer,
+            learning_rate=first.optimizer.learning_rate,
+            head_learning_rate=first.optimizer.head_learning_rate if head is None else head,
+        )
+    if training.expected_batch_size is None:
+        training = replace(training, expected_batch_size=first.training.expected_batch_size)
+    if training.steps is None and training.epochs is None:
+        training = replace(training, steps=first.training.steps, epochs=first.training.epochs)
+    return replace(now, model=model, optimizer=optimizer, training=training)
 
 
 def require_same_settings(first: TrainConfig, now: TrainConfig) -> None:

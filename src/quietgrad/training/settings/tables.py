@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quietgrad.checks import require_at_most_one
@@ -12,6 +12,16 @@ from quietgrad.training.files.provenance import Start
 from quietgrad.training.tasks.answers.generation import Decoded
 from quietgrad.training.tasks.loaded import HeadKind, Tune, Tuning
 from quietgrad.training.tasks.text.models import PACKAGED_MINILM
+
+# Keys of a model that say, left at other than their defaults, that more trains than the head.
+BELOW_THE_HEAD = (
+    "lora_rank",
+    "lora_alpha",
+    "lora_targets",
+    "lora_layers",
+    "public_head_steps",
+    "random_head",
+)
 
 
 @dataclass(frozen=True)
@@ -23,7 +33,7 @@ class ModelTable:
             ``packaged:smollm2`` or a causal language model; for images ``cnn:groupnorm``,
             ``vgg:groupnorm``, ``features:random``, or ``image:`` and a folder or Hugging Face name;
             for tables ``table:linear`` or ``table:mlp``, with tune = "full".
-        tune: "lora", "full" or "head".
+        tune: "lora", "full" or "head"; left out: what the model is made for (docs/defaults.md).
         head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence
             classifier).
         lora_rank: rank of the adapters, with tune = "lora".
@@ -48,7 +58,7 @@ class ModelTable:
     """
 
     name: str = PACKAGED_MINILM
-    tune: Tune = "lora"
+    tune: Tune | None = None
     head: HeadKind = "mean"
     lora_rank: Count = 16
     lora_alpha: Whole = 0
@@ -79,15 +89,27 @@ class ModelTable:
                 f"public_head_steps={self.public_head_steps} fits the head and random_head=True "
                 "draws it at random; set one of the two"
             )
-        if self.train_layers and self.tune != "full":
+        if self.train_layers and self.tune not in ("full", None):
             raise ValueError(
                 f"train_layers={self.train_layers} is for tune='full', not {self.tune!r}; use "
                 "lora_layers with adapters"
             )
 
     @property
+    def says_adapters(self) -> bool:
+        """Whether another key makes sense with tune = "lora" alone, or with "full"."""
+        same = replace(ModelTable(), **{key: getattr(self, key) for key in BELOW_THE_HEAD})
+        return same != ModelTable()
+
+    @property
     def tuning(self) -> Tuning:
-        """What of the model trains."""
+        """What of the model trains.
+
+        Raises:
+            ValueError: where that was left out, before ``prepare`` has said it.
+        """
+        if self.tune is None:
+            raise ValueError("tune is left out; set model.tune to 'head', 'lora' or 'full'")
         return Tuning(
             self.tune,
             self.lora_rank,
@@ -261,9 +283,12 @@ class TrainingTable:
     """How long, how often, where.
 
     Attributes:
-        expected_batch_size: B, records (users) in a step on average; each is drawn by itself.
-        steps: how many releases; give this or ``epochs``.
+        expected_batch_size: B, records (users) in a step on average; each is drawn by itself. Left
+            out: as large as it helps (docs/defaults.md).
+        steps: how many releases; give this or ``epochs``, or neither (docs/defaults.md).
         epochs: expected passes over the records, instead of ``steps``.
+        hours: that training may take on this machine: what is left out fits into them, and ``plan``
+            warns of what does not.
         eval_every: steps between evaluations on validation records (0: only at the end).
         eval_records: validation records used on the schedule (0: all); the final evaluation uses
             all.
@@ -284,6 +309,7 @@ class TrainingTable:
     expected_batch_size: int | None = None
     steps: int | None = None
     epochs: float | None = None
+    hours: Above0 = 2.0
     eval_every: Whole = 10
     eval_records: Whole = 1000
     checkpoint_every: Count = 10

@@ -1,5 +1,5 @@
-"""A configuration to begin with for a file of records: the settings of the recipes, and what
-follows from the number of records.
+"""A configuration to begin with for a file of records. Rate, batch and steps are left to the rule
+of docs/defaults.md.
 
 It holds names of columns and the number of records, which are public, and nothing of a record.
 """
@@ -13,7 +13,6 @@ from quietgrad.training.sources.guess import Guess
 
 FEWEST = 40
 EPSILON = {"text": 2.0, "table": 2.0, "answers": 3.0, "images": 3.0}
-PASSES = 15  # expected passes over the records
 
 
 def propose(path: str, records: int, guess: Guess, command: str, skip_bad: bool = False) -> str:
@@ -44,7 +43,7 @@ def propose(path: str, records: int, guess: Guess, command: str, skip_bad: bool 
         *_model(guess),
         *_data(path, share, guess, skip_bad),
         *_privacy(guess.task, train),
-        *_training(guess.task, train),
+        *_training(),
     ]
     return _aligned(lines)
 
@@ -68,14 +67,8 @@ def propose_images(folder: str, command: str, file: str = "file", label: str = "
         "[privacy]",
         f"target_epsilon = {EPSILON['images']} # the promise: smaller is stronger",
         "# target_delta: left out, 1 / N^1.1 for N training images",
-        "max_grad_norm = 1.0 # what one record's gradient is clipped to",
         "",
-        "[optimizer]",
-        "learning_rate = 1e-2",
-        "",
-        "[training]",
-        "expected_batch_size = 64 # larger is better for accuracy, and slower",
-        f"epochs = {PASSES}",
+        *_training(),
     ]
     return _aligned(lines)
 
@@ -136,35 +129,23 @@ def _privacy(task: str, train: int) -> list[str]:
         "[privacy]",
         f"target_epsilon = {EPSILON[task]} # the promise: smaller is stronger",
         f"target_delta = {delta_for(train):g} # below 1 / (training records)",
-        "max_grad_norm = 1.0 # what one record's gradient is clipped to",
         "",
     ]
 
 
-def _training(task: str, train: int) -> list[str]:
-    size = batch_size_for(train)
-    steps = max(20, round(PASSES * train / size))
-    rates = {"text": "5e-2", "table": "2e-2", "answers": "1e-3"}
+def _training() -> list[str]:
     return [
-        "[optimizer]",
-        f"learning_rate = {rates[task]}",
-        "",
-        *(["[performance]", "max_physical_batch_size = 16", ""] if task == "answers" else []),
         "[training]",
-        f"expected_batch_size = {size} # records in a step, on average",
-        f"steps = {steps}",
-        f"eval_every = {max(1, steps // 6)}",
+        "# Left out, and chosen from the number of records, epsilon and the hours: learning rate,",
+        "# batch size and steps. quietgrad plan THIS_FILE says what they are, and why.",
+        "hours = 2.0 # that training may take on this machine",
+        "eval_every = 10 # steps between scores of validation records",
     ]
 
 
 def delta_for(train: int) -> float:
     """The power of ten below 1 / N^1.1, at most 0.01."""
     return float(f"1e{min(-2, math.floor(-1.1 * math.log10(train)))}")
-
-
-def batch_size_for(train: int) -> int:
-    """About a tenth of the records, in powers of two, from 16 to 4096."""
-    return min(4096, max(16, 2 ** round(math.log2(train / 10))))
 
 
 def _field(column: str) -> str:

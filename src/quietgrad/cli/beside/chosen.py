@@ -1,0 +1,78 @@
+"""What a run's settings are and why, and whether it fits into the hours that are allowed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from quietgrad.cli.output import print_table
+
+if TYPE_CHECKING:
+    from quietgrad.training.prepare import Prepared
+
+# What ``plan`` says of the settings that decide how well a run learns: key -> name.
+SETTINGS = {
+    "model.tune": "what trains",
+    "optimizer.learning_rate": "learning rate",
+    "optimizer.head_learning_rate": "learning rate of the head",
+    "training.expected_batch_size": "expected batch size",
+    "training.steps": "steps",
+    "training.epochs": "epochs",
+    "privacy.max_grad_norm": "clipping norm",
+    "denoising.method": "denoising",
+}
+# Of those that are always the same where nothing is said.
+STANDING = {
+    "privacy.max_grad_norm": (
+        1.0,
+        "AdamW takes out its scale; shorter is as good, and longer than gradients adds noise",
+    ),
+    "denoising.method": (
+        "none",
+        "no rule is better than none where each has its own best rate (docs/denoising.md)",
+    ),
+}
+
+
+def settings_record(prepared: Prepared) -> list[dict[str, Any]]:
+    """Each setting of ``SETTINGS`` with its value, and why it is that: "given", or what the rule of
+    docs/defaults.md went by.
+    """
+    told, found = prepared.config.to_dict(), []
+    for name in SETTINGS:
+        table, _, key = name.partition(".")
+        value = told[table].get(key)
+        if value is None:
+            continue
+        usual, why = STANDING.get(name, (None, ""))
+        reason = prepared.reasons.get(name, why if value == usual else "given")
+        found.append({"key": name, "value": value, "why": reason})
+    return found
+
+
+def print_settings(target: Console, settings: list[dict[str, Any]]) -> None:
+    """``settings_record`` as a table."""
+    rows = {
+        SETTINGS[entry["key"]]: f"{_number(entry['value'])}: {entry['why']}" for entry in settings
+    }
+    print_table(target, "Settings (what was left out follows docs/defaults.md)", rows)
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.6g}" if isinstance(value, int | float) else str(value)
+
+
+def too_long(record: dict[str, Any]) -> str | None:
+    """A warning where the forecast exceeds the hours allowed; None where it does not."""
+    hours, allowed = record["predicted_seconds"] / 3600, record["hours_allowed"]
+    if hours <= allowed:
+        return None
+    given = {entry["key"] for entry in record["settings"] if entry["why"] == "given"}
+    sizes = [k for k in given if k in ("training.expected_batch_size", "training.steps")]
+    sizes += ["training.epochs"] if "training.epochs" in given else []
+    remedy = f"leave out {' and '.join(sorted(sizes))}, " if sizes else "train less (model.tune), "
+    return (
+        f"training would take about {hours:.1f} hours, and training.hours = {allowed:g} are "
+        f"allowed: {remedy}or allow more"
+    )
