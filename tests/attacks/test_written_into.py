@@ -171,9 +171,9 @@ class Shared(nn.Module):
         return torch.stack([self.layer(x) for _ in range(self.uses)], 1)
 
 
-def sum_of(uses: int, others: int, longer: int, estimator: str) -> Tensor:
+def sum_of(uses: int, others: int, longer: int, estimator: str, total: int = 8192) -> Tensor:
     """Of records whose positions cancel, and with ``longer`` of one that pads the batch."""
-    positions, source = 8192 // uses, torch.Generator().manual_seed(0)
+    positions, source = total // uses, torch.Generator().manual_seed(0)
     shape = (positions // 2, 4)
     h, gh = torch.randn(shape, generator=source).abs(), torch.randn(shape, generator=source)
     rows = positions + longer
@@ -193,15 +193,18 @@ def sum_of(uses: int, others: int, longer: int, estimator: str) -> Tensor:
 
 @pytest.mark.parametrize("estimator", ["hutch", "hutch++"])
 @pytest.mark.parametrize("uses", [1, 12])
-def test_padding_does_not_change_what_others_are_divided_by(uses: int, estimator: str) -> None:
+@pytest.mark.parametrize("total", [sketches.STEADY_POSITIONS, 8192])
+def test_padding_does_not_change_what_others_are_divided_by(
+    total: int, uses: int, estimator: str
+) -> None:
     """Before: 0.5 C with 20 others, 5 C with 200, once 8192 positions were passed."""
-    alone, beside = (sum_of(uses, 20, longer, estimator) for longer in (0, 1))
+    alone, beside = (sum_of(uses, 20, longer, estimator, total) for longer in (0, 1))
     assert float((alone - beside).norm()) < 0.01
 
 
 def test_positions_whose_squares_underflow_are_counted() -> None:
     """Factors of 1e-30 and 1e29 add 0.1 each, and have a norm that rounds to zero."""
-    long = 3 * sketches.STEADY_POSITIONS
+    long = 12 * sketches.STEADY_POSITIONS
     use = DenseFactors(torch.full((1, 1, long, 2), 1e29), torch.full((1, 1, long, 2), 1e-30))
     none = DenseFactors(torch.zeros(1, 1, long, 2), torch.ones(1, 1, long, 2))
     assert float(sketches._stretches([use], 512)) == 32
