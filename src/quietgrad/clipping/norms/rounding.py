@@ -46,7 +46,7 @@ LONGEST_CHAIN = 128
 
 # Entries whose squares are added up in the working precision; the rest of a sum of squares is done
 # in float64.
-SQUARES_AT_ONCE = 2048
+SQUARES_AT_ONCE = 512
 
 # Of a GPU's matrix units, against the model of one rounding a product and one an addition.
 GPU_FACTOR = 2.0
