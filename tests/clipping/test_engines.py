@@ -21,7 +21,7 @@ from quietgrad.clipping.engines.thresholds import clip_factors, thresholds
 from quietgrad.clipping.norms.choice import Policy
 from quietgrad.clipping.norms.cost import MODELLED_GPU, MODELLED_PROCESSOR, Cost
 from quietgrad.clipping.norms.estimators.projections import Projections
-from quietgrad.clipping.norms.rounding import SHARE
+from quietgrad.clipping.norms.rounding import SHARE, Measured
 from quietgrad.clipping.planner.execution import ExecutionChoice, choose_execution, nonprivate_bytes
 from quietgrad.clipping.planner.explain import explain
 from quietgrad.clipping.planner.throughput import measured_throughput
@@ -327,3 +327,39 @@ def test_planning_leaves_model_and_random_state_alone() -> None:
     Clipper(1.0).execution_choice(model, loss, batch)
     assert torch.equal(torch.rand(3), expected)
     assert all(p.grad is None for p in model.parameters())
+
+
+class ManyScales(nn.Module):
+    """Parameters that are small one by one, and together more than are measured at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LayerNorm(3000) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((layer(x) for layer in self.layers), torch.zeros(()))
+
+
+def test_small_gradients_that_are_measured_together_know_no_company(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How they are joined follows from one example's entries: mutant, those of the micro-batch."""
+    model, seen = ManyScales(), []
+    one_by_one = accumulator.direct
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().sum(1)
+
+    def noted(values: torch.Tensor) -> Measured:
+        seen.append(values.shape[1])
+        return one_by_one(values)
+
+    monkeypatch.setattr(accumulator, "direct", noted)
+    bound = Clipper(1.0, engine="bookkeeping").bind(model, loss)
+    x = torch.randn(6, 3000, generator=torch.Generator().manual_seed(0))
+    norms = bound.norms(x, step=5)
+    assert seen[-2:] == [18_000, 6_000]
+    assert torch.equal(norms[:1], bound.norms(x[:1], step=6))
+    assert seen[-2:] == [18_000, 6_000]
+    expected = oracle_norms(oracle_gradients(model, loss, x))
+    torch.testing.assert_close(norms, expected.to(norms.dtype))

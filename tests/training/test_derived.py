@@ -106,3 +106,8 @@ def test_the_batch_is_as_large_as_it_helps() -> None:
 
     assert noise(units) > 0.9 * noise(batch)
     assert noise(batch // 4) > 1.33 * noise(batch)
+
+
+def test_every_epsilon_that_can_be_asked_for_has_a_budget() -> None:
+    found = [mu_of(epsilon, 1e-5) for epsilon in (1e-8, 1.0, 1e4, 1e7, 1e12)]
+    assert found == sorted(found)

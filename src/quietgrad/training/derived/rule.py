@@ -88,7 +88,8 @@ def mu_of(epsilon: float, delta: float) -> float:
         right = math.exp(epsilon + norm.logcdf(-epsilon / mu - mu / 2))
         return float(left - right) - delta
 
-    return math.exp(brentq(excess, math.log(1e-6), math.log(1e3), xtol=1e-6))
+    largest = 1e3 + 10 * math.sqrt(epsilon)  # mu is near sqrt(2 epsilon) where epsilon is large
+    return math.exp(brentq(excess, math.log(1e-6), math.log(largest), xtol=1e-6))
 
 
 def mu_of_noise(noise_multiplier: float, sample_rate: float, steps: int) -> float:
