@@ -15,6 +15,7 @@ from torch import Tensor
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.cost import Sketch
+from quietgrad.clipping.norms.estimators import ghost
 from quietgrad.clipping.norms.estimators.hutch import Hutch
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.estimators.sketches import (
@@ -235,6 +236,37 @@ def coarse(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return (off if narrow else product)(factor, projection, stretches)
 
     return only_in_float32
+
+
+@pytest.mark.parametrize("positions", [2, 31, ghost.FEW_POSITIONS])
+@pytest.mark.parametrize("scale", [1e-18, 1.0, 1e4])
+def test_bounds_by_row_are_no_less_than_sums_over_pairs(
+    positions: int, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with one position far above the rest, and where squares are flushed to zero; and hardly
+    more than sqrt(t) times as much where positions weigh alike.
+    """
+    torch.manual_seed(0)
+    left, right = torch.randn(2, 5, positions, 7)
+    left[1, 0] *= 1e3
+    right[2, 0] *= 1e3
+    left[3], right[3] = left[3, :1] * torch.randn(positions, 1), right[3, :1]  # parallel rows
+    left[4] *= 0
+    left, right = left.mul(scale).unsqueeze(1), right.mul(scale).unsqueeze(1)
+    (grams,) = DenseFactors(left, right).grams(torch.float32, 2**20) or ()
+    by_row = ghost._sums_at_once(*grams)
+    monkeypatch.setattr(ghost, "FEW_POSITIONS", 1)
+    by_pairs = ghost._sums_at_once(*grams)
+    n, m = (x[:, 0].double().norm(dim=2) for x in (right, left))
+    inner = [(x[:, 0].double() @ x[:, 0].double().mT).abs() for x in (right, left)]
+    true = torch.stack([torch.einsum("xij,xi,xj->x", inner[1], n, n),
+                        torch.einsum("xij,xi,xj->x", inner[0], m, m)])  # fmt: skip
+    assert torch.equal(by_row[0], by_pairs[0])
+    assert bool((by_row[1:] >= true).all())
+    if scale == 1.0:
+        assert bool((by_row[1:, 0] <= 1.5 * positions**0.5 * true[:, 0]).all())
+    # A bound that forgets the norm of all positions, or one of each, would be below.
+    assert scale != 1e4 or bool((by_row[1:] / scale < true)[:, :4].all())
 
 
 @pytest.mark.parametrize("margin", [tail_margin, head_margin])

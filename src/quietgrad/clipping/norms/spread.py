@@ -40,14 +40,14 @@ class Spread:
 
 
 def spread_of(
-    uses: Sequence[MatrixFactors], dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()
+    uses: Sequence[MatrixFactors], dtype: torch.dtype, known: Sequence[Tensor] = ()
 ) -> Spread:
     """Of one parameter, all its uses together: their spreads add up.
 
     Args:
         uses: of the parameter.
         dtype: of the norms.
-        known: of a single use, parts of the [n g, t] norms |a_t| and |g_t|, some examples each.
+        known: of a single use, parts of the [2, n g, t] norms |a_t| and |g_t|, some examples each.
     """
     s = uses[0].sizes
     if len(uses) == 1:

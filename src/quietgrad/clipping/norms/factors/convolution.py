@@ -144,9 +144,7 @@ class ConvolutionFactors:
         product = weight_gradient(self.x.to(dtype), scaled, shape, self.geometry)
         return product if into is None else into.add_(product)
 
-    def spread_sums(
-        self, dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()
-    ) -> SpreadSums:
+    def spread_sums(self, dtype: torch.dtype, known: Sequence[Tensor] = ()) -> SpreadSums:
         """Every input entry lies under at most ``taps`` output positions.
 
         So by Cauchy and Schwarz the sum of products is at most the product of whole norms; norms of
@@ -203,8 +201,8 @@ class ConvolutionFactors:
         ):
             rows = some.flatten(0, 1).to(dtype)
             left = torch.bmm(rows.transpose(1, 2), rows)
-            n = norms_from_squares(right.diagonal(dim1=1, dim2=2), s.d)
-            yield Grams(right, left, n, norms_from_squares(left.diagonal(dim1=1, dim2=2), s.p))
+            squares = torch.stack([x.diagonal(dim1=1, dim2=2) for x in (right, left)])
+            yield Grams(right, left, norms_from_squares(squares, max(s.p, s.d)))
 
 
 def pixel_gram_pays(use: ConvolutionFactors, block_elements: int = BLOCK_ELEMENTS) -> bool:

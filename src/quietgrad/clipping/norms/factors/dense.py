@@ -20,7 +20,6 @@ from quietgrad.clipping.norms.factors.products import (
     zeroed,
 )
 from quietgrad.clipping.norms.factors.rows import (
-    norms_from_squares,
     not_zero,
     row_norms,
 )
@@ -124,8 +123,8 @@ class DenseFactors(Unfolded):
     def write_left_norms(self, out_bgt: Tensor) -> None:
         torch.linalg.vector_norm(self.left_bgtp, dim=3, dtype=out_bgt.dtype, out=out_bgt)
 
-    def norms_from_gram(self, left: Tensor) -> Tensor:
-        return norms_from_squares(left.diagonal(dim1=1, dim2=2), self.left_bgtp.shape[3])
+    def write_left_squares(self, left: Tensor, out_xt: Tensor) -> None:
+        out_xt.copy_(left.diagonal(dim1=1, dim2=2))
 
     def left_gram(self, other: Unfolded, dtype: torch.dtype) -> Tensor:
         return other.gram_with_rows(self.left_bgtp, dtype)

@@ -58,13 +58,12 @@ class Grams(NamedTuple):
 
     Attributes:
         right, left: [n g, t, t] inner products of columns factors and of rows factors.
-        right_norms, left_norms: [n g, t] norms of their rows, never too small.
+        norms: [2, n g, t] norms of their rows, never too small; columns factors come first.
     """
 
     right: Tensor
     left: Tensor
-    right_norms: Tensor
-    left_norms: Tensor
+    norms: Tensor
 
 
 class Kept(Protocol):
@@ -136,11 +135,9 @@ class MatrixFactors(Kept, Protocol):
     ) -> Tensor:
         """total + small^T left, [b, g, k, p]; ``rows``: of them only these, for dense factors."""
 
-    def spread_sums(
-        self, dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()
-    ) -> SpreadSums:
-        """Sums over positions for the spread; ``known``: parts of the [n g, t] norms of both
-        factors' rows.
+    def spread_sums(self, dtype: torch.dtype, known: Sequence[Tensor] = ()) -> SpreadSums:
+        """Sums over positions for the spread; ``known``: parts of the [2, n g, t] norms of
+        both factors' rows.
         """
 
     def pieces(self, dtype: torch.dtype) -> Iterator[Tensor] | None:
@@ -187,9 +184,7 @@ class Unfolded(MatrixFactors, Protocol):
     def right_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
         return thin_product(self.right_bgtd, projection, dtype)
 
-    def spread_sums(
-        self, dtype: torch.dtype, known: Sequence[tuple[Tensor, Tensor]] = ()
-    ) -> SpreadSums:
+    def spread_sums(self, dtype: torch.dtype, known: Sequence[Tensor] = ()) -> SpreadSums:
         s = self.sizes
         if known:
             return sums_of_parts(known, s.g)
@@ -215,8 +210,10 @@ class Unfolded(MatrixFactors, Protocol):
                 0, 1
             )
             left = some.left_gram(some, dtype).expand(-1, s.g, -1, -1).flatten(0, 1)
-            n = norms_from_squares(right.diagonal(dim1=1, dim2=2), s.d)
-            yield Grams(right, left, n, self.norms_from_gram(left))
+            norms = right.new_empty(2, right.shape[0], s.t)
+            norms[0].copy_(right.diagonal(dim1=1, dim2=2))
+            self.write_left_squares(left, norms[1])
+            yield Grams(right, left, norms_from_squares(norms, max(s.p, s.d)))
 
     def examples(self, span: slice) -> Unfolded: ...
 
@@ -232,8 +229,8 @@ class Unfolded(MatrixFactors, Protocol):
     def write_left_norms(self, out_bgt: Tensor) -> None:
         """Norms of the positions' rows factors, as they come."""
 
-    def norms_from_gram(self, left: Tensor) -> Tensor:
-        """[x, t] norms of rows factors from their Gram matrices [x, t, t], never too small."""
+    def write_left_squares(self, left: Tensor, out_xt: Tensor) -> None:
+        """Squared norms of rows factors from their Gram matrices [x, t, t], as they come."""
 
     def left_gram(self, other: Unfolded, dtype: torch.dtype) -> Tensor:
         """[b, g, t, t'] inner products of rows factors; g may be 1 for all blocks."""

@@ -93,8 +93,8 @@ class OneHotFactors(Unfolded):
     def write_left_norms(self, out_bgt: Tensor) -> None:
         out_bgt.fill_(1.0)
 
-    def norms_from_gram(self, left: Tensor) -> Tensor:
-        return torch.ones_like(left[:, 0])
+    def write_left_squares(self, left: Tensor, out_xt: Tensor) -> None:
+        out_xt.fill_(1.0)
 
     def errors_by_rows(self, dtype: torch.dtype) -> Tensor:
         """[b] float64 root of sum_r (gamma(n_r) s_r)^2, n_r the positions with a gradient that read

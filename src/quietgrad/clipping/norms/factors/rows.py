@@ -56,7 +56,7 @@ def sums_over_positions(norms_2bgt: Tensor) -> SpreadSums:
     )
 
 
-def sums_of_parts(known: Sequence[tuple[Tensor, Tensor]], blocks: int) -> SpreadSums:
-    """From parts of the [n g, t] norms |a_t| and |g_t|, some examples each."""
-    norms = [torch.stack(pair).unflatten(1, (-1, blocks)) for pair in known]
+def sums_of_parts(known: Sequence[Tensor], blocks: int) -> SpreadSums:
+    """From parts of the [2, n g, t] norms |a_t| and |g_t|, some examples each."""
+    norms = [part.unflatten(1, (-1, blocks)) for part in known]
     return sums_over_positions(norms[0] if len(norms) == 1 else torch.cat(norms, dim=1))
