@@ -115,6 +115,7 @@ def hutch_points(k, rank):
     return np.concatenate([BELOW_ONE, [1.0], around_one(k, rank), [1.05, 1.2, 1.5, 2.0, 3.0]])
 
 
+@pytest.mark.grid(4, "widths between the extremes")
 @pytest.mark.parametrize(("k", "rank"), [*PAIRS, (2, 1), (32, 1)])
 def test_hutch_envelope_bounds_random_spectra(k, rank):
     rng = np.random.default_rng(22)
@@ -256,6 +257,7 @@ def empirical_excess(ratios, clipping):
     )
 
 
+@pytest.mark.grid(4, "widths between the extremes")
 @pytest.mark.statistical
 @pytest.mark.parametrize("k", [2, 4, 32])
 @pytest.mark.parametrize("name", LAYERS)
@@ -293,6 +295,7 @@ CLIPPINGS = [
 ]
 
 
+@pytest.mark.grid(8, "widths between the extremes")
 @pytest.mark.parametrize("clipping", CLIPPINGS, ids=str)
 @pytest.mark.parametrize("bins", [3, 24, 96, 256])
 def test_discrete_scale_is_stochastically_larger(clipping, bins):

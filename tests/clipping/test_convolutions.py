@@ -153,6 +153,7 @@ class _Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.grid(2, "sizes beyond which nothing changes")
 @pytest.mark.parametrize(
     ("size", "kernel", "stride", "padding"),
     [
