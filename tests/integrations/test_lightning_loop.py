@@ -90,6 +90,7 @@ class Seen(Callback):
         self.steps[trainer.global_step] = rate, trainer.current_epoch, i
 
 
+@pytest.mark.grid(3, "places of the stop")
 @pytest.mark.parametrize("validated", [True, False])
 @pytest.mark.parametrize("stop", [3, 5, 7], ids=["in an epoch", "between epochs", "in the next"])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stop: int, validated: bool) -> None:
