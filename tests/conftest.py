@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import pytest
 import torch
+from grids import kept
 from hypothesis import settings
 
 # "ci", "quick" (make test: a quarter of the examples) or "random" (a campaign).
@@ -63,9 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def leave_cases_of_grids(items: list[pytest.Item]) -> None:
-    """Of a test marked ``grid(keep, why)``, ``make test`` runs ``keep`` cases, the first, the last
-    and those evenly between; the others are slow, and run in ``make test-all``.
-    """
+    """Of a test marked ``grid(keep, why)`` all cases but ``keep`` are slow."""
     cases: dict[tuple[Any, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("grid"):
@@ -75,10 +74,9 @@ def leave_cases_of_grids(items: list[pytest.Item]) -> None:
         mark = alike[0].get_closest_marker("grid")
         assert mark is not None
         keep, why = mark.args
-        last = len(alike) - 1
-        kept = {round(i * last / (keep - 1)) for i in range(keep)} if keep > 1 else {last // 2}
+        run = kept(len(alike), keep)
         for i, item in enumerate(alike):
-            if i not in kept:
+            if i not in run:
                 item.add_marker(pytest.mark.slow(why))
 
 
