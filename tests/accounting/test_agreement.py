@@ -166,6 +166,7 @@ def test_without_subsampling_it_is_the_gaussian_mechanism(sigma, steps, d):
         assert delta(event, eps) <= true * (1 + 1e-3) + 1e-12
 
 
+@pytest.mark.grid(2, "the slow part is the second accountant")
 @pytest.mark.parametrize(
     ("q", "sigma", "steps", "k", "largest_loss"),
     [

@@ -68,6 +68,7 @@ def test_mixed_envelope_bounds_random_spectra(k):
         assert excess(law, RandomizedClipping(k), BELOW_ONE) <= INVERSION_ERROR
 
 
+@pytest.mark.grid(4, "widths between the extremes")
 @pytest.mark.parametrize("k", DIMS)
 @pytest.mark.parametrize("x", [0.5, 0.8, 0.99])
 def test_mixed_envelope_bounds_the_worst_spectrum_and_is_reached(k, x):
@@ -133,6 +134,7 @@ def two_valued(x, k, rank, heavy, odds):
     return law_of_ratio(x, [share / heavy, (1 - share) / (rank - heavy)], k, [heavy, rank - heavy])
 
 
+@pytest.mark.grid(3, "widths between the extremes")
 @pytest.mark.parametrize(("k", "rank"), PAIRS)
 def test_hutch_envelope_bounds_adversarial_spectra(k, rank):
     """A few heavy terms and the rest even is what exceeds the even spectrum furthest above 1

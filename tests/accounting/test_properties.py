@@ -198,6 +198,7 @@ def test_delta_undoes_epsilon(event, d):
     assert delta(event, epsilon(event, d)) <= d * (1 + 1e-6)
 
 
+@pytest.mark.grid(1, "two kinds of sketches")
 @pytest.mark.parametrize(("k", "sigma"), [(32, 4.0), (4, 20.0)])
 def test_delta_undoes_epsilon_of_sketched_events(k, sigma):
     event = PoissonGaussian(sigma, 0.05, 100, RandomizedClipping(k))

@@ -103,6 +103,7 @@ def test_noise_scale_does_not_matter() -> None:
     torch.testing.assert_close(small.values_lp, 1e-6 * one.values_lp, rtol=1e-4, atol=0)
 
 
+@pytest.mark.grid(1, "two shapes")
 @pytest.mark.parametrize("shape", [(384, 384), (384, 1536)])
 def test_pure_noise_passes_the_test_and_a_spike_does_not(shape: tuple[int, int]) -> None:
     """Fifty draws each; a false alarm of the test costs time only, a miss has probability

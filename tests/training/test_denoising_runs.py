@@ -48,6 +48,7 @@ def run(settings: dict, variant: str, folder: str, **kwargs: object):
     return train(values, **kwargs)
 
 
+@pytest.mark.grid(1, "two optimisers, of which the rules know nothing")
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_epsilon_and_ledger_are_identical_and_weights_are_not(
     settings: dict, optimizer: str

@@ -105,7 +105,7 @@ def test_the_run_s_folder_says_what_was_chosen_and_a_resume_keeps_it(
     quietgrad: Run, left_out: dict[str, Any], write_config: Callable[[dict[str, Any]], Path]
 ) -> None:
     config = write_config(left_out)
-    code, out, err = quietgrad("train", config, "--set", "hours=0.01")
+    code, out, err = quietgrad("train", config, "--set", "hours=0.003")
     assert code == 0, err
     assert "learning rate" in out and "expected batch size" in out
     saved = load_config(Path(left_out["training.run_dir"]) / "config.toml")
