@@ -64,7 +64,7 @@ def one_step_spread(q, sigma):
     return q * math.sqrt(math.expm1(min(sigma**-2, 700.0))) if q < 0.01 or sigma > 1 else q / sigma
 
 
-@pytest.mark.grid(6, "the extremes and some between; the slow part is the other accountant")
+@pytest.mark.grid(4, "the extremes and some between; the slow part is the other accountant")
 @pytest.mark.parametrize(("q", "sigma", "steps", "deltas"), EVENTS)
 def test_dp_accounting_agrees(q, sigma, steps, deltas):
     def theirs(interval):
@@ -166,7 +166,7 @@ def test_without_subsampling_it_is_the_gaussian_mechanism(sigma, steps, d):
         assert delta(event, eps) <= true * (1 + 1e-3) + 1e-12
 
 
-@pytest.mark.grid(2, "the slow part is the second accountant")
+@pytest.mark.grid(1, "the slow part is the second accountant")
 @pytest.mark.parametrize(
     ("q", "sigma", "steps", "k", "largest_loss"),
     [

@@ -53,6 +53,7 @@ def test_four_fifths_of_the_gaussian_mechanisms_epsilon_are_shown() -> None:
     assert "no proof" in report.verdict
 
 
+@pytest.mark.slow("2500 runs of a right mechanism; others are audited below")
 def test_enough_noise_is_not_refuted() -> None:
     assert not audit_mechanism(plan_of(noise_multiplier=0.7), runs=2500, seed=0).refuted
 

@@ -32,6 +32,7 @@ from quietgrad.ledger import read_ledger
 pytestmark = [*ADVICE, pytest.mark.usefixtures("examined_once")]
 
 
+@pytest.mark.grid(3, "settings of one loop")
 @pytest.mark.parametrize(
     ("physical", "workers", "changes", "bf16"),
     [(8, 0, {}, False), (3, 0, {}, False), (8, 1, {}, False), (8, 0, "bf16-mixed", True)],

@@ -45,6 +45,8 @@ from quietgrad.noise.correlation.banded import Floats
 from quietgrad.plan import PrivateRun
 from quietgrad.randomness import RandomKey
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 # Going on after a stop
 
 

@@ -101,6 +101,7 @@ def test_a_run_without_privacy_is_its_reference() -> None:
     assert (plain.optimizer, plain.training) == (private.optimizer, private.training)
 
 
+@pytest.mark.slow("a run and two resumes, each of which times steps and works the settings out")
 def test_the_run_s_folder_says_what_was_chosen_and_a_resume_keeps_it(
     quietgrad: Run, left_out: dict[str, Any], write_config: Callable[[dict[str, Any]], Path]
 ) -> None:
