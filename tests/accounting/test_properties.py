@@ -252,6 +252,7 @@ def test_deltas_of_many_epsilons_are_those_of_each(event):
             np.testing.assert_allclose(loss.deltas(grid), each, rtol=1e-11)
 
 
+@pytest.mark.grid(1, "two numbers of projections")
 @pytest.mark.parametrize("k", [4, 32])
 def test_attack_success_is_within_the_advantage(k):
     """True positive rate minus false positive rate is at most the advantage: two bounds of one
@@ -285,6 +286,7 @@ def test_events_of_numpy_numbers_survive_json():
     assert event_from_json(json.loads(json.dumps(event.to_json()))) == event
 
 
+@pytest.mark.grid(2, "events between the extremes")
 @pytest.mark.parametrize(
     ("q", "sigma", "steps", "clipping"),
     [

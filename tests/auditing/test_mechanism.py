@@ -190,9 +190,7 @@ def test_plans_that_are_broken_here_are_not_refuted_as_they_are(
 SUBSAMPLED = {"noise_multiplier": 0.6, "sample_rate": 0.4, "steps": 3}
 
 
-PARTS = pytest.mark.slow(
-    "ten to twenty seconds each; their parts are audited broken in tests of their own"
-)
+PARTS = pytest.mark.slow("ten to twenty seconds each; their parts are audited broken")
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_hutchinson_is_unbiased_with_the_stated_error(
     assert not unbiased(found * 32**0.5)
 
 
-@pytest.mark.grid(1, "two ranks")
+@pytest.mark.grid(1, "two ranks of one sketch")
 @pytest.mark.statistical
 @pytest.mark.parametrize("rank", [8, 16])
 def test_hutch_plus_plus_is_unbiased_above_its_rank(rank: int) -> None:
