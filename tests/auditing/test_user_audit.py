@@ -113,6 +113,7 @@ WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.grid(2, "plans audited at three seconds each")
 @pytest.mark.parametrize(
     "settings",
     [{}, {"users": Users(MANY, "mean")}, {"estimator": "hutch"}, {"bands": 2, "steps": 2}],
