@@ -286,7 +286,7 @@ def test_events_of_numpy_numbers_survive_json():
     assert event_from_json(json.loads(json.dumps(event.to_json()))) == event
 
 
-@pytest.mark.grid(2, "events between the extremes")
+@pytest.mark.grid(1, "events between the extremes")
 @pytest.mark.parametrize(
     ("q", "sigma", "steps", "clipping"),
     [
