@@ -15,15 +15,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import pytest
 import torch
+from grids import kept
 from hypothesis import settings
 
+# "ci", "quick" (make test: a quarter of the examples) or "random" (a campaign).
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 TIMES = int(
     os.environ.get("HYPOTHESIS_TIMES", "20")
 )  # how many times the examples of an ordinary run a campaign tries
+SHARE, FEWEST = 4, 5  # a quick run tries one in so many examples, and at least so many
 
 # No file of failed examples either: what one run found must not decide what another tries.
 settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=40)
+settings.register_profile(
+    "quick", derandomize=True, database=None, deadline=None, max_examples=40 // SHARE
+)
 settings.register_profile(
     "random", derandomize=False, deadline=None, max_examples=40, print_blob=True
 )
@@ -50,16 +56,44 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     seed_globally()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m "not slow" is asked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In a campaign: more examples than a test asks for by itself, and random ones."""
-    if PROFILE != "random":
-        return
+    leave_cases_of_grids(items)
+    if PROFILE != "ci":
+        change_numbers_of_examples(items)
+
+
+def leave_cases_of_grids(items: list[pytest.Item]) -> None:
+    """Of a test marked ``grid(keep, why)`` all cases but ``keep`` are slow."""
+    cases: dict[tuple[Any, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("grid"):
+            name = getattr(item, "originalname", item.name)
+            cases.setdefault((item.parent, name), []).append(item)
+    for alike in cases.values():
+        mark = alike[0].get_closest_marker("grid")
+        assert mark is not None
+        keep, why = mark.args
+        run = kept(len(alike), keep)
+        for i, item in enumerate(alike):
+            if i not in run:
+                item.add_marker(pytest.mark.slow(why))
+
+
+def change_numbers_of_examples(items: list[pytest.Item]) -> None:
+    """More examples than a test asks for by itself, and random ones, in a campaign; fewer in a
+    quick run.
+    """
     for item in items:
         test = getattr(item, "obj", None)
         if getattr(test, "is_hypothesis_test", False):
             own = test._hypothesis_internal_use_settings  # no public way to reach it
+            number = own.max_examples
+            few = min(number, max(FEWEST, number // SHARE))
             test._hypothesis_internal_use_settings = settings(
-                own, max_examples=TIMES * own.max_examples, derandomize=False
+                own,
+                max_examples=TIMES * number if PROFILE == "random" else few,
+                derandomize=PROFILE != "random",
             )
 
 

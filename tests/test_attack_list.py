@@ -74,3 +74,18 @@ def test_make_test_catches_every_broken_mechanism() -> None:
         if named and set(named) <= slow:
             only_slow.append(row)
     assert only_slow == []
+
+
+def test_no_grid_leaves_out_a_broken_mechanism() -> None:
+    """``make test`` runs some cases of a grid: those of a mutant are all run."""
+    grids = {
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and any("mark.grid" in ast.unparse(mark) for mark in node.decorator_list)
+    }
+    section = PAGE.read_text(encoding="utf-8").split("## Broken mechanisms")[1].split("\n## ")[0]
+    mutants = set(re.findall(r"\b(?:test_\w+)\b(?!\.py)", section))
+    assert len(grids) > 20 and len(mutants) > 20
+    assert grids & mutants == set()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from grids import kept
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "quietgrad"
@@ -284,10 +285,28 @@ def test_every_slow_test_says_why() -> None:
     marks = [
         (path.name, mark)
         for path in (ROOT / "tests").rglob("*.py")
+        if path.name != "conftest.py"  # which hands a grid's reason on
         for mark in re.findall(r"pytest\.mark\.slow\b.*", path.read_text(encoding="utf-8"))
     ]
     assert len(marks) > 3
     assert [m for m in marks if not re.match(r'pytest\.mark\.slow\("[^"]{10,}"', m[1])] == []
+
+
+def test_every_grid_says_how_many_cases_are_kept_and_why() -> None:
+    marks = [
+        (path.name, mark)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for mark in re.findall(r"^@pytest\.mark\.grid\b.*", path.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert len(marks) > 20
+    wanted = r'@pytest\.mark\.grid\([1-9]\d*, "[^"]{10,}"\)$'
+    assert [m for m in marks if not re.match(wanted, m[1])] == []
+
+
+def test_a_grid_keeps_its_ends_and_cases_between() -> None:
+    assert kept(9, 3) == {0, 4, 8} and kept(90, 31) == {round(i * 89 / 30) for i in range(31)}
+    assert kept(4, 9) == kept(4, 4) == {0, 1, 2, 3}
+    assert kept(5, 1) == {2} and kept(1, 1) == kept(1, 3) == {0}
 
 
 def test_every_module_says_what_it_is_for() -> None:

@@ -292,6 +292,7 @@ def test_sketches_are_accounted_for_as_randomized_and_need_more_noise(estimator:
     )
 
 
+@pytest.mark.grid(1, "three numbers of projections")
 @pytest.mark.parametrize("sketch_dim", [2, 3, 8])
 def test_few_projections_cost_more_and_warn_of_nothing(sketch_dim: int) -> None:
     few, many = (plan_of(estimator="hutch", sketch_dim=k) for k in (sketch_dim, 2 * sketch_dim))

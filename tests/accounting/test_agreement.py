@@ -64,6 +64,7 @@ def one_step_spread(q, sigma):
     return q * math.sqrt(math.expm1(min(sigma**-2, 700.0))) if q < 0.01 or sigma > 1 else q / sigma
 
 
+@pytest.mark.grid(4, "the extremes and some between; the slow part is the other accountant")
 @pytest.mark.parametrize(("q", "sigma", "steps", "deltas"), EVENTS)
 def test_dp_accounting_agrees(q, sigma, steps, deltas):
     def theirs(interval):
@@ -112,6 +113,7 @@ def prv_epsilon(q, sigma, steps, d, error):
     return (low, estimate, high) if high - low <= 0.011 * estimate else None
 
 
+@pytest.mark.grid(8, "the extremes and some between; the slow part is the other accountant")
 @pytest.mark.parametrize(("q", "sigma", "steps", "d"), SETTINGS)
 def test_prv_agrees(q, sigma, steps, d):
     ours = epsilon(PoissonGaussian(sigma, q, steps), d)
@@ -140,6 +142,7 @@ def gaussian_delta(eps, mu):
     return special.ndtr(mu / 2 - eps / mu) - math.exp(eps + special.log_ndtr(-mu / 2 - eps / mu))
 
 
+@pytest.mark.grid(12, "a closed form at many deltas")
 @pytest.mark.parametrize("sigma", [0.4, 1.0, 3.0, 20.0])
 @pytest.mark.parametrize("steps", [1, 2, 10, 200, 20000])
 @pytest.mark.parametrize("d", [0.3, 1e-5, 1e-9])
@@ -163,6 +166,7 @@ def test_without_subsampling_it_is_the_gaussian_mechanism(sigma, steps, d):
         assert delta(event, eps) <= true * (1 + 1e-3) + 1e-12
 
 
+@pytest.mark.grid(1, "the slow part is the second accountant")
 @pytest.mark.parametrize(
     ("q", "sigma", "steps", "k", "largest_loss"),
     [

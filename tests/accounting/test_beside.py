@@ -181,6 +181,7 @@ def test_phases_with_numbers_beside_keep_them_when_they_merge() -> None:
     assert epsilon(halves, 1e-5) == pytest.approx(epsilon(event, 1e-5), rel=1e-9)
 
 
+@pytest.mark.grid(1, "two plans, one calibration")
 @pytest.mark.parametrize("clipping", [None, RandomizedClipping(32)])
 def test_calibration_solves_for_the_gradients_noise_with_the_numbers_in(clipping) -> None:
     methods = (TrainingLoss(share=0.05), AdaptiveClipping(own_noise=8.0, every=5))

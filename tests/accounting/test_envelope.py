@@ -68,6 +68,7 @@ def test_mixed_envelope_bounds_random_spectra(k):
         assert excess(law, RandomizedClipping(k), BELOW_ONE) <= INVERSION_ERROR
 
 
+@pytest.mark.grid(4, "widths between the extremes")
 @pytest.mark.parametrize("k", DIMS)
 @pytest.mark.parametrize("x", [0.5, 0.8, 0.99])
 def test_mixed_envelope_bounds_the_worst_spectrum_and_is_reached(k, x):
@@ -115,6 +116,7 @@ def hutch_points(k, rank):
     return np.concatenate([BELOW_ONE, [1.0], around_one(k, rank), [1.05, 1.2, 1.5, 2.0, 3.0]])
 
 
+@pytest.mark.grid(4, "widths between the extremes")
 @pytest.mark.parametrize(("k", "rank"), [*PAIRS, (2, 1), (32, 1)])
 def test_hutch_envelope_bounds_random_spectra(k, rank):
     rng = np.random.default_rng(22)
@@ -132,6 +134,7 @@ def two_valued(x, k, rank, heavy, odds):
     return law_of_ratio(x, [share / heavy, (1 - share) / (rank - heavy)], k, [heavy, rank - heavy])
 
 
+@pytest.mark.grid(3, "widths between the extremes")
 @pytest.mark.parametrize(("k", "rank"), PAIRS)
 def test_hutch_envelope_bounds_adversarial_spectra(k, rank):
     """A few heavy terms and the rest even is what exceeds the even spectrum furthest above 1
@@ -256,6 +259,7 @@ def empirical_excess(ratios, clipping):
     )
 
 
+@pytest.mark.grid(4, "widths between the extremes")
 @pytest.mark.statistical
 @pytest.mark.parametrize("k", [2, 4, 32])
 @pytest.mark.parametrize("name", LAYERS)
@@ -293,6 +297,7 @@ CLIPPINGS = [
 ]
 
 
+@pytest.mark.grid(8, "widths between the extremes")
 @pytest.mark.parametrize("clipping", CLIPPINGS, ids=str)
 @pytest.mark.parametrize("bins", [3, 24, 96, 256])
 def test_discrete_scale_is_stochastically_larger(clipping, bins):

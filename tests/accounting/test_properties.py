@@ -198,6 +198,7 @@ def test_delta_undoes_epsilon(event, d):
     assert delta(event, epsilon(event, d)) <= d * (1 + 1e-6)
 
 
+@pytest.mark.grid(1, "two kinds of sketches")
 @pytest.mark.parametrize(("k", "sigma"), [(32, 4.0), (4, 20.0)])
 def test_delta_undoes_epsilon_of_sketched_events(k, sigma):
     event = PoissonGaussian(sigma, 0.05, 100, RandomizedClipping(k))
@@ -251,6 +252,7 @@ def test_deltas_of_many_epsilons_are_those_of_each(event):
             np.testing.assert_allclose(loss.deltas(grid), each, rtol=1e-11)
 
 
+@pytest.mark.grid(1, "two numbers of projections")
 @pytest.mark.parametrize("k", [4, 32])
 def test_attack_success_is_within_the_advantage(k):
     """True positive rate minus false positive rate is at most the advantage: two bounds of one
@@ -284,6 +286,7 @@ def test_events_of_numpy_numbers_survive_json():
     assert event_from_json(json.loads(json.dumps(event.to_json()))) == event
 
 
+@pytest.mark.grid(1, "events between the extremes")
 @pytest.mark.parametrize(
     ("q", "sigma", "steps", "clipping"),
     [

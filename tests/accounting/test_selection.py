@@ -114,6 +114,7 @@ def test_draws_of_the_largest_laws(law: RunCount) -> None:
     assert len(drawn) > 3 and all(0.4 * law.mean < number < 2 * law.mean for number in drawn)
 
 
+@pytest.mark.grid(9, "laws of the number of runs times events")
 @pytest.mark.parametrize("sigma", [0.6, 1.5, 5.0])
 @pytest.mark.parametrize("law", LAWS, ids=named)
 def test_no_release_exceeds_the_bound(law: RunCount, sigma: float) -> None:
@@ -127,6 +128,7 @@ def test_no_release_exceeds_the_bound(law: RunCount, sigma: float) -> None:
             assert exact_delta(law, [(1 / sigma, 1.0)], bound / 3) > delta
 
 
+@pytest.mark.grid(9, "laws of the number of runs times events")
 @pytest.mark.parametrize("sigma", [0.6, 1.5, 5.0])
 @pytest.mark.parametrize("law", LAWS, ids=named)
 def test_the_bound_is_its_formula(law: RunCount, sigma: float) -> None:

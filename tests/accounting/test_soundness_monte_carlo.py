@@ -98,6 +98,7 @@ def claims(event, direction):
     return [(e, loss.delta(e)) for e in sorted(epsilons)]
 
 
+@pytest.mark.grid(5, "both directions of a few events")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("event", EXACT)
 def test_exact_clipping_is_sound_and_tight(event, direction):
@@ -108,6 +109,7 @@ def test_exact_clipping_is_sound_and_tight(event, direction):
         assert is_tight(claimed, estimate), (epsilon, claimed, estimate)
 
 
+@pytest.mark.grid(6, "both directions of a few events")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("event", SKETCHED)
 def test_randomized_clipping_is_sound_for_a_gradient_of_rank_one(event, direction):
@@ -117,6 +119,7 @@ def test_randomized_clipping_is_sound_for_a_gradient_of_rank_one(event, directio
         assert is_sound(claimed, estimate), (epsilon, claimed, estimate)
 
 
+@pytest.mark.grid(4, "both directions of a few events")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("event", SKETCHED[::2])
 def test_randomized_clipping_is_tight_for_its_envelope(event, direction):

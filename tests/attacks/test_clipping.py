@@ -74,6 +74,7 @@ def cancelling(size: float, true_norm: float, positions: int = 4) -> Pair:
     return x.unsqueeze(0), grads.unsqueeze(0)
 
 
+@pytest.mark.grid(10, "scales times estimators")
 @pytest.mark.parametrize("engine", ["bookkeeping", "one-example"])
 @pytest.mark.parametrize("estimator", EXACT)
 @pytest.mark.parametrize(
@@ -194,6 +195,7 @@ def search(
     return best_score
 
 
+@pytest.mark.grid(7, "layers times types times estimators; each searches anew")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["linear", "convolution", "groups", "normalisation", "recurrent"])
 def test_adversarial_search_finds_no_contribution_above_the_bound(kind: str, way: str) -> None:
@@ -354,6 +356,7 @@ def test_thousands_of_half_precision_records_are_summed_in_float32() -> None:
 CUTS = [(7, 7), (7, 3), (7, 1), (4, 2)]
 
 
+@pytest.mark.grid(6, "models times cuts")
 @pytest.mark.parametrize("estimator", [*EXACT, *SKETCHES])
 @pytest.mark.parametrize("place", [0, 3, 7])
 def test_one_record_more_changes_nothing_of_the_others(estimator: str, place: int) -> None:

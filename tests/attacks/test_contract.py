@@ -248,6 +248,7 @@ def test_without_stamps_one_sum_is_added_three_times(monkeypatch: pytest.MonkeyP
 # Gradients made otherwise
 
 
+@pytest.mark.grid(8, "lengths between the extremes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1e-42, 1e-3, 1.0, 1e4, 1e30, 3e38])
 def test_contributions_are_shortened_to_c_and_never_lengthened(

@@ -238,6 +238,7 @@ def test_public_data_may_use_a_seed_again_and_the_ledger_says_so(tmp_path: Path)
 # What is printed
 
 
+@pytest.mark.grid(10, "numbers times places where they are shown")
 @pytest.mark.parametrize(
     "value", [0.0, 1e-9, 0.12345, 1.00001, 1.0, 2.0, 4.99999999, 476.0312, 1e6 + 1e-7, math.inf]
 )

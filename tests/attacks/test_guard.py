@@ -150,6 +150,7 @@ def test_without_the_guard_one_record_moves_the_sum_by_more_than_the_clipping_no
 # the first batch
 
 
+@pytest.mark.grid(5, "the same attacks as in the test before")
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
 def test_first_batch_of_one_record_skips_nothing(attack: Attack) -> None:
     """As the issue was filed: one record first, then the real batch."""
@@ -164,6 +165,7 @@ def test_first_batch_of_one_record_is_refused_by_made_up_ones() -> None:
         Clipper(1.0).bind(small(), info_nce).clip(rows(records(), 0))
 
 
+@pytest.mark.grid(5, "the same attacks as in the test before")
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
 def test_empty_first_batch_skips_nothing(attack: Attack) -> None:
     bound = Clipper(1.0, physical_batch_size=RECORDS).bind(attack.model(), attack.loss)

@@ -48,6 +48,7 @@ def bound(plan: PrivacyPlan, runs: int = 1000, **options: Any) -> tuple[float, b
     return report.finding("whole run", "trade-off").epsilon, report.refuted
 
 
+@pytest.mark.slow("thousands of runs of right mechanisms")
 def test_most_of_the_joint_epsilon_is_shown_and_none_is_refuted() -> None:
     plan = plan_of()
     shown, refuted = bound(plan, 3000)
@@ -56,6 +57,7 @@ def test_most_of_the_joint_epsilon_is_shown_and_none_is_refuted() -> None:
     assert 1.2 * alone < shown <= plan.epsilon < 3 * alone
 
 
+@pytest.mark.grid(1, "plans audited at ten seconds each")
 @pytest.mark.parametrize(
     "settings",
     [

@@ -113,6 +113,7 @@ WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.grid(2, "plans audited at three seconds each")
 @pytest.mark.parametrize(
     "settings",
     [{}, {"users": Users(MANY, "mean")}, {"estimator": "hutch"}, {"bands": 2, "steps": 2}],
@@ -124,6 +125,7 @@ def test_a_user_with_many_records_is_protected(settings: dict[str, Any]) -> None
     assert "per user" in report.verdict
 
 
+@pytest.mark.slow("800 runs of a right mechanism")
 def test_most_of_the_claim_is_shown() -> None:
     """So the audit would see less noise: it is no weak attack that finds nothing."""
     plan = plan_of(sample_rate=1.0)
@@ -174,6 +176,7 @@ def excess(rate: float, runs: int) -> float:
     return float((one - weight * two - plan.delta) / math.sqrt(spread / runs))
 
 
+@pytest.mark.slow("thousands of runs of a right mechanism, half a minute")
 @pytest.mark.parametrize(("rate", "runs"), [(0.5, 120), (0.1, 500)])
 def test_frequencies_stay_within_epsilon_and_delta(rate: float, runs: int) -> None:
     assert excess(rate, runs) < 4.5

@@ -42,6 +42,7 @@ def _built(case: Case, tune: str) -> tuple[nn.Module, Any, Any, Expected]:
     return model, loss, batch, ask_oracle(twin, loss, batch)
 
 
+@pytest.mark.grid(16, "every model with one of its tunings, at one of three cuts")
 @pytest.mark.parametrize("physical_batch_size", MICRO_BATCH_SIZES)
 @pytest.mark.parametrize("tune", ["full", "lora"])
 @pytest.mark.parametrize("case", ARCHITECTURES, ids=str)

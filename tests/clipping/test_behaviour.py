@@ -90,6 +90,7 @@ def poisoned_batch(weights: list[float]) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.grid(15, "models times ways of being infinite")
 @pytest.mark.parametrize("physical_batch_size", [None, 2])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30], ids=str)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -219,6 +220,7 @@ def test_users_own_hooks_stay_and_run() -> None:
     assert len(model[0]._forward_hooks) == 1
 
 
+@pytest.mark.grid(5, "the same models as against the oracle")
 @pytest.mark.parametrize("chosen", [c for c in CASES if c.name != "minilm"], ids=str)
 def test_verify_finds_good_models_good(chosen: Case) -> None:
     model, loss, batch = chosen.build()
@@ -254,6 +256,7 @@ def test_bfloat16_model_agrees_with_a_float32_oracle(chosen: Case) -> None:
     torch.testing.assert_close(norms, oracle_norms(gradients).double(), rtol=2e-2, atol=0)
 
 
+@pytest.mark.grid(5, "the same models as against the oracle, in another type")
 @pytest.mark.parametrize("estimator", ["exact", "materialized", "ghost"])
 @pytest.mark.parametrize("chosen", SMALL, ids=str)
 def test_float64_model_agrees_to_ten_digits(chosen: Case, estimator: str) -> None:

@@ -113,6 +113,7 @@ def test_gradients_of_half_precision_factors_are_summed_in_float32(cached: int) 
             torch.testing.assert_close(norms.squared, expected, rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.grid(1, "networks in another memory format")
 @pytest.mark.parametrize("estimator", ["auto", "materialized", "ghost"])
 def test_images_with_channels_last(estimator: Any) -> None:
     """With "auto" the first micro-batch keeps factors, whose sum the native routine lays out as the
@@ -153,6 +154,7 @@ class _Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.grid(1, "networks and sizes; the largest takes ten seconds")
 @pytest.mark.parametrize(
     ("size", "kernel", "stride", "padding"),
     [

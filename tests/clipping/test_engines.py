@@ -57,6 +57,7 @@ def oracle_sum(gradients: list, factors: torch.Tensor, group_of) -> dict:
     }
 
 
+@pytest.mark.grid(14, "models times engines")
 @pytest.mark.parametrize("physical_batch_size", [None, 3])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("one", [c for c in CASES if c.name != "minilm"], ids=str)

@@ -104,6 +104,7 @@ def built(kind: type[nn.Module]) -> tuple[nn.Module, Any, dict[str, Tensor]]:
     return kind(), cross_entropy, batch_of(4, 6)
 
 
+@pytest.mark.grid(5, "models for which the same is chosen")
 @pytest.mark.parametrize(
     "settings", [{}, {"physical_batch_size": 2}, {"max_physical_batch_size": 3}], ids=str
 )

@@ -53,6 +53,7 @@ def in_bfloat16(batch: Any) -> Any:
     return {name: t.bfloat16() if t.is_floating_point() else t for name, t in batch.items()}
 
 
+@pytest.mark.grid(5, "models times estimators")
 @pytest.mark.parametrize("physical_batch_size", [None, 3])
 @pytest.mark.parametrize("estimator", ["exact", "materialized", "ghost"])
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
@@ -63,6 +64,7 @@ def test_bfloat16_weights(case: Case, estimator: str, physical_batch_size: int |
     )
 
 
+@pytest.mark.grid(5, "models times estimators")
 @pytest.mark.parametrize("physical_batch_size", [None, 3])
 @pytest.mark.parametrize("estimator", ["exact", "materialized", "ghost"])
 @pytest.mark.parametrize("case", CHOSEN, ids=str)

@@ -105,6 +105,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.grid(5, "losses times cuts")
 @pytest.mark.parametrize("physical_batch_size", MICRO_BATCH_SIZES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_against_the_oracle(name: str, physical_batch_size: int | None) -> None:

@@ -139,6 +139,7 @@ ALL = [
 ]
 
 
+@pytest.mark.grid(16, "options of three layers that share their code")
 @pytest.mark.parametrize("settings", ALL, ids=str)
 @pytest.mark.parametrize(
     "read", [outputs, last_states, time_first, initial_states, twice, packed_outputs, packed_states]
@@ -149,6 +150,7 @@ def test_every_use(kind: str, read: Read, settings: dict[str, Any]) -> None:
     assert_captured(model, batch_of(), physical_batch_size=EXAMPLES)
 
 
+@pytest.mark.grid(4, "options of three layers that share their code")
 @pytest.mark.parametrize("estimator", ["materialized", "ghost"])
 @pytest.mark.parametrize("physical_batch_size", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,6 +163,7 @@ def test_every_estimator_and_cut(kind: str, physical_batch_size: int, estimator:
 projections = pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 
 
+@pytest.mark.grid(4, "options of three layers that share their code")
 @projections
 @pytest.mark.parametrize("read", [outputs, last_states, time_first, packed_outputs])
 @pytest.mark.parametrize("settings", ALL, ids=str)
@@ -195,6 +198,7 @@ def test_double_precision(kind: str, settings: dict[str, Any], read: Read) -> No
     assert_captured(model, batch, physical_batch_size=EXAMPLES, tolerance=1e-10)
 
 
+@pytest.mark.grid(6, "options of three layers that share their code")
 @pytest.mark.parametrize("frozen", ["weight_ih", "weight_hh", "bias", "weight", "_l0", "reverse"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_parts(kind: str, frozen: str) -> None:
@@ -228,6 +232,7 @@ def test_dropout_between_layers_draws_as_the_plain_pass_does(kind: str) -> None:
         torch.testing.assert_close(captured[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.grid(4, "options of three layers that share their code")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("read", [outputs, packed_outputs])
 @pytest.mark.parametrize("kind", KINDS)

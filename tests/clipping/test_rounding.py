@@ -48,6 +48,7 @@ from quietgrad.randomness import RandomKey
 from quietgrad.tensors import full_precision
 
 
+@pytest.mark.grid(5, "models that are not meant to be doubtful")
 @pytest.mark.parametrize("case", [c for c in CASES if c.name != "minilm"], ids=str)
 def test_no_ordinary_example_is_doubtful(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     model, loss, batch = case.build()

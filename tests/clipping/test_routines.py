@@ -29,6 +29,7 @@ MODELS = {
 }
 
 
+@pytest.mark.grid(4, "the same sketches for other layers")
 @pytest.mark.parametrize("estimator", ["hutch", "hutch++"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_sketches_estimate_their_norms(kind: str, estimator: Any) -> None:

@@ -60,6 +60,7 @@ def sums_of(clipped: ClippedSum) -> dict[str, float]:
     return {name: float(total) for name, total in clipped.private.beside.items()}
 
 
+@pytest.mark.grid(3, "models times engines")
 @pytest.mark.parametrize("engine", ["bookkeeping", "one-example"])
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in DEEP], ids=str)
 def test_sums_are_the_oracles_whatever_the_micro_batches(case: Case, engine: Any) -> None:

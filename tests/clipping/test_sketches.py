@@ -87,6 +87,7 @@ def has_rms_error(norm_ratios: np.ndarray, expected: float) -> bool:
     )
 
 
+@pytest.mark.grid(2, "ranks times shapes")
 @pytest.mark.statistical
 @pytest.mark.parametrize(("rows", "columns"), [(20, 24), (24, 20)], ids=["wide", "tall"])
 @pytest.mark.parametrize(("rank", "stated"), [(1, 0.125), (16, 0.031)])
@@ -103,6 +104,7 @@ def test_hutchinson_is_unbiased_with_the_stated_error(
     assert not unbiased(found * 32**0.5)
 
 
+@pytest.mark.grid(1, "two ranks of one sketch")
 @pytest.mark.statistical
 @pytest.mark.parametrize("rank", [8, 16])
 def test_hutch_plus_plus_is_unbiased_above_its_rank(rank: int) -> None:

@@ -63,12 +63,14 @@ def assert_like_oracle(
         assert error < tolerance * max(float(g.norm()), 1e-2 * largest), name
 
 
+@pytest.mark.grid(7, "models times ways of counting")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_users_agree_with_autograd(case: Case, sizes: tuple[int, ...]) -> None:
     assert_like_oracle(case, sizes, "mean")
 
 
+@pytest.mark.grid(4, "estimators times cuts")
 @pytest.mark.parametrize("settings", [{"physical_batch_size": n} for n in (1, 2, 3)], ids=str)
 @pytest.mark.parametrize("estimator", ["exact", "materialized", "ghost", "ghost64"])
 @pytest.mark.parametrize("case", [c for c in SMALL if c.name in ("cnn-groupnorm", "llama-tied")])
@@ -77,6 +79,7 @@ def test_estimators_and_micro_batches_agree(case: Case, estimator: Any, settings
         assert_like_oracle(case, (1, 3), combined, estimator=estimator, **settings)
 
 
+@pytest.mark.grid(4, "the same models as with autograd")
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_one_user_at_a_time_agrees(case: Case) -> None:
     assert_like_oracle(case, (1, 3), "sum", engine="one-example")

@@ -81,6 +81,7 @@ def dense(operator: CurvatureOperator) -> np.ndarray:
     return np.stack([operator.matvec(e) for e in np.eye(operator.shape[0])], axis=1)
 
 
+@pytest.mark.grid(4, "models times losses")
 @pytest.mark.parametrize("size", [1, 5, 12])
 @pytest.mark.parametrize("keep_graphs", [False, True])
 @pytest.mark.parametrize("names", [None, ["0.weight", "3.bias"]])
@@ -157,6 +158,7 @@ def test_a_loss_that_is_already_averaged_is_refused() -> None:
         operator.matvec(np.ones(operator.shape[0]))
 
 
+@pytest.mark.slow("ten seconds: a dense Hessian; random features have theirs in make test")
 def test_lanczos_finds_the_top_of_a_cnns_hessian() -> None:
     torch.manual_seed(0)
     model = SmallCnn(1, 3, hidden=2)

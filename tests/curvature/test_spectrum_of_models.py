@@ -368,6 +368,7 @@ def workload_of(curvature: Curvature) -> np.ndarray:
     return factor @ factor.T
 
 
+@pytest.mark.grid(5, "clamps and eigenvalues between the extremes")
 @pytest.mark.parametrize("horizon", ["final", "all", "both"])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 @pytest.mark.parametrize("clamp", [0.3, 1.0, 1.5])

@@ -59,6 +59,7 @@ def decomposed(noisy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return u.float(), y.float(), ((u.T @ noisy.double()) / y.unsqueeze(1)).float()
 
 
+@pytest.mark.grid(4, "strengths between the extremes at two shapes")
 @pytest.mark.parametrize(("shape", "draws"), [((300, 200), 12), ((768, 3072), 1)])
 @pytest.mark.parametrize("times", [0.5, 1.3, 2.0, 3.0, 5.0])
 def test_mean_squared_error(shape: tuple[int, int], draws: int, times: float) -> None:

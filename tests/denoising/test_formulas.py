@@ -77,6 +77,7 @@ def test_scale_invariance() -> None:
     torch.testing.assert_close(shrink(1e-4 * y, (40, 60), 1e-4), 1e-4 * shrink(y, (40, 60), 1.0))
 
 
+@pytest.mark.grid(1, "a small shape with many draws, a large one with few")
 @pytest.mark.parametrize("shape", [(300, 200), (768, 3072)])
 def test_singular_values_and_vectors_of_a_spiked_matrix(shape: tuple[int, int]) -> None:
     """Within 3 % of eqs. 3-5, averaged over draws; signals of 1.5 to 5 times the threshold, whose

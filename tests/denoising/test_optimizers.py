@@ -90,6 +90,7 @@ def test_torchs_update_where_nothing_stands_out(kind: str) -> None:
     torch.testing.assert_close(parameters_after(one), parameters_after(other), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.grid(4, "rules that share the delay")
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @pytest.mark.parametrize(
     ("rule", "expected"),

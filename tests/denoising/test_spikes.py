@@ -47,6 +47,7 @@ def oracle(stack: Tensor) -> Tensor:
     return ((u * weights.unsqueeze(1)) @ vh).float()
 
 
+@pytest.mark.grid(5, "shapes and strengths between the extremes")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "times",
@@ -102,6 +103,7 @@ def test_noise_scale_does_not_matter() -> None:
     torch.testing.assert_close(small.values_lp, 1e-6 * one.values_lp, rtol=1e-4, atol=0)
 
 
+@pytest.mark.grid(1, "two shapes")
 @pytest.mark.parametrize("shape", [(384, 384), (384, 1536)])
 def test_pure_noise_passes_the_test_and_a_spike_does_not(shape: tuple[int, int]) -> None:
     """Fifty draws each; a false alarm of the test costs time only, a miss has probability
@@ -205,6 +207,7 @@ def test_a_search_that_goes_on_from_the_test_finds_what_a_decomposition_finds(
         assert float((ours - best).norm() / best.norm()) < 0.01
 
 
+@pytest.mark.grid(4, "shapes and strengths between the extremes")
 @pytest.mark.parametrize("times", [1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e12])
 @pytest.mark.parametrize("shape", [(128, 128), (100, 300)])
 def test_a_signal_of_any_strength_is_found_and_harms_no_other_matrix(
@@ -246,6 +249,7 @@ def test_the_search_begins_with_the_vectors_of_the_test(monkeypatch: pytest.Monk
     )  # eight random vectors: 0.14
 
 
+@pytest.mark.grid(4, "shapes and strengths between the extremes")
 @pytest.mark.parametrize("strongest", [4.0, 8.0, 12.0, 20.0, 30.0, 50.0, 200.0])
 @pytest.mark.parametrize("shape", [(384, 384), (420, 900)])
 def test_a_strong_spike_hides_no_weak_ones(shape: tuple[int, int], strongest: float) -> None:

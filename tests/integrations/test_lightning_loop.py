@@ -32,6 +32,7 @@ from quietgrad.ledger import read_ledger
 pytestmark = [*ADVICE, pytest.mark.usefixtures("examined_once")]
 
 
+@pytest.mark.grid(3, "settings of one loop")
 @pytest.mark.parametrize(
     ("physical", "workers", "changes", "bf16"),
     [(8, 0, {}, False), (3, 0, {}, False), (8, 1, {}, False), (8, 0, "bf16-mixed", True)],
@@ -90,6 +91,7 @@ class Seen(Callback):
         self.steps[trainer.global_step] = rate, trainer.current_epoch, i
 
 
+@pytest.mark.grid(3, "places of the stop")
 @pytest.mark.parametrize("validated", [True, False])
 @pytest.mark.parametrize("stop", [3, 5, 7], ids=["in an epoch", "between epochs", "in the next"])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stop: int, validated: bool) -> None:

@@ -64,6 +64,7 @@ def test_an_opacus_script_differs_by_its_imports_alone(path: Path) -> None:
             assert number in lines
 
 
+@pytest.mark.grid(3, "seven scripts, each a training; they differ in the model")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("path", NATIVE, ids=name_of)
 def test_a_private_script_runs_at_smoke_size(

@@ -32,6 +32,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.grid(2, "six scripts, each a training; they differ in the model")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("path", cases())
 def test_an_example_runs_at_smoke_size(

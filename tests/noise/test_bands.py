@@ -82,6 +82,7 @@ def excess_losses() -> dict[str, Floats]:
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
+@pytest.mark.grid(2, "mechanisms at one dense matrix each")
 @pytest.mark.statistical
 @pytest.mark.parametrize("name", NAMES)
 def test_expected_excess_loss_is_the_trace_of_theorem_1(name: str) -> None:

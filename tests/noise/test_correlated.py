@@ -42,6 +42,8 @@ from quietgrad.noise.correlation.banded import Floats
 from quietgrad.noise.sources.keyed import normal
 from quietgrad.randomness import RandomKey
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("seed", [0, 1])
@@ -243,6 +245,7 @@ def test_rows_keeps_bands_less_one_copies_and_regenerate_none() -> None:
             assert (history.step, history.since) == (t + 1, 0)
 
 
+@pytest.mark.grid(1, "two ways to keep the same rows")
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_noise_does_not_depend_on_the_micro_batches(memory: str) -> None:
     whole = run_whole(plan_of(memory=memory).start())

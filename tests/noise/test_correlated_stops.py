@@ -45,6 +45,8 @@ from quietgrad.noise.correlation.banded import Floats
 from quietgrad.plan import PrivateRun
 from quietgrad.randomness import RandomKey
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 # Going on after a stop
 
 
@@ -70,6 +72,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.jsonl"
 
 
+@pytest.mark.grid(5, "places of the stop")
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize(
     "stop", [1, PLAN_BANDS - 2, PLAN_BANDS - 1, PLAN_BANDS, PLAN_BANDS + 1, 9, PLAN_STEPS - 1]

@@ -136,6 +136,7 @@ def test_unit_columns_keep_the_gram_matrix_where_a_diagonal_entry_is_negative() 
 # The Toeplitz family
 
 
+@pytest.mark.grid(6, "workloads, sizes and bands between the extremes")
 @pytest.mark.parametrize(
     "workload",
     [

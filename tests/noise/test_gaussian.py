@@ -120,6 +120,7 @@ def correlated(one: np.ndarray, other: np.ndarray, comparisons: int) -> bool:
     return abs(cosine) * np.sqrt(one.size) > stats.norm.isf(FALSE_ALARM / (2 * comparisons))
 
 
+@pytest.mark.grid(4, "models of which the noise knows names and shapes alone")
 @pytest.mark.statistical
 @pytest.mark.parametrize("physical_batch_size", MICRO_BATCHES)
 @pytest.mark.parametrize("build", MODELS)

@@ -33,6 +33,7 @@ from quietgrad.noise.correlation.solver import objective, unit_columns
 # Against a conic solver
 
 
+@pytest.mark.grid(4, "the slow part is the conic solver")
 @pytest.mark.parametrize("bands", [1, 2, 4, 16])
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_objective_is_that_of_a_conic_solver(workload: str, bands: int) -> None:
@@ -62,6 +63,7 @@ def test_objective_is_that_of_a_conic_solver(workload: str, bands: int) -> None:
 SIZES = [(1, 1), (2, 2), (5, 3), (16, 4), (24, 24), (33, 2), (45, 8), (60, 1), (120, 16), (150, 40)]
 
 
+@pytest.mark.grid(8, "workloads, sizes and bands between the extremes")
 @pytest.mark.parametrize(("steps", "bands"), SIZES)
 @pytest.mark.parametrize("workload", ["prefix sums", "momentum", "random definite"])
 def test_result_is_banded_with_unit_columns_and_the_objective_it_reports(
@@ -141,6 +143,7 @@ def test_descent_and_newton_find_the_same_curvature_optimum(
 POOR_STARTS = {"identity": lambda bands: np.eye(1, bands)[0], "square root": _square_root}
 
 
+@pytest.mark.grid(6, "workloads, sizes and bands between the extremes")
 @pytest.mark.parametrize("start", POOR_STARTS)
 @pytest.mark.parametrize("bands", [2, 5, 20])
 @pytest.mark.parametrize("workload", WORKLOADS)

@@ -257,6 +257,7 @@ def theirs(sigma: float, rate: float, count: int, delta: float) -> float:
     return PLDAccountant().compose(step, count).get_epsilon(delta)
 
 
+@pytest.mark.grid(2, "rates and bands between the extremes")
 @pytest.mark.parametrize(
     ("sigma", "rate", "steps", "bands"),
     [

@@ -105,6 +105,7 @@ def claims_hold(course, claimed_course, direction, sketch_dim=None) -> tuple[boo
     return sound, tight
 
 
+@pytest.mark.grid(4, "schedules times directions")
 @pytest.mark.statistical
 @pytest.mark.parametrize("direction", ["remove", "add"])
 @pytest.mark.parametrize("name", COURSES)
@@ -121,6 +122,7 @@ def test_losses_drawn_step_by_step(name, direction) -> None:
         assert not claims_hold(course, least if name == "both" else flat, direction)[0]
 
 
+@pytest.mark.grid(1, "two directions")
 @pytest.mark.statistical
 @pytest.mark.parametrize("direction", ["remove", "add"])
 def test_sketched_losses_drawn_step_by_step(direction) -> None:

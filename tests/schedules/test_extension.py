@@ -18,6 +18,8 @@ from quietgrad.ledger import planned_course, read_ledger
 from quietgrad.ledger.chain import encoded
 from quietgrad.plan.by_step.course import longer
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 
 @pytest.mark.parametrize("bands", [1, 3])
 def test_a_plain_plan_extended_is_the_longer_plan(bands) -> None:
@@ -55,6 +57,7 @@ def test_the_target_holds_unless_another_is_named(schedules) -> None:
         plan.extended(steps=1, target_epsilon=-1)
 
 
+@pytest.mark.grid(4, "mechanisms times ways to go on")
 @pytest.mark.parametrize("stopped", [0, 4, 9])
 @pytest.mark.parametrize("bands", [1, 3])
 @pytest.mark.parametrize("schedules", [None, ALL])

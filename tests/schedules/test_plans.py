@@ -26,6 +26,8 @@ from quietgrad.ledger.chain import count_path
 from quietgrad.noise import BandedNoise, NoisySum
 from quietgrad.schedules import Constant, Cosine, Linear, Phase, Schedules, Stepwise
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 RECORDS = 80
 CONFIG = PrivacyConfig(
     target_epsilon=3.0, target_delta=1e-3, expected_batch_size=8, steps=9, data_are_public=True

@@ -20,6 +20,7 @@ def config(settings: dict[str, Any], write_config: Write) -> Path:
     return write_config(settings | {"model.tune": "head", "training.steps": 4})
 
 
+@pytest.mark.grid(2, "kinds of canaries times norms")
 @pytest.mark.parametrize("kind", ["gradient", "input"])
 @pytest.mark.parametrize(
     "extra", [(), ("--set", "clipping.estimator=hutch")], ids=["exact", "hutch"]

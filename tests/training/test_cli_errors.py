@@ -138,6 +138,7 @@ def test_resume_mistakes(quietgrad: Run, settings, write_config: Config, tmp_pat
     )
 
 
+@pytest.mark.grid(3, "settings that one comparison refuses")
 @pytest.mark.parametrize(
     ("override", "named"),
     [
@@ -169,6 +170,7 @@ def test_resume_with_a_changed_privacy_setting(
     assert all(p.read_bytes() == content for p, content in files.items())
 
 
+@pytest.mark.grid(2, "settings that one comparison refuses")
 @pytest.mark.parametrize(
     "override",
     [

@@ -48,6 +48,7 @@ def run(settings: dict, variant: str, folder: str, **kwargs: object):
     return train(values, **kwargs)
 
 
+@pytest.mark.grid(1, "two optimisers, of which the rules know nothing")
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_epsilon_and_ledger_are_identical_and_weights_are_not(
     settings: dict, optimizer: str
@@ -71,6 +72,7 @@ def test_epsilon_and_ledger_are_identical_and_weights_are_not(
         assert not torch.equal(found[variant], found["none"]), variant
 
 
+@pytest.mark.grid(1, "two rules that share the resume")
 @pytest.mark.parametrize("variant", ["published", "persistent"])
 def test_interrupted_and_resumed_equals_uninterrupted(settings: dict, variant: str) -> None:
     whole, _, _ = run(settings, variant, "-whole")

@@ -49,6 +49,7 @@ def agree(run_dir: Path, module: Any) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.grid(1, "heads of one encoder, each an export of seconds")
 @pytest.mark.parametrize(
     "changes",
     [{"model.tune": "head"}, {"model.tune": "lora"}, {"model.tune": "full", "model.head": "auto"}],
@@ -68,6 +69,7 @@ def test_texts(changes: dict, quietgrad: Run, settings: dict) -> None:
     assert said["largest_difference"] <= program.AGREEMENT
 
 
+@pytest.mark.slow("ten seconds: an export of a language model; test_texts has the same code")
 def test_answers(quietgrad: Run, settings: dict, tiny_llama: Path) -> None:
     answers = {
         "model.name": str(tiny_llama),
@@ -103,6 +105,7 @@ def test_tables(quietgrad: Run, settings: dict, tmp_path: Path) -> None:
     assert [i["name"] for i in metadata["inputs"]] == ["numbers", "codes"]
 
 
+@pytest.mark.grid(1, "two bodies, each an export of seconds")
 @pytest.mark.parametrize("name", ["cnn:groupnorm", "vit"])
 def test_images(name: str, quietgrad: Run, values: dict, vit: Path) -> None:
     model = {"model.name": f"image:{vit}" if name == "vit" else name,
@@ -113,6 +116,7 @@ def test_images(name: str, quietgrad: Run, values: dict, vit: Path) -> None:
     assert metadata["inputs"][0]["shape"][0] == "batch" and len(metadata["labels"]) >= 2
 
 
+@pytest.mark.slow("a second export, by another library, of what test_texts exports")
 def test_onnx_where_its_packages_are(quietgrad: Run, settings: dict, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")
     onnx = pytest.importorskip("onnx")

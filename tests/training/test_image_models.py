@@ -28,6 +28,7 @@ from quietgrad.training.tasks.loaded import Tuning
 from quietgrad.training.tasks.records import classification_loss
 
 
+@pytest.mark.grid(8, "models times sizes times colours")
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 12, 12), (1, 28, 20)], ids=str)
 @pytest.mark.parametrize(
     ("name", "tune"),
@@ -285,6 +286,7 @@ def test_batch_norm_is_refused_where_it_would_train(values: dict[str, Any], resn
 # clipping, weights
 
 
+@pytest.mark.grid(4, "models times what trains of them")
 @pytest.mark.parametrize(
     ("name", "tune"),
     [

@@ -196,6 +196,7 @@ def test_the_sketch_that_plan_offers_is_calibrated_for_the_same_bands(
     assert code == 0 and offered["noise_multiplier"] == plan.noise_multiplier
 
 
+@pytest.mark.grid(2, "mechanisms that share the resume")
 @pytest.mark.parametrize("memory", ["rows", "regenerate"])
 @pytest.mark.parametrize("stop", [1, 5])
 def test_a_seeded_run_goes_on_exactly_where_it_was(values, memory: str, stop: int) -> None:

@@ -101,11 +101,12 @@ def test_a_run_without_privacy_is_its_reference() -> None:
     assert (plain.optimizer, plain.training) == (private.optimizer, private.training)
 
 
+@pytest.mark.slow("a run and two resumes, each of which times steps and works the settings out")
 def test_the_run_s_folder_says_what_was_chosen_and_a_resume_keeps_it(
     quietgrad: Run, left_out: dict[str, Any], write_config: Callable[[dict[str, Any]], Path]
 ) -> None:
     config = write_config(left_out)
-    code, out, err = quietgrad("train", config, "--set", "hours=0.01")
+    code, out, err = quietgrad("train", config, "--set", "hours=0.003")
     assert code == 0, err
     assert "learning rate" in out and "expected batch size" in out
     saved = load_config(Path(left_out["training.run_dir"]) / "config.toml")
@@ -130,9 +131,9 @@ def test_plan_says_what_it_chose_and_warns_of_too_many_hours(
     shown = {entry["key"]: entry["value"] for entry in record["settings"]}
     assert shown["training.expected_batch_size"] == record["expected_batch_size"]
     assert set(why) >= {"model.tune", "privacy.max_grad_norm", "denoising.method"}
-    long = ("--set", "training.steps=900000", "--set", "hours=0.001")
+    long = ("--set", "training.steps=9000", "--set", "hours=0.0001")
     code, out, err = quietgrad("plan", config, *long)
-    assert code == 0 and "training.hours = 0.001" in out and "leave out training.steps" in out, err
+    assert code == 0 and "training.hours = 0.0001" in out and "leave out training.steps" in out, err
 
 
 def test_a_comparison_says_its_own_sizes(tmp_path: Path) -> None:

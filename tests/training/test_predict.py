@@ -147,6 +147,7 @@ def test_several_labels_an_image(values: dict[str, Any], quietgrad: Any, tmp_pat
         assert row["predicted"] == "|".join(has)
 
 
+@pytest.mark.grid(1, "two files of prompts")
 @pytest.mark.parametrize("tune", ["full", "lora"])
 def test_answers_to_prompts(
     settings: dict[str, Any],

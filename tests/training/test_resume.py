@@ -21,6 +21,7 @@ from quietgrad.ledger import read_ledger
 from quietgrad.training.files.run_dir import RunDir
 
 
+@pytest.mark.grid(2, "ways to train that share the resume")
 @pytest.mark.parametrize(("optimizer", "averaging"), [("sgd", 0.0), ("adamw", 0.0), ("sgd", 0.9)])
 def test_interrupted_and_resumed_equals_uninterrupted(
     optimizer: str, averaging: float, settings

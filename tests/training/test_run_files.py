@@ -293,6 +293,7 @@ def damaged(path: Path, how: str) -> None:
         )
 
 
+@pytest.mark.grid(2, "ways to be damaged, all seen by one digest")
 @pytest.mark.parametrize("how", ["empty", "cut off", "zeros", "missing", "changed"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     how: str, settings, run_dir: RunDir

@@ -170,6 +170,7 @@ def test_head_has_its_own_learning_rate(tune: str, head: str, settings) -> None:
             assert rate_of[id(p)] == (5e-2 if is_head else 1e-3), name
 
 
+@pytest.mark.grid(4, "ways that share the loop")
 @pytest.mark.parametrize("head", ["mean", "auto"])
 @pytest.mark.parametrize("tune", ["lora", "full", "head"])
 def test_every_way_to_tune(tune: str, head: str, settings) -> None:

@@ -150,6 +150,7 @@ def test_epsilon_and_calibrate_name_the_unit(quietgrad: Any) -> None:
             assert json.loads(out)["neighbouring"] == unit
 
 
+@pytest.mark.grid(3, "kinds of runs that share the loop")
 @pytest.mark.parametrize(
     "changes",
     [
