@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from distributed.world import RECORDS, flat, loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 
-from distributed.world import RECORDS, flat, loss, model_of, on_ranks, plan_of, records_of
 from quietgrad.averaging import ExponentialAverage
 from quietgrad.beside import AdaptiveClipping, TrainingLoss
 from quietgrad.denoising import SpikesWithBulk

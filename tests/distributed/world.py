@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from plans import changed
 from torch import Tensor, nn
 
-from plans import changed
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
 RECORDS = 40

@@ -90,8 +90,10 @@ def print_classes(target: Console, scores: Mapping[str, Any]) -> None:
 
 
 def announce(command: str, as_json: bool) -> None:
-    """The first line, before anything large is loaded; none for programs."""
-    if not as_json:
+    """The first line, before anything large is loaded; none for programs, nor from the second of
+    several processes on.
+    """
+    if not as_json and os.environ.get("RANK", "0") == "0":
         sys.stdout.write(f"quietgrad {__version__}: {command}\n")
         sys.stdout.flush()
 

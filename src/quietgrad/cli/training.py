@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from rich.progress import (
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.beside.chosen import print_settings, settings_record
+from quietgrad.cli.beside.launch import start_processes
 from quietgrad.cli.output import (
     console,
     fail,
@@ -30,6 +33,7 @@ from quietgrad.cli.output import (
     quiet_libraries,
 )
 from quietgrad.cli.prepared import prepare_shown, print_guarantee
+from quietgrad.distributed.together import Together, launched, leave, meet, restarted
 from quietgrad.events import RELATIONS, per_unit
 from quietgrad.ledger import holds_records
 from quietgrad.training.settings.config import TrainConfig, load_config
@@ -48,6 +52,7 @@ def run_train(
     resume: bool,
     as_json: bool,
     extend: tuple[int | None, float | None, float | None] = (None, None, None),
+    processes: int = 1,
 ) -> None:
     """See ``quietgrad train --help``."""
     target = console(as_json)
@@ -56,12 +61,24 @@ def run_train(
             "--extend-steps, --extend-epochs and --extend-to-epsilon go on with a run: add --resume"
         )
     config = _config_to_run(config_path, overrides, resume)
+    if processes != 1:
+        start_processes(processes, sys.argv[1:])
+    together = _meet(config)
+    if together.size > 1:
+        resume = _resumes(config, resume)
+        config = _config_to_run(config_path, overrides, resume)
+    if not together.first:
+        target = Console(quiet=True)
     from quietgrad.training.extending import Extend, extended
     from quietgrad.training.files.noise_state import saved_mixing, with_kept_seed, without_seed
-    from quietgrad.training.files.run_dir import removed_if_refused
+    from quietgrad.training.files.run_dir import RunDir, removed_if_refused
 
     started = time.monotonic()
-    with removed_if_refused(config.training.run_dir, resume) as run_dir:
+    with contextlib.ExitStack() as stack:
+        if together.first:
+            run_dir = stack.enter_context(removed_if_refused(config.training.run_dir, resume))
+        else:
+            run_dir = RunDir(Path(config.training.run_dir))
         if resume:
             config = with_kept_seed(config, run_dir)
             require_same_settings(without_seed(load_config(run_dir.config)), without_seed(config))
@@ -70,6 +87,11 @@ def run_train(
             target,
             saved_mixing(run_dir) if resume else None,
             (lambda plan: extended(plan, run_dir, Extend(*extend))) if resume else None,
+        )
+        together.require_same(
+            "their training records",
+            prepared.task.record_ids,
+            "let every process read the same file, in the same order",
         )
         from quietgrad.training import runner
         from quietgrad.training.files import figure
@@ -131,10 +153,14 @@ def run_train(
         try:
             with quiet_libraries(target):
                 outcome: runner.Outcome | None = runner.train(
-                    prepared, run_dir, resume, report, _sayer(target)
+                    prepared, run_dir, resume, report, _sayer(target), together
                 )
         except KeyboardInterrupt:
             outcome = None
+    together.of_first(None)  # the others stay until the last file is written
+    leave()
+    if not together.first:
+        return
     if outcome is None:  # said below the bar, not in it
         fail(_interrupted(run_dir), code=130)
     if outcome.interrupted:
@@ -156,6 +182,43 @@ def run_train(
     if as_json:
         print_json(result)
     _print_result(target, result, known)
+
+
+def _meet(config: TrainConfig) -> Together:
+    """The other processes that torchrun started with this one.
+
+    Raises:
+        ValueError: for what several processes do not do.
+    """
+    if not launched():
+        return Together()
+    if not config.privacy.enabled:
+        raise ValueError(
+            "privacy.enabled=false on several processes: they train private runs alone; start the "
+            "reference with quietgrad train, without torchrun and --nproc"
+        )
+    if not config.training.run_dir:
+        raise ValueError(
+            "training.run_dir is not set, and on several processes it has to be: after a restart "
+            "they would begin another run, and forget what was released; --set "
+            "training.run_dir=PATH, on a disk that every process sees"
+        )
+    from quietgrad.training.derived.resolve import is_open
+    from quietgrad.training.precision import device_of
+
+    if is_open(config):
+        raise ValueError(
+            "settings that are left out follow from measurements, which differ from process to "
+            "process; run quietgrad plan, and set what it says (docs/many_processes.md)"
+        )
+    return meet(device_of(config.training.device).type)
+
+
+def _resumes(config: TrainConfig, resume: bool) -> bool:
+    """After a restart by torchrun a run goes on, where there is one, as with --resume."""
+    from quietgrad.training.files.run_dir import RunDir
+
+    return resume or (restarted() and holds_records(RunDir(Path(config.training.run_dir)).ledger))
 
 
 class _Lines:
