@@ -82,12 +82,22 @@ def run_train(
         if resume:
             config = with_kept_seed(config, run_dir)
             require_same_settings(without_seed(load_config(run_dir.config)), without_seed(config))
-        prepared = prepare_shown(
-            config,
-            target,
-            saved_mixing(run_dir) if resume else None,
-            (lambda plan: extended(plan, run_dir, Extend(*extend))) if resume else None,
-        )
+        from quietgrad.clipping.soundness.processes import on_public_records
+        from quietgrad.training.derived.resolve import is_open
+
+        # What follows from measurements is the first process's: the others wait for it.
+        measures = together.size > 1 and is_open(config)
+        if measures and not together.first:
+            config = together.of_first(None)
+        with on_public_records():
+            prepared = prepare_shown(
+                config,
+                target,
+                saved_mixing(run_dir) if resume else None,
+                (lambda plan: extended(plan, run_dir, Extend(*extend))) if resume else None,
+            )
+        if measures and together.first:
+            together.of_first(prepared.config)
         together.require_same(
             "their training records",
             prepared.task.record_ids,
@@ -97,7 +107,8 @@ def run_train(
         from quietgrad.training.files import figure
         from quietgrad.training.prepare import verify_on_public_records
 
-        difference = None if prepared.plan is None else verify_on_public_records(prepared)
+        with on_public_records():
+            difference = None if prepared.plan is None else verify_on_public_records(prepared)
     if prepared.plan is not None:
         target.print(
             "Clipping agrees with per-example autograd on validation records: relative difference "
@@ -203,14 +214,8 @@ def _meet(config: TrainConfig) -> Together:
             "they would begin another run, and forget what was released; --set "
             "training.run_dir=PATH, on a disk that every process sees"
         )
-    from quietgrad.training.derived.resolve import is_open
     from quietgrad.training.precision import device_of
 
-    if is_open(config):
-        raise ValueError(
-            "settings that are left out follow from measurements, which differ from process to "
-            "process; run quietgrad plan, and set what it says (docs/many_processes.md)"
-        )
     return meet(device_of(config.training.device).type)
 
 

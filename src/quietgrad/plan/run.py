@@ -255,7 +255,9 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
             opened = require_open(self._open, self._released, self.plan.steps, self._closed)
             opened.require_sum(clipped, self._bindings.clipper.claim)
             facts = self._releases.facts(clipped, self._released, self._shares.block)
-        opened.require_whole(self._team.agree("release", facts, clipped.private.examples))
+        held = self._team.agree("release", facts, clipped.private.examples)
+        with self._team.stopping_all():
+            opened.require_whole(held)
         settings = self.plan.at(self._released)
         with self._team.releasing():
             self._releases.write_down(clipped, self._released, settings)

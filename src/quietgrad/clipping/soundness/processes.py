@@ -7,8 +7,10 @@ rank would clip its own batch, draw its own noise and count its own releases.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 
 import torch.distributed as dist
 from torch import nn
@@ -36,12 +38,29 @@ WHOLE = (
 )
 
 
+_PUBLIC: ContextVar[bool] = ContextVar("records that need no protection", default=False)
+
+
+@contextlib.contextmanager
+def on_public_records() -> Iterator[None]:
+    """Inside, every rank may clip by itself: for checks and measurements on records that need no
+    protection, before a run starts.
+    """
+    token = _PUBLIC.set(True)
+    try:
+        yield
+    finally:
+        _PUBLIC.reset(token)
+
+
 def refuse_process_group() -> None:
     """Raises under an initialised process group of more than one rank.
 
     Raises:
         RuntimeError: with the remedy.
     """
+    if _PUBLIC.get():
+        return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             f"a torch.distributed process group of {dist.get_world_size()} ranks is initialised, "
