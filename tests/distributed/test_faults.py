@@ -153,3 +153,51 @@ def test_the_secret_is_kept_by_the_first_rank_alone(tmp_path: Path) -> None:
     kept = tmp_path / "of rank 0" / "keys.json"
     assert kept.stat().st_mode & 0o077 == 0
     assert json.loads(kept.read_text())["sessions"][0]["root"] == first[0]
+
+
+def after_a_restart(rank: int, folder: str) -> list[str]:
+    """Starts in processes that torchrun has started before."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    found = []
+    for ledger, resume in ((None, None), ("new.jsonl", None), ("new.jsonl", False)):
+        try:
+            plan_of().start(None if ledger is None else Path(folder, ledger), resume=resume).close()
+            found.append("")
+        except (ValueError, RuntimeError) as error:
+            found.append(str(error))
+    try:  # there is a ledger now
+        plan_of().start(Path(folder, "new.jsonl")).close()
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_after_a_restart_a_run_does_not_forget_what_was_released(tmp_path: Path) -> None:
+    for none, lost, anew in on_ranks(2, tmp_path, after_a_restart, str(tmp_path)):
+        for message in (none, lost):
+            assert "torchrun has restarted these processes 1 times" in message
+        assert anew == ""
+
+
+def other_ledger(rank: int, folder: str) -> str:
+    """The second rank's machine has a ledger that the first rank's has not."""
+    place = Path(folder, f"machine {rank}")
+    place.mkdir()
+    if rank == 1:
+        with open(place / "ledger.jsonl", "wb") as file:
+            file.write(Path(folder, "old", "ledger.jsonl").read_bytes())
+    try:
+        plan_of().start(place / "ledger.jsonl")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_first_rank_without_the_newest_ledger_starts_nothing(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    with plan_of().start(old / "ledger.jsonl") as run:
+        for batch in run.loader(records_of(), steps=2):
+            run.backward(model_of(), loss, batch)
+    for message in on_ranks(2, tmp_path, other_ledger, str(tmp_path)):
+        assert "rank 1 sees another ledger" in message and "every machine sees" in message
