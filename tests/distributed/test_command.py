@@ -33,8 +33,8 @@ def table(path: Path) -> Path:
     return path
 
 
-def command(folder: Path, *more: str) -> list[str]:
-    settings = {
+def command(folder: Path, *more: str, **changes: object) -> list[str]:
+    settings: dict[str, object] = {
         "model.name": "table:mlp",
         "model.tune": "full",
         "data.source": str(folder / "people.csv"),
@@ -50,7 +50,7 @@ def command(folder: Path, *more: str) -> list[str]:
         "training.averaging": 0.9,
         "training.run_dir": str(folder / "run"),
         "optimizer.learning_rate": 2e-2,
-    }
+    } | {name.replace("__", "."): value for name, value in changes.items()}
     sets = [f"{name}={value if value is not True else 'true'}" for name, value in settings.items()]
     return ["train", *(word for one in sets for word in ("--set", one)), *more]
 
@@ -88,13 +88,15 @@ def run_command(rank: int, size: int, port: int, words: list[str], stop_at: int 
     os._exit(0)
 
 
-def on_processes(folder: Path, size: int, *more: str, stop_at: int | None = None) -> list[str]:
+def on_processes(
+    folder: Path, size: int, *more: str, stop_at: int | None = None, **changes: object
+) -> list[str]:
     """What each process has written."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = folder / f"log of {size}"
-    words = [*command(folder, *more), "--log", str(log)]
+    words = [*command(folder, *more, **changes), "--log", str(log)]
     multiprocessing.start_processes(
         run_command, (size, port, words, stop_at), nprocs=size, start_method="fork"
     )
@@ -122,7 +124,6 @@ def test_two_processes_end_with_one_run_directory_and_one_result(tmp_path: Path)
     run = tmp_path / "run"
     result = json.loads((run / "result.json").read_text())
     assert result["steps"] == STEPS
-    weights = {size: _weights(run) for size in (2,)}
     (tmp_path / "alone").mkdir()
     table(tmp_path / "alone" / "people.csv")
     on_processes(tmp_path / "alone", 1)
@@ -137,11 +138,11 @@ def _weights(run: Path) -> torch.Tensor:
 
 def test_what_several_processes_do_not_do_is_refused(tmp_path: Path) -> None:
     table(tmp_path / "people.csv")
-    for more, text in (
-        (("--set", "privacy.enabled=false"), "privacy.enabled=false on several processes"),
-        (("--set", "training.run_dir="), "training.run_dir is not set"),
+    for changes, text in (
+        ({"privacy__enabled": "false"}, "privacy.enabled=false on several processes"),
+        ({"training__run_dir": ""}, "training.run_dir is not set"),
     ):
-        for told in on_processes(tmp_path, 2, *more):
+        for told in on_processes(tmp_path, 2, **changes):
             assert text in told and "left with 2" in told, told
 
 

@@ -228,6 +228,9 @@ class PrivacyPlan(StepByStep):
         """Begins to run the plan, or goes on with it if the ledger already holds releases of the
         same mechanism.
 
+        Under an initialised process group of several ranks all of them start one run, with the
+        same plan; the first alone writes ``ledger`` and ``keys`` (docs/many_processes.md).
+
         Every start draws with a root of its own, so that none draws another's noise again
         (``quietgrad.plan.session.starts``); with a seed and data that were declared public the
         seed alone fixes all draws.
@@ -249,7 +252,8 @@ class PrivacyPlan(StepByStep):
             ValueError: if the ledger was written by a different mechanism, is in use, damaged,
                 shortened or gone, or the seed has started another run; for an extended plan,
                 without the ledger of the run that it extends.
-            RuntimeError: in one of several processes (a process group, torchrun).
+            RuntimeError: in one of several processes that are not in one process group; and on all
+                ranks of a group, where they differ or the first cannot start.
         """
         return start_run(self, ledger, keys, resume)
 
