@@ -102,16 +102,29 @@ def public_name(name: str) -> str:
     return HUB_NAMES.get(name, name)
 
 
-def base_of(name: str) -> tuple[str, str | None]:
-    """What weights are loaded from, and the folder of the adapter that goes onto them: that of a
-    run on a packaged model, whose own file names the model as the hub does, which may not be there.
-    """
+def is_mean_pooled(name: str) -> bool:
+    """Whether a folder holds an encoder with this library's own head (``save_classifier``)."""
     described = Path(name) / DESCRIPTION_FILE
-    if described.is_file() and (Path(name) / ADAPTER_CONFIG).is_file():
-        base = json.loads(described.read_text(encoding="utf-8")).get("base")
-        if base in HUB_NAMES:
-            return base, name
-    return name, None
+    if not described.is_file():
+        return False
+    about = json.loads(described.read_text(encoding="utf-8"))
+    return bool(about.get("head") == "mean" and about.get("whole"))
+
+
+def load_mean_pooled(folder: str, attention: str | None = None) -> MeanPooledClassifier:
+    """The classifier in such a folder, head and all."""
+    from quietgrad.training.tasks.text.modeling_mean_pooled import (
+        MeanPooledForSequenceClassification,
+    )
+
+    whole: Any = MeanPooledForSequenceClassification.from_pretrained(folder)
+    if attention:
+        whole.encoder.set_attn_implementation(attention)
+    classifier = MeanPooledClassifier(
+        whole.encoder, whole.encoder.config.hidden_size, whole.config.num_labels
+    )
+    classifier.head = whole.head
+    return classifier
 
 
 def load_classifier(
@@ -136,10 +149,13 @@ def load_classifier(
     """
     import transformers
 
-    base, adapter = base_of(name)
-    path = model_path(base)
+    path = model_path(name)
+    if head == "auto" and is_mean_pooled(name):
+        raise ValueError(
+            f"model.name={name!r} was trained with model.head='mean'; set that here too"
+        )
     with quiet_loading(name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(adapter or path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         if head == "auto":
             inner = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path, num_labels=num_labels, attn_implementation=attention
@@ -148,8 +164,6 @@ def load_classifier(
             # The pooling layer of BERT-like encoders is not used by the mean, so it is left out
             # where the class allows it.
             inner = load_encoder(transformers, path, attention)
-        if adapter:
-            cast(Any, inner).load_adapter(adapter)
     if tuning.how == "lora":
         inner = _with_lora(inner, name, tuning, head)
     elif tuning.how == "head" and head == "mean":
@@ -191,15 +205,12 @@ def load_generator(name: str, tuning: Tuning, attention: str | None = None) -> L
     """
     import transformers
 
-    base, adapter = base_of(name)
-    path, extra = generator_path(base)
+    path, extra = generator_path(name)
     with quiet_loading(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **extra)
         inner: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             path, attn_implementation=attention, **extra
         )
-        if adapter:
-            cast(Any, inner).load_adapter(adapter)
     _require_causal(transformers, name, cast(Any, inner).config)
     if extra:  # expanded to ordinary weights, but still marked as quantized, which cannot be saved
         loaded = cast(Any, inner)
@@ -281,6 +292,8 @@ def without_bars() -> Iterator[None]:
 
 
 def load_encoder(transformers: Any, path: str, attention: str | None = None) -> nn.Module:
+    if is_mean_pooled(path):
+        return load_mean_pooled(path, attention).encoder
     try:
         return transformers.AutoModel.from_pretrained(
             path, add_pooling_layer=False, attn_implementation=attention
