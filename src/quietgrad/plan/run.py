@@ -189,6 +189,10 @@ class PrivateRun(BoundToProcess, TellsBeside):
         """
         self._bindings.of(model, per_example_loss).check(public_batch)
 
+    def clip_by(self, bindings: Bindings) -> None:
+        """Bound clippers that were examined elsewhere: an audit's, for all of its runs."""
+        self._bindings = bindings
+
     def contribution(
         self,
         gradients: Mapping[str, Tensor],

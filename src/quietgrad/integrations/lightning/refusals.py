@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
+from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
@@ -254,8 +255,9 @@ def refuse_contradictions(trainer: Any, plan: PrivacyPlan) -> None:
         )
 
 
-def refuse_private_loaders(loaders: Any, dataset: Any) -> None:
-    """Refuses the training records as validation or test records, whole or in part.
+def refuse_private_loaders(loaders: Any, dataset: Any, owners: Owners | None = None) -> None:
+    """Refuses the training records as validation or test records, whole or in part, and others of
+    the same users.
 
     Raises:
         ValueError: with the remedy.
@@ -265,3 +267,5 @@ def refuse_private_loaders(loaders: Any, dataset: Any) -> None:
     for loader in loaders if isinstance(loaders, list | tuple) else (loaders,):
         records = getattr(loader, "dataset", loader)
         refuse_private_evaluation(records, (dataset,), "what is validated or tested on")
+        if owners is not None:
+            owners.refuse_shared(records, "what is validated or tested on")

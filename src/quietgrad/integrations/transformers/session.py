@@ -18,6 +18,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from quietgrad.accounting import epsilon_report
 from quietgrad.accounting.rounding import round_up_to
 from quietgrad.durable import make_folder, write_whole
+from quietgrad.events import unit_of
+from quietgrad.integrations.owners import spent_name
 from quietgrad.ledger import holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.training.files.noise_state import NoiseKeeper, forget_keys, start_private
@@ -269,7 +271,8 @@ class TrainerSession:
         """
         if self.run is None:
             return {}
-        shown: dict[str, Any] = {"epsilon": float(round_up_to(self.run.epsilon(), FIGURES))}
+        name = spent_name(unit_of(self.plan.neighbouring))
+        shown: dict[str, Any] = {name: float(round_up_to(self.run.epsilon(), FIGURES))}
         shown |= self.run.shown()
         return shown | ({"data_declared_public": True} if self.plan.data_are_public else {})
 
