@@ -72,8 +72,3 @@ def column_of(dataset: Any, name: str) -> list[Any] | None:
 
 def _has(record: Any, name: str) -> bool:
     return isinstance(record, Mapping) and name in record
-
-
-def spent_name(unit: str) -> str:
-    """What epsilon is called in logs: it says whom it protects, where that is no record."""
-    return "epsilon" if unit == "record" else f"epsilon_per_{unit}"

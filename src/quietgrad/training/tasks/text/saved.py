@@ -22,14 +22,13 @@ from quietgrad.training.tasks.text.exported import (
     shown_base,
     write_whole,
 )
+from quietgrad.training.tasks.text.mean_pooled import MeanPooledClassifier, load_mean_pooled
 from quietgrad.training.tasks.text.models import (
     PACKAGED_SMOLLM2,
     CausalLanguageModel,
     LogitsClassifier,
-    MeanPooledClassifier,
     generator_path,
     load_encoder,
-    load_mean_pooled,
     model_path,
     public_name,
     quiet_loading,
