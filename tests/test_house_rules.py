@@ -72,6 +72,7 @@ ROOMS["training"] = (
         "tomli",
         "torchvision",
         "PIL",
+        "onnxruntime",
         "optuna",
         "scipy",
     },
