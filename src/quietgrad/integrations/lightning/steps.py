@@ -168,13 +168,13 @@ class PrivateSteps(PublicLoaders):
         """Epsilon, rounded up, where others log their loss, and what was released beside the
         gradients.
         """
-        if not trainer.barebones:
+        if not trainer.barebones and self.session is not None:
             epsilon = shown_epsilon(self.run.epsilon())
-            name = spent_name(unit_of(self.run.plan.neighbouring))
+            name = spent_name(unit_of(self.session.plan.neighbouring))
             LightningModule.log(pl_module, name, epsilon, prog_bar=True, batch_size=1)
             for name, value in self.run.shown().items():
                 LightningModule.log(pl_module, name, value, batch_size=1)
-            if self.session is not None and self.session.plan.data_are_public:
+            if self.session.plan.data_are_public:
                 LightningModule.log(pl_module, "data_declared_public", 1.0, batch_size=1)
 
     def on_save_checkpoint(

@@ -195,7 +195,8 @@ def _load_parts(
 ) -> nn.Module:
     labels, head = description["labels"], description["head"]
     adapted = description["tune"] == "lora"
-    base, more = str(folder / ENCODER), {}
+    more: dict[str, str] = {}
+    base = str(folder / ENCODER)
     if adapted:
         base, more = generator_path(model_path(description["base"]))
     inner: nn.Module
