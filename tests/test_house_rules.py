@@ -76,6 +76,7 @@ ROOMS["training"] = (
         "tomli",
         "torchvision",
         "PIL",
+        "onnxruntime",
         "optuna",
         "scipy",
     },

@@ -196,6 +196,10 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         """
         self._bindings.of(model_inside(model), per_example_loss).check(public_batch)
 
+    def clip_by(self, bindings: Bindings) -> None:
+        """Bound clippers that were examined elsewhere: an audit's, for all of its runs."""
+        self._bindings = bindings
+
     def contribution(
         self,
         gradients: Mapping[str, Tensor],

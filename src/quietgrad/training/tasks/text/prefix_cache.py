@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quietgrad.training.tasks.text.batches import TokenisedTexts
-from quietgrad.training.tasks.text.models import (
+from quietgrad.training.tasks.text.mean_pooled import (
     MeanPooledClassifier,
     mean_over_tokens,
     plain_mean_over_tokens,
