@@ -6,10 +6,10 @@ what the last j columns of the range sketch leave, by its sum over eigenvalues. 
 slopes of its chords on a grid, the same for all theta; one column takes pi (1 - exp(-phi)) off it.
 
 Enclosure: every choice that is made (grid, scale s, tilt) gives a valid bound. Rounding is directed
-by explicit allowances, each at least four times what IEEE double precision can do to the operations
-it stands for (u = 2^-53): sums of n non-negative terms err by n u, and so on. Of scipy's ``erfcx`` a
-relative error of 1e-12 is allowed for (it states 1e-13; a test compares it with quadrature). There is
-no quadrature here.
+by explicit allowances, each above what IEEE double precision can do to the operations it stands for
+(u = 2^-53): sums of n non-negative terms err by n u, and so on. Of scipy's ``erfcx`` a relative
+error of 1e-12 is allowed for (it states 1e-13; a test compares it with quadrature). There is no
+quadrature here.
 Symbols: theta, k, l eigenvalue, c = (1 - l + ridge) / l, s scale of one column's tangent.
 """
 
@@ -22,12 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from quietgrad.events import HIDDEN_SHARE
+
 Array = NDArray[np.float64]
 
-# Of the norm of a parameter's gradient: what rounding may hide of the sketch that the basis of
-# Hutch++ spans. Where it may hide more, the estimator adds to the norm
-# (``clipping/norms/estimators/hutch_plus_plus.py``, which has the same number).
-HIDDEN_SHARE = 2.0**-7
 TILTS = (3e-3, 1e-2, 3e-2)  # t of the proof: any is valid, the best is taken for each theta
 
 NODES = 1000
@@ -95,8 +93,8 @@ def smallest_share(eigenvalue: Array, ridge: float) -> Array:
 
 
 def bounded_exponent(thetas: Array, k: int, scales: Array, grid: Grid) -> Array:
-    """[m] upper bounds of B(theta) for one constant scale s >= 1 for all columns: each ``thetas[i]``
-    with its own ``scales[i]``.
+    """[m] upper bounds of B(theta) for one constant scale s >= 1 for all columns, each theta with
+    its own.
     """
     nodes, widths = grid.nodes, np.diff(grid.nodes)
     n = widths.size
