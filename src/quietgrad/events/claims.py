@@ -21,7 +21,7 @@ LARGEST_COUNTED_RATIO = 2.0
 # Of the norm of a parameter's gradient: what rounding may hide of the sketch that the basis of
 # Hutch++ spans, sqrt(k) |M^T S|. Where it may hide more, the estimator adds to the norm; where it
 # hides less, the hutch++ envelope has allowed for it.
-HIDDEN_SHARE = 2.0**-7
+HIDDEN_SHARE = 2.0**-6
 
 
 @dataclass(frozen=True)
