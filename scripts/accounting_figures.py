@@ -53,6 +53,19 @@ def plot_sigma_against_sketch_dim(
         color="#1f5fa8",
         label="randomized, mixed envelope",
     )
+    proved = [
+        noise_multiplier(
+            target_epsilon,
+            target_delta,
+            sample_rate=sample_rate,
+            steps=steps,
+            clipping=RandomizedClipping(k, "hutch++"),
+        )
+        for k in sketch_dims
+    ]
+    axis.plot(
+        list(sketch_dims), proved, "s-", color="#c0504d", label="randomized, hutch++ envelope"
+    )
     axis.axhline(
         exact, color="#3a7d44", linestyle="--", label=f"exact clipping, {round_up(exact, 3)}"
     )
@@ -129,7 +142,7 @@ def main() -> None:
     batch, steps = config.training.expected_batch_size, config.training.steps
     epsilon, delta = config.privacy.target_epsilon, config.privacy.target_delta
     assert batch is not None and steps is not None and epsilon is not None and delta is not None
-    dims = [4, 8, 16, 32, 64, 128, 256, 1024]
+    dims = [4, 8, 16, 32, 64, 128, 256]
     values = plot_sigma_against_sketch_dim(
         epsilon, delta, batch / DEMO_RECORDS, steps, dims, DOCS / "sigma_against_k.png"
     )

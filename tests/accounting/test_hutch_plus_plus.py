@@ -182,9 +182,10 @@ def test_atoms_are_a_law_above_the_hull(k, r0, bins):
     y, weights, lost = atoms(k, r0, 1e-12, bins)
     assert np.all(np.diff(y) > 0) and np.all(weights > 0) and 0 <= lost <= 1e-12
     assert float(weights.sum() + lost) == pytest.approx(1.0, abs=1e-12)
-    c = np.linspace(r0, LARGEST_COUNTED_RATIO, 300)
+    knots = hull(k, r0).knots
+    c = np.unique(np.concatenate([np.linspace(r0, knots[-1], 300), knots[knots > r0]]))
     below = (weights * np.maximum(c[:, None] - y, 0.0)).sum(axis=1)
-    found = hull(k, r0).at(np.minimum(c, hull(k, r0).knots[-1]))
+    found = hull(k, r0).at(c)
     found = c + np.minimum.accumulate(found - c)  # its slope is at most 1
     # Moved mass lies lower, so the law's function is above the hull but for its value at r0.
     assert np.all(below + hull(k, r0).at(np.array([r0])) >= found - 1e-12)
@@ -275,6 +276,21 @@ def test_long_spectra_stay_below(decay):
     """D = 4096."""
     found = ratios(np.arange(1, 4097.0) ** -decay, 8, 300, np.random.default_rng(RNG))
     assert violation(found, 8) <= ERRORS
+
+
+@pytest.mark.statistical
+def test_the_claim_for_a_hutch_parameter_is_caught():
+    """A gradient of rank one, measured by Hutch: R is chi2(k)/k."""
+    found = np.random.default_rng(RNG).chisquare(8, 8000) / 8
+    assert violation(found, 8) > 2 * ERRORS
+
+
+@pytest.mark.statistical
+def test_a_reused_sketch_is_caught():
+    """P = S: the tail of Hutch++ is then zero, and R the head alone."""
+    rng = np.random.default_rng(RNG)
+    basis = np.linalg.qr(rng.standard_normal((4000, 20, 8)))[0]
+    assert violation((basis**2).sum(axis=(1, 2)) / 20, 8) > 2 * ERRORS
 
 
 # --- composed runs -------------------------------------------------------------------------------

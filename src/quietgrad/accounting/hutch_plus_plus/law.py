@@ -28,7 +28,7 @@ Array = NDArray[np.float64]
 ROUNDING = 1e-12  # relative allowance, thousands of times that of the operations it stands for
 CELLS = 1500  # of c, of which each keeps its lowest point
 CENTRES, GAPS = 90, 26
-STEEP = 4.0  # see ``Hull``: tested where it is used, docs/hutchpp_envelope.md, theorem 3
+STEEP = 4.0  # docs/hutchpp_envelope.md, theorem 3
 
 
 def distribution_bound(sketch_dim: int, x: Array) -> Array:
@@ -80,19 +80,18 @@ def hull(sketch_dim: int, lowest: float) -> Hull:
     c = np.unique(np.concatenate([np.geomspace(start, 1.0, 700), np.linspace(0.3, 2.0, 900)]))
     chi = c * special.gammainc(k / 2, k * c / 2)
     mean = special.gammainc(k / 2 + 1, k * c / 2)
-    points = [(c, np.minimum(chi - mean + ROUNDING * chi, c))]
-    points += [_by_exponent(k, known, start) for known in [exponents(k)]]
+    by_columns = np.minimum(chi - mean + ROUNDING * chi, c)
+    others, by_exponent = _by_exponent(exponents(k), start)
     return _lower_hull(
-        np.concatenate([p[0] for p in points]), np.concatenate([p[1] for p in points]), start
+        np.concatenate([c, others]), np.concatenate([by_columns, by_exponent]), start
     )
 
 
-def _by_exponent(k: int, known: Exponents, start: float) -> tuple[Array, Array]:
+def _by_exponent(known: Exponents, start: float) -> tuple[Array, Array]:
     """(c, G) from E exp(-theta u) <= exp(B) and E u = 0: with psi(u) = exp(-theta u) - 1 + theta u,
     (c - 1 - u)_+ <= A psi(u) + beta u + gamma for all u, touching at u_1 (slope -1) and u_2 (slope
     0), so that E (c - R)_+ <= A (exp(B) - 1) + gamma.
     """
-    # Where exp(-theta) is tiny its bounds serve tails alone; centres are denser near 1.
     centres = np.concatenate(
         [
             -(1 - np.geomspace(start, 0.5, 40)),
@@ -104,12 +103,12 @@ def _by_exponent(k: int, known: Exponents, start: float) -> tuple[Array, Array]:
     theta = known.thetas[:, None, None]
     x1 = theta * centres[None, :, None] - gaps / 2
     x2 = x1 + gaps
-    e1, e2 = np.exp(-x1), np.exp(-x2)
-    a = 1.0 / (theta * (e1 - e2))
-    psi1, psi2 = e1 - 1 + x1, e2 - 1 + x2
-    beta = -a * theta * (1 - e2)
-    u1, u2 = x1 / theta, x2 / theta
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        e1, e2 = np.exp(-x1), np.exp(-x2)
+        a = 1.0 / (theta * (e1 - e2))
+        psi1, psi2 = e1 - 1 + x1, e2 - 1 + x2
+        beta = -a * theta * (1 - e2)
+        u1, u2 = x1 / theta, x2 / theta
         grown = a * np.expm1(known.bounds)[:, None, None]
         value = grown - a * psi2 - beta * u2
         w = u1 + a * (psi1 - psi2) + beta * (u1 - u2)
@@ -136,7 +135,7 @@ def _lower_hull(c: Array, values: Array, start: float) -> Hull:
     for x, y in zip(c[chosen].tolist(), values[chosen].tolist(), strict=True):
         if kept and x <= kept[-1][0]:
             continue
-        while len(kept) > 1 and _above((kept[-2]), kept[-1], (x, y)):
+        while len(kept) > 1 and _above(kept[-2], kept[-1], (x, y)):
             kept.pop()
         kept.append((x, y))
     knots, lows = (np.array(column) for column in zip(*kept, strict=True))
