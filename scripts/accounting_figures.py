@@ -5,79 +5,47 @@ python scripts/accounting_figures.py (a few seconds).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quietgrad.accounting.calibrate import noise_multiplier
 from quietgrad.accounting.envelope import envelope_cdf
 from quietgrad.accounting.hutch_envelope import hutch_envelope
-from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.accounting.scale_mixture import scale_mixture
 from quietgrad.events import RandomizedClipping
-from quietgrad.training.settings.config import load_config
 
 DOCS = Path("docs")
-DEMO_RECORDS = 30276  # training records of the embedded default
+RESULTS = Path("benchmarks/results")
 
 
-def plot_sigma_against_sketch_dim(
-    target_epsilon: float,
-    target_delta: float,
-    sample_rate: float,
-    steps: int,
-    sketch_dims: Sequence[int],
-    path: Path,
-) -> dict[int, float]:
-    """Draws the noise multiplier against k, with exact clipping as the floor, and returns the
-    values (key 0: exact).
+def plot_sigma_against_sketch_dim(results: Path, path: Path) -> None:
+    """Draws the noise multiplier against k, with exact clipping as the floor, from what
+    ``benchmarks/sketch_sigma.py`` wrote.
     """
     plt = _pyplot()
-    exact = noise_multiplier(target_epsilon, target_delta, sample_rate=sample_rate, steps=steps)
-    values = {0: exact}
-    for k in sketch_dims:
-        values[k] = noise_multiplier(
-            target_epsilon,
-            target_delta,
-            sample_rate=sample_rate,
-            steps=steps,
-            clipping=RandomizedClipping(k),
-        )
+    found = json.loads(results.read_text(encoding="utf-8"))
+    dims = [row["sketch_dim"] for row in found["rows"]]
     figure, axis = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    axis.plot(
-        list(sketch_dims),
-        [values[k] for k in sketch_dims],
-        "o-",
-        color="#1f5fa8",
-        label="randomized, mixed envelope",
-    )
+    for envelope, style, color in (("mixed", "o-", "#1f5fa8"), ("hutch++", "s-", "#c0504d")):
+        values = [row[envelope] for row in found["rows"]]
+        axis.plot(dims, values, style, color=color, label=f"sketched norms, {envelope} envelope")
     axis.axhline(
-        exact, color="#3a7d44", linestyle="--", label=f"exact clipping, {round_up(exact, 3)}"
+        found["exact"], color="#3a7d44", linestyle="--", label=f"exact clipping, {found['exact']}"
     )
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    axis.set_xticks(list(sketch_dims), [str(k) for k in sketch_dims])
-    ticks = [
-        t
-        for t in (0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100)
-        if exact * 0.9 < t < max(values.values()) * 1.1
-    ]
+    axis.set_xticks(dims, [str(k) for k in dims])
+    ticks = (4, 4.5, 5, 7, 10, 20)
     axis.set_yticks(ticks, [f"{t:g}" for t in ticks])
     axis.minorticks_off()
     axis.set_xlabel("sketch dimension k")
     axis.set_ylabel("noise multiplier")
-    axis.set_title(
-        f"epsilon = {target_epsilon:g}, delta = {round_up_to(target_delta, 2)}, q = "
-        f"{sample_rate:.4f}, T = {steps}",
-        fontsize=10,
-    )
+    axis.set_title("epsilon = 0.7, delta = 1e-5, q = 64 / 1225, T = 200", fontsize=10)
     axis.grid(alpha=0.25)
     axis.legend()
     figure.savefig(path, dpi=140)
     plt.close(figure)
-    return values
 
 
 def plot_envelopes(sketch_dim: int, total_rank: int, path: Path) -> None:
@@ -125,15 +93,7 @@ def _pyplot() -> Any:
 
 
 def main() -> None:
-    config = load_config(None)
-    batch, steps = config.training.expected_batch_size, config.training.steps
-    epsilon, delta = config.privacy.target_epsilon, config.privacy.target_delta
-    assert batch is not None and steps is not None and epsilon is not None and delta is not None
-    dims = [4, 8, 16, 32, 64, 128, 256, 1024]
-    values = plot_sigma_against_sketch_dim(
-        epsilon, delta, batch / DEMO_RECORDS, steps, dims, DOCS / "sigma_against_k.png"
-    )
-    print(json.dumps({("exact" if k == 0 else str(k)): round(v, 4) for k, v in values.items()}))
+    plot_sigma_against_sketch_dim(RESULTS / "sketch_sigma.json", DOCS / "sigma_against_k.png")
     plot_envelopes(32, 2048, DOCS / "envelopes.png")
 
 

@@ -145,6 +145,23 @@ def test_hutch_plus_plus_that_counts_the_range_twice_is_rejected(monkeypatch) ->
     assert not unbiased(ratios(16, "hutch++", 4))
 
 
+@pytest.mark.parametrize(
+    ("estimator", "layers", "envelope"),
+    [
+        ("hutch++", {"weight": "exact"}, "hutch++"),
+        ("exact", {"weight": "hutch++"}, "hutch++"),
+        ("hutch++", {"weight": "hutch++:16"}, "hutch++"),
+        ("hutch++", {"weight": "hutch"}, "mixed"),
+        ("hutch", {"weight": "hutch++"}, "mixed"),
+    ],
+)
+def test_the_hutch_plus_plus_envelope_is_claimed_where_no_hutch_parameter_is_beside(
+    estimator: str, layers: dict[str, str], envelope: str
+) -> None:
+    clipper = Clipper(0.7, estimator, 8, layers=layers)
+    assert clipper.claim.clipping == RandomizedClipping(8, envelope)
+
+
 @pytest.mark.parametrize("rank", [1, 3, 7])
 def test_hutch_plus_plus_is_exact_below_its_rank(rank: int) -> None:
     model, batch = linear_of_rank(rank, examples=3)
@@ -199,8 +216,9 @@ def test_layers_use_different_projections(estimator: str) -> None:
 @pytest.mark.parametrize("estimator", SKETCHES)
 def test_sketches_claim_to_be_randomized_and_exact_ones_do_not(estimator: str) -> None:
     model, batch = linear_of_rank(4, examples=2)
+    envelope = {"hutch": "mixed", "hutch++": "hutch++"}[estimator]
     assert clipped_gradients(model, loss, batch, 0.7, estimator, 8).claim == SensitivityClaim(
-        0.7, RandomizedClipping(8)
+        0.7, RandomizedClipping(8, envelope)
     )
     for exact in ("auto", "exact", "materialized", "ghost"):
         assert clipped_gradients(model, loss, batch, 0.7, exact, 8).claim == SensitivityClaim(

@@ -23,7 +23,7 @@ from quietgrad.accounting.one_step import (
 )
 from quietgrad.accounting.phases import grouped
 from quietgrad.accounting.product import composed_sum
-from quietgrad.accounting.scale_mixture import ScaleMixture, scale_mixture
+from quietgrad.accounting.scale_mixture import ScaleMixture, convex_from, scale_mixture
 from quietgrad.events import EventSequence, ExactClipping, PoissonGaussian, PrivacyEvent
 
 Array = NDArray[np.float64]
@@ -157,7 +157,7 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
     phases = grouped(tuple(p for phase in phases for p in split_by_side_releases(phase)))
     truncation = tail_mass / (4 * len(phases))
     per_step = truncation / max(p.compositions for p in phases)  # one for all: one mixture
-    coarse = [joined(scale_mixture(p.clipping, per_step, GRID_MIXTURE_BINS), p) for p in phases]
+    coarse = [_mixture(p, per_step, GRID_MIXTURE_BINS) for p in phases]
     # One grid serves all phases: the finest that any of them asks for, unless the widest could then
     # not be held.
     grids = [_grid(p, m, truncation, refine) for p, m in zip(phases, coarse, strict=True)]
@@ -168,7 +168,7 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
     points = max((g.highest - g.lowest) / interval for g in grids)
     work = MIXTURE_WORK * refine / len(phases)
     bins = int(min(MIXTURE_BINS, max(GRID_MIXTURE_BINS, work / points)))
-    mixtures = [joined(scale_mixture(p.clipping, per_step, bins), p) for p in phases]
+    mixtures = [_mixture(p, per_step, bins) for p in phases]
     steps = [
         _one_step_on_grid(p, m, g, interval)
         for p, m, g in zip(phases, mixtures, grids, strict=True)
@@ -184,6 +184,11 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
             tail_mass=tail_mass,
         ),
     )
+
+
+def _mixture(phase: PoissonGaussian, tail_mass: float, bins: int) -> ScaleMixture:
+    convex = convex_from(phase.noise_multiplier, squared_shift(phase))
+    return joined(scale_mixture(phase.clipping, tail_mass, bins, convex), phase)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from quietgrad.accounting.hutch_envelope import hutch_envelope, mean_chi2_cdf
+from quietgrad.accounting.hutch_plus_plus.law import distribution_bound, smallest_ratio
 from quietgrad.events import RandomizedClipping
 
 Array = NDArray[np.float64]
@@ -25,14 +26,18 @@ def envelope_cdf(clipping: RandomizedClipping, x: ArrayLike) -> Array:
     points = np.asarray(x, dtype=np.float64)
     if clipping.envelope == "mixed":
         return np.where(points < 1.0, mean_chi2_cdf(points, clipping.sketch_dim), 1.0)
+    if clipping.envelope == "hutch++":
+        return np.where(points < 1.0, distribution_bound(clipping.sketch_dim, points), 1.0)
     assert clipping.total_rank is not None
     return hutch_envelope(clipping.sketch_dim, clipping.total_rank).cdf(points)
 
 
 def envelope_quantile(clipping: RandomizedClipping, probability: float) -> float:
-    """Largest y known to have F_Y(y) <= probability, for small probabilities (both envelopes agree
-    below 1).
+    """Largest y known to have F_Y(y) <= probability, for small probabilities (mixed and Hutch
+    agree below 1).
     """
+    if clipping.envelope == "hutch++":
+        return smallest_ratio(clipping.sketch_dim, probability)
     y = float(stats.gamma.ppf(probability, clipping.sketch_dim / 2, scale=2 / clipping.sketch_dim))
     y = min(y, 1.0 - 1e-9)
     while mean_chi2_cdf(np.array(y), clipping.sketch_dim) > probability:
@@ -42,7 +47,7 @@ def envelope_quantile(clipping: RandomizedClipping, probability: float) -> float
 
 def envelope_upper_end(clipping: RandomizedClipping) -> float:
     """The y at which discretisation stops: what lies above counts as lying there."""
-    if clipping.envelope == "mixed":
+    if clipping.envelope != "hutch":
         return 1.0
     assert clipping.total_rank is not None
     return hutch_envelope(clipping.sketch_dim, clipping.total_rank).upper_end

@@ -8,6 +8,7 @@ Y^(-1/2) the scale.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from quietgrad.accounting.envelope import envelope_cdf, envelope_quantile, envelope_upper_end
 from quietgrad.accounting.hutch_envelope import mean_chi2_cdf
+from quietgrad.accounting.hutch_plus_plus.law import atoms, distribution_bound
 from quietgrad.events import ClippingClaim, ExactClipping, RandomizedClipping
 
 Array = NDArray[np.float64]
@@ -40,13 +42,38 @@ class ScaleMixture:
     widest_relative_bin: float
 
 
-def scale_mixture(clipping: ClippingClaim, tail_mass: float, bins: int) -> ScaleMixture:
-    """Discretises Z upwards: every bin of y takes its smallest y.
+# A step's divergence is convex in R where the mean of its noise moves by at most sqrt(12) standard
+# deviations (docs/hutchpp_envelope.md, theorem 2).
+LARGEST_CONVEX_SHIFT = 12.0 * (1 - 1e-9)
+LARGEST_CONVEX_FROM = 0.7
+
+
+def convex_from(sigma: float, squared_shift: float = 0.0) -> float:
+    """r0 above which a step's divergence is convex in R, rounded up to a power of 2^(1/8), so that
+    near noise multipliers share their mixture; 1 where that is too near 1 to be of use.
+
+    Args:
+        sigma: noise multiplier.
+        squared_shift: of what is released beside the gradients, sum of 1 / nu^2.
+    """
+    room = LARGEST_CONVEX_SHIFT - squared_shift
+    if room <= 0 or sigma**2 * room <= 1.0:
+        return 1.0
+    found = 2.0 ** (math.ceil(-8 * math.log2(sigma**2 * room)) / 8)
+    return found if found <= LARGEST_CONVEX_FROM else 1.0
+
+
+def scale_mixture(
+    clipping: ClippingClaim, tail_mass: float, bins: int, convex: float = 1.0
+) -> ScaleMixture:
+    """Discretises Z upwards: every bin of y takes its smallest y; with the hutch++ envelope, and
+    ``convex`` below 1, in the convex order above that.
 
     Args:
         clipping: exact clipping gives the point mass at 1.
         tail_mass: probability that may be moved below the smallest y, and so into delta, per step.
         bins: number of bins; the overstatement of the noise multiplier falls like 1/bins.
+        convex: ``convex_from`` of the step that it is for; 1: for any.
 
     Returns:
         The mixture. Sound whatever ``bins`` is: the discrete Z is stochastically larger than the
@@ -54,7 +81,16 @@ def scale_mixture(clipping: ClippingClaim, tail_mass: float, bins: int) -> Scale
     """
     if isinstance(clipping, ExactClipping):
         return ScaleMixture(np.ones(1), np.ones(1), 0.0, 0.0)
+    if clipping.envelope == "hutch++" and convex < 1.0:
+        return _convex_scale_mixture(clipping.sketch_dim, tail_mass, bins, convex)
     return _randomized_scale_mixture(clipping, tail_mass, bins)
+
+
+@functools.lru_cache(maxsize=64)
+def _convex_scale_mixture(k: int, tail_mass: float, bins: int, convex: float) -> ScaleMixture:
+    y, weights, lost = atoms(k, convex, tail_mass, bins)
+    scales = y**-0.5
+    return ScaleMixture(scales, weights, lost, float(np.max(scales[:-1] / scales[1:] - 1.0)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -67,14 +103,17 @@ def _randomized_scale_mixture(
     # Bins are [edge, next edge), so that the jump of either envelope at 1 counts as lying at 1
     # itself. Both are continuous from the left, with the value of chi2(k)/k at 1; the mass from the
     # last edge on sits at that edge.
-    cdf = np.where(
-        edges <= 1.0, mean_chi2_cdf(edges, clipping.sketch_dim), envelope_cdf(clipping, edges)
-    )
+    below = distribution_bound if clipping.envelope == "hutch++" else _one_term
+    cdf = np.where(edges <= 1.0, below(clipping.sketch_dim, edges), envelope_cdf(clipping, edges))
     weights = np.append(np.diff(cdf), 1.0 - cdf[-1])
     scales = edges**-0.5
     keep = weights > 0
     widest = float(np.max(scales[:-1] / scales[1:] - 1.0)) if edges.size > 1 else 0.0
     return ScaleMixture(scales[keep], weights[keep], float(cdf[0]), widest)
+
+
+def _one_term(sketch_dim: int, y: Array) -> Array:
+    return mean_chi2_cdf(y, sketch_dim)
 
 
 def _edges_for_small_rounding(

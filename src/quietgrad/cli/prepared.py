@@ -211,12 +211,15 @@ def source_rows(plan: PrivacyPlan, entries: int) -> dict[str, str]:
         plan: the privacy plan.
         entries: numbers that train, which all get noise.
     """
-    from quietgrad.noise.sources.grid import rounding_cost
+    from quietgrad.noise.sources.grid import rounding_cost, smallest_scale
 
     source = plan.noise.source
     if source.grid == 0:
         return {}
-    cost = rounding_cost(plan.whole_course.most_noise, entries, plan.event.bands, source.grid)
+    least = smallest_scale(plan.clipper.claim)
+    cost = rounding_cost(
+        plan.whole_course.most_noise, entries, plan.event.bands, source.grid, least
+    )
     return {
         "noise source": f"{source.name}: AES-256, on a grid of {source.grid:.2g} standard "
         "deviations; rounding "

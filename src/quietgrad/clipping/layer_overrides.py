@@ -51,16 +51,17 @@ def claim_of(
     estimator: Estimator, sketch_dim: int, overrides: LayerOverrides, engine: Engine
 ) -> ClippingClaim:
     """Exact unless some layer may be sketched; examples taken one at a time are exact whatever was
-    asked for.
+    asked for. The hutch++ envelope where every sketch is one of Hutch++, else the mixed one.
     """
     require_int("sketch_dim", sketch_dim)
     require_at_least(
         "sketch_dim", sketch_dim, SMALLEST_SKETCH_DIM, "it is the number of projections of a sketch"
     )
-    sketched = estimator in SKETCHES or any(word in SKETCHES for _, word, _ in overrides)
-    return (
-        RandomizedClipping(sketch_dim) if sketched and engine != "one-example" else ExactClipping()
-    )
+    sketches = {word for word in (estimator, *(word for _, word, _ in overrides))} & {*SKETCHES}
+    if not sketches or engine == "one-example":
+        return ExactClipping()
+    # Beside exact parameters, which may be as many as they like, Hutch++ alone.
+    return RandomizedClipping(sketch_dim, "hutch++" if sketches == {"hutch++"} else "mixed")
 
 
 def policies_of(

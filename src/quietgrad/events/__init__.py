@@ -20,6 +20,8 @@ from quietgrad.checks import (
     require_rate,
 )
 from quietgrad.events.claims import ENVELOPES as ENVELOPES
+from quietgrad.events.claims import HIDDEN_SHARE as HIDDEN_SHARE
+from quietgrad.events.claims import LARGEST_COUNTED_RATIO as LARGEST_COUNTED_RATIO
 from quietgrad.events.claims import SMALLEST_CLIPPING_NORM as SMALLEST_CLIPPING_NORM
 from quietgrad.events.claims import SMALLEST_SKETCH_DIM as SMALLEST_SKETCH_DIM
 from quietgrad.events.claims import ClippingClaim as ClippingClaim

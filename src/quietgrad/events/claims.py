@@ -10,10 +10,18 @@ from typing import Literal
 
 from quietgrad.checks import require_at_least, require_int, require_positive
 
-Envelope = Literal["mixed", "hutch"]
-ENVELOPES: tuple[Envelope, ...] = ("mixed", "hutch")
+Envelope = Literal["mixed", "hutch", "hutch++"]
+ENVELOPES: tuple[Envelope, ...] = ("mixed", "hutch", "hutch++")
 
 SMALLEST_SKETCH_DIM = 2
+
+# With the hutch++ envelope R counts up to this much, so that Z^2 is never below half.
+LARGEST_COUNTED_RATIO = 2.0
+
+# Of the norm of a parameter's gradient: what rounding may hide of the sketch that the basis of
+# Hutch++ spans, sqrt(k) |M^T S|. Where it may hide more, the estimator adds to the norm; where it
+# hides less, the hutch++ envelope has allowed for it.
+HIDDEN_SHARE = 2.0**-6
 
 
 @dataclass(frozen=True)
@@ -29,8 +37,10 @@ class RandomizedClipping:
     Attributes:
         sketch_dim: smallest sketch dimension k over the sketched layers; the others must be integer
             multiples of it.
-        envelope: ``mixed`` (sound for any mixture of exact, Hutch and Hutch++ layers) or ``hutch``
-            (only where every trainable parameter is sketched by Hutch).
+        envelope: ``mixed`` (sound for any mixture of exact, Hutch and Hutch++ layers), ``hutch``
+            (only where every trainable parameter is sketched by Hutch), or ``hutch++`` (only where
+            every one is exact or sketched by Hutch++ with k columns or more in both sketches, which
+            are drawn for the release: docs/hutchpp_envelope.md).
         total_rank: D, sum over sketched layers of min(p, d, positions); needed by ``hutch`` only.
 
     Source: papers, DP-SGD-RC section 5; docs/privacy.md, section "Randomized clipping".
@@ -69,6 +79,11 @@ class RandomizedClipping:
             require_at_least(
                 "total_rank", self.total_rank, 1, "it counts the ranks of the sketched layers"
             )
+
+    @property
+    def smallest_scale(self) -> float:
+        """The least that a contribution counts for, in units of C. With ``hutch`` there is none."""
+        return {"mixed": 1.0, "hutch": 0.0, "hutch++": LARGEST_COUNTED_RATIO**-0.5}[self.envelope]
 
 
 ClippingClaim = ExactClipping | RandomizedClipping

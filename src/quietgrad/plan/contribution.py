@@ -42,10 +42,10 @@ def clip_given(
         ValueError: for no gradients, a first dimension that is not ``examples``, or a claim about
             sketched norms alone.
     """
-    if isinstance(claim.clipping, RandomizedClipping) and claim.clipping.envelope != "mixed":
+    if isinstance(claim.clipping, RandomizedClipping) and claim.clipping.envelope == "hutch":
         raise ValueError(
-            f"the plan accounts for the {claim.clipping.envelope!r} envelope, which holds for "
-            "sketched norms alone; contributions with exact norms need the 'mixed' one"
+            "the plan accounts for the 'hutch' envelope, which holds for sketched norms alone; "
+            "contributions with exact norms need the 'mixed' or the 'hutch++' one"
         )
     single = examples is None
     count = 1 if examples is None else examples

@@ -29,10 +29,12 @@ class Spread:
     Attributes:
         squared: [b] sum over blocks of S^2.
         lost: [b] what squared inner products may lose to underflow.
+        by_block: [b, g] S of each block.
     """
 
     squared: Tensor
     lost: Tensor
+    by_block: Tensor
 
     @property
     def norm(self) -> Tensor:
@@ -63,7 +65,8 @@ def _spread(total_bg: Tensor, sums_2bg: Tensor, entries: int, dtype: torch.dtype
     other factor's rows.
     """
     lost = sums_2bg.square().sum((0, 2)).mul_(entries * smallest_normal(dtype))
-    return Spread((total_bg * ROUNDING).square_().sum(1), lost)
+    by_block = total_bg * ROUNDING
+    return Spread(by_block.square().sum(1), lost, by_block)
 
 
 def margin_of(

@@ -38,7 +38,9 @@ MOST_COST = 0.01
 ROUND_UP = 1 + 2.0**-48  # covers the rounding of the few operations below
 
 
-def rounding_cost(noise_multiplier: float, entries: int, bands: int, grid: float) -> float:
+def rounding_cost(
+    noise_multiplier: float, entries: int, bands: int, grid: float, smallest_scale: float = 1.0
+) -> float:
     """Share by which rounding to the grid raises the sensitivity, and the noise with it: 2 sigma G
     sqrt(d) (1 + sqrt(b)) up to its square.
 
@@ -47,6 +49,7 @@ def rounding_cost(noise_multiplier: float, entries: int, bands: int, grid: float
         entries: d, of all parameters together.
         bands: b; 1 is independent noise, which has no second rounding.
         grid: G.
+        smallest_scale: the least that a contribution counts for, in units of C.
 
     Raises:
         ValueError: if it is above one per cent, where the grid is too coarse for such a model.
@@ -58,6 +61,7 @@ def rounding_cost(noise_multiplier: float, entries: int, bands: int, grid: float
         * noise_multiplier
         * grid
         * math.sqrt(entries)
+        / smallest_scale
         * (1 + math.sqrt(bands) if bands > 1 else 1)
     )
     if not share <= MOST_COST:
@@ -69,6 +73,12 @@ def rounding_cost(noise_multiplier: float, entries: int, bands: int, grid: float
     return share / (1 - share) * ROUND_UP
 
 
+def smallest_scale(claim: SensitivityClaim) -> float:
+    """The least that a contribution counts for in the accountant, in units of C."""
+    known = claim.clipping
+    return known.smallest_scale if isinstance(known, RandomizedClipping) else 1.0
+
+
 def noise_std(
     noise_multiplier: float, claim: SensitivityClaim, entries: int, bands: int, grid: float
 ) -> float:
@@ -78,19 +88,16 @@ def noise_std(
     Raises:
         ValueError: if the claim is one for which the roundings are not accounted for.
     """
-    if (
-        grid
-        and isinstance(claim.clipping, RandomizedClipping)
-        and claim.clipping.envelope != "mixed"
-    ):
+    scale = smallest_scale(claim)
+    if grid and not scale:
         raise ValueError(
-            f"envelope={claim.clipping.envelope!r}: with source='secure' only the mixed "
-            "envelope covers what rounding adds, as its contributions count as C at least"
+            "envelope='hutch': with source='secure' only the mixed and the hutch++ envelope cover "
+            "what rounding adds, as their contributions count as a part of C at least"
         )
     std = noise_multiplier * claim.max_grad_norm
     return (
         std
-        * (1 + rounding_cost(noise_multiplier, entries, bands, grid))
+        * (1 + rounding_cost(noise_multiplier, entries, bands, grid, scale))
         * (ROUND_UP if grid else 1.0)
     )
 

@@ -6,6 +6,7 @@ Shape legend: b examples, g blocks, t positions, p rows, d columns, k projection
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,17 +23,20 @@ from quietgrad.clipping.norms.estimators.sketches import (
     project_rows,
     sketched,
     tail_margin,
+    worst_mean,
 )
-from quietgrad.clipping.norms.factors import MatrixFactors, Unfolded
+from quietgrad.clipping.norms.factors import MatrixFactors, OneHotFactors, Unfolded
 from quietgrad.clipping.norms.factors.products import (
     add_over_positions,
     sums_over_columns,
     thin_product,
 )
 from quietgrad.clipping.norms.rounding import Measured, gamma, squared_norms
-from quietgrad.clipping.norms.spread import spread_of
+from quietgrad.clipping.norms.spread import Spread, spread_of
+from quietgrad.events import HIDDEN_SHARE
 
 HEAD_ROWS = 2048  # of the head of Hutch++ that are formed at once
+GRAM_ROWS = 128  # of the basis that are added up in the working precision
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ def hutch_plus_plus_norms(
     """Hutch++ estimates: exact for per-example gradients of rank below k.
 
     With M the p x d gradient of one example, Q an orthonormal basis of M^T S and Y = M^T P: ||M
-    Q||^2 + ||Y - Q Q^T Y||^2.
+    Q||^2 + ||Y - Q Q^T Y||^2. Rounding is looked at, not assumed: that Q is orthonormal, and what
+    of M^T S it does not span (``_hidden``).
     """
     some = [use.unfolded() for use in uses]
     s = some[0].sizes
@@ -68,38 +73,107 @@ def hutch_plus_plus_norms(
     project = project_rows if s.p >= s.d else project_columns
     columns = min(sketch_dim, s.p, s.d)
     probe = drawn(projections.gaussian(name, "range", max(s.p, s.d), columns), some[0], dtype)
-    basis_bgsk = torch.linalg.qr(project(some, probe, dtype).transpose(2, 3)).Q
+    range_bgsk = project(some, probe, dtype).transpose(2, 3)
+    basis_bgsk, triangle_bgkk = torch.linalg.qr(range_bgsk)
     del probe
     probe = drawn(projections.gaussian(name, "tail", max(s.p, s.d), sketch_dim), some[0], dtype)
     tail = project(some, probe, dtype)
     del probe
+    # What of Q^T Y is wrong stays within the span of Q, where it adds to the norm; what the second
+    # product loses does not.
+    lost = _thin_error(columns, tail, dtype) * squared_norms(tail).sqrt()
     tail.sub_((tail @ basis_bgsk) @ basis_bgsk.transpose(2, 3))
-    squared = squared_norms(tail)
+    squared_bg = _squared_by_block(tail) + _head_norms(some, basis_bgsk, dtype)
+    squared = squared_bg.sum(1)
     spread = spread_of(uses, dtype)
-    # The head's basis is orthonormal to the rounding of its factorisation, and no more random than
-    # the data. Head and tail are orthogonal: so are their errors.
+    # The head's basis is orthonormal but for what is found, and no more random than the data. Head
+    # and tail are orthogonal: so are their errors.
     shorter, longer = (sums_over_columns(side(s.p, s.d)) for side in (min, max))
     head = head_margin(some, shorter, columns, tail, dtype)
     margin = (head**2 + tail_margin(some, longer, sketch_dim, tail, dtype) ** 2) ** 0.5
-    squared += _head_norms(some, basis_bgsk, dtype)
     measured = sketched(squared, some, spread, margin, sketch_dim, dtype)
-    skewed = 8.0 * gamma(min(s.p, s.d) + columns, tail, dtype)
-    return Measured(measured.squared, measured.slack + skewed * squared, measured.margin)
+    slack = measured.slack + _skewed(basis_bgsk, dtype) * squared
+    if columns < min(s.p, s.d):  # else the basis spans everything
+        seen = tail_margin(some, longer, columns, tail, dtype)
+        hidden = _hidden(some, range_bgsk, basis_bgsk, triangle_bgkk, spread, seen, dtype)
+        slack += ((hidden / HIDDEN_SHARE).square_() - squared_bg).clamp_min_(0).sum(1)
+    return Measured(measured.squared, slack, measured.margin + lost)
+
+
+def _hidden(
+    uses: Sequence[Unfolded],
+    range_bgsk: Tensor,
+    basis_bgsk: Tensor,
+    triangle_bgkk: Tensor,
+    spread: Spread,
+    margin: float | Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[b, g] an upper bound of sqrt(k) ||(I - Q Q^T) M^T S||_F: zero but for rounding. A function
+    of the gradient and of S alone.
+
+    A gradient for which it is above ``HIDDEN_SHARE`` of its norm is measured as at least this over
+    ``HIDDEN_SHARE``, so at least its norm; for all others the envelope has allowed for so much
+    (docs/hutchpp_envelope.md, lemma 4).
+
+    Args:
+        range_bgsk: M^T S as computed.
+        margin: what its rounding may have hidden, in units of the spread.
+    """
+    k = basis_bgsk.shape[3]
+    left = range_bgsk - basis_bgsk @ triangle_bgkk
+    left_bg, whole_bg = _squared_by_block(left).sqrt_(), _squared_by_block(range_bgsk).sqrt_()
+    rounding = _thin_error(k, left, dtype)
+    if isinstance(margin, Tensor):
+        margin = margin.unsqueeze(1)
+    hidden = left_bg * (1.0 + rounding) + whole_bg * rounding + spread.by_block * margin
+    each = spread.lost.sqrt()
+    for use in uses:
+        if isinstance(use, OneHotFactors):
+            each = each + use.errors_by_rows(dtype)
+    return math.sqrt(k) * (hidden + worst_mean(k) * each.unsqueeze(1))
+
+
+def _thin_error(k: int, like: Tensor, dtype: torch.dtype) -> float:
+    """What a product Q T of k columns, and a difference with it, may be off by, over ||T||_F: gamma
+    ||Q||_F.
+    """
+    return 1.1 * math.sqrt(k) * gamma(k, like, dtype)
+
+
+def _skewed(basis_bgsk: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b] by what share ||M Q||^2 may be below that of an orthonormal basis of the same span: twice
+    ||Q^T Q - I||_F, which is found, plus the rounding of finding it.
+    """
+    k = basis_bgsk.shape[3]
+    gram = torch.zeros((), dtype=torch.float64, device=basis_bgsk.device)
+    for rows in basis_bgsk.split(GRAM_ROWS, dim=2):
+        gram = gram + (rows.transpose(2, 3) @ rows).double()
+    gram = gram - torch.eye(k, dtype=torch.float64, device=gram.device)
+    found = gram.square().sum((2, 3)).amax(1).sqrt() + k * gamma(GRAM_ROWS, basis_bgsk, dtype)
+    return torch.where(found < 0.5, 2.0 * found, torch.inf)
+
+
+def _squared_by_block(values: Tensor) -> Tensor:
+    """[b, g] float64 sums of squares over all other dimensions."""
+    return squared_norms(values.flatten(0, 1)).unflatten(0, values.shape[:2])
 
 
 def _head_norms(uses: Sequence[Unfolded], basis_bgsk: Tensor, dtype: torch.dtype) -> Tensor:
-    """[b] ||M Q||^2 (M^T Q where p < d), a block of the larger dimension at a time."""
+    """[b, g] ||M Q||^2 (M^T Q where p < d), a block of the larger dimension at a time."""
     s = uses[0].sizes
     tall = s.p >= s.d
     if any(use.one_hot for use in uses):
-        return squared_norms((project_columns if tall else project_rows)(uses, basis_bgsk, dtype))
+        return _squared_by_block(
+            (project_columns if tall else project_rows)(uses, basis_bgsk, dtype)
+        )
     smalls = [
         thin_product(use.right_bgtd, basis_bgsk, dtype)
         if tall
         else use.left_product(basis_bgsk, dtype)
         for use in uses
     ]
-    squared = smalls[0].new_zeros(s.b, dtype=torch.float64)
+    squared = smalls[0].new_zeros(s.b, s.g, dtype=torch.float64)
     for start in range(0, max(s.p, s.d), HEAD_ROWS):
         rows = slice(start, start + HEAD_ROWS)
         total: Tensor | None = None
@@ -109,6 +183,6 @@ def _head_norms(uses: Sequence[Unfolded], basis_bgsk: Tensor, dtype: torch.dtype
             else:
                 total = add_over_positions(total, use.right_bgtd[..., rows], small)
         assert total is not None
-        squared += squared_norms(total)
+        squared += _squared_by_block(total)
         del total
     return squared

@@ -66,7 +66,7 @@ def sketched(
     for use in uses:
         if isinstance(use, OneHotFactors):
             # Once in the sum, once in a sketch with an orthonormal basis, once in a Gaussian one.
-            times = 2.0 + _worst_mean(sketch_dim)
+            times = 2.0 + worst_mean(sketch_dim)
             bound.add_(use.errors_by_rows(dtype), alpha=times)
     return Measured(squared, slack, bound)
 
@@ -80,7 +80,7 @@ def tail_margin(
     mean = sums.within * math.sqrt(sums.stretches) + sums.stretches + math.sqrt(sums.entries)
     excess = math.sqrt(2.0 * LOG_FAILURE / sketch_dim) * (sums.within + sums.stretches + 1)
     columns = gamma(mean + excess, like, dtype)
-    return columns + _worst_mean(sketch_dim) * position_gamma(uses, like, dtype)
+    return columns + worst_mean(sketch_dim) * position_gamma(uses, like, dtype)
 
 
 def head_margin(
@@ -136,7 +136,7 @@ def _spans(use: MatrixFactors) -> Tensor:
 
 
 @cache
-def _worst_mean(sketch_dim: int) -> float:
+def worst_mean(sketch_dim: int) -> float:
     """What a weighted mean of |P^T M| / |M| exceeds with probability 1e-12 at most: the expected
     shortfall of chi(k) / sqrt(k). With c_k the mean of chi(k), E[X; X > q] = c_k P(chi(k + 1) > q).
     """
