@@ -114,7 +114,9 @@ def load_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
         ("full", "auto"),
         ("full", "mean"),
         ("head", "mean"),
+        ("head", "layers"),
         ("head", "auto"),
+        ("lora", "layers"),
     ],
 )
 def test_a_text_classifier_loads_by_transformers_alone(
@@ -131,7 +133,7 @@ def test_a_text_classifier_loads_by_transformers_alone(
     with torch.no_grad():
         wanted = classifier(**inputs)
     given = {"inputs": inputs, "text": "the film was great"}
-    error, found = load_alone("AutoModelForSequenceClassification", folder, given, head == "mean")
+    error, found = load_alone("AutoModelForSequenceClassification", folder, given, head != "auto")
     assert not error
     assert found["names"] == ["bad", "good"]
     assert wanted.abs().max() > 1e-3
@@ -139,7 +141,7 @@ def test_a_text_classifier_loads_by_transformers_alone(
     assert set(found["words"]) == {"input_ids", "attention_mask"}
     written = json.loads((folder / "config.json").read_text())
     assert written["id2label"] == {"0": "bad", "1": "good"} and "label2id" in written
-    if head == "mean":
+    if head != "auto":
         error, _ = load_alone("AutoModelForSequenceClassification", folder, given)
         assert "trust_remote_code=True" in error
 

@@ -103,9 +103,15 @@ def run_train(
             "records; no privacy is spent by that."
         )
     with Progress(*columns, console=target, refresh_per_second=2) as bar:
+        before = bar.add_task("frozen layers", total=None, spent="", visible=False)
         task = bar.add_task("training", total=prepared.steps, spent="")
         score_text = ""
-        lines = _Lines(target, prepared.steps)
+        lines, records = _Lines(target, "step"), _Lines(target, "frozen layers, record")
+
+        def told(done: int, total: int) -> None:
+            bar.update(before, completed=done, total=total, visible=done < total)
+            records.show(done, total, "")
+
         declared = " (data declared public)" if config.data.public else ""
         if prepared.plan is not None:
             declared = per_unit(prepared.plan.neighbouring) + declared
@@ -126,12 +132,13 @@ def run_train(
                 else "not private"
             )
             bar.update(task, completed=progress.step, spent=spent + score_text + loss_text)
-            lines.show(progress.step, spent + loss_text, progress.score is not None)
+            said = progress.score is not None
+            lines.show(progress.step, prepared.steps, f": {spent}{loss_text} spent", said)
 
         try:
             with quiet_libraries(target):
                 outcome: runner.Outcome | None = runner.train(
-                    prepared, run_dir, resume, report, _sayer(target)
+                    prepared, run_dir, resume, report, _sayer(target), told
                 )
         except KeyboardInterrupt:
             outcome = None
@@ -155,7 +162,7 @@ def run_train(
     result = outcome.result | {"seconds": round(time.monotonic() - started, 1)}
     if as_json:
         print_json(result)
-    _print_result(target, result, known)
+    _print_result(target, result | _in_words(prepared, result), known)
 
 
 class _Lines:
@@ -165,25 +172,35 @@ class _Lines:
 
     EVERY = 30.0  # seconds
 
-    def __init__(self, target: Console, steps: int) -> None:
-        self._target, self._steps = target, steps
+    def __init__(self, target: Console, unit: str) -> None:
+        self._target, self._unit = target, unit
         self._began = self._last = time.monotonic()
         self._first: int | None = None
 
-    def show(self, step: int, spent: str, said: bool) -> None:
+    def show(self, done: int, total: int, more: str, said: bool = False) -> None:
         """``said``: whether a line about this step is there already."""
         now = time.monotonic()
-        if self._first is None:  # the first step also fills caches
-            self._first, self._began = step, now
+        if self._first is None:  # what comes before the first is not its time
+            self._first, self._began = done, now
         if said:
             self._last = now
-        if self._target.is_terminal or now - self._last < self.EVERY or step == self._first:
+        if self._target.is_terminal or now - self._last < self.EVERY or done == self._first:
             return
         self._last = now
-        left = (now - self._began) / (step - self._first) * (self._steps - step)
+        left = (now - self._began) / (done - self._first) * (total - done)
         self._target.print(
-            f"step {step}/{self._steps}: {spent} spent, about {max(1, round(left / 60))} min left"
+            f"{self._unit} {done}/{total}{more}, about {max(1, round(left / 60))} min left"
         )
+
+
+def _in_words(prepared: Prepared, result: dict[str, Any]) -> dict[str, str]:
+    """What epsilon means; nothing where nothing was released, or nothing was protected."""
+    if prepared.plan is None or not result["steps"]:
+        return {}
+    from quietgrad.report.words import in_words
+
+    event = prepared.plan.event.after(result["steps"])
+    return {"in_words": in_words(event, prepared.plan.neighbouring)}
 
 
 def _has_frozen_layers(prepared: Prepared) -> bool:
@@ -244,6 +261,8 @@ def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]
             f"epsilon = {round_up(result['epsilon'], 4)} at delta = "
             f"{round_up_to(result['delta'], 3)} ({RELATIONS[result['neighbouring']]})"
         )
+        if "in_words" in result:
+            rows["an attacker"] = result["in_words"]
     else:
         rows["privacy"] = "none: a reference run"
     if result["private"] and result.get("data_declared_public"):

