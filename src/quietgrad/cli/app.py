@@ -186,6 +186,38 @@ def runs(
     run_runs(folder, as_json)
 
 
+@app.command()
+def report(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run, finished or not.")
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE.html", help="Write one page, with figures."),
+    ] = None,
+    card: Annotated[
+        Path | None,
+        typer.Option("--card", metavar="FILE.md", help="Write the model card with the statement."),
+    ] = None,
+    audit: Annotated[
+        Path | None,
+        typer.Option(
+            "--audit",
+            metavar="FILE.json",
+            help="What `quietgrad audit --json` printed of this configuration.",
+        ),
+    ] = None,
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Says what a run reached and what it claims: a privacy statement that a reviewer can sign.
+
+    Example: quietgrad report runs/first --html report.html
+    """
+    from quietgrad.cli.beside.report import run_report
+
+    run_report(run_dir, html, card, audit, as_json)
+
+
 Text = Annotated[str, typer.Option("--text", metavar="COLUMN", help="Column of the text.")]
 Label = Annotated[str, typer.Option("--label", metavar="COLUMN", help="Column of the label.")]
 
