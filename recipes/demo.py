@@ -1,6 +1,7 @@
-"""The demo over several seeds, with and without privacy: what docs/demo.md and the README say of it.
+"""The demo over several seeds, with and without privacy: what docs/demo.md says of it.
 
     python recipes/demo.py run [--seeds 3] [--features FILE.pt]
+    python recipes/demo.py figure [--features FILE.pt]
     python recipes/demo.py report
 
 ``run`` makes the runs that recipes/results/demo.jsonl lacks, each by the code of ``quietgrad
@@ -8,7 +9,8 @@ train`` with the embedded default; they differ in their seed, and the reference 
 privacy.enabled=false at the settings of the private run. Seeds are fixed here so that the runs can
 be made again: the tweets are published, and declared public for this script. What the frozen
 encoder makes of the texts is a fixed function of them, and is computed once for all runs;
-``--features`` keeps it for another call. ``report`` prints the table.
+``--features`` keeps it for another call. ``figure`` makes the first run again and draws
+docs/demo.png; ``report`` prints the table.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ from typing import Any
 import torch
 
 from quietgrad.training import runner
+from quietgrad.training.files.figure import score_figure
 from quietgrad.training.files.run_dir import open_run_dir
 from quietgrad.training.prepare import Prepared, prepare
 from quietgrad.training.settings.config import load_config
+from quietgrad.training.tasks.records import outputs
+from quietgrad.training.tasks.task import FinalScores
 from quietgrad.training.tasks.text.prefix_cache import PrefixCache, UpperBlocks
 from quietgrad.training.tasks.text.task import TextTask
 
 RESULTS = Path(__file__).with_name("results") / "demo.jsonl"
+FIGURE = Path(__file__).parents[1] / "docs" / "demo.png"
 KINDS = ("private", "reference")
 
 
@@ -63,16 +69,44 @@ class KeptFeatures:
         return PrefixCache(upper, states, torch.tensor(offsets).numpy(), texts, True)
 
 
-def one(kind: str, seed: int, overrides: list[str], kept: KeptFeatures) -> dict[str, Any]:
-    """One run, as ``quietgrad train`` makes it."""
+def scored(task: TextTask, kept: KeptFeatures, *given: Any, **more: Any) -> FinalScores:
+    """``Task.final_scores`` from kept features of the test records, too."""
+    config, model, validation, test, device = given
+    cache = kept.cache(task, config, model.classifier, test, validation, device)
+    assert cache is not None
+    logits = outputs(cache.upper, test, 512, device, source=cache)
+    score = task.metric(validation)
+    own = outputs(
+        more["cached_validation"].upper, validation, 512, device, source=more["cached_validation"]
+    )
+    return FinalScores(
+        {
+            "accuracy": score(logits, test.labels),
+            "validation_accuracy": score(own, validation.labels),
+        }
+    )
+
+
+def one(
+    kind: str,
+    seed: int,
+    overrides: list[str],
+    kept: KeptFeatures,
+    figure: Path | None = None,
+    reference: float | None = None,
+) -> dict[str, Any]:
+    """One run, as ``quietgrad train`` makes it, and its figure where one is asked for."""
     config = load_config(None, [*overrides, f"training.seed={seed}", "data.public=true"])
     prepared: Prepared = prepare(config)
     task: Any = prepared.task
     task.cache = lambda *given: kept.cache(task, *given)
+    task.final_scores = lambda *given, **more: scored(task, kept, *given, **more)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = open_run_dir(folder, False)
         found = runner.train(prepared, run_dir, False, lambda progress: None).result
+        if figure is not None:
+            score_figure(run_dir.read_metrics(), found, reference, figure)
     training = prepared.config.training
     return {
         "kind": kind,
@@ -107,6 +141,13 @@ def run(seeds: int, features: Path | None, overrides: list[str], results: Path) 
             with open(results, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)
+
+
+def draw(features: Path | None, overrides: list[str], results: Path) -> None:
+    """Makes the first private run again, and its figure."""
+    known = [row["accuracy"] for row in read(results) if row["kind"] == "reference"]
+    mean = statistics.mean(known) if known else None
+    one("private", 1, overrides, KeptFeatures(features), FIGURE, mean)
 
 
 def settings_of(rows: list[dict[str, Any]]) -> list[str]:
@@ -145,7 +186,7 @@ def report(results: Path) -> str:
 def main() -> None:
     """See the top of this file."""
     parser = argparse.ArgumentParser(description="The demo over several seeds.")
-    parser.add_argument("action", choices=["run", "report"])
+    parser.add_argument("action", choices=["run", "figure", "report"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--features", type=Path)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -153,6 +194,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.action == "run":
         run(asked.seeds, asked.features, asked.overrides, asked.results)
+    if asked.action == "figure":
+        draw(asked.features, asked.overrides, asked.results)
     print(report(asked.results))
 
 

@@ -85,11 +85,11 @@ def test_a_message_that_was_passed_on_counts_once(
     settings: dict, csv_file: Path, tmp_path: Path
 ) -> None:
     """Copies weigh nothing: they change no score, wherever they come to lie."""
-    records = list(csv.reader(csv_file.open()))[1:]
+    records = list(csv.reader(csv_file.read_text().splitlines()))[1:]
     first = prepare(config_of(settings | HEAD))
     copied = first.task.splits.validation.texts[0]
     label = next(label for text, label in records if text == copied)
-    lines = [*records, *[(f"{copied}!", label)] * 40]  # punctuation is not seen by this tokenizer
+    lines = [*records, *[(copied, label)] * 40]
     write_records(tmp_path / "copies.csv", [(text, label) for text, label in lines])
     second = prepare(config_of(settings | HEAD | {"data.source": str(tmp_path / "copies.csv")}))
     assert len(second.validation) == len(first.validation) + 40
