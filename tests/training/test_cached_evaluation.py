@@ -110,3 +110,25 @@ def test_nothing_is_cached_for_evaluation_where_training_has_no_cache(settings: 
     without = settings | HEAD | {"training.cache_frozen_layers": False}
     assert Evaluator(prepare(config_of(without)), True)._cache is None
     assert Evaluator(prepare(config_of(settings | HEAD)), False)._cache is None
+
+
+def test_rows_of_a_table_that_are_alike_are_different_people(tmp_path: Path) -> None:
+    lines = ["age,label"] + [f"{20 + i % 3},{('low', 'high')[i % 2]}" for i in range(90)]
+    (tmp_path / "people.csv").write_text("\n".join(lines) + "\n")
+    values = {
+        "model.name": "table:mlp",
+        "model.tune": "full",
+        "data.source": str(tmp_path / "people.csv"),
+        "data.validation_fraction": 0.3,
+        "data.test_fraction": 0.3,
+        "data.public": True,
+        "privacy.target_epsilon": 8.0,
+        "optimizer.learning_rate": 0.1,
+        "training.expected_batch_size": 5,
+        "training.steps": 2,
+        "training.run_dir": str(tmp_path / "run"),
+    }
+    prepared = prepare(config_of(values))
+    evaluator = Evaluator(prepared, False)
+    assert len(evaluator.validation) == len(prepared.validation)
+    assert len(evaluator.test) == len(prepared.test)

@@ -37,6 +37,10 @@ def score_of(
         return prepared.task.score(prepared.config, model, records, prepared.device, chosen, source)
 
 
+def _all(records: Records) -> Records:
+    return records
+
+
 class Evaluator:
     """Scores of a run's model on its validation and test records, which are public.
 
@@ -44,7 +48,7 @@ class Evaluator:
     part runs once, at the first evaluation, and not once an evaluation. Test records are looked at
     once and need no cache.
 
-    Records with equal inputs count once: a message that many passed on is one message.
+    Texts with equal inputs count once: a message that many passed on is one message.
 
     Attributes:
         validation, test: the records that count.
@@ -59,7 +63,8 @@ class Evaluator:
         """
         self._prepared = prepared
         self._cached = cached
-        self.validation, self.test = once(prepared.validation), once(prepared.test)
+        count = once if prepared.task.copies_count_once else _all
+        self.validation, self.test = count(prepared.validation), count(prepared.test)
         every = prepared.config.training.eval_records
         self._scheduled = spread(self.validation, every) if every else None
 

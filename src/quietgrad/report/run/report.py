@@ -107,7 +107,8 @@ def _scores(facts: RunFacts) -> Section:
             + (f" of {every[part]:,}" if every.get(part, count) != count else "")
             for part, count in counted.items()
         )
-        rows.append(("records that count", f"{of}; equal inputs are one"))
+        equal = any(every.get(part, count) != count for part, count in counted.items())
+        rows.append(("records", of + ("; equal texts count once" if equal else "")))
     figure = scores_figure(facts)
     caption = "The score of validation records, which are public"
     caption += "; below it privacy spent, counted from the ledger." if facts.private else "."
@@ -163,10 +164,12 @@ def _ran(facts: RunFacts) -> Section:
     trained = {"head": "the head alone", "lora": "LoRA adapters and the head", "full": "weights"}
     count = result.get("trainable_parameters")
     tune = str(at("model", "tune", ""))
-    head = f", head {at('model', 'head')}" if at("model", "head") else ""
+    name = str(at("model", "name", ""))
+    texts = ":" not in name or name.startswith("packaged:")
+    head = f", head {at('model', 'head')}" if at("model", "head") and texts else ""
     rows = [
         ("Data", str(at("data", "source", ""))),
-        ("Model", f"{at('model', 'name', '')}{head}"),
+        ("Model", f"{name}{head}"),
         ("Trained", trained.get(tune, tune) + (f": {count:,} numbers" if count else "")),
         ("Optimiser", f"{at('optimizer', 'name', 'adamw')}, learning rate "
          f"{at('optimizer', 'learning_rate', '?')}"),

@@ -168,7 +168,7 @@ def _range(values: list[float], up: bool = False) -> str:
     least, most = min(values), max(values)
 
     def shown(value: float) -> str:
-        return f"{value:.4f}" if up else f"{value:.6g}"
+        return round_up(value, 4) if up else f"{value:.6g}"
 
     return shown(least) if least == most else f"{shown(least)} to {shown(most)}"
 
@@ -179,7 +179,7 @@ def _delta(facts: RunFacts, size: int | None) -> str:
     text = f"{round_up_to(facts.delta, 3)}"
     if size:
         text += f", which is {facts.delta * size:.2g} of 1/N"
-    return text + ": the chance that the bound on the privacy loss does not hold."
+    return text + ": the part of all probability that epsilon does not speak of."
 
 
 def _seeds(facts: RunFacts) -> str:

@@ -144,6 +144,13 @@ class Task(ABC):
         return None
 
     @property
+    def copies_count_once(self) -> bool:
+        """Whether validation and test records with equal inputs are one record in every score: a
+        message that many passed on. Rows of a table may be alike and still be different people.
+        """
+        return False
+
+    @property
     def classifies(self) -> bool:
         """Whether a record has a label that can be replaced by a wrong one."""
         return True

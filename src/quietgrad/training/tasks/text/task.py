@@ -88,6 +88,11 @@ class TextTask(Task):
             draw_random_head(model.classifier)
         return model, (train, validation, test)
 
+    @property
+    def copies_count_once(self) -> bool:
+        """See ``Task``."""
+        return True
+
     def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
         """In Hugging Face's format, the head beside it."""
         save_classifier(model, self.label_names, folder, trained_on)
