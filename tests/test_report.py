@@ -236,3 +236,26 @@ def test_the_command(
     assert code == 2 and "must end in .html" in err
     code, out, err = run(tmp_path / "nowhere")
     assert code == 2 and "RUN_DIR" in err
+
+
+def test_a_comparison_is_one_page() -> None:
+    from quietgrad.report.comparison import Series, markdown
+    from quietgrad.report.comparison import rows as compared
+    from quietgrad.report.sides import comparison_page
+
+    def series(end: float) -> Series:
+        curves = {seed: [(10, 0.5), (20, end + seed / 100)] for seed in (0, 1, 2)}
+        return Series(0.1, curves, {seed: end + seed / 100 for seed in curves})
+
+    chosen = {1.0: {"plain": series(0.7), "<i>new</i>": series(0.74)}, 8.0: {"plain": series(0.8)}}
+    table = compared(chosen, "plain", [0.9])
+    page = comparison_page(
+        "Two ways", {"tuned": table}, {"tuned": chosen}, [0.9], ["Add up."], "2 are missing."
+    )
+    outside = Outside()
+    outside.feed(page)
+    assert outside.found == [] and outside.open == [] and page.count("<svg") == 1
+    assert "&lt;i&gt;new" in page and "<i>new" not in page and "2 are missing." in page
+    for cell in ("0.7500 \u00b1 0.0248", "+0.0400", "Add up."):
+        assert cell in page
+    assert "0.7500 \u00b1 0.0248" in markdown(table, [0.9])

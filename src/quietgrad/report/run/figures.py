@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,24 +12,9 @@ from matplotlib.patches import Rectangle
 
 from quietgrad.accounting import epsilon, trade_off
 from quietgrad.report.run.facts import RunFacts
+from quietgrad.report.svg import ATTACK, CLAIM, GRID, INK, STYLE, svg
 
-# Colours that stand for the page's own: replaced in the SVG by its variables.
-INK, GRID, CLAIM, ATTACK = "#010203", "#010204", "#010205", "#010206"
-VARIABLES = {INK: "--ink", GRID: "--rule", CLAIM: "--claim", ATTACK: "--attack"}
 POINTS = 24  # of the curve of privacy spent
-STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "quietgrad",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": GRID,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 
 
 def scores_figure(facts: RunFacts) -> str:
@@ -56,7 +39,7 @@ def scores_figure(facts: RunFacts) -> str:
         for axis in axes:
             axis.grid(color=GRID, linewidth=0.6)
             axis.set_xlim(0, (facts.planned or facts.steps or 1) * 1.02)
-        return _svg(figure)
+        return svg(figure)
 
 
 def trade_off_figure(facts: RunFacts) -> str:
@@ -80,7 +63,7 @@ def trade_off_figure(facts: RunFacts) -> str:
         axis.set_ylabel("present, called absent")
         axis.grid(color=GRID, linewidth=0.6)
         axis.legend(frameon=False, loc="upper right")
-        return _svg(figure)
+        return svg(figure)
 
 
 def _draw_audit(axis: Any, points: Sequence[Any]) -> None:
@@ -110,17 +93,3 @@ def _spent(facts: RunFacts) -> list[tuple[int, float]]:
 def _score_key(metrics: Any) -> str:
     words = (k for k in metrics if k.startswith("validation_") and k != "validation_records")
     return next(words, "")
-
-
-def _svg(figure: Figure) -> str:
-    """The figure as an element of a page: it scales, and its colours are the page's."""
-    held = io.StringIO()
-    figure.savefig(held, format="svg", transparent=True, metadata={"Date": None})
-    text = held.getvalue()
-    text = text[text.index("<svg") :]
-    for colour, name in VARIABLES.items():
-        text = text.replace(colour, f"var({name})")
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r'\1 role="img"', text, count=1)
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    return re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
