@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 # Colours that stand for the page's own: replaced in the SVG by its variables.
 INK, GRID, CLAIM, ATTACK = "#010203", "#010204", "#010205", "#010206"
 VARIABLES = {INK: "--ink", GRID: "--rule", CLAIM: "--claim", ATTACK: "--attack"}
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "quietgrad",
     "font.family": "sans-serif",

@@ -146,7 +146,7 @@ def _clipping(facts: RunFacts, events: list[dict[str, Any]], unit: str) -> str:
     bound = f"to length {norm:g}" if isinstance(norm, int | float) else "to a scheduled length"
     text = f"Each {unit}'s {whose} is cut {bound}, by an upper bound of its length in the "
     text += "arithmetic that ran"
-    if sketched:
+    if isinstance(how, dict) and sketched:
         known = ", ".join(f"{k} = {v}" for k, v in how.items() if k != "kind")
         text += f"; lengths are estimated at random ({known}), and the accountant counts that"
     return text + "."
