@@ -97,3 +97,12 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")]
     assert [p for p in pages if f" {p}\n" not in listed] == []
+
+
+def test_links_to_made_pages_lead_to_some(site: ModuleType) -> None:
+    made = site.pages()
+    for page in DOCS.rglob("*.md"):
+        for link in re.findall(
+            r"\]\(((?:\.\./)?reference/[^)#]+)", page.read_text(encoding="utf-8")
+        ):
+            assert link.removeprefix("../") in made, (page.name, link)
