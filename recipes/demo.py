@@ -10,7 +10,7 @@ privacy.enabled=false at the settings of the private run. Seeds are fixed here s
 be made again: the tweets are published, and declared public for this script. What the frozen
 encoder makes of the texts is a fixed function of them, and is computed once for all runs;
 ``--features`` keeps it for another call. ``figure`` makes the first run again and draws
-docs/demo.png; ``report`` prints the table.
+docs/demo_layers.png; ``report`` prints the table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from quietgrad.training.tasks.text.prefix_cache import PrefixCache, UpperBlocks
 from quietgrad.training.tasks.text.task import TextTask
 
 RESULTS = Path(__file__).with_name("results") / "demo.jsonl"
-FIGURE = Path(__file__).parents[1] / "docs" / "demo.png"
+FIGURE = Path(__file__).parents[1] / "docs" / "demo_layers.png"
 KINDS = ("private", "reference")
 
 

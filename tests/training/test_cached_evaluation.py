@@ -113,7 +113,7 @@ def test_nothing_is_cached_for_evaluation_where_training_has_no_cache(settings: 
 
 
 def test_rows_of_a_table_that_are_alike_are_different_people(tmp_path: Path) -> None:
-    lines = ["age,label"] + [f"{20 + i % 3},{('low', 'high')[i % 2]}" for i in range(90)]
+    lines = ["age,label"] + [f"{20 + i % 30},{('low', 'high')[i % 2]}" for i in range(90)]
     (tmp_path / "people.csv").write_text("\n".join(lines) + "\n")
     values = {
         "model.name": "table:mlp",
