@@ -126,7 +126,7 @@ class VarianceCorrected(SpectralAdamW):
 
     def step(self, noisy: NoisySum | None = None) -> None:  # type: ignore[override]
         assert noisy is not None
-        self._variance = (noisy.noise_std / noisy.expected_batch_size) ** 2
+        self._variance = (noisy.noise_std / noisy.divisor) ** 2
         super().step(noisy)
 
     def _move(self, parameter: nn.Parameter, direction: Tensor, group: dict[str, Any]) -> None:

@@ -49,6 +49,10 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "keyring": ({"randomness", "durable"}, set()),
 }
 ROOMS["loading"] = ({"checks", "clipping", "sampling", "tensors"}, {"numpy", "torch"})
+ROOMS["distributed"] = (
+    {"clipping", "keyring", "loading", "noise", "randomness", "sampling"},
+    {"numpy", "torch"},
+)
 # Looks at what was not released; nothing imports it (tests/test_research.py).
 ROOMS["research"] = ({"checks", "clipping", "denoising", "events", "noise"}, {"torch"})
 ROOMS["plan"] = (set(ROOMS) - {"research"}, {"numpy", "torch"})
@@ -75,6 +79,7 @@ ROOMS["training"] = (
         "tomli",
         "torchvision",
         "PIL",
+        "onnxruntime",
         "optuna",
         "scipy",
     },

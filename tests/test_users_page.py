@@ -19,12 +19,14 @@ PAGE = (Path(__file__).parents[1] / "docs" / "users.md").read_text(encoding="utf
 
 
 def test_the_loop_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    scope: dict[str, object] = {}
+    block, door = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    scope: dict[str, object] = {"__name__": "page"}
     exec(compile(block, "docs/users.md", "exec"), scope)
     assert scope["run"].released == 8  # type: ignore[attr-defined]
     said = capsys.readouterr().out
     assert re.match(r"epsilon (3\.99\d|4\.000) for 200 users \(add-remove-user\)", said)
+    exec(compile(door, "docs/users.md", "exec"), scope)
+    assert scope["Classifier"]().record_owner is scope["owners"]  # type: ignore[operator]
 
 
 def test_the_configuration_of_the_page_is_read() -> None:

@@ -1,4 +1,4 @@
-"""A transformer that is fine-tuned by LoRA adapters."""
+"""A transformer that is fine-tuned in part: its last layer, all of it, or LoRA adapters."""
 
 import argparse
 import sys
@@ -23,6 +23,7 @@ def per_example_loss(model, batch):
 
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", choices=["last-layer", "full", "lora"], default="lora")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=0.003)
@@ -40,7 +41,11 @@ def main():
         max_position_embeddings=24,
     )
     model = BertForSequenceClassification(config)
-    model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=4))
+    if args.mode == "last-layer":
+        model.bert.embeddings.requires_grad_(False)
+        model.bert.encoder.layer[0].requires_grad_(False)
+    if args.mode == "lora":
+        model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=4))
     optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
     dp = PrivacyConfig(target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs)
     run = dp.build(len(train_set)).start()

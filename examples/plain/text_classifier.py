@@ -1,4 +1,4 @@
-"""A transformer that is fine-tuned by LoRA adapters."""
+"""A transformer that is fine-tuned in part: its last layer, all of it, or LoRA adapters."""
 
 import argparse
 import sys
@@ -17,6 +17,7 @@ import made
 
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", choices=["last-layer", "full", "lora"], default="lora")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=0.003)
@@ -34,7 +35,11 @@ def main():
         max_position_embeddings=24,
     )
     model = BertForSequenceClassification(config)
-    model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=4))
+    if args.mode == "last-layer":
+        model.bert.embeddings.requires_grad_(False)
+        model.bert.encoder.layer[0].requires_grad_(False)
+    if args.mode == "lora":
+        model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=4))
     optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
     train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
     for epoch in range(args.epochs):

@@ -22,8 +22,9 @@ from attacks.contract import at, data, loss, model_of, opened, plan_of
 from quietgrad.clipping import Clipper, clipped_gradients
 from quietgrad.clipping import bound as clipping_engine
 from quietgrad.clipping.soundness.processes import refuse_launcher
+from quietgrad.distributed import team
 from quietgrad.ledger import LedgerWriter
-from quietgrad.plan import plan, run
+from quietgrad.plan import run
 from quietgrad.plan.process import BoundToProcess
 
 # Several processes
@@ -51,7 +52,6 @@ def meet(rank: int, folder: str) -> None:
         timeout=timedelta(seconds=60),
     )
     try:
-        attempt(lambda: plan_of().start())
         attempt(lambda: started.clip(model_of(), loss, at(indices)))
         attempt(lambda: started.contribution({"w": torch.ones(2)}))
         attempt(lambda: started.release(clipped))
@@ -62,19 +62,19 @@ def meet(rank: int, folder: str) -> None:
     finally:
         torch.distributed.destroy_process_group()
     try:
-        started.clip(wrapped, loss, at(indices))
+        Clipper(1.0).clip(wrapped, loss, data())
     except ValueError as error:
         refused.append(str(error))
     Path(folder, f"rank{rank}.txt").write_text("\n".join(refused) + f"\n{started.released}")
 
 
 @pytest.mark.distributed
-def test_every_door_is_shut_under_a_group_of_two(tmp_path: Path) -> None:
+def test_a_run_of_one_process_is_shut_under_a_group_of_two(tmp_path: Path) -> None:
     # Forked: a spawned process would import torch again, for six seconds.
     torch.multiprocessing.start_processes(meet, (str(tmp_path),), nprocs=2, start_method="fork")
     for rank in range(2):
         *refused, wrapped, released = (tmp_path / f"rank{rank}.txt").read_text().splitlines()
-        assert len(refused) == 7
+        assert len(refused) == 6
         assert all(
             "process group of 2 ranks" in message and "one process" in message
             for message in refused
@@ -102,12 +102,12 @@ def test_a_group_of_one_is_one_process() -> None:
 
 @pytest.mark.usefixtures("group_of_one")
 def test_without_the_check_two_ranks_would_both_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    private, indices = opened()
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
     with pytest.raises(RuntimeError, match="process group of 2 ranks"):
-        plan_of().start()
-    for module in (plan, run, clipping_engine):
+        private.step(model_of(), loss, at(indices))
+    for module in (team, run, clipping_engine):
         monkeypatch.setattr(module, "refuse_process_group", lambda: None)
-    private, indices = opened()
     private.step(model_of(), loss, at(indices))
     assert private.released == 1
 
@@ -121,7 +121,7 @@ def test_one_of_several_processes_of_a_launcher_starts_nothing(
     # torchrun without init_process_group: every rank would train alone, on the same records.
     monkeypatch.setenv(name, "2")
     with pytest.raises(
-        RuntimeError, match=rf"{name}=2 says .*their epsilons add: run it in one process"
+        RuntimeError, match=rf"{name}=2 says .*their epsilons add: start one run .*one process"
     ):
         plan_of().start()
     for alone in ("1", "", "many"):

@@ -17,7 +17,7 @@ from quietgrad.keyring import Session, forget_secrets, read_secrets, rows_path
 from quietgrad.ledger import read_ledger
 from quietgrad.ledger.chain import count_path
 from quietgrad.noise import GaussianNoise
-from quietgrad.plan import plan, seeds
+from quietgrad.plan import seeds, starting
 from quietgrad.randomness import RandomKey
 
 # Seeds
@@ -65,7 +65,7 @@ def test_with_one_root_for_all_sessions_the_difference_is_the_data(
     def same(step: int, seed: str, public: bool) -> Session:
         return Session(step, "same", seeds.key_of_seed(seed), "seed")
 
-    monkeypatch.setattr(plan, "new_session", same)
+    monkeypatch.setattr(starting, "new_session", same)
     with_data, without = differences(path, tmp_path, another_process, SEED)
     assert without == 0.0 and with_data == pytest.approx(0.5, abs=1e-6)
 

@@ -435,3 +435,38 @@ def test_parameters_of_a_module_itself(kind: type[nn.Module]) -> None:
     expected = oracle_clipped_sum(oracle_gradients(model, loss, x), 0.5)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=2e-3, atol=1e-5)
+
+
+class BiasAlone(nn.Module):
+    """A frozen weight with a trainable bias, whose input is changed afterwards: autograd, which
+    needs the input for the weight alone, lets that pass.
+    """
+
+    def __init__(self, trained: str) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        for name, parameter in self.middle.named_parameters():
+            parameter.requires_grad_(name == trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        y = self.middle(h)
+        h.mul_(0.5)
+        return self.last(y + h).square().sum(1)
+
+
+@pytest.mark.parametrize("estimator", ["exact", "materialized", "ghost", "hutch"])
+def test_the_input_of_a_frozen_weight_may_change_in_place(estimator: str) -> None:
+    torch.manual_seed(0)
+    model, x = BiasAlone("bias"), torch.randn(5, 6)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch)
+
+    found = clipped_gradients(model, loss, x, 1e6, estimator=estimator).gradients
+    expected = oracle_clipped_sum(oracle_gradients(model, loss, x), 1e6)
+    assert "middle.bias" in found and "middle.weight" not in found
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as in training
+        clipped_gradients(BiasAlone("weight"), loss, x, 1e6, estimator=estimator)

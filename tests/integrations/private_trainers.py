@@ -126,6 +126,7 @@ def trainer(folder: Path, **changes: Any) -> PrivateTrainer:
         "model_init",
         "kind",
         "accept_start",
+        "record_owner",
     }
     given: dict[str, Any] = {"train_dataset": records(), "privacy": PRIVACY}
     given |= {name: changes.pop(name) for name in own & changes.keys()}

@@ -103,7 +103,16 @@ def test_what_was_scaled_since_is_replaced() -> None:
 
 
 def test_the_released_sum_stays_as_it_was() -> None:
-    model, first = linear(), NoisySum({"weight": torch.ones(1, 2)}, 1.0)
+    model, first = linear(), NoisySum({"weight": torch.ones(1, 2)}, 1.0, expected_batch_size=1)
     first.write_gradients(model)
     noisy(2.0).write_gradients(model)
     assert torch.equal(first.gradients["weight"], torch.ones(1, 2))
+
+
+def test_a_sum_of_which_nobody_said_the_batch_size_has_no_mean() -> None:
+    """A default would be right for one batch size, and silently wrong for all others."""
+    released, model = NoisySum({"weight": torch.ones(1, 2)}, 1.0), linear()
+    for use in (released.mean, lambda: released.write_gradients(model)):
+        with pytest.raises(ValueError, match="expected_batch_size=None: nothing says"):
+            use()
+    assert model.weight.grad is None

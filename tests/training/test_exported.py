@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
+import transformers
 from tiny_runs import config_of, train
 
 from quietgrad.checks import SettingsWarning
@@ -124,9 +126,7 @@ def test_a_text_classifier_loads_by_transformers_alone(
 ) -> None:
     values = settings | {"model.tune": tune, "model.head": head, "data.public": False}
     prepared, outcome, run_dir = train(values | {"optimizer.learning_rate": 5e-2})
-    direct = tune != "lora" and head == "auto"
-    folder = run_dir.model if direct else run_dir.model / "transformers"
-    assert (run_dir.model / "transformers").exists() is not direct
+    folder = run_dir.model
     batch = prepared.test.collate(np.arange(8), CPU)
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     classifier = prepared.model.classifier.eval()
@@ -145,7 +145,9 @@ def test_a_text_classifier_loads_by_transformers_alone(
         error, _ = load_alone("AutoModelForSequenceClassification", folder, given)
         assert "trust_remote_code=True" in error
 
-    for place in {folder, run_dir.model}:
+    adapter = folder / "adapter"
+    assert adapter.exists() is (tune == "lora")
+    for place in (folder, adapter) if tune == "lora" else (folder,):
         card = (place / "README.md").read_text()
         assert "from_pretrained" in card and "add or remove one record" in card
         assert f"all {outcome.result['steps']} steps" in card and "sampling at rate" in card
@@ -155,6 +157,10 @@ def test_a_text_classifier_loads_by_transformers_alone(
         assert record is not None and record["epsilon"] == outcome.result["epsilon"]
         with pytest.raises(ValueError, match=f'model.accept_start = "{EPSILONS_ADD}"'):
             prepare(config_of(values | {"model.name": str(place), "model.tune": "head"}))
+    texts = [p for p in folder.rglob("*") if p.suffix in (".json", ".md", ".jinja", ".txt")]
+    for path in texts:  # whoever gets the folder need not know where it was made
+        assert values["model.name"] not in path.read_text(), path
+        assert str(tmp_path) not in path.read_text(), path
 
 
 @pytest.mark.distributed
@@ -172,7 +178,7 @@ def test_a_language_model_loads_by_transformers_alone(
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     with torch.no_grad():
         wanted = prepared.model.classifier.eval()(**inputs)
-    folder = run_dir.model / "transformers" if tune == "lora" else run_dir.model
+    folder = run_dir.model
     error, found = load_alone("AutoModelForCausalLM", folder, {"inputs": inputs})
     assert not error
     seen = inputs["attention_mask"].bool()
@@ -190,41 +196,71 @@ def test_an_adapter_names_a_packaged_base_as_the_hub_does(tmp_path: Path) -> Non
     assert set(HUB_NAMES) == {"packaged:minilm", "packaged:smollm2"}
 
 
-def test_a_run_starts_from_an_adapter_on_a_packaged_model_without_the_hub(
-    settings: dict[str, Any], tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("head", ["mean", "auto"])
+def test_an_adapter_loads_by_peft_and_names_no_path(
+    settings: dict[str, Any], tiny_bert: Path, head: str
 ) -> None:
-    monkeypatch.setitem(HUB_NAMES, str(tiny_bert), "someone/tiny")
+    values = settings | {"model.tune": "lora", "model.head": head, "optimizer.learning_rate": 5e-2}
+    prepared, _, run_dir = train(values)
+    adapter = run_dir.model / "adapter"
+    named = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == tiny_bert.name
+    kind = transformers.AutoModelForSequenceClassification if head == "auto" else None
+    base = (kind or transformers.AutoModel).from_pretrained(tiny_bert)
+    plain = {name: p.detach().clone() for name, p in base.named_parameters()}
+    adapted = peft.PeftModel.from_pretrained(base, adapter).eval()
+    inputs = {k: v for k, v in prepared.test.collate(np.arange(4), CPU).items() if k != "labels"}
+    with torch.no_grad():
+        found, wanted = (
+            encoder(**inputs) for encoder in (adapted, prepared.model.classifier.eval().encoder)
+        )
+    place = "logits" if head == "auto" else "last_hidden_state"
+    torch.testing.assert_close(found[place], wanted[place], rtol=1e-4, atol=1e-5)
+    merged = dict(adapted.merge_and_unload().named_parameters())
+    assert any(not torch.equal(merged[name], p) for name, p in plain.items())
+
+
+def test_a_run_starts_from_the_model_of_another(settings: dict[str, Any]) -> None:
     values = settings | {"model.tune": "lora", "optimizer.learning_rate": 5e-2}
     first, _, run_dir = train(values)
-    written = json.loads((run_dir.model / "adapter_config.json").read_text())
-    assert written["base_model_name_or_path"] == "someone/tiny"
-    changed = {"model.name": str(run_dir.model), "model.tune": "head"}
-    second = prepare(config_of(values | changed | {"model.accept_start": EPSILONS_ADD}))
+    changed = values | {"model.name": str(run_dir.model), "model.accept_start": EPSILONS_ADD}
+    second = prepare(config_of(changed | {"model.tune": "head"}))
     inputs = {k: v for k, v in first.test.collate(np.arange(4), CPU).items() if k != "labels"}
     with torch.no_grad():
         one, other = (
             p.model.classifier.eval().encoder(**inputs).last_hidden_state for p in (first, second)
         )
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"trained with model\.head='mean'; set that"):
+        prepare(config_of(changed | {"model.head": "auto"}))
 
 
-def test_a_model_that_cannot_be_exported_is_saved_all_the_same(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("tune", "head"), [("lora", "auto"), ("full", "mean")])
+def test_a_model_that_cannot_be_written_whole_is_saved_in_parts(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tune: str, head: str
 ) -> None:
     """The privacy is spent by then: a run must not end in an error of another library."""
 
     def refuse(*arguments: Any) -> None:
         raise NotImplementedError("no such thing\nmore")
 
-    monkeypatch.setattr("quietgrad.training.tasks.text.exported.merged", refuse)
+    monkeypatch.setattr("quietgrad.training.tasks.text.exported._whole", refuse)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _, outcome, run_dir = train(settings | {"model.tune": "lora", "model.head": "auto"})
+        values = settings | {"model.tune": tune, "model.head": head}
+        prepared, outcome, run_dir = train(values | {"optimizer.learning_rate": 5e-2})
     (said,) = [str(w.message) for w in caught if w.category is SettingsWarning]
-    assert "could not be written (NotImplementedError: no such thing)" in said
+    assert "could not be written as one (NotImplementedError: no such thing)" in said
     assert run_dir.result.is_file() and outcome.result["epsilon"] <= 4
-    assert "a LoRA adapter (peft)" in (run_dir.model / "README.md").read_text()
-    assert load_saved(run_dir.model)[2] == ["bad", "good"]
+    assert "the model is in parts" in (run_dir.model / "README.md").read_text()
+    classifier, _, labels = load_saved(run_dir.model)
+    assert labels == ["bad", "good"]
+    inputs = {k: v for k, v in prepared.test.collate(np.arange(4), CPU).items() if k != "labels"}
+    with torch.no_grad():
+        one, other = (m(**inputs) for m in (classifier, prepared.model.classifier.eval()))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    with pytest.raises((ValueError, OSError)):
+        transformers.AutoModelForSequenceClassification.from_pretrained(run_dir.model)
 
 
 @pytest.mark.distributed

@@ -38,7 +38,7 @@ class SharedVerdict:
         the run stays its own.
         """
         bindings: Any = _Numbered(self._bound, self._runs * self._steps, run.plan.clipper)
-        run._bindings = bindings
+        run.clip_by(bindings)
         self._runs += 1
 
 

@@ -45,6 +45,7 @@ ExtendTo = Annotated[
         "--extend-to-epsilon", help="A new target for the whole run, in place of the first."
     ),
 ]
+Processes = Annotated[int, typer.Option("--nproc", metavar="N", help="On N processes here.")]
 
 
 def _version(wanted: bool) -> None:
@@ -74,6 +75,7 @@ def train(
     extend_steps: ExtendSteps = None,
     extend_epochs: ExtendEpochs = None,
     extend_to: ExtendTo = None,
+    processes: Processes = 1,
     as_json: accounting.AsJson = False,
 ) -> None:
     """Trains privately on texts, tables or images, or a language model to answer; without CONFIG,
@@ -83,7 +85,7 @@ def train(
     from quietgrad.cli.training import run_train
 
     extend = extend_steps, extend_epochs, extend_to
-    run_train(config, overrides or [], resume, as_json, extend)
+    run_train(config, overrides or [], resume, as_json, extend, processes)
 
 
 @app.command()

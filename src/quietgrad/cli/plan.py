@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from quietgrad.accounting import epsilon_report
+from quietgrad.accounting import RunCount, epsilon_report, selected_epsilon
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.beside.chosen import print_settings, settings_record, too_long
@@ -23,6 +23,8 @@ from quietgrad.cli.prepared import noise_record, prepare_shown, print_guarantee
 from quietgrad.events import RELATIONS
 from quietgrad.ledger import planned_course, read_ledger
 from quietgrad.training.settings.config import TrainConfig, load_config
+
+TUNING = RunCount(mean=10.0)  # geometric, the default of a comparison's [accounted]
 
 
 def run_plan(
@@ -42,6 +44,11 @@ def run_plan(
         record["warning"] = warning
     if prepared.plan is not None:
         record |= noise_record(prepared.plan)
+        record["tuning"] = {
+            "mean_runs": TUNING.mean,
+            "distribution": "geometric",
+            "epsilon": selected_epsilon(prepared.plan.event, TUNING, prepared.plan.delta),
+        }
     if figure is not None and prepared.plan is not None:
         from quietgrad.training.files.noise_state import draw_choice
 
@@ -76,6 +83,14 @@ def run_plan(
             **({} if figure is None else {"figure": str(figure)}),
         },
     )
+    if "tuning" in record:
+        cost = record["tuning"]["epsilon"]
+        target.print(
+            f"tuning: the best of {TUNING.mean:g} such runs on average, and no other looked at, "
+            f"would cost epsilon = {round_up(cost, 4)} in place of "
+            f"{round_up(record['epsilon'], 4)} (quietgrad compare CONFIG --accounted)",
+            soft_wrap=True,
+        )
     if warning is not None:
         target.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,9 @@ from rich.progress import (
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.beside.chosen import print_settings, settings_record
+from quietgrad.cli.beside.launch import start_processes
 from quietgrad.cli.output import (
+    Lines,
     console,
     fail,
     one_line,
@@ -30,6 +34,7 @@ from quietgrad.cli.output import (
     quiet_libraries,
 )
 from quietgrad.cli.prepared import prepare_shown, print_guarantee
+from quietgrad.distributed.together import Together, launched, leave, meet, restarted
 from quietgrad.events import RELATIONS, per_unit
 from quietgrad.ledger import holds_records
 from quietgrad.training.settings.config import TrainConfig, load_config
@@ -48,6 +53,7 @@ def run_train(
     resume: bool,
     as_json: bool,
     extend: tuple[int | None, float | None, float | None] = (None, None, None),
+    processes: int = 1,
 ) -> None:
     """See ``quietgrad train --help``."""
     target = console(as_json)
@@ -56,26 +62,54 @@ def run_train(
             "--extend-steps, --extend-epochs and --extend-to-epsilon go on with a run: add --resume"
         )
     config = _config_to_run(config_path, overrides, resume)
+    if processes != 1:
+        start_processes(processes, sys.argv[1:])
+    together = _meet(config)
+    if together.size > 1:
+        resume = _resumes(config, resume)
+        config = _config_to_run(config_path, overrides, resume)
+    if not together.first:
+        target = Console(quiet=True)
     from quietgrad.training.extending import Extend, extended
     from quietgrad.training.files.noise_state import saved_mixing, with_kept_seed, without_seed
-    from quietgrad.training.files.run_dir import removed_if_refused
+    from quietgrad.training.files.run_dir import RunDir, removed_if_refused
 
     started = time.monotonic()
-    with removed_if_refused(config.training.run_dir, resume) as run_dir:
+    with contextlib.ExitStack() as stack:
+        if together.first:
+            run_dir = stack.enter_context(removed_if_refused(config.training.run_dir, resume))
+        else:
+            run_dir = RunDir(Path(config.training.run_dir))
         if resume:
             config = with_kept_seed(config, run_dir)
             require_same_settings(without_seed(load_config(run_dir.config)), without_seed(config))
-        prepared = prepare_shown(
-            config,
-            target,
-            saved_mixing(run_dir) if resume else None,
-            (lambda plan: extended(plan, run_dir, Extend(*extend))) if resume else None,
+        from quietgrad.clipping.soundness.processes import on_public_records
+        from quietgrad.training.derived.resolve import is_open
+
+        # What follows from measurements is the first process's: the others wait for it.
+        measures = together.size > 1 and is_open(config)
+        if measures and not together.first:
+            config = together.of_first(None)
+        with on_public_records():
+            prepared = prepare_shown(
+                config,
+                target,
+                saved_mixing(run_dir) if resume else None,
+                (lambda plan: extended(plan, run_dir, Extend(*extend))) if resume else None,
+            )
+        if measures and together.first:
+            together.of_first(prepared.config)
+        together.require_same(
+            "their training records",
+            prepared.task.record_ids,
+            "let every process read the same file, in the same order",
         )
         from quietgrad.training import runner
         from quietgrad.training.files import figure
         from quietgrad.training.prepare import verify_on_public_records
 
-        difference = None if prepared.plan is None else verify_on_public_records(prepared)
+        with on_public_records():
+            difference = None if prepared.plan is None else verify_on_public_records(prepared)
     if prepared.plan is not None:
         target.print(
             "Clipping agrees with per-example autograd on validation records: relative difference "
@@ -106,7 +140,7 @@ def run_train(
         before = bar.add_task("frozen layers", total=None, spent="", visible=False)
         task = bar.add_task("training", total=prepared.steps, spent="")
         score_text = ""
-        lines, records = _Lines(target, "step"), _Lines(target, "frozen layers, record")
+        lines, records = Lines(target, "step"), Lines(target, "frozen layers, record")
 
         def told(done: int, total: int) -> None:
             bar.update(before, completed=done, total=total, visible=done < total)
@@ -138,10 +172,14 @@ def run_train(
         try:
             with quiet_libraries(target):
                 outcome: runner.Outcome | None = runner.train(
-                    prepared, run_dir, resume, report, _sayer(target), told
+                    prepared, run_dir, resume, report, _sayer(target), told, together
                 )
         except KeyboardInterrupt:
             outcome = None
+    together.of_first(None)  # the others stay until the last file is written
+    leave()
+    if not together.first:
+        return
     if outcome is None:  # said below the bar, not in it
         fail(_interrupted(run_dir), code=130)
     if outcome.interrupted:
@@ -165,32 +203,35 @@ def run_train(
     _print_result(target, result | _in_words(prepared, result), known)
 
 
-class _Lines:
-    """Progress where there is no terminal for a bar: a line when half a minute has passed without
-    one.
+def _meet(config: TrainConfig) -> Together:
+    """The other processes that torchrun started with this one.
+
+    Raises:
+        ValueError: for what several processes do not do.
     """
-
-    EVERY = 30.0  # seconds
-
-    def __init__(self, target: Console, unit: str) -> None:
-        self._target, self._unit = target, unit
-        self._began = self._last = time.monotonic()
-        self._first: int | None = None
-
-    def show(self, done: int, total: int, more: str, said: bool = False) -> None:
-        """``said``: whether a line about this step is there already."""
-        now = time.monotonic()
-        if self._first is None:  # what comes before the first is not its time
-            self._first, self._began = done, now
-        if said:
-            self._last = now
-        if self._target.is_terminal or now - self._last < self.EVERY or done == self._first:
-            return
-        self._last = now
-        left = (now - self._began) / (done - self._first) * (total - done)
-        self._target.print(
-            f"{self._unit} {done}/{total}{more}, about {max(1, round(left / 60))} min left"
+    if not launched():
+        return Together()
+    if not config.privacy.enabled:
+        raise ValueError(
+            "privacy.enabled=false on several processes: they train private runs alone; start the "
+            "reference with quietgrad train, without torchrun and --nproc"
         )
+    if not config.training.run_dir:
+        raise ValueError(
+            "training.run_dir is not set, and on several processes it has to be: after a restart "
+            "they would begin another run, and forget what was released; --set "
+            "training.run_dir=PATH, on a disk that every process sees"
+        )
+    from quietgrad.training.precision import device_of
+
+    return meet(device_of(config.training.device).type)
+
+
+def _resumes(config: TrainConfig, resume: bool) -> bool:
+    """After a restart by torchrun a run goes on, where there is one, as with --resume."""
+    from quietgrad.training.files.run_dir import RunDir
+
+    return resume or (restarted() and holds_records(RunDir(Path(config.training.run_dir)).ledger))
 
 
 def _in_words(prepared: Prepared, result: dict[str, Any]) -> dict[str, str]:

@@ -8,27 +8,27 @@ guard's verdict live and die with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from quietgrad.beside.values import SideMethod
+from quietgrad.clipping.asked import Settings
 from quietgrad.clipping.capture.backward import Checkpointing, PerExampleLoss
 from quietgrad.clipping.capture.escapes import NotCaptured
-from quietgrad.clipping.capture.examples import Combined, Examples
+from quietgrad.clipping.capture.examples import Examples
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, layout_of
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.clipping.engines.accumulator import Sums, zero_sum
 from quietgrad.clipping.engines.bookkeeping import add_by_bookkeeping, group_norms
 from quietgrad.clipping.engines.one_example import add_one_by_one, gradients_of_one, norms_of_one
-from quietgrad.clipping.engines.thresholds import Groups, Scaling, Split, Thresholds, thresholds
+from quietgrad.clipping.engines.summing import Summing
+from quietgrad.clipping.engines.thresholds import Split, Thresholds, thresholds
 from quietgrad.clipping.engines.work import Engine, Work
-from quietgrad.clipping.norms.choice import Policy
-from quietgrad.clipping.norms.cost import Throughput, modelled_throughput
+from quietgrad.clipping.norms.cost import modelled_throughput
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.planner.execution import ExecutionChoice, choose_execution, free_bytes
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
@@ -37,7 +37,6 @@ from quietgrad.clipping.soundness.processes import refuse_process_group, refuse_
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
 from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged
-from quietgrad.events import SensitivityClaim
 from quietgrad.tensors import (
     Batch,
     accumulation_dtype,
@@ -50,38 +49,6 @@ from quietgrad.tensors import (
 SHARE_OF_FREE_MEMORY = 0.8
 
 Result = TypeVar("Result")
-
-
-class Settings(Protocol):
-    """What a bound clipper reads of a ``Clipper``."""
-
-    @property
-    def max_grad_norm(self) -> float: ...
-    @property
-    def physical_batch_size(self) -> int | None: ...
-    @property
-    def max_physical_batch_size(self) -> int | None: ...
-    @property
-    def engine(self) -> Engine: ...
-    @property
-    def groups(self) -> str | Groups | Mapping[str, float]: ...
-    @property
-    def scaling(self) -> Scaling: ...
-    @property
-    def views(self) -> int: ...
-    @property
-    def combined(self) -> Combined | None: ...
-    @property
-    def memory_budget(self) -> float | None: ...
-    @property
-    def speed(self) -> Throughput | None: ...
-    @property
-    def beside(self) -> tuple[SideMethod, ...]: ...
-    @property
-    def claim(self) -> SensitivityClaim: ...
-    @property
-    def sketched(self) -> bool: ...
-    def policies(self, layout: Layout) -> dict[str, Policy]: ...
 
 
 class BoundClipper:
@@ -132,7 +99,11 @@ class BoundClipper:
             pass
 
     def clip(
-        self, batch: Batch, projections: Projections | None = None, step: int | None = None
+        self,
+        batch: Batch,
+        projections: Projections | None = None,
+        step: int | None = None,
+        summing: Summing = Summing(),  # noqa: B008
     ) -> ClippedSum:
         """Sum of clipped per-example gradients of a batch, micro-batch by micro-batch.
 
@@ -143,6 +114,7 @@ class BoundClipper:
                 draws fresh ones, for one call.
             step: number of the release that the batch is for, from 0: says when the guard runs
                 again; None counts calls.
+            summing: how micro-batches are added up.
 
         Returns:
             The clipped sum. Private until noise is added.
@@ -152,15 +124,20 @@ class BoundClipper:
                 other examples, buffers and parameters that change while the loss is computed,
                 models spread over devices, models that cannot be captured where book-keeping or
                 sketches are asked for.
-            RuntimeError: under a process group of several ranks.
+            RuntimeError: under a process group of several ranks, unless ``summing`` is over them.
         """
-        refuse_process_group()
+        if not summing.over_ranks:
+            refuse_process_group()
         refuse_wrapped_model(self.model)
         examples = self.examples_of(batch)
-        return self._falling_back(lambda: self._clip(examples, projections, step))
+        return self._falling_back(lambda: self._clip(examples, projections, step, summing))
 
     def _clip(
-        self, batch: Examples, projections: Projections | None, step: int | None
+        self,
+        batch: Examples,
+        projections: Projections | None,
+        step: int | None,
+        summing: Summing,
     ) -> ClippedSum:
         looked_at = is_guarded(self._calls if step is None else step)
         with self._prepared(batch, step) as (layout, how):
@@ -168,8 +145,13 @@ class BoundClipper:
             add = add_one_by_one if how.engine == "one-example" else add_by_bookkeeping
             sums: Sums = {}
             counts = PrivateCounts()
+            apart = summing.apart(layout.parameters.values())
             for part in batch.parts(how.physical_batch_size):
-                counts += PrivateCounts.of(add(work, part, sums), self.clipper.beside)
+                own: Sums = {} if apart else sums
+                seen = PrivateCounts.of(add(work, part, own), self.clipper.beside)
+                counts += replace(seen, beside=summing.beside(seen.beside))
+                if apart:
+                    summing.add(sums, own)
         gradients = {
             name: sums.pop(name) if name in sums else zero_sum(p)
             for name, p in layout.parameters.items()

@@ -133,7 +133,7 @@ class MomentOptimizer(torch.optim.Optimizer):
                     f"the released sum has {tuple(noisy.gradients[name].shape)} for {name!r}, and "
                     f"the parameter is {tuple(parameter.shape)}; clip and step with the same model"
                 )
-        divisor = noisy.expected_batch_size
+        divisor = noisy.divisor
         levels = [
             [
                 _Level(

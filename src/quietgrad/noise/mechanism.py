@@ -176,6 +176,8 @@ class GaussianNoise:
         clipped: ClippedSum,
         key_of: Callable[[int], RandomKey],
         history: NoiseHistory,
+        entries: int | None = None,
+        with_beside: bool = True,
     ) -> tuple[NoisySum, NoiseHistory]:
         """Adds the noise of step ``history.step``.
 
@@ -186,6 +188,8 @@ class GaussianNoise:
                 never used twice with one root: two sums with the same noise give away their
                 difference.
             history: from the step before, ``init()`` or ``replay()``.
+            entries: d, of all parameters, where ``clipped`` holds those of one owner.
+            with_beside: whether this process draws the numbers beside the gradients: one does.
 
         Returns:
             The released sum and the state of the next step. Cost: one normal draw an entry, and
@@ -195,7 +199,9 @@ class GaussianNoise:
             ValueError: if the matrix has no such row.
         """
         step, grid = history.step, self.source.grid
-        entries = sum(g.numel() for g in clipped.gradients.values())
+        if entries is None:
+            entries = sum(g.numel() for g in clipped.gradients.values())
+        sides = self.beside if with_beside else ()
         scale = noise_std(self.noise_multiplier, clipped.claim, entries, self.bands, grid)
         if self.mixing is None:  # needs nothing of the past, and one parameter's draw at a time
             key = key_of(step)
@@ -203,7 +209,7 @@ class GaussianNoise:
                 name: covered(g, self.source.normal(g, key, step, name), scale, grid)
                 for name, g in clipped.gradients.items()
             }
-            noisy = NoisySum(drawn, scale, beside=self._beside(clipped, key, step))
+            noisy = NoisySum(drawn, scale, beside=self._beside(clipped, key, step, sides))
             return noisy, NoiseHistory(step + 1, history.since)
         coefficients, later = self._advance(self.mixing, history)
         if self.memory == "rows":
@@ -214,12 +220,14 @@ class GaussianNoise:
         sums = {name: covered(g, noise[name], scale, grid) for name, g in clipped.gradients.items()}
         std, beside = (
             scale * float(np.linalg.norm(coefficients)),
-            self._beside(clipped, key_of(step), step),
+            self._beside(clipped, key_of(step), step, sides),
         )
         return NoisySum(sums, std, mixing_row=coefficients, beside=beside), later
 
-    def _beside(self, clipped: ClippedSum, key: RandomKey, step: int) -> dict[str, float]:
-        return cover_side_sums(clipped.private.beside, self.beside, self.source, key, step)
+    def _beside(
+        self, clipped: ClippedSum, key: RandomKey, step: int, sides: tuple[SideRelease, ...]
+    ) -> dict[str, float]:
+        return cover_side_sums(clipped.private.beside, sides, self.source, key, step)
 
     def replay(
         self,

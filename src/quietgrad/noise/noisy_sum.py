@@ -31,7 +31,7 @@ class NoisySum:
         denoised: whether a denoiser has been over it: ``noise_std`` then is what was added, no
             longer what is there.
         expected_batch_size: B, what the mean divides by, never the realised size, which is private
-            (erratum E1); 1 for gradients that are no sum over a batch.
+            (erratum E1); a run says it. None: nobody has, and there is no mean.
         beside: name -> noisy sum that was released with the gradients, in units of what one record
             can add to it.
     """
@@ -40,7 +40,7 @@ class NoisySum:
     noise_std: float
     mixing_row: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
     denoised: bool = False
-    expected_batch_size: float = 1.0
+    expected_batch_size: float | None = None
     beside: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -51,11 +51,32 @@ class NoisySum:
             0,
             "pass the standard deviation of the noise that was added",
         )
-        require_positive("expected_batch_size", self.expected_batch_size, "a plan has it")
+        if self.expected_batch_size is not None:
+            require_positive("expected_batch_size", self.expected_batch_size, "a plan has it")
+
+    @property
+    def divisor(self) -> float:
+        """B.
+
+        Raises:
+            ValueError: where nothing said it.
+        """
+        if self.expected_batch_size is None:
+            raise ValueError(
+                "expected_batch_size=None: nothing says what the mean of this sum divides by; "
+                "give NoisySum(expected_batch_size=plan.expected_batch_size), or take what a run "
+                "released (1 for gradients that are no sum over a batch)"
+            )
+        return self.expected_batch_size
 
     def mean(self) -> dict[str, Tensor]:
-        """Parameter name -> gradient divided by the expected batch size."""
-        return {name: g / self.expected_batch_size for name, g in self.gradients.items()}
+        """Parameter name -> gradient divided by the expected batch size.
+
+        Raises:
+            ValueError: as ``divisor``.
+        """
+        divisor = self.divisor
+        return {name: g / divisor for name, g in self.gradients.items()}
 
     def write_gradients(self, model: nn.Module) -> None:
         """Sets ``.grad`` of every parameter named here to the mean, in the parameter's dtype, for

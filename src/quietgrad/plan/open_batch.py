@@ -46,13 +46,15 @@ class OpenBatch:
 
     Attributes:
         release: which release it is for.
-        examples: how many it holds; private.
+        examples: how many this process holds of it; private.
+        whole: how many it holds on all ranks together; private.
         name: on the stamps of its sums. A batch that is opened again (its loop was broken off) has
             another: sums of before do not add up with those that come.
     """
 
     release: int
     examples: int = field(repr=False)
+    whole: int = field(repr=False)
     name: object = field(default_factory=object)
 
     def require_sum(self, clipped: ClippedSum, claim: SensitivityClaim) -> None:
@@ -88,4 +90,17 @@ class OpenBatch:
                 "the clipped sum does not hold as many records as the open batch; clip exactly the "
                 "records at the indices that batches() gave, each once (several views of a record "
                 "are no records: average their losses)"
+            )
+
+    def require_whole(self, examples: int) -> None:
+        """Refuses a sum over all ranks that does not hold as many records as the batch.
+
+        Raises:
+            RuntimeError: with the remedy; no sizes.
+        """
+        if examples != self.whole:
+            raise RuntimeError(
+                "the sums of all ranks together do not hold as many records as the batch, so some "
+                "would count twice or never; clip on every rank exactly the records that its "
+                "batches() or loader gave"
             )

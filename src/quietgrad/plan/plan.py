@@ -14,11 +14,10 @@ from quietgrad.beside.adaptive import AdaptiveClipping
 from quietgrad.beside.training_loss import TrainingLoss
 from quietgrad.beside.values import SideMethod, beside_of, releases_beside
 from quietgrad.clipping.clipper import Clipper
-from quietgrad.clipping.soundness.processes import refuse_launcher, refuse_process_group
 from quietgrad.denoising.rules.protocols import GradientRule
+from quietgrad.distributed.team import Team
 from quietgrad.events import ADD_REMOVE, ADD_REMOVE_USER, ZERO_OUT, ClippingClaim, PrivacyEvent
-from quietgrad.keyring import KeyRing, rows_path
-from quietgrad.ledger import LedgerContents, LedgerWriter, holds_records
+from quietgrad.ledger import LedgerContents
 from quietgrad.noise.correlation.bands import BandChoice
 from quietgrad.noise.correlation.mixing import MixingMatrix
 from quietgrad.noise.mechanism import GaussianNoise
@@ -27,16 +26,16 @@ from quietgrad.plan.by_step.course import (
     StepByStep,
     calibrated_scale,
     require_course,
-    require_run_to_extend,
     require_same,
 )
-from quietgrad.plan.noise_session import NoiseSession
 from quietgrad.plan.run import PrivateRun
-from quietgrad.plan.seeds import Seed, SeedUse, claim_seed, root_key
-from quietgrad.plan.sessions import Begun, begin_session, new_session
-from quietgrad.randomness import RandomKey
+from quietgrad.plan.seeds import Seed
+from quietgrad.plan.starting import start_run
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.schedules import Course
+
+# Rules that take every matrix by itself.
+MATRIX_BY_MATRIX = "quietgrad.denoising.rules."
 
 
 @dataclass(frozen=True)
@@ -199,19 +198,26 @@ class PrivacyPlan(StepByStep):
             beside=partial(releases_beside, self.beside),
         )
 
-    def write_gradients(self, noisy: NoisySum, model: nn.Module) -> None:
+    def write_gradients(self, noisy: NoisySum, model: nn.Module, team: Team | None = None) -> None:
         """Post-processes what was released, and sets ``.grad`` of the model to the mean.
 
         Args:
             noisy: as it was released. A denoiser of the optimiser's moment is the optimiser's: it
                 needs all releases, and steps on ``noisy`` itself.
             model: the one that was clipped.
+            team: of the run, whose ranks denoise a part of the layers each.
 
         Raises:
             ValueError: if it was denoised before, or the model lacks one of the parameters.
         """
-        denoised = noisy if self.denoising is None else self.denoising.denoise(noisy, model)
-        denoised.write_gradients(model)
+        rule = self.denoising
+        if rule is not None:
+            # A rule of somebody else's may look at all layers together.
+            if team is not None and type(rule).__module__.startswith(MATRIX_BY_MATRIX):
+                noisy = team.denoised(rule.denoise, noisy, model)
+            else:
+                noisy = rule.denoise(noisy, model)
+        noisy.write_gradients(model)
 
     def start(
         self,
@@ -222,9 +228,12 @@ class PrivacyPlan(StepByStep):
         """Begins to run the plan, or goes on with it if the ledger already holds releases of the
         same mechanism.
 
+        Under an initialised process group of several ranks all of them start one run, with the
+        same plan; the first alone writes ``ledger`` and ``keys`` (docs/many_processes.md).
+
         Every start draws with a root of its own, so that none draws another's noise again
-        (``quietgrad.plan.sessions``); with a seed and data that were declared public the seed alone
-        fixes all draws.
+        (``quietgrad.plan.session.starts``); with a seed and data that were declared public the
+        seed alone fixes all draws.
 
         Correlated noise goes on exactly where its earlier draws can be made again: with the same
         seed, or ``keys``, and the same matrix. Otherwise it begins anew (a new block): as private,
@@ -243,67 +252,10 @@ class PrivacyPlan(StepByStep):
             ValueError: if the ledger was written by a different mechanism, is in use, damaged,
                 shortened or gone, or the seed has started another run; for an extended plan,
                 without the ledger of the run that it extends.
-            RuntimeError: in one of several processes (a process group, torchrun).
+            RuntimeError: in one of several processes that are not in one process group; and on all
+                ranks of a group, where they differ or the first cannot start.
         """
-        refuse_process_group()
-        refuse_launcher()
-        require_run_to_extend(self.extensions, ledger)
-        key, planned = root_key(self.seed), self.first_planned
-        if ledger is None:
-            session = new_session(0, self.seed, self.data_are_public)
-            noise = NoiseSession(self.noise, Begun(KeyRing((session,))))
-            return PrivateRun(self, noise, seed_use=self._claim(key, None, 0))
-        secret = None if keys is None else Path(keys)
-        if secret is not None and secret.exists() and not holds_records(Path(ledger)):
-            raise ValueError(
-                f"keys={str(keys)!r} is there, but no ledger of its run at ledger={str(ledger)!r}, "
-                "so nothing is known of what was released; restore the ledger with its count "
-                "file, or "
-                "begin in a new run directory"
-            )
-        writer = LedgerWriter(
-            ledger, resume
-        )  # locked before it is read: nobody else can add releases in between
-        try:
-            contents = writer.contents
-            if contents.header:
-                self._require_same_mechanism(contents)
-            use = self._claim(key, ledger, contents.releases)
-            if not contents.header:
-                writer.mechanism(
-                    self.first_event,
-                    planned if planned.varies else None,
-                    planned_steps=planned.steps,
-                    delta=self.delta,
-                    dataset_size=self.dataset_size,
-                    max_grad_norm=self.max_grad_norm,
-                    seeded=self.seed is not None,
-                    **self._sampling_facts(),
-                    **self.sampler.sizes_of_parts(self.record_identity),
-                )
-            for more, target in self.extensions[len(contents.extensions) :]:
-                writer.extension(more, target)
-            session = new_session(contents.releases, self.seed, self.data_are_public)
-            begun = Begun(KeyRing((session,)))
-            if (
-                contents.releases < self.steps
-            ):  # else nothing is left to draw, and nothing to write down
-                begun = begin_session(
-                    session, writer, contents, self.seed, secret, self.noise.digest
-                )
-        except BaseException:
-            writer.close()
-            raise
-        rows = None if secret is None else rows_path(secret)
-        noise = NoiseSession(self.noise, begun, writer, rows)
-        given_up = contents.not_private is not None
-        return PrivateRun(
-            self, noise, writer, contents.releases, given_up, use, contents.max_grad_norm
-        )
-
-    def _claim(self, key: RandomKey, ledger: str | Path | None, releases: int) -> SeedUse | None:
-        secret = self.seed is not None and not self.data_are_public
-        return claim_seed(key, ledger, releases) if secret else None
+        return start_run(self, ledger, keys, resume)
 
     @property
     def neighbouring(self) -> str:
@@ -316,7 +268,8 @@ class PrivacyPlan(StepByStep):
             ZERO_OUT if self.sampler.bands > 1 and self.record_identity == "index" else ADD_REMOVE
         )
 
-    def _sampling_facts(self) -> dict[str, object]:
+    def sampling_facts(self) -> dict[str, object]:
+        """What the ledger's first line says of the sampling."""
         cyclic = self.sampler.bands > 1
         facts: dict[str, object] = {
             "sampler": "cyclic-poisson" if cyclic else "poisson",
@@ -333,7 +286,8 @@ class PrivacyPlan(StepByStep):
             }
         return facts | ({"record_identity": self.record_identity} if cyclic else {})
 
-    def _require_same_mechanism(self, contents: LedgerContents) -> None:
+    def require_same_mechanism(self, contents: LedgerContents) -> None:
+        """Raises ValueError where a ledger is of another mechanism."""
         course = self.first_planned
         planned: dict[str, object] = {
             "event": self.first_event.to_json(),
@@ -341,7 +295,7 @@ class PrivacyPlan(StepByStep):
             "max_grad_norm": self.max_grad_norm,
             "planned_steps": course.steps,
             "delta": self.delta,
-            **self._sampling_facts(),
+            **self.sampling_facts(),
             "course": course.to_json() if course.varies else None,
         }
         require_same(contents, planned, [more for more, _ in self.extensions])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -11,13 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quietgrad.accounting import epsilon_report
 from quietgrad.beside.session import SideSession, TellsBeside
 from quietgrad.clipping.bindings import Bindings
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum, Stamp
+from quietgrad.clipping.engines.summing import summing_of
 from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.soundness.guard import is_guarded
 from quietgrad.clipping.soundness.processes import refuse_process_group
+from quietgrad.distributed.shares import Shares
+from quietgrad.distributed.team import Alone, Team
+from quietgrad.distributed.wrapping import model_inside, unused
 from quietgrad.events import NotPrivate
 from quietgrad.ledger import LedgerWriter
 from quietgrad.loading.batches import parts_of, records_of
@@ -25,15 +28,17 @@ from quietgrad.loading.draws import Draws
 from quietgrad.loading.loader import PrivateLoader
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan.contribution import clip_given
-from quietgrad.plan.noise_session import NoiseSession
 from quietgrad.plan.open_batch import OpenBatch, require_open
 from quietgrad.plan.planned import Planned
 from quietgrad.plan.process import BoundToProcess
+from quietgrad.plan.progress import TellsProgress
+from quietgrad.plan.releases import Releases
 from quietgrad.plan.seeds import SeedUse
+from quietgrad.plan.session.noise_session import NoiseSession
 from quietgrad.tensors import Batch, to_device
 
 
-class PrivateRun(BoundToProcess, TellsBeside):
+class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
     """A plan in progress: which release comes next, and the streams. Never makes more releases than
     the plan has steps.
 
@@ -49,8 +54,10 @@ class PrivateRun(BoundToProcess, TellsBeside):
         given_up: bool = False,
         seed_use: SeedUse | None = None,
         max_grad_norm: float | None = None,
+        team: Team | None = None,
     ) -> None:
         super().__init__()
+        self._team: Team = Alone() if team is None else team
         self.plan = plan
         self._session = session
         self._writer = writer
@@ -62,16 +69,15 @@ class PrivateRun(BoundToProcess, TellsBeside):
         self._bindings = Bindings(plan.clipper)
         self._seed_use = seed_use
         self._open: OpenBatch | None = None
-        self._draws = Draws(lambda step: plan.indices(session.key, step))
+        self._releases = Releases(plan, session, writer, self._team)
+        self._shares = Shares(
+            lambda step: plan.indices(session.key, step), self._team.rank, self._team.size
+        )
+        self._draws = Draws(self._shares)
         self._loader: PrivateLoader | None = None
         self._spent = (0, 0.0)  # releases, and their epsilon
         self._closed = False
         self._one_at_a_time = threading.Lock()
-
-    @property
-    def released(self) -> int:
-        """Noisy sums released so far, also those of an earlier session with the same ledger."""
-        return self._released
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Index batches for the releases that remain, or for so many of them: arrays, with users
@@ -86,7 +92,7 @@ class PrivateRun(BoundToProcess, TellsBeside):
             self._require_own_process()
             index = self._released
             indices = self._draws.take(index)
-            self._open = OpenBatch(index, len(indices))
+            self._open = OpenBatch(index, len(indices), self._shares.whole(index))
             self._bindings.clipper = self._beside.clipper(self.plan.clipper_at(index))
             yield indices
             if self._released > index + 1:
@@ -99,20 +105,6 @@ class PrivateRun(BoundToProcess, TellsBeside):
                     "also an empty one: "
                     "which batches are skipped would depend on the data"
                 )
-
-    def epochs(self) -> Iterator[int]:
-        """Numbers of the epochs that remain, one a pass over ``loader``; a resumed run goes on with
-        the epoch that it was in.
-        """
-        while self._released < self.plan.steps:
-            yield self._released // self.plan.sampler.steps_per_epoch
-
-    def phases(self) -> Iterator[tuple[int, int]]:
-        """(phase, steps of it that remain) of the phases that do; a resumed run goes on in the one
-        that it was in. Inside, loop over ``batches(steps)``. Where a phase ends is public.
-        """
-        while self._released < self.plan.steps:
-            yield self.plan.phase_at(self._released)
 
     def loader(
         self,
@@ -141,14 +133,17 @@ class PrivateRun(BoundToProcess, TellsBeside):
         """
         # For workers' seeds: torch's own generator may be one that anybody knows.
         options = {"generator": torch.Generator().manual_seed(self.model_seed()), **options}
-        self._loader = PrivateLoader(
-            self, self._draws, dataset, steps, physical_batch_size, collate_fn, options
-        )
+        self._shares.block, self._draws = physical_batch_size or 1, Draws(self._shares)
+        with self._team.stopping_all():
+            self._loader = PrivateLoader(
+                self, self._draws, dataset, steps, physical_batch_size, collate_fn, options
+            )
+            self._team.same_records(dataset, self._session.key, self._shares.block)
         return self._loader
 
     def clip(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> ClippedSum:
-        """Clipped sum of the open batch, or of a part of it: parts add up with ``+``, each once.
-        Private.
+        """Clipped sum of the open batch, or of a part of it: parts add up with ``+``, each once. On
+        several ranks, of this rank's share. Private.
 
         Args:
             model, per_example_loss: as for ``quietgrad.clipping.clipped_gradients``.
@@ -162,14 +157,26 @@ class PrivateRun(BoundToProcess, TellsBeside):
                 ranks; with a loader, for other records than those it gave last.
         """
         self._require_own_process()
+        self._team.require()
+        with self._team.stopping_all(), unused(model):
+            return self._clipped(model_inside(model), per_example_loss, batch)
+
+    def _clipped(
+        self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch
+    ) -> ClippedSum:
         bound = self._bindings.of(model, per_example_loss)
+        size = self.plan.batch_size_at(self.plan.at(min(self._released, self.plan.steps - 1)))
+        summing = summing_of(self.max_grad_norm, size, self._team.size > 1)
+        if is_guarded(self._released):
+            self._team.look_at(model, self._released)
         total: ClippedSum | None = None
         for part in parts_of(batch):
             records = records_of(part, self._loader, self._released)
             if self._loader is not None:
                 records = to_device(records, next(model.parameters()).device)
             drawn = Projections(self._session.key, self._released)
-            clipped = self._stamped(bound.clip(records, drawn, step=self._released))
+            found = bound.clip(records, drawn, self._released, summing)
+            clipped = self._stamped(found)
             total = clipped if total is None else total + clipped
         if total is None:
             raise ValueError(
@@ -187,7 +194,11 @@ class PrivateRun(BoundToProcess, TellsBeside):
         Raises:
             ValueError: naming what cannot be clipped per example, with the remedy.
         """
-        self._bindings.of(model, per_example_loss).check(public_batch)
+        self._bindings.of(model_inside(model), per_example_loss).check(public_batch)
+
+    def clip_by(self, bindings: Bindings) -> None:
+        """Bound clippers that were examined elsewhere: an audit's, for all of its runs."""
+        self._bindings = bindings
 
     def contribution(
         self,
@@ -216,6 +227,7 @@ class PrivateRun(BoundToProcess, TellsBeside):
         """
         self._require_own_process()
         refuse_process_group()
+        self._team.require()
         records_of(gradients, self._loader, self._released)
         claim, beside = self._bindings.clipper.claim, () if absent else self.plan.beside
         return self._stamped(clip_given(gradients, examples, claim, beside, losses))
@@ -242,18 +254,23 @@ class PrivateRun(BoundToProcess, TellsBeside):
 
     def _release(self, clipped: ClippedSum) -> NoisySum:
         self._require_own_process()
-        refuse_process_group()
-        opened = require_open(self._open, self._released, self.plan.steps, self._closed)
-        opened.require_sum(clipped, self._bindings.clipper.claim)
+        self._team.require()
+        with self._team.stopping_all():
+            opened = require_open(self._open, self._released, self.plan.steps, self._closed)
+            opened.require_sum(clipped, self._bindings.clipper.claim)
+            facts = self._releases.facts(clipped, self._released, self._shares.block)
+        held = self._team.agree("release", facts, clipped.private.examples)
+        if self._team.size > 1:
+            with self._team.stopping_all():
+                opened.require_whole(held)
         settings = self.plan.at(self._released)
-        self._session.join(clipped.gradients, self._released)
-        if self._writer is not None:
-            self._writer.release(self._released, settings if self.plan.course else None)
-        self._released += 1
-        if self._seed_use is not None:
-            self._seed_use.releases = self._released
-        noisy = self._session.cover(clipped, settings.noise_multiplier)
-        self._follow(noisy)
+        with self._team.releasing():
+            self._releases.write_down(clipped, self._released, settings)
+            self._released += 1
+            if self._seed_use is not None:
+                self._seed_use.releases = self._released
+            noisy = self._releases.covered(clipped, settings)
+            self._follow(noisy)
         return replace(noisy, expected_batch_size=self.plan.batch_size_at(settings))
 
     def _follow(self, noisy: NoisySum) -> None:
@@ -275,7 +292,8 @@ class PrivateRun(BoundToProcess, TellsBeside):
         (dropout): a function of the session's secret root and the release's number. Secret.
         """
         self._require_own_process()
-        return self._session.key.words("model", self._released)[0] >> 1
+        name = "" if self._team.rank == 0 else f"rank {self._team.rank}"
+        return self._session.key.words("model", self._released, name)[0] >> 1
 
     def backward(
         self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch
@@ -297,23 +315,12 @@ class PrivateRun(BoundToProcess, TellsBeside):
             ValueError, RuntimeError: as ``clip`` and ``release``.
         """
         noisy = self.release(self.clip(model, per_example_loss, batch))
-        self.plan.write_gradients(noisy, model)
+        self.plan.write_gradients(noisy, model_inside(model), self._team)
         return noisy
 
     def step(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> NoisySum:
         """The same as ``backward``."""
         return self.backward(model, per_example_loss, batch)
-
-    def epsilon(self) -> float:
-        """Privacy spent so far at the plan's delta; 0 before the first release, infinite once
-        privacy was given up.
-        """
-        if self._given_up:
-            return math.inf
-        if self._spent[0] != self._released:
-            event = self.plan.event.after(self._released)
-            self._spent = self._released, epsilon_report(event, self.plan.delta).epsilon
-        return self._spent[1]
 
     def give_up_privacy(self, reason: str) -> NotPrivate:
         """Leave for ``quietgrad.research`` to look at clipped gradients before their noise, for
@@ -323,6 +330,7 @@ class PrivateRun(BoundToProcess, TellsBeside):
             ValueError: without a reason.
         """
         self._require_own_process()
+        refuse_process_group()
         permission = NotPrivate(reason)
         if self._writer is not None:
             self._writer.not_private(reason)
@@ -339,5 +347,7 @@ class PrivateRun(BoundToProcess, TellsBeside):
     def __enter__(self) -> PrivateRun:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and not self._closed and self._released < self.plan.steps:
+            self._team.stop()
         self.close()

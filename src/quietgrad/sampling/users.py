@@ -291,9 +291,8 @@ def users_of(
         if users is not None:
             raise ValueError(
                 f"users={users!r} is set, but nothing says whose the records are; give "
-                "build(..., record_owner=...) one owner a record and loop over run.loader "
-                "(docs/users.md), or leave users out; Trainer, Lightning and Opacus scripts have "
-                "no owners"
+                "record_owner= to PrivacyConfig.build, PrivateTrainer or PrivateLightningModule "
+                "(docs/users.md), or leave users out; Opacus scripts have no owners"
             )
         return None, None
     if record_ids is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quietgrad.averaging import ExponentialAverage
 from quietgrad.beside import PrivateEstimate
 from quietgrad.clipping.capture.examples import Examples
+from quietgrad.distributed.together import Together
 from quietgrad.durable import write_whole
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.seeds import root_key
@@ -75,6 +76,7 @@ def train(
     report: Callable[[Progress], None],
     say: Callable[[str], None] = warnings.warn,
     told: Told = unheard,
+    together: Together | None = None,
 ) -> Outcome:
     """Runs all steps that remain.
 
@@ -87,6 +89,7 @@ def train(
         say: called with a line on what a resume found and went on without.
         told: called while frozen layers run over the records, with how many are done and of how
             many; where users are protected, not at all.
+        together: the processes that train; the first alone writes to the directory, which all read.
 
     Returns:
         The result record, also written to the run directory.
@@ -98,15 +101,19 @@ def train(
             one did.
     """
     classifier = prepared.model.classifier
-    loop = _Loop(prepared, run_dir, told)
+    together = Together() if together is None else together
+    loop = _Loop(prepared, run_dir, together, told)
     with contextlib.ExitStack() as stack:
-        # Locked first, written after; what was seen before the lock may have changed.
-        stack.enter_context(run_dir.locked())
-        run_dir.require_state(resume)
-        if not resume:
-            write_whole(run_dir.config, without_seed(prepared.config).to_toml().encode())
+        if together.first:
+            # Locked first, written after; what was seen before the lock may have changed.
+            stack.enter_context(run_dir.locked())
+            run_dir.require_state(resume)
+            if not resume:
+                write_whole(run_dir.config, without_seed(prepared.config).to_toml().encode())
         private = (
-            start_private(prepared.plan, run_dir, resume) if prepared.plan is not None else None
+            start_private(prepared.plan, run_dir, resume, together.first)
+            if prepared.plan is not None
+            else None
         )
         if private is not None:
             stack.enter_context(private)
@@ -128,13 +135,14 @@ def train(
             # the next number.
             done = max(done, private.released)
         keeper, seeds = NoiseKeeper(private), model_seeds(prepared, private)
-        run_dir.write_json(run_dir.environment, environment())
+        if together.first:
+            run_dir.write_json(run_dir.environment, environment())
         before = parameter_digest(classifier)
         stop = stack.enter_context(_stop_on_signal())
         shown = ShownEpsilon(prepared)
         if private is not None:
             guard_on_public_records(prepared, private, loop.trained, loop.loss, loop.cache)
-        if done < prepared.steps:
+        if done < prepared.steps and together.first:
             # An extended run had ended: what it said of its end is no longer true of what comes.
             run_dir.forget_end()
         batches = private.batches() if private is not None else _plain_batches(prepared, done)
@@ -146,22 +154,26 @@ def train(
             score = loop.evaluate_on_schedule(done, private)
             loss = None if private is None else private.training_loss
             report(Progress(done, prepared.steps, shown.at(done), score, loss))
-            if done % prepared.config.training.checkpoint_every == 0 or stop.requested:
+            stopping = together.any_of(stop.requested)
+            if done % prepared.config.training.checkpoint_every == 0 or stopping:
                 loop.save(done)
-                keeper.keep(stop.requested)
-            if stop.requested and done < prepared.steps:
+                keeper.keep(stopping)
+            if stopping and done < prepared.steps:
                 return Outcome(result_of(prepared, run_dir, done, None), True, made)
         loop.save(done)
-        forget_keys(run_dir)
         _require_movement(classifier, before, made)
+        if not together.first:
+            return Outcome({}, False, made)
+        forget_keys(run_dir)
         return Outcome(loop.finish(done), False, made)
 
 
 class _Loop:
     """The mutable part: model, optimiser and files."""
 
-    def __init__(self, prepared: Prepared, run_dir: RunDir, told: Told) -> None:
+    def __init__(self, prepared: Prepared, run_dir: RunDir, together: Together, told: Told) -> None:
         self.prepared = prepared
+        self.writes = together.first
         self.run_dir = run_dir
         self.model = prepared.model.classifier
         # With a frozen lower part, training and evaluation start from cached states.
@@ -199,7 +211,7 @@ class _Loop:
 
     def evaluate_on_schedule(self, done: int, private: PrivateRun | None) -> float | None:
         every = self.prepared.config.training.eval_every
-        if not every or (done % every and done != self.prepared.steps):
+        if not self.writes or not every or (done % every and done != self.prepared.steps):
             return None
         key = self.prepared.metric.key
         score = self.evaluator.between_steps()
@@ -223,7 +235,8 @@ class _Loop:
         return score
 
     def save(self, done: int) -> None:
-        save_checkpoint(self.run_dir, self.model, self.optimizer, done, self.average)
+        if self.writes:
+            save_checkpoint(self.run_dir, self.model, self.optimizer, done, self.average)
 
     def restore(self, say: Callable[[str], None]) -> int:
         return restore_checkpoint(self.run_dir, self.model, self.optimizer, say, self.average)

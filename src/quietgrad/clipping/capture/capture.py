@@ -26,7 +26,7 @@ from quietgrad.clipping.capture.escapes import (
 )
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, Site
 from quietgrad.clipping.capture.units import first_dimension
-from quietgrad.clipping.norms.rules import batched_dims
+from quietgrad.clipping.norms.rules import batched_dims, kept_input
 from quietgrad.tensors import Autocast, map_tensors
 
 
@@ -270,7 +270,7 @@ def _recorder(
             _give_outputs_examples(site, outputs, positions, recording, batch_size)
         leaves, spec = _flattened(args, kwargs)
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        inputs = [leaves[i].detach() for i in places]
+        inputs = [kept_input(site.rule, site.parameters, leaves[i]) for i in places]
         common = (
             frozenset()
             if site.rule is not None

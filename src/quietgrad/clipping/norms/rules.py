@@ -283,6 +283,15 @@ def rule_for(module: nn.Module) -> Rule | None:
     return _RULES.get(kind)
 
 
+def kept_input(rule: Rule | None, wanted: Collection[str], x: Tensor) -> Tensor:
+    """What is kept of an input until the backward pass. A bias alone does not read it: where the
+    weight is frozen, its shape is enough, as to autograd, and it may be changed in place.
+    """
+    if "weight" in wanted or rule not in (linear_rule, transposed_linear_rule, convolution_rule):
+        return x.detach()
+    return x.new_zeros(()).expand(x.shape)
+
+
 def batched_dims(module: nn.Module) -> int | None:
     """Number of dimensions an input must have at least to carry examples first; None where any will
     do.

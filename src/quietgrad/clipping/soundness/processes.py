@@ -1,21 +1,23 @@
-"""One process only: clipping and noise of several that do not know of each other have no epsilon.
+"""Several processes that do not know of each other have no epsilon.
 
-Under an initialised process group every rank would clip its own batch, draw its own noise and count
-its own releases, and the replicas would drift apart. So it is refused, until there is a path that
-reduces the sums of all ranks before their noise.
+A run that was started under a process group is one run on all its ranks
+(``quietgrad.distributed``). Everything else under such a group is refused: every
+rank would clip its own batch, draw its own noise and count its own releases.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 
 import torch.distributed as dist
 from torch import nn
 
 REMEDY = (
-    "run it in one process: start it with python rather than torchrun, and without "
-    "init_process_group, on one device"
+    "start one run on all ranks (init_process_group first, then plan.start and run.backward, "
+    "docs/many_processes.md), or run it in one process, started with python rather than torchrun"
 )
 # What launchers tell each process of a group of several: torchrun and accelerate, Open MPI, MPICH,
 # MVAPICH, Horovod, jsrun, srun.
@@ -30,6 +32,25 @@ SIZES = (
     "SLURM_STEP_NUM_TASKS",
 )
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+WHOLE = (
+    "keep the whole model on every rank, plain or in DistributedDataParallel "
+    "(docs/many_processes.md): parameters that are sharded are not supported"
+)
+
+
+_PUBLIC: ContextVar[bool] = ContextVar("records that need no protection", default=False)
+
+
+@contextlib.contextmanager
+def on_public_records() -> Iterator[None]:
+    """Inside, every rank may clip by itself: for checks and measurements on records that need no
+    protection, before a run starts.
+    """
+    token = _PUBLIC.set(True)
+    try:
+        yield
+    finally:
+        _PUBLIC.reset(token)
 
 
 def refuse_process_group() -> None:
@@ -38,32 +59,35 @@ def refuse_process_group() -> None:
     Raises:
         RuntimeError: with the remedy.
     """
+    if _PUBLIC.get():
+        return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             f"a torch.distributed process group of {dist.get_world_size()} ranks is initialised, "
-            "and every rank would clip, draw noise and count by itself: no epsilon covers that; "
+            "and here every rank would clip, draw noise and count by itself: no epsilon covers "
+            "that; "
             f"{REMEDY}"
         )
 
 
-def refuse_launcher(environment: Mapping[str, str] | None = None) -> None:
-    """Raises in a process that a launcher started as one of several, even where no group is
-    initialised: each would run alone, on the same data.
+def refuse_launcher(environment: Mapping[str, str] | None = None, group_size: int = 1) -> None:
+    """Raises in a process that a launcher started as one of more than the group has: each would
+    run alone, on the same data, or each group by itself.
 
     Args:
         environment: of the process; None takes ``os.environ``.
+        group_size: ranks of the initialised process group; 1 without one.
 
     Raises:
         RuntimeError: naming the variable, with the remedy.
     """
     known = os.environ if environment is None else environment
     for name in SIZES:
-        if known.get(name, "").isdigit() and int(known[name]) > 1:
+        if known.get(name, "").isdigit() and int(known[name]) > group_size:
             raise RuntimeError(
-                f"{name}={known[name]} says that this is one of several processes; each would make "
-                f"its own run on the same data, and their epsilons add: {REMEDY} (where it is "
-                "alone, "
-                f"remove {name} from the environment)"
+                f"{name}={known[name]} says that this is one of several processes, and the process "
+                f"group has {group_size}; each would make its own run on the same data, and their "
+                f"epsilons add: {REMEDY} (where it is alone, remove {name} from the environment)"
             )
 
 
@@ -87,15 +111,15 @@ def refuse_wrapped_model(model: nn.Module) -> None:
                 f"{'the model' if not name else f'layer {name!r}'} is wrapped in {found}, which "
                 "spreads examples or parameters over devices and reduces gradients behind the "
                 "clipping; "
-                f"pass the model itself (its .module), and {REMEDY}"
+                f"pass the model itself (its .module), and {WHOLE}"
             )
     shared = next(
         (name for name, p in model.named_parameters() if type(p).__name__ == "DTensor"), None
     )
     if shared is not None:
         raise ValueError(
-            f"parameter {shared!r} is spread over several ranks (a DTensor); pass a model that is "
-            f"whole, and {REMEDY}"
+            f"parameter {shared!r} is spread over several ranks (a DTensor, of fully_shard or "
+            f"tensor parallelism); {WHOLE}"
         )
 
 

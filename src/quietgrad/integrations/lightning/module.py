@@ -42,15 +42,26 @@ class PrivateLightningModule(LightningModule):
     Attributes:
         accept_start: "epsilons-add" to go on from weights of an earlier private run, whose epsilon
             adds to this one's.
+        record_owner: a column of the training data, or one owner a record: whole users are
+            protected (docs/users.md). Also an argument, like ``privacy``.
     """
 
     privacy: PrivacyConfig
     accept_start: str = ""
+    record_owner: Any = None
 
-    def __init__(self, *args: Any, privacy: PrivacyConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        privacy: PrivacyConfig | None = None,
+        record_owner: Any = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         if privacy is not None:
             self.privacy = privacy
+        if record_owner is not None:
+            self.record_owner = record_owner
         self._steps: PrivateSteps | None = None
         self._batch: Any = None
         self._loaded_record: dict[str, Any] | None = None
@@ -93,7 +104,9 @@ class PrivateLightningModule(LightningModule):
             refusals.refuse_module(self, PrivateLightningModule)
             if trainer.max_epochs is None and trainer.max_steps == -1:
                 trainer.fit_loop.max_epochs = -1  # the plan's steps end training
-            self._steps = PrivateSteps(self.privacy, self.accept_start, self._loaded_record)
+            self._steps = PrivateSteps(
+                self.privacy, self.accept_start, self._loaded_record, self.record_owner
+            )
             others = [one for one in trainer.callbacks if not isinstance(one, PublicLoaders)]
             trainer.callbacks[:] = [self._steps, *others]
         elif (
@@ -101,7 +114,7 @@ class PrivateLightningModule(LightningModule):
             and self._steps is not None
             and not any(isinstance(one, PublicLoaders) for one in trainer.callbacks)
         ):
-            trainer.callbacks.insert(0, PublicLoaders(self._steps.records))
+            trainer.callbacks.insert(0, PublicLoaders(self._steps.records, self._steps.owners))
         LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
 
     def training_step(self, batch: Any) -> Tensor:

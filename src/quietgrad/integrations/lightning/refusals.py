@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import callbacks, profilers
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
+from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.public import refuse_private_evaluation
+from quietgrad.integrations.reporting import without_system_metrics
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
 ALONE = "use Trainer(devices=1, num_nodes=1), without a launcher"
@@ -145,6 +148,8 @@ def refuse_trainer(trainer: Any) -> None:
     for kind, (why, remedy) in COMPANIONS.items():
         if any(isinstance(one, kind) for one in (*trainer.callbacks, trainer.profiler)):
             raise ValueError(f"{kind.__name__}: {why}; {remedy}")
+    if any(isinstance(one, WandbLogger) for one in trainer.loggers):
+        without_system_metrics()
 
 
 def refuse_module(module: Any, base: type) -> None:
@@ -254,8 +259,9 @@ def refuse_contradictions(trainer: Any, plan: PrivacyPlan) -> None:
         )
 
 
-def refuse_private_loaders(loaders: Any, dataset: Any) -> None:
-    """Refuses the training records as validation or test records, whole or in part.
+def refuse_private_loaders(loaders: Any, dataset: Any, owners: Owners | None = None) -> None:
+    """Refuses the training records as validation or test records, whole or in part, and others of
+    the same users.
 
     Raises:
         ValueError: with the remedy.
@@ -265,3 +271,5 @@ def refuse_private_loaders(loaders: Any, dataset: Any) -> None:
     for loader in loaders if isinstance(loaders, list | tuple) else (loaders,):
         records = getattr(loader, "dataset", loader)
         refuse_private_evaluation(records, (dataset,), "what is validated or tested on")
+        if owners is not None:
+            owners.refuse_shared(records, "what is validated or tested on")

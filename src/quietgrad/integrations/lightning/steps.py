@@ -6,27 +6,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 import quietgrad.integrations.lightning.refusals as refusals
-from quietgrad.accounting.rounding import round_up_to
+from quietgrad.events import unit_of
 from quietgrad.integrations.lightning.data import EpochLoader, training_data
 from quietgrad.integrations.lightning.progress import count_releases, move_schedules
 from quietgrad.integrations.lightning.session import MARK, Session
+from quietgrad.integrations.owners import Owners
+from quietgrad.integrations.reporting import shown_epsilon, spent_name
 from quietgrad.integrations.stepping import ReleasedGradients
 from quietgrad.plan import PrivacyConfig, PrivateRun
 from quietgrad.training.files.provenance import KEY
-
-FIGURES = 4  # significant, of a shown epsilon
-
-
-def shown_epsilon(epsilon: float) -> float:
-    """Rounded up, also as the float32 that Lightning's metrics are."""
-    rounded = torch.tensor(float(round_up_to(epsilon, FIGURES)))
-    while float(rounded) < epsilon:
-        rounded = torch.nextafter(rounded, torch.tensor(torch.inf))
-    return float(rounded)
 
 
 class PublicLoaders(Callback):
@@ -34,10 +25,15 @@ class PublicLoaders(Callback):
 
     Args:
         records: what is trained on; None before that is known.
+        owners: whose the records are.
     """
 
-    def __init__(self, records: Any = None) -> None:
+    def __init__(self, records: Any = None, owners: Owners | None = None) -> None:
         self.records = records
+        self.owners = owners
+
+    def _look(self, loaders: Any) -> None:
+        refusals.refuse_private_loaders(loaders, self.records, self.owners)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks at what is validated on."""
@@ -45,15 +41,15 @@ class PublicLoaders(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks at what is validated on, also by ``trainer.validate`` after a fit."""
-        refusals.refuse_private_loaders(trainer.val_dataloaders, self.records)
+        self._look(trainer.val_dataloaders)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks at what is tested on."""
-        refusals.refuse_private_loaders(trainer.test_dataloaders, self.records)
+        self._look(trainer.test_dataloaders)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks at what is predicted: what a model says of its training records is private too."""
-        refusals.refuse_private_loaders(trainer.predict_dataloaders, self.records)
+        self._look(trainer.predict_dataloaders)
 
 
 class PrivateSteps(PublicLoaders):
@@ -63,19 +59,25 @@ class PrivateSteps(PublicLoaders):
         privacy: the guarantee, and the size of a batch.
         accept_start: of the module.
         record: what the module's weights were loaded from, if it says.
+        record_owner: of the module.
 
     Attributes:
         session: None before the data are known.
     """
 
     def __init__(
-        self, privacy: PrivacyConfig, accept_start: str, record: dict[str, Any] | None
+        self,
+        privacy: PrivacyConfig,
+        accept_start: str,
+        record: dict[str, Any] | None,
+        record_owner: Any = None,
     ) -> None:
         super().__init__()
         self.session: Session | None = None
         self._privacy = privacy
         self._accept_start = accept_start
         self._record = record
+        self._record_owner = record_owner
         self._loader: EpochLoader | None = None
         self._mark: dict[str, Any] = {}
         self._seen = 0
@@ -106,7 +108,9 @@ class PrivateSteps(PublicLoaders):
         source = trainer.fit_loop._data_source
         data = training_data(source.dataloader())
         self.records = data.dataset
-        plan = self._privacy.build(len(data.dataset))
+        self.owners = Owners(self._record_owner, data.dataset)
+        owned = self.owners.of_records
+        plan = self._privacy.build(len(data.dataset), record_owner=owned)
         refusals.refuse_contradictions(trainer, plan)
         self.session = Session(plan, str(trainer.default_root_dir))
         self._loader = EpochLoader(data, plan.sampler.steps_per_epoch)
@@ -164,12 +168,13 @@ class PrivateSteps(PublicLoaders):
         """Epsilon, rounded up, where others log their loss, and what was released beside the
         gradients.
         """
-        if not trainer.barebones:
+        if not trainer.barebones and self.session is not None:
             epsilon = shown_epsilon(self.run.epsilon())
-            LightningModule.log(pl_module, "epsilon", epsilon, prog_bar=True, batch_size=1)
+            name = spent_name(unit_of(self.session.plan.neighbouring))
+            LightningModule.log(pl_module, name, epsilon, prog_bar=True, batch_size=1)
             for name, value in self.run.shown().items():
                 LightningModule.log(pl_module, name, value, batch_size=1)
-            if self.session is not None and self.session.plan.data_are_public:
+            if self.session.plan.data_are_public:
                 LightningModule.log(pl_module, "data_declared_public", 1.0, batch_size=1)
 
     def on_save_checkpoint(

@@ -9,9 +9,12 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput
 
+from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.stepping import ReleasedGradients
+from quietgrad.integrations.transformers.loading import EpochLoader
 from quietgrad.integrations.transformers.session import TrainerSession
+from quietgrad.plan import PrivacyPlan
 
 # Computed from training records and not noised, or a norm that says nothing once they are clipped
 # one by one: in no log, no TrainOutput, no trainer_state.json.
@@ -27,15 +30,29 @@ class QuietTrainer(Trainer):
     trains.
 
     Attributes:
+        plan: what runs.
         _session: the run in ``args.output_dir``.
         _private_data: the training data, as given and as prepared.
+        _owners: whose they are.
         _released: what the optimiser may step on.
     """
 
     _found_public: Any = None
+    plan: PrivacyPlan
     _session: TrainerSession
     _private_data: tuple[Any, ...]
+    _owners: Owners
     _released: ReleasedGradients
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Of the training data: N; how many records users have together is private."""
+        if isinstance(dataloader, EpochLoader):
+            return self.plan.dataset_size
+        return int(super().num_examples(dataloader))
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The expected size, rounded, for messages and rates; the size itself is private."""
+        return round(self.plan.expected_batch_size)
 
     def hyperparameter_search(self, *args: Any, **options: Any) -> Any:
         """Refused: every trial is a run on the same records.
@@ -69,6 +86,7 @@ class QuietTrainer(Trainer):
         if dataset is self._found_public is not None:
             return  # at every evaluation the same
         refuse_private_evaluation(dataset, (*self._private_data, self.train_dataset))
+        self._owners.refuse_shared(dataset)
         self._found_public = dataset
 
     def _clip_grad_norm(self, model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from quietgrad.integrations.public import refuse_private_evaluation
+from quietgrad.integrations.reporting import without_system_metrics
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
 ALONE = "run one process on one device (CUDA_VISIBLE_DEVICES=0 python ..., no launcher)"
@@ -152,6 +153,8 @@ def refuse_arguments(args: Any) -> None:
             f"WANDB_WATCH={watched} sends histograms of gradients before their noise; unset it, or "
             "use WANDB_WATCH=parameters"
         )
+    if "wandb" in (args.report_to or ()):
+        without_system_metrics()
 
 
 def _shown(value: Any) -> str:

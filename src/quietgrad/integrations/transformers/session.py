@@ -16,8 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from quietgrad.accounting import epsilon_report
-from quietgrad.accounting.rounding import round_up_to
 from quietgrad.durable import make_folder, write_whole
+from quietgrad.events import unit_of
+from quietgrad.integrations.reporting import shown_epsilon, spent_name
 from quietgrad.ledger import holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.training.files.noise_state import NoiseKeeper, forget_keys, start_private
@@ -37,7 +38,6 @@ from quietgrad.training.files.run_dir import RunDir
 # releases its weights have seen.
 MARK = "quietgrad_release.json"
 STATE = "trainer_state.json"  # the last file of a checkpoint
-FIGURES = 4  # significant, of a printed epsilon: the Trainer prints no more
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,8 @@ class TrainerSession:
         """
         if self.run is None:
             return {}
-        shown: dict[str, Any] = {"epsilon": float(round_up_to(self.run.epsilon(), FIGURES))}
+        name = spent_name(unit_of(self.plan.neighbouring))
+        shown: dict[str, Any] = {name: shown_epsilon(self.run.epsilon())}
         shown |= self.run.shown()
         return shown | ({"data_declared_public": True} if self.plan.data_are_public else {})
 

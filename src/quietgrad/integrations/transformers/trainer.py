@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.trainer_utils import TrainOutput
 import quietgrad.integrations.transformers.refusals as refusals
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
+from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.stepping import ReleasedGradients, keyed_generators
 from quietgrad.integrations.transformers.collating import TOGETHER, Looking, rounding
 from quietgrad.integrations.transformers.hooks import require_hooks
@@ -54,6 +56,8 @@ class PrivateTrainer(QuietTrainer):
         privacy: the guarantee, and the size of a batch.
         per_example_loss: (model, batch) -> [records]; None takes the cross entropy (or the like) of
             the model's head, as a mean over the record's own labels.
+        record_owner: a column of ``train_dataset``, or one owner a record: users are protected
+            (docs/users.md), and ``per_device_train_batch_size`` still counts records.
         accept_start: "epsilons-add" or "trained-without-privacy", to go on from the saved weights
             of an earlier private run, whose epsilon adds to this one's, or of a run without
             privacy, whose records no epsilon covers.
@@ -74,12 +78,15 @@ class PrivateTrainer(QuietTrainer):
         *,
         privacy: PrivacyConfig,
         per_example_loss: PerExampleLoss | None = None,
+        record_owner: str | Iterable[Any] | None = None,
         accept_start: str = "",
         **options: Any,
     ) -> None:
         require_hooks(Trainer)
         refusals.refuse_functions(type(self), PrivateTrainer, options)
         refusals.refuse_data(train_dataset, eval_dataset)
+        self._owners = Owners(record_owner, train_dataset)
+        self._owners.refuse_shared(eval_dataset)
         if args is not None:
             refusals.refuse_arguments(args)
         if isinstance(options.get("optimizers", (None,))[0], SpectralAdamW | SpectralSGD):
@@ -99,7 +106,7 @@ class PrivateTrainer(QuietTrainer):
         refusals.refuse_collator(self.data_collator)
         train: Any = self.train_dataset  # prepared: tokenised, say
         self._private_data = (train_dataset, train)
-        self.plan: PrivacyPlan = privacy.build(len(train))
+        self.plan: PrivacyPlan = privacy.build(len(train), record_owner=self._owners.of_records)
         refusals.refuse_contradictions(self.args, privacy, self.plan)
         # A copy: the caller's arguments may serve another trainer with another plan.
         self.args = copy.copy(self.args)
@@ -226,16 +233,6 @@ class PrivateTrainer(QuietTrainer):
         if hasattr(dataset, "remove_columns") and hasattr(dataset, "column_names"):
             return self._remove_unused_columns(dataset, description=description), self.data_collator
         return dataset, self._get_collator_with_removed_columns(self.data_collator, description)
-
-    def num_examples(self, dataloader: Any) -> int:
-        """Of the training data: N."""
-        if isinstance(dataloader, EpochLoader):
-            return self.plan.dataset_size
-        return int(super().num_examples(dataloader))
-
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """The expected size, rounded, for messages and rates; the size itself is private."""
-        return round(self.plan.expected_batch_size)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Trainer's divides every record's loss by the number of labels in the batch."""

@@ -88,6 +88,7 @@ def export_run(run_dir: Path, form: str, output: Path) -> dict[str, Any]:
             )
         if form == "onnx":
             _write_onnx(program, metadata, output)
+            difference = max(difference, _difference_of_onnx(given, output))
         else:
             torch.export.save(program, output, extra_files={METADATA: json.dumps(metadata)})
     return {**metadata, "format": form, "output": str(output), "largest_difference": difference}
@@ -145,6 +146,32 @@ def _write_onnx(program: Any, metadata: dict[str, Any], output: Path) -> None:
     )
     made.model.metadata_props["quietgrad"] = json.dumps(metadata)
     made.save(str(output))
+
+
+def _difference_of_onnx(given: Exportable, output: Path) -> float:
+    """As ``_difference``, of the file itself; 0 where nothing here can run it.
+
+    Raises:
+        RuntimeError: for other logits; the file is gone then.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        return 0.0
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(output))
+
+    def call(*inputs: Tensor) -> Tensor:
+        named = {name: value.numpy() for name, value in zip(given.inputs, inputs, strict=True)}
+        return torch.from_numpy(session.run(None, named)[0])
+
+    difference = _difference(given, call)
+    if not difference <= AGREEMENT:
+        output.unlink()
+        raise RuntimeError(
+            f"the ONNX file gives other logits (relative difference {difference:.1e}) and was "
+            "removed; use --format=torch-export"
+        )
+    return difference
 
 
 @contextlib.contextmanager

@@ -19,13 +19,15 @@ from quietgrad.training.settings.config import TrainConfig
 SPARING = 50
 
 
-def start_private(plan: PrivacyPlan, run_dir: RunDir, resume: bool) -> PrivateRun:
+def start_private(
+    plan: PrivacyPlan, run_dir: RunDir, resume: bool, writes: bool = True
+) -> PrivateRun:
     """Starts the plan, or goes on with it: correlated noise exactly where it was, as long as the
     secret file is there (or a seed is given).
     """
     # A choice of one band is kept too: found again, within a limit of time, it could come out
     # differently.
-    if plan.mixing is not None and not resume:
+    if plan.mixing is not None and not resume and writes:
         save_mixing(plan.mixing, run_dir.mixing)
         draw_choice(plan, run_dir.bands_figure)
     return plan.start(run_dir.ledger, run_dir.secrets, resume)

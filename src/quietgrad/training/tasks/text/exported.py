@@ -5,20 +5,18 @@ tokenizer, by Hugging Face's own classes.
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from quietgrad.checks import SettingsWarning
-from quietgrad.training.files.provenance import Record, stamp_weights
-from quietgrad.training.tasks.loaded import EXPORTED, GENERATE, POOLED, LoadedModel, merged
-from quietgrad.training.tasks.text.models import ADAPTER_CONFIG, PooledClassifier, public_name
+from quietgrad.training.tasks.loaded import GENERATE, POOLED, LoadedModel, merged
+from quietgrad.training.tasks.text.models import ADAPTER_CONFIG, public_name
+from quietgrad.training.tasks.text.pooled import PooledClassifier
 
-
-def loads_directly(model: LoadedModel) -> bool:
-    """Whether what ``save_pretrained`` writes is the whole classifier or language model."""
-    return model.tune != "lora" and model.head not in POOLED
+ADAPTER = "adapter"  # folder of a LoRA adapter, in that of the model
 
 
 def name_labels(model: LoadedModel, labels: Sequence[str]) -> None:
@@ -36,44 +34,44 @@ def name_labels(model: LoadedModel, labels: Sequence[str]) -> None:
     model.tokenizer.init_kwargs["model_input_names"] = kept  # what is written
 
 
+def shown_base(name: str) -> str:
+    """The name of what training started from; of a folder of this machine its last part."""
+    return Path(name).name if Path(name).exists() else name
+
+
 def name_base(folder: Path, name: str) -> None:
-    """Writes the public name of a packaged base model into an adapter's configuration, instead of
-    the path at which this machine has it.
+    """Writes the public name of a packaged base model into an adapter's configuration, or a
+    folder's last name, instead of the path at which this machine has it.
     """
     path = folder / ADAPTER_CONFIG
-    if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config["base_model_name_or_path"] = public_name(name)
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = shown_base(public_name(name))
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def export(
-    model: LoadedModel, folder: Path, trained_on: Record, card: Callable[[Path, str], None]
-) -> bool:
-    """Writes ``folder/transformers``; False, with a warning, where the architecture does not let
-    itself be written so: the run has ended, and its weights are saved already.
+def write_whole(model: LoadedModel, folder: Path) -> bool:
+    """Writes the model with all weights in place; False, with a warning, where the architecture
+    does not let itself be written so: the run has ended, and its parts are to be saved.
 
     Args:
         model: the trained model; it is left as it is.
         folder: RUN_DIR/model.
-        trained_on: what the weights say of themselves.
-        card: writes the model card of a folder, loaded as said.
     """
-    place = folder / EXPORTED
+    begun = folder.with_name(f".{folder.name}.whole")
     try:
-        whole = _whole(model)
-        whole.save_pretrained(place)
-        model.tokenizer.save_pretrained(place)
+        _whole(model).save_pretrained(begun)
+        for file in begun.iterdir():
+            file.replace(folder / file.name)
     except Exception as error:  # of transformers, peft, or a model's own code
         warnings.warn(
-            f"{str(place)!r} could not be written ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}); {str(folder)!r} holds the model",
+            f"{str(folder)!r}: the model could not be written as one ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}); it is saved in parts",
             SettingsWarning,
             stacklevel=2,
         )
         return False
-    stamp_weights(place, trained_on)
-    card(place, how_to_load(model, "this folder"))
+    finally:
+        shutil.rmtree(begun, ignore_errors=True)
     return True
 
 
@@ -86,7 +84,7 @@ def how_to_load(model: LoadedModel, folder: str) -> str:
         f"from transformers import AutoModelFor{kind}, AutoTokenizer",
         "",
         f'model = AutoModelFor{kind}.from_pretrained("{folder}"{trust})',
-        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder}"{trust})',
         "```",
     ]
     if trust:

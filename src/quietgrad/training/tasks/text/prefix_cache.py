@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from quietgrad.training.tasks.records import Told, unheard
 from quietgrad.training.tasks.text.batches import TokenisedTexts
-from quietgrad.training.tasks.text.models import PooledClassifier
+from quietgrad.training.tasks.text.pooled import PooledClassifier
 from quietgrad.training.tasks.text.pooling import Pooling, feature_width, features, mean_over_tokens
 
 BLOCK_EXAMPLES = 128

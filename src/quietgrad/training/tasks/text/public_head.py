@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quietgrad.training.tasks.text.batches import TokenisedTexts
-from quietgrad.training.tasks.text.models import PooledClassifier
+from quietgrad.training.tasks.text.pooled import PooledClassifier
 from quietgrad.training.tasks.text.pooling import features
 
 DECAY = 1e-3  # ridge penalty: a few thousand records, a few hundred features

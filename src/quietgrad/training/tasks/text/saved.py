@@ -1,4 +1,6 @@
-"""Text models on disk: written in Hugging Face format after training, and read back."""
+"""Text models on disk: RUN_DIR/model is the whole model, in a form that transformers reads, and
+RUN_DIR/model/adapter a LoRA adapter for peft; both are written after training, and read back.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +13,19 @@ from torch import nn
 from quietgrad.training.files.card import write_card
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import KEY, Record, stamp_weights
-from quietgrad.training.tasks.loaded import (
-    EXPORTED,
-    GENERATE,
-    POOLED,
-    WEIGHTS_FILE,
-    LoadedModel,
-)
+from quietgrad.training.tasks.loaded import GENERATE, POOLED, WEIGHTS_FILE, LoadedModel
 from quietgrad.training.tasks.text.exported import (
-    export,
+    ADAPTER,
     how_to_load,
-    loads_directly,
     name_base,
     name_labels,
+    shown_base,
+    write_whole,
 )
 from quietgrad.training.tasks.text.models import (
     PACKAGED_SMOLLM2,
     CausalLanguageModel,
     LogitsClassifier,
-    PooledClassifier,
     generator_path,
     load_encoder,
     model_path,
@@ -37,42 +33,43 @@ from quietgrad.training.tasks.text.models import (
     quiet_loading,
     without_bars,
 )
+from quietgrad.training.tasks.text.pooled import PooledClassifier, load_pooled
 
-HEAD_FILE = "head.safetensors"
+# Where a model cannot be written whole: its parts.
+HEAD_FILE, ENCODER = "head.safetensors", "encoder"
 
 
 def save_classifier(
     model: LoadedModel, label_names: tuple[str, ...], folder: Path, trained_on: Record
 ) -> None:
-    """Writes encoder or adapter in Hugging Face format (``save_pretrained``), the head beside it,
-    the tokenizer, and what it was trained on (``provenance``).
+    """Writes the whole model (adapters merged, head included) so that transformers loads it from
+    ``folder``, the adapter alone beside it, the tokenizer, and what it was trained on
+    (``provenance``).
     """
     folder.mkdir(parents=True, exist_ok=True)
     name_labels(model, label_names)
     with without_bars():
-        _write(model, label_names, folder, trained_on)
+        _write(model, list(label_names), folder, trained_on)
 
 
-def _write(
-    model: LoadedModel, label_names: tuple[str, ...], folder: Path, trained_on: Record
-) -> None:
-    from safetensors.torch import save_file
-
-    model.classifier.encoder.save_pretrained(folder)  # type: ignore[union-attr, operator]
-    name_base(folder, model.name)
+def _write(model: LoadedModel, labels: list[str], folder: Path, trained_on: Record) -> None:
+    adapted = model.tune == "lora"
+    whole = write_whole(model, folder)
     model.tokenizer.save_pretrained(folder)
-    if isinstance(model.classifier, PooledClassifier):
-        head = {
-            k: v.detach().contiguous().cpu() for k, v in model.classifier.head.state_dict().items()
-        }
-        save_file(head, str(folder / HEAD_FILE))
-    stamp_weights(folder, trained_on)
-    labels = list(label_names)
+    if adapted:
+        cast(Any, model.classifier.encoder).save_pretrained(folder / ADAPTER)
+        name_base(folder / ADAPTER, model.name)
+    if not whole:
+        _write_parts(model, folder)
+    for place in (folder, folder / ADAPTER, folder / ENCODER):
+        stamp_weights(place, trained_on)
     description = {
-        "base": model.name,
+        # The parts of a model that is not whole need the base where it is on this machine.
+        "base": shown_base(model.name) if whole else model.name,
         "tune": model.tune,
         "head": model.head,
         "labels": labels,
+        "whole": whole,
         KEY: trained_on,
     }
     (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
@@ -80,30 +77,52 @@ def _write(
     def card(place: Path, loading: str) -> None:
         write_card(place, trained_on, public_name(model.name), model.tune, labels, loading)
 
-    if loads_directly(model):
-        card(folder, how_to_load(model, "this folder"))
-        return
-    card(folder, _parts(model))
-    if export(model, folder, trained_on, card):
-        card(folder, f"{how_to_load(model, f'RUN_DIR/model/{EXPORTED}')}\n\n{_parts(model)}")
+    said = [how_to_load(model, "RUN_DIR/model")] if whole else []
+    if adapted:
+        said.append(_of_adapter(model))
+        card(folder / ADAPTER, said[-1])
+    if not whole:
+        said.append(_PARTS)
+    card(folder, "\n\n".join([*said, _WITH_QUIETGRAD]))
 
 
-def _parts(model: LoadedModel) -> str:
-    """What the files of a folder are that is not the whole model."""
-    held = "a LoRA adapter (peft)" if model.tune == "lora" else "the encoder"
-    parts = f"This folder itself holds {held}"
+_WITH_QUIETGRAD = (
+    "With Quietgrad: `quietgrad predict RUN_DIR FILE`, or "
+    "`quietgrad.training.tasks.text.saved.load_saved`."
+)
+_PARTS = (
+    "The architecture does not let itself be written whole, so transformers alone cannot load this "
+    f"folder: the model is in parts (`{ENCODER}` or `{ADAPTER}`, and `{HEAD_FILE}`)."
+)
+
+
+def _of_adapter(model: LoadedModel) -> str:
+    """What the adapter's folder is, in Markdown."""
+    base = shown_base(public_name(model.name))
+    held = f"`RUN_DIR/model/{ADAPTER}` is the LoRA adapter alone, for "
+    held += f"`peft.PeftModel.from_pretrained(base, ...)` on `{base}`"
     if model.head in POOLED:
-        parts += f", and `{HEAD_FILE}` the head: `AutoModelForSequenceClassification` makes a "
-        parts += "random head of it. With Quietgrad: `quietgrad predict RUN_DIR FILE`, or "
-    else:
-        parts += ". With Quietgrad: `quietgrad predict RUN_DIR FILE`, or "
-    parts += "`quietgrad.training.tasks.text.saved.load_saved`."
-    if model.tune == "lora" and model.name == PACKAGED_SMOLLM2:
-        parts += (
-            " The adapter was trained on a quantized copy of the base model (GGUF, Q4_1), so on "
-            "the hub's weights its outputs differ a little."
+        held += ", loaded by `AutoModel`; the head is in the whole model, not here"
+    if model.name == PACKAGED_SMOLLM2:
+        held += (
+            ". It was trained on a quantized copy of the base model (GGUF, Q4_1), so on the hub's "
+            "weights its outputs differ a little"
         )
-    return parts
+    return held + "."
+
+
+def _write_parts(model: LoadedModel, folder: Path) -> None:
+    """Encoder and head, where an adapter is not all; in folders that transformers does not take
+    for a model with a head.
+    """
+    from safetensors.torch import save_file
+
+    if model.tune != "lora":
+        cast(Any, model.classifier.encoder).save_pretrained(folder / ENCODER)
+    if isinstance(model.classifier, PooledClassifier):
+        state = model.classifier.head.state_dict()
+        head = {k: v.detach().contiguous().cpu() for k, v in state.items()}
+        save_file(head, str(folder / HEAD_FILE))
 
 
 def load_saved(
@@ -131,6 +150,11 @@ def load_saved(
             f"folder={str(folder)!r} holds an image model; give its {WEIGHTS_FILE} to "
             "model.weights, or to quietgrad.training.tasks.images.models.load_image_classifier"
         )
+    if "whole" not in description:
+        raise ValueError(
+            f"folder={str(folder)!r} was written by an earlier version, in another form; train "
+            "again, or load it with that version"
+        )
     with quiet_loading(description["base"]):
         return _load(folder, description, attention)
 
@@ -138,39 +162,64 @@ def load_saved(
 def _load(
     folder: Path, description: dict[str, Any], attention: str | None
 ) -> tuple[nn.Module, Any, list[str]]:
-    labels = description["labels"]
     import transformers
 
-    adapted = description["tune"] == "lora"
-    base = model_path(description["base"]) if adapted else str(folder)
-    if description["head"] == GENERATE:
-        path, extra = generator_path(description["base"]) if adapted else (base, {})
-        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-            path, attn_implementation=attention, **extra
-        )
-        if adapted:
-            import peft
+    load = _load_whole if description.get("whole") else _load_parts
+    classifier = load(transformers, folder, description, attention)
+    return (
+        classifier.eval(),
+        transformers.AutoTokenizer.from_pretrained(folder),
+        description["labels"],
+    )
 
-            model = peft.PeftModel.from_pretrained(cast(Any, model), str(folder))
-        return (
-            CausalLanguageModel(model).eval(),
-            transformers.AutoTokenizer.from_pretrained(folder),
-            labels,
+
+def _load_whole(
+    transformers: Any, folder: Path, description: dict[str, Any], attention: str | None
+) -> nn.Module:
+    head, path = description["head"], str(folder)
+    if head in POOLED:
+        return load_pooled(path, attention)
+    if head == GENERATE:
+        return CausalLanguageModel(
+            transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention)
         )
-    if description["head"] == "auto":
-        encoder = transformers.AutoModelForSequenceClassification.from_pretrained(
+    return LogitsClassifier(
+        transformers.AutoModelForSequenceClassification.from_pretrained(
+            path, attn_implementation=attention
+        )
+    )
+
+
+def _load_parts(
+    transformers: Any, folder: Path, description: dict[str, Any], attention: str | None
+) -> nn.Module:
+    labels, head = description["labels"], description["head"]
+    adapted = description["tune"] == "lora"
+    more: dict[str, str] = {}
+    base = str(folder / ENCODER)
+    if adapted:
+        base, more = generator_path(model_path(description["base"]))
+    inner: nn.Module
+    if head == GENERATE:
+        inner = transformers.AutoModelForCausalLM.from_pretrained(
+            base, attn_implementation=attention, **more
+        )
+    elif head == "auto":
+        inner = transformers.AutoModelForSequenceClassification.from_pretrained(
             base, num_labels=len(labels), attn_implementation=attention
         )
     else:
-        encoder = load_encoder(transformers, base, attention)
+        inner = load_encoder(transformers, base, attention)
     if adapted:
         import peft
 
-        encoder = peft.PeftModel.from_pretrained(encoder, str(folder))
-    classifier: nn.Module = LogitsClassifier(encoder)
-    if description["head"] in POOLED:
-        from safetensors.torch import load_file
+        inner = peft.PeftModel.from_pretrained(cast(Any, inner), str(folder / ADAPTER))
+    if head == GENERATE:
+        return CausalLanguageModel(inner)
+    if head == "auto":
+        return LogitsClassifier(inner)
+    from safetensors.torch import load_file
 
-        classifier = PooledClassifier(encoder, description["head"], len(labels))
-        classifier.head.load_state_dict(load_file(str(folder / HEAD_FILE)))
-    return classifier.eval(), transformers.AutoTokenizer.from_pretrained(folder), labels
+    classifier = PooledClassifier(inner, head, len(labels))
+    classifier.head.load_state_dict(load_file(str(folder / HEAD_FILE)))
+    return classifier

@@ -19,7 +19,7 @@ from torch import Tensor
 from quietgrad.durable import is_intact_archive, replacing
 from quietgrad.keyring import Session
 from quietgrad.noise.mechanism import GaussianNoise, NoiseHistory
-from quietgrad.plan.sessions import drew
+from quietgrad.plan.session.starts import drew
 
 
 def save_rows(

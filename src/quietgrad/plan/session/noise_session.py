@@ -17,8 +17,8 @@ from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.ledger import LedgerWriter
 from quietgrad.noise.mechanism import GaussianNoise, NoiseHistory
 from quietgrad.noise.noisy_sum import NoisySum
-from quietgrad.plan.kept_rows import load_rows, save_rows
-from quietgrad.plan.sessions import Begun
+from quietgrad.plan.session.kept_rows import load_rows, save_rows
+from quietgrad.plan.session.starts import Begun
 from quietgrad.randomness import RandomKey
 
 
@@ -55,28 +55,39 @@ class NoiseSession:
         """The root of this session: of all that is drawn from now on."""
         return self._ring.sessions[-1].root
 
-    def join(self, like: Mapping[str, Tensor], step: int) -> None:
+    def join(
+        self, like: Mapping[str, Tensor], step: int, own: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Brings the state to ``step``, if it is not there: at the first release here, and where
         the one before failed.
 
         Args:
             like: tensors in the shape, dtype and device of the gradients.
             step: number of the release.
+            own: those of ``like`` whose noise this process draws; None: all.
         """
-        changed = self._drawn is not None and self._drawn != self._how(like)
+        changed = self._drawn is not None and self._drawn != self.how(like)
         if self._history is None or self._history.step != step or changed:
-            self._history = self._rejoined(like, step)
+            self._history = self._rejoined(like, step, like if own is None else own)
 
-    def cover(self, clipped: ClippedSum, noise_multiplier: float | None = None) -> NoisySum:
+    def cover(
+        self,
+        clipped: ClippedSum,
+        noise_multiplier: float | None = None,
+        entries: int | None = None,
+        with_beside: bool = True,
+    ) -> NoisySum:
         """Draws the noise of the step that was joined, and adds it.
 
         Args:
             clipped: the batch's sum. Private.
             noise_multiplier: of this step; None takes the mechanism's.
+            entries, with_beside: see ``GaussianNoise.update``.
         """
         assert self._history is not None
         noise = self._noise if noise_multiplier is None else self._noise.at(noise_multiplier)
-        noisy, self._history = noise.update(clipped, self._ring.key_of, self._history)
+        key_of = self._ring.key_of
+        noisy, self._history = noise.update(clipped, key_of, self._history, entries, with_beside)
         return noisy
 
     def keep(self) -> None:
@@ -87,7 +98,7 @@ class NoiseSession:
         assert self._drawn is not None
         save_rows(self._rows, self._noise, history, self._drawn, self._ring.sessions)
 
-    def _how(self, like: Mapping[str, Tensor]) -> str:
+    def how(self, like: Mapping[str, Tensor]) -> str:
         """What numbers depend on beside the keys: how they are drawn, and for which parameters. An
         earlier row is of use to the same ones alone.
         """
@@ -95,13 +106,15 @@ class NoiseSession:
         digest = hashlib.blake2b(repr(forms).encode(), digest_size=6).hexdigest()
         return f"{self._noise.source.how_drawn(like)}, parameters {digest}"
 
-    def _rejoined(self, like: Mapping[str, Tensor], step: int) -> NoiseHistory:
+    def _rejoined(
+        self, like: Mapping[str, Tensor], step: int, own: Mapping[str, Tensor]
+    ) -> NoiseHistory:
         """The block's noise up to ``step``, made again. Where the same keys would give other
         numbers a new block begins: as private, and ``NoisySum.mixing_row`` tells the truth."""
         noise, digest = self._noise, self._noise.digest
         if digest is None:
             return noise.init(step)
-        how = self._how(like)
+        how = self.how(like)
         if self._drawn not in (None, how):
             self._block = step
             if self._writer is not None:
@@ -119,4 +132,4 @@ class NoiseSession:
         kept = None
         if self._rows is not None:
             kept = load_rows(self._rows, noise, like, how, self._ring.sessions, self._block, step)
-        return noise.replay(like, self._ring.key_of, self._block, step, kept)
+        return noise.replay(own, self._ring.key_of, self._block, step, kept)

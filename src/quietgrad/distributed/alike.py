@@ -1,0 +1,121 @@
+"""What ranks compare: short digests of what has to be the same on all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quietgrad.randomness import RandomKey
+
+WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 2**22  # entries
+LOOKED_AT = 64  # records of a data set that ranks compare
+
+
+def digest(*parts: object) -> str:
+    """16 hexadecimal digits of texts and of what ``repr`` says of the rest."""
+    told = "\0".join(part if isinstance(part, str) else repr(part) for part in parts)
+    return hashlib.blake2b(told.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+
+
+def versions() -> str:
+    """Of what the numbers of a rank depend on."""
+    own = getattr(sys.modules["quietgrad"], "__version__", "")
+    return digest(torch.__version__, np.__version__, own)
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Of all parameters, frozen ones too: names, shapes, types and bits. Cost: a pass over them."""
+    told = hashlib.blake2b(digest_size=8)
+    for name, p in model.named_parameters():
+        told.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\0".encode())
+        width = WIDTHS.get(p.element_size())
+        if type(p) in (Tensor, nn.Parameter) and width is not None:  # else a library's own layout
+            for part in p.detach().contiguous().view(-1).view(width).split(CHUNK):
+                told.update(_bits(part))
+    return told.hexdigest()
+
+
+def _bits(part: Tensor) -> bytes:
+    """On a processor the bits; elsewhere two sums of them, one of them by place, formed there."""
+    if part.device.type == "cpu":
+        return part.numpy().tobytes()
+    wide = part.to(torch.int64)
+    by_place = wide * torch.arange(1, len(wide) + 1, device=wide.device)
+    return repr(torch.stack([wide.sum(), by_place.sum()]).tolist()).encode()
+
+
+def shapes_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Of names, shapes, dtypes and kind of device, in order."""
+    return digest([(n, tuple(t.shape), str(t.dtype), t.device.type) for n, t in tensors.items()])
+
+
+def records_digest(dataset: Any, key: RandomKey) -> tuple[str, bool]:
+    """Of some records of a data set, the same places on every rank, and whether reading them twice
+    gives the same.
+
+    Torch's, numpy's and Python's own generators are seeded alike before each record and put back,
+    so that augmentation which draws from them compares as equal.
+
+    Args:
+        dataset: records by number.
+        key: of the session: the places are secret, and no data set is made to pass.
+    """
+    size = len(dataset)
+    places = key.generator("seal", 1, "records").integers(0, size, min(LOOKED_AT, size))
+    once, twice = ([_record_digest(dataset, int(place), key) for place in places] for _ in range(2))
+    return digest(size, once), once == twice
+
+
+def _record_digest(dataset: Any, place: int, key: RandomKey) -> str:
+    seed = key.words("seal", 2, str(place))[0] >> 33
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            record = dataset[place]
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+    told = hashlib.blake2b(digest_size=16)
+    for part in _bytes_of(record):
+        told.update(struct.pack("<q", len(part)) + part)
+    return told.hexdigest()
+
+
+def _bytes_of(value: Any) -> Iterator[bytes]:
+    """A record as bytes: by contents where its kind is known, pickled otherwise."""
+    if isinstance(value, Tensor):
+        yield f"tensor {value.dtype} {tuple(value.shape)}".encode()
+        plain = value.detach().cpu().contiguous()
+        yield plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        yield f"array {value.dtype} {value.shape}".encode()
+        yield np.ascontiguousarray(value).tobytes()
+    elif isinstance(value, Mapping):
+        yield b"mapping"
+        for name in value:
+            yield repr(name).encode()
+            yield from _bytes_of(value[name])
+    elif isinstance(value, list | tuple):
+        yield f"sequence {len(value)}".encode()
+        for part in value:
+            yield from _bytes_of(part)
+    elif value is None or isinstance(value, str | bytes | int | float):
+        yield f"{type(value).__name__} {value!r}".encode("utf-8", "backslashreplace")
+    elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):  # PIL
+        yield f"image {value.mode} {value.size}".encode()
+        yield value.tobytes()
+    else:
+        yield pickle.dumps(value)

@@ -1,0 +1,86 @@
+"""What a training command needs beside its private run where a launcher started several of it: the
+process group, one word for all, and which of them writes files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quietgrad.distributed.alike import digest
+
+
+class Together:
+    """The processes of a command. Alone, every method gives back what it was given.
+
+    Attributes:
+        rank, size: of this process.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self._group: Any = dist.new_group(backend="gloo") if size > 1 else None
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes the run directory, and says what there is to say."""
+        return self.rank == 0
+
+    def any_of(self, flag: bool) -> bool:
+        """Whether it holds on some rank: a request to stop has to reach all at the same step."""
+        if self._group is None:
+            return flag
+        told = torch.tensor([int(flag)])
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        return bool(told.item())
+
+    def of_first(self, value: Any) -> Any:
+        """What the first process gives, on all; waits for it."""
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def require_same(self, name: str, value: object, remedy: str) -> None:
+        """Raises RuntimeError on all ranks where ``value`` is not the same."""
+        if self._group is None:
+            return
+        told: list[Any] = [None] * self.size
+        dist.all_gather_object(told, digest(value), group=self._group)
+        other = next((rank for rank, one in enumerate(told) if one != told[0]), None)
+        if other is not None:
+            raise RuntimeError(f"ranks 0 and {other} differ in {name}: {remedy}")
+
+
+def launched(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun started this process as one of several."""
+    known = os.environ if environment is None else environment
+    size = known.get("WORLD_SIZE", "")
+    return size.isdigit() and int(size) > 1 and "RANK" in known and "MASTER_ADDR" in known
+
+
+def restarted() -> bool:
+    """Whether torchrun has started these processes before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
+def meet(device: str) -> Together:
+    """Joins the group of the launcher: NCCL for GPUs, one each, and gloo for processors."""
+    if not launched():
+        return Together()
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    return Together(dist.get_rank(), dist.get_world_size())
+
+
+def leave() -> None:
+    """Takes this process out of the group, where it is in one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,48 @@
+"""What reports of a private run say: epsilon, rounded up, under a name that tells whom it protects;
+and nothing that a reporter measures by itself of the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from quietgrad.accounting.rounding import round_up_to
+
+FIGURES = 4  # significant, of a shown epsilon: the Trainers print no more
+NO_SYSTEM_METRICS = "WANDB_X_DISABLE_STATS"
+
+
+def spent_name(unit: str) -> str:
+    """What epsilon is called in logs: it says whom it protects, where that is no record."""
+    return "epsilon" if unit == "record" else f"epsilon_per_{unit}"
+
+
+def shown_epsilon(epsilon: float) -> float:
+    """Rounded up, also as the float32 that metrics and TensorBoard's files hold."""
+    rounded = float(round_up_to(epsilon, FIGURES))
+    narrow = torch.tensor(rounded)
+    if float(narrow) >= epsilon:
+        return rounded
+    return float(torch.nextafter(narrow, torch.tensor(torch.inf)))
+
+
+def without_system_metrics() -> None:
+    """W&B writes down every few seconds how much memory the process holds and how busy its devices
+    are: both follow the sizes of the batches, which are private. Off for the runs of W&B that begin
+    in this process from now on.
+
+    Raises:
+        ValueError: for a run that has begun with them, with the remedy.
+    """
+    os.environ[NO_SYSTEM_METRICS] = "true"
+    run = getattr(sys.modules.get("wandb"), "run", None)
+    settings = getattr(run, "settings", None)
+    if settings is not None and not getattr(settings, "x_disable_stats", False):
+        raise ValueError(
+            "W&B's run has begun and measures the memory of the process, which follows the sizes "
+            "of the batches; begin it with wandb.init(settings=wandb.Settings(x_disable_stats="
+            "True)), or let the Trainer begin it"
+        )

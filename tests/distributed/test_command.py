@@ -1,0 +1,165 @@
+"""``quietgrad train`` on several processes: as torchrun starts them, stopped, and gone on with by
+another number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+
+from quietgrad.cli.beside import launch
+from quietgrad.ledger import read_ledger
+
+pytestmark = pytest.mark.distributed
+STEPS = 6
+
+
+def table(path: Path) -> Path:
+    """A table whose last column follows from its first."""
+    draws = np.random.default_rng(1)
+    lines = ["age,hours,income"]
+    for i in range(400):
+        age = draws.integers(18, 80)
+        lines.append(f"{age},{draws.integers(10, 60)}.{i},{'high' if age > 45 else 'low'}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def command(folder: Path, *more: str, **changes: object) -> list[str]:
+    settings: dict[str, object] = {
+        "model.name": "table:mlp",
+        "model.tune": "full",
+        "data.source": str(folder / "people.csv"),
+        "data.label": "income",
+        "data.public": True,
+        "privacy.noise_multiplier": 0.6,
+        "training.expected_batch_size": 60,
+        "training.steps": STEPS,
+        "training.eval_every": 0,
+        "training.checkpoint_every": 1,
+        "training.seed": 5,
+        "training.precision": "float32",
+        "training.averaging": 0.9,
+        "training.run_dir": str(folder / "run"),
+        "optimizer.learning_rate": 2e-2,
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+    sets = [f"{name}={value if value is not True else 'true'}" for name, value in settings.items()]
+    return ["train", *(word for one in sets for word in ("--set", one)), *more]
+
+
+def run_command(rank: int, size: int, port: int, words: list[str], stop_at: int | None) -> None:
+    """One process of torchrun's, in its environment; ``stop_at``: Ctrl-C after that step, on the
+    last rank alone.
+    """
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    from quietgrad.cli import main
+    from quietgrad.training import runner
+
+    if stop_at is not None and rank == size - 1:
+        step = runner._Loop.step
+
+        def stopping(self: object, number: int, *arguments: object) -> None:
+            step(self, number, *arguments)  # type: ignore[arg-type]
+            if number + 1 == stop_at:
+                os.kill(os.getpid(), 2)
+
+        runner._Loop.step = stopping  # type: ignore[method-assign,assignment]
+    log = open(Path(words[words.index("--log") + 1]).with_suffix(f".{rank}"), "w")  # noqa: SIM115
+    sys.stdout = sys.stderr = log
+    sys.argv = ["quietgrad", *words[: words.index("--log")]]
+    code: object = 1
+    try:
+        main()
+    except SystemExit as left:
+        code = left.code
+    log.write(f"\nleft with {code}\n")
+    log.close()
+    os._exit(0)
+
+
+def on_processes(
+    folder: Path, size: int, *more: str, stop_at: int | None = None, **changes: object
+) -> list[str]:
+    """What each process has written."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = folder / f"log of {size}"
+    words = [*command(folder, *more, **changes), "--log", str(log)]
+    multiprocessing.start_processes(
+        run_command, (size, port, words, stop_at), nprocs=size, start_method="fork"
+    )
+    return [log.with_suffix(f".{rank}").read_text() for rank in range(size)]
+
+
+def test_a_run_of_two_processes_stops_and_goes_on_with_one(tmp_path: Path) -> None:
+    table(tmp_path / "people.csv")
+    first, second = on_processes(tmp_path, 2, stop_at=2)
+    assert "stopped after step 2" in first and "left with 130" in first, first
+    assert "left with" in second and "step" not in second, second
+    run = tmp_path / "run"
+    assert read_ledger(run / "ledger.jsonl").releases == 2
+    (alone,) = on_processes(tmp_path, 1, "--resume")
+    assert "left with 0" in alone, alone
+    result = json.loads((run / "result.json").read_text())
+    assert result["steps"] == STEPS and read_ledger(run / "ledger.jsonl").releases == STEPS
+
+
+def test_two_processes_end_with_one_run_directory_and_one_result(tmp_path: Path) -> None:
+    table(tmp_path / "people.csv")
+    first, second = on_processes(tmp_path, 2, "--json")
+    assert "left with 0" in first and "left with 0" in second, (first, second)
+    assert "epsilon" in first and "epsilon" not in second
+    run = tmp_path / "run"
+    result = json.loads((run / "result.json").read_text())
+    assert result["steps"] == STEPS
+    (tmp_path / "alone").mkdir()
+    table(tmp_path / "alone" / "people.csv")
+    on_processes(tmp_path / "alone", 1)
+    # The seed is public: the same batches and noise, and sums that differ by rounding.
+    torch.testing.assert_close(
+        _weights(run), _weights(tmp_path / "alone" / "run"), rtol=0, atol=1e-4
+    )
+
+
+def _weights(run: Path) -> torch.Tensor:
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    return torch.cat([value.reshape(-1) for value in state["trainable"].values()])
+
+
+def test_what_several_processes_do_not_do_is_refused(tmp_path: Path) -> None:
+    table(tmp_path / "people.csv")
+    for changes, text in (
+        ({"privacy__enabled": "false"}, "privacy.enabled=false on several processes"),
+        ({"training__run_dir": ""}, "training.run_dir is not set"),
+    ):
+        for told in on_processes(tmp_path, 2, **changes):
+            assert text in told and "left with 2" in told, told
+
+
+def test_the_launcher_gets_the_command_without_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(launch.os, "execv", lambda program, words: started.append(words))
+    for given in (["train", "--nproc", "2", "a.toml"], ["train", "--nproc=2", "a.toml"]):
+        launch.start_processes(2, given)
+    for words in started:
+        where = words.index("quietgrad")
+        assert words[where + 1 : where + 3] == ["train", "a.toml"]
+        assert words[-2] == "--set" and words[-1].startswith("training.run_dir=runs/")
+        assert "--nproc-per-node=2" in words[:where] and "--standalone" in words
+    with pytest.raises(ValueError, match="--nproc=0"):
+        launch.start_processes(0, ["train"])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="in a process that a launcher started"):
+        launch.start_processes(2, ["train"])

@@ -1,0 +1,216 @@
+"""What ranks refuse: what is not one run, and what nobody could account for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.world import RECORDS, loss, model_of, on_ranks, plan_of, records_of
+from plans import changed
+from torch import nn
+
+from quietgrad import PrivacyConfig
+from quietgrad.clipping import Clipper
+from quietgrad.distributed import shares
+from quietgrad.ledger import read_ledger
+
+pytestmark = pytest.mark.distributed
+
+
+def at(indices: Any) -> dict[str, torch.Tensor]:
+    rows = [records_of()[int(i)] for i in indices]
+    if not rows:
+        return {name: value[None][:0] for name, value in records_of(1)[0].items()}
+    return {name: torch.stack([row[name] for row in rows]) for name in ("x", "y")}
+
+
+def said(what: Callable[[], Any]) -> str:
+    try:
+        what()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def one_step(run: Any, model: nn.Module, batch: Any = None) -> None:
+    indices = next(run.batches())
+    run.backward(model, loss, at(indices) if batch is None else batch(indices))
+
+
+def differing_starts(rank: int) -> dict[str, str]:
+    """Every start in which the ranks are not of one run."""
+    base = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=10, steps=4)
+    found = {}
+
+    def start(name: str, **changes: Any) -> None:
+        plan = changed(base, **(changes if rank else {})).build(RECORDS)
+        found[name] = said(plan.start)
+
+    start("mechanism", noise_multiplier=1.1)
+    start("clipping", estimator="hutch")
+    start("seed", seed=3, data_are_public=True)
+    found["records"] = said(base.build(RECORDS + rank).start)
+    found["same"] = said(base.build(RECORDS).start)
+    return found
+
+
+def test_ranks_that_differ_start_nothing(tmp_path: Path) -> None:
+    for found in on_ranks(2, tmp_path, differing_starts):
+        assert found.pop("same") == ""
+        assert set(found) == {"mechanism", "clipping", "seed", "records"}
+        for name, message in found.items():
+            assert message.startswith("RuntimeError: ranks 0 and 1 differ in"), (name, message)
+            assert "plan" in message or "seed" in message
+
+
+def differing_work(rank: int, folder: str) -> dict[str, str]:
+    """Runs of two ranks that do not do the same; each ends at the first difference."""
+    found = {}
+
+    def attempt(name: str, work: Callable[[Any, nn.Module], None], ledger: bool = False) -> None:
+        model, place = model_of(), Path(folder, f"{name}.jsonl")
+        run = plan_of().start(place if ledger else None)
+        found[name] = said(lambda: work(run, model))
+        found[f"{name}, after"] = said(lambda: one_step(run, model_of()))
+        found[f"{name}, released"] = str(run.released)
+        dist.barrier()
+
+    def other_weights(run: Any, model: nn.Module) -> None:
+        if rank:
+            with torch.no_grad():
+                model[0].bias[1] += 1e-9
+        one_step(run, model)
+
+    def other_parameters(run: Any, model: nn.Module) -> None:
+        model[0].bias.requires_grad_(rank == 0)
+        one_step(run, model)
+
+    def whole_batch_on_each(run: Any, model: nn.Module) -> None:
+        shares.share_of = lambda whole, *_: whole  # type: ignore[assignment]
+        try:
+            one_step(run, model)
+        finally:
+            shares.share_of = SHARE
+
+    def one_more_record(run: Any, model: nn.Module) -> None:
+        one_step(run, model, lambda indices: at([*indices, 0] if rank else indices))
+
+    def shuffled(run: Any, model: nn.Module) -> None:
+        order = np.random.default_rng(rank).permutation(RECORDS) if rank else range(RECORDS)
+        run.loader([records_of()[int(i)] for i in order])
+
+    def changing(run: Any, model: nn.Module) -> None:
+        run.loader(_Changing())
+
+    def other_cut(run: Any, model: nn.Module) -> None:
+        run.loader(records_of(), physical_batch_size=2 + rank)
+
+    def bad_loss(run: Any, model: nn.Module) -> None:
+        indices = next(run.batches())
+        wrong = loss if rank == 0 else lambda m, b: loss(m, b).sum()
+        run.backward(model, wrong, at(indices))
+
+    def own_error(run: Any, model: nn.Module) -> None:
+        with run:
+            if rank:
+                raise KeyError("a mistake in the user's loop")
+            one_step(run, model)
+
+    def no_ledger(run: Any, model: nn.Module) -> None:
+        if run._writer is not None:
+            run._writer._broken = "the disk is full"
+        one_step(run, model)
+
+    for work in (
+        other_weights,
+        other_parameters,
+        whole_batch_on_each,
+        one_more_record,
+        shuffled,
+        changing,
+        other_cut,
+        bad_loss,
+        own_error,
+    ):
+        attempt(work.__name__, work)
+    attempt("no_ledger", no_ledger, ledger=True)
+    return found
+
+
+SHARE = shares.share_of
+
+
+class _Changing:
+    """Records that are others at every reading."""
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> Any:
+        noise = np.random.default_rng().normal(size=6)
+        return {"x": torch.from_numpy(noise), "y": records_of(1)[0]["y"]}
+
+
+def test_ranks_that_do_not_work_alike_release_nothing(tmp_path: Path) -> None:
+    found = on_ranks(2, tmp_path, differing_work, str(tmp_path))
+    assert all(isinstance(of_rank, dict) for of_rank in found), found
+    expected = {
+        "other_weights": "the ranks differ in weights",
+        "other_parameters": "the ranks differ in parameters",
+        "whole_batch_on_each": "do not hold as many records as the batch",
+        "shuffled": "the ranks differ in records",
+        "changing": "the ranks differ in records",
+        "other_cut": "the ranks differ in shares",
+        "no_ledger": "the disk is full",
+    }
+    for of_rank in found:
+        for name, text in expected.items():
+            assert text in of_rank[name], (name, of_rank[name])
+        # Nothing was released by any of them, and nothing is afterwards.
+        names = [name for name in of_rank if "," not in name]
+        assert len(names) == 10
+        for name in names:
+            assert of_rank[f"{name}, released"] == "0", name
+            assert of_rank[f"{name}, after"], name
+    # One rank's own mistake: it is said there, and stops the other.
+    for name, own in {
+        "one_more_record": "does not hold as many records as the open batch",
+        "bad_loss": "",
+        "own_error": "a mistake in the user's loop",
+    }.items():
+        assert own in found[1][name] and "rank 1 stopped" in found[0][name], (name, found[0][name])
+    assert read_ledger(tmp_path / "no_ledger.jsonl").releases == 0
+
+
+def shut_doors(rank: int) -> dict[str, str]:
+    """What is for one process alone, and models that are sharded."""
+    found = {}
+    model = model_of()
+    run = plan_of().start()
+    indices = next(run.batches())
+    found["contribution"] = said(lambda: run.contribution({"w": torch.ones(2)}))
+    found["inspection"] = said(lambda: run.give_up_privacy("to look"))
+    found["clipper"] = said(lambda: Clipper(1.0).clip(model, loss, at(indices)))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    closed_over = said(lambda: run.backward(wrapped, lambda m, b: loss(wrapped, b), at(indices)))
+    found["wrapper in the loss"] = closed_over
+    from torch.distributed.fsdp import fully_shard
+
+    second = plan_of().start()
+    sharded = fully_shard(model_of())
+    found["sharded"] = said(lambda: second.backward(sharded, loss, at(next(second.batches()))))
+    return found
+
+
+def test_what_is_for_one_process_is_refused_by_name(tmp_path: Path) -> None:
+    for found in on_ranks(2, tmp_path, shut_doors):
+        assert isinstance(found, dict), found
+        for name in ("contribution", "inspection", "clipper"):
+            assert "process group of 2 ranks" in found[name], (name, found[name])
+        assert "DistributedDataParallel wrapper" in found["wrapper in the loss"]
+        assert "docs/many_processes.md" in found["sharded"], found["sharded"]

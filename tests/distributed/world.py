@@ -1,0 +1,93 @@
+"""Real processes for tests: a function on every rank of a gloo group, and a small task to train."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from plans import changed
+from torch import Tensor, nn
+
+from quietgrad.plan import PrivacyConfig, PrivacyPlan
+
+RECORDS = 40
+SECONDS = 60
+CONFIG = PrivacyConfig(
+    noise_multiplier=1.0,
+    max_grad_norm=1.0,
+    expected_batch_size=10,
+    steps=4,
+    seed=7,
+    data_are_public=True,
+)
+
+
+def plan_of(records: int = RECORDS, **changes: Any) -> PrivacyPlan:
+    return changed(CONFIG, **changes).build(records)
+
+
+def model_of(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def records_of(count: int = RECORDS, dtype: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:
+    source = torch.Generator().manual_seed(1)
+    return [
+        {
+            "x": torch.randn(6, generator=source, dtype=torch.float64).to(dtype),
+            "y": torch.randn(3, generator=source, dtype=torch.float64).to(dtype),
+        }
+        for _ in range(count)
+    ]
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().sum(dim=1)
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in tensors.values()])
+
+
+def _enter(rank: int, size: int, folder: str, work: Callable[..., Any], extra: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.pop("WORLD_SIZE", None)
+    try:
+        if size > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/meeting",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=SECONDS),
+            )
+        found = work(rank, *extra)
+        if size > 1:  # what is on its way to others arrives before this process ends
+            with contextlib.suppress(RuntimeError):
+                dist.barrier()
+    except Exception as error:
+        Path(folder, f"traceback{rank}.txt").write_text(traceback.format_exc())
+        found = f"{type(error).__name__}: {error}"
+    torch.save(found, Path(folder, f"found{rank}.pt"))
+    # No farewell: a rank that failed has left its place, and others do not wait for it.
+    os._exit(0)
+
+
+def on_ranks(size: int, folder: Path, work: Callable[..., Any], *extra: Any) -> list[Any]:
+    """What ``work(rank, *extra)`` returns on each rank; the text of its exception where it failed.
+
+    Forked, because a process that is spawned imports torch again.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.multiprocessing.start_processes(
+        _enter, (size, str(folder), work, extra), nprocs=size, start_method="fork"
+    )
+    return [torch.load(folder / f"found{rank}.pt", weights_only=False) for rank in range(size)]
