@@ -231,7 +231,7 @@ def test_a_run_starts_from_the_model_of_another(settings: dict[str, Any]) -> Non
             p.model.classifier.eval().encoder(**inputs).last_hidden_state for p in (first, second)
         )
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"trained with model\.head='mean'; set that"):
+    with pytest.raises(ValueError, match=r"trained with model\.head='mean' or 'layers'; set that"):
         prepare(config_of(changed | {"model.head": "auto"}))
 
 
