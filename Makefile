@@ -8,7 +8,7 @@ TIMES ?= 20
 CODE := $(wildcard src tests examples benchmarks scripts recipes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-random lint typecheck format clean
+.PHONY: help setup demo test test-all test-random lint typecheck docs package format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,7 +27,7 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
 test: setup lint typecheck ## lint, types and all tests but the slow ones, with a quarter of the drawn examples
 	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not slow"
 
-test-all: setup lint typecheck ## lint, types and all tests
+test-all: setup lint typecheck docs package ## lint, types, the site, the packages and all tests
 	$(PYTEST)
 
 # Other examples in every campaign, and TIMES as many; with the seed that is printed, the same again.
@@ -42,6 +42,14 @@ lint: setup ## ruff: rules and formatting
 
 typecheck: setup ## mypy on src/quietgrad
 	$(VENV)/bin/mypy
+
+docs: setup ## the site, into build/site; a warning is an error
+	@if $(VENV)/bin/python -c "import sys; sys.exit(sys.version_info >= (3, 11))"; \
+	then echo "docs: left out, its tools need Python 3.11"; \
+	else NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet; fi
+
+package: setup ## wheel and sdist, into dist, and what an empty environment makes of them
+	$(VENV)/bin/python scripts/package.py
 
 format: setup ## rewrite the code in the house format, with ruff's safe fixes
 	$(VENV)/bin/ruff check --fix $(CODE)

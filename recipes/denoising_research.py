@@ -64,7 +64,7 @@ def measure() -> dict[str, Any]:
     ]
     overrides += ["target_epsilon=1", f"steps={PLANNED_STEPS}", f"expected_batch_size={BATCH}"]
     overrides += ["optimizer.learning_rate=5e-2", "max_physical_batch_size=512"]
-    prepared = prepare(load_config(None, overrides))
+    prepared = prepare(load_config(None, ["model.head=mean", *overrides]))
     records = len(prepared.train)
     sigmas = {
         epsilon: PrivacyConfig(

@@ -57,8 +57,8 @@ from quietgrad.training.tasks.loaded import Tuning
 from quietgrad.training.tasks.splits import split
 from quietgrad.training.tasks.text.batches import TokenisedTexts, tokenise
 from quietgrad.training.tasks.text.data import LabelledTexts
-from quietgrad.training.tasks.text.mean_pooled import mean_over_tokens
 from quietgrad.training.tasks.text.models import PACKAGED_MINILM, load_classifier
+from quietgrad.training.tasks.text.pooling import mean_over_tokens
 
 RESULTS = Path(__file__).with_name("results") / "rc_experiment.jsonl"
 FIGURE = Path(__file__).parents[1] / "docs" / "rc_experiment.png"

@@ -60,7 +60,10 @@ ROOMS["auditing"] = (
     {"accounting", "checks", "clipping", "events", "noise", "plan", "tensors"},
     {"numpy", "scipy", "torch"},
 )
-ROOMS["report"] = ({"events", "accounting", "ledger"}, {"numpy", "scipy", "matplotlib"})
+ROOMS["report"] = (
+    {"events", "accounting", "checks", "durable", "ledger"},
+    {"numpy", "scipy", "matplotlib", "jinja2", "tomli"},
+)
 ROOMS["training"] = (
     set(ROOMS) - {"research"},
     {

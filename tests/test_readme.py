@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 README = Path(__file__).parents[1] / "README.md"
+LONGEST = 120
 
 
 def test_the_python_example_runs_and_learns(capsys) -> None:
@@ -16,3 +18,10 @@ def test_the_python_example_runs_and_learns(capsys) -> None:
         exec(compile(block, str(README), "exec"), scope)
         assert 0 < scope["run"].epsilon() <= 2.0  # type: ignore[attr-defined]
     assert "epsilon" in capsys.readouterr().out
+
+
+def test_the_readme_is_short_and_its_table_is_measured() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= LONGEST
+    table = runpy.run_path(str(README.parent / "scripts" / "peers_figure.py"))["table"]()
+    assert table in text and table.count("\n") > 4

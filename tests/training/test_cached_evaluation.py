@@ -4,18 +4,21 @@ runs once a record.
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import config_of, train
+from tiny_runs import config_of, train, write_records
 
 from quietgrad.training.evaluation import Evaluator, score_of
 from quietgrad.training.prepare import Prepared, prepare
 from quietgrad.training.tasks.records import outputs, spread
 
 HEAD = {"model.tune": "head"}
+LAYERS = HEAD | {"model.head": "layers"}
 TOP = {"model.tune": "full", "model.train_layers": 1}
 
 
@@ -44,7 +47,7 @@ def agree(prepared: Prepared) -> None:
     assert np.ptp(logits, axis=0).max() > 0.1
 
 
-@pytest.mark.parametrize("tuning", [HEAD, TOP], ids=["head", "top"])
+@pytest.mark.parametrize("tuning", [HEAD, LAYERS, TOP], ids=["head", "layers", "top"])
 def test_texts_score_the_same_from_cached_states(tuning: dict, settings: dict) -> None:
     agree(prepare(config_of(settings | tuning)))
 
@@ -59,9 +62,9 @@ def test_the_frozen_part_runs_once_a_validation_record(
     asked = []
     build = Prepared.prefix_cache
 
-    def counted(self: Prepared, records: Any = None) -> Any:
+    def counted(self: Prepared, records: Any = None, **more: Any) -> Any:
         asked.append("train" if records is None else len(records))
-        return build(self, records)
+        return build(self, records, **more)
 
     monkeypatch.setattr(Prepared, "prefix_cache", counted)
     often = {"training.eval_every": 1, "training.averaging": 0.9, "training.eval_records": 10}
@@ -78,7 +81,54 @@ def test_the_frozen_part_runs_once_a_validation_record(
     assert metrics[-1][key or "validation_accuracy"] == pytest.approx(found)
 
 
+def test_a_message_that_was_passed_on_counts_once(
+    settings: dict, csv_file: Path, tmp_path: Path
+) -> None:
+    """Copies weigh nothing: they change no score, wherever they come to lie."""
+    records = list(csv.reader(csv_file.read_text().splitlines()))[1:]
+    first = prepare(config_of(settings | HEAD))
+    copied = first.task.splits.validation.texts[0]
+    label = next(label for text, label in records if text == copied)
+    lines = [*records, *[(copied, label)] * 40]
+    write_records(tmp_path / "copies.csv", [(text, label) for text, label in lines])
+    second = prepare(config_of(settings | HEAD | {"data.source": str(tmp_path / "copies.csv")}))
+    assert len(second.validation) == len(first.validation) + 40
+    found = []
+    for prepared in (first, second):
+        torch.manual_seed(3)
+        off_zero(prepared)
+        evaluator = Evaluator(prepared, True)
+        scores = evaluator.final_scores()
+        found.append((scores, evaluator.on_validation(), evaluator.scheduled_records))
+    assert found[0] == found[1]
+    assert found[0][0].counted["validation"] == len(first.validation)
+    whole = [score_of(p, p.model.classifier, p.validation) for p in (first, second)]
+    assert whole[0] != whole[1]  # where copies count, they are seen
+
+
 def test_nothing_is_cached_for_evaluation_where_training_has_no_cache(settings: dict) -> None:
     without = settings | HEAD | {"training.cache_frozen_layers": False}
     assert Evaluator(prepare(config_of(without)), True)._cache is None
     assert Evaluator(prepare(config_of(settings | HEAD)), False)._cache is None
+
+
+def test_rows_of_a_table_that_are_alike_are_different_people(tmp_path: Path) -> None:
+    lines = ["age,label"] + [f"{20 + i % 30},{('low', 'high')[i % 2]}" for i in range(90)]
+    (tmp_path / "people.csv").write_text("\n".join(lines) + "\n")
+    values = {
+        "model.name": "table:mlp",
+        "model.tune": "full",
+        "data.source": str(tmp_path / "people.csv"),
+        "data.validation_fraction": 0.3,
+        "data.test_fraction": 0.3,
+        "data.public": True,
+        "privacy.target_epsilon": 8.0,
+        "optimizer.learning_rate": 0.1,
+        "training.expected_batch_size": 5,
+        "training.steps": 2,
+        "training.run_dir": str(tmp_path / "run"),
+    }
+    prepared = prepare(config_of(values))
+    evaluator = Evaluator(prepared, False)
+    assert len(evaluator.validation) == len(prepared.validation)
+    assert len(evaluator.test) == len(prepared.test)

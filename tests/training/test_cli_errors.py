@@ -313,7 +313,7 @@ def test_progress_without_a_terminal(
 ) -> None:
     from quietgrad.cli import training
 
-    monkeypatch.setattr(training._Lines, "EVERY", 0.0)
+    monkeypatch.setattr(training.Lines, "EVERY", 0.0)
     code, out, _ = quietgrad("train", write_config(settings | {"training.eval_every": 0}))
     lines = [line for line in out.splitlines() if line.endswith("min left")]
     assert code == 0 and len(lines) == 5 and lines[0].startswith("step 2/6: epsilon ")

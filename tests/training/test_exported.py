@@ -116,7 +116,9 @@ def load_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
         ("full", "auto"),
         ("full", "mean"),
         ("head", "mean"),
+        ("head", "layers"),
         ("head", "auto"),
+        ("lora", "layers"),
     ],
 )
 def test_a_text_classifier_loads_by_transformers_alone(
@@ -131,7 +133,7 @@ def test_a_text_classifier_loads_by_transformers_alone(
     with torch.no_grad():
         wanted = classifier(**inputs)
     given = {"inputs": inputs, "text": "the film was great"}
-    error, found = load_alone("AutoModelForSequenceClassification", folder, given, head == "mean")
+    error, found = load_alone("AutoModelForSequenceClassification", folder, given, head != "auto")
     assert not error
     assert found["names"] == ["bad", "good"]
     assert wanted.abs().max() > 1e-3
@@ -139,7 +141,7 @@ def test_a_text_classifier_loads_by_transformers_alone(
     assert set(found["words"]) == {"input_ids", "attention_mask"}
     written = json.loads((folder / "config.json").read_text())
     assert written["id2label"] == {"0": "bad", "1": "good"} and "label2id" in written
-    if head == "mean":
+    if head != "auto":
         error, _ = load_alone("AutoModelForSequenceClassification", folder, given)
         assert "trust_remote_code=True" in error
 
@@ -229,7 +231,7 @@ def test_a_run_starts_from_the_model_of_another(settings: dict[str, Any]) -> Non
             p.model.classifier.eval().encoder(**inputs).last_hidden_state for p in (first, second)
         )
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"trained with model\.head='mean'; set that"):
+    with pytest.raises(ValueError, match=r"trained with model\.head='mean' or 'layers'; set that"):
         prepare(config_of(changed | {"model.head": "auto"}))
 
 

@@ -74,9 +74,9 @@ def test_refusals(settings: dict) -> None:
         config_of({"model.tune": "head", "model.random_head": True})
     with pytest.raises(ValueError, match="set one of the two"):
         config_of({"model.random_head": True, "model.public_head_steps": 5})
-    with pytest.raises(ValueError, match="random_head needs the mean-pooled head"):
+    with pytest.raises(ValueError, match="random_head needs a head on pooled features"):
         prepare(config_of(settings | {"model.random_head": True, "model.head": "auto"}))
     with pytest.raises(ValueError, match="freezes the head"):
         config_of({"model.tune": "head", "model.public_head_steps": 5})
-    with pytest.raises(ValueError, match="mean-pooled head"):
+    with pytest.raises(ValueError, match="a head on pooled features"):
         prepare(config_of(settings | {"model.public_head_steps": 5, "model.head": "auto"}))

@@ -29,7 +29,7 @@ RESULT_KEYS = {
     "majority_accuracy",
     "metric", "trainable_parameters",
     "records", "noise_multiplier", "sample_rate", "neighbouring", "data_declared_public",
-    "seed_warning", "class_scores",
+    "seed_warning", "class_scores", "scored_records",
 }  # fmt: skip
 METRICS_KEYS = {
     "step",

@@ -9,6 +9,7 @@ import typer
 
 from quietgrad import __version__
 from quietgrad.cli import accounting
+from quietgrad.cli.beside.commands import report, runs
 from quietgrad.cli.output import announce, hush_libraries, one_line, paragraphs
 
 app = typer.Typer(
@@ -18,6 +19,8 @@ app = typer.Typer(
 )
 app.command("calibrate")(accounting.calibrate)
 app.command("epsilon")(accounting.epsilon)
+app.command("report")(report)
+app.command("runs")(runs)
 
 ConfigPath = Annotated[
     Path | None,
@@ -175,19 +178,6 @@ def plan(
     run_plan(config, overrides or [], figure, as_json)
 
 
-@app.command()
-def runs(
-    folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="Where to look, three folders deep.")
-    ] = Path("runs"),
-    as_json: accounting.AsJson = False,
-) -> None:
-    """Lists runs: task, steps, epsilon spent by the ledger, score of public records, when."""
-    from quietgrad.cli.beside.runs import run_runs
-
-    run_runs(folder, as_json)
-
-
 Text = Annotated[str, typer.Option("--text", metavar="COLUMN", help="Column of the text.")]
 Label = Annotated[str, typer.Option("--label", metavar="COLUMN", help="Column of the label.")]
 
@@ -296,6 +286,10 @@ def compare(
             "released, all within the one epsilon.",
         ),
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE.html", help="Write tables and figure as one page."),
+    ] = None,
     as_json: accounting.AsJson = False,
 ) -> None:
     """Trains variants side by side, tunes each (a grid of rates, or with \\[search] Optuna), and
@@ -306,7 +300,7 @@ def compare(
     if accounted:
         run_accounted(config, only_report, shard, as_json)
     else:
-        run_compare(config, only_report, shard, as_json)
+        run_compare(config, only_report, shard, html, as_json)
 
 
 @app.command()

@@ -25,7 +25,9 @@ USERS = " They are per user, with all records of each."
 Protocols = dict[str, dict[float, dict[str, "Series"]]]
 
 
-def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> None:
+def run_compare(
+    path: Path, only_report: bool, shard: str, html: Path | None, as_json: bool
+) -> None:
     """See ``quietgrad compare --help``."""
     from quietgrad.comparing.comparison import read_results, run_comparison, runs_left
     from quietgrad.comparing.table import load_comparison
@@ -63,9 +65,22 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
             comparison.figure,
             bool(comparison.table.eval_records),
         )
+    if html is not None:
+        from quietgrad.report.page import write_page
+        from quietgrad.report.sides import comparison_page
+
+        ends = bool(comparison.table.eval_records)
+        facts = [line for line in (guarantee, cost) if line]
+        missed = f"{missing} runs are missing." if missing else ""
+        shares = comparison.table.shares
+        page = comparison_page(
+            comparison.table.title, tables, protocols, shares, facts, missed, ends
+        )
+        write_page(html, page)
     if as_json:
         print_json(
             {
+                **({} if html is None else {"html": str(html)}),
                 "missing_runs": missing,
                 "guarantee": guarantee,
                 **({"choice": cost} if cost else {}),
@@ -86,6 +101,8 @@ def run_compare(path: Path, only_report: bool, shard: str, as_json: bool) -> Non
         target.print(f"\n{cost}", markup=False, soft_wrap=True)
     if tables:
         target.print(f"\nFigure: {comparison.figure}")
+    if html is not None:
+        target.print(f"Page: {html}", markup=False)
 
 
 def run_accounted(path: Path, only_report: bool, shard: str, as_json: bool) -> None:

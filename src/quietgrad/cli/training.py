@@ -24,6 +24,7 @@ from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.beside.chosen import print_settings, settings_record
 from quietgrad.cli.beside.launch import start_processes
 from quietgrad.cli.output import (
+    Lines,
     console,
     fail,
     one_line,
@@ -136,9 +137,15 @@ def run_train(
             "records; no privacy is spent by that."
         )
     with Progress(*columns, console=target, refresh_per_second=2) as bar:
+        before = bar.add_task("frozen layers", total=None, spent="", visible=False)
         task = bar.add_task("training", total=prepared.steps, spent="")
         score_text = ""
-        lines = _Lines(target, prepared.steps)
+        lines, records = Lines(target, "step"), Lines(target, "frozen layers, record")
+
+        def told(done: int, total: int) -> None:
+            bar.update(before, completed=done, total=total, visible=done < total)
+            records.show(done, total, "")
+
         declared = " (data declared public)" if config.data.public else ""
         if prepared.plan is not None:
             declared = per_unit(prepared.plan.neighbouring) + declared
@@ -159,12 +166,13 @@ def run_train(
                 else "not private"
             )
             bar.update(task, completed=progress.step, spent=spent + score_text + loss_text)
-            lines.show(progress.step, spent + loss_text, progress.score is not None)
+            said = progress.score is not None
+            lines.show(progress.step, prepared.steps, f": {spent}{loss_text} spent", said)
 
         try:
             with quiet_libraries(target):
                 outcome: runner.Outcome | None = runner.train(
-                    prepared, run_dir, resume, report, _sayer(target), together
+                    prepared, run_dir, resume, report, _sayer(target), told, together
                 )
         except KeyboardInterrupt:
             outcome = None
@@ -192,7 +200,7 @@ def run_train(
     result = outcome.result | {"seconds": round(time.monotonic() - started, 1)}
     if as_json:
         print_json(result)
-    _print_result(target, result, known)
+    _print_result(target, result | _in_words(prepared, result), known)
 
 
 def _meet(config: TrainConfig) -> Together:
@@ -226,32 +234,14 @@ def _resumes(config: TrainConfig, resume: bool) -> bool:
     return resume or (restarted() and holds_records(RunDir(Path(config.training.run_dir)).ledger))
 
 
-class _Lines:
-    """Progress where there is no terminal for a bar: a line when half a minute has passed without
-    one.
-    """
+def _in_words(prepared: Prepared, result: dict[str, Any]) -> dict[str, str]:
+    """What epsilon means; nothing where nothing was released, or nothing was protected."""
+    if prepared.plan is None or not result["steps"]:
+        return {}
+    from quietgrad.report.words import in_words
 
-    EVERY = 30.0  # seconds
-
-    def __init__(self, target: Console, steps: int) -> None:
-        self._target, self._steps = target, steps
-        self._began = self._last = time.monotonic()
-        self._first: int | None = None
-
-    def show(self, step: int, spent: str, said: bool) -> None:
-        """``said``: whether a line about this step is there already."""
-        now = time.monotonic()
-        if self._first is None:  # the first step also fills caches
-            self._first, self._began = step, now
-        if said:
-            self._last = now
-        if self._target.is_terminal or now - self._last < self.EVERY or step == self._first:
-            return
-        self._last = now
-        left = (now - self._began) / (step - self._first) * (self._steps - step)
-        self._target.print(
-            f"step {step}/{self._steps}: {spent} spent, about {max(1, round(left / 60))} min left"
-        )
+    event = prepared.plan.event.after(result["steps"])
+    return {"in_words": in_words(event, prepared.plan.neighbouring)}
 
 
 def _has_frozen_layers(prepared: Prepared) -> bool:
@@ -312,6 +302,8 @@ def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]
             f"epsilon = {round_up(result['epsilon'], 4)} at delta = "
             f"{round_up_to(result['delta'], 3)} ({RELATIONS[result['neighbouring']]})"
         )
+        if "in_words" in result:
+            rows["an attacker"] = result["in_words"]
     else:
         rows["privacy"] = "none: a reference run"
     if result["private"] and result.get("data_declared_public"):

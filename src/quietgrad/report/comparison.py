@@ -147,8 +147,10 @@ def rows(
     return found
 
 
-def markdown(table: Sequence[Row], shares: Sequence[float], metric: str = "accuracy") -> str:
-    """The table for a document."""
+def cells(
+    table: Sequence[Row], shares: Sequence[float], metric: str = "accuracy"
+) -> list[list[str]]:
+    """The table as texts, the heads first."""
     rate = "learning rate" + (
         " and what else was found" if any(row.settings for row in table) else ""
     )
@@ -156,17 +158,24 @@ def markdown(table: Sequence[Row], shares: Sequence[float], metric: str = "accur
     heads += [f"steps to {share:.0%}" for share in shares] + [
         f"speed-up {share:.0%}" for share in shares
     ]
-    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    found = [heads]
     for row in table:
         rate = f"{row.rate:g}" + (f", {row.settings}" if row.settings else "")
-        cells = [f"{row.epsilon:g}", row.variant, rate, str(row.seeds), f"{row.test:.4f}"]
-        cells.append("" if row.difference is None else f"{row.difference:+.4f}")
-        cells += ["never" if s is None else f"{s:.0f}" for s in row.steps]
-        cells += [
+        line = [f"{row.epsilon:g}", row.variant, rate, str(row.seeds), f"{row.test:.4f}"]
+        line.append("" if row.difference is None else f"{row.difference:+.4f}")
+        line += ["never" if s is None else f"{s:.0f}" for s in row.steps]
+        line += [
             "" if row.difference is None else "-" if s is None else f"{s:.2f}" for s in row.speed_up
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        found.append(line)
+    return found
+
+
+def markdown(table: Sequence[Row], shares: Sequence[float], metric: str = "accuracy") -> str:
+    """The table for a document."""
+    heads, *rows = cells(table, shares, metric)
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def comparison_figure(
@@ -202,7 +211,7 @@ def comparison_figure(
     for axis_row, (protocol, epsilons) in zip(axes, protocols.items(), strict=True):
         for axis, (epsilon, variants) in zip(axis_row, epsilons.items(), strict=False):
             for (variant, series), colour in zip(variants.items(), COLOURS * 3, strict=False):
-                _draw(axis, series, variant, colour, end_apart)
+                draw_series(axis, series, variant, colour, end_apart)
             axis.set_title(f"epsilon {epsilon:g}, {protocol}", fontsize=10)
             axis.set_xlabel("step (dots: on all validation records)" if end_apart else "step")
             axis.set_ylabel(f"validation {next(iter(variants.values())).metric}")
@@ -214,7 +223,8 @@ def comparison_figure(
     plt.close(figure)
 
 
-def _draw(axis: object, series: Series, variant: str, colour: str, end_apart: bool) -> None:
+def draw_series(axis: object, series: Series, variant: str, colour: str, end_apart: bool) -> None:
+    """One variant's mean over seeds and interval."""
     points = mean_curve(series)
     steps = [s for s, _ in points]
     by_seed = [dict(curve) for curve in series.curves.values()]

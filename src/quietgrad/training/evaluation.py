@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import nn
 
 from quietgrad.training.precision import precision_context
 from quietgrad.training.prepare import Prepared
-from quietgrad.training.tasks.records import Batches, Records, spread
+from quietgrad.training.tasks.metrics import ACCURACY
+from quietgrad.training.tasks.records import Batches, Records, once, spread
 from quietgrad.training.tasks.task import FinalScores
 
 
@@ -35,12 +37,21 @@ def score_of(
         return prepared.task.score(prepared.config, model, records, prepared.device, chosen, source)
 
 
+def _all(records: Records) -> Records:
+    return records
+
+
 class Evaluator:
     """Scores of a run's model on its validation and test records, which are public.
 
     Where training starts from cached states, so do scores of validation records: their frozen lower
     part runs once, at the first evaluation, and not once an evaluation. Test records are looked at
     once and need no cache.
+
+    Texts with equal inputs count once: a message that many passed on is one message.
+
+    Attributes:
+        validation, test: the records that count.
     """
 
     def __init__(self, prepared: Prepared, cached: bool) -> None:
@@ -52,13 +63,15 @@ class Evaluator:
         """
         self._prepared = prepared
         self._cached = cached
+        count = once if prepared.task.copies_count_once else _all
+        self.validation, self.test = count(prepared.validation), count(prepared.test)
         every = prepared.config.training.eval_records
-        self._scheduled = spread(prepared.validation, every) if every else None
+        self._scheduled = spread(self.validation, every) if every else None
 
     @property
     def scheduled_records(self) -> int:
         """Validation records that are looked at between steps."""
-        return len(self._prepared.validation if self._scheduled is None else self._scheduled)
+        return len(self.validation if self._scheduled is None else self._scheduled)
 
     def between_steps(self) -> float:
         """The metric on the validation records that are looked at between steps."""
@@ -72,15 +85,23 @@ class Evaluator:
         """What a finished run reports."""
         p, cache = self._prepared, self._cache
         with precision_context(p.config, p.device):
-            return p.task.final_scores(
-                p.config, p.model, p.validation, p.test, p.device, cached_validation=cache
+            found = p.task.final_scores(
+                p.config, p.model, self.validation, self.test, p.device, cached_validation=cache
             )
+        counted = {"validation": len(self.validation), "test": len(self.test)}
+        return replace(found, counted=counted, guessing=self._guessing())
+
+    def _guessing(self) -> float | None:
+        if self._prepared.metric is not ACCURACY:
+            return None
+        most = np.bincount(self.validation.labels).argmax()
+        return float((self.test.labels == most).mean())
 
     @cached_property
     def _cache(self) -> Any:
-        return self._prepared.prefix_cache(self._prepared.validation) if self._cached else None
+        return self._prepared.prefix_cache(self.validation) if self._cached else None
 
     def _validated(self, chosen: NDArray[np.int64] | None) -> float:
         p, cache = self._prepared, self._cache
         model = p.model.classifier if cache is None else cache.upper
-        return score_of(p, model, p.validation, chosen, cache)
+        return score_of(p, model, self.validation, chosen, cache)

@@ -46,7 +46,7 @@ from quietgrad.training.tasks.images.models import HUGGING_FACE
 from quietgrad.training.tasks.images.public_weights import check_public_weights
 from quietgrad.training.tasks.loaded import LoadedModel, trainable_count
 from quietgrad.training.tasks.metrics import MEAN_AUC, Metric, dividing
-from quietgrad.training.tasks.records import Records, spread
+from quietgrad.training.tasks.records import Records, Told, spread, unheard
 from quietgrad.training.tasks.registry import load_task
 from quietgrad.training.tasks.task import Task
 
@@ -125,18 +125,16 @@ class Prepared:
 
         return loss
 
-    def prefix_cache(self, records: Records | None = None) -> Any:
+    def prefix_cache(self, records: Records | None = None, told: Told = unheard) -> Any:
         """States of the training records (or others) below the lowest trainable part, computed
-        once.
-
-        None where that does not apply or is switched off.
+        once; None where that does not apply or is switched off. ``told`` as of ``Task.cache``.
         """
         if not self.config.training.cache_frozen_layers:
             return None
         wanted = self.train if records is None else records
-        return self.task.cache(
-            self.config, self.model.classifier, wanted, self.validation, self.device
-        )
+        told = told if self.combined is None else unheard  # how many records users have is private
+        given = (self.config, self.model.classifier, wanted, self.validation, self.device)
+        return self.task.cache(*given, told)
 
     def sample(self) -> Sample:
         """A micro-batch of validation records as training would take it."""

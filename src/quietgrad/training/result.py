@@ -6,15 +6,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from quietgrad.accounting import epsilon
 from quietgrad.plan import PrivacyPlan
 from quietgrad.training.files.provenance import Record, provenance, start_warnings
 from quietgrad.training.files.run_dir import RunDir
 from quietgrad.training.prepare import Prepared
 from quietgrad.training.tasks.loaded import trainable_count
-from quietgrad.training.tasks.metrics import ACCURACY
 from quietgrad.training.tasks.task import FinalScores
 
 
@@ -90,10 +87,13 @@ def result_of(
         "metrics": scores.metrics if scores else {},
         "run_dir": str(run_dir.path),
         "metric": prepared.metric.key,
-        **_guessing(prepared),
     }
-    if scores is not None and scores.classes:
-        result["class_scores"] = scores.classes
+    if scores is not None:
+        result["scored_records"] = scores.counted
+        if scores.guessing is not None:
+            result["majority_accuracy"] = scores.guessing
+        if scores.classes:
+            result["class_scores"] = scores.classes
     if prepared.started_from:
         result["started_from"] = list(prepared.started_from)
         result["start_warnings"] = start_warnings(prepared.started_from)
@@ -105,14 +105,6 @@ def result_of(
                 "stays secret and serves one run"
             )
     return result
-
-
-def _guessing(prepared: Prepared) -> dict[str, float]:
-    """What the class most frequent among validation records, which are public, would score."""
-    if prepared.metric is not ACCURACY:
-        return {}
-    most = np.bincount(prepared.validation.labels).argmax()
-    return {"majority_accuracy": float((prepared.test.labels == most).mean())}
 
 
 def epsilon_so_far(prepared: Prepared, done: int) -> float:

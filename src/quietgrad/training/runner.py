@@ -35,7 +35,7 @@ from quietgrad.training.optimizers import build_optimizer, step_on_release
 from quietgrad.training.prepare import Prepared
 from quietgrad.training.result import ShownEpsilon, result_of, trained_on
 from quietgrad.training.tasks.loaded import parameter_digest
-from quietgrad.training.tasks.records import spread
+from quietgrad.training.tasks.records import Told, spread, unheard
 
 # Validation records that the clipper's guard examines.
 GUARDED_RECORDS = 32
@@ -75,6 +75,7 @@ def train(
     resume: bool,
     report: Callable[[Progress], None],
     say: Callable[[str], None] = warnings.warn,
+    told: Told = unheard,
     together: Together | None = None,
 ) -> Outcome:
     """Runs all steps that remain.
@@ -86,6 +87,8 @@ def train(
             spent, and not made up for.
         report: called after every step with public facts.
         say: called with a line on what a resume found and went on without.
+        told: called while frozen layers run over the records, with how many are done and of how
+            many; where users are protected, not at all.
         together: the processes that train; the first alone writes to the directory, which all read.
 
     Returns:
@@ -99,7 +102,7 @@ def train(
     """
     classifier = prepared.model.classifier
     together = Together() if together is None else together
-    loop = _Loop(prepared, run_dir, together)
+    loop = _Loop(prepared, run_dir, together, told)
     with contextlib.ExitStack() as stack:
         if together.first:
             # Locked first, written after; what was seen before the lock may have changed.
@@ -168,13 +171,13 @@ def train(
 class _Loop:
     """The mutable part: model, optimiser and files."""
 
-    def __init__(self, prepared: Prepared, run_dir: RunDir, together: Together) -> None:
+    def __init__(self, prepared: Prepared, run_dir: RunDir, together: Together, told: Told) -> None:
         self.prepared = prepared
         self.writes = together.first
         self.run_dir = run_dir
         self.model = prepared.model.classifier
         # With a frozen lower part, training and evaluation start from cached states.
-        self.cache = prepared.prefix_cache()
+        self.cache = prepared.prefix_cache(told=told)
         self.evaluator = Evaluator(prepared, cached=self.cache is not None)
         self.trained: nn.Module = self.model if self.cache is None else self.cache.upper
         self.loss = prepared.loss()

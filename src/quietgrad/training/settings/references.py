@@ -14,14 +14,15 @@ RECORDED = Path(__file__).with_name("references.json")
 
 
 def references_for(config: TrainConfig) -> dict[str, Any]:
-    """The recorded references that apply to a configuration: same model, data and split; empty if
-    there are none.
+    """The recorded references that apply to a configuration: same model, head, data and split;
+    empty if there are none.
     """
     if not RECORDED.is_file():
         return {}
     for entry in json.loads(RECORDED.read_text(encoding="utf-8"))["references"]:
         same = (
             entry["model"] == config.model.name
+            and entry.get("head", "mean") == config.model.head
             and entry["data"] == config.data.source
             and entry["test_fraction"] == config.data.test_fraction
             and entry["validation_fraction"] == config.data.validation_fraction

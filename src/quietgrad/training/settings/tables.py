@@ -34,8 +34,9 @@ class ModelTable:
             ``vgg:groupnorm``, ``features:random``, or ``image:`` and a folder or Hugging Face name;
             for tables ``table:linear`` or ``table:mlp``, with tune = "full".
         tune: "lora", "full" or "head"; left out: what the model is made for (docs/defaults.md).
-        head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence
-            classifier).
+        head: "mean" (linear, on the mean of token vectors), "layers" (linear, on the means of the
+            upper half of the layers and the maximum of the last) or "auto" (the architecture's own
+            sequence classifier).
         lora_rank: rank of the adapters, with tune = "lora".
         lora_alpha: scale of the adapters (0: twice the rank).
         lora_targets: names of the modules that get adapters (empty: a default).

@@ -17,7 +17,8 @@ from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import KEY, Record, stamp_weights
 
 Tune = Literal["lora", "full", "head"]
-HeadKind = Literal["mean", "auto"]
+HeadKind = Literal["mean", "layers", "auto"]
+POOLED = ("mean", "layers")  # heads on features that tasks.text.pooling makes
 GENERATE: Literal["generate"] = "generate"
 WEIGHTS_FILE = "model.safetensors"
 EXPORTED = "transformers"  # folder of a model that loads without this library

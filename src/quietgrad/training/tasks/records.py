@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence, Sized
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quietgrad.training.tasks.splits import IGNORED
+
+# (records done, records in all) -> nothing: how far a long job over public numbers of records is.
+Told = Callable[[int, int], None]
+
+
+def unheard(done: int, total: int) -> None:
+    """Nobody listens."""
 
 
 class Records(Protocol):
@@ -42,6 +49,9 @@ class Records(Protocol):
         ...
 
     def subset(self, indices: NDArray[np.int64]) -> Records: ...
+
+
+Kind = TypeVar("Kind", bound=Any)
 
 
 class InOrder:
@@ -172,6 +182,12 @@ def distinct(records: Records) -> NDArray[np.int64]:
                 )
         first.setdefault(digest.digest(), i)
     return np.array(list(first.values()), dtype=np.int64)
+
+
+def once(records: Kind) -> Kind:
+    """The records without those whose input an earlier one has (``distinct``)."""
+    kept = distinct(records)
+    return records if len(kept) == len(records) else records.subset(kept)
 
 
 def spread(records: Sized, count: int) -> NDArray[np.int64]:

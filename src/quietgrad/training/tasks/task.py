@@ -24,7 +24,14 @@ from quietgrad.training.tasks.class_scores import class_scores
 from quietgrad.training.tasks.loaded import LoadedModel
 from quietgrad.training.tasks.metrics import Metric, metric_for
 from quietgrad.training.tasks.predictions import Predictions
-from quietgrad.training.tasks.records import Batches, Records, classification_loss, outputs
+from quietgrad.training.tasks.records import (
+    Batches,
+    Records,
+    Told,
+    classification_loss,
+    outputs,
+    unheard,
+)
 from quietgrad.training.tasks.splits import Splits
 
 EVALUATION_BATCH = 256
@@ -48,10 +55,15 @@ class FinalScores:
     Attributes:
         metrics: name -> number.
         classes: "test" and "validation" -> ``class_scores``; empty where there are no classes.
+        counted: "test" and "validation" -> how many records: equal inputs are one.
+        guessing: what the class most frequent among validation records would score in the test;
+            None where the score is no accuracy.
     """
 
     metrics: dict[str, float]
     classes: dict[str, Any] = field(default_factory=dict)
+    counted: dict[str, int] = field(default_factory=dict)
+    guessing: float | None = None
 
 
 class Task(ABC):
@@ -132,6 +144,13 @@ class Task(ABC):
         return None
 
     @property
+    def copies_count_once(self) -> bool:
+        """Whether validation and test records with equal inputs are one record in every score: a
+        message that many passed on. Rows of a table may be alike and still be different people.
+        """
+        return False
+
+    @property
     def classifies(self) -> bool:
         """Whether a record has a label that can be replaced by a wrong one."""
         return True
@@ -155,9 +174,10 @@ class Task(ABC):
         records: Records,
         validation: Records,
         device: torch.device,
+        told: Told = unheard,
     ) -> Any:
         """States of records below the lowest trainable part, computed once; None where there is no
-        such thing.
+        such thing. ``told`` hears how far it is.
         """
         return None
 

@@ -77,6 +77,11 @@ class AnswersTask(Task):
         )
         return ready(config, model, device), (train, validation, test)
 
+    @property
+    def copies_count_once(self) -> bool:
+        """See ``Task``."""
+        return True
+
     def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
         """In Hugging Face's format."""
         save_classifier(model, self.label_names, folder, trained_on)

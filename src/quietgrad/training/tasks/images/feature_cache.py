@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from quietgrad.training.tasks.images.data import LabelledImages
 from quietgrad.training.tasks.images.models import ImageClassifier
+from quietgrad.training.tasks.records import Told, unheard
 
 BLOCK_IMAGES = 256
 
@@ -56,9 +57,11 @@ class FeatureCache:
 
 
 def build_feature_cache(
-    classifier: nn.Module, images: LabelledImages, device: torch.device
+    classifier: nn.Module, images: LabelledImages, device: torch.device, told: Told = unheard
 ) -> FeatureCache | None:
-    """Embeds all images; None where anything below the head trains."""
+    """Embeds all images; None where anything below the head trains. ``told`` hears how far it
+    is.
+    """
     if not isinstance(classifier, ImageClassifier):
         return None
     if any(p.requires_grad for part in classifier.body() for p in part.parameters()):
@@ -66,11 +69,16 @@ def build_feature_cache(
     labels = images.collate(np.arange(0), device)["labels"]  # of the right type and shape
     labels = torch.as_tensor(images.labels, dtype=labels.dtype, device=device)
     return FeatureCache(
-        HeadOnFeatures(classifier.head), embeddings(classifier, images, device), labels
+        HeadOnFeatures(classifier.head), embeddings(classifier, images, device, told), labels
     )
 
 
-def embeddings(classifier: ImageClassifier, images: LabelledImages, device: torch.device) -> Tensor:
+def embeddings(
+    classifier: ImageClassifier,
+    images: LabelledImages,
+    device: torch.device,
+    told: Told = unheard,
+) -> Tensor:
     """[images, width] in evaluation mode and without gradients, on ``device``."""
     was_training = classifier.training
     classifier.eval()
@@ -82,6 +90,7 @@ def embeddings(classifier: ImageClassifier, images: LabelledImages, device: torc
                 found[start : start + len(index)] = classifier.embed(
                     images.collate(index, device)["pixels"]
                 )
+                told(start + len(index), len(images))
     finally:
         classifier.train(was_training)
     return found

@@ -39,7 +39,7 @@ from quietgrad.training.tasks.images.models import (
 )
 from quietgrad.training.tasks.loaded import WEIGHTS_FILE, LoadedModel, save_weights
 from quietgrad.training.tasks.predictions import SEPARATOR, Predictions, classified
-from quietgrad.training.tasks.records import Records, outputs
+from quietgrad.training.tasks.records import Records, Told, outputs, unheard
 from quietgrad.training.tasks.splits import Splits
 from quietgrad.training.tasks.task import EVALUATION_BATCH, Parts, Task, ready
 from quietgrad.training.tasks.text.models import without_bars
@@ -178,11 +178,12 @@ class ImagesTask(Task):
         records: Records,
         validation: Records,
         device: torch.device,
+        told: Told = unheard,
     ) -> FeatureCache | None:
         """The frozen body, run once an image."""
         assert isinstance(records, LabelledImages)
         with precision_context(config, device):
-            return build_feature_cache(classifier, records, device)
+            return build_feature_cache(classifier, records, device, told)
 
 
 def _described(folder: Path) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from quietgrad.checks import SettingsWarning
-from quietgrad.training.tasks.loaded import GENERATE, LoadedModel, merged
-from quietgrad.training.tasks.text.mean_pooled import MeanPooledClassifier
+from quietgrad.training.tasks.loaded import GENERATE, POOLED, LoadedModel, merged
 from quietgrad.training.tasks.text.models import ADAPTER_CONFIG, public_name
+from quietgrad.training.tasks.text.pooled import PooledClassifier
 
 ADAPTER = "adapter"  # folder of a LoRA adapter, in that of the model
 
@@ -78,7 +78,7 @@ def write_whole(model: LoadedModel, folder: Path) -> bool:
 def how_to_load(model: LoadedModel, folder: str) -> str:
     """Lines of Python, in Markdown, for a folder that holds the whole model."""
     kind = "CausalLM" if model.head == GENERATE else "SequenceClassification"
-    trust = ", trust_remote_code=True" if model.head == "mean" else ""
+    trust = ", trust_remote_code=True" if model.head in POOLED else ""
     lines = [
         "```python",
         f"from transformers import AutoModelFor{kind}, AutoTokenizer",
@@ -90,7 +90,7 @@ def how_to_load(model: LoadedModel, folder: str) -> str:
     if trust:
         lines += [
             "",
-            "The head is not the architecture's own: `modeling_mean_pooled.py` beside the weights, "
+            "The head is not the architecture's own: `modeling_pooled.py` beside the weights, "
             "which needs torch and transformers alone, has the model.",
         ]
     return "\n".join(lines)
@@ -101,23 +101,22 @@ def _whole(model: LoadedModel) -> Any:
     encoder = cast(Any, model.classifier.encoder)
     if model.tune == "lora":
         encoder = merged(encoder)
-    if not isinstance(model.classifier, MeanPooledClassifier):
+    if not isinstance(model.classifier, PooledClassifier):
         return encoder
-    from quietgrad.training.tasks.text.modeling_mean_pooled import (
-        MeanPooledConfig,
-        MeanPooledForSequenceClassification,
+    from quietgrad.training.tasks.text.modeling_pooled import (
+        PooledConfig,
+        PooledForSequenceClassification,
     )
 
-    MeanPooledConfig.register_for_auto_class()
-    MeanPooledForSequenceClassification.register_for_auto_class(
-        "AutoModelForSequenceClassification"
-    )
+    PooledConfig.register_for_auto_class()
+    PooledForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
     config = encoder.config
     settings = config.to_dict()
     settings = {k: v for k, v in settings.items() if k not in ("_name_or_path", "auto_map")}
-    whole = MeanPooledForSequenceClassification(
-        MeanPooledConfig(
+    whole = PooledForSequenceClassification(
+        PooledConfig(
             encoder_config=settings,
+            pooling=model.classifier.pooling,
             id2label=config.id2label,
             label2id=config.label2id,
             problem_type=config.problem_type,

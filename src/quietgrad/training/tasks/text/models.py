@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from quietgrad.training.tasks.loaded import GENERATE, HeadKind, LoadedModel, Tuning
 from quietgrad.training.tasks.packages import packaged_file
-from quietgrad.training.tasks.text.mean_pooled import (
-    MeanPooledClassifier,
-    is_mean_pooled,
-    load_mean_pooled,
-    register_mean_pooled,
+from quietgrad.training.tasks.text.pooled import (
+    PooledClassifier,
+    is_pooled,
+    load_pooled,
+    register_pooled,
 )
 
 PACKAGED_MINILM = "packaged:minilm"
@@ -83,8 +83,8 @@ def load_classifier(
         name: ``packaged:minilm``, a folder, or a Hugging Face model name.
         num_labels: classes.
         tuning: what of it trains.
-        head: "mean" (mean of token vectors, linear) or "auto" (the architecture's own sequence
-            classifier).
+        head: "mean" or "layers" (linear, on what ``pooling`` makes of token vectors) or "auto" (the
+            architecture's own sequence classifier).
         attention: transformers' attention implementation; None leaves its choice.
 
     Raises:
@@ -93,9 +93,9 @@ def load_classifier(
     import transformers
 
     path = model_path(name)
-    if head == "auto" and is_mean_pooled(name):
+    if head == "auto" and is_pooled(name):
         raise ValueError(
-            f"model.name={name!r} was trained with model.head='mean'; set that here too"
+            f"model.name={name!r} was trained with model.head='mean' or 'layers'; set that here too"
         )
     with quiet_loading(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -109,7 +109,7 @@ def load_classifier(
             inner = load_encoder(transformers, path, attention)
     if tuning.how == "lora":
         inner = _with_lora(inner, name, tuning, head)
-    elif tuning.how == "head" and head == "mean":
+    elif tuning.how == "head" and head != "auto":
         inner.requires_grad_(False)
     elif tuning.how == "full" and tuning.train_layers:
         _freeze_below(inner, name, tuning.train_layers)
@@ -120,7 +120,7 @@ def load_classifier(
                 parameter.requires_grad_(False)
         classifier = LogitsClassifier(inner)
     else:
-        classifier = MeanPooledClassifier(inner, inner.config.hidden_size, num_labels)
+        classifier = PooledClassifier(inner, head, num_labels)
     return LoadedModel(classifier, tokenizer, name, tuning.how, head)
 
 
@@ -200,7 +200,7 @@ def quiet_loading(name: str) -> Iterator[None]:
     """
     import transformers
 
-    register_mean_pooled()
+    register_pooled()
     quiet = transformers.utils.logging
     verbosity = quiet.get_verbosity()
     quiet.set_verbosity_error()
@@ -236,8 +236,8 @@ def without_bars() -> Iterator[None]:
 
 
 def load_encoder(transformers: Any, path: str, attention: str | None = None) -> nn.Module:
-    if is_mean_pooled(path):
-        return load_mean_pooled(path, attention).encoder
+    if is_pooled(path):
+        return load_pooled(path, attention).encoder
     try:
         return transformers.AutoModel.from_pretrained(
             path, add_pooling_layer=False, attn_implementation=attention

@@ -4,7 +4,8 @@ Where only the top blocks (or only the head) train and nothing is random below t
 states that enter the lowest trainable block are a fixed function of the record. They are computed
 once, and training then costs the upper blocks alone. Privacy is untouched: per-record
 preprocessing.
-Memory: records x tokens x width, in the training precision. Serves BERT-like encoders with eager
+Memory: records x tokens x width, in the training precision; for a head alone records x what it
+reads, in float32. Serves BERT-like encoders with eager
 attention; others train without a cache.
 """
 
@@ -19,12 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from quietgrad.training.tasks.records import Told, unheard
 from quietgrad.training.tasks.text.batches import TokenisedTexts
-from quietgrad.training.tasks.text.mean_pooled import (
-    MeanPooledClassifier,
-    mean_over_tokens,
-    plain_mean_over_tokens,
-)
+from quietgrad.training.tasks.text.pooled import PooledClassifier
+from quietgrad.training.tasks.text.pooling import Pooling, feature_width, features, mean_over_tokens
 
 BLOCK_EXAMPLES = 128
 LARGEST_DIFFERENCE = 2e-2  # of logits and features, relative: bfloat16 rounding at most
@@ -32,7 +31,7 @@ LARGEST_DIFFERENCE = 2e-2  # of logits and features, relative: bfloat16 rounding
 
 class UpperBlocks(nn.Module):
     """The trainable top of a classifier: blocks and head, shared with the classifier, applied to
-    cached hidden states.
+    cached hidden states; without blocks, the head, applied to cached features.
     """
 
     def __init__(self, blocks: list[nn.Module], head: nn.Linear) -> None:
@@ -42,8 +41,10 @@ class UpperBlocks(nn.Module):
 
     def forward(self, states_btd: Tensor, attention_mask: Tensor) -> Tensor:
         """[examples, tokens, width] states and [examples, tokens] mask to [examples, labels]
-        logits.
+        logits; without blocks the states are [examples, 1, width] features.
         """
+        if not len(self.blocks):
+            return self.head(states_btd.squeeze(1).to(self.head.weight.dtype))
         states = states_btd
         additive = (1.0 - attention_mask[:, None, None, :].to(states.dtype)) * torch.finfo(
             states.dtype
@@ -61,10 +62,10 @@ class PrefixCache:
     Attributes:
         upper: blocks and head above the cache.
         states: [tokens of all records, width], on the CPU; where only the head trains, [records,
-            width] means over tokens.
+            width] of what it reads.
         offsets: [records + 1], where each record's states begin.
         texts: the records.
-        pooled: whether only the head trains: each record is then one state, the mean of its tokens.
+        pooled: whether only the head trains: each record is then one state, its features.
     """
 
     upper: UpperBlocks
@@ -103,6 +104,7 @@ def build_prefix_cache(
     probe: TokenisedTexts,
     device: torch.device,
     precision: Any,
+    told: Told = unheard,
 ) -> PrefixCache | None:
     """Computes the cache, or returns None where it does not apply.
 
@@ -112,6 +114,7 @@ def build_prefix_cache(
         probe: public records on which the cached path is compared with the whole model.
         device: where the classifier is.
         precision: () -> context manager of the training precision.
+        told: hears how many records are done.
 
     Returns:
         The cache; None for other architectures, or if the lowest block trains, or if the comparison
@@ -121,7 +124,7 @@ def build_prefix_cache(
     if found is None:
         return None
     encoder, blocks, first = found
-    assert isinstance(classifier, MeanPooledClassifier)
+    assert isinstance(classifier, PooledClassifier)
     upper = UpperBlocks(blocks[first:], classifier.head)
     was_training = classifier.training
     classifier.eval()
@@ -129,9 +132,10 @@ def build_prefix_cache(
         with torch.no_grad(), precision():
             if not _agrees(classifier, upper, encoder, first, probe, device):
                 return None
-            states, offsets = _all_states(
-                encoder, first, texts, device, pooled=first == len(blocks)
-            )
+            if first == len(blocks):
+                states, offsets = _all_features(encoder, classifier.pooling, texts, told, device)
+            else:
+                states, offsets = _all_states(encoder, first, texts, told, device)
     finally:
         classifier.train(was_training)
     upper.train(was_training)
@@ -142,7 +146,7 @@ def _split(classifier: nn.Module) -> tuple[nn.Module, list[nn.Module], int] | No
     """The bare encoder, its blocks, and the index of the lowest block with a
     trainable parameter.
     """
-    if not isinstance(classifier, MeanPooledClassifier):
+    if not isinstance(classifier, PooledClassifier):
         return None
     encoder: Any = classifier.encoder
     if hasattr(encoder, "get_base_model"):
@@ -159,6 +163,8 @@ def _split(classifier: nn.Module) -> tuple[nn.Module, list[nn.Module], int] | No
     if any(id(p) not in inside for p in trainable):
         return None
     first = min((inside[id(p)] for p in trainable), default=len(blocks))
+    if first < len(blocks) and classifier.pooling != "mean":
+        return None  # its head reads layers below those that train, too
     return (encoder, blocks, first) if first > 0 else None
 
 
@@ -169,10 +175,6 @@ class _StoppedEarly(Exception):
 def _states_below(encoder: Any, first: int, batch: dict[str, Tensor]) -> Tensor:
     """Hidden states that enter block ``first``; the blocks above are not run."""
     blocks = encoder.encoder.layer
-    if first == len(blocks):
-        return encoder(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-        ).last_hidden_state
     caught: list[Tensor] = []
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -190,7 +192,7 @@ def _states_below(encoder: Any, first: int, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _agrees(
-    classifier: MeanPooledClassifier,
+    classifier: PooledClassifier,
     upper: UpperBlocks,
     encoder: Any,
     first: int,
@@ -207,9 +209,11 @@ def _agrees(
     )
     try:
         whole = classifier(batch["input_ids"], batch["attention_mask"]).float()
-        cached = upper(
-            _states_below(encoder, first, batch).float(), batch["attention_mask"]
-        ).float()
+        if len(upper.blocks):
+            states = _states_below(encoder, first, batch)
+        else:
+            states = _features(encoder, classifier.pooling, batch).unsqueeze(1)
+        cached = upper(states.float(), batch["attention_mask"]).float()
     except (TypeError, AttributeError, KeyError, IndexError):
         return False  # an architecture whose blocks are called differently
     finally:
@@ -217,23 +221,30 @@ def _agrees(
     return bool((whole - cached).norm() <= LARGEST_DIFFERENCE * whole.norm())
 
 
-def _all_states(
-    encoder: Any, first: int, texts: TokenisedTexts, device: torch.device, pooled: bool
+def _features(encoder: Any, pooling: Pooling, batch: dict[str, Tensor]) -> Tensor:
+    return features(encoder, pooling, batch["input_ids"], batch["attention_mask"])
+
+
+def _all_features(
+    encoder: Any, pooling: Pooling, texts: TokenisedTexts, told: Told, device: torch.device
 ) -> tuple[Tensor, NDArray[np.int64]]:
-    lengths = np.array([len(row) for row in texts.ids], dtype=np.int64)
+    """[records, width] of what the head reads."""
+    found = torch.empty(len(texts), feature_width(encoder.config, pooling))
+    for part in _by_length(_lengths(texts), told):
+        made = _features(encoder, pooling, texts.collate(part, device))
+        found[torch.from_numpy(part)] = made.cpu()
+    return found, np.arange(len(texts) + 1)
+
+
+def _all_states(
+    encoder: Any, first: int, texts: TokenisedTexts, told: Told, device: torch.device
+) -> tuple[Tensor, NDArray[np.int64]]:
+    """[tokens, width] of what enters block ``first``, and where each record begins."""
+    lengths = _lengths(texts)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    if pooled:
-        means = torch.empty(len(texts), int(encoder.config.hidden_size))
-        for part in _by_length(lengths):
-            batch = texts.collate(part, device)
-            found = plain_mean_over_tokens(
-                _states_below(encoder, first, batch), batch["attention_mask"]
-            )
-            means[torch.from_numpy(part)] = found.cpu()
-        return means, np.arange(len(texts) + 1)
     dtype = torch.bfloat16 if torch.is_autocast_enabled(device.type) else torch.float32
     states = torch.empty(int(offsets[-1]), int(encoder.config.hidden_size), dtype=dtype)
-    for part in _by_length(lengths):
+    for part in _by_length(lengths, told):
         batch = texts.collate(part, device)
         found = _states_below(encoder, first, batch).to("cpu", dtype)
         for row, i in enumerate(part):
@@ -241,7 +252,15 @@ def _all_states(
     return states, offsets
 
 
-def _by_length(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    order = np.argsort(lengths, kind="stable")
+def _lengths(texts: TokenisedTexts) -> NDArray[np.int64]:
+    return np.array([len(row) for row in texts.ids], dtype=np.int64)
+
+
+def _by_length(lengths: NDArray[np.int64], told: Told) -> Iterator[NDArray[np.int64]]:
+    """Blocks of records of about one length, the longest first: what is left then takes no longer
+    than it looks.
+    """
+    order = np.argsort(-lengths, kind="stable")
     for start in range(0, len(order), BLOCK_EXAMPLES):
         yield order[start : start + BLOCK_EXAMPLES]
+        told(min(start + BLOCK_EXAMPLES, len(order)), len(order))

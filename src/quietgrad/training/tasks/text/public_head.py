@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quietgrad.training.tasks.text.batches import TokenisedTexts
-from quietgrad.training.tasks.text.mean_pooled import MeanPooledClassifier, mean_over_tokens
+from quietgrad.training.tasks.text.pooled import PooledClassifier
+from quietgrad.training.tasks.text.pooling import features
 
 DECAY = 1e-3  # ridge penalty: a few thousand records, a few hundred features
 
@@ -28,7 +29,7 @@ def fit_public_head(
     freezes it.
 
     Args:
-        classifier: with a mean-pooled head.
+        classifier: with a head on pooled features.
         public: records whose labels are public.
         device: where the classifier is.
         steps: iterations of L-BFGS.
@@ -36,17 +37,18 @@ def fit_public_head(
     Raises:
         ValueError: for another kind of classifier.
     """
-    if not isinstance(classifier, MeanPooledClassifier):
+    if not isinstance(classifier, PooledClassifier):
         raise ValueError(
-            "model.public_head_steps needs the mean-pooled head; set model.head = 'mean'"
+            "model.public_head_steps needs a head on pooled features; set model.head to 'mean' or "
+            "'layers'"
         )
-    features, labels = _features(classifier, public, device)
+    inputs, labels = _inputs(classifier, public, device)
     head = classifier.head
     optimizer = torch.optim.LBFGS(head.parameters(), max_iter=steps, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = F.cross_entropy(head(features), labels) + DECAY * head.weight.square().sum()
+        value = F.cross_entropy(head(inputs), labels) + DECAY * head.weight.square().sum()
         value.backward()
         return value
 
@@ -63,20 +65,23 @@ def draw_random_head(classifier: torch.nn.Module) -> None:
     """Gives the linear head orthonormal rows from torch's random state and no bias, and freezes it.
 
     Args:
-        classifier: with a mean-pooled head.
+        classifier: with a head on pooled features.
 
     Raises:
         ValueError: for another kind of classifier.
     """
-    if not isinstance(classifier, MeanPooledClassifier):
-        raise ValueError("model.random_head needs the mean-pooled head; set model.head = 'mean'")
+    if not isinstance(classifier, PooledClassifier):
+        raise ValueError(
+            "model.random_head needs a head on pooled features; set model.head to 'mean' or "
+            "'layers'"
+        )
     torch.nn.init.orthogonal_(classifier.head.weight)
     torch.nn.init.zeros_(classifier.head.bias)
     classifier.head.requires_grad_(False)
 
 
-def _features(
-    classifier: MeanPooledClassifier, texts: TokenisedTexts, device: torch.device
+def _inputs(
+    classifier: PooledClassifier, texts: TokenisedTexts, device: torch.device
 ) -> tuple[Tensor, Tensor]:
 
     was_training = classifier.training
@@ -85,10 +90,8 @@ def _features(
     with torch.no_grad():
         for part in texts.micro_batch_indices(np.arange(len(texts)), 256):
             batch = texts.collate(part, device)
-            states = classifier.encoder(
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-            ).last_hidden_state
-            found.append(mean_over_tokens(states, batch["attention_mask"]))
+            given = (batch["input_ids"], batch["attention_mask"])
+            found.append(features(classifier.encoder, classifier.pooling, *given))
             labels.append(batch["labels"])
     classifier.train(was_training)
     return torch.cat(found).to(classifier.head.weight.dtype), torch.cat(labels)

@@ -13,7 +13,7 @@ from torch import nn
 from quietgrad.training.files.card import write_card
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import KEY, Record, stamp_weights
-from quietgrad.training.tasks.loaded import GENERATE, WEIGHTS_FILE, LoadedModel
+from quietgrad.training.tasks.loaded import GENERATE, POOLED, WEIGHTS_FILE, LoadedModel
 from quietgrad.training.tasks.text.exported import (
     ADAPTER,
     how_to_load,
@@ -22,7 +22,6 @@ from quietgrad.training.tasks.text.exported import (
     shown_base,
     write_whole,
 )
-from quietgrad.training.tasks.text.mean_pooled import MeanPooledClassifier, load_mean_pooled
 from quietgrad.training.tasks.text.models import (
     PACKAGED_SMOLLM2,
     CausalLanguageModel,
@@ -34,6 +33,7 @@ from quietgrad.training.tasks.text.models import (
     quiet_loading,
     without_bars,
 )
+from quietgrad.training.tasks.text.pooled import PooledClassifier, load_pooled
 
 # Where a model cannot be written whole: its parts.
 HEAD_FILE, ENCODER = "head.safetensors", "encoder"
@@ -101,7 +101,7 @@ def _of_adapter(model: LoadedModel) -> str:
     base = shown_base(public_name(model.name))
     held = f"`RUN_DIR/model/{ADAPTER}` is the LoRA adapter alone, for "
     held += f"`peft.PeftModel.from_pretrained(base, ...)` on `{base}`"
-    if model.head == "mean":
+    if model.head in POOLED:
         held += ", loaded by `AutoModel`; the head is in the whole model, not here"
     if model.name == PACKAGED_SMOLLM2:
         held += (
@@ -119,7 +119,7 @@ def _write_parts(model: LoadedModel, folder: Path) -> None:
 
     if model.tune != "lora":
         cast(Any, model.classifier.encoder).save_pretrained(folder / ENCODER)
-    if isinstance(model.classifier, MeanPooledClassifier):
+    if isinstance(model.classifier, PooledClassifier):
         state = model.classifier.head.state_dict()
         head = {k: v.detach().contiguous().cpu() for k, v in state.items()}
         save_file(head, str(folder / HEAD_FILE))
@@ -177,8 +177,8 @@ def _load_whole(
     transformers: Any, folder: Path, description: dict[str, Any], attention: str | None
 ) -> nn.Module:
     head, path = description["head"], str(folder)
-    if head == "mean":
-        return load_mean_pooled(path, attention)
+    if head in POOLED:
+        return load_pooled(path, attention)
     if head == GENERATE:
         return CausalLanguageModel(
             transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention)
@@ -220,6 +220,6 @@ def _load_parts(
         return LogitsClassifier(inner)
     from safetensors.torch import load_file
 
-    classifier = MeanPooledClassifier(inner, int(cast(Any, inner).config.hidden_size), len(labels))
+    classifier = PooledClassifier(inner, head, len(labels))
     classifier.head.load_state_dict(load_file(str(folder / HEAD_FILE)))
     return classifier

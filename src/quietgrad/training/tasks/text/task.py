@@ -14,7 +14,7 @@ from quietgrad.training.precision import precision_context
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.tasks.loaded import LoadedModel
 from quietgrad.training.tasks.predictions import Predictions, classified, read_new
-from quietgrad.training.tasks.records import Records, outputs
+from quietgrad.training.tasks.records import Records, Told, outputs, unheard
 from quietgrad.training.tasks.splits import (
     IGNORED,
     Splits,
@@ -88,6 +88,11 @@ class TextTask(Task):
             draw_random_head(model.classifier)
         return model, (train, validation, test)
 
+    @property
+    def copies_count_once(self) -> bool:
+        """See ``Task``."""
+        return True
+
     def save(self, model: LoadedModel, folder: Path, trained_on: Record) -> None:
         """In Hugging Face's format, the head beside it."""
         save_classifier(model, self.label_names, folder, trained_on)
@@ -119,6 +124,7 @@ class TextTask(Task):
         records: Records,
         validation: Records,
         device: torch.device,
+        told: Told = unheard,
     ) -> PrefixCache | None:
         """The frozen lower layers, run once a record."""
         assert isinstance(records, TokenisedTexts) and isinstance(validation, TokenisedTexts)
@@ -126,7 +132,7 @@ class TextTask(Task):
         def precision() -> Any:
             return precision_context(config, device)
 
-        return build_prefix_cache(classifier, records, validation, device, precision)
+        return build_prefix_cache(classifier, records, validation, device, precision, told)
 
 
 def refuse_weights_of_images(config: TrainConfig) -> None:

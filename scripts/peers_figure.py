@@ -1,0 +1,92 @@
+"""The README's figure and table of peers, from benchmarks/results/clipping_peers.json.
+
+python scripts/peers_figure.py          # draws docs/peers.png, prints the table
+python benchmarks/clipping_peers.py     # measures again
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "clipping_peers.json"
+FIGURE = ROOT / "docs" / "peers.png"
+REGIMES = {
+    "bert-32": "BERT, 64 texts of 32 tokens",
+    "llama-512": "Llama, 2 texts of 512 tokens",
+    "llama-4096": "Llama, 2 texts of 4096 tokens",
+    "llama-lora": "Llama, LoRA, 2 of 512 tokens",
+    "resnet18-gn": "ResNet-18, 64 images",
+}
+METHODS = {
+    "quietgrad": "Quietgrad",
+    "opacus-ghost": "Opacus ghost",
+    "opacus-fast-gradient": "Opacus fast gradient",
+    "opacus-hooks": "Opacus hooks",
+    "opake": "opake",
+}
+COLOURS = ("#1f5fa8", "#c0504d", "#d98a5f", "#8a5fa8", "#888888")
+
+
+def numbers(regime: str) -> dict[str, tuple[float, float]]:
+    """Method -> (time, added memory), each over the non-private step's; without what failed."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text())["regimes"][regime]["methods"]
+    return {
+        name: (float(found[name]["time_ratio"]["median"]), float(found[name]["memory_ratio"]))
+        for name in METHODS
+        if name in found
+    }
+
+
+def table() -> str:
+    """In Markdown: time / added memory."""
+    lines = ["| | " + " | ".join(METHODS.values()) + " |", "| --- |" + " --- |" * len(METHODS)]
+    for regime, words in REGIMES.items():
+        found = numbers(regime)
+        cells = [
+            "fails" if name not in found else f"{found[name][0]:.2f} / {found[name][1]:.2f}"
+            for name in METHODS
+        ]
+        lines.append(f"| {words} | **{cells[0]}** | " + " | ".join(cells[1:]) + " |")
+    return "\n".join(lines)
+
+
+def draw(path: Path) -> None:
+    """Two panels of bars, time and added memory, on a logarithmic axis around 1."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+    figure = Figure(figsize=(9.2, 4.4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    width = 0.8 / len(METHODS)
+    for panel, (axis, title) in enumerate(
+        zip(axes, ("time of a step", "memory that a step adds"), strict=True)
+    ):
+        for place, (name, colour) in enumerate(zip(METHODS, COLOURS, strict=True)):
+            known = [
+                (i, numbers(r)[name][panel]) for i, r in enumerate(REGIMES) if name in numbers(r)
+            ]
+            heights = [i + (place - (len(METHODS) - 1) / 2) * width for i, _ in known]
+            lengths = [math.log10(value) for _, value in known]
+            axis.barh(heights, [10**v - 1 for v in lengths], width, left=1.0, color=colour,
+                      label=METHODS[name])  # fmt: skip
+        axis.axvline(1.0, color="#222222", linewidth=1)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(FixedLocator([0.5, 1, 2, 5, 10, 20]))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_title(f"{title}, non-private = 1", fontsize=10)
+        axis.grid(axis="x", alpha=0.3)
+    axes[0].set_yticks(range(len(REGIMES)), [REGIMES[r].replace(", ", ",\n", 1) for r in REGIMES],
+                       fontsize=8)  # fmt: skip
+    axes[0].invert_yaxis()
+    axes[1].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    draw(FIGURE)
+    print(table())

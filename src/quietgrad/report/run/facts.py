@@ -1,0 +1,212 @@
+"""What a run's directory says of it: public facts alone, read without torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quietgrad.accounting import epsilon_report
+from quietgrad.events import PrivacyEvent
+from quietgrad.ledger import LEDGER_NAME, LedgerContents, ledger_path
+from quietgrad.ledger.reader import Scan, planned_course, scan
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+AUDIT = "audit.json"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """One run.
+
+    Attributes:
+        name: of its directory.
+        config: tables of config.toml.
+        environment: versions and machine.
+        result: of a finished run; empty before.
+        metrics: evaluations, in order.
+        ledger: what it says, and its digest; None for a run without privacy, and for the best of
+            several runs, which keeps none.
+        audit: what ``quietgrad audit --json`` said; None where there was none.
+        card: the model card of the saved model, "" where there is none.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    result: Mapping[str, Any]
+    metrics: tuple[Mapping[str, Any], ...] = ()
+    ledger: Scan | None = None
+    audit: Mapping[str, Any] | None = None
+    card: str = field(default="", repr=False)
+
+    @property
+    def said(self) -> LedgerContents:
+        """The ledger's contents; empty ones where there is none."""
+        return LedgerContents() if self.ledger is None else self.ledger.contents
+
+    @property
+    def private(self) -> bool:
+        """Whether an epsilon can be claimed at all."""
+        if self.said.not_private is not None:
+            return False
+        return self.ledger is not None or bool(self.result.get("private"))
+
+    @property
+    def event(self) -> PrivacyEvent | None:
+        """All releases so far; None where there was none, or no ledger says."""
+        return self.said.event
+
+    @property
+    def steps(self) -> int:
+        """Steps made; of a private run the releases that its ledger counts."""
+        if self.ledger is not None:
+            return self.said.releases
+        last = self.metrics[-1].get("step", 0) if self.metrics else 0
+        return int(self.result.get("steps", last))
+
+    @property
+    def planned(self) -> int | None:
+        """Steps in all."""
+        if self.ledger is not None and self.said.header:
+            return planned_course(self.said)[0].steps
+        planned = self.result.get("planned_steps", self.setting("training", "steps"))
+        return None if planned is None else int(planned)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has a result."""
+        return bool(self.result)
+
+    @property
+    def delta(self) -> float | None:
+        """The delta of the claim."""
+        return self.said.header.get("delta", self.result.get("delta"))
+
+    @property
+    def epsilon(self) -> float | None:
+        """Spent so far, an upper bound, from the ledger; None where none can be claimed."""
+        if not self.private or self.delta is None:
+            return None
+        if self.ledger is None:
+            return self.result.get("epsilon")
+        return 0.0 if self.event is None else epsilon_report(self.event, self.delta).epsilon
+
+    @property
+    def neighbouring(self) -> str:
+        """The relation that epsilon is about."""
+        said = self.said.header.get("neighbouring", self.result.get("neighbouring"))
+        return str(said or "add-remove")
+
+    @property
+    def data_declared_public(self) -> bool:
+        """Whether the records were declared to need no protection."""
+        said = {**self.result, **self.said.header}
+        return bool(said.get("data_declared_public"))
+
+    def setting(self, table: str, key: str, default: Any = None) -> Any:
+        """A key of the run's configuration."""
+        return self.config.get(table, {}).get(key, default)
+
+
+def read_run(run_dir: str | Path, audit: str | Path | None = None) -> RunFacts:
+    """Reads a run's directory.
+
+    Args:
+        run_dir: as ``quietgrad train`` wrote it.
+        audit: what ``quietgrad audit --json`` printed; None takes RUN_DIR/audit.json if it is
+            there.
+
+    Raises:
+        ValueError: if there is no run, its ledger is damaged, or the audit is of another one.
+    """
+    path = Path(run_dir)
+    config = path / "config.toml"
+    if not config.is_file():
+        raise ValueError(
+            f"RUN_DIR={str(run_dir)!r} holds no run (no config.toml); pass a directory that "
+            f"`quietgrad train` wrote, see `quietgrad runs`"
+        )
+    try:
+        tables = tomllib.loads(config.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"RUN_DIR={str(run_dir)!r}: config.toml cannot be read: {error}") from None
+    ledger = scan(ledger_path(path)) if (path / LEDGER_NAME).is_file() else None
+    card = path / "model" / "README.md"
+    facts = RunFacts(
+        path.resolve().name,
+        tables,
+        _json(path / "environment.json"),
+        _json(path / "result.json"),
+        tuple(_lines(path / "metrics.jsonl")),
+        ledger,
+        _audit_of(path, audit),
+        card.read_text(encoding="utf-8") if card.is_file() else "",
+    )
+    if facts.audit is not None:
+        _require_same_mechanism(facts, facts.audit, audit or path / AUDIT)
+    if ledger is None and not facts.result and not facts.metrics:
+        raise ValueError(
+            f"RUN_DIR={str(run_dir)!r} holds no ledger, no metrics and no result: nothing was "
+            "released or measured there yet; report a run that has begun"
+        )
+    return facts
+
+
+def _audit_of(path: Path, given: str | Path | None) -> Mapping[str, Any] | None:
+    file = path / AUDIT if given is None else Path(given)
+    if given is None and not file.is_file():
+        return None
+    found = _json(file)
+    if not {"event", "points", "lower_bound", "verdict"} <= found.keys():
+        raise ValueError(
+            f"--audit={str(file)!r} is not what `quietgrad audit --json` prints; write that to a "
+            "file, and name it"
+        )
+    return found
+
+
+def _require_same_mechanism(facts: RunFacts, audit: Mapping[str, Any], file: str | Path) -> None:
+    """Canaries are records more, so rate and noise differ a little; what else a mechanism is may
+    not.
+    """
+    header = facts.said.header
+    own, other = header.get("event", {}), audit["event"]
+    planned = facts.planned
+    for name, ours, theirs in (
+        ("steps", planned, other.get("steps")),
+        ("bands", own.get("bands"), other.get("bands")),
+        ("clipping", own.get("clipping"), other.get("clipping")),
+    ):
+        if facts.ledger is None or ours != theirs:
+            raise ValueError(
+                f"--audit={str(file)!r} is of another mechanism: its {name} is {theirs!r}, the "
+                f"run's {ours!r}; audit the run's own config.toml"
+            )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} cannot be read as JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines that are whole: a kill may have cut one off."""
+    found: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        found += [record] if isinstance(record, dict) else []
+    return found
