@@ -38,7 +38,7 @@ class SharedVerdict:
         the run stays its own.
         """
         bindings: Any = _Numbered(self._bound, self._runs * self._steps, run.plan.clipper)
-        run.clip_by(bindings)
+        run.bindings = bindings
         self._runs += 1
 
 

@@ -66,7 +66,7 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         norm = plan.clipper.max_grad_norm if max_grad_norm is None else max_grad_norm
         size = plan.batch_size_at(plan.at(0))
         self._beside = SideSession(plan.beside, plan.event.beside, size, norm)
-        self._bindings = Bindings(plan.clipper)
+        self.bindings = Bindings(plan.clipper)  # an audit gives those that it examined
         self._seed_use = seed_use
         self._open: OpenBatch | None = None
         self._releases = Releases(plan, session, writer, self._team)
@@ -93,7 +93,7 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
             index = self._released
             indices = self._draws.take(index)
             self._open = OpenBatch(index, len(indices), self._shares.whole(index))
-            self._bindings.clipper = self._beside.clipper(self.plan.clipper_at(index))
+            self.bindings.clipper = self._beside.clipper(self.plan.clipper_at(index))
             yield indices
             if self._released > index + 1:
                 raise RuntimeError(
@@ -164,7 +164,7 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
     def _clipped(
         self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch
     ) -> ClippedSum:
-        bound = self._bindings.of(model, per_example_loss)
+        bound = self.bindings.of(model, per_example_loss)
         size = self.plan.batch_size_at(self.plan.at(min(self._released, self.plan.steps - 1)))
         summing = summing_of(self.max_grad_norm, size, self._team.size > 1)
         if is_guarded(self._released):
@@ -194,11 +194,7 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         Raises:
             ValueError: naming what cannot be clipped per example, with the remedy.
         """
-        self._bindings.of(model_inside(model), per_example_loss).check(public_batch)
-
-    def clip_by(self, bindings: Bindings) -> None:
-        """Bound clippers that were examined elsewhere: an audit's, for all of its runs."""
-        self._bindings = bindings
+        self.bindings.of(model_inside(model), per_example_loss).check(public_batch)
 
     def contribution(
         self,
@@ -229,7 +225,7 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         refuse_process_group()
         self._team.require()
         records_of(gradients, self._loader, self._released)
-        claim, beside = self._bindings.clipper.claim, () if absent else self.plan.beside
+        claim, beside = self.bindings.clipper.claim, () if absent else self.plan.beside
         return self._stamped(clip_given(gradients, examples, claim, beside, losses))
 
     def _stamped(self, clipped: ClippedSum) -> ClippedSum:
@@ -257,7 +253,7 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         self._team.require()
         with self._team.stopping_all():
             opened = require_open(self._open, self._released, self.plan.steps, self._closed)
-            opened.require_sum(clipped, self._bindings.clipper.claim)
+            opened.require_sum(clipped, self.bindings.clipper.claim)
             facts = self._releases.facts(clipped, self._released, self._shares.block)
         held = self._team.agree("release", facts, clipped.private.examples)
         if self._team.size > 1:
