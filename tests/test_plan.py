@@ -19,7 +19,7 @@ from quietgrad.accounting import epsilon
 from quietgrad.accounting.calibrate import EPSILON_TOLERANCE
 from quietgrad.clipping import ClippedSum, Clipper
 from quietgrad.denoising import PersistentAmplification, SpikesWithBulk
-from quietgrad.events import ExactClipping, RandomizedClipping
+from quietgrad.events import Envelope, ExactClipping, RandomizedClipping
 from quietgrad.noise import BandedNoise, GaussianNoise
 from quietgrad.plan import PrivateRun
 from quietgrad.sampling import PoissonSampler
@@ -272,13 +272,15 @@ def test_noise_follows_the_clipping_norm() -> None:
         assert run.release(clip(run)).noise_std == pytest.approx(1.2 * clip_norm)
 
 
-@pytest.mark.parametrize("estimator", ["hutch", "hutch++"])
-def test_sketches_are_accounted_for_as_randomized_and_need_more_noise(estimator: str) -> None:
+@pytest.mark.parametrize(("estimator", "envelope"), [("hutch", "mixed"), ("hutch++", "hutch++")])
+def test_sketches_are_accounted_for_as_randomized_and_need_more_noise(
+    estimator: str, envelope: Envelope
+) -> None:
     private = {"noise_multiplier": None, "target_epsilon": 2.0}
     exact = plan_of(**private)
     sketched = plan_of(**private, estimator=estimator, sketch_dim=16)
     assert exact.event.clipping == ExactClipping()
-    assert sketched.event.clipping == RandomizedClipping(16, "mixed")
+    assert sketched.event.clipping == RandomizedClipping(16, envelope)
     assert sketched.noise_multiplier > exact.noise_multiplier
     assert sketched.epsilon <= 2.0
     # With the noise of exact clipping, the sketched run spends more than the target.

@@ -217,7 +217,7 @@ def test_a_public_batch_is_examined_record_by_record() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"give build\(..., record_owner"):
+    with pytest.raises(ValueError, match=r"give record_owner= to PrivacyConfig.build"):
         changed(CONFIG, users=Users()).build(RECORDS)
     with pytest.raises(ValueError, match="another number of entries"):
         CONFIG.build(RECORDS, record_owner=["a", "b"])

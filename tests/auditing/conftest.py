@@ -32,7 +32,7 @@ def break_noise(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]
     update = GaussianNoise.update
 
     def put(broken: Callable[..., Any]) -> None:
-        def instead(self: GaussianNoise, clipped: Any, keys: Any, history: Any) -> Any:
+        def instead(self: GaussianNoise, clipped: Any, keys: Any, history: Any, *_: Any) -> Any:
             def release(total: Any, step: int = history.step) -> Any:
                 return update(self, total, keys, self.init(step))[0]
 

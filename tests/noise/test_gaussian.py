@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,7 +154,7 @@ Keys = Callable[[int], RandomKey]
 
 def noise_scaled_by(factor: float) -> Callable[..., Updated]:
     def update(
-        self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory
+        self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory, *_: Any
     ) -> Updated:
         scaled = replace(self, noise_multiplier=self.noise_multiplier * factor)
         return UPDATE(scaled, clipped, keys, history)
@@ -162,7 +163,7 @@ def noise_scaled_by(factor: float) -> Callable[..., Updated]:
 
 
 def noise_added_twice(
-    self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory
+    self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory, *_: Any
 ) -> Updated:
     once, later = UPDATE(self, clipped, keys, history)
     again = ClippedSum(once.gradients, clipped.claim)
@@ -170,14 +171,14 @@ def noise_added_twice(
 
 
 def noise_without_c(
-    self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory
+    self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory, *_: Any
 ) -> Updated:
     sigma = self.noise_multiplier / clipped.claim.max_grad_norm
     return UPDATE(replace(self, noise_multiplier=sigma), clipped, keys, history)
 
 
 def noise_missing_on_one(
-    self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory
+    self: GaussianNoise, clipped: ClippedSum, keys: Keys, history: NoiseHistory, *_: Any
 ) -> Updated:
     noisy, later = UPDATE(self, clipped, keys, history)
     bare = {"2.bias": clipped.gradients["2.bias"]}

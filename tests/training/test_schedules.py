@@ -107,7 +107,7 @@ def test_an_end_before_the_extension_says_nothing_of_what_comes_after(
         longer = prepare(config, extend=lambda plan: extended(plan, run_dir, more))
         return runner.train(longer, run_dir, True, report)
 
-    described, weights = run_dir.model / "quietgrad.json", run_dir.model / "head.safetensors"
+    described, weights = run_dir.model / "quietgrad.json", run_dir.model / "model.safetensors"
     before = described.read_bytes(), weights.read_bytes()
     assert go_on(interrupt_at(8)).interrupted and not run_dir.result.exists()
     (listed,) = json.loads(quietgrad("runs", run_dir.path, "--json")[1])["runs"]

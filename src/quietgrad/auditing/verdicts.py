@@ -57,6 +57,6 @@ class _Numbered:
         self._bound.clipper = self.clipper  # its clipping norm may follow what was released
         return self
 
-    def clip(self, batch: Batch, projections: Any, step: int) -> ClippedSum:
-        clipped: ClippedSum = self._bound.clip(batch, projections, step=self._first + step)
+    def clip(self, batch: Batch, projections: Any, step: int, *how: Any) -> ClippedSum:
+        clipped: ClippedSum = self._bound.clip(batch, projections, self._first + step, *how)
         return clipped

@@ -28,7 +28,7 @@ Array = NDArray[np.float64]
 ROUNDING = 1e-12  # relative allowance, thousands of times that of the operations it stands for
 CELLS = 1500  # of c, of which each keeps its lowest point
 CENTRES, GAPS = 90, 26
-STEEP = 4.0  # docs/hutchpp_envelope.md, theorem 3
+PLACE, PRICE = 4.0, 2.0  # of a tangent at r0: docs/hutchpp_envelope.md, theorem 3
 
 
 def distribution_bound(sketch_dim: int, x: Array) -> Array:
@@ -165,12 +165,12 @@ def atoms(
     slopes = np.clip(np.maximum.accumulate(np.diff(values) / np.diff(knots)) * (1 + ROUNDING), 0, 1)
     weights = np.diff(np.concatenate([[0.0], slopes, [1.0]]))
     # Below r0: the distribution function as it is, and what a convex function's tangent at r0 adds.
-    lowest = min(smallest_ratio(sketch_dim, tail_mass), r0 / STEEP)
-    below = np.unique(np.append(np.geomspace(lowest, r0, max(bins // 4, 8)), r0 / STEEP))
+    lowest = min(smallest_ratio(sketch_dim, tail_mass), r0 / PLACE)
+    below = np.unique(np.append(np.geomspace(lowest, r0, max(bins // 4, 8)), r0 / PLACE))
     mass = distribution_bound(sketch_dim, below)
     lost = float(mass[0])
     moved = np.diff(mass)
-    moved[below[:-1] == r0 / STEEP] += STEEP * float(values[0]) / r0
+    moved[below[:-1] == r0 / PLACE] += PRICE * float(values[0]) / r0
     total = np.cumsum(weights)
     left = np.diff(np.concatenate([[0.0], np.maximum(total - (lost + moved.sum()), 0.0)]))
     y = np.concatenate([below[:-1], knots])

@@ -31,7 +31,13 @@ from quietgrad.clipping.norms.factors.products import (
     sums_over_columns,
     thin_product,
 )
-from quietgrad.clipping.norms.rounding import Measured, gamma, squared_norms
+from quietgrad.clipping.norms.rounding import (
+    Measured,
+    gamma,
+    norm_gamma,
+    smallest_normal,
+    squared_norms,
+)
 from quietgrad.clipping.norms.spread import Spread, spread_of
 from quietgrad.events import HIDDEN_SHARE
 
@@ -122,7 +128,12 @@ def _hidden(
     """
     k = basis_bgsk.shape[3]
     left = range_bgsk - basis_bgsk @ triangle_bgkk
-    left_bg, whole_bg = _squared_by_block(left).sqrt_(), _squared_by_block(range_bgsk).sqrt_()
+    # Norms as computed, enlarged by what squares may have lost.
+    flushed = math.sqrt(left.shape[2] * k * smallest_normal(dtype))
+    larger = 1.0 + norm_gamma(left, dtype)
+    left_bg, whole_bg = (
+        _squared_by_block(x).sqrt_().mul_(larger).add_(flushed) for x in (left, range_bgsk)
+    )
     rounding = _thin_error(k, left, dtype)
     if isinstance(margin, Tensor):
         margin = margin.unsqueeze(1)
