@@ -15,6 +15,7 @@ from distributed.world import loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 
 from quietgrad.distributed import exchange
+from quietgrad.ledger import read_ledger
 
 pytestmark = pytest.mark.distributed
 
@@ -59,6 +60,30 @@ def test_a_loss_that_hears_of_other_ranks_is_refused(tmp_path: Path) -> None:
         for message, released in found.values():
             assert "exchanges tensors with other ranks" in message, message
             assert released == 0
+
+
+def another_group(rank: int, folder: str) -> tuple[str, int]:
+    """The group is destroyed under the run, and another of the same size comes, its ranks changed
+    round: the first rank is now the one without the ledger.
+    """
+    model = model_of()
+    with plan_of().start(Path(folder, "ledger.jsonl")) as run:
+        try:
+            for batch in run.loader(records_of(), steps=2):
+                run.backward(model, loss, batch)
+                dist.destroy_process_group()
+                meeting = f"file://{folder}/again"
+                dist.init_process_group("gloo", init_method=meeting, rank=1 - rank, world_size=2)
+        except RuntimeError as error:
+            return str(error), run.released
+    return "", run.released
+
+
+def test_another_group_of_the_same_size_is_refused_before_the_ledgers_line(tmp_path: Path) -> None:
+    for message, released in on_ranks(2, tmp_path, another_group, str(tmp_path)):
+        assert "the process group is another one" in message, message
+        assert released == 1
+    assert read_ledger(tmp_path / "ledger.jsonl").releases == 1
 
 
 @pytest.mark.parametrize("which", ["sums", "released"])
