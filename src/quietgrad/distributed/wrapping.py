@@ -73,5 +73,6 @@ def _operations() -> int:
         if group.size() > 1:
             for device in group._device_types:
                 with contextlib.suppress(RuntimeError):  # a backend that does not count
-                    started += group._get_backend(device)._get_sequence_number_for_group()
+                    backend: Any = group._get_backend(device)
+                    started += backend._get_sequence_number_for_group()
     return started
