@@ -120,3 +120,41 @@ def test_units_are_exact_in_any_order_and_far_below_the_noise() -> None:
     assert not torch.equal(sum(values), sum(reversed(values)))  # type: ignore[arg-type]
     single = torch.randn(5)
     assert torch.equal(summing.settled(single.clone(), unit), single)
+
+
+def moved_by_one_more(expected: int, entries: int) -> float:
+    """How far, in norm and in units of C, the sum of records moves by a record of zero that comes
+    first: the worst ones, whose sums two by two round up, and shifted by one round down.
+    """
+    how = summing.summing_of(1.0, expected)
+    fractions = [0.25]
+    for k in range(1, expected):
+        fractions.append(((0.51 if k % 2 else 0.49) - fractions[-1]) % 1.0)
+    records = torch.tensor(fractions, dtype=torch.float64) * summing.unit_of(1.0, expected)
+
+    def summed(values: Tensor) -> float:
+        total: dict[str, Tensor] = {"w": torch.zeros((), dtype=torch.float64)}
+        like = torch.zeros(1, dtype=torch.float64).expand(entries)
+        for pair in values.split(2):
+            part = {"w": pair.sum()}
+            if how.apart([like]):
+                how.add(total, part)
+            else:
+                total["w"] += part["w"]
+        return float(total["w"])
+
+    first = torch.cat([torch.zeros(1, dtype=torch.float64), records])
+    return abs(summed(first) - summed(records)) * float(np.sqrt(entries))
+
+
+@pytest.mark.parametrize(("expected", "entries"), [(64, 10**9), (4096, 10**8), (16384, 10**6)])
+def test_units_do_not_move_a_sum_beyond_the_slack_of_norms(expected: int, entries: int) -> None:
+    assert moved_by_one_more(expected, entries) <= 2.0**-11
+
+
+def test_units_are_there_at_usual_sizes() -> None:
+    like = torch.zeros(1, dtype=torch.float64)
+    assert summing.summing_of(1.0, 64).apart([like.expand(10**9)])
+    assert summing.summing_of(1.0, 4096).apart([like.expand(10**7)])
+    assert not summing.summing_of(1.0, 65536).apart([like.expand(10**6)])
+    assert not summing.summing_of(1.0, 64).apart([torch.zeros(3)])

@@ -5,7 +5,9 @@ earlier rows. Two exchanges of all to all move as many bytes as one all-reduce (
 parameters, for each rank), and noise is drawn once, W-th part by W-th part. The owner adds in the
 order of the ranks, so that no timing and no algorithm of a library decides how sums are rounded.
 
-Tensors travel in buckets of a bounded size, parameters of one dtype and device together.
+Tensors travel in buckets of a bounded size, parameters of one dtype and device together. They
+arrive in zeros: where a backend breaks off and says so later (NCCL on a stream), what did not
+arrive is then no other tensor's memory, and a sum that lacks a rank's part is bounded like a whole.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def sums_of_owner(
         like = sums[names[0]]
         sent = torch.cat([sums[name].detach().reshape(-1) for own in by_owner for name in own])
         mine = splits[rank]
-        received = like.new_empty(mine * size)
+        received = like.new_zeros(mine * size)
         dist.all_to_all_single(received, sent, [mine] * size, splits, group=group)
         total = received[:mine]
         for r in range(1, size):
@@ -96,7 +98,7 @@ def gathered(
         some = like[names[0]]
         own = [made[name].detach().reshape(-1) for name in by_owner[rank]]
         mine = torch.cat(own) if own else some.new_empty(0)
-        received = some.new_empty(sum(splits))
+        received = some.new_zeros(sum(splits))
         sent = mine.repeat(size)
         dist.all_to_all_single(received, sent, splits, [len(mine)] * size, group=group)
         found |= _cut(received, [name for part in by_owner for name in part], like)

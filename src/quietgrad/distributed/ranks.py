@@ -80,7 +80,13 @@ class Ranks:
                 f"{self._stopped}; this run makes no further release. Start all ranks again: the "
                 "ledger counts what was released"
             )
-        if not dist.is_initialized() or dist.get_world_size() != self.size:
+        # A group that was destroyed goes with its subgroups, also where another of the same size
+        # came in its place, whose ranks may be others.
+        if (
+            not dist.is_initialized()
+            or (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size)
+            or self._control not in dist.distributed_c10d._world.pg_map
+        ):
             raise RuntimeError(
                 f"this run was started on {self.size} ranks, and the process group is another one "
                 "now; keep the group until the run is closed, or start again from the ledger"

@@ -1,4 +1,4 @@
-"""The model inside torch's DistributedDataParallel.
+"""The model inside torch's DistributedDataParallel; and losses that would meet other ranks.
 
 Its wrapper reduces ordinary gradients, and broadcasts buffers, from hooks of its own forward and
 backward pass. Here neither happens: records are clipped on the model inside, whose parameters are
@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,3 +44,35 @@ def unused(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Inside, this process starts no operation that meets other ranks: what a loss hears from them
+    follows from their records, and the guard, which looks at records of this rank, does not see it.
+
+    Raises:
+        ValueError: at the end, where there was one, with the remedy.
+    """
+    before = _operations()
+    yield
+    if _operations() != before:
+        raise ValueError(
+            "the loss or the model exchanges tensors with other ranks (a collective operation of "
+            "torch.distributed while records were clipped), so a record's gradient would depend on "
+            "the records of other ranks; let the loss of an example depend on that example alone"
+        )
+
+
+def _operations() -> int:
+    """How many operations this process has started, on all groups of several ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    started = 0
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.size() > 1:
+            for device in group._device_types:
+                with contextlib.suppress(RuntimeError):  # a backend that does not count
+                    backend: Any = group._get_backend(device)
+                    started += backend._get_sequence_number_for_group()
+    return started

@@ -20,7 +20,7 @@ from quietgrad.clipping.soundness.guard import is_guarded
 from quietgrad.clipping.soundness.processes import refuse_process_group
 from quietgrad.distributed.shares import Shares
 from quietgrad.distributed.team import Alone, Team
-from quietgrad.distributed.wrapping import model_inside, unused
+from quietgrad.distributed.wrapping import model_inside, silent, unused
 from quietgrad.events import NotPrivate
 from quietgrad.ledger import LedgerWriter
 from quietgrad.loading.batches import parts_of, records_of
@@ -158,7 +158,7 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         """
         self._require_own_process()
         self._team.require()
-        with self._team.stopping_all(), unused(model):
+        with self._team.stopping_all(), unused(model), silent():
             return self._clipped(model_inside(model), per_example_loss, batch)
 
     def _clipped(

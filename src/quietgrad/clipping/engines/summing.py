@@ -5,6 +5,11 @@ added. Sums of such numbers are exact as long as they stay below 2^53 units, so 
 any order, on any number of processes, by any algorithm of a reduction. The unit is 2^-50 of what
 four expected batches can add up to: with B = 64 about 1e-12 of the clipping norm, far below what
 noise covers. float32 sums are added as they are: a unit would cost digits there.
+
+One record more moves all later ones to other micro-batches, whose sums are then rounded otherwise:
+by up to a unit each, in every one of d entries, so by M sqrt(d) units in norm. The slack of the
+norms, 2^-10, has to cover it. Where a batch and a model are so large that it might not, float64
+sums too are added as they are, which rounds by 2^-53 of the sum itself and not of a bound on it.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from quietgrad.clipping.engines.accumulator import Sums
 UNITS = 2.0**50
 MAGIC = 1.5 * 2.0**52  # times a unit: adding and subtracting it rounds to whole units
 SPARE = 64.0  # records beyond four expected batches
+SLACK = 2.0**-11  # of C: what units may move a sum by, half of what norms are enlarged by
 
 
 def unit_of(max_grad_norm: float, expected_batch_size: float) -> float:
@@ -44,15 +50,18 @@ class Summing:
         side_unit: what numbers beside the gradients are multiples of, to which a record adds at
             most 1; 0 for sums as they come.
         over_ranks: whether the caller adds up over the processes of a group before there is noise.
+        most_entries: of float64 parameters, up to which there are units.
     """
 
     unit: float = 0.0
     side_unit: float = 0.0
     over_ranks: bool = False
+    most_entries: float = math.inf
 
     def apart(self, parameters: Iterable[Tensor]) -> bool:
         """Whether a micro-batch is summed by itself before it is added."""
-        return self.unit > 0 and any(p.dtype == torch.float64 for p in parameters)
+        entries = sum(p.numel() for p in parameters if p.dtype == torch.float64)
+        return self.unit > 0 and 0 < entries <= self.most_entries
 
     def add(self, total: Sums, part: Sums) -> None:
         """Adds a micro-batch that was summed apart, and lets go of it."""
@@ -70,7 +79,10 @@ def summing_of(
 ) -> Summing:
     """How the batch of a release is summed."""
     unit = unit_of(max_grad_norm, expected_batch_size)
-    return Summing(unit, unit_of(1.0, expected_batch_size), over_ranks)
+    # M <= B: micro-batches of two records or more (a record alone is rounded alone), and up to
+    # two expected batches.
+    most = (SLACK * max_grad_norm / (unit * max(expected_batch_size, 1.0))) ** 2
+    return Summing(unit, unit_of(1.0, expected_batch_size), over_ranks, most)
 
 
 def settled(value: Tensor, unit: float) -> Tensor:

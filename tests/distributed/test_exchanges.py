@@ -1,0 +1,110 @@
+"""What travels between ranks while records are clipped, and what is left where an exchange breaks
+off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.world import loss, model_of, on_ranks, plan_of, records_of
+from torch import Tensor, nn
+
+from quietgrad.distributed import exchange
+from quietgrad.ledger import read_ledger
+
+pytestmark = pytest.mark.distributed
+
+
+def heard(rank: int) -> dict[str, tuple[str, int]]:
+    """A loss that hears once of the other rank's records, before the guard looks: to every pass of
+    the guard it is a constant.
+    """
+    group = dist.new_group(backend="gloo")
+
+    def tell(mean: Tensor, way: str) -> None:
+        if way != "send":
+            dist.all_reduce(mean, group=group if way == "own group" else None)
+        elif rank == 0:
+            dist.send(mean, 1)
+        else:
+            dist.recv(mean, 0)
+
+    def attempt(way: str) -> tuple[str, int]:
+        kept: list[Tensor] = []
+
+        def hearing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            if not kept:
+                kept.append(batch["x"].detach().mean().tanh().reshape(1))
+                tell(kept[0], way)
+            return loss(model, batch) * (2 + kept[0])
+
+        with plan_of(sample_rate=1.0, expected_batch_size=None).start() as run:
+            try:
+                for batch in run.loader(records_of(), steps=1, physical_batch_size=20):
+                    run.backward(model_of(), hearing, batch)
+            except (ValueError, RuntimeError) as error:
+                return str(error), run.released
+        return "", run.released
+
+    return {way: attempt(way) for way in ("all_reduce", "own group", "send")}
+
+
+def test_a_loss_that_hears_of_other_ranks_is_refused(tmp_path: Path) -> None:
+    for found in on_ranks(2, tmp_path, heard):
+        assert isinstance(found, dict), found
+        for message, released in found.values():
+            assert "exchanges tensors with other ranks" in message, message
+            assert released == 0
+
+
+def another_group(rank: int, folder: str) -> tuple[str, int]:
+    """The group is destroyed under the run, and another of the same size comes, its ranks changed
+    round: the first rank is now the one without the ledger.
+    """
+    model = model_of()
+    with plan_of().start(Path(folder, "ledger.jsonl")) as run:
+        try:
+            for batch in run.loader(records_of(), steps=2):
+                run.backward(model, loss, batch)
+                dist.destroy_process_group()
+                meeting = f"file://{folder}/again"
+                dist.init_process_group("gloo", init_method=meeting, rank=1 - rank, world_size=2)
+        except RuntimeError as error:
+            return str(error), run.released
+    return "", run.released
+
+
+def test_another_group_of_the_same_size_is_refused_before_the_ledgers_line(tmp_path: Path) -> None:
+    for message, released in on_ranks(2, tmp_path, another_group, str(tmp_path)):
+        assert "the process group is another one" in message, message
+        assert released == 1
+    assert read_ledger(tmp_path / "ledger.jsonl").releases == 1
+
+
+@pytest.mark.parametrize("which", ["sums", "released"])
+def test_what_did_not_arrive_is_zero_and_not_memory(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an NCCL operation that was aborted on its stream: nothing arrives, no error yet."""
+    empty: Callable[..., Tensor] = Tensor.new_empty
+
+    def used(like: Tensor, *size: Any, **options: Any) -> Tensor:
+        return empty(like, *size, **options).fill_(1e9)
+
+    monkeypatch.setattr(Tensor, "new_empty", used)
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: None)
+    sums = {"w": torch.ones(5), "b": torch.ones(3)}
+    owner = exchange.owners_of({"w": 5, "b": 3}, 2)
+    group: Any = None
+    if which == "sums":
+        found = exchange.sums_of_owner(sums, owner, 0, 2, group)
+        assert set(found) == {"w"}
+    else:
+        found = exchange.gathered({"w": sums["w"]}, sums, owner, 0, 2, group)
+        assert set(found) == {"w", "b"}
+    assert all(not bool(t.any()) for t in found.values())
