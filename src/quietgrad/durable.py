@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 IN_USE = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
@@ -118,3 +119,17 @@ def lock(descriptor: int, name: str, remedy: str) -> None:
             f"{name} cannot be locked ({error.strerror}), so two processes could write it; use a "
             "file system with locks, such as a local disk"
         ) from error
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file of lines, none without the file. A kill may have cut a line off:
+    what is no object is left out.
+    """
+    found: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        found += [record] if isinstance(record, dict) else []
+    return found

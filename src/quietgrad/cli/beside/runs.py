@@ -15,6 +15,7 @@ from rich.table import Table
 from quietgrad.accounting import epsilon_report
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.output import console, one_line, print_json
+from quietgrad.durable import whole_lines
 from quietgrad.events import per_unit
 from quietgrad.ledger import LEDGER_NAME, planned_course, read_ledger
 
@@ -172,13 +173,13 @@ def _score(path: Path, result: dict[str, Any]) -> tuple[str, float | None]:
     final = result.get("metrics", {}).get(metric)
     if isinstance(final, int | float):
         return metric.replace("_", " "), float(final)
-    last: dict[str, Any] = next(iter(reversed(_lines(path / METRICS))), {})
+    last: dict[str, Any] = next(iter(reversed(whole_lines(path / METRICS))), {})
     key = next((k for k in last if k.startswith("validation_") and k != "validation_records"), "")
     return key.replace("_", " "), float(last[key]) if key else None
 
 
 def _last_step(path: Path) -> int:
-    return max((int(line.get("step", 0)) for line in _lines(path / METRICS)), default=0)
+    return max((int(line.get("step", 0)) for line in whole_lines(path / METRICS)), default=0)
 
 
 def _task(settings: dict[str, Any]) -> str:
@@ -213,15 +214,3 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            found += [record] if isinstance(record, dict) else []
-    return found

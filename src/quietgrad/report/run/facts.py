@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.accounting import epsilon_report
+from quietgrad.durable import whole_lines
 from quietgrad.events import PrivacyEvent
 from quietgrad.ledger import LEDGER_NAME, LedgerContents, ledger_path
 from quietgrad.ledger.reader import Scan, planned_course, scan
@@ -145,7 +146,7 @@ def read_run(run_dir: str | Path, audit: str | Path | None = None) -> RunFacts:
         tables,
         _json(path / "environment.json"),
         _json(path / "result.json"),
-        tuple(_lines(path / "metrics.jsonl")),
+        tuple(whole_lines(path / "metrics.jsonl")),
         ledger,
         _audit_of(path, audit),
         card.read_text(encoding="utf-8") if card.is_file() else "",
@@ -198,15 +199,3 @@ def _json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{str(path)!r} cannot be read as JSON: {error}") from None
     return found if isinstance(found, dict) else {}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that are whole: a kill may have cut one off."""
-    found: list[dict[str, Any]] = []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        found += [record] if isinstance(record, dict) else []
-    return found
