@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.patches import Geometry
-from quietgrad.clipping.norms.factors.products import AT_ONCE, HAS_GROUPED, Sums, added_up
+from quietgrad.clipping.norms.factors.products import AT_ONCE, Sums, added_up
+
+# Not part of torch's public interface: used where it is there.
+HAS_GROUPED = torch.backends.mkldnn.is_available() and hasattr(
+    torch.ops.mkldnn, "_convolution_pointwise"
+)
 
 # Columns of one sum: fewer would take longer than forming the patches, more would round too much.
 FEWEST, MOST = 24, 80

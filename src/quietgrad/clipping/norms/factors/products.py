@@ -20,10 +20,11 @@ COLUMNS, POSITIONS, GROUP = 64, 32, 512
 # Over positions they are as many as the sketch has entries, times 16, so they stay in the cache.
 AT_ONCE, IN_CACHE = 4 * 1024 * 1024, 256 * 1024
 
-# Not part of torch's public interface: used where it is there.
-HAS_GROUPED = torch.backends.mkldnn.is_available() and hasattr(
-    torch.ops.mkldnn, "_convolution_pointwise"
-)
+# A processor's library has other ways, with other roundings, for a few rows (in all, or for one of
+# its threads) and for projections that lie transposed. In multiples of so many, with a projection
+# that does not, a row is the same bits whatever rows stand beside it: a sketch must not depend on
+# how records were cut into micro-batches, nor on padding.
+ROWS = 64
 
 
 def wide_product(
@@ -81,43 +82,59 @@ def thin_product(factor: Tensor, projection: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _shared_product(factor: Tensor, projection: Tensor) -> Tensor:
-    """``thin_product`` with one projection for all examples: all sums over ``COLUMNS`` columns in
-    one call.
+    """``thin_product`` with one projection for all examples."""
+    b, g, t, n = factor.shape
+    k = projection.shape[1]
+    if factor.is_cuda:
+        return _at_once(factor, projection).view(b, g, t, k)
+    rows, projection = factor.reshape(-1, n), projection.contiguous()  # see ``ROWS``
+    last = len(rows) % ROWS
+    found = rows.new_empty(len(rows), k)
+    if last < len(rows):
+        _sum_of_columns(rows[: len(rows) - last], projection, found[: len(rows) - last])
+    if last:
+        tail, part = rows.new_zeros(ROWS, n), rows.new_empty(ROWS, k)
+        tail[:last] = rows[-last:]
+        _sum_of_columns(tail, projection, part)
+        found[-last:] = part[:last]
+    return found.view(b, g, t, k)
+
+
+def _sum_of_columns(rows: Tensor, projection: Tensor, out: Tensor) -> None:
+    """rows @ projection into ``out``, sums over ``COLUMNS`` columns one after the other."""
+    spare = torch.empty_like(out) if rows.shape[1] > COLUMNS else out
+    for start in range(0, rows.shape[1], COLUMNS):
+        columns = slice(start, start + COLUMNS)
+        part = _short_product(rows[:, columns], projection[columns], spare if start else out)
+        if start:
+            out.add_(part)
+
+
+def _short_product(rows: Tensor, projection: Tensor, out: Tensor) -> Tensor:
+    """rows @ projection, over a few columns."""
+    return torch.mm(rows, projection, out=out)
+
+
+def _at_once(factor: Tensor, projection: Tensor) -> Tensor:
+    """[b g t, k], all sums over ``COLUMNS`` columns in one call, some examples at a time: on a GPU
+    calls are dear.
     """
     b, g, t, n = factor.shape
     k, stretches = projection.shape[1], n // COLUMNS
     whole = stretches * COLUMNS
     total: Tensor | None = None
     if stretches:
-        examples = max(1, AT_ONCE // (g * t * stretches * k))
-        parts = [
-            added_up(_block_diagonal(some[..., :whole], projection[:whole], stretches))
-            for some in factor.split(examples)
-        ]
-        total = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(b, g, t, k)
+        weights = projection[:whole].reshape(stretches, COLUMNS, k)
+        parts = []
+        for some in factor[..., :whole].split(max(1, AT_ONCE // (g * t * stretches * k))):
+            cut = some.reshape(-1, stretches, COLUMNS).transpose(0, 1)
+            parts.append(torch.bmm(cut, weights).sum(0))
+        total = parts[0] if len(parts) == 1 else torch.cat(parts)
     if whole < n:
-        rest = _block_diagonal(factor[..., whole:], projection[whole:], 1).view(b, g, t, k)
+        rest = factor[..., whole:].reshape(b * g * t, -1) @ projection[whole:]
         total = rest if total is None else total.add_(rest)
     assert total is not None
     return total
-
-
-def _block_diagonal(factor: Tensor, projection: Tensor, stretches: int) -> Tensor:
-    """[b g t, stretches, k], products of as many stretches of columns. On a processor by oneDNN as
-    a convolution over one point in groups, whose rows are the same bits however many there are: a
-    sketch must not depend on how records were cut into micro-batches, nor on padding.
-    """
-    b, g, t, n = factor.shape
-    k = projection.shape[1]
-    if not factor.is_cuda and factor.dtype == torch.float32 and HAS_GROUPED:
-        points = factor.reshape(b * g, t, 1, n).permute(0, 3, 1, 2)
-        weight = projection.view(stretches, -1, k).transpose(1, 2).reshape(stretches * k, -1, 1, 1)
-        found = torch.ops.mkldnn._convolution_pointwise(
-            points, weight, None, [0, 0], [1, 1], [1, 1], stretches, "none", [], ""
-        )
-        return found.permute(0, 2, 3, 1).reshape(b * g * t, stretches, k)
-    rows = factor.reshape(b * g * t, stretches, -1).transpose(0, 1)
-    return torch.bmm(rows, projection.reshape(stretches, -1, k)).transpose(0, 1).contiguous()
 
 
 def add_over_positions(total: Tensor | None, long_bgtn: Tensor, small_bgtk: Tensor) -> Tensor:
