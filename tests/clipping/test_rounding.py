@@ -186,6 +186,18 @@ def test_padding_changes_no_bit_of_a_sum_over_positions(positions: int) -> None:
     assert torch.equal(add_over_positions(None, long * whole, small * whole), alone)
 
 
+@pytest.mark.parametrize("positions", [1, 32, 40, 512])
+def test_the_ways_of_a_gpu_give_the_same_products(positions: int) -> None:
+    """Run here on the processor: all short sums in one call, where it takes them one by one."""
+    source = torch.Generator().manual_seed(0)
+    long, small = (torch.randn(3, positions, n, generator=source) for n in (150, 4))
+    at_once = products._sums_at_once(small, long, None)
+    torch.testing.assert_close(at_once, products._sum_by_sum(small, long, None))
+    projection = torch.randn(150, 4, generator=source)
+    thin = products._at_once(long.unsqueeze(1), projection).view(3, 1, positions, 4)
+    torch.testing.assert_close(thin, thin_product(long.unsqueeze(1), projection, torch.float32))
+
+
 @pytest.mark.parametrize("first", ["head", "table"])
 def test_a_sketch_of_tied_weights_has_both_uses(first: str) -> None:
     source = torch.Generator().manual_seed(0)

@@ -17,8 +17,7 @@ from torch import Tensor
 COLUMNS, POSITIONS, GROUP = 64, 32, 512
 
 # Entries of short sums that are formed at once (16 MiB in float32), unless one example has more.
-# Over positions they are as many as the sketch has entries, times 16, so they stay in the cache.
-AT_ONCE, IN_CACHE = 4 * 1024 * 1024, 256 * 1024
+AT_ONCE = 4 * 1024 * 1024
 
 # A processor's library has other ways, with other roundings, for a few rows (in all, or for one of
 # its threads) and for projections that lie transposed. In multiples of so many, with a projection
@@ -141,38 +140,51 @@ def add_over_positions(total: Tensor | None, long_bgtn: Tensor, small_bgtk: Tens
     """total + small^T long, [b, g, k, n], of sums over at most ``POSITIONS`` positions.
 
     With the few rows first: the processor's library needs a third less time than for the transposed
-    product.
+    product. Memory of the result, and ``AT_ONCE`` entries.
     """
     b, g, t, k = small_bgtk.shape
     small, long = small_bgtk.flatten(0, 1), long_bgtn.flatten(0, 1)
-    runs = max(1, min(GROUP, t) // POSITIONS)
-    examples = b * g if runs == 1 else max(1, IN_CACHE // (runs * k * long.shape[2]))
-    groups = []
-    for some, others in zip(small.split(examples), long.split(examples), strict=True):
-        group: Tensor | None = None
-        for few, many in zip(some.split(GROUP, dim=1), others.split(GROUP, dim=1), strict=True):
-            part = _group_of_positions(few, many.to(few.dtype))
-            group = part if group is None else group.add_(part)
-        assert group is not None
-        groups.append(group)
-    found = (groups[0] if len(groups) == 1 else torch.cat(groups)).unflatten(0, (b, g))
+    found = (small.new_empty if t else small.new_zeros)(b * g, k, long.shape[2])
+    sums, at_once = (_sums_at_once, GROUP // POSITIONS) if small.is_cuda else (_sum_by_sum, 1)
+    examples = max(1, AT_ONCE // (at_once * k * found.shape[2]))
+    for few, many, out in zip(
+        small.split(examples), long.split(examples), found.split(examples), strict=True
+    ):
+        for start in range(0, t, GROUP):
+            group = slice(start, start + GROUP)
+            part = sums(few[:, group], many[:, group].to(few.dtype), None if start else out)
+            if start:
+                out.add_(part)
+    found = found.unflatten(0, (b, g))
     return found if total is None else total.add_(found)
 
 
-def _group_of_positions(small_xtk: Tensor, long_xtn: Tensor) -> Tensor:
-    """[x, k, n] small^T long over at most ``GROUP`` positions."""
+def _sum_by_sum(small_xtk: Tensor, long_xtn: Tensor, out: Tensor | None) -> Tensor:
+    """[x, k, n] small^T long over at most ``GROUP`` positions, one sum added after the other."""
+    x, t, k = small_xtk.shape
+    out = small_xtk.new_empty(x, k, long_xtn.shape[2]) if out is None else out
+    spare = torch.empty_like(out) if t > POSITIONS else out
+    for start in range(0, t, POSITIONS):
+        run = slice(start, start + POSITIONS)
+        few, many = small_xtk[:, run].transpose(1, 2), long_xtn[:, run]
+        part = torch.bmm(few, many, out=spare if start else out)
+        if start:
+            out.add_(part)
+    return out
+
+
+def _sums_at_once(small_xtk: Tensor, long_xtn: Tensor, out: Tensor | None) -> Tensor:
+    """The same with all sums in one call: on a GPU calls are dear."""
     x, t, k = small_xtk.shape
     runs = t // POSITIONS
     whole = runs * POSITIONS
-    total: Tensor | None = None
+    total = small_xtk.new_zeros(x, k, long_xtn.shape[2]) if out is None else out.zero_()
     if runs:
         few = small_xtk[:, :whole].reshape(x * runs, POSITIONS, k).transpose(1, 2)
         sums = torch.bmm(few, long_xtn[:, :whole].reshape(x * runs, POSITIONS, -1))
-        total = added_up(sums.view(x, runs, k, -1))
+        total.add_(added_up(sums.view(x, runs, k, -1)))
     if whole < t:
-        rest = torch.bmm(small_xtk[:, whole:].transpose(1, 2), long_xtn[:, whole:])
-        total = rest if total is None else total.add_(rest)
-    assert total is not None
+        total.add_(torch.bmm(small_xtk[:, whole:].transpose(1, 2), long_xtn[:, whole:]))
     return total
 
 
