@@ -133,7 +133,7 @@ def test_a_micro_batch_is_summed_before_it_is_added(kind: str) -> None:
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each its own"])
-@pytest.mark.parametrize("columns", [5, 32, 33, 72, 384])
+@pytest.mark.parametrize("columns", [5, 32, 33, 72, 384, 2049])
 def test_a_thin_product_is_over_all_columns(columns: int, each: bool) -> None:
     source = torch.Generator().manual_seed(0)
     factor = torch.randn(3, 2, 7, columns, generator=source)

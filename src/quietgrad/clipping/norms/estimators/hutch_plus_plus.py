@@ -42,7 +42,7 @@ from quietgrad.clipping.norms.spread import Spread, spread_of
 from quietgrad.events import HIDDEN_SHARE
 
 HEAD_ROWS = 2048  # of the head of Hutch++ that are formed at once
-GRAM_ROWS = 128  # of the basis that are added up in the working precision
+GRAM_ROWS = 32  # of the basis that are added up in the working precision
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,10 @@ def _skewed(basis_bgsk: Tensor, dtype: torch.dtype) -> Tensor:
     """[b] by what share ||M Q||^2 may be below that of an orthonormal basis of the same span: twice
     ||Q^T Q - I||_F, which is found, plus the rounding of finding it.
     """
-    k = basis_bgsk.shape[3]
-    gram = torch.zeros((), dtype=torch.float64, device=basis_bgsk.device)
+    b, g, _, k = basis_bgsk.shape
+    gram = -torch.eye(k, dtype=torch.float64, device=basis_bgsk.device).repeat(b, g, 1, 1)
     for rows in basis_bgsk.split(GRAM_ROWS, dim=2):
-        gram = gram + (rows.transpose(2, 3) @ rows).double()
-    gram = gram - torch.eye(k, dtype=torch.float64, device=gram.device)
+        gram.add_(rows.transpose(2, 3) @ rows)
     found = gram.square().sum((2, 3)).amax(1).sqrt() + k * gamma(GRAM_ROWS, basis_bgsk, dtype)
     return torch.where(found < 0.5, 2.0 * found, torch.inf)
 

@@ -64,7 +64,7 @@ def block_products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def thin_product(factor: Tensor, projection: Tensor, dtype: torch.dtype) -> Tensor:
-    """factor @ projection, [b, g, t, k], of sums over at most ``COLUMNS`` columns.
+    """factor @ projection, [b, g, t, k], of short sums, see ``sums_over_columns``.
 
     ``projection``: [n, k], or [b, g, n, k].
     """
@@ -100,7 +100,7 @@ def _shared_product(factor: Tensor, projection: Tensor) -> Tensor:
 
 
 def _sum_of_columns(rows: Tensor, projection: Tensor, out: Tensor) -> None:
-    """rows @ projection into ``out``, sums over ``COLUMNS`` columns one after the other."""
+    """rows @ projection into ``out``, sums over a few columns one after the other."""
     spare = torch.empty_like(out) if rows.shape[1] > COLUMNS else out
     for start in range(0, rows.shape[1], COLUMNS):
         columns = slice(start, start + COLUMNS)
