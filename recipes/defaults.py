@@ -4,7 +4,7 @@ tasks.
     python recipes/defaults.py search --images FOLDER     # stops and resumes at any run
     python recipes/defaults.py rule --images FOLDER       # what the rule makes of each task
     python recipes/defaults.py final --images FOLDER      # rule and best, on fresh seeds
-    python recipes/defaults.py report                     # the table of docs/defaults.md
+    python recipes/defaults.py report                  # table of docs/notes/defaults_tested.md
 
 FOLDER holds Fashion-MNIST's four files; with the Debian package dataset-fashion-mnist it is
 packaged:fashion-mnist, the default. Two data sets and a small language model are made in --work.

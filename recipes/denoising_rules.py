@@ -14,7 +14,7 @@ to zero, SGD with momentum 0.9 and Adam; and 400 steps of Adam for some of the r
 private one, through the same plan, clipper, noise and optimisers as any other; the rules that are
 not the library's
 are written down here. Results: recipes/results/denoising_rules.jsonl; what follows from them:
-docs/denoising.md.
+docs/notes/denoising_rules.md.
 """
 
 from __future__ import annotations

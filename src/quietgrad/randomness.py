@@ -5,7 +5,7 @@ Sampling, projections and noise never share a stream; how micro-batches were cut
 processes ran makes no difference. The root key comes from the operating system's entropy unless a
 seed is given. Streams are Philox counters keyed by SHA-256 of the name: statistically sound and
 unpredictable without the root key in practice, though Philox is not a cryptographic generator
-(docs/privacy.md, "Assumptions").
+(docs/privacy/assumptions.md).
 """
 
 from __future__ import annotations

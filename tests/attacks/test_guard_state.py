@@ -66,7 +66,7 @@ def test_a_model_that_remembers_earlier_records_is_refused(engine: str) -> None:
 
 
 def test_an_attribute_that_nothing_reads_is_allowed() -> None:
-    """It reaches neither state_dict nor any loss; docs/clipping.md says not to publish whole
+    """It reaches neither state_dict nor any loss; docs/privacy/guard.md says not to publish whole
     modules.
     """
 

@@ -150,7 +150,7 @@ def test_a_ledger_that_grows_while_it_is_read_is_read(
 
 
 def test_who_rewrites_both_files_is_not_noticed(path: Path) -> None:
-    # Digests are no secret: the model is an accident, not malice (docs/privacy.md, section 7).
+    # Digests are no secret: the model is an accident, not malice (docs/privacy/files.md).
     made(path)
     event = PoissonGaussian(9.9, 0.1, 1)
     digest, whole, lines = START, b"", 0

@@ -8,8 +8,8 @@ independent, so all of them together are one Gaussian mechanism whose mean moves
 
 and a subsampled Gaussian mechanism with mean moved by mu is dominated by the one-dimensional one
 with the same mu. So the scale Z of the accountant becomes sqrt(Z^2 + sigma^2 sum_i 1 / nu_i^2), and
-nothing else changes (docs/privacy.md, section 11; G. Andrew et al., Differentially Private Learning
-with Adaptive Clipping, 2021, Theorem 1, for one count beside a sum).
+nothing else changes (docs/privacy/side_numbers.md; G. Andrew et al., Differentially Private
+Learning with Adaptive Clipping, 2021, Theorem 1, for one count beside a sum).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class ScaleMixture:
 
 
 # A step's divergence is convex in R where the mean of its noise moves by at most sqrt(12) standard
-# deviations (docs/hutchpp_envelope.md, theorem 2).
+# deviations (docs/hutchpp_envelope/convexity.md, theorem 2).
 LARGEST_CONVEX_SHIFT = 12.0 * (1 - 1e-9)
 LARGEST_CONVEX_FROM = 0.7
 

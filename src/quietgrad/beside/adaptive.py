@@ -43,7 +43,7 @@ class AdaptiveClipping:
         ValueError: naming the setting and the remedy.
 
     Source: G. Andrew, O. Thakkar, B. McMahan, S. Ramaswamy, Differentially Private Learning with
-        Adaptive Clipping, 2021, section 2 and Theorem 1; docs/privacy.md, section 11.
+        Adaptive Clipping, 2021, section 2 and Theorem 1; docs/privacy/side_numbers.md.
     """
 
     quantile: float = 0.5

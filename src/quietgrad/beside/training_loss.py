@@ -34,7 +34,7 @@ class TrainingLoss:
     Raises:
         ValueError: naming the setting and the remedy.
 
-    Source: docs/privacy.md, section 11.
+    Source: docs/privacy/side_numbers.md.
     """
 
     low: float = 0.0

@@ -91,8 +91,8 @@ class PoissonGaussian:
             from part t mod b.
         beside: what is released with the gradients of a step, of the same batch.
 
-    The accountant sees ``compositions`` steps at rate ``participation_rate`` (docs/privacy.md,
-    section 6, and erratum E9 of docs/errata.md).
+    The accountant sees ``compositions`` steps at rate ``participation_rate``
+    (docs/privacy/correlated_noise.md, and erratum E9 of docs/errata.md).
     """
 
     noise_multiplier: float

@@ -43,7 +43,7 @@ class RandomizedClipping:
             are drawn for the release: docs/hutchpp_envelope.md).
         total_rank: D, sum over sketched layers of min(p, d, positions); needed by ``hutch`` only.
 
-    Source: papers, DP-SGD-RC section 5; docs/privacy.md, section "Randomized clipping".
+    Source: papers, DP-SGD-RC section 5; docs/privacy/sketches.md.
     """
 
     sketch_dim: int
@@ -101,7 +101,7 @@ class SensitivityClaim:
         max_grad_norm: C; the contribution's norm is at most C (exact) or C * R^(-1/2) (randomized).
         clipping: which of the two, with the sketch facts that the accountant needs.
         rounding: unit roundoff of the sum itself, relative to C: adding n contributions in floating
-            point moves the sum by about n times this (docs/privacy.md, section 3).
+            point moves the sum by about n times this (docs/privacy/clipping.md).
     """
 
     max_grad_norm: float

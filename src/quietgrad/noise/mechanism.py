@@ -2,7 +2,7 @@
 
 Released row t is row t of C_mix^-1 z, produced online by forward substitution; independent noise is
 one band, C_mix = I. Symbols: T steps, b bands, C = C_mix, z_t independent draws,
-w_t = (z_t - sum_{m=1}^{b-1} C[t, t-m] w_{t-m}) / C[t, t] (docs/privacy.md, section 6).
+w_t = (z_t - sum_{m=1}^{b-1} C[t, t-m] w_{t-m}) / C[t, t] (docs/privacy/correlated_noise.md).
 
 What a step needs of the past is explicit: a ``NoiseHistory``. It holds the last b - 1 rows, or
 nothing, when rows are made anew from their keyed streams. Because streams are keyed by (step,

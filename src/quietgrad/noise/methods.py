@@ -59,7 +59,7 @@ class IndependentNoise:
 
     Attributes:
         source: "keyed", or "secure" for numbers from a cryptographic stream on a grid
-            (docs/privacy.md), which needs the extra ``secure``.
+            (docs/privacy/secure_noise.md), which needs the extra ``secure``.
     """
 
     source: Source = "keyed"

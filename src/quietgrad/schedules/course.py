@@ -3,8 +3,9 @@
 With b bands a record is in one of b parts, and takes part in one step of every b in a row. What it
 contributes there reaches rows of the mixing matrix that its other contributions do not, and each
 row is released in units of its own noise, so its losses compose like those of independent noise,
-each at the settings of its step (docs/privacy.md, section 6). Which step of a turn is a record's
-own depends on its part; the event counts every turn at the least noise and the highest rate in it.
+each at the settings of its step (docs/privacy/correlated_noise.md). Which step of a turn is a
+record's own depends on its part; the event counts every turn at the least noise and the highest
+rate in it.
 """
 
 from __future__ import annotations

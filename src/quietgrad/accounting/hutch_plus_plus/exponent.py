@@ -1,5 +1,5 @@
 """B(theta) with E exp(-theta (R - 1)) <= exp(B(theta)) for every gradient whose sketched parameters
-are measured by Hutch++ with k columns or more (docs/hutchpp_envelope.md, theorem 1).
+are measured by Hutch++ with k columns or more (docs/hutchpp_envelope/moments.md, theorem 1).
 
 A function phi_j on [0, 1], convex, increasing and 0 at 0, bounds log E exp(-theta (R - 1)), given
 what the last j columns of the range sketch leave, by its sum over eigenvalues. It is held by the

@@ -2,7 +2,7 @@
 
 Below ``convex_from`` = r0, where a step's divergence need not be convex in R, R is bounded in the
 first order (P(R <= x)); above it, in the second: E (c - R)_+ <= E (c - Y)_+ for all c >= r0
-(docs/hutchpp_envelope.md, theorems 2 and 3). Three facts go in: R has mean one, is below
+(docs/hutchpp_envelope/convexity.md, theorems 2 and 3). Three facts go in: R has mean one, is below
 chi2(k)/k in the convex order, and has the exponential moments of ``exponent``.
 
 Every point (c, G) made here has E (c - R)_+ <= G; that function is convex, nondecreasing and of
@@ -28,7 +28,7 @@ Array = NDArray[np.float64]
 ROUNDING = 1e-12  # relative allowance, thousands of times that of the operations it stands for
 CELLS = 1500  # of c, of which each keeps its lowest point
 CENTRES, GAPS = 90, 26
-PLACE, PRICE = 4.0, 2.0  # of a tangent at r0: docs/hutchpp_envelope.md, theorem 3
+PLACE, PRICE = 4.0, 2.0  # of a tangent at r0: docs/hutchpp_envelope/convexity.md, theorem 3
 
 
 def distribution_bound(sketch_dim: int, x: Array) -> Array:

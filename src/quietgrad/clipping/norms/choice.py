@@ -1,8 +1,8 @@
 """Which norm estimator each parameter gets, and whether its per-example gradients are kept: the
 cheapest by modelled time.
 
-Modelled costs per example over the non-private step (docs/clipping.md; design of the methods,
-section 1), in multiplications and in memory traffic:
+Modelled costs per example over the non-private step (docs/clipping/estimators.md; design of the
+methods, section 1), in multiplications and in memory traffic:
 
     ghost               t^2 (p + d)              the weighted product stays to be done
     materialized        t p d                    likewise; row blocks bound the memory

@@ -4,7 +4,7 @@ sees that no example's contribution depends on others.
 It examines public records where it was given any, else examples of the batch that is about to be
 clipped, together with made-up ones where the batch holds a single record. Until it has decided,
 examples are taken one at a time, which is exact whatever the model. What it cannot see is stated in
-docs/clipping.md.
+docs/clipping/guard.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.tensors import Batch, batch_size_of
 
 # After the powers of two, every so many releases: the average cost of a look vanishes beside the
-# training (docs/clipping.md, "Cost").
+# training (docs/clipping/guard.md, "Cost").
 PERIOD = 512
 
 

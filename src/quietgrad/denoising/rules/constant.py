@@ -19,7 +19,7 @@ class ConstantAmplification:
     """The momentum plus gain - 1 times its shrunk spikes. Nothing is taken away.
 
     It begins after a delay: Adam's first steps are as long as the learning rate allows whatever the
-    signal, and what is amplified there overshoots (docs/denoising.md).
+    signal, and what is amplified there overshoots (docs/notes/denoising_rules.md).
 
     Attributes:
         kappa: a layer is touched if its largest singular value is at least so many edges of the

@@ -5,7 +5,7 @@ release pulls back what the last step overshot. Those directions are what stands
 so a longer step along them makes them swing more; along directions that releases agree on it is
 what saves steps. Released values tell which is which, so the gain of a matrix grows while they
 agree and falls back when they do not, as the learning rates of delta-bar-delta do (Jacobs 1988).
-docs/denoising.md has what was measured.
+docs/notes/denoising_rules.md has what was measured.
 
 Symbols: M the momentum before a release, y, u, v its singular triplets above the bulk's edge,
 w = shrink(y); G the release, in the units of those that went into M. The shrunk value w is u^T S v

@@ -16,7 +16,7 @@ from quietgrad.randomness import RandomKey
 
 @dataclass(frozen=True)
 class KeyedSource:
-    """Normal numbers in the dtype of the gradients (docs/privacy.md, "Assumptions", for what these
+    """Normal numbers in the dtype of the gradients (docs/privacy/assumptions.md, for what these
     cannot do).
     """
 

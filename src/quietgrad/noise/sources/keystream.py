@@ -21,7 +21,7 @@ BLOCK = 16  # bytes
 MISSING = (
     "source='secure' needs the package 'cryptography', which is not installed; install the "
     "extra: pip install 'quietgrad[secure]' "
-    "(or use source='keyed': docs/privacy.md says what that assumes)"
+    "(or use source='keyed': docs/privacy/assumptions.md says what that assumes)"
 )
 
 

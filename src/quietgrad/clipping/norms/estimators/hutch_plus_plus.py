@@ -120,7 +120,7 @@ def _hidden(
 
     A gradient for which it is above ``HIDDEN_SHARE`` of its norm is measured as at least this over
     ``HIDDEN_SHARE``, so at least its norm; for all others the envelope has allowed for so much
-    (docs/hutchpp_envelope.md, lemma 4).
+    (docs/hutchpp_envelope/moments.md, lemma 4).
 
     Args:
         range_bgsk: M^T S as computed.
