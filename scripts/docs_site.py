@@ -135,10 +135,10 @@ def entries() -> Iterator[dict[str, str]]:
 
 
 def on_config(config: Any) -> Any:
-    """Puts the made pages into the navigation."""
+    """Puts the made pages into the navigation, behind those that are written."""
     for entry in config.nav:
         if "Reference" in entry:
-            entry["Reference"] = list(entries())
+            entry["Reference"] += list(entries())
     return config
 
 

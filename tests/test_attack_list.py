@@ -1,5 +1,5 @@
-"""docs/attacks.md names the test that runs each attack: the names are real, and the list of broken
-mechanisms is long enough.
+"""The pages of docs/attacks/ name the test that runs each attack: the names are real, and the list of
+broken mechanisms is long enough.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "attacks.md"
+FRONT = ROOT / "docs" / "attacks.md"
+PAGES = sorted((ROOT / "docs" / "attacks").glob("*.md"))
+BROKEN = ROOT / "docs" / "attacks" / "broken.md"
 
 
 def names_in(path: Path) -> set[str]:
@@ -18,12 +20,22 @@ def names_in(path: Path) -> set[str]:
 
 
 def rows() -> list[str]:
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    lines = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines()]
     return [
         line
         for line in lines
         if line.startswith("| ") and not line.startswith(("| ---", "| what "))
     ]
+
+
+def broken() -> str:
+    return BROKEN.read_text(encoding="utf-8").split("## Broken mechanisms")[1].split("\n## ")[0]
+
+
+def test_the_first_page_leads_to_every_subject() -> None:
+    front = FRONT.read_text(encoding="utf-8")
+    assert len(PAGES) > 8
+    assert [page.name for page in PAGES if f"(attacks/{page.name})" not in front] == []
 
 
 def test_every_test_that_the_page_names_exists() -> None:
@@ -49,10 +61,9 @@ def test_every_row_names_a_test_or_says_what_is_not_seen() -> None:
 
 
 def test_at_least_thirty_broken_mechanisms_are_listed() -> None:
-    section = PAGE.read_text(encoding="utf-8").split("## Broken mechanisms")[1]
     counted = sum(
         int(found[-1]) if (found := re.findall(r"\((\d+)\) \|", line)) else 1
-        for line in section.splitlines()
+        for line in broken().splitlines()
         if line.startswith("| ") and "---" not in line and "what is broken" not in line
     )
     assert counted >= 30
@@ -85,7 +96,6 @@ def test_no_grid_leaves_out_a_broken_mechanism() -> None:
         if isinstance(node, ast.FunctionDef)
         and any("mark.grid" in ast.unparse(mark) for mark in node.decorator_list)
     }
-    section = PAGE.read_text(encoding="utf-8").split("## Broken mechanisms")[1].split("\n## ")[0]
-    mutants = set(re.findall(r"\b(?:test_\w+)\b(?!\.py)", section))
+    mutants = set(re.findall(r"\b(?:test_\w+)\b(?!\.py)", broken()))
     assert len(grids) > 20 and len(mutants) > 20
     assert grids & mutants == set()
