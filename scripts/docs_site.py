@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 REFERENCE = "reference"
+# Pages of wide tables get the place of their own table of contents.
+WIDE = ("symbols.md", "attacks/", f"{REFERENCE}/settings.md", f"{REFERENCE}/commands.md")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)+[^)#\s]*)(#[^)]*)?\)")
 MODULES = (
     "quietgrad",
@@ -152,5 +154,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """See ``outside``."""
+    """See ``outside`` and ``WIDE``."""
+    if page.file.src_uri.startswith(WIDE):
+        page.meta["hide"] = ["toc"]
     return outside(markdown, page.file.src_uri)
