@@ -1,5 +1,5 @@
-"""The pages of docs/attacks/ name the test that runs each attack: the names are real, and the list of
-broken mechanisms is long enough.
+"""The pages of docs/attacks/ name the test that runs each attack: the names are real, and the list
+of broken mechanisms is long enough.
 """
 
 from __future__ import annotations

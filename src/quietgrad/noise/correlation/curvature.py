@@ -48,8 +48,8 @@ class Curvature:
             the way there the other half.
         clamp: largest eta mu that is believed, in (0, 2]. At 2 (the limit of stability) noise that
             alternates from step to step is never forgotten, and the best X spends itself on that;
-            clipped training does not behave so (docs/noisecurve/horizons.md). At 1 sharper directions
-            forget the past at once.
+            clipped training does not behave so (docs/noisecurve/horizons.md). At 1 sharper
+            directions forget the past at once.
     """
 
     eigenvalues: tuple[float, ...]
