@@ -195,6 +195,17 @@ def test_the_card_keeps_its_head_and_has_the_whole_statement(tmp_path: Path) -> 
         assert f"| {what} | {text}" in card
 
 
+def test_a_base_model_is_assumed_innocent_only_where_there_is_one(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", **FINISHED)
+    said = "The base model did not learn from the training records"
+    assert said in page_of(read_run(path))
+    random = CONFIG.replace("packaged:minilm", "cnn:groupnorm")
+    (path / "config.toml").write_text(random)
+    assert said not in page_of(read_run(path))
+    (path / "config.toml").write_text(random.replace("tune", 'weights = "w"\ntune'))
+    assert said in page_of(read_run(path))
+
+
 FORECAST = {
     "engine": "book-keeping: one backward pass",
     "cached_frozen_layers": True,
