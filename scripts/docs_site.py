@@ -93,10 +93,11 @@ def commands_page() -> str:
     from quietgrad.cli.app import app
 
     root: Any = typer.main.get_command(app)
-    lines = ["# Command line", "", str(root.help), ""]
+    lines = ["# Command line", "", described(str(root.help)), ""]
     for name in sorted(root.commands):
         command = root.commands[name]
-        lines += [f"## quietgrad {name}", "", str(command.help), "", "| option | meaning |"]
+        lines += [f"## quietgrad {name}", "", described(str(command.help)), ""]
+        lines.append("| option | meaning |")
         lines.append("| --- | --- |")
         for parameter in command.params:
             shown = [*parameter.opts, *parameter.secondary_opts]
@@ -107,6 +108,12 @@ def commands_page() -> str:
                 lines.append(f"| {words} | {cell(getattr(parameter, 'help', '') or '')} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def described(text: str) -> str:
+    """A command's help as Markdown, its example as a block."""
+    text = text.replace("\\[", "[")
+    return re.sub(r"^Example: (.*)$", r"```sh\n\1\n```", text, flags=re.MULTILINE)
 
 
 def cell(text: str) -> str:

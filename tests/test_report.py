@@ -195,6 +195,45 @@ def test_the_card_keeps_its_head_and_has_the_whole_statement(tmp_path: Path) -> 
         assert f"| {what} | {text}" in card
 
 
+def test_a_base_model_is_assumed_innocent_only_where_there_is_one(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", **FINISHED)
+    said = "The base model did not learn from the training records"
+    assert said in page_of(read_run(path))
+    random = CONFIG.replace("packaged:minilm", "cnn:groupnorm")
+    (path / "config.toml").write_text(random)
+    assert said not in page_of(read_run(path))
+    (path / "config.toml").write_text(random.replace("tune", 'weights = "w"\ntune'))
+    assert said in page_of(read_run(path))
+
+
+FORECAST = {
+    "engine": "book-keeping: one backward pass",
+    "cached_frozen_layers": True,
+    "predicted_seconds": 400.2,
+    "predicted_memory_mib": 774.6,
+    "layers": [
+        {"shape": "64 x 128", "count": 2, "estimator": "ghost", "kept": False},
+        {"shape": "8 x 576", "count": 60, "estimator": "materialized", "kept": True},
+    ],
+}
+
+
+def test_what_ran_says_engine_time_and_memory_as_they_were_expected(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", **FINISHED)
+    without = page_of(read_run(path))
+    assert "expected for weights" not in without and "length of its gradient" not in without
+    (path / "forecast.json").write_text(json.dumps(FORECAST))
+    facts = read_run(path)
+    page, card = page_of(facts), card_of(facts)
+    assert "<td>64 x 128</td>" in page and "| 64 x 128 | ghost | 2 |" in card
+    for text in (page, card):
+        assert "one backward pass; frozen layers run once a record" in text
+        assert "about 7 min expected" in text and "about 775 MiB expected" in text
+        assert "materialized, kept for the sum" in text
+        assert text.count("is not kept, as it tells of private batch sizes") == 2
+    assert card.index("## Privacy") < card.index("## What ran")
+
+
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="holds no run"):
         read_run(tmp_path / "nothing")

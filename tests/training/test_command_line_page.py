@@ -53,5 +53,5 @@ def test_the_list_of_commands_breaks_no_line_twice(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setenv("TERMINAL_WIDTH", "400")
-    shown = quietgrad("--help")[1]
-    assert "length, label names inside. Costs no privacy." in shown
+    shown = quietgrad("export", "--help")[1]
+    assert "It takes any batch size and length, and holds the label names." in shown

@@ -69,9 +69,25 @@ def test_command_line_from_plan_to_epsilon(quietgrad, settings, write_config) ->
         "metrics.jsonl",
         "result.json",
         "environment.json",
+        "forecast.json",
         "accuracy.png",
         "model",
     } <= written
+    # What was expected from public records; what it took tells of private batch sizes.
+    kept = json.loads((folder / "forecast.json").read_text())
+    assert set(kept) == {
+        "engine",
+        "layers",
+        "cached_frozen_layers",
+        "predicted_seconds",
+        "predicted_memory_mib",
+    }
+    told = [
+        {key: layer[key] for key in ("shape", "count", "estimator", "kept")}
+        for layer in planned["layers"]
+    ]
+    assert sorted(kept["layers"], key=str) == sorted(told, key=str)
+    assert all("seconds" not in line for line in (folder / "result.json").read_text().split())
     assert not [name for name in written if name.endswith(".tmp")]
     assert (folder / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "environment.json").read_text())["packages"]["torch"]

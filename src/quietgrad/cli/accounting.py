@@ -67,7 +67,11 @@ def calibrate(
     users: OfUsers = False,
     as_json: AsJson = False,
 ) -> None:
-    """The smallest noise multiplier that meets a target epsilon."""
+    """The smallest noise multiplier that meets a target epsilon.
+
+    Example: quietgrad calibrate --epsilon 2 --delta 1e-5 --dataset-size 60000 --batch-size 600
+    --steps 1000
+    """
     from quietgrad.accounting import epsilon_report, noise_multiplier
 
     q, total = _rate_and_steps(dataset_size, batch_size, steps)
@@ -108,7 +112,10 @@ def epsilon(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The epsilon of a mechanism, or what a run has spent according to its ledger."""
+    """The epsilon of a mechanism, or what a run has spent according to its ledger.
+
+    Example: quietgrad epsilon --ledger runs/first
+    """
     from quietgrad.accounting import epsilon_report
 
     if ledger is not None:

@@ -9,18 +9,15 @@ import typer
 
 from quietgrad import __version__
 from quietgrad.cli import accounting
-from quietgrad.cli.beside.commands import report, runs
+from quietgrad.cli.beside.commands import check, export, init, report, runs, settings
 from quietgrad.cli.output import announce, hush_libraries, one_line, paragraphs
 
 app = typer.Typer(
-    help="Differentially private training in PyTorch, with every epsilon an upper bound.",
+    help="Differentially private training in PyTorch, with every epsilon an upper bound.\n\n"
+    "Example: quietgrad init people.csv && quietgrad train config.toml",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("calibrate")(accounting.calibrate)
-app.command("epsilon")(accounting.epsilon)
-app.command("report")(report)
-app.command("runs")(runs)
 
 ConfigPath = Annotated[
     Path | None,
@@ -64,7 +61,6 @@ def root(
     hush_libraries()
 
 
-@app.command()
 @one_line
 def train(
     config: ConfigPath = None,
@@ -78,8 +74,11 @@ def train(
     processes: Processes = 1,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Trains privately on texts, tables or images, or a language model to answer; without CONFIG,
-    a classifier on MiniLM and 38 thousand tweets.
+    """Trains privately: texts, tables, images, or a language model that answers.
+
+    Without CONFIG, a classifier on MiniLM and 38 thousand tweets.
+
+    Example: quietgrad train people.toml --set target_epsilon=3
     """
     announce("train", as_json)
     from quietgrad.cli.training import run_train
@@ -88,7 +87,6 @@ def train(
     run_train(config, overrides or [], resume, as_json, extend, processes)
 
 
-@app.command()
 @one_line
 def predict(
     run_dir: Annotated[
@@ -115,36 +113,15 @@ def predict(
     ] = None,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Says what a run's model makes of new records: labels and probabilities, or answers. Costs no
-    privacy.
+    """Labels and probabilities, or answers, for new records; costs no privacy.
+
+    Example: quietgrad predict runs/first new.csv --output predictions.csv
     """
     from quietgrad.cli.predict import run_predict
 
     run_predict(run_dir, file, output, each, as_json)
 
 
-@app.command()
-def export(
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="The directory of a finished run.")
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Ends in .pt2, or in .onnx.")
-    ],
-    form: Annotated[
-        str, typer.Option("--format", help="torch-export, or onnx (with quietgrad\\[onnx]).")
-    ] = "torch-export",
-    as_json: accounting.AsJson = False,
-) -> None:
-    """Writes a run's model as one file that runs without this library: any batch size and length,
-    label names inside. Costs no privacy.
-    """
-    from quietgrad.cli.beside.export import run_export
-
-    run_export(run_dir, form, output, as_json)
-
-
-@app.command()
 @one_line
 def plan(
     config: ConfigPath = None,
@@ -162,9 +139,11 @@ def plan(
     extend_to: ExtendTo = None,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Says what ``train`` would run: guarantee, noise, estimator per layer, predicted time and
-    memory. With RUN_DIR in place of CONFIG.toml, what more steps of that run would cost. Trains
-    nothing.
+    """What `train` would run: guarantee, noise, estimator per layer, time, memory.
+
+    Trains nothing. With RUN_DIR in place of CONFIG.toml: what more steps of that run would cost.
+
+    Example: quietgrad plan people.toml --set hours=1
     """
     announce("plan", as_json)
     extend = extend_steps, extend_epochs, extend_to
@@ -178,88 +157,21 @@ def plan(
     run_plan(config, overrides or [], figure, as_json)
 
 
-Text = Annotated[str, typer.Option("--text", metavar="COLUMN", help="Column of the text.")]
-Label = Annotated[str, typer.Option("--label", metavar="COLUMN", help="Column of the label.")]
-
-
-@app.command()
-def check(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE_OR_CONFIG",
-            help="Your records (.csv, .tsv, .jsonl, .json, .parquet, a folder of images), or a "
-            "configuration that names them.",
-        ),
-    ],
-    text: Text = "",
-    label: Label = "",
-    as_json: accounting.AsJson = False,
-) -> None:
-    """Shows the owner of a file what training would refuse in it: every broken row with its line,
-    class counts, rare labels, encoding. Its output is private.
-    """
-    from quietgrad.cli.beside.check import run_check
-
-    run_check(source, text, label, as_json)
-
-
-@app.command()
-def init(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            help="Your records (.csv, .tsv, .jsonl, .json, .parquet), or a folder of images.",
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE.toml", help="Where it is written.")
-    ] = Path("config.toml"),
-    text: Text = "",
-    label: Label = "",
-    skip_bad: Annotated[
-        bool,
-        typer.Option("--skip-bad", help="Leave out broken rows, and those that lack a label."),
-    ] = False,
-    as_json: accounting.AsJson = False,
-) -> None:
-    """Writes a commented configuration for a file of records, to read and then to train with.
-    Overwrites nothing.
-    """
-    from quietgrad.cli.beside.init import run_init
-
-    run_init(source, output, text, label, skip_bad, as_json)
-
-
-@app.command()
-def settings(
-    key: Annotated[
-        str | None,
-        typer.Argument(metavar="[KEY]", help="Such as noise.bands, bands or noise; all without."),
-    ] = None,
-    as_json: accounting.AsJson = False,
-) -> None:
-    """Says what the keys of a configuration file mean, what they may be, and their defaults."""
-    from quietgrad.cli.settings import run_settings
-
-    run_settings(key, as_json)
-
-
-@app.command()
 @one_line
 def spectrum(
     config: ConfigPath = None, overrides: Overrides = None, as_json: accounting.AsJson = False
 ) -> None:
-    """Pretrains on public unlabelled images, and computes the Hessian's spectrum that shapes
-    NoiseCurve's noise.
+    """From public unlabelled images, the Hessian's spectrum that shapes noise.
+
+    Pretrains on them, and writes the initial weights too.
+
+    Example: quietgrad spectrum recipes/noisecurve.toml
     """
     from quietgrad.cli.spectrum import run_spectrum
 
     run_spectrum(config, overrides or [], as_json)
 
 
-@app.command()
 @one_line
 def compare(
     config: Annotated[
@@ -292,8 +204,11 @@ def compare(
     ] = None,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Trains variants side by side, tunes each (a grid of rates, or with \\[search] Optuna), and
-    makes a table and a figure; stops and resumes anywhere.
+    """Trains variants side by side, tunes each, and makes a table and a figure.
+
+    Each is tuned by a grid of rates, or with \\[search] by Optuna. Stops and resumes anywhere.
+
+    Example: quietgrad compare recipes/denoising.toml --html comparison.html
     """
     from quietgrad.cli.compare import run_accounted, run_compare
 
@@ -303,7 +218,6 @@ def compare(
         run_compare(config, only_report, shard, html, as_json)
 
 
-@app.command()
 @one_line
 def audit(
     config: ConfigPath = None,
@@ -329,14 +243,33 @@ def audit(
     ] = Path("audit.png"),
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Trains once with canaries and attacks the releases: a lower bound on epsilon, to hold the
-    claim against. Never a proof of it.
+    """Attacks a run with canaries: a lower bound on epsilon, beside the claim.
+
+    Trains once more. It can refute a claim, and is never a proof of one.
+
+    Example: quietgrad audit people.toml --canaries 200
     """
     from quietgrad.cli.audit import run_audit
 
     run_audit(config, overrides or [], kind, canaries, confidence, figure, as_json)
 
 
-for _command in app.registered_commands:
-    assert _command.callback is not None
-    _command.help = paragraphs(_command.callback.__doc__ or "")
+# In the order in which somebody with a file of records meets them.
+COMMANDS = (
+    check,
+    init,
+    plan,
+    train,
+    runs,
+    report,
+    predict,
+    export,
+    audit,
+    compare,
+    settings,
+    accounting.calibrate,
+    accounting.epsilon,
+    spectrum,
+)
+for _command in COMMANDS:
+    app.command(help=paragraphs(_command.__doc__ or ""))(_command)

@@ -106,10 +106,13 @@ def run_train(
         )
         from quietgrad.training import runner
         from quietgrad.training.files import figure
+        from quietgrad.training.forecast import kept_forecast
         from quietgrad.training.prepare import verify_on_public_records
 
         with on_public_records():
             difference = None if prepared.plan is None else verify_on_public_records(prepared)
+            # Before private records are in memory, whose peak would tell of them.
+            expected = kept_forecast(prepared) if together.first else {}
     if prepared.plan is not None:
         target.print(
             "Clipping agrees with per-example autograd on validation records: relative difference "
@@ -156,9 +159,11 @@ def run_train(
             if progress.score is not None:
                 score_text = f" | validation {prepared.metric.name} {progress.score:.3f}"
                 if not target.is_terminal:
+                    so_far = "not private"
+                    if prepared.plan is not None:
+                        so_far = f"epsilon spent {round_up(progress.epsilon, 4)}{declared}"
                     target.print(
-                        f"step {progress.step}/{progress.steps}: epsilon spent "
-                        f"{round_up(progress.epsilon, 4)}{declared}{score_text}{loss_text}"
+                        f"step {progress.step}/{progress.steps}: {so_far}{score_text}{loss_text}"
                     )
             spent = (
                 f"epsilon {round_up(progress.epsilon, 4)}{declared}"
@@ -180,6 +185,7 @@ def run_train(
     leave()
     if not together.first:
         return
+    run_dir.write_json(run_dir.forecast, expected)
     if outcome is None:  # said below the bar, not in it
         fail(_interrupted(run_dir), code=130)
     if outcome.interrupted:

@@ -5,6 +5,8 @@ from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.clipper import Clipper
+from quietgrad.clipping.norms.factors import DenseFactors, DirectGradients
+from quietgrad.clipping.norms.own_rules import add_layer_rule
 from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers, replace_batch_norm
 
@@ -13,8 +15,11 @@ __all__ = [
     "ClippedSum",
     "Clipper",
     "Clipping",
+    "DenseFactors",
+    "DirectGradients",
     "Performance",
     "UserBatch",
+    "add_layer_rule",
     "clipped_gradients",
     "per_example_norms",
     "refuse_cross_example_layers",

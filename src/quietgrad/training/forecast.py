@@ -44,6 +44,23 @@ def forecast(prepared: Prepared) -> dict[str, Any]:
     }
 
 
+def kept_forecast(prepared: Prepared) -> dict[str, Any]:
+    """Of ``forecast``, what a run's directory keeps and its report shows: engine, estimator per
+    shape of parameter, time and memory as they were expected.
+
+    What a run really took is not kept: time and peak memory follow from the sizes of batches, which
+    are private. Nor is how many examples were to run together, which may follow from the memory
+    that private records left free. What is kept was measured on public records.
+    """
+    found = forecast(prepared)
+    layers = [
+        {key: layer[key] for key in ("shape", "count", "estimator", "kept")}
+        for layer in found["layers"]
+    ]
+    names = ("engine", "cached_frozen_layers", "predicted_seconds", "predicted_memory_mib")
+    return {**{name: found[name] for name in names}, "layers": layers}
+
+
 def _noise_of_a_sketch(plan: PrivacyPlan) -> dict[str, float]:
     """The noise multiplier that sketched norms would need for the same guarantee; nothing where the
     multiplier was given.

@@ -11,6 +11,9 @@ import typer
 
 from quietgrad.cli import accounting
 
+Text = Annotated[str, typer.Option("--text", metavar="COLUMN", help="Column of the text.")]
+Label = Annotated[str, typer.Option("--label", metavar="COLUMN", help="Column of the label.")]
+
 
 def report(
     run_dir: Annotated[
@@ -34,7 +37,7 @@ def report(
     ] = None,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Says what a run reached and what it claims: a privacy statement that a reviewer can sign.
+    """What a run reached and claims: a privacy statement that a reviewer can sign.
 
     Example: quietgrad report runs/first --html report.html
     """
@@ -49,7 +52,103 @@ def runs(
     ] = Path("runs"),
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Lists runs: task, steps, epsilon spent by the ledger, score of public records, when."""
+    """Lists runs: task, steps, epsilon spent by the ledger, score, when.
+
+    Example: quietgrad runs
+    """
     from quietgrad.cli.beside.runs import run_runs
 
     run_runs(folder, as_json)
+
+
+def export(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="The directory of a finished run.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Ends in .pt2, or in .onnx.")
+    ],
+    form: Annotated[
+        str, typer.Option("--format", help="torch-export, or onnx (with quietgrad\\[onnx]).")
+    ] = "torch-export",
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Writes a run's model as one file that runs without this library.
+
+    It takes any batch size and length, and holds the label names. Costs no privacy.
+
+    Example: quietgrad export runs/first -o model.pt2
+    """
+    from quietgrad.cli.beside.export import run_export
+
+    run_export(run_dir, form, output, as_json)
+
+
+def check(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE_OR_CONFIG",
+            help="Your records (.csv, .tsv, .jsonl, .json, .parquet, a folder of images), or a "
+            "configuration that names them.",
+        ),
+    ],
+    text: Text = "",
+    label: Label = "",
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Shows the owner of a file what training would refuse in it.
+
+    Every broken row with its line, class counts, rare labels, encoding. Its output is private.
+
+    Example: quietgrad check people.csv
+    """
+    from quietgrad.cli.beside.check import run_check
+
+    run_check(source, text, label, as_json)
+
+
+def init(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Your records (.csv, .tsv, .jsonl, .json, .parquet), or a folder of images.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE.toml", help="Where it is written.")
+    ] = Path("config.toml"),
+    text: Text = "",
+    label: Label = "",
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Leave out broken rows, and those that lack a label."),
+    ] = False,
+    as_json: accounting.AsJson = False,
+) -> None:
+    """Writes a commented configuration for a file of records, to train with.
+
+    Read it first. Overwrites nothing.
+
+    Example: quietgrad init people.csv -o people.toml
+    """
+    from quietgrad.cli.beside.init import run_init
+
+    run_init(source, output, text, label, skip_bad, as_json)
+
+
+def settings(
+    key: Annotated[
+        str | None,
+        typer.Argument(metavar="[KEY]", help="Such as noise.bands, bands or noise; all without."),
+    ] = None,
+    as_json: accounting.AsJson = False,
+) -> None:
+    """What the keys of a configuration mean, what they may be, and their defaults.
+
+    Example: quietgrad settings noise.bands
+    """
+    from quietgrad.cli.settings import run_settings
+
+    run_settings(key, as_json)

@@ -31,6 +31,7 @@ class RunFacts:
         name: of its directory.
         config: tables of config.toml.
         environment: versions and machine.
+        forecast: engine per layer, time and memory as expected; empty where nothing says.
         result: of a finished run; empty before.
         metrics: evaluations, in order.
         ledger: what it says, and its digest; None for a run without privacy, and for the best of
@@ -47,6 +48,7 @@ class RunFacts:
     ledger: Scan | None = None
     audit: Mapping[str, Any] | None = None
     card: str = field(default="", repr=False)
+    forecast: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def said(self) -> LedgerContents:
@@ -150,6 +152,7 @@ def read_run(run_dir: str | Path, audit: str | Path | None = None) -> RunFacts:
         ledger,
         _audit_of(path, audit),
         card.read_text(encoding="utf-8") if card.is_file() else "",
+        _json(path / "forecast.json"),
     )
     if facts.audit is not None:
         _require_same_mechanism(facts, facts.audit, audit or path / AUDIT)

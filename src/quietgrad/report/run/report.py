@@ -11,10 +11,11 @@ from quietgrad.events import per_unit, unit_of
 from quietgrad.report.page import Section, html
 from quietgrad.report.run.facts import RunFacts
 from quietgrad.report.run.figures import scores_figure, trade_off_figure
+from quietgrad.report.run.ran import estimators, what_ran
 from quietgrad.report.run.statement import statement
 from quietgrad.report.words import in_words
 
-PRIVACY_HEAD = "## Privacy"
+PRIVACY_HEAD, RAN_HEAD = "## Privacy", "## What ran"
 FALSE_ALARMS = 0.01  # at which an attacker's hits are told
 SCORES = {"accuracy": "accuracy", "mean_auc": "mean AUC", "token_accuracy": "token accuracy"}
 
@@ -35,13 +36,19 @@ def page_of(facts: RunFacts) -> str:
 
 
 def card_of(facts: RunFacts) -> str:
-    """The model card, its section on privacy replaced by the whole statement."""
+    """The model card, its section on privacy replaced by the whole statement, and what ran."""
     before, head, after = facts.card.partition(PRIVACY_HEAD)
     if not head:
         before = f"# Run {facts.name}\n\n"
     rest = after.partition("\n## ")
     lines = [PRIVACY_HEAD, "", "| | |", "| --- | --- |"]
     lines += [f"| {_cell(name)} | {_cell(text)} |" for name, text in statement(facts)]
+    lines += ["", RAN_HEAD, "", "| | |", "| --- | --- |"]
+    lines += [f"| {_cell(name)} | {_cell(text)} |" for name, text in what_ran(facts)]
+    if table := estimators(facts):
+        heads, *rows = table
+        lines += ["", f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+        lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
     return before + "\n".join(lines) + "\n" + ("\n## " + rest[2] if rest[1] else "")
 
 
@@ -160,28 +167,7 @@ def _attacker(facts: RunFacts) -> list[Section]:
 
 
 def _ran(facts: RunFacts) -> Section:
-    at, result, machine = facts.setting, facts.result, facts.environment
-    trained = {"head": "the head alone", "lora": "LoRA adapters and the head", "full": "weights"}
-    count = result.get("trainable_parameters")
-    tune = str(at("model", "tune", ""))
-    name = str(at("model", "name", ""))
-    texts = ":" not in name or name.startswith("packaged:")
-    head = f", head {at('model', 'head')}" if at("model", "head") and texts else ""
-    rows = [
-        ("Data", str(at("data", "source", ""))),
-        ("Model", f"{name}{head}"),
-        ("Trained", trained.get(tune, tune) + (f": {count:,} numbers" if count else "")),
-        ("Optimiser", f"{at('optimizer', 'name', 'adamw')}, learning rate "
-         f"{at('optimizer', 'learning_rate', '?')}"),
-        ("Batch and steps", f"{at('training', 'expected_batch_size', '?')} expected, "
-         f"{facts.steps} steps"),
-        ("Clipping", f"estimator {at('clipping', 'estimator', 'auto')}, norm "
-         f"{at('privacy', 'max_grad_norm', '?')}"),
-    ]  # fmt: skip
-    if machine:
-        rows.append(("Machine", f"{machine.get('system', '?')}, {machine.get('processors', '?')} "
-                     f"processors, {machine.get('device', '?')}"))  # fmt: skip
-    return Section("What ran", rows=[(name, text) for name, text in rows if text.strip(", ")])
+    return Section("What ran", rows=what_ran(facts), table=estimators(facts))
 
 
 def _statement(facts: RunFacts) -> Section:

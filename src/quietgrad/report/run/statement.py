@@ -21,6 +21,9 @@ SEEDS = {
     "protection",
 }
 
+# Models that nothing was learnt by before the run, unless weights are given.
+AT_RANDOM = ("table:", "cnn:", "vgg:", "features:random")
+
 
 def statement(facts: RunFacts) -> list[Row]:
     """(what, in words) of a private run; of any other one row that says that nothing is claimed."""
@@ -215,7 +218,8 @@ def _assumptions(facts: RunFacts, unit: str) -> Iterator[str]:
         f"Training data were read once a {unit}, as the configuration says; copies of a {unit} "
         "count as others."
     )
-    if facts.setting("model", "name"):
+    name = str(facts.setting("model", "name", ""))
+    if name and (facts.setting("model", "weights") or not name.startswith(AT_RANDOM)):
         yield (
             f"The base model did not learn from the training {unit}s; if it did, no epsilon here "
             "covers that."

@@ -85,6 +85,11 @@ class RunDir:
     def environment(self) -> Path:
         return self.path / "environment.json"
 
+    @property
+    def forecast(self) -> Path:
+        """Engine per layer, time and memory as they were expected, from public records alone."""
+        return self.path / "forecast.json"
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keeps other processes from writing to the directory.
