@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quietgrad.clipping.soundness.checking import require_capture
+from quietgrad.clipping.soundness.kept.lazily import require_nothing_kept_of_the_first
 from quietgrad.clipping.soundness.mixing import (
     FIRST,
     LATER,
@@ -47,6 +48,7 @@ class _Verdict:
         together: most examples in one pass for which mixing is ruled out; 0: undecided.
         captured: whether the capture was compared with autograd.
         remembers_nothing: whether it was seen that nothing is kept between calls.
+        begun: whether it was seen that nothing is kept of the first records.
         one_seen: whether a single record, alone and beside made-up ones, gave no reason to refuse.
         last_step, last_step_of_one: the release that was examined last, with several records and
             with one.
@@ -55,6 +57,7 @@ class _Verdict:
     together: int = 0
     captured: bool = False
     remembers_nothing: bool = False
+    begun: bool = False
     one_seen: bool = False
     last_step: int | None = None
     last_step_of_one: int | None = None
@@ -75,6 +78,19 @@ class Guard:
         """Of the trainable parameters and modes as they are now."""
         key = (frozenset(subject.layout.parameters), _modes(subject.model))
         return self._verdicts.setdefault(key, _Verdict())
+
+    def begin(self, subject: Subject, batch: Batch) -> None:
+        """Before anything of the batch meets the pair: sees that nothing is made of the first
+        records and kept. On public records it may be: those fill it.
+
+        Raises:
+            ValueError: naming what is kept, with the remedy.
+        """
+        known = self.verdict_of(subject)
+        if not known.begun and batch_size_of(batch):
+            known.begun = self.public is not None or require_nothing_kept_of_the_first(
+                subject, batch
+            )
 
     def is_due(self, subject: Subject, batch: Batch, size: int, step: int, captures: bool) -> bool:
         """Whether this call is examined: undecided, a guarded release, or more examples together

@@ -115,20 +115,17 @@ class Subject:
         self.half = self.half or any(factors.half for factors in look.factors.values())
         return look
 
-    def plain_norms(self, one: Batch) -> Tensor:
-        """[parameters] norms of one example's gradient by plain autograd."""
+    def plain_prints(self, one: Batch) -> Tensor:
+        """[parameters, 2] norm, and sum with alternating signs, of one example's gradient by plain
+        autograd.
+        """
 
         def run(reentrant: bool) -> Tensor:
             with seeded(self.devices):
                 gradients = gradients_of_batch(
                     self.model, self.layout, self.per_example_loss, one, reentrant
                 )
-            return torch.stack(
-                [
-                    torch.zeros((), dtype=torch.double) if g is None else g.double().norm().cpu()
-                    for g in gradients.values()
-                ]
-            )
+            return torch.stack([_print(g) for g in gradients.values()])
 
         return with_any_checkpointing(self.checkpointing, run)
 
@@ -138,6 +135,13 @@ class Subject:
         if self.half or dtypes & set(HALVES) or torch.is_autocast_enabled():
             return _TOLERANCES["half"]
         return _TOLERANCES["double" if dtypes == {torch.float64} else "single"]
+
+
+def _print(gradient: Tensor | None) -> Tensor:
+    if gradient is None:
+        return torch.zeros(2, dtype=torch.double)
+    flat = gradient.double().flatten()
+    return torch.stack([flat.norm(), flat[::2].sum() - flat[1::2].sum()]).cpu()
 
 
 @dataclass(frozen=True)

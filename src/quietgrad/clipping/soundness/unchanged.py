@@ -36,7 +36,7 @@ class Watch:
         self._model = model
         self._buffers, self._parameters = _tensors_of(model)
         self._versions = {
-            id(t): _version(t) for t in (*self._buffers.values(), *self._parameters.values())
+            id(t): version_of(t) for t in (*self._buffers.values(), *self._parameters.values())
         }
         left = float("inf") if thorough else SMALL_BYTES
         self._copies: dict[tuple[str, str], Tensor] = {}
@@ -55,17 +55,17 @@ class Watch:
             key
             for key, t in {**self._parameters, **known}.items()
             if known.get(key) is not self._parameters.get(key)
-            or _version(t) != self._versions[id(t)]
+            or version_of(t) != self._versions[id(t)]
             or (key in self._bits and _bits(t) != self._bits[key])
         ]
         return [_dotted(key) for key in buffers], [_dotted(key) for key in parameters]
 
     def _is_same(self, key: tuple[str, str], now: Tensor | None) -> bool:
         before = self._buffers.get(key)
-        if before is None or now is not before or _version(now) != self._versions[id(now)]:
+        if before is None or now is not before or version_of(now) != self._versions[id(now)]:
             return False
         copy = self._copies.get(key)
-        return copy is None or _equal(copy, now)
+        return copy is None or equal_contents(copy, now)
 
     def put_back(self) -> bool:
         """Buffers as they were, as far as there are copies; returns whether every buffer is."""
@@ -78,12 +78,12 @@ class Watch:
             modules[path]._buffers[local] = tensor
             copy = self._copies.get((path, local))
             if copy is not None and (
-                _version(tensor) != self._versions[id(tensor)] or not _equal(copy, tensor)
+                version_of(tensor) != self._versions[id(tensor)] or not equal_contents(copy, tensor)
             ):
                 with torch.no_grad():
                     tensor.data.copy_(copy)
             complete = complete and (
-                copy is not None or _version(tensor) == self._versions[id(tensor)]
+                copy is not None or version_of(tensor) == self._versions[id(tensor)]
             )
         return complete
 
@@ -146,12 +146,14 @@ def _dotted(key: tuple[str, str]) -> str:
     return ".".join(part for part in key if part)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often torch counted a write into it."""
     # Tensors made in inference mode count no versions; their contents are compared like all others.
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def equal_contents(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same, not-a-numbers included."""
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
     same = one == other.detach()
