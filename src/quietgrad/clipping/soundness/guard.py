@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quietgrad.clipping.soundness.checking import require_capture
-from quietgrad.clipping.soundness.kept.lazily import require_nothing_kept_of_the_first
+from quietgrad.clipping.soundness.kept.lazily import Places, look_at_the_first, require_unread
 from quietgrad.clipping.soundness.mixing import (
     FIRST,
     LATER,
@@ -48,7 +48,8 @@ class _Verdict:
         together: most examples in one pass for which mixing is ruled out; 0: undecided.
         captured: whether the capture was compared with autograd.
         remembers_nothing: whether it was seen that nothing is kept between calls.
-        begun: whether it was seen that nothing is kept of the first records.
+        kept: names of places that keep something of records which nothing read when they were
+            looked at; None before that.
         one_seen: whether a single record, alone and beside made-up ones, gave no reason to refuse.
         last_step, last_step_of_one: the release that was examined last, with several records and
             with one.
@@ -57,7 +58,7 @@ class _Verdict:
     together: int = 0
     captured: bool = False
     remembers_nothing: bool = False
-    begun: bool = False
+    kept: Places | None = None
     one_seen: bool = False
     last_step: int | None = None
     last_step_of_one: int | None = None
@@ -87,10 +88,9 @@ class Guard:
             ValueError: naming what is kept, with the remedy.
         """
         known = self.verdict_of(subject)
-        if not known.begun and batch_size_of(batch):
-            known.begun = self.public is not None or require_nothing_kept_of_the_first(
-                subject, batch
-            )
+        if known.kept is None and batch_size_of(batch):
+            public = self.public is not None
+            known.kept = look_at_the_first(subject, self.public if public else batch, public)
 
     def is_due(self, subject: Subject, batch: Batch, size: int, step: int, captures: bool) -> bool:
         """Whether this call is examined: undecided, a guarded release, or more examples together
@@ -146,6 +146,8 @@ class Guard:
         if not known.remembers_nothing:
             with unchanged(subject.model, thorough=True):  # first, so that what changes is named
                 subject.losses(take(records, range(min(size, count, at_most))))
+        elif known.kept:
+            require_unread(subject, take(records, [0]), known.kept)
         if captures:
             known.captured = require_capture(subject, take(records, spread(count, at_most)))
         if count == 1:

@@ -6,114 +6,178 @@ change after. So passes are compared that begin at the same state and differ in 
 first: where the loss of a third record, or its gradient, is another one then, the first records
 reach into everybody's contribution. What depends on shapes alone (a rotary table, a causal mask, a
 count of calls) is the same whoever came first.
+
+What is kept of records and not read (a list of losses, the last input) is remembered by its name
+and disturbed at later looks: a statistic that is gathered for a while and used from then on is
+found out so.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quietgrad.clipping.soundness.held_still import CommonRandomness
 from quietgrad.clipping.soundness.kept.snapshot import Contents, Snapshot, contents, differing
 from quietgrad.clipping.soundness.mixing import Mixes, are_same_gradients, close
-from quietgrad.clipping.soundness.records import (
-    blank,
-    differing_rows,
-    take,
-    with_companions,
-)
+from quietgrad.clipping.soundness.records import blank, differing_rows, take, with_companions
 from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.tensors import Batch
 
+Places = tuple[str, ...]
+
 
 class KeepsFirst(Mixes):
-    """What was made of the first records is used for all others."""
+    """What was made of earlier records, and kept, is used for others."""
 
 
-def require_nothing_kept_of_the_first(subject: Subject, records: Batch) -> bool:
-    """Whether it could be seen that no record's loss or gradient depends on which record came
-    first. The state of model and loss is the same afterwards as before.
-
-    Before that, one made-up record goes through: where something is kept out of reach (by code that
-    is not Python, in a file), it is that record's and nobody's.
-
-    Args:
-        subject: model and loss, which have met no private record.
-        records: at least one.
-
-    Raises:
-        KeepsFirst: naming the place.
-    """
-    model, loss = subject.model, subject.per_example_loss
+@contextlib.contextmanager
+def as_before(model: nn.Module, loss: Any = None) -> Iterator[None]:
+    """What the block leaves in plain attributes, closures and the like is put back at its end."""
     before = Snapshot(model, loss)
     try:
-        with CommonRandomness():
-            made_up = blank(take(records, [0]))
-            with contextlib.suppress(Exception):  # the model may refuse it: zeros everywhere
-                subject.losses(made_up)
-            before.put_back()
-            rows = differing_rows(records)
-            if rows is not None:
-                return _compare(subject, [take(records, [row]) for row in rows], before)
-            made = with_companions(take(records, [0]), 3)
-            if made is None:
-                return False
-            few = [take(made, [row]) for row in (0, 1, 2)]
-            try:
-                return _compare(subject, few, before)
-            except Mixes:
-                raise
-            except Exception:  # a made-up record may be impossible for the model
-                return False
+        yield
     finally:
         before.put_back()
 
 
-def _compare(subject: Subject, few: list[Batch], before: Snapshot) -> bool:
+def look_at_the_first(subject: Subject, records: Batch, public: bool) -> Places | None:
+    """Sees that no record's loss or gradient depends on which record came first. The state of model
+    and loss is the same afterwards as before.
+
+    Before that, where records are private, one made-up record goes through: where something is
+    kept out of reach (in a generator, a file, a foreign library), it is that record's and nobody's.
+
+    Args:
+        subject: model and loss, which have met no private record.
+        records: at least one.
+        public: whether they need no protection, and may fill what is made lazily.
+
+    Returns:
+        Names of places that keep something of records, which nothing reads now; None where nothing
+        could be seen.
+
+    Raises:
+        KeepsFirst: naming the place.
+    """
+    before = Snapshot(subject.model, subject.per_example_loss)
+    try:
+        with CommonRandomness():
+            if not public:
+                with contextlib.suppress(Exception):  # the model may refuse such a record
+                    subject.losses(blank(take(records, [0])))
+                before.put_back()
+            rows = differing_rows(records)
+            if rows is not None:
+                return _compare(subject, [take(records, [row]) for row in rows], before, public)
+            made = with_companions(take(records, [0]), 3)
+            if made is None:
+                return None
+            few = [take(made, [row]) for row in range(3)]
+            try:
+                return _compare(subject, few, before, public)
+            except Mixes:
+                raise
+            except Exception:  # a made-up record may be impossible for the model
+                return None
+    finally:
+        before.put_back()
+
+
+def _compare(subject: Subject, few: list[Batch], before: Snapshot, public: bool) -> Places:
     one, other, third = few
     with unchanged(subject.model, thorough=True):  # first, so that what changes is named
         subject.losses(one)
     fixed = before.put_back()
     if fixed:
         raise KeepsFirst(_LARGE.format(fixed[0]))
-    losses, gradient, left = _after(one, third, subject, before)
-    others, another, left_by_other = _after(other, third, subject, before)
-    tolerance = subject.tolerance(losses)
-    if close(others, losses, tolerance.again, tolerance.again) and are_same_gradients(
-        gradient, another, 10 * tolerance.again
-    ):
-        return True
-    raise KeepsFirst(_FIRST.format(_named(differing(left, left_by_other))))
+    passes, left = _after(one, third, subject, before)
+    others, left_by_other = _after(other, third, subject, before)
+    places = tuple(differing(left, left_by_other))
+    if passes.agree(others, subject):
+        return places
+    if public:
+        return ()  # it is filled by these, and stays
+    raise KeepsFirst(_FIRST.format(_named(places)))
+
+
+class _Passes(NamedTuple):
+    """Loss and gradient of one record."""
+
+    losses: Tensor
+    gradient: Tensor
+
+    @classmethod
+    def of(cls, one: Batch, subject: Subject) -> _Passes:
+        return cls(subject.losses(one), subject.plain_prints(one))
+
+    def agree(self, other: _Passes, subject: Subject) -> bool:
+        again = subject.tolerance(self.losses).again
+        return close(other.losses, self.losses, again, again) and are_same_gradients(
+            self.gradient, other.gradient, 10 * again
+        )
 
 
 def _after(
     first: Batch, then: Batch, subject: Subject, before: Snapshot
-) -> tuple[Tensor, Tensor, Contents]:
-    """Loss and gradient of a record where another one came first, and what that one left."""
+) -> tuple[_Passes, Contents]:
+    """A record's loss and gradient where another one came first, and what that one left."""
     subject.losses(first)
     left = contents(subject.model, subject.per_example_loss)
-    losses, gradient = subject.losses(then), subject.plain_prints(then)
+    passes = _Passes.of(then, subject)
     before.put_back()
-    return losses, gradient, left
+    return passes, left
 
 
-def _named(places: list[str]) -> str:
+def require_unread(subject: Subject, one: Batch, places: Places) -> None:
+    """What is kept of records in these places does not matter to a record's loss or gradient.
+
+    Raises:
+        KeepsFirst: where it does.
+    """
+    before = Snapshot(subject.model, subject.per_example_loss)
+    try:
+        with CommonRandomness():
+            passes = _Passes.of(one, subject)
+            before.put_back()
+            if not before.disturb(places):
+                return
+            try:
+                same = passes.agree(_Passes.of(one, subject), subject)
+            except Exception:  # it runs on what is kept, and not on anything else
+                same = False
+    finally:
+        before.put_back()
+    if not same:
+        raise KeepsFirst(_LATER.format(_named(places)))
+
+
+def _named(places: Places) -> str:
     if not places:
-        return "something that it keeps (a functools cache, a file, an object of another language)"
+        return "something that they keep (a functools cache, a file, a foreign library's object)"
     return " or ".join(places[:3])
 
 
+_REMEDY = (
+    "compute it from public records before the run and keep it fixed, or make it of each record "
+    "alone"
+)
 _FIRST = (
     "the loss of one example depends on which example the model and the loss met first: {} is made "
     "of the first records and kept, so every record's contribution depends on theirs, at this "
-    "release and at all later ones; compute it from public records before the run and keep it "
-    "fixed (run.check(model, loss, public_records) before the first batch fills it from those), or "
-    "make it of each record alone. It was put back as it was"
+    f"release and at all later ones; {_REMEDY} (run.check(model, loss, public_records) before the "
+    "first batch fills it from public ones). It was put back as it was"
+)
+_LATER = (
+    "the loss of one example depends on what the model and the loss keep of earlier ones: {} was "
+    "gathered from records and is read now, so a record's contribution depends on others; "
+    f"{_REMEDY}"
 )
 _LARGE = (
-    "{} changes while the loss is computed, and is too large to be looked at and put back: what it "
-    "keeps of one record may reach the loss of another; compute it from public records before the "
-    "run, and let the loss read it only"
+    "{} changes while the loss is computed, and is too large to be put back: what it keeps of one "
+    f"record may reach the loss of another; {_REMEDY}"
 )

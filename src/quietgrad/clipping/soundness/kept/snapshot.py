@@ -8,6 +8,7 @@ import functools
 import sys
 import types
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from quietgrad.clipping.soundness.kept.holders import (
     HeldSlots,
     HeldTensor,
     Named,
+    content_of,
 )
 from quietgrad.clipping.soundness.kept.reach import (
     Attributes,
@@ -47,7 +49,10 @@ class Snapshot:
     def __init__(self, model: nn.Module, loss: Any) -> None:
         self._left = MOST_BYTES
         self._held: list[tuple[str, Held]] = []
-        for found in reachable(model, loss):
+        self._found = list(reachable(model, loss))
+        self._copied: set[int] = set()
+        self._disturbed: list[tuple[Tensor, Tensor]] = []
+        for found in self._found:
             held = self._hold(found)
             if held is not None:
                 self._held.append((found.place, held))
@@ -62,9 +67,10 @@ class Snapshot:
             return HeldItems(thing)
         if issubclass(kind, Tensor):
             plain = kind in (Tensor, nn.Parameter) and thing.layout is torch.strided
-            return HeldTensor(thing, plain and self._fits(thing.numel() * thing.element_size()))
+            size = thing.numel() * thing.element_size()
+            return HeldTensor(thing, plain and self._fits(thing, size))
         if _is_array(thing):
-            return HeldArray(thing, thing.dtype != object and self._fits(thing.nbytes))
+            return HeldArray(thing, thing.dtype != object and self._fits(thing, thing.nbytes))
         simple = _SIMPLE.get(kind)
         if simple is not None:
             return simple(thing)
@@ -75,10 +81,11 @@ class Snapshot:
         slots = slots_of(kind)
         return HeldSlots(thing, slots) if slots else None
 
-    def _fits(self, size: int) -> bool:
+    def _fits(self, thing: Any, size: int) -> bool:
         if size > self._left:
             return False
         self._left -= size
+        self._copied.add(id(thing))
         return True
 
     def changed(self) -> list[str]:
@@ -87,7 +94,56 @@ class Snapshot:
 
     def put_back(self) -> list[str]:
         """Puts everything back; returns the names of places where that was not possible."""
+        while self._disturbed:
+            tensor, tensor.data = self._disturbed.pop()
         return [place for place, held in self._held if not held.put_back()]
+
+    def disturb(self, places: Iterable[str]) -> bool:
+        """Makes other numbers of the floating-point ones in these places, until ``put_back``; says
+        whether there were any. What is as it was when this was made is disturbed.
+        """
+        wanted, some = set(places), False
+        for found in self._found:
+            thing = found.thing
+            if isinstance(thing, Attributes | Named):
+                names = thing.inside if isinstance(thing, Attributes) else thing.names
+                inside = thing.inside if isinstance(thing, Attributes) else thing.namespace
+                for name in list(names):
+                    if f"{found.place}.{name}" in wanted and type(inside.get(name)) is float:
+                        inside[name] = _other(inside[name])
+                        some = True
+            elif found.place in wanted:
+                some = self._disturb(thing) or some
+        return some
+
+    def _disturb(self, thing: Any) -> bool:
+        if isinstance(thing, Tensor):
+            if id(thing) not in self._copied or not thing.is_floating_point():
+                return False
+            self._disturbed.append((thing, thing.data))
+            thing.data = _other(thing.data)  # others may share what it holds
+            return True
+        if _is_array(thing):
+            if id(thing) not in self._copied or thing.dtype.kind != "f" or not thing.size:
+                return False
+            thing[...] = _other(thing)
+            return True
+        if type(thing) is types.CellType:
+            if type(content_of(thing)) is float:
+                thing.cell_contents = _other(thing.cell_contents)
+                return True
+            return False
+        if isinstance(thing, dict | list):
+            items = thing.items() if isinstance(thing, dict) else enumerate(thing)
+            numbers = [(key, value) for key, value in items if type(value) is float]
+            for key, value in numbers:
+                thing[key] = _other(value)
+            return bool(numbers)
+        return False
+
+
+def _other(number: Any) -> Any:
+    return number * 1.5 + 1.0
 
 
 _SIMPLE: dict[type, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from quietgrad.checks import SettingsWarning
+from quietgrad.clipping.soundness.kept.lazily import as_before
 from quietgrad.integrations.opacus.following.nodes import CALL, LOOK, Ref, leaves, mapped
 from quietgrad.integrations.opacus.following.tracing import CLOSED, Tape, Traced, plain_of
 from quietgrad.integrations.opacus.source import BatchSource
@@ -21,6 +23,7 @@ class _Link:
     def __init__(self, source: BatchSource | None) -> None:
         self.source = source
         self.pending: list[tuple[Tape, Ref, Tensor]] = []
+        self.looked_at = False  # by the guard, which has to come before any record
 
     def __deepcopy__(self, memo: Any) -> _Link:
         return _Link(None)
@@ -62,9 +65,12 @@ class GradSampleModule(nn.Module):
         inputs were made of, and never to the weights.
         """
         tape = self._tape()
-        if tape is None or tape.draws is None:
-            return self._called(tape, args, kwargs)
-        with tape.draws.not_counted():
+        with contextlib.ExitStack() as stack:
+            if tape is not None and not self._link.looked_at:
+                # The loop runs the model before the clipper sees it: nothing may stay of that.
+                stack.enter_context(as_before(self._module))
+            if tape is not None and tape.draws is not None:
+                stack.enter_context(tape.draws.not_counted())
             return self._called(tape, args, kwargs)
 
     def _called(self, tape: Tape | None, args: Any, kwargs: Any) -> Any:

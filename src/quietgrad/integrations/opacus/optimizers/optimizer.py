@@ -209,7 +209,9 @@ class DPOptimizer(Optimizer):
         bound = self._mechanism.bound_for(self._wrapped, program, planned)
         drawn = Projections(self._mechanism.key, self._mechanism.released)
         with torch.enable_grad():
-            return bound.clip(program.records(), drawn, step=self._mechanism.released)
+            clipped = bound.clip(program.records(), drawn, step=self._mechanism.released)
+        self._wrapped._link.looked_at = True
+        return clipped
 
     def _release(self, clipped: ClippedSum) -> None:
         mechanism = self._mechanism
