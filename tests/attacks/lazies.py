@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from attacks.guarded import Loss, With, good, small
 
@@ -20,6 +21,8 @@ Pair = tuple[nn.Module, Loss]
 PLACES: dict[str, Callable[[], Pair]] = {}
 # Out of reach: they are not refused, and filled by a made-up record.
 HIDDEN: dict[str, Callable[[], Pair]] = {}
+# Of hooks that are everybody's: to be removed after a test.
+handles: list[Any] = []
 
 
 def place(where: dict[str, Callable[[], Pair]] = PLACES) -> Callable[..., Any]:
@@ -294,8 +297,8 @@ def thread_local() -> Pair:
 def attribute_of_the_model() -> Pair:
     def change(model: With, h: Tensor) -> Tensor:
         if not hasattr(model, "mean"):
-            model.mean = 20 * h.detach().mean(0, keepdim=True)
-        return h - model.mean
+            model.mean = h.detach().mean(0, keepdim=True)
+        return h / model.mean
 
     return With(change), good
 
@@ -332,8 +335,8 @@ def attribute_of_a_parameter() -> Pair:
     def change(model: With, h: Tensor) -> Tensor:
         weight: Any = model.head.weight
         if not hasattr(weight, "kept"):
-            weight.kept = 20 * h.detach().mean(0, keepdim=True)
-        return h - weight.kept
+            weight.kept = h.detach().mean(0, keepdim=True)
+        return h / weight.kept
 
     return With(change), good
 
@@ -352,6 +355,51 @@ def buffer_of_another_model() -> Pair:
 
     teacher = Teacher()
     return small(), lambda model, batch: good(model, {**batch, "x": teacher(batch["x"])})
+
+
+@place()
+def hook_of_a_parameter() -> Pair:
+    """It scales gradients by the first one's size; plain autograd alone runs it."""
+    model, kept = small(), []
+
+    def scaled(gradient: Tensor) -> Tensor:
+        if not kept:
+            kept.append(gradient.clone())
+        return gradient / kept[0]
+
+    model[0].weight.register_hook(scaled)
+    return model, good
+
+
+@place()
+def hook_of_the_backward_pass() -> Pair:
+    kept: list[Tensor] = []
+
+    def scaled(gradient: Tensor) -> Tensor:
+        if not kept:
+            kept.append(gradient[:1].clone())
+        return gradient / kept[0]
+
+    def change(model: With, h: Tensor) -> Tensor:
+        h.register_hook(scaled)
+        return h
+
+    return With(change), good
+
+
+@place()
+def hook_of_all_modules() -> Pair:
+    kept: list[Tensor] = []
+
+    def centre(module: nn.Module, arguments: Any) -> Any:
+        if not isinstance(module, nn.Tanh):
+            return None
+        if not kept:
+            kept.append(5 * arguments[0].detach().mean(0, keepdim=True))
+        return (arguments[0] - kept[0],)
+
+    handles.append(register_module_forward_pre_hook(centre))
+    return small(), good
 
 
 @place()

@@ -69,7 +69,7 @@ def look_at_the_first(subject: Subject, records: Batch, public: bool) -> Places 
         with CommonRandomness():
             if not public:
                 with contextlib.suppress(Exception):  # the model may refuse such a record
-                    subject.losses(blank(take(records, [0])))
+                    _Passes.of(blank(take(records, [0])), subject)
                 before.put_back()
             rows = differing_rows(records)
             if rows is not None:
@@ -91,7 +91,7 @@ def look_at_the_first(subject: Subject, records: Batch, public: bool) -> Places 
 def _compare(subject: Subject, few: list[Batch], before: Snapshot, public: bool) -> Places:
     one, other, third = few
     with unchanged(subject.model, thorough=True):  # first, so that what changes is named
-        subject.losses(one)
+        _Passes.of(one, subject)
     fixed = before.put_back()
     if fixed:
         raise KeepsFirst(_LARGE.format(fixed[0]))
@@ -126,7 +126,7 @@ def _after(
     first: Batch, then: Batch, subject: Subject, before: Snapshot
 ) -> tuple[_Passes, Contents]:
     """A record's loss and gradient where another one came first, and what that one left."""
-    subject.losses(first)
+    _Passes.of(first, subject)  # hooks of the backward pass may keep something too
     left = contents(subject.model, subject.per_example_loss)
     passes = _Passes.of(then, subject)
     before.put_back()
@@ -167,15 +167,15 @@ _REMEDY = (
     "alone"
 )
 _FIRST = (
-    "the loss of one example depends on which example the model and the loss met first: {} is made "
-    "of the first records and kept, so every record's contribution depends on theirs, at this "
-    f"release and at all later ones; {_REMEDY} (run.check(model, loss, public_records) before the "
-    "first batch fills it from public ones). It was put back as it was"
+    "the loss of one example depends on which example the model and the loss met first: {} keeps "
+    "something between calls that was made of the first records, so every record's contribution "
+    f"depends on theirs, at this release and at all later ones; {_REMEDY} "
+    "(run.check(model, loss, public_records) before the first batch fills it from public ones). It "
+    "was put back as it was"
 )
 _LATER = (
-    "the loss of one example depends on what the model and the loss keep of earlier ones: {} was "
-    "gathered from records and is read now, so a record's contribution depends on others; "
-    f"{_REMEDY}"
+    "the loss of one example depends on earlier ones: {} keeps something between calls that was "
+    f"gathered from records, and is read now; {_REMEDY}"
 )
 _LARGE = (
     "{} changes while the loss is computed, and is too large to be put back: what it keeps of one "

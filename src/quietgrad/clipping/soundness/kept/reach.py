@@ -74,6 +74,11 @@ def reachable(model: nn.Module, loss: Any) -> Iterator[Found]:
     """
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
     waiting = deque([Found("per_example_loss", loss), Found("model", model)])
+    waiting.extend(
+        Found("a hook of all modules", value)
+        for name, value in vars(torch.nn.modules.module).items()
+        if name.startswith("_global_") and isinstance(value, dict)
+    )
     seen: dict[int, Any] = {}  # holds on to what is seen, so that no id comes twice
     while waiting and len(seen) < MOST_OBJECTS:
         found = waiting.popleft()
@@ -131,6 +136,9 @@ def _inside(found: Found) -> Iterator[Found]:
             yield from _of_class(thing)
     elif issubclass(kind, Tensor):
         yield from _attributes(found)
+        if kind in (Tensor, nn.Parameter) and thing.is_leaf:
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                yield Found(f"{place}.{name}", getattr(thing, name, None))
     elif issubclass(kind, nn.Module) or not _is_apart(kind):
         yield from _of_object(found)
 
