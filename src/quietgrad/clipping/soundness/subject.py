@@ -5,7 +5,7 @@ numbers every time, with or without what per-example gradients are made of.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,7 @@ class Subject:
 
     Attributes:
         half: whether half precision was seen inside (autocast); found out by passes under capture.
+        seeds: of torch's default generators, as passes left them.
     """
 
     model: nn.Module
@@ -69,6 +70,7 @@ class Subject:
     per_example_loss: PerExampleLoss
     checkpointing: Checkpointing
     half: bool = False
+    seeds: set[int] = field(default_factory=set)
 
     @property
     def devices(self) -> list[int]:
@@ -84,8 +86,13 @@ class Subject:
         """[examples] losses without a graph; the same random numbers every time."""
         with seeded(self.devices, salt), torch.enable_grad(), uncompiled(self.model):
             losses = self.per_example_loss(self.model, batch)
+            self._note_seeds()
         require_per_example(losses, batch_size_of(batch))
         return losses.detach()
+
+    def _note_seeds(self) -> None:
+        self.seeds.add(torch.default_generator.initial_seed())
+        self.seeds |= {torch.cuda.default_generators[i].initial_seed() for i in self.devices}
 
     def look(self, batch: Batch, wanted: Sequence[int] | None = None, salt: int = 0) -> Look:
         """One forward and one backward pass under capture; ``wanted``: of the sum of these

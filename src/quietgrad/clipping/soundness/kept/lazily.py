@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from quietgrad.clipping.soundness.held_still import CommonRandomness
+from quietgrad.clipping.soundness.held_still import CommonRandomness, noting_seeds
 from quietgrad.clipping.soundness.kept.snapshot import Contents, Snapshot, contents, differing
 from quietgrad.clipping.soundness.mixing import Mixes, are_same_gradients, close
 from quietgrad.clipping.soundness.records import blank, differing_rows, take, with_companions
@@ -66,20 +66,22 @@ def look_at_the_first(subject: Subject, records: Batch, public: bool) -> Places 
     """
     before = Snapshot(subject.model, subject.per_example_loss)
     try:
-        with CommonRandomness():
+        with CommonRandomness() as still:
             if not public:
                 with contextlib.suppress(Exception):  # the model may refuse such a record
                     _Passes.of(blank(take(records, [0])), subject)
                 before.put_back()
             rows = differing_rows(records)
             if rows is not None:
-                return _compare(subject, [take(records, [row]) for row in rows], before, public)
+                return _compare(
+                    subject, still, [take(records, [row]) for row in rows], before, public
+                )
             made = with_companions(take(records, [0]), 3)
             if made is None:
                 return None
             few = [take(made, [row]) for row in range(3)]
             try:
-                return _compare(subject, few, before, public)
+                return _compare(subject, still, few, before, public)
             except Mixes:
                 raise
             except Exception:  # a made-up record may be impossible for the model
@@ -88,13 +90,18 @@ def look_at_the_first(subject: Subject, records: Batch, public: bool) -> Places 
         before.put_back()
 
 
-def _compare(subject: Subject, few: list[Batch], before: Snapshot, public: bool) -> Places:
+def _compare(
+    subject: Subject, still: CommonRandomness, few: list[Batch], before: Snapshot, public: bool
+) -> Places:
     one, other, third = few
     with unchanged(subject.model, thorough=True):  # first, so that what changes is named
         _Passes.of(one, subject)
     fixed = before.put_back()
     if fixed:
         raise KeepsFirst(_LARGE.format(fixed[0]))
+    seeds = [_seeds_of(first, subject, still, before) for first in (one, other)]
+    if seeds[0] != seeds[1]:
+        raise Mixes(_SEEDED)
     passes, left = _after(one, third, subject, before)
     others, left_by_other = _after(other, third, subject, before)
     places = tuple(differing(left, left_by_other))
@@ -120,6 +127,17 @@ class _Passes(NamedTuple):
         return close(other.losses, self.losses, again, again) and are_same_gradients(
             self.gradient, other.gradient, 10 * again
         )
+
+
+def _seeds_of(
+    one: Batch, subject: Subject, still: CommonRandomness, before: Snapshot
+) -> tuple[frozenset[int], frozenset[str]]:
+    """What random numbers were seeded with while a record went through, and after it."""
+    subject.seeds, still.seeds = set(), set()
+    with noting_seeds() as noted:
+        subject.losses(one)
+    before.put_back()
+    return frozenset(subject.seeds | still.seeds), frozenset(noted)
 
 
 def _after(
@@ -176,6 +194,12 @@ _FIRST = (
 _LATER = (
     "the loss of one example depends on earlier ones: {} keeps something between calls that was "
     f"gathered from records, and is read now; {_REMEDY}"
+)
+_SEEDED = (
+    "random numbers are seeded from the records (torch.manual_seed, a generator of its own, "
+    "numpy's or Python's), so the loss of one example depends on other examples: with one record "
+    "more, the others would draw other numbers; draw from torch's default generator, which the run "
+    "seeds, and do not seed it"
 )
 _LARGE = (
     "{} changes while the loss is computed, and is too large to be put back: what it keeps of one "
