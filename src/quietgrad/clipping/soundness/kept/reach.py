@@ -36,7 +36,7 @@ from quietgrad.clipping.soundness.kept.holders import (
 # Objects that are looked at, at most, and of one container so many; nearest first. A model of a
 # thousand layers has about 20 000.
 MOST_OBJECTS = 200_000
-MOST_ITEMS = 10_000
+MOST_ITEMS = 1_000
 
 # Packages whose globals and classes are not walked.
 _LIBRARIES = frozenset(
@@ -56,6 +56,8 @@ _APART = (
     "tokenizers", "quietgrad.plan", "quietgrad.clipping", "quietgrad.integrations.opacus",
     "quietgrad.loading", "quietgrad.training.sources", "trl.trainer",
 )  # fmt: skip
+_PREFIXES = tuple(f"{apart}{end}" for apart in _APART for end in "._")
+_CODE = (types.ModuleType, types.CodeType, types.FrameType, types.TracebackType)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, type(...))
 
 
@@ -80,7 +82,9 @@ def reachable(model: nn.Module, loss: Any) -> Iterator[Found]:
         if name.startswith("_global_") and isinstance(value, dict)
     )
     seen: dict[int, Any] = {}  # holds on to what is seen, so that no id comes twice
-    while waiting and len(seen) < MOST_OBJECTS:
+    for _ in range(MOST_OBJECTS):
+        if not waiting:
+            return
         found = waiting.popleft()
         thing = found.thing
         if isinstance(thing, Named):
@@ -251,13 +255,10 @@ def _is_library(module: types.ModuleType) -> bool:
 
 
 def _is_apart(kind: type) -> bool:
-    """Whether objects of this class are left out, or of the classes that it derives from."""
+    """Whether objects of this class are left out."""
     if issubclass(kind, (nn.Module, Tensor)):
         return False
-    name = f"{kind.__module__}."
-    return any(name.startswith((f"{apart}.", f"{apart}_")) for apart in _APART) or issubclass(
-        kind, (types.ModuleType, types.CodeType, types.FrameType, types.TracebackType)
-    )
+    return f"{kind.__module__}.".startswith(_PREFIXES) or issubclass(kind, _CODE)
 
 
 def is_generator(thing: Any) -> bool:

@@ -177,6 +177,8 @@ def _summary(thing: Any) -> Any:
         return repr((thing.shape, thing.tobytes())) if thing.nbytes <= MOST_BYTES else None
     if not isinstance(thing, Tensor) or thing.is_meta or thing.layout is not torch.strided:
         return None
+    if thing.numel() * thing.element_size() > MOST_BYTES:
+        return None
     shape, flat = tuple(thing.shape), thing.detach().flatten()
     if thing.is_quantized or not flat.numel():
         return repr(shape)
