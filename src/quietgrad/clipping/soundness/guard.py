@@ -14,7 +14,12 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quietgrad.clipping.soundness.checking import require_capture
-from quietgrad.clipping.soundness.kept.lazily import Places, look_at_the_first, require_unread
+from quietgrad.clipping.soundness.kept.lazily import (
+    Places,
+    look_at_the_first,
+    require_no_other_records,
+    require_unread,
+)
 from quietgrad.clipping.soundness.mixing import (
     FIRST,
     LATER,
@@ -90,7 +95,9 @@ class Guard:
         known = self.verdict_of(subject)
         if known.kept is None and batch_size_of(batch):
             public = self.public is not None
-            known.kept = look_at_the_first(subject, self.public if public else batch, public)
+            records = self.public if public else batch
+            known.kept = look_at_the_first(subject, records, public)
+            require_no_other_records(subject, take(records, [0]), batch)
 
     def is_due(self, subject: Subject, batch: Batch, size: int, step: int, captures: bool) -> bool:
         """Whether this call is examined: undecided, a guarded release, or more examples together
@@ -146,8 +153,10 @@ class Guard:
         if not known.remembers_nothing:
             with unchanged(subject.model, thorough=True):  # first, so that what changes is named
                 subject.losses(take(records, range(min(size, count, at_most))))
-        elif known.kept:
-            require_unread(subject, take(records, [0]), known.kept)
+        else:
+            if known.kept:
+                require_unread(subject, take(records, [0]), known.kept)
+            require_no_other_records(subject, take(records, [0]), batch)
         if captures:
             known.captured = require_capture(subject, take(records, spread(count, at_most)))
         if count == 1:

@@ -15,7 +15,7 @@ found out so.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from quietgrad.clipping.soundness.mixing import Mixes, are_same_gradients, close
 from quietgrad.clipping.soundness.records import blank, differing_rows, take, with_companions
 from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged
-from quietgrad.tensors import Batch
+from quietgrad.tensors import Batch, tensors_of
 
 Places = tuple[str, ...]
 
@@ -158,20 +158,42 @@ def require_unread(subject: Subject, one: Batch, places: Places) -> None:
         KeepsFirst: where it does.
     """
     before = Snapshot(subject.model, subject.per_example_loss)
+    if not _is_unread(subject, one, before, lambda: before.disturb(places)):
+        raise KeepsFirst(_LATER.format(_named(places)))
+
+
+def require_no_other_records(subject: Subject, one: Batch, batch: Batch) -> None:
+    """A record's loss or gradient does not read the batch that it is in, which the loss may reach
+    by itself: through a variable of the loop that it closes over, say.
+
+    Raises:
+        Mixes: naming the place.
+    """
+    before = Snapshot(subject.model, subject.per_example_loss)
+    shared = before.sharing(tensors_of(batch))
+    if not shared:
+        return
+
+    def disturb() -> bool:
+        return any([before.disturb_one(found.thing) for found in shared])
+
+    if not _is_unread(subject, one, before, disturb):
+        raise Mixes(_CLOSED.format(_named(tuple(found.place for found in shared))))
+
+
+def _is_unread(subject: Subject, one: Batch, before: Snapshot, disturb: Callable[[], bool]) -> bool:
     try:
         with CommonRandomness():
             passes = _Passes.of(one, subject)
             before.put_back()
-            if not before.disturb(places):
-                return
+            if not disturb():
+                return True
             try:
-                same = passes.agree(_Passes.of(one, subject), subject)
-            except Exception:  # it runs on what is kept, and not on anything else
-                same = False
+                return passes.agree(_Passes.of(one, subject), subject)
+            except Exception:  # it runs on what is there, and not on anything else
+                return False
     finally:
         before.put_back()
-    if not same:
-        raise KeepsFirst(_LATER.format(_named(places)))
 
 
 def _named(places: Places) -> str:
@@ -200,6 +222,10 @@ _SEEDED = (
     "numpy's or Python's), so the loss of one example depends on other examples: with one record "
     "more, the others would draw other numbers; draw from torch's default generator, which the run "
     "seeds, and do not seed it"
+)
+_CLOSED = (
+    "the loss of one example depends on other examples: it reads the batch itself, through {}; "
+    "let it read the records that it is given, per_example_loss(model, records), and no others"
 )
 _LARGE = (
     "{} changes while the loss is computed, and is too large to be put back: what it keeps of one "

@@ -11,6 +11,7 @@ them and they hold whole programs (trainers, data sets, loaders, optimisers, log
 
 from __future__ import annotations
 
+import dis
 import functools
 import random
 import sys
@@ -57,6 +58,7 @@ _APART = (
     "quietgrad.loading", "quietgrad.training.sources", "trl.trainer",
 )  # fmt: skip
 _PREFIXES = tuple(f"{apart}{end}" for apart in _APART for end in "._")
+_OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 _CODE = (types.ModuleType, types.CodeType, types.FrameType, types.TracebackType)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, type(...))
 
@@ -169,9 +171,9 @@ def _of_function(function: types.FunctionType) -> Iterator[Found]:
     yield from _attributes(Found(f"function {name}", function))
     module = str(function.__globals__.get("__name__", ""))
     if module.split(".")[0] not in _LIBRARIES:
-        names = names_in(code)
-        yield Found(f"global {module}", Named(function.__globals__, names))
-        for variable in names:
+        names, read = names_in(code), globals_in(code)
+        yield Found(f"global {module}", Named(function.__globals__, read))
+        for variable in read:
             value = function.__globals__.get(variable)
             if isinstance(value, types.ModuleType) and not _is_library(value):
                 yield Found(f"global {value.__name__}", Named(vars(value), names))
@@ -181,6 +183,13 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     """Globals and attributes that a function's code names, functions inside it included."""
     inner = (names_in(c) for c in code.co_consts if isinstance(c, types.CodeType))
     return frozenset(code.co_names).union(*inner)
+
+
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """Globals alone."""
+    inner = (globals_in(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    own = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
+    return frozenset(own).union(*inner)
 
 
 def _of_class(kind: type) -> Iterator[Found]:

@@ -98,9 +98,21 @@ class Snapshot:
             tensor, tensor.data = self._disturbed.pop()
         return [place for place, held in self._held if not held.put_back()]
 
+    def sharing(self, records: Iterable[Tensor]) -> list[Found]:
+        """Tensors that lie where these records lie."""
+        places = {t.untyped_storage().data_ptr() for t in records if t.numel()}
+        return [
+            found
+            for found in self._found
+            if type(found.thing) is Tensor
+            and found.thing.layout is torch.strided
+            and not found.thing.is_meta
+            and found.thing.untyped_storage().data_ptr() in places
+        ]
+
     def disturb(self, places: Iterable[str]) -> bool:
-        """Makes other numbers of the floating-point ones in these places, until ``put_back``; says
-        whether there were any. What is as it was when this was made is disturbed.
+        """Makes other numbers of those in these places, until ``put_back``; says whether there were
+        any. What is as it was when this was made is disturbed.
         """
         wanted, some = set(places), False
         for found in self._found:
@@ -113,15 +125,20 @@ class Snapshot:
                         inside[name] = _other(inside[name])
                         some = True
             elif found.place in wanted:
-                some = self._disturb(thing) or some
+                some = self.disturb_one(thing) or some
         return some
 
-    def _disturb(self, thing: Any) -> bool:
+    def disturb_one(self, thing: Any) -> bool:
+        """The same of one object."""
         if isinstance(thing, Tensor):
-            if id(thing) not in self._copied or not thing.is_floating_point():
+            if type(thing) not in (Tensor, nn.Parameter) or not thing.numel():
                 return False
-            self._disturbed.append((thing, thing.data))
-            thing.data = _other(thing.data)  # others may share what it holds
+            now = thing.data
+            self._disturbed.append((thing, now))
+            # Another tensor's: others may share what it holds. Whole numbers change places, so that
+            # they stay in their range.
+            floating = thing.is_floating_point()
+            thing.data = _other(now) if floating else now.flatten().flip(0).view(now.shape)
             return True
         if _is_array(thing):
             if id(thing) not in self._copied or thing.dtype.kind != "f" or not thing.size:
