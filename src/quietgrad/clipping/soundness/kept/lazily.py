@@ -15,6 +15,7 @@ found out so.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -68,7 +69,9 @@ def look_at_the_first(subject: Subject, records: Batch, public: bool) -> Places 
     try:
         with CommonRandomness() as still:
             if not public:
-                with contextlib.suppress(Exception):  # the model may refuse such a record
+                # The model may refuse such a record, or warn of it.
+                with contextlib.suppress(Exception), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
                     _Passes.of(blank(take(records, [0])), subject)
                 before.put_back()
             rows = differing_rows(records)
@@ -228,6 +231,6 @@ _CLOSED = (
     "let it read the records that it is given, per_example_loss(model, records), and no others"
 )
 _LARGE = (
-    "{} changes while the loss is computed, and is too large to be put back: what it keeps of one "
-    f"record may reach the loss of another; {_REMEDY}"
+    "{} changes while the loss is computed, and is too large to be put back, or another model's "
+    f"parameter: what it keeps of one record may reach the loss of another; {_REMEDY}"
 )

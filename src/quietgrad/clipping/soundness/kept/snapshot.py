@@ -39,7 +39,8 @@ from quietgrad.clipping.soundness.kept.reach import (
     slots_of,
 )
 
-# Tensors and arrays up to this size together are copied; of others the version is kept.
+# Tensors and arrays up to this size together are copied; of others, and of the parameters of other
+# models, the version is kept.
 MOST_BYTES = 2**26
 
 
@@ -66,7 +67,7 @@ class Snapshot:
         if issubclass(kind, MUTABLE):
             return HeldItems(thing)
         if issubclass(kind, Tensor):
-            plain = kind in (Tensor, nn.Parameter) and thing.layout is torch.strided
+            plain = kind is Tensor and thing.layout is torch.strided and not thing.is_meta
             size = thing.numel() * thing.element_size()
             return HeldTensor(thing, plain and self._fits(thing, size))
         if _is_array(thing):
