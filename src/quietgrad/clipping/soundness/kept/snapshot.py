@@ -96,7 +96,8 @@ class Snapshot:
     def put_back(self) -> list[str]:
         """Puts everything back; returns the names of places where that was not possible."""
         while self._disturbed:
-            tensor, tensor.data = self._disturbed.pop()
+            tensor, before = self._disturbed.pop()
+            tensor.data = before
         return [place for place, held in self._held if not held.put_back()]
 
     def sharing(self, records: Iterable[Tensor]) -> list[Found]:
