@@ -1,4 +1,5 @@
-"""A model's parameters and buffers stay as they are while private records go through it.
+"""A model's parameters and buffers stay as they are while private records go through it, and so do
+modes and what is trained.
 
 What a forward pass writes into a buffer (running statistics, a cache filled from the batch) leaves
 the run without noise: ``state_dict`` holds it. It also reaches later records' losses. Each clipping
@@ -46,6 +47,8 @@ class Watch:
                 break
             self._copies[key] = t.detach().clone()
         self._bits = {key: _bits(t) for key, t in self._parameters.items()} if thorough else {}
+        self._modes = {module: module.training for module in model.modules()}
+        self._trained = {key: t.requires_grad for key, t in self._parameters.items()}
 
     def changed(self) -> tuple[list[str], list[str]]:
         """Names of buffers and of parameters that are not what they were."""
@@ -59,6 +62,21 @@ class Watch:
             or (key in self._bits and _bits(t) != self._bits[key])
         ]
         return [_dotted(key) for key in buffers], [_dotted(key) for key in parameters]
+
+    def switched(self) -> str | None:
+        """A layer that is in another mode than it was, or a parameter that is trained now and was
+        not, or the other way round; both are as they were afterwards.
+        """
+        found = None
+        for path, module in self._model.named_modules():
+            if module.training != self._modes.get(module, module.training):
+                found = found or (f"layer {path!r}" if path else "the model")
+                module.training = not module.training
+        for key, parameter in self._parameters.items():
+            if parameter.requires_grad != self._trained[key]:
+                found = found or f"parameter {_dotted(key)!r}"
+                parameter.requires_grad_(self._trained[key])
+        return found
 
     def _is_same(self, key: tuple[str, str], now: Tensor | None) -> bool:
         before = self._buffers.get(key)
@@ -101,7 +119,17 @@ def unchanged(model: nn.Module, thorough: bool = False) -> Iterator[None]:
         yield
     except BaseException:
         watch.put_back()
+        watch.switched()
         raise
+    switched = watch.switched()
+    if switched is not None:
+        watch.put_back()
+        raise StateChanged(
+            f"{switched} is switched while the loss is computed, between training and evaluation "
+            "mode or between trained and frozen, and would stay so for other records; it was put "
+            "back. Call train(), eval() and requires_grad_() before the run, or undo them in the "
+            "loss"
+        )
     buffers, parameters = watch.changed()
     if not buffers and not parameters:
         return
