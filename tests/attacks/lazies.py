@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -438,5 +439,28 @@ def context_variable() -> Pair:
         if kept.get() is None:
             kept.set(mean_of(batch))
         return good(model, shifted(batch, kept.get()))
+
+    return small(), loss
+
+
+@place(HIDDEN)
+def namespace_of_a_library() -> Pair:
+    vars(torch).pop("kept_of_the_first", None)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        kept = vars(torch).setdefault("kept_of_the_first", mean_of(batch))
+        return good(model, shifted(batch, kept))
+
+    return small(), loss
+
+
+@place(HIDDEN)
+def object_of_a_library() -> Pair:
+    logger: Any = logging.Logger("of the first")
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if not hasattr(logger, "kept"):
+            logger.kept = mean_of(batch)
+        return good(model, shifted(batch, logger.kept))
 
     return small(), loss

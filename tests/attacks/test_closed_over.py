@@ -94,7 +94,7 @@ def test_a_batch_that_is_reached_later_is_seen_at_the_next_guarded_release() -> 
         bound.clip(records(), step=step)
     batch = records()
     bound.clip(batch, step=4)
-    with pytest.raises(ValueError, match="it reads the batch itself, through 'batch'"):
+    with pytest.raises(ValueError, match="it reads the batch itself, through batch"):
         bound.clip(batch, step=7)
 
 

@@ -82,7 +82,7 @@ def test_what_is_out_of_reach_is_filled_by_a_made_up_record(
 
 def test_messages_name_the_place_and_nothing_of_a_record() -> None:
     named = {
-        "list_in_a_closure": "'kept', which list_in_a_closure.<locals>.loss closes over",
+        "list_in_a_closure": "kept (in list_in_a_closure.<locals>.loss)",
         "attribute_of_a_layer_inside": "model.1.scale",
         "global_dictionary": "global attacks.lazies._KEPT",
         "class_attribute": "class attribute class_attribute.<locals>.Shared.mean",
@@ -238,5 +238,5 @@ def test_a_large_tensor_that_is_written_into_is_refused(monkeypatch: pytest.Monk
             bank[:] = batch["x"].mean(0)
         return good(model, shifted(batch, bank[:1]))
 
-    with pytest.raises(ValueError, match=r"'bank', which .* is too large to be put back"):
+    with pytest.raises(ValueError, match=r"bank \(in .* is too large to be put back"):
         Clipper(1.0).bind(small(), loss).clip(records())

@@ -164,7 +164,7 @@ def _contents(found: Found) -> Iterator[Found]:
 def _of_function(function: types.FunctionType) -> Iterator[Found]:
     code, name = function.__code__, function.__qualname__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    yield from (Found(f"{variable!r}, which {name} closes over", cell) for variable, cell in cells)
+    yield from (Found(f"{variable} (in {name})", cell) for variable, cell in cells)
     for defaults in (function.__defaults__, function.__kwdefaults__):
         if defaults:
             yield Found(f"a default argument of {name}", defaults)
