@@ -350,7 +350,7 @@ def test_a_layer_that_makes_its_weights_when_the_first_record_comes_is_refused()
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
-    with pytest.raises(ValueError, match="layer '0' .* has no weights yet"):
+    with pytest.raises(ValueError, match=r"layer '0' .* has no weights yet"):
         Clipper(1.0).bind(model, loss).clip(batch)
     model(torch.zeros(1, 6))
     Clipper(1.0).bind(model, loss).clip(batch)
