@@ -51,7 +51,7 @@ _LIBRARIES = frozenset(
 # generator of random numbers; what runs the program round a loss.
 _APART = (
     "torch", "lightning", "pytorch_lightning", "accelerate", "datasets", "logging", "threading",
-    "multiprocessing", "concurrent", "asyncio", "io", "pandas", "pyarrow", "wandb", "tensorboard",
+    "multiprocessing", "queue", "socket", "sqlite3", "concurrent", "asyncio", "io", "pandas", "pyarrow", "wandb", "tensorboard",
     "mlflow", "matplotlib", "pytest", "_pytest", "unittest", "transformers.trainer",
     "transformers.training_args", "transformers.integrations", "transformers.tokenization",
     "tokenizers", "quietgrad.plan", "quietgrad.clipping", "quietgrad.integrations.opacus",
