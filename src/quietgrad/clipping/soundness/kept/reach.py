@@ -50,14 +50,14 @@ _LIBRARIES = frozenset(
 # Modules whose objects are left out: everything of torch that is not a module, a tensor or a
 # generator of random numbers; what runs the program round a loss.
 _APART = (
-    "torch", "lightning", "pytorch_lightning", "accelerate", "datasets", "logging", "threading",
-    "multiprocessing", "queue", "socket", "sqlite3", "concurrent", "asyncio", "io", "pandas", "pyarrow", "wandb", "tensorboard",
-    "mlflow", "matplotlib", "pytest", "_pytest", "unittest", "transformers.trainer",
-    "transformers.training_args", "transformers.integrations", "transformers.tokenization",
-    "tokenizers", "quietgrad.plan", "quietgrad.clipping", "quietgrad.integrations.opacus",
-    "quietgrad.loading", "quietgrad.training.sources", "trl.trainer",
+    "torch.", "lightning.", "pytorch_lightning.", "accelerate.", "datasets.", "logging.", "queue.",
+    "threading.", "multiprocessing.", "concurrent.", "asyncio.", "io.", "socket.", "sqlite3.",
+    "pandas.", "pyarrow.", "wandb.", "tensorboard.", "mlflow.", "matplotlib.", "pytest.",
+    "_pytest.", "unittest.", "transformers.trainer", "transformers.training_args",
+    "transformers.integrations.", "transformers.tokenization_", "tokenizers.", "trl.trainer.",
+    "quietgrad.plan.", "quietgrad.clipping.", "quietgrad.loading.", "quietgrad.training.sources.",
+    "quietgrad.integrations.opacus.",
 )  # fmt: skip
-_PREFIXES = tuple(f"{apart}{end}" for apart in _APART for end in "._")
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 _CODE = (types.ModuleType, types.CodeType, types.FrameType, types.TracebackType)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, type(...))
@@ -267,7 +267,7 @@ def _is_apart(kind: type) -> bool:
     """Whether objects of this class are left out."""
     if issubclass(kind, (nn.Module, Tensor)):
         return False
-    return f"{kind.__module__}.".startswith(_PREFIXES) or issubclass(kind, _CODE)
+    return f"{kind.__module__}.".startswith(_APART) or issubclass(kind, _CODE)
 
 
 def is_generator(thing: Any) -> bool:
