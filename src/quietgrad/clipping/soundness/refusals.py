@@ -5,7 +5,6 @@ starts.
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 
@@ -17,9 +16,7 @@ def refuse_cross_example_layers(model: nn.Module) -> None:
         ValueError: naming the layer, its type and the remedy.
     """
     for name, module in model.named_modules():
-        if isinstance(module, LazyModuleMixin) and any(
-            is_lazy(p) for p in module._parameters.values()
-        ):
+        if any(is_lazy(p) for p in module._parameters.values()):
             raise ValueError(
                 f"layer {name!r} ({type(module).__name__}) has no weights yet: it makes them when "
                 "the first record comes; call the model once on a made-up record before the run"

@@ -128,10 +128,11 @@ class Subject:
         """
 
         def run(reentrant: bool) -> Tensor:
-            with seeded(self.devices):
+            with seeded(self.devices), uncompiled(self.model):
                 gradients = gradients_of_batch(
                     self.model, self.layout, self.per_example_loss, one, reentrant
                 )
+                self._note_seeds()
             return torch.stack([_print(g) for g in gradients.values()])
 
         return with_any_checkpointing(self.checkpointing, run)
@@ -147,8 +148,12 @@ class Subject:
 def _print(gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return torch.zeros(2, dtype=torch.double)
-    flat = gradient.double().flatten()
-    return torch.stack([flat.norm(), flat[::2].sum() - flat[1::2].sum()]).cpu()
+    flat = gradient.flatten()
+    wide = torch.float32 if flat.device.type == "mps" else torch.float64
+    norm = torch.linalg.vector_norm(flat, dtype=wide)  # without a copy in the wide type
+    return (
+        torch.stack([norm, flat[::2].sum(dtype=wide) - flat[1::2].sum(dtype=wide)]).cpu().double()
+    )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.tensors import Batch, tensors_of
 
 Places = tuple[str, ...]
+Seeds = tuple[frozenset[int], frozenset[str]]
 
 
 class KeepsFirst(Mixes):
@@ -72,7 +73,7 @@ def look_at_the_first(subject: Subject, records: Batch, public: bool) -> Places 
                 # The model may refuse such a record, or warn of it.
                 with contextlib.suppress(Exception), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    _Passes.of(blank(take(records, [0])), subject)
+                    subject.plain_prints(blank(take(records, [0])))
                 before.put_back()
             rows = differing_rows(records)
             if rows is not None:
@@ -97,16 +98,10 @@ def _compare(
     subject: Subject, still: CommonRandomness, few: list[Batch], before: Snapshot, public: bool
 ) -> Places:
     one, other, third = few
-    with unchanged(subject.model, thorough=True):  # first, so that what changes is named
-        _Passes.of(one, subject)
-    fixed = before.put_back()
-    if fixed:
-        raise KeepsFirst(_LARGE.format(fixed[0]))
-    seeds = [_seeds_of(first, subject, still, before) for first in (one, other)]
-    if seeds[0] != seeds[1]:
+    passes, left, seeds = _after(one, third, subject, still, before)
+    others, left_by_other, other_seeds = _after(other, third, subject, still, before)
+    if seeds != other_seeds:
         raise Mixes(_SEEDED)
-    passes, left = _after(one, third, subject, before)
-    others, left_by_other = _after(other, third, subject, before)
     places = tuple(differing(left, left_by_other))
     if passes.agree(others, subject):
         return places
@@ -132,26 +127,24 @@ class _Passes(NamedTuple):
         )
 
 
-def _seeds_of(
-    one: Batch, subject: Subject, still: CommonRandomness, before: Snapshot
-) -> tuple[frozenset[int], frozenset[str]]:
-    """What random numbers were seeded with while a record went through, and after it."""
-    subject.seeds, still.seeds = set(), set()
-    with noting_seeds() as noted:
-        subject.losses(one)
-    before.put_back()
-    return frozenset(subject.seeds | still.seeds), frozenset(noted)
-
-
 def _after(
-    first: Batch, then: Batch, subject: Subject, before: Snapshot
-) -> tuple[_Passes, Contents]:
-    """A record's loss and gradient where another one came first, and what that one left."""
-    _Passes.of(first, subject)  # hooks of the backward pass may keep something too
+    first: Batch, then: Batch, subject: Subject, still: CommonRandomness, before: Snapshot
+) -> tuple[_Passes, Contents, Seeds]:
+    """A record's loss and gradient where another one came first; what that one left, and what
+    random numbers were seeded with while it went through.
+    """
+    subject.seeds, still.seeds = set(), set()
+    # What changes in the model itself is named by that. Hooks of the backward pass may keep
+    # something too.
+    with unchanged(subject.model, thorough=True), noting_seeds() as noted:
+        subject.plain_prints(first)
+    seeds = frozenset(subject.seeds | still.seeds), frozenset(noted)
     left = contents(subject.model, subject.per_example_loss)
     passes = _Passes.of(then, subject)
-    before.put_back()
-    return passes, left
+    fixed = before.put_back()
+    if fixed:
+        raise KeepsFirst(_LARGE.format(fixed[0]))
+    return passes, left, seeds
 
 
 def require_unread(subject: Subject, one: Batch, places: Places) -> None:
