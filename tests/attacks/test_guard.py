@@ -223,7 +223,7 @@ def test_undecided_batches_are_taken_one_example_at_a_time() -> None:
 
 MIXING = "quietgrad.clipping.soundness.mixing"
 MUTANTS = [
-    ("losses-not-compared", f"{MIXING}._close", lambda *a: True, "hard-examples-mined"),
+    ("losses-not-compared", f"{MIXING}.close", lambda *a: True, "hard-examples-mined"),
     ("factors-not-compared", f"{MIXING}._require_same_factors", lambda *a: None,
      "backward-pass-that-rescales"),
     ("first-batch-of-one-counts", "quietgrad.clipping.soundness.guard.with_companions",

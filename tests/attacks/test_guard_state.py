@@ -75,3 +75,43 @@ def test_an_attribute_that_nothing_reads_is_allowed() -> None:
         return h
 
     Clipper(1.0).bind(With(note), good).clip(records())
+
+
+@pytest.mark.parametrize("what", ["layer 'drop'", "the model", "parameter 'first.bias'"])
+def test_a_record_that_switches_the_model_is_refused_in_its_call(what: str) -> None:
+    """From then on all others would be without dropout, or without that layer's gradient."""
+
+    def loss(model: With, batch: dict[str, Tensor]) -> Tensor:
+        if bool((batch["x"] > 30).any()):
+            if what == "the model":
+                model.training = False
+            elif "layer" in what:
+                model.drop.eval()
+            else:
+                model.first.bias.requires_grad_(True)
+        return good(model, batch)
+
+    model = With(lambda model, h: h, dropout=0.5).train()
+    model.first.bias.requires_grad_(False)
+    bound = Clipper(1.0, engine="one-example").bind(model, loss)
+    for step in range(6):
+        bound.clip(records(), step=step)
+    batch = records()
+    batch["x"][5] = 40.0
+    with pytest.raises(ValueError, match=f"{what} is switched while the loss is computed"):
+        bound.clip(batch, step=6)  # not a guarded release
+    assert model.training and model.drop.training and not model.first.bias.requires_grad
+
+
+def test_a_loss_that_undoes_its_switches_is_allowed() -> None:
+    def loss(model: With, batch: dict[str, Tensor]) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            target = model(batch["x"]).argmax(1)
+        model.train()
+        return good(model, {**batch, "y": target})
+
+    model = With(lambda model, h: h, dropout=0.5).train()
+    bound = Clipper(1.0, physical_batch_size=4).bind(model, loss)
+    for step in range(3):
+        bound.clip(records(), step=step)

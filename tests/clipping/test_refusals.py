@@ -341,3 +341,16 @@ def test_models_of_the_shared_list_are_not_refused() -> None:
     for case in CASES[:6]:
         model, loss, batch = case.build()
         Clipper(1.0).clip(model, loss, batch)
+
+
+def test_a_layer_that_makes_its_weights_when_the_first_record_comes_is_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(3))
+    batch = {"x": torch.randn(4, 6), "y": torch.randint(0, 3, (4,))}
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+    with pytest.raises(ValueError, match=r"layer '0' .* has no weights yet"):
+        Clipper(1.0).bind(model, loss).clip(batch)
+    model(torch.zeros(1, 6))
+    Clipper(1.0).bind(model, loss).clip(batch)

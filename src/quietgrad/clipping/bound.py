@@ -244,6 +244,7 @@ class BoundClipper:
             self.model,
             thorough=always or self._guard.is_early(subject, batch.groups.rows, step),
         ):
+            self._guard.begin(subject, batch.rows)
             how = self._choose(layout, batch)
             yield layout, self._guarded(subject, batch, how, step, always)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, Sampler
 
 from quietgrad.clipping.capture.examples import whole_users
+from quietgrad.loading.collating import Collating
 from quietgrad.sampling.users import UserIndices
 from quietgrad.tensors import Batch
 
@@ -112,7 +113,7 @@ class CollateNumbered:
     """A micro-batch's numbers, and what ``collate_fn`` makes of its records. In workers."""
 
     def __init__(self, collate_fn: Callable[[list[Any]], Batch]) -> None:
-        self._collate_fn = collate_fn
+        self._collate_fn = Collating(collate_fn)
 
     def __call__(self, numbered: list[tuple[int, Any]]) -> tuple[list[int], Batch]:
         return [i for i, _ in numbered], self._collate_fn([record for _, record in numbered])

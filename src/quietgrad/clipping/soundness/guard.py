@@ -14,6 +14,12 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quietgrad.clipping.soundness.checking import require_capture
+from quietgrad.clipping.soundness.kept.lazily import (
+    Places,
+    look_at_the_first,
+    require_no_other_records,
+    require_unread,
+)
 from quietgrad.clipping.soundness.mixing import (
     FIRST,
     LATER,
@@ -47,6 +53,8 @@ class _Verdict:
         together: most examples in one pass for which mixing is ruled out; 0: undecided.
         captured: whether the capture was compared with autograd.
         remembers_nothing: whether it was seen that nothing is kept between calls.
+        kept: names of places that keep something of records which nothing read when they were
+            looked at; None before that.
         one_seen: whether a single record, alone and beside made-up ones, gave no reason to refuse.
         last_step, last_step_of_one: the release that was examined last, with several records and
             with one.
@@ -55,6 +63,7 @@ class _Verdict:
     together: int = 0
     captured: bool = False
     remembers_nothing: bool = False
+    kept: Places | None = None
     one_seen: bool = False
     last_step: int | None = None
     last_step_of_one: int | None = None
@@ -75,6 +84,20 @@ class Guard:
         """Of the trainable parameters and modes as they are now."""
         key = (frozenset(subject.layout.parameters), _modes(subject.model))
         return self._verdicts.setdefault(key, _Verdict())
+
+    def begin(self, subject: Subject, batch: Batch) -> None:
+        """Before anything of the batch meets the pair: sees that nothing is made of the first
+        records and kept. On public records it may be: those fill it.
+
+        Raises:
+            ValueError: naming what is kept, with the remedy.
+        """
+        known = self.verdict_of(subject)
+        if known.kept is None and batch_size_of(batch):
+            public = self.public is not None
+            records = self.public if public else batch
+            known.kept = look_at_the_first(subject, records, public)
+            require_no_other_records(subject, take(records, [0]), batch)
 
     def is_due(self, subject: Subject, batch: Batch, size: int, step: int, captures: bool) -> bool:
         """Whether this call is examined: undecided, a guarded release, or more examples together
@@ -130,6 +153,10 @@ class Guard:
         if not known.remembers_nothing:
             with unchanged(subject.model, thorough=True):  # first, so that what changes is named
                 subject.losses(take(records, range(min(size, count, at_most))))
+        else:
+            if known.kept:
+                require_unread(subject, take(records, [0]), known.kept)
+            require_no_other_records(subject, take(records, [0]), batch)
         if captures:
             known.captured = require_capture(subject, take(records, spread(count, at_most)))
         if count == 1:

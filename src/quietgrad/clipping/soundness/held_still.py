@@ -41,12 +41,14 @@ class CommonRandomness(TorchDispatchMode):
     Attributes:
         level: which of them.
         used: whether there was a random operation.
+        seeds: of the generators that were asked, the default one among them.
     """
 
     def __init__(self, level: Level = "usual") -> None:
         super().__init__()
         self.level = level
         self.used = False
+        self.seeds: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -61,6 +63,8 @@ class CommonRandomness(TorchDispatchMode):
             self.used = self.used or bool(given.get("dropout_p"))
             return func(**(given | {"dropout_p": 0.0}))
         self.used = True
+        given = kwargs.get("generator")
+        self.seeds.add((torch.default_generator if given is None else given).initial_seed())
         name = func._schema.name.removeprefix("aten::")
         kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
         if name == "native_dropout" and args[2] is not False:
@@ -182,6 +186,26 @@ def _seed_torch(seed: int, devices: list[int]) -> None:
     )  # torch.manual_seed also notes where it was called from, which takes longer than a small pass
     for index in devices:
         torch.cuda.default_generators[index].manual_seed(seed)
+
+
+@contextlib.contextmanager
+def noting_seeds() -> Iterator[set[str]]:
+    """What Python's and numpy's own generators are seeded with inside, by name of their modules'
+    functions; torch's say it themselves.
+    """
+    noted: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        numpy = sys.modules.get("numpy")
+        for module in (random, *([] if numpy is None else [numpy.random])):
+            right = module.seed
+
+            def note(*args: Any, _right: Any = right, **kwargs: Any) -> Any:
+                noted.add(repr((args, kwargs)))
+                return _right(*args, **kwargs)
+
+            module.seed = note
+            stack.callback(setattr, module, "seed", right)
+        yield noted
 
 
 @contextlib.contextmanager

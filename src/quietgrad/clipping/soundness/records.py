@@ -53,3 +53,29 @@ def _varied(t: Tensor, j: int, examples: int) -> Tensor:
 
 def _is_mask(t: Tensor) -> bool:
     return bool(((t == 0) | (t == 1)).all())
+
+
+def differing_rows(records: Batch) -> tuple[int, int, int] | None:
+    """Two places with records that differ, and a third (which is the first again where there are
+    only two); None where all are copies of one.
+    """
+    tensors = list(tensors_of(records))
+    count = len(tensors[0])
+    for row in range(1, count):
+        if any(bool((t[row] != t[0]).any()) for t in tensors):
+            return 0, row, next((i for i in range(count) if i not in (0, row)), 0)
+    return None
+
+
+def blank(one: Batch) -> Batch:
+    """A record of the same shape that says nothing of anybody: words and labels 0, truth
+    everywhere, numbers that count from place to place.
+    """
+    return map_tensors(one, _blank)
+
+
+def _blank(t: Tensor) -> Tensor:
+    if not t.is_floating_point():
+        return torch.ones_like(t) if t.dtype == torch.bool else torch.zeros_like(t)
+    numbers = torch.arange(t.numel(), device=t.device) * 7919 % 1009
+    return (numbers.to(torch.float32) / 504.0 - 1.0).to(t.dtype).view(t.shape)

@@ -5,6 +5,7 @@ starts.
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 def refuse_cross_example_layers(model: nn.Module) -> None:
@@ -15,6 +16,11 @@ def refuse_cross_example_layers(model: nn.Module) -> None:
         ValueError: naming the layer, its type and the remedy.
     """
     for name, module in model.named_modules():
+        if any(is_lazy(p) for p in module._parameters.values()):
+            raise ValueError(
+                f"layer {name!r} ({type(module).__name__}) has no weights yet: it makes them when "
+                "the first record comes; call the model once on a made-up record before the run"
+            )
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             frozen = (
                 not module.training

@@ -5,7 +5,7 @@ numbers every time, with or without what per-example gradients are made of.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,7 @@ class Subject:
 
     Attributes:
         half: whether half precision was seen inside (autocast); found out by passes under capture.
+        seeds: of torch's default generators, as passes left them.
     """
 
     model: nn.Module
@@ -69,6 +70,7 @@ class Subject:
     per_example_loss: PerExampleLoss
     checkpointing: Checkpointing
     half: bool = False
+    seeds: set[int] = field(default_factory=set)
 
     @property
     def devices(self) -> list[int]:
@@ -84,8 +86,13 @@ class Subject:
         """[examples] losses without a graph; the same random numbers every time."""
         with seeded(self.devices, salt), torch.enable_grad(), uncompiled(self.model):
             losses = self.per_example_loss(self.model, batch)
+            self._note_seeds()
         require_per_example(losses, batch_size_of(batch))
         return losses.detach()
+
+    def _note_seeds(self) -> None:
+        self.seeds.add(torch.default_generator.initial_seed())
+        self.seeds |= {torch.cuda.default_generators[i].initial_seed() for i in self.devices}
 
     def look(self, batch: Batch, wanted: Sequence[int] | None = None, salt: int = 0) -> Look:
         """One forward and one backward pass under capture; ``wanted``: of the sum of these
@@ -115,20 +122,18 @@ class Subject:
         self.half = self.half or any(factors.half for factors in look.factors.values())
         return look
 
-    def plain_norms(self, one: Batch) -> Tensor:
-        """[parameters] norms of one example's gradient by plain autograd."""
+    def plain_prints(self, one: Batch) -> Tensor:
+        """[parameters, 2] norm, and sum with alternating signs, of one example's gradient by plain
+        autograd.
+        """
 
         def run(reentrant: bool) -> Tensor:
-            with seeded(self.devices):
+            with seeded(self.devices), uncompiled(self.model):
                 gradients = gradients_of_batch(
                     self.model, self.layout, self.per_example_loss, one, reentrant
                 )
-            return torch.stack(
-                [
-                    torch.zeros((), dtype=torch.double) if g is None else g.double().norm().cpu()
-                    for g in gradients.values()
-                ]
-            )
+                self._note_seeds()
+            return torch.stack([_print(g) for g in gradients.values()])
 
         return with_any_checkpointing(self.checkpointing, run)
 
@@ -138,6 +143,17 @@ class Subject:
         if self.half or dtypes & set(HALVES) or torch.is_autocast_enabled():
             return _TOLERANCES["half"]
         return _TOLERANCES["double" if dtypes == {torch.float64} else "single"]
+
+
+def _print(gradient: Tensor | None) -> Tensor:
+    if gradient is None:
+        return torch.zeros(2, dtype=torch.double)
+    flat = gradient.flatten()
+    wide = torch.float32 if flat.device.type == "mps" else torch.float64
+    norm = torch.linalg.vector_norm(flat, dtype=wide)  # without a copy in the wide type
+    return (
+        torch.stack([norm, flat[::2].sum(dtype=wide) - flat[1::2].sum(dtype=wide)]).cpu().double()
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""A model's parameters and buffers stay as they are while private records go through it.
+"""A model's parameters and buffers stay as they are while private records go through it, and so do
+modes and what is trained.
 
 What a forward pass writes into a buffer (running statistics, a cache filled from the batch) leaves
 the run without noise: ``state_dict`` holds it. It also reaches later records' losses. Each clipping
@@ -36,7 +37,7 @@ class Watch:
         self._model = model
         self._buffers, self._parameters = _tensors_of(model)
         self._versions = {
-            id(t): _version(t) for t in (*self._buffers.values(), *self._parameters.values())
+            id(t): version_of(t) for t in (*self._buffers.values(), *self._parameters.values())
         }
         left = float("inf") if thorough else SMALL_BYTES
         self._copies: dict[tuple[str, str], Tensor] = {}
@@ -46,6 +47,8 @@ class Watch:
                 break
             self._copies[key] = t.detach().clone()
         self._bits = {key: _bits(t) for key, t in self._parameters.items()} if thorough else {}
+        self._modes = {module: module.training for module in model.modules()}
+        self._trained = {key: t.requires_grad for key, t in self._parameters.items()}
 
     def changed(self) -> tuple[list[str], list[str]]:
         """Names of buffers and of parameters that are not what they were."""
@@ -55,17 +58,32 @@ class Watch:
             key
             for key, t in {**self._parameters, **known}.items()
             if known.get(key) is not self._parameters.get(key)
-            or _version(t) != self._versions[id(t)]
+            or version_of(t) != self._versions[id(t)]
             or (key in self._bits and _bits(t) != self._bits[key])
         ]
         return [_dotted(key) for key in buffers], [_dotted(key) for key in parameters]
 
+    def switched(self) -> str | None:
+        """A layer that is in another mode than it was, or a parameter that is trained now and was
+        not, or the other way round; both are as they were afterwards.
+        """
+        found = None
+        for path, module in self._model.named_modules():
+            if module.training != self._modes.get(module, module.training):
+                found = found or (f"layer {path!r}" if path else "the model")
+                module.training = not module.training
+        for key, parameter in self._parameters.items():
+            if parameter.requires_grad != self._trained[key]:
+                found = found or f"parameter {_dotted(key)!r}"
+                parameter.requires_grad_(self._trained[key])
+        return found
+
     def _is_same(self, key: tuple[str, str], now: Tensor | None) -> bool:
         before = self._buffers.get(key)
-        if before is None or now is not before or _version(now) != self._versions[id(now)]:
+        if before is None or now is not before or version_of(now) != self._versions[id(now)]:
             return False
         copy = self._copies.get(key)
-        return copy is None or _equal(copy, now)
+        return copy is None or equal_contents(copy, now)
 
     def put_back(self) -> bool:
         """Buffers as they were, as far as there are copies; returns whether every buffer is."""
@@ -78,12 +96,12 @@ class Watch:
             modules[path]._buffers[local] = tensor
             copy = self._copies.get((path, local))
             if copy is not None and (
-                _version(tensor) != self._versions[id(tensor)] or not _equal(copy, tensor)
+                version_of(tensor) != self._versions[id(tensor)] or not equal_contents(copy, tensor)
             ):
                 with torch.no_grad():
                     tensor.data.copy_(copy)
             complete = complete and (
-                copy is not None or _version(tensor) == self._versions[id(tensor)]
+                copy is not None or version_of(tensor) == self._versions[id(tensor)]
             )
         return complete
 
@@ -101,7 +119,17 @@ def unchanged(model: nn.Module, thorough: bool = False) -> Iterator[None]:
         yield
     except BaseException:
         watch.put_back()
+        watch.switched()
         raise
+    switched = watch.switched()
+    if switched is not None:
+        watch.put_back()
+        raise StateChanged(
+            f"{switched} is switched while the loss is computed, between training and evaluation "
+            "mode or between trained and frozen, and would stay so for other records; it was put "
+            "back. Call train(), eval() and requires_grad_() before the run, or undo them in the "
+            "loss"
+        )
     buffers, parameters = watch.changed()
     if not buffers and not parameters:
         return
@@ -146,12 +174,14 @@ def _dotted(key: tuple[str, str]) -> str:
     return ".".join(part for part in key if part)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often torch counted a write into it."""
     # Tensors made in inference mode count no versions; their contents are compared like all others.
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def equal_contents(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same, not-a-numbers included."""
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
     same = one == other.detach()

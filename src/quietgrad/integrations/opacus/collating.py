@@ -1,31 +1,16 @@
-"""Records are collated, and it is examined that a record's row is made of that record alone:
-a collate_fn that mixes records (CutMix, MixUp, statistics of the batch) would let one of them act
-in several rows, each of which is clipped for itself.
+"""Records are collated as the script says, and examined (``quietgrad.loading.collating``); for none
+of them there is what a batch looks like, without rows.
 """
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import default_collate
-
-from quietgrad.integrations.opacus.following.nodes import leaves
-from quietgrad.tensors import map_tensors
-
-PAIRS = 4  # records that are put in another's place
+from quietgrad.loading.collating import Collating
 
 
 class CollateRows:
     """Collates records, and for none of them gives what a batch looks like, without rows.
-
-    Examined at batches 1, 2, 4, 8, ... of each process that loads.
 
     Args:
         collate_fn: of the script.
@@ -36,80 +21,9 @@ class CollateRows:
     def __init__(self, collate_fn: Any, dataset: Any, batch_dim: int) -> None:
         self.collate_fn = collate_fn
         self._dataset = dataset
-        self._batch_dim = batch_dim
-        self._count = 0
+        self._collating = Collating(collate_fn, batch_dim)
 
     def __call__(self, records: list[Any]) -> Any:
         if not len(records):
-            one = self.collate_fn([self._dataset[0]])
-            return map_tensors(one, lambda t: t.narrow(self._dim(t), 0, 0))
-        if self.collate_fn is not default_collate and len(records) > 1:
-            self._count += 1
-            if self._count & (self._count - 1) == 0:
-                self._examine(records)
-        return self.collate_fn(records)
-
-    def _dim(self, t: Tensor) -> int:
-        return min(self._batch_dim, t.dim() - 1)
-
-    def _examine(self, records: list[Any]) -> None:
-        """One record in another's place: the rows of all others have to stay as they are.
-
-        Raises:
-            ValueError: where they do not.
-        """
-        before = self._rows(records)
-        if not _same(before, self._rows(records)):
-            raise ValueError(
-                "collate_fn gives something else for the same records, though the generators of "
-                "torch, numpy and Python begin at the same place, so it cannot be examined for "
-                "mixing records; draw from those generators, or in the data set"
-            )
-        n = len(records)
-        for k in range(min(PAIRS, n)):
-            for i, j in ((k, (k + 1) % n), ((k + 1) % n, k)):
-                changed = list(records)
-                changed[i] = records[j]
-                after = self._rows(changed)
-                if [t.shape for t in after] != [t.shape for t in before]:
-                    continue  # the longest record is gone: padding may change, rows need not match
-                if not _same(before, after, except_row=i):
-                    raise ValueError(
-                        "collate_fn makes a row of several records (CutMix, MixUp, statistics of "
-                        "the batch), so one record would count several times; mix nothing, or "
-                        "make views of a single record in the data set"
-                    )
-                break
-
-    def _rows(self, records: list[Any]) -> list[Tensor]:
-        with _same_numbers():
-            made = self.collate_fn(copy.deepcopy(records))
-        found = [t for t in leaves(_plain(made), Tensor) if t.dim()]
-        return [t.movedim(self._dim(t), 0) for t in found]
-
-
-def _plain(made: Any) -> Any:
-    return dict(made) if hasattr(made, "keys") else made
-
-
-def _same(first: list[Tensor], second: list[Tensor], except_row: int | None = None) -> bool:
-    if [t.shape for t in first] != [t.shape for t in second]:
-        return False
-    for a, b in zip(first, second, strict=True):
-        rows = torch.arange(len(a)) != (-1 if except_row is None else except_row)
-        equal = (a == b) | ((a != a) & (b != b))
-        if not bool(equal[rows.to(a.device)].all()):
-            return False
-    return True
-
-
-@contextmanager
-def _same_numbers() -> Iterator[None]:
-    """Each time the same random numbers; the generators go on as if nothing had been drawn."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+            return self._collating.without_records(self._dataset[0])
+        return self._collating(records)

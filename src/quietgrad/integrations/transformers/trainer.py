@@ -20,6 +20,7 @@ from transformers.trainer_utils import TrainOutput
 
 import quietgrad.integrations.transformers.refusals as refusals
 from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.clipping.soundness.kept.lazily import as_before
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.stepping import ReleasedGradients, keyed_generators
@@ -326,7 +327,8 @@ class PrivateTrainer(QuietTrainer):
             looking = Looking(plain, collate, few, self._run.model_seed())
             if not looking.refuse_mixing():
                 narrow = self.args.mixed_precision != "no"
-                looking.refuse_padding(self._loss, rounding(plain, narrow))
+                with as_before(plain, self._loss):
+                    looking.refuse_padding(self._loss, rounding(plain, narrow))
         return labelled
 
     def _run_epoch(  # type: ignore[override]  # always called by name

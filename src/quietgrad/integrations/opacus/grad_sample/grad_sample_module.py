@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from quietgrad.checks import SettingsWarning
+from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.integrations.opacus.following.nodes import CALL, LOOK, Ref, leaves, mapped
 from quietgrad.integrations.opacus.following.tracing import CLOSED, Tape, Traced, plain_of
 from quietgrad.integrations.opacus.source import BatchSource
@@ -21,6 +22,9 @@ class _Link:
     def __init__(self, source: BatchSource | None) -> None:
         self.source = source
         self.pending: list[tuple[Tape, Ref, Tensor]] = []
+        # The model's plain state before any record, until the guard has looked.
+        self.before: Snapshot | None = None
+        self.looked_at = False
 
     def __deepcopy__(self, memo: Any) -> _Link:
         return _Link(None)
@@ -62,10 +66,19 @@ class GradSampleModule(nn.Module):
         inputs were made of, and never to the weights.
         """
         tape = self._tape()
+        if tape is not None and not self._link.looked_at and self._link.before is None:
+            # The loop runs the model before the clipper sees it: nothing may stay of that.
+            self._link.before = Snapshot(self._module, None)
         if tape is None or tape.draws is None:
             return self._called(tape, args, kwargs)
         with tape.draws.not_counted():
             return self._called(tape, args, kwargs)
+
+    def forget_records(self) -> None:
+        """Before the guard looks for the first time: the model as it was before any record."""
+        if self._link.before is not None:
+            self._link.before.put_back()
+        self._link.before, self._link.looked_at = None, True
 
     def _called(self, tape: Tape | None, args: Any, kwargs: Any) -> Any:
         plain_args, plain_kwargs = mapped((args, kwargs), Tensor, plain_of)

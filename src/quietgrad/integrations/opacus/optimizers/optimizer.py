@@ -208,6 +208,7 @@ class DPOptimizer(Optimizer):
         planned = plan(self.noise_multiplier, self.max_grad_norm, program.alone)
         bound = self._mechanism.bound_for(self._wrapped, program, planned)
         drawn = Projections(self._mechanism.key, self._mechanism.released)
+        self._wrapped.forget_records()
         with torch.enable_grad():
             return bound.clip(program.records(), drawn, step=self._mechanism.released)
 

@@ -1,0 +1,311 @@
+"""Places that can hold something between two calls, as they were, each of which can be put back.
+
+Comparison is by identity, as an equal object in its place may be another one that is written into
+later. Methods of builtin types are called directly: a subclass may do anything in its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import types
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.soundness.unchanged import equal_contents, version_of
+
+# Stands for a name that nothing is bound to, and for an empty closure cell.
+ABSENT = object()
+
+
+class Held(Protocol):
+    """One place, as it was when this was made."""
+
+    def changed(self) -> bool: ...
+
+    def put_back(self) -> bool:
+        """As it was; False where that is not possible."""
+        ...
+
+
+@dataclass(frozen=True)
+class Named:
+    """Some names of a namespace: globals that a function reads, attributes of a module or object.
+
+    Attributes:
+        namespace: their dictionary.
+        names: which of them.
+    """
+
+    namespace: dict[str, Any]
+    names: frozenset[str]
+
+
+def _same(one: Iterable[Any], other: Iterable[Any]) -> bool:
+    return all(a is b for a, b in zip(one, other, strict=True))
+
+
+class HeldItems:
+    """A list, deque, set, bytearray or dictionary."""
+
+    def __init__(self, holder: Any) -> None:
+        self._holder = holder
+        self._kind = next(kind for kind in MUTABLE if isinstance(holder, kind))
+        self._items = self._now()
+
+    def _now(self) -> list[Any]:
+        if issubclass(self._kind, dict):
+            return [part for item in list(self._kind.items(self._holder)) for part in item]
+        return list(self._kind.__iter__(self._holder))
+
+    def changed(self) -> bool:
+        now = self._now()
+        if self._kind is bytearray:
+            return now != self._items
+        return len(now) != len(self._items) or not _same(now, self._items)
+
+    def put_back(self) -> bool:
+        if self.changed():
+            self._kind.clear(self._holder)
+            if issubclass(self._kind, dict):
+                for key, value in zip(self._items[::2], self._items[1::2], strict=True):
+                    self._kind.__setitem__(self._holder, key, value)
+            elif self._kind is set:
+                set.update(self._holder, self._items)
+            else:
+                self._kind.extend(self._holder, self._items)
+        return True
+
+
+MUTABLE: tuple[Any, ...] = (OrderedDict, dict, list, deque, set, bytearray)
+
+
+class HeldNames:
+    """Some names of a namespace."""
+
+    def __init__(self, named: Named) -> None:
+        self._named = named
+        self._values = {name: named.namespace.get(name, ABSENT) for name in named.names}
+
+    def changed(self) -> bool:
+        now = self._named.namespace
+        return any(now.get(name, ABSENT) is not value for name, value in self._values.items())
+
+    def put_back(self) -> bool:
+        now = self._named.namespace
+        for name, value in self._values.items():
+            if now.get(name, ABSENT) is value:
+                continue
+            if value is ABSENT:
+                del now[name]
+            else:
+                now[name] = value
+        return True
+
+
+class HeldClass:
+    """The attributes of a class, and those that it does not have yet."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        self._values = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self._kind).items() if name[:2] != "__"}
+
+    def changed(self) -> bool:
+        now = self._now()
+        return now.keys() != self._values.keys() or any(
+            now[name] is not value for name, value in self._values.items()
+        )
+
+    def put_back(self) -> bool:
+        now = self._now()
+        for name in now.keys() - self._values.keys():
+            type.__delattr__(self._kind, name)
+        for name, value in self._values.items():
+            if now.get(name, ABSENT) is not value:
+                type.__setattr__(self._kind, name, value)
+        return True
+
+
+class HeldSlots:
+    """Attributes of an object that has no dictionary of them."""
+
+    def __init__(self, holder: Any, members: dict[str, Any]) -> None:
+        self._holder, self._members = holder, members
+        self._values = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        return {name: slot_of(self._holder, member) for name, member in self._members.items()}
+
+    def changed(self) -> bool:
+        return not _same(self._now().values(), self._values.values())
+
+    def put_back(self) -> bool:
+        now = self._now()
+        for name, value in self._values.items():
+            if now[name] is value:
+                continue
+            if value is ABSENT:
+                self._members[name].__delete__(self._holder)
+            else:
+                self._members[name].__set__(self._holder, value)
+        return True
+
+
+def slot_of(holder: Any, member: Any) -> Any:
+    """What a slot holds, or ``ABSENT``."""
+    try:
+        return member.__get__(holder, type(holder))
+    except AttributeError:
+        return ABSENT
+
+
+class HeldCell:
+    """A variable that a function closes over."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell, self._value = cell, content_of(cell)
+
+    def changed(self) -> bool:
+        return content_of(self._cell) is not self._value
+
+    def put_back(self) -> bool:
+        if self._value is not ABSENT:
+            self._cell.cell_contents = self._value
+        elif self.changed():
+            del self._cell.cell_contents
+        return True
+
+
+def content_of(cell: types.CellType) -> Any:
+    """What a cell holds, or ``ABSENT``."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+class HeldDefaults:
+    """Default arguments of a function, which may be replaced; what is in them is seen apart."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._function = function
+        self._values = (function.__defaults__, function.__kwdefaults__)
+
+    def changed(self) -> bool:
+        now = (self._function.__defaults__, self._function.__kwdefaults__)
+        return not _same(now, self._values)
+
+    def put_back(self) -> bool:
+        if self.changed():
+            self._function.__defaults__, self._function.__kwdefaults__ = self._values
+        return True
+
+
+class HeldTensor:
+    """A tensor's numbers.
+
+    Args:
+        tensor: which.
+        copied: keep a copy; else only its version is known, and it cannot be put back.
+    """
+
+    def __init__(self, tensor: Tensor, copied: bool) -> None:
+        self._tensor, self._version = tensor, version_of(tensor)
+        self._copy = tensor.detach().clone() if copied else None
+
+    def changed(self) -> bool:
+        if version_of(self._tensor) != self._version:
+            return self._copy is None or not equal_contents(self._copy, self._tensor)
+        return self._copy is not None and not equal_contents(self._copy, self._tensor)
+
+    def put_back(self) -> bool:
+        if not self.changed():
+            return True
+        if self._copy is None:
+            return False
+        with torch.no_grad():
+            if self._copy.shape == self._tensor.shape and self._copy.dtype == self._tensor.dtype:
+                self._tensor.data.copy_(self._copy)
+            else:
+                self._tensor.data = self._copy.clone()
+        return True
+
+
+class HeldArray:
+    """A numpy array's numbers; small ones are copied."""
+
+    def __init__(self, array: Any, copied: bool) -> None:
+        self._array, self._copy = array, array.copy() if copied else None
+
+    def changed(self) -> bool:
+        return self._copy is not None and self._array.tobytes() != self._copy.tobytes()
+
+    def put_back(self) -> bool:
+        if self.changed():
+            self._array[...] = self._copy
+        return True
+
+
+class HeldGenerator:
+    """The state of a random generator: torch's, Python's or numpy's."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._state = self._now()
+
+    def _now(self) -> Any:
+        if isinstance(self._generator, torch.Generator):
+            return self._generator.get_state()
+        if isinstance(self._generator, random.Random):
+            return self._generator.getstate()
+        if hasattr(self._generator, "bit_generator"):
+            return self._generator.bit_generator.state
+        return self._generator.get_state(legacy=False)
+
+    def changed(self) -> bool:
+        if isinstance(self._generator, torch.Generator):
+            return not torch.equal(self._now(), self._state)
+        return repr(self._now()) != repr(self._state)
+
+    def put_back(self) -> bool:
+        if isinstance(self._generator, torch.Generator):
+            self._generator.set_state(self._state)
+        elif isinstance(self._generator, random.Random):
+            self._generator.setstate(self._state)
+        elif hasattr(self._generator, "bit_generator"):
+            self._generator.bit_generator.state = self._state
+        else:
+            self._generator.set_state(self._state)
+        return True
+
+
+class HeldCache:
+    """The cache of ``functools.cache`` or ``lru_cache``. Single entries cannot be taken out: it is
+    emptied where it has new ones, and fills again with what the function returns.
+    """
+
+    def __init__(self, cached: Any) -> None:
+        self._cached = cached
+        self._before = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        info = self._cached.cache_info()
+        return info.misses, info.currsize
+
+    def changed(self) -> bool:
+        return self._now() != self._before
+
+    def put_back(self) -> bool:
+        if self.changed():
+            with contextlib.suppress(AttributeError):
+                self._cached.cache_clear()
+            self._before = self._now()
+        return True

@@ -1,0 +1,126 @@
+"""Records are collated, and it is examined that a record's row is made of that record alone:
+a collate_fn that mixes records (CutMix, MixUp, statistics of the batch, or of the first one, kept
+for ever) would let one of them act in several rows, each of which is clipped for itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from quietgrad.clipping.soundness.kept.lazily import as_before
+from quietgrad.tensors import map_tensors, tensors_of
+
+PAIRS = 4  # records that are put in another's place
+_NO_MODEL = nn.Identity()
+
+
+class Collating:
+    """A collate_fn, examined at micro-batches 1, 2, 4, 8, ... of several records, in each process
+    that loads. Until the first of these, it keeps nothing of what it collates.
+
+    Args:
+        collate_fn: of the script.
+        batch_dim: the records' dimension.
+    """
+
+    def __init__(self, collate_fn: Any, batch_dim: int = 0) -> None:
+        self.collate_fn = collate_fn
+        self._batch_dim = batch_dim
+        self._count = 0
+
+    def __call__(self, records: list[Any]) -> Any:
+        """What ``collate_fn`` makes of records, at least one.
+
+        Raises:
+            ValueError: where it makes a row of several records.
+        """
+        if self.collate_fn is default_collate:
+            return self.collate_fn(records)
+        if len(records) > 1:
+            self._count += 1
+            if self._count & (self._count - 1) == 0:
+                self._examine(records)
+        with nullcontext() if self._count else as_before(_NO_MODEL, self.collate_fn):
+            return self.collate_fn(records)
+
+    def dim(self, t: Tensor) -> int:
+        """The records' dimension of one tensor."""
+        return min(self._batch_dim, t.dim() - 1)
+
+    def without_records(self, one: Any) -> Any:
+        """What a batch of no records looks like: one record's, cut to no rows."""
+        with as_before(_NO_MODEL, self.collate_fn):
+            made = self.collate_fn([one])
+        return map_tensors(made, lambda t: t.narrow(self.dim(t), 0, 0))
+
+    def _examine(self, records: list[Any]) -> None:
+        """One record in another's place: the rows of all others have to stay as they are.
+
+        Raises:
+            ValueError: where they do not.
+        """
+        before = self._rows(records)
+        if not _same(before, self._rows(records)):
+            raise ValueError(
+                "collate_fn gives something else for the same records, though the generators of "
+                "torch, numpy and Python begin at the same place, so it cannot be examined for "
+                "mixing records; draw from those generators, or in the data set"
+            )
+        n = len(records)
+        for k in range(min(PAIRS, n)):
+            for i, j in ((k, (k + 1) % n), ((k + 1) % n, k)):
+                changed = list(records)
+                changed[i] = records[j]
+                after = self._rows(changed)
+                if [t.shape for t in after] != [t.shape for t in before]:
+                    continue  # the longest record is gone: padding may change, rows need not match
+                if not _same(before, after, except_row=i):
+                    raise ValueError(
+                        "collate_fn makes a row of several records (CutMix, MixUp, statistics of "
+                        "the batch, or of the first one and kept), so one record would count "
+                        "several times; mix nothing, or make views of a single record in the data "
+                        "set"
+                    )
+                break
+
+    def _rows(self, records: list[Any]) -> list[Tensor]:
+        with as_before(_NO_MODEL, self.collate_fn), _same_numbers():
+            made = self.collate_fn(copy.deepcopy(records))
+        found = [t for t in tensors_of(_plain(made)) if t.dim()]
+        return [t.movedim(self.dim(t), 0) for t in found]
+
+
+def _plain(made: Any) -> Any:
+    return dict(made) if hasattr(made, "keys") else made
+
+
+def _same(first: list[Tensor], second: list[Tensor], except_row: int | None = None) -> bool:
+    if [t.shape for t in first] != [t.shape for t in second]:
+        return False
+    for a, b in zip(first, second, strict=True):
+        rows = torch.arange(len(a)) != (-1 if except_row is None else except_row)
+        equal = (a == b) | ((a != a) & (b != b))
+        if not bool(equal[rows.to(a.device)].all()):
+            return False
+    return True
+
+
+@contextmanager
+def _same_numbers() -> Iterator[None]:
+    """Each time the same random numbers; the generators go on as if nothing had been drawn."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])

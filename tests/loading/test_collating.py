@@ -1,0 +1,155 @@
+"""What a collate_fn makes of several records, or of the first one and keeps, in a run's loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from quietgrad import PrivacyConfig
+from quietgrad.loading.collating import Collating
+
+N, C = 24, 0.2
+Made = Callable[[list[Any]], Any]
+
+
+def records(shift: float = 0.0) -> list[tuple[Tensor, int]]:
+    x = torch.randn(N, 6, generator=torch.Generator().manual_seed(0))
+    x[0] += shift
+    return [(row, i % 3) for i, row in enumerate(x)]
+
+
+def mixup() -> Made:
+    def collate(rows: list[Any]) -> Any:
+        x, y = default_collate(rows)
+        return 0.5 * x + 0.5 * x.roll(1, 0), y
+
+    return collate
+
+
+def cut_from_the_first() -> Made:
+    def collate(rows: list[Any]) -> Any:
+        x, y = default_collate(rows)
+        return torch.where(torch.rand(6) < 0.5, x, x[:1]), y
+
+    return collate
+
+
+def of_the_batch() -> Made:
+    def collate(rows: list[Any]) -> Any:
+        x, y = default_collate(rows)
+        return (x - x.mean(0)) / (x.std(0) + 1e-3), y
+
+    return collate
+
+
+def of_the_first_batch() -> Made:
+    kept: list[Tensor] = []
+
+    def collate(rows: list[Any]) -> Any:
+        x, y = default_collate(rows)
+        if not kept:
+            kept.append(x.mean(0))
+        return x - kept[0], y
+
+    return collate
+
+
+def noisy() -> Made:
+    """Noise of each record's own, from torch's generator."""
+
+    def collate(rows: list[Any]) -> Any:
+        x, y = default_collate(rows)
+        return x + 0.1 * torch.randn(x.shape), y
+
+    return collate
+
+
+def noisy_by_itself() -> Made:
+    draw = np.random.default_rng(5)
+
+    def collate(rows: list[Any]) -> Any:
+        x, y = default_collate(rows)
+        return x + torch.from_numpy(draw.normal(size=x.shape)).float(), y
+
+    return collate
+
+
+def padded() -> Made:
+    def collate(rows: list[Any]) -> Any:
+        x = nn.utils.rnn.pad_sequence([x[: 3 + y] for x, y in rows], batch_first=True)
+        return F.pad(x, (0, 6 - x.shape[1])), torch.tensor([y for _, y in rows])
+
+    return collate
+
+
+MIXING = [mixup, cut_from_the_first, of_the_batch, of_the_first_batch]
+
+
+def clipped(collate: Made | None, shift: float, size: int = N, workers: int = 0) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    config = PrivacyConfig(
+        noise_multiplier=1.0, sample_rate=1.0, steps=1, max_grad_norm=C, seed=7,
+        data_are_public=True,
+    )  # fmt: skip
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    with config.build(N).start() as run:
+        loader = run.loader(
+            records(shift), physical_batch_size=size, collate_fn=collate, num_workers=workers
+        )
+        return run.clip(model, loss, next(iter(loader))).gradients
+
+
+def moved(made: Callable[[], Made], size: int = N) -> float:
+    """By how many C the sum moves where the first record is another one: 2 C are its own."""
+    one, other = (clipped(made(), shift, size) for shift in (0.0, 30.0))
+    return sum(float((g - other[name]).square().sum()) for name, g in one.items()) ** 0.5 / C
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("made", MIXING)
+def test_rows_that_are_made_of_several_records_are_refused(
+    made: Callable[[], Made], workers: int
+) -> None:
+    with pytest.raises(ValueError, match="a row of several records"):
+        clipped(made(), 0.0, workers=workers)
+
+
+@pytest.mark.parametrize("made", MIXING)
+def test_without_the_look_one_record_moves_the_rows_of_others(
+    made: Callable[[], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Collating, "_examine", lambda *_: None)
+    torch.manual_seed(1)
+    assert moved(made) > 2.02
+    assert moved(padded) < 2.0 + 1e-5
+
+
+def test_a_first_micro_batch_of_one_record_leaves_nothing() -> None:
+    made = of_the_first_batch()
+    collating, few = Collating(made), records()
+    collating(few[:1])
+    with pytest.raises(ValueError, match="a row of several records"):
+        collating(few[:4])
+
+
+@pytest.mark.parametrize("made", [noisy, noisy_by_itself, padded])
+def test_rows_of_their_own_are_allowed_and_their_numbers_left_alone(
+    made: Callable[[], Made],
+) -> None:
+    collating, plain, few = Collating(made()), made(), records()
+    for _ in range(3):
+        torch.manual_seed(3)
+        found = collating(few[:5])
+        torch.manual_seed(3)
+        assert torch.equal(found[0], plain(few[:5])[0])
