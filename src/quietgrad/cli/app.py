@@ -10,6 +10,14 @@ import typer
 from quietgrad import __version__
 from quietgrad.cli import accounting
 from quietgrad.cli.beside.commands import report, runs
+from quietgrad.cli.beside.planning import (
+    ConfigPath,
+    ExtendEpochs,
+    ExtendSteps,
+    ExtendTo,
+    Overrides,
+    plan,
+)
 from quietgrad.cli.output import announce, hush_libraries, one_line, paragraphs
 
 app = typer.Typer(
@@ -21,30 +29,8 @@ app.command("calibrate")(accounting.calibrate)
 app.command("epsilon")(accounting.epsilon)
 app.command("report")(report)
 app.command("runs")(runs)
+app.command("plan")(plan)
 
-ConfigPath = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[CONFIG.toml]", help="Configuration; the embedded default without one."
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key; may be repeated."),
-]
-
-ExtendSteps = Annotated[
-    int | None, typer.Option("--extend-steps", help="More steps after the last planned one.")
-]
-ExtendEpochs = Annotated[
-    float | None, typer.Option("--extend-epochs", help="The same in passes over the records.")
-]
-ExtendTo = Annotated[
-    float | None,
-    typer.Option(
-        "--extend-to-epsilon", help="A new target for the whole run, in place of the first."
-    ),
-]
 Processes = Annotated[int, typer.Option("--nproc", metavar="N", help="On N processes here.")]
 
 
@@ -142,40 +128,6 @@ def export(
     from quietgrad.cli.beside.export import run_export
 
     run_export(run_dir, form, output, as_json)
-
-
-@app.command()
-@one_line
-def plan(
-    config: ConfigPath = None,
-    overrides: Overrides = None,
-    figure: Annotated[
-        Path | None,
-        typer.Option(
-            "--figure",
-            metavar="FILE.png",
-            help="Draw what the number of bands was chosen by (noise.bands = 'auto').",
-        ),
-    ] = None,
-    extend_steps: ExtendSteps = None,
-    extend_epochs: ExtendEpochs = None,
-    extend_to: ExtendTo = None,
-    as_json: accounting.AsJson = False,
-) -> None:
-    """Says what ``train`` would run: guarantee, noise, estimator per layer, predicted time and
-    memory. With RUN_DIR in place of CONFIG.toml, what more steps of that run would cost. Trains
-    nothing.
-    """
-    announce("plan", as_json)
-    extend = extend_steps, extend_epochs, extend_to
-    if extend != (None, None, None):
-        from quietgrad.cli.plan import run_extension
-
-        run_extension(config, overrides or [], figure, extend, as_json)
-        return
-    from quietgrad.cli.plan import run_plan
-
-    run_plan(config, overrides or [], figure, as_json)
 
 
 Text = Annotated[str, typer.Option("--text", metavar="COLUMN", help="Column of the text.")]
