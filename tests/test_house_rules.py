@@ -56,6 +56,10 @@ ROOMS["distributed"] = (
 # Looks at what was not released; nothing imports it (tests/test_research.py).
 ROOMS["research"] = ({"checks", "clipping", "denoising", "events", "noise"}, {"torch"})
 ROOMS["plan"] = (set(ROOMS) - {"research"}, {"numpy", "torch"})
+ROOMS["scaling"] = (
+    {"checks", "clipping", "distributed", "tensors"},
+    {"peft", "torch", "transformers"},
+)
 ROOMS["auditing"] = (
     {"accounting", "checks", "clipping", "events", "noise", "plan", "tensors"},
     {"numpy", "scipy", "torch"},

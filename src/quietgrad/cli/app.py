@@ -10,6 +10,14 @@ import typer
 from quietgrad import __version__
 from quietgrad.cli import accounting
 from quietgrad.cli.beside.commands import check, export, init, report, runs, settings
+from quietgrad.cli.beside.planning import (
+    ConfigPath,
+    ExtendEpochs,
+    ExtendSteps,
+    ExtendTo,
+    Overrides,
+    plan,
+)
 from quietgrad.cli.output import announce, hush_libraries, one_line, paragraphs
 
 app = typer.Typer(
@@ -19,29 +27,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ConfigPath = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[CONFIG.toml]", help="Configuration; the embedded default without one."
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key; may be repeated."),
-]
-
-ExtendSteps = Annotated[
-    int | None, typer.Option("--extend-steps", help="More steps after the last planned one.")
-]
-ExtendEpochs = Annotated[
-    float | None, typer.Option("--extend-epochs", help="The same in passes over the records.")
-]
-ExtendTo = Annotated[
-    float | None,
-    typer.Option(
-        "--extend-to-epsilon", help="A new target for the whole run, in place of the first."
-    ),
-]
 Processes = Annotated[int, typer.Option("--nproc", metavar="N", help="On N processes here.")]
 
 
@@ -120,41 +105,6 @@ def predict(
     from quietgrad.cli.predict import run_predict
 
     run_predict(run_dir, file, output, each, as_json)
-
-
-@one_line
-def plan(
-    config: ConfigPath = None,
-    overrides: Overrides = None,
-    figure: Annotated[
-        Path | None,
-        typer.Option(
-            "--figure",
-            metavar="FILE.png",
-            help="Draw what the number of bands was chosen by (noise.bands = 'auto').",
-        ),
-    ] = None,
-    extend_steps: ExtendSteps = None,
-    extend_epochs: ExtendEpochs = None,
-    extend_to: ExtendTo = None,
-    as_json: accounting.AsJson = False,
-) -> None:
-    """What `train` would run: guarantee, noise, estimator per layer, time, memory.
-
-    Trains nothing. With RUN_DIR in place of CONFIG.toml: what more steps of that run would cost.
-
-    Example: quietgrad plan people.toml --set hours=1
-    """
-    announce("plan", as_json)
-    extend = extend_steps, extend_epochs, extend_to
-    if extend != (None, None, None):
-        from quietgrad.cli.plan import run_extension
-
-        run_extension(config, overrides or [], figure, extend, as_json)
-        return
-    from quietgrad.cli.plan import run_plan
-
-    run_plan(config, overrides or [], figure, as_json)
 
 
 @one_line

@@ -113,12 +113,12 @@ class _Meter:
 
     @contextlib.contextmanager
     def reading(self, model: nn.Module) -> Iterator[None]:
-        parameters_at = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        parameters_at = {p.untyped_storage()._cdata for p in model.parameters()}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters_at:
-                self.saved[storage.data_ptr()] = storage.nbytes()
+            if storage._cdata not in parameters_at:
+                self.saved[storage._cdata] = storage.nbytes()
             return tensor
 
         counter = FlopCounterMode(display=False)

@@ -1,0 +1,123 @@
+"""``quietgrad plan``: its options, and which plan they ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quietgrad.cli import accounting
+from quietgrad.cli.beside.scaling import Options, run_devices
+from quietgrad.cli.output import announce, one_line
+
+ConfigPath = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[CONFIG.toml]", help="Configuration; the embedded default without one."
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key; may be repeated."),
+]
+
+ExtendSteps = Annotated[
+    int | None, typer.Option("--extend-steps", help="More steps after the last planned one.")
+]
+ExtendEpochs = Annotated[
+    float | None, typer.Option("--extend-epochs", help="The same in passes over the records.")
+]
+ExtendTo = Annotated[
+    float | None,
+    typer.Option("--extend-to-epsilon", help="A new target for the whole run."),
+]
+DeviceName = Annotated[
+    str,
+    typer.Option(help="h100-80gb, h200, a100-80gb, a100-40gb, l4 or cpu."),
+]
+Hours = Annotated[float | None, typer.Option(help="With --devices: what so many hours buy.")]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME_OR_FOLDER",
+        help="With --devices: llama-70b, ..., or a config.json's folder.",
+    ),
+]
+Length = Annotated[int | None, typer.Option(help="With --model: tokens a text (2048).")]
+BatchSize = Annotated[
+    int | None,
+    typer.Option("--batch-size", help="With --model: expected (8 a device)."),
+]
+Lora = Annotated[int | None, typer.Option(help="With --model: rank of adapters (all is trained).")]
+Bands = Annotated[int | None, typer.Option(help="With --model: bands of correlated noise (1).")]
+EstimatorName = Annotated[
+    str | None,
+    typer.Option("--estimator", help="With --model: of norms: exact, ghost, hutch:32, ..."),
+]
+Checkpointed = Annotated[
+    bool, typer.Option("--checkpointing", help="With --model: activations are computed twice.")
+]
+Dtype = Annotated[str | None, typer.Option(help="With --model: of weights (bfloat16).")]
+Efficiency = Annotated[
+    float | None, typer.Option(help="With --devices: share of the peak reached (0.4).")
+]
+
+
+@one_line
+def plan(
+    config: ConfigPath = None,
+    overrides: Overrides = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            "--figure",
+            metavar="FILE.png",
+            help="Draw how the bands were chosen (noise.bands = 'auto').",
+        ),
+    ] = None,
+    extend_steps: ExtendSteps = None,
+    extend_epochs: ExtendEpochs = None,
+    extend_to: ExtendTo = None,
+    devices: Annotated[
+        int | None,
+        typer.Option("--devices", metavar="N", help="Plan for N devices (docs/many_devices.md)."),
+    ] = None,
+    device: DeviceName = "h100-80gb",
+    hours: Hours = None,
+    model: ModelName = None,
+    length: Length = None,
+    batch: BatchSize = None,
+    lora: Lora = None,
+    bands: Bands = None,
+    estimator: EstimatorName = None,
+    checkpointing: Checkpointed = False,
+    dtype: Dtype = None,
+    efficiency: Efficiency = None,
+    as_json: accounting.AsJson = False,
+) -> None:
+    """What `train` would run: guarantee, noise, estimator per layer, time, memory.
+
+    Trains nothing. With RUN_DIR in place of CONFIG.toml: what more steps of that run would cost.
+    With --devices: what a step holds, sends and takes on each of N devices.
+
+    Example: quietgrad plan people.toml --set hours=1
+    """
+    announce("plan", as_json)
+    options = Options(
+        *(devices, device, hours, model, length, batch, lora, bands, estimator),
+        *(checkpointing, dtype, efficiency),
+    )
+    if devices is not None:
+        run_devices(config, overrides or [], options, as_json)
+        return
+    options.require_none()
+    extend = extend_steps, extend_epochs, extend_to
+    if extend != (None, None, None):
+        from quietgrad.cli.plan import run_extension
+
+        run_extension(config, overrides or [], figure, extend, as_json)
+        return
+    from quietgrad.cli.plan import run_plan
+
+    run_plan(config, overrides or [], figure, as_json)

@@ -1,0 +1,241 @@
+"""Models on paper: causal language models by their shape, and models that are there.
+
+A model of many equal blocks is run with two and with three; all that is counted grows by the same
+amount for every further one (between the first and the last block's turn the bytes alive run in a
+straight line). Tests hold this against the whole model, and the whole model against a real step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from quietgrad.clipping.capture.backward import Checkpointing, PerExampleLoss
+from quietgrad.clipping.capture.layout import Layout, layout_of
+from quietgrad.clipping.clipper import Clipper
+from quietgrad.clipping.engines.work import Engine
+from quietgrad.clipping.planner.tracing import ModelTrace, trace
+from quietgrad.scaling.once import Known
+from quietgrad.scaling.paper import (
+    BLOCK,
+    Paper,
+    PaperParameter,
+    block_of,
+    on_paper,
+    parameters_of,
+    quiet,
+)
+from quietgrad.scaling.shapes import Shape
+from quietgrad.tensors import Batch, slice_batch
+
+FEW_BLOCKS = 4  # models of so many blocks are run whole
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What of a model is trained, and how.
+
+    Attributes:
+        lora: rank of adapters on all linear layers of the blocks; None trains everything.
+        dtype: of the weights.
+        checkpointing: activations of a block are computed again in the backward pass.
+    """
+
+    lora: int | None = None
+    dtype: str = "bfloat16"
+    checkpointing: bool = False
+
+
+def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """[b] mean cross-entropy of the next token, in float32: what a plan by shape takes the loss
+    to be.
+    """
+    ids = batch["input_ids"]
+    logits = model(input_ids=ids).logits[:, :-1].float()
+    losses = nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    return losses.mean(dim=1)
+
+
+def fake_model(shape: Shape, tuning: Tuning) -> tuple[nn.Module, FakeTensorMode]:
+    """A model of shapes alone, and the mode that it runs in. Vectors are made: rules try theirs."""
+    import transformers as hf
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.device("meta"):
+        model: nn.Module = hf.AutoModelForCausalLM.from_config(
+            shape.config(), dtype=getattr(torch, tuning.dtype)
+        )
+        if tuning.lora is not None:
+            import peft
+
+            settings = peft.LoraConfig(
+                r=tuning.lora, lora_alpha=2 * tuning.lora, target_modules="all-linear"
+            )
+            model = peft.get_peft_model(
+                model,
+                settings,
+                autocast_adapter_dtype=False,
+                low_cpu_mem_usage=True,
+            )
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                if id(p) not in made:  # tied weights stay one
+                    with mode if p.dim() > 1 else contextlib.nullcontext():
+                        own = torch.ones(p.shape, dtype=p.dtype)
+                    made[id(p)] = nn.Parameter(own, requires_grad=p.requires_grad)
+                module._parameters[name] = made[id(p)]
+        for name, b in list(module._buffers.items()):
+            if b is not None:
+                module._buffers[name] = torch.ones(b.shape, dtype=b.dtype)
+    if tuning.checkpointing:
+        body: Any = model
+        body.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    return model.train(), mode
+
+
+@lru_cache(maxsize=8)
+def _known(dtype: str) -> Known:
+    """What norms of some sizes hold, for weights of a type: the same in every model."""
+    return {}
+
+
+@lru_cache(maxsize=64)
+def paper_of_shape(
+    shape: Shape,
+    tuning: Tuning,
+    examples: int,
+    length: int,
+    clipper: Clipper,
+    engine: Engine = "bookkeeping",
+    whole: bool = False,
+) -> Paper:
+    """A causal language model by its shape, on ``examples`` texts of ``length`` tokens.
+
+    Args:
+        shape, tuning: the model.
+        examples, length: of the micro-batch.
+        clipper: settings of the norms.
+        engine: see ``on_paper``.
+        whole: runs every block, however many.
+    """
+
+    def run(layers: int) -> Paper:
+        model, mode = fake_model(shape.with_layers(layers), tuning)
+        batch = _texts(mode, examples, length)
+        peaks = on_paper(model, causal_loss, batch, clipper, engine, mode, _known(tuning.dtype))
+        buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+        traced = _traced(shape.with_layers(layers), tuning, length)
+        return Paper(parameters_of(model), buffers, peaks, traced, examples)
+
+    if whole or shape.layers <= FEW_BLOCKS:
+        return run(shape.layers)
+    return _grown(run(2), run(3), shape.layers)
+
+
+def paper_of_model(
+    model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch, clipper: Clipper
+) -> Callable[[int, Engine], Paper]:
+    """(examples, engine) -> a micro-batch of a model that is there, whose weights stay as they are.
+
+    Args:
+        model, per_example_loss: of the run.
+        batch: records that are not private: the shapes of one are taken.
+        clipper: settings of the norms.
+    """
+    layout = layout_of(model)
+    traced = trace(model, layout, per_example_loss, slice_batch(batch, 0, 1), Checkpointing())
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    known: Known = {}
+
+    @lru_cache(maxsize=16)
+    def paper_of(examples: int, engine: Engine) -> Paper:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def repeated(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            with mode:
+                return torch.zeros((examples, *value.shape[1:]), dtype=value.dtype)
+
+        some = tree_map(repeated, batch)
+        peaks = on_paper(model, per_example_loss, some, clipper, engine, mode, known)
+        return Paper(parameters_of(model), buffers, peaks, traced, examples)
+
+    return paper_of
+
+
+def _texts(mode: FakeTensorMode, examples: int, length: int) -> dict[str, Tensor]:
+    with mode:
+        return {"input_ids": torch.zeros(examples, length, dtype=torch.long)}
+
+
+@lru_cache(maxsize=64)
+def _traced(shape: Shape, tuning: Tuning, length: int) -> ModelTrace:
+    model, mode = fake_model(shape, tuning)
+    with quiet():
+        layout: Layout = layout_of(model)
+        one = _texts(mode, 1, length)
+        with mode:
+            return trace(model, layout, causal_loss, one, Checkpointing())
+
+
+def _grown(two: Paper, three: Paper, layers: int) -> Paper:
+    """What a model of so many blocks counts, from two and three of them."""
+    more = layers - 2
+
+    def line(a: float, b: float) -> Any:
+        return a + more * (b - a)
+
+    def last(label: str, layers: int) -> str:
+        return f"{label} {layers - 1}"
+
+    peaks = {}
+    for label, value in two.peaks.items():
+        kind, _, block = label.partition(" ")
+        if block == "1":  # of the last block
+            peaks[last(kind, layers)] = line(value, three.peaks[last(kind, 3)])
+        else:
+            peaks[label] = line(value, three.peaks[label])
+    outside = [p for p in two.parameters if p.block < 0]
+    first = [p for p in two.parameters if p.block == 0]
+    blocks = [
+        PaperParameter(_renamed(p.name, i), p.entries, p.item, p.trained, i, p.shape)
+        for i in range(layers)
+        for p in first
+    ]
+    a, b = two.trace, three.trace
+    of_block = {_renamed(p.name, 0): p for p in a.parameters if block_of(p.name) == 0}
+    traced = [p for p in a.parameters if block_of(p.name) < 0]
+    for i in range(layers):
+        traced += [
+            type(p)(_renamed(n, i), p.cost, p.gradient_entries, p.output_gradient_bytes)
+            for n, p in of_block.items()
+        ]
+    numbers = {
+        name: line(getattr(a, name), getattr(b, name))
+        for name in (
+            "saved_bytes",
+            "multiplications",
+            "weight_multiplications",
+            "calls",
+            "gradient_bytes",
+            "sum_bytes",
+        )
+    }
+    model = ModelTrace(tuple(traced), **numbers)
+    buffers = line(two.buffer_bytes, three.buffer_bytes)
+    return Paper((*outside, *blocks), buffers, peaks, model, two.examples)
+
+
+def _renamed(name: str, block: int) -> str:
+    return BLOCK.sub(f".{block}.", name, count=1)

@@ -1,0 +1,119 @@
+"""Real private steps of a causal language model on processes, with what they hold and send."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from quietgrad.clipping.settings import Clipping, Performance
+from quietgrad.noise import BandedNoise, IndependentNoise
+from quietgrad.plan import PrivacyConfig
+from quietgrad.scaling.held import Held
+from quietgrad.scaling.models import causal_loss
+from quietgrad.scaling.shapes import Shape, of_config
+
+STEPS = 6  # the guard looks at releases 1, 2 and 4: the last one is an ordinary step
+
+
+def small_shape(vocabulary: int, width: int, blocks: int, inner: int) -> Shape:
+    values = {
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": inner,
+        "tie_word_embeddings": False,
+    }
+    return of_config(values, f"width {width}", "this test")
+
+
+def made(shape: Shape) -> nn.Module:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    model: nn.Module = hf.AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
+    return model.train()
+
+
+def stepped(
+    rank: int,
+    build: Any,
+    vocabulary: int,
+    job: tuple[int, int, int, int, int],
+    estimator: str = "auto",
+) -> tuple[int, dict[str, int]]:
+    """(the most bytes of the last step, what each kind of collective operation sent in it).
+
+    Args:
+        rank: of this process.
+        build: makes the model.
+        vocabulary: of its tokens.
+        job: devices, examples of a micro-batch, micro-batches, tokens of a text, bands.
+        estimator: of the norms.
+    """
+    size, examples, rounds, length, bands = job
+    held, sent = Held(), dict[str, int]()
+    restore = _counting(sent, rank, size)
+    try:
+        with held:
+            model = build()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            # A step takes one of as many parts as there are bands.
+            count = examples * size * rounds * bands
+            texts = [{"input_ids": torch.randint(0, vocabulary, (length,))} for _ in range(count)]
+            config = PrivacyConfig(
+                noise_multiplier=1.0,
+                sample_rate=1.0 / bands,
+                steps=STEPS,
+                seed=7,
+                data_are_public=True,
+                clipping=Clipping(estimator),  # type: ignore[arg-type]
+                noise=BandedNoise(bands) if bands > 1 else IndependentNoise(),
+                performance=Performance(engine="bookkeeping"),
+            )
+            with config.build(count).start() as run:
+                batches = run.loader(texts, steps=STEPS, physical_batch_size=examples)
+                for step, batch in enumerate(batches):
+                    gc.collect()
+                    if step == STEPS - 1:
+                        sent.clear()
+                        held.peaks.clear()
+                    run.backward(model, causal_loss, batch)
+                    optimizer.step()
+    finally:
+        restore()
+    return held.peak, dict(sent)
+
+
+def _counting(sent: dict[str, int], rank: int, size: int) -> Any:
+    """Counts what leaves this process for others, by the operations of torch.distributed."""
+    first = dist.all_to_all_single, dist.all_gather, dist.broadcast
+
+    def count(name: str, amount: int) -> None:
+        sent[name] = sent.get(name, 0) + amount
+
+    def exchange(output: Any, given: Any, to: Any, of: Any, **more: Any) -> Any:
+        count("exchange", (sum(of) - of[rank]) * given.element_size())
+        return first[0](output, given, to, of, **more)
+
+    def gather(found: Any, mine: Any, **more: Any) -> Any:
+        count("agreement", mine.numel() * mine.element_size() * (size - 1))
+        return first[1](found, mine, **more)
+
+    def tell(told: Any, source: int, **more: Any) -> Any:
+        if rank == source:
+            count("word", told.numel() * told.element_size() * (size - 1))
+        return first[2](told, source, **more)
+
+    def restore() -> None:
+        dist.all_to_all_single, dist.all_gather, dist.broadcast = first
+
+    there: Any = dist
+    there.all_to_all_single, there.all_gather, there.broadcast = exchange, gather, tell
+    return restore

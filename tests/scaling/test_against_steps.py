@@ -1,0 +1,72 @@
+"""What a plan for many devices says of memory and traffic, beside real steps on processes. Memory
+is counted as bytes of torch's storages (``quietgrad.scaling.held``): the same at every run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from distributed.world import on_ranks
+from scaling.steps import made, small_shape, stepped
+
+from quietgrad.clipping.clipper import Clipper
+from quietgrad.scaling import memory, traffic
+from quietgrad.scaling.memory import Job
+from quietgrad.scaling.models import Tuning, paper_of_shape
+from quietgrad.scaling.shapes import NAMED, Shape
+
+pytestmark = pytest.mark.distributed
+
+TINY = small_shape(512, 64, 2, 128)
+SMALL = small_shape(2048, 128, 6, 352)
+
+
+def require_as_planned(
+    shape: Shape, job: tuple[int, int, int, int, int], estimator: str, folder: Path
+) -> None:
+    size, examples, rounds, length, bands = job
+    vocabulary = int(dict(shape.values)["vocab_size"])
+    args = (lambda: made(shape), vocabulary, job, estimator)
+    found = [stepped(0, *args)] if size == 1 else on_ranks(size, folder, stepped, *args)
+    assert all(isinstance(one, tuple) for one in found), found
+    clipper = Clipper(1.0, estimator)  # type: ignore[arg-type]
+    paper = paper_of_shape(shape, Tuning(dtype="float32"), examples, length, clipper)
+    asked = Job(size, rounds, bands)
+    planned = memory.replicas(paper, asked).peak
+    most = max(peak for peak, _ in found)
+    assert planned == pytest.approx(most, rel=0.1)
+    # Not because everything is: another number of devices, bands or micro-batches is not it.
+    others = [Job(2 * size, rounds, bands), Job(size, rounds, bands + 8)]
+    far = [memory.replicas(paper, other).peak for other in others]
+    assert far[1] > 1.1 * most
+    sent = traffic.sent_by(paper, asked)
+    for rank, (_, counted) in enumerate(found):
+        if size > 1:
+            tensors = sent[rank]["sums to owners"] + sent[rank]["released to all"]
+            assert counted["exchange"] == tensors
+            assert sum(counted.values()) == pytest.approx(sum(sent[rank].values()), rel=0.01)
+            other = traffic.sent_by(paper, others[0])[rank]
+            assert sum(other.values()) != pytest.approx(sum(counted.values()), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("shape", "job", "estimator"),
+    [
+        (TINY, (1, 8, 1, 64, 1), "auto"),  # activations are most
+        (SMALL, (1, 2, 2, 32, 4), "auto"),  # two micro-batches, rows of noise
+        (SMALL, (2, 2, 1, 32, 4), "hutch"),
+        (SMALL, (4, 1, 1, 16, 1), "auto"),
+    ],
+    ids=["tiny", "rows", "two ranks", "four ranks"],
+)
+def test_memory_and_traffic_of_replicas_are_as_planned(
+    shape: Shape, job: tuple[int, int, int, int, int], estimator: str, tmp_path: Path
+) -> None:
+    require_as_planned(shape, job, estimator, tmp_path)
+
+
+@pytest.mark.slow("six steps of 135 million parameters on one and on two processes, many minutes")
+@pytest.mark.parametrize("size", [1, 2])
+def test_memory_of_smollm2_is_as_planned(size: int, tmp_path: Path) -> None:
+    require_as_planned(NAMED["smollm2-135m"], (size, 1, 1, 16, 1), "auto", tmp_path)

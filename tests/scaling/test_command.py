@@ -1,0 +1,136 @@
+"""``quietgrad plan --devices``, and what docs/many_devices.md shows of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scaling.steps import small_shape
+from typer.testing import CliRunner
+
+from quietgrad.cli.app import app
+
+PAGE = (Path(__file__).parents[2] / "docs" / "many_devices.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"```bash\nquietgrad (.*?)\n```", PAGE, flags=re.DOTALL)
+
+
+def asked(*words: str) -> dict[str, Any]:
+    found = CliRunner().invoke(app, [*words, "--json"])
+    assert found.exit_code == 0, found.output
+    return dict(json.loads(found.stdout))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    where = tmp_path_factory.mktemp("model")
+    small_shape(512, 64, 3, 128).config().save_pretrained(where)
+    return str(where)
+
+
+@pytest.fixture(scope="module")
+def small(folder: str) -> dict[str, Any]:
+    return asked(
+        *("plan", "--devices", "4", "--device", "cpu", "--model", folder, "--length", "32"),
+        *("--batch-size", "64", "--bands", "8", "--hours", "2"),
+    )
+
+
+def test_ways_say_whether_they_run(small: dict[str, Any]) -> None:
+    ways = {way["way"]: way for way in small["ways"]}
+    assert ways["replicas"]["runs"] == "runs today" and ways["replicas"]["fits"]
+    assert ways["sharded"]["runs"].startswith("forecast")
+    for way in ways.values():
+        most = sum(way["resident_bytes"].values()) + max(way["phase_bytes"].values())
+        assert way["peak_bytes"] == most
+        assert way["micro_batches"] * way["examples"] >= 16
+    one, cut = ways["replicas"]["resident_bytes"], ways["sharded"]["resident_bytes"]
+    assert cut["optimiser"] == pytest.approx(one["optimiser"] / 4)
+    assert one["noise rows"] >= cut["noise rows"] > 0
+
+
+def test_tables_price_bands_and_estimators(small: dict[str, Any]) -> None:
+    rows = {row["bands"]: row for row in small["noise"]}
+    assert rows[1]["rows_bytes"] == 0
+    assert rows[16]["rows_bytes"] == pytest.approx(15 * rows[2]["rows_bytes"])
+    assert rows[16]["regenerate_seconds"] > rows[16]["rows_seconds"] > rows[1]["rows_seconds"]
+    norms = {(row["estimator"], row["sketch_dim"]): row for row in small["estimators"]}
+    assert norms["hutch", 32]["seconds"] == pytest.approx(4 * norms["hutch", 8]["seconds"])
+    assert norms["hutch++", 8]["seconds"] == pytest.approx(3 * norms["hutch", 8]["seconds"])
+    # The planner weighs stated speeds, the table those of the device.
+    assert norms["exact", None]["seconds"] <= 1.01 * norms["ghost", None]["seconds"]
+    best = next(way for way in small["ways"] if way["way"] == small["best"])
+    assert small["in_hours"]["steps"] == int(7200 / best["step_seconds"])
+
+
+def test_what_does_not_fit_is_said(folder: str) -> None:
+    found = asked(
+        *("plan", "--devices", "2", "--device", "cpu", "--model", folder, "--length", "32"),
+        *("--batch-size", "1", "--bands", "60000"),
+    )
+    said = "\n".join(found["warnings"])
+    assert "do not fit" in said and "noise rows" in said and "regenerate" in said
+    assert "gives 1 of 2 devices no record" in said
+    assert not found["ways"][0]["fits"] and found["ways"][0]["largest_physical_batch"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "llama-8b"], "--devices N"),
+        (["--devices", "0", "--model", "llama-8b"], "devices=0"),
+        (["--devices", "2", "--model", "llama-9b"], "llama-9b"),
+        (["--devices", "2", "--model", "llama-8b", "--device", "h300"], "h300"),
+        (["--devices", "2", "--lora", "4"], "--lora goes with --model"),
+        (["--devices", "2", "--model", "llama-8b", "--set", "a=1"], "give one of them"),
+        (["--devices", "2", "--model", "llama-8b", "--estimator", "hutch:x"], "hutch:x"),
+        (["--devices", "2", "--model", "llama-8b", "--hours", "-1"], "hours=-1"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str) -> None:
+    found = CliRunner().invoke(app, ["plan", *words])
+    assert found.exit_code != 0
+    assert isinstance(found.exception, ValueError) and message in str(found.exception)
+
+
+def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    exec(compile(code, "docs/many_devices.md", "exec"), {"__name__": "page"})
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) == 3
+    assert f"```text\n{said}```" in PAGE
+
+
+def test_the_small_command_of_the_page_runs() -> None:
+    found = asked(*shlex.split(COMMANDS[0]))
+    assert [way["fits"] for way in found["ways"]] == [True, True]
+
+
+@pytest.mark.slow("a model of 70 billion parameters on paper, a minute")
+def test_the_table_of_the_page_is_the_commands() -> None:
+    found = asked(*shlex.split(COMMANDS[1]))
+    for row in table(found):
+        assert row in PAGE
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Rows of the page's table."""
+
+    def cells(name: str, values: list[str]) -> str:
+        return f"| {name} | {' | '.join(values)} |"
+
+    ways = found["ways"]
+    gb = [
+        cells(name, [f"{way['resident_bytes'][name] / 1e9:,.1f}" for way in ways])
+        for name in ("parameters", "optimiser", "gradients", "noise rows")
+    ]
+    return [
+        *gb,
+        cells("most of a step", [f"{max(w['phase_bytes'].values()) / 1e9:,.1f}" for w in ways]),
+        cells("most at once", [f"{way['peak_bytes'] / 1e9:,.1f}" for way in ways]),
+        cells("GB sent a step", [f"{sum(w['sent_bytes'].values()) / 1e9:,.0f}" for w in ways]),
+        cells("seconds a step", [f"{way['step_seconds']:,.0f}" for way in ways]),
+    ]

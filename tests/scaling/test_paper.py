@@ -1,0 +1,111 @@
+"""Models on paper: what is counted without weights is what is counted with them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from scaling.steps import made, small_shape
+
+from quietgrad.clipping.clipper import Clipper
+from quietgrad.scaling.devices import NAMED as DEVICES
+from quietgrad.scaling.devices import device_of
+from quietgrad.scaling.held import Held
+from quietgrad.scaling.models import Tuning, causal_loss, fake_model, paper_of_model, paper_of_shape
+from quietgrad.scaling.shapes import NAMED, shape_of
+
+# Parameters of the published models, as their pages count them.
+PUBLISHED = {
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "llama-1b": 1_235_814_400,
+    "llama-3b": 3_212_749_824,
+    "llama-8b": 8_030_261_248,
+    "llama-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+}
+SHAPE = small_shape(256, 32, 7, 96)
+EXACT = Clipper(1.0, "auto")
+
+
+def test_shapes_by_name_have_the_published_parameters() -> None:
+    assert set(NAMED) == set(PUBLISHED)
+    for name, published in PUBLISHED.items():
+        model, _ = fake_model(NAMED[name], Tuning())
+        assert sum(p.numel() for p in model.parameters()) == published, name
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        Tuning(dtype="float32"),
+        Tuning(lora=4, dtype="float32"),
+        Tuning(dtype="float32", checkpointing=True),
+    ],
+    ids=["full", "lora", "checkpointing"],
+)
+def test_two_and_three_blocks_tell_of_seven(tuning: Tuning) -> None:
+    grown = paper_of_shape(SHAPE, tuning, 3, 40, EXACT)
+    whole = paper_of_shape(SHAPE, tuning, 3, 40, EXACT, whole=True)
+    assert grown.peak() == pytest.approx(whole.peak(), rel=0.02)
+    assert grown.trained_entries == whole.trained_entries
+    assert grown.parameter_bytes == whole.parameter_bytes
+    assert sorted(p.name for p in grown.parameters) == sorted(p.name for p in whole.parameters)
+    for name in ("multiplications", "weight_multiplications", "saved_bytes", "calls"):
+        assert getattr(grown.trace, name) == pytest.approx(getattr(whole.trace, name), rel=0.02)
+    two = paper_of_shape(SHAPE.with_layers(2), tuning, 3, 40, EXACT)
+    assert two.peak() < 0.8 * whole.peak()
+
+
+def test_a_model_that_is_there_counts_as_its_shape() -> None:
+    model = made(SHAPE)
+    before = [p.clone() for p in model.parameters()]
+    texts = {"input_ids": torch.randint(0, 256, (2, 40))}
+    there = paper_of_model(model, causal_loss, texts, EXACT)(3, "bookkeeping")
+    shape = paper_of_shape(SHAPE, Tuning(dtype="float32"), 3, 40, EXACT, whole=True)
+    assert there.peak() == pytest.approx(shape.peak(), rel=0.02)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_folder_with_a_configuration_is_a_shape(tmp_path: Path) -> None:
+    SHAPE.config().save_pretrained(tmp_path)
+    shape = shape_of(str(tmp_path))
+    assert shape.layers == 7
+    model, _ = fake_model(shape, Tuning())
+    assert sum(p.numel() for p in model.parameters()) == sum(
+        p.numel() for p in made(SHAPE).parameters()
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match="num_hidden_layers"):
+        shape_of(str(tmp_path))
+    with pytest.raises(ValueError, match="llama-70b"):
+        shape_of("llama-71b")
+    with pytest.raises(ValueError, match="unknown to transformers"):
+        replace(shape, values=(*shape.values[:-1], ("model_type", "nothing"))).config()
+
+
+def test_storages_are_counted_once_and_until_they_go() -> None:
+    with Held() as held:
+        x = torch.ones(1000)
+        y = x.view(10, 100)[2:]
+        assert held.now == 4000
+        z = x + 1
+        del x
+        assert held.now == 8000  # a view holds the whole
+        del y, z
+        assert held.now == 0 and held.peak == 8000
+
+
+def test_devices_name_their_source() -> None:
+    assert len(DEVICES) >= 6
+    for device in DEVICES.values():
+        assert "datasheet" in device.source or device.kind == "cpu"
+    assert device_of("h200").memory > device_of("h100-80gb").memory
+    with pytest.raises(ValueError, match="choose one of"):
+        device_of("abacus")
