@@ -171,16 +171,19 @@ class Accumulator:
         """One example's gradient by parameter, formed from what was kept: what is measured of it is
         what can be added. Memory: one gradient.
         """
+        return {name: self.gradient_at(name, example) for name in self.kept}
+
+    def gradient_at(self, name: str, example: int) -> Tensor:
+        """One example's gradient of one parameter that something was kept of."""
+        uses, parameter = self.kept[name], self.layout.parameters[name]
+        require_untouched(name, uses, self._versions[name])
         span, weight = slice(example, example + 1), self.sums.squared.new_ones(1)
-        made: Sums = {}
+        dtype = accumulation_dtype(parameter.dtype)
+        made: Tensor | None = None
         with full_precision():
-            for name, uses in self.kept.items():
-                require_untouched(name, uses, self._versions[name])
-                parameter = self.layout.parameters[name]
-                dtype = accumulation_dtype(parameter.dtype)
-                for use in uses:
-                    one = use.examples(span)
-                    made[name] = one.weighted_sum(weight, parameter.shape, dtype, made.get(name))
+            for use in uses:
+                made = use.examples(span).weighted_sum(weight, parameter.shape, dtype, made)
+        assert made is not None
         return made
 
     def add_weighted(self, sums: Sums, weights: Tensor, left_out: Tensor | None) -> None:
@@ -193,16 +196,22 @@ class Accumulator:
             left_out: [b] examples that add exactly zero, whatever their gradients hold; None for
                 none.
         """
+        for name in list(self.kept):
+            self.add_weighted_of(name, sums, weights, left_out)
+
+    def add_weighted_of(
+        self, name: str, sums: Sums, weights: Tensor, left_out: Tensor | None
+    ) -> None:
+        """``add_weighted`` for one parameter that something was kept of."""
+        parameter = self.layout.parameters[name]
+        dtype = accumulation_dtype(parameter.dtype)
+        row = weights[self.group_of(name)]
+        kept = self.kept.pop(name)
+        require_untouched(name, kept, self._versions[name])
         with full_precision():
-            for name in list(self.kept):
-                parameter = self.layout.parameters[name]
-                dtype = accumulation_dtype(parameter.dtype)
-                row = weights[self.group_of(name)]
-                kept = self.kept.pop(name)
-                require_untouched(name, kept, self._versions[name])
-                for use in kept:
-                    known = use if left_out is None else use.without(left_out)
-                    sums[name] = known.weighted_sum(row, parameter.shape, dtype, sums.get(name))
+            for use in kept:
+                known = use if left_out is None else use.without(left_out)
+                sums[name] = known.weighted_sum(row, parameter.shape, dtype, sums.get(name))
 
 
 def _small_gradients(uses: list[Contribution]) -> DirectGradients | None:

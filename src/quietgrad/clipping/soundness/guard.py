@@ -76,16 +76,16 @@ class Guard:
         key = (frozenset(subject.layout.parameters), _modes(subject.model))
         return self._verdicts.setdefault(key, _Verdict())
 
-    def is_due(self, subject: Subject, batch: Batch, size: int, step: int, captures: bool) -> bool:
-        """Whether this call is examined: undecided, a guarded release, or more examples together
-        than ever before.
+    def is_due(self, subject: Subject, count: int, size: int, step: int, captures: bool) -> bool:
+        """Whether this call, of ``count`` records, is examined: undecided, a guarded release, or
+        more examples together than ever before.
         """
-        if not batch_size_of(batch):
+        if not count:
             return False  # nothing is run and nothing is clipped: the sum of no records is zero
         known = self.verdict_of(subject)
-        if self.is_early(subject, batch_size_of(batch), step):
+        if self.is_early(subject, count, step):
             return True
-        if self._is_alone(batch_size_of(batch)):
+        if self._is_alone(count):
             return False  # exact whatever the model; the verdict stays open for the next batch
         return (captures and not known.captured) or (size > 1 and self._wants(known, size))
 

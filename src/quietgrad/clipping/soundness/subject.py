@@ -21,7 +21,8 @@ from quietgrad.clipping.capture.backward import (
     with_any_checkpointing,
 )
 from quietgrad.clipping.capture.capture import Use
-from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.capture.layout import Layout, in_graph
+from quietgrad.clipping.capture.spread import each_gradient
 from quietgrad.clipping.soundness.fingerprints import HALVES, Factors, factors_of
 from quietgrad.clipping.soundness.held_still import seeded
 from quietgrad.tensors import Batch, batch_size_of
@@ -82,7 +83,8 @@ class Subject:
 
     def losses(self, batch: Batch, salt: int = 0) -> Tensor:
         """[examples] losses without a graph; the same random numbers every time."""
-        with seeded(self.devices, salt), torch.enable_grad(), uncompiled(self.model):
+        running = self.layout.running()
+        with running, seeded(self.devices, salt), torch.enable_grad(), uncompiled(self.model):
             losses = self.per_example_loss(self.model, batch)
         require_per_example(losses, batch_size_of(batch))
         return losses.detach()
@@ -117,6 +119,8 @@ class Subject:
 
     def plain_norms(self, one: Batch) -> Tensor:
         """[parameters] norms of one example's gradient by plain autograd."""
+        if self.layout.spread is not None:
+            return self._norms_one_by_one(one)
 
         def run(reentrant: bool) -> Tensor:
             with seeded(self.devices):
@@ -131,6 +135,20 @@ class Subject:
             )
 
         return with_any_checkpointing(self.checkpointing, run)
+
+    def _norms_one_by_one(self, one: Batch) -> Tensor:
+        """The same where no process holds a whole gradient."""
+        norms = dict.fromkeys(self.layout.parameters, torch.zeros((), dtype=torch.double))
+
+        def take(name: str, gradient: Tensor) -> None:
+            norms[name] = gradient.double().norm().cpu()
+
+        with self.layout.running(), seeded(self.devices), torch.enable_grad():
+            with uncompiled(self.model):
+                losses = self.per_example_loss(self.model, one)
+            require_per_example(losses, batch_size_of(one))
+            each_gradient(losses.sum(), in_graph(self.layout), take)
+        return torch.stack(list(norms.values()))
 
     def tolerance(self, losses: Tensor) -> Tolerance:
         """By the coarsest arithmetic that took part."""

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from quietgrad.tensors import local_of
+
 # Contents of buffers up to this size together are copied and compared at every call: about a tenth
 # of a millisecond.
 SMALL_BYTES = 2**20
@@ -165,7 +167,10 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _bits(tensor: Tensor) -> int:
-    """Sum of all bits as whole numbers: exact, and another one when any single entry changes."""
+    """Sum of all bits as whole numbers: exact, and another one when any single entry changes. Of a
+    tensor that is spread over ranks, of what is here.
+    """
+    tensor = local_of(tensor.detach())
     if type(tensor) not in (Tensor, nn.Parameter):
         return 0  # another library's own layout (quantized weights): identity and version only
     flat = tensor.detach().contiguous().view(-1)

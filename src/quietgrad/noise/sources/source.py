@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from torch import Tensor
 
@@ -12,6 +12,18 @@ from quietgrad.randomness import RandomKey
 
 Source = Literal["keyed", "secure"]
 NOISE_SOURCES: tuple[Source, ...] = get_args(Source)
+
+
+class Stretch(NamedTuple):
+    """A part of a parameter, in the order of its memory.
+
+    Attributes:
+        start: which entry is its first.
+        whole: entries of the parameter.
+    """
+
+    start: int
+    whole: int
 
 
 class NoiseSource(Protocol):
@@ -35,6 +47,24 @@ class NoiseSource(Protocol):
         self, like: Tensor, key: RandomKey, step: int, name: str, scale: float = 1.0
     ) -> Tensor:
         """``scale`` times standard normal noise in the shape and on the device of ``like``."""
+        ...
+
+    def stretch(
+        self,
+        like: Tensor,
+        key: RandomKey,
+        step: int,
+        name: str,
+        place: Stretch,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """What ``normal`` has at a stretch of the parameter, drawn without the rest of it.
+
+        Args:
+            like: the stretch.
+            key, step, name, scale: as for ``normal``.
+            place: where it lies.
+        """
         ...
 
     def how_drawn(self, like: Mapping[str, Tensor]) -> str:

@@ -1,0 +1,101 @@
+"""A model sharded by ``fully_shard`` on two and four processes is released as by one process: in
+float64 bit for bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed.sharding import language, next_words, sharded, texts, whole
+from distributed.test_equality import VARIANTS, adapted
+from distributed.world import RECORDS, loss, model_of, on_ranks, plan_of, records_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+pytestmark = pytest.mark.distributed
+
+SHARDED = {
+    **{name: VARIANTS[name] for name in VARIANTS if name not in ("wrapped", "denoised")},
+    "language": {},
+    "language, hutch++": {"estimator": "hutch++", "sketch_dim": 6},
+    "language, checkpointed": {},
+    "language, banded": {"bands": 2},
+}
+
+
+def trained(name: str, ranks: int) -> dict[str, Any]:
+    """Four steps: what was released, and what became of the weights."""
+    changes = dict(SHARDED[name])
+    words = name.startswith("language")
+    model: nn.Module = (
+        language("checkpointed" in name)
+        if words
+        else adapted()
+        if name == "low rank"
+        else model_of()
+    )
+    if ranks > 1:
+        sharded(model)
+    owner = None
+    if name == "users":
+        owner = [i // 3 for i in range(RECORDS)]
+        changes["expected_batch_size"] = 5
+    plan = plan_of(owner=owner, **changes)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    released, beside, shares = [], [], []
+    with plan.start() as run:
+        records = texts(RECORDS) if words else records_of()
+        for batch in run.loader(records, steps=4, physical_batch_size=3):
+            noisy = run.backward(model, next_words if words else loss, batch)
+            shares.append(run._open.examples)
+            for p in model.parameters():
+                assert isinstance(p, DTensor) == (ranks > 1)
+                assert p.grad is None or isinstance(p.grad, DTensor) == (ranks > 1)
+            optimizer.step()
+            released.append(whole(noisy.gradients))
+            beside.append(sorted(noisy.beside.items()))
+        spent = run.epsilon()
+    return {
+        "released": torch.stack(released),
+        "beside": beside,
+        "weights": whole(model.named_parameters()),
+        "epsilon": spent,
+        "shares": shares,
+    }
+
+
+def all_of(rank: int, ranks: int, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: trained(name, ranks) for name in names}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return all_of(0, 1, tuple(SHARDED))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_releases_are_those_of_one_process_to_the_bit(
+    size: int, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    names = tuple(SHARDED) if size == 2 else ("exact", "language, banded", "small batches")
+    found = on_ranks(size, tmp_path, all_of, size, names)
+    empty = False
+    for name in names:
+        for of_rank in found:
+            assert isinstance(of_rank, dict), of_rank
+            for what, value in alone[name].items():
+                if what == "shares":
+                    continue
+                if isinstance(value, Tensor):
+                    assert torch.equal(of_rank[name][what], value), (name, what)
+                else:
+                    assert of_rank[name][what] == value, (name, what)
+        shares = torch.tensor([of_rank[name]["shares"] for of_rank in found])
+        assert shares.sum(0).tolist() == alone[name]["shares"]
+        empty = empty or bool(((shares == 0).any(0) & (shares.sum(0) > 0)).any())
+    # Among these were steps in which a rank had no record and another had some.
+    assert empty
