@@ -67,9 +67,7 @@ def language(checkpointed: bool = False) -> Language:
 
 def texts(count: int) -> list[dict[str, Tensor]]:
     source = torch.Generator().manual_seed(4)
-    return [
-        {"ids": torch.randint(0, WORDS, (LENGTH + 1,), generator=source)} for _ in range(count)
-    ]
+    return [{"ids": torch.randint(0, WORDS, (LENGTH + 1,), generator=source)} for _ in range(count)]
 
 
 def next_words(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

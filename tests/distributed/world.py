@@ -29,9 +29,7 @@ CONFIG = PrivacyConfig(
 )
 
 
-def plan_of(
-    records: int = RECORDS, owner: list[int] | None = None, **changes: Any
-) -> PrivacyPlan:
+def plan_of(records: int = RECORDS, owner: list[int] | None = None, **changes: Any) -> PrivacyPlan:
     config = changed(CONFIG, **changes)
     return config.build(records) if owner is None else config.build(records, record_owner=owner)
 

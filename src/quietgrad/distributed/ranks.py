@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.distributed.alike import records_digest, weights_digest
 from quietgrad.distributed.exchange import gathered, owners_of, sums_of_owner
+from quietgrad.distributed.matrices import changed_whole
 from quietgrad.distributed.team import Denoise, Facts
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.randomness import RandomKey
@@ -252,8 +253,20 @@ class Ranks:
         return replace(noisy, gradients=whole, beside=numbers)
 
     def denoised(self, denoise: Denoise, noisy: NoisySum, model: nn.Module) -> NoisySum:
-        own = denoise(replace(noisy, gradients=self.owned(noisy.gradients)), model)
-        return replace(own, gradients=self._gathered(own.gradients, noisy.gradients))
+        owned = self.owned(noisy.gradients)
+        held = {name: g for name, g in owned.items() if name in self._owner}
+        done = denoise(replace(noisy, gradients=held), model)
+        # What has one dimension is no matrix, whatever the rule.
+        spread = {n: g for n, g in noisy.gradients.items() if is_spread(g) and g.dim() > 1}
+
+        def change(name: str, g: Tensor) -> Tensor:
+            return denoise(replace(noisy, gradients={name: g}), model).gradients[name]
+
+        made = owned | done.gradients
+        if spread:
+            with self.lost():
+                made |= changed_whole(spread, change, self.rank, self.size, self._group(spread))
+        return replace(done, gradients=self._gathered(made, noisy.gradients))
 
     def _gathered(
         self, made: Mapping[str, Tensor], like: Mapping[str, Tensor]

@@ -23,7 +23,6 @@ from quietgrad.distributed.team import Team
 from quietgrad.distributed.wrapping import Expected, silent, unused
 from quietgrad.tensors import is_spread
 
-
 # torch 2.13 gave it another name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

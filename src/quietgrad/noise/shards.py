@@ -43,6 +43,5 @@ def locals_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def spread_again(made: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What was made of ``locals_of``, spread as the tensors were."""
     return {
-        name: spread_like(t, like[name]) if is_spread(like[name]) else t
-        for name, t in made.items()
+        name: spread_like(t, like[name]) if is_spread(like[name]) else t for name, t in made.items()
     }

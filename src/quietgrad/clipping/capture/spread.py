@@ -34,9 +34,7 @@ def sharding_modules(model: nn.Module) -> list[Any]:
 
 def _outermost(model: nn.Module) -> list[Any]:
     found = sharding_modules(model)
-    inner = {
-        id(child) for module in found for child in module.modules() if child is not module
-    }
+    inner = {id(child) for module in found for child in module.modules() if child is not module}
     return [module for module in found if id(module) not in inner]
 
 

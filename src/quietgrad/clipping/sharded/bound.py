@@ -118,7 +118,9 @@ class ShardedClipper(BoundClipper):
         gradients = {
             name: spread_like(shards.pop(name), p)
             if name in spread
-            else plain.pop(name) if name in plain else zero_sum(p)
+            else plain.pop(name)
+            if name in plain
+            else zero_sum(p)
             for name, p in layout.parameters.items()
         }
         return ClippedSum(gradients, self.clipper.claim, counts)
@@ -219,5 +221,3 @@ class ShardedClipper(BoundClipper):
         passes = max(company.told("passes", len(parts)))
         for part, _ in zip_longest(parts, range(passes)):
             yield part
-
-

@@ -37,9 +37,7 @@ def refuse_what_is_not_fully_sharded(model: nn.Module, ranks: int) -> None:
     gathering = sharding_modules(model)
     if any(not hasattr(module, "reset_iter_state") for module in gathering):
         raise ValueError(TOO_OLD)
-    gathered = {
-        id(p) for module in gathering for p in module.parameters()
-    }
+    gathered = {id(p) for module in gathering for p in module.parameters()}
     for name, parameter in model.named_parameters():
         if not is_spread(parameter):
             continue
@@ -68,5 +66,3 @@ def refuse_what_is_not_fully_sharded(model: nn.Module, ranks: int) -> None:
                 f"parameter {name!r} waits on another device than the model's (CPUOffloadPolicy), "
                 "which is not supported; use fully_shard without offload_policy"
             )
-
-

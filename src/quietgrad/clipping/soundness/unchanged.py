@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from quietgrad.tensors import local_of
+from quietgrad.tensors import is_spread, local_of
 
 # Contents of buffers up to this size together are copied and compared at every call: about a tenth
 # of a millisecond.
@@ -150,7 +150,10 @@ def _dotted(key: tuple[str, str]) -> str:
 
 def _version(tensor: Tensor) -> int:
     # Tensors made in inference mode count no versions; their contents are compared like all others.
-    return -1 if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return -1
+    # What is written into a shard does not count for the tensor that is spread.
+    return tensor._version + (local_of(tensor)._version if is_spread(tensor) else 0)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

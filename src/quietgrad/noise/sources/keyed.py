@@ -19,9 +19,10 @@ from quietgrad.noise.sources.source import Stretch
 from quietgrad.randomness import RandomKey
 
 # Entries with one stream. On a processor a block takes half a millisecond, making its generator a
-# thirtieth of that; elsewhere a block is one kernel, so it is larger.
+# thirtieth of that. Elsewhere a block is one kernel, and its key has 64 bits, so that there should
+# not be too many of them.
 BLOCK = 2**16
-DEVICE_BLOCK = 2**20
+DEVICE_BLOCK = 2**24
 
 
 @dataclass(frozen=True)
