@@ -1,6 +1,6 @@
-"""Private steps on a model sharded by ``fully_shard`` against the same steps without privacy, on two
-processes with a thread each, in turns. Prints one JSON object: seconds a step, what the peak of a
-rank's memory is above its shards, and the ratios of each pair.
+"""Private steps on a model sharded by ``fully_shard`` against the same steps without privacy, on
+two processes with a thread each, in turns. Prints one JSON object: seconds a step, what the peak of
+a rank's memory is above its shards, and the ratios of each pair.
 
 Run it on a machine with two free cores:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -65,6 +66,35 @@ def language(checkpointed: bool = False) -> Language:
     return Language(checkpointed).double()
 
 
+def llama(adapters: bool = False) -> nn.Module:
+    """transformers' Llama in miniature, its output layer tied to its embedding; with LoRA where
+    asked, the rest frozen.
+    """
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    model: nn.Module = hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=LENGTH,
+            tie_word_embeddings=not adapters,
+        )
+    )
+    if adapters:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+        )
+        for name, p in model.named_parameters():
+            if "lora_B" in name:  # zero at the start: the other factor would have no gradient
+                nn.init.normal_(p)
+    return model.double().train()
+
+
 def texts(count: int) -> list[dict[str, Tensor]]:
     source = torch.Generator().manual_seed(4)
     return [{"ids": torch.randint(0, WORDS, (LENGTH + 1,), generator=source)} for _ in range(count)]
@@ -72,18 +102,22 @@ def texts(count: int) -> list[dict[str, Tensor]]:
 
 def next_words(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     ids = batch["ids"]
-    logits = model(ids[:, :-1])
+    found = model(ids[:, :-1])
+    logits = found if isinstance(found, Tensor) else found.logits
     return F.cross_entropy(logits.mT, ids[:, 1:], reduction="none").mean(dim=1)
 
 
-def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    """The model, each of its blocks or layers with parameters sharded by itself, over all ranks."""
+def sharded(model: nn.Module, blocks_alone: bool = False, **options: Any) -> nn.Module:
+    """The model, each of its blocks or layers with parameters sharded by itself, over all ranks;
+    and what is left of it, where that is not to be a replica.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parts = list(model.blocks) if isinstance(model, Language) else list(model.children())
-    for part in parts:
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    for part in lists[0] if lists else model.children():
         if any(True for _ in part.parameters()):
             fully_shard(part, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+    if not blocks_alone:
+        fully_shard(model, mesh=mesh, **options)
     return model
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.sharding import language, next_words, sharded, texts, whole
+from distributed.sharding import language, llama, next_words, sharded, texts, whole
 from distributed.test_equality import VARIANTS, adapted
 from distributed.world import RECORDS, loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
@@ -26,22 +26,29 @@ SHARDED = {
     "language, hutch++": {"estimator": "hutch++", "sketch_dim": 6},
     "language, checkpointed": {},
     "language, banded": {"bands": 2},
+    "language, blocks alone": {},
+    "llama": {"estimator": "hutch", "sketch_dim": 4},
+    "llama, lora": {},
 }
+
+
+def made(name: str) -> nn.Module:
+    """The model of a variant, whole."""
+    if name.startswith("llama"):
+        return llama("lora" in name)
+    if name.startswith("language"):
+        return language("checkpointed" in name)
+    return adapted() if name == "low rank" else model_of()
 
 
 def trained(name: str, ranks: int) -> dict[str, Any]:
     """Four steps: what was released, and what became of the weights."""
     changes = dict(SHARDED[name])
-    words = name.startswith("language")
-    model: nn.Module = (
-        language("checkpointed" in name)
-        if words
-        else adapted()
-        if name == "low rank"
-        else model_of()
-    )
+    words = name.startswith(("language", "llama"))
+    model = made(name)
+    apart = name == "language, blocks alone"
     if ranks > 1:
-        sharded(model)
+        sharded(model, blocks_alone=apart)
     owner = None
     if name == "users":
         owner = [i // 3 for i in range(RECORDS)]
@@ -55,9 +62,11 @@ def trained(name: str, ranks: int) -> dict[str, Any]:
         for batch in run.loader(records, steps=4, physical_batch_size=3):
             noisy = run.backward(model, next_words if words else loss, batch)
             shares.append(run._open.examples)
-            for p in model.parameters():
-                assert isinstance(p, DTensor) == (ranks > 1)
-                assert p.grad is None or isinstance(p.grad, DTensor) == (ranks > 1)
+            for name_of, p in model.named_parameters():
+                spread = ranks > 1 and (not apart or name_of.startswith("blocks"))
+                assert isinstance(p, DTensor) == spread
+                assert (p.grad is not None) == p.requires_grad
+                assert p.grad is None or isinstance(p.grad, DTensor) == spread
             optimizer.step()
             average.update()
             released.append(whole(noisy.gradients))

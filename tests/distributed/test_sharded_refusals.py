@@ -23,6 +23,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 from quietgrad.clipping import Clipper
+from quietgrad.denoising import PersistentAmplification, SpectralSGD
+from quietgrad.distributed import ranks
+from quietgrad.ledger import read_ledger
 
 pytestmark = pytest.mark.distributed
 
@@ -116,6 +119,14 @@ def refused(rank: int) -> dict[str, tuple[str, int]]:
         Clipper(1.0).norms(model, loss, {"x": torch.ones(2, 6), "y": torch.ones(2, 3)})
     except ValueError as error:
         found["norms alone"] = str(error), 0
+    model = sharded(model_of())
+    with plan_of().start() as run:
+        for batch in run.loader(records_of(), steps=1, physical_batch_size=8):
+            noisy = run.backward(model, loss, batch)
+            try:
+                SpectralSGD(model, PersistentAmplification(), lr=0.1).step(noisy)
+            except ValueError as error:
+                found["moments"] = str(error), 0
     found["sound"] = attempt(sharded(language()), next_words, texts(40))
     return found
 
@@ -133,6 +144,7 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks(tmp_path: Path) -> None:
         "hearing": "exchanges tensors with other ranks",
         "writing": "rewritten while the loss is computed",
         "norms alone": "docs/many_processes.md",
+        "moments": "a rule of quietgrad.denoising",
     }
     for found in on_ranks(2, tmp_path, refused):
         assert isinstance(found, dict), found
@@ -156,3 +168,25 @@ def one_process(rank: int, folder: str) -> tuple[str, int]:
 def test_a_sharded_model_on_one_process_is_refused(tmp_path: Path) -> None:
     ((message, released),) = on_ranks(1, tmp_path, one_process, str(tmp_path))
     assert "this run has one process" in message and released == 0
+
+
+def own_error(rank: int, folder: str) -> None:
+    """The second rank's loss fails in the second step, in the middle of a pass."""
+    ranks.PATIENCE = timedelta(seconds=1)
+    model = sharded(model_of())
+    with plan_of().start(Path(folder, "ledger.jsonl")) as run:
+
+        def failing(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            if rank and run.released:
+                raise KeyError("a record that the loss does not know")
+            return loss(module, batch)
+
+        for batch in run.loader(records_of(), steps=3, physical_batch_size=3):
+            run.backward(model, failing, batch)
+
+
+def test_a_rank_that_fails_in_a_pass_stops_the_others(tmp_path: Path) -> None:
+    first, second = on_ranks(2, tmp_path, own_error, str(tmp_path))
+    assert "a record that the loss does not know" in second
+    assert "Error" in first
+    assert read_ledger(tmp_path / "ledger.jsonl").releases == 1

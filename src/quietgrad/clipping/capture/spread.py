@@ -32,10 +32,13 @@ def sharding_modules(model: nn.Module) -> list[Any]:
     ]
 
 
-def _outermost(model: nn.Module) -> list[Any]:
-    found = sharding_modules(model)
-    inner = {id(child) for module in found for child in module.modules() if child is not module}
-    return [module for module in found if id(module) not in inner]
+def _put_away(model: nn.Module) -> None:
+    """All parameters at rest. Only where a pass began can it be told to forget about it; other
+    modules refuse by an error.
+    """
+    for module in sharding_modules(model):
+        with contextlib.suppress(RuntimeError):
+            module.reset_iter_state()
 
 
 @dataclass
@@ -56,15 +59,13 @@ class Spread:
         """A pass, with its backward pass where there is one; afterwards all parameters are at rest,
         also after an exception.
         """
-        outermost = _outermost(self.model)
         handles = self._watched()
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            for module in outermost:
-                module.reset_iter_state()
+            _put_away(self.model)
 
     def _watched(self) -> list[Any]:
         """Hooks that note what stands in the graph for parameters that were not seen yet."""
