@@ -51,6 +51,11 @@ from quietgrad.tensors import (
     to_device,
 )
 
+# Entries of per-example gradients of matrices that are kept until factors are known. Models whose
+# micro-batches have more keep the factors of the rest, as one process would not: then the last bits
+# of float64 sums may differ from that process's.
+MOST_KEPT = 2**24
+
 
 class ShardedClipper(BoundClipper):
     """Clips the batches of a run whose ranks hold a shard of the model each."""
@@ -94,7 +99,7 @@ class ShardedClipper(BoundClipper):
         refuse_cross_example_layers(self.model)
         layout = self._layout()
         self._limits(layout)
-        work = replace(self._work(layout, projections), twice=is_guarded(step))
+        work = replace(self._work(layout, projections), twice=is_guarded(step), most_kept=MOST_KEPT)
         apart = summing.apart(layout.parameters.values())
         spread = {name: p for name, p in layout.parameters.items() if is_spread(p)}
         sums = ScatteredSums(company, dict(spread), summing.unit if apart else 0.0)

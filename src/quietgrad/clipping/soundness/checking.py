@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -109,9 +110,9 @@ def _same_gradients(subject: Subject, one: Batch, reentrant: bool) -> bool:
         recordings.append(recording)
         parameters: list[Tensor] = list(layout.parameters.values())
         differences = _Differences(layout, captured, losses.device)
+        found: Sequence[Tensor | None] = ()
         if layout.spread is not None:
             each_gradient(losses.sum(), in_graph(layout), differences.take)
-            found = ()
         elif reentrant:
             found = tuple(accumulated_gradients(losses.sum(), layout.parameters))
         else:
