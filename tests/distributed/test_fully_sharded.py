@@ -118,7 +118,7 @@ def test_releases_are_those_of_one_process_to_the_bit(
     assert empty
 
 
-def options(rank: int) -> dict[str, Tensor]:
+def options(rank: int, names: tuple[str, ...]) -> dict[str, Tensor]:
     """One step's release, in float32, by how the model is sharded and computed."""
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -126,8 +126,8 @@ def options(rank: int) -> dict[str, Tensor]:
         "half": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
     }
     found = {}
-    for name, way in ways.items():
-        model = sharded(language().float(), **way)
+    for name in names:
+        model = sharded(language().float(), **ways[name])
         found[name] = whole(released(model))
         assert all(p.dtype == torch.float32 for p in model.parameters())
     return found
@@ -143,11 +143,11 @@ def released(model: nn.Module) -> dict[str, Tensor]:
 
 def test_ways_of_sharding_and_mixed_precision(tmp_path: Path) -> None:
     alone = whole(released(language().float()))
-    two = on_ranks(2, tmp_path / "two", options)
-    four = on_ranks(4, tmp_path / "four", options)
+    two = on_ranks(2, tmp_path / "two", options, ("plain", "kept", "half"))
+    four = on_ranks(4, tmp_path / "four", options, ("half",))
     for found in (*two, *four):
         assert isinstance(found, dict), found
-        for name in ("plain", "kept"):
+        for name in found.keys() - {"half"}:
             torch.testing.assert_close(found[name], alone, rtol=0, atol=2e-5)
         # Records are computed in half precision and summed in single: where they were summed
         # changes as little as in single precision.

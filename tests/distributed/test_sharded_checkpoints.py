@@ -17,7 +17,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from quietgrad.averaging import ExponentialAverage
 from quietgrad.ledger import read_ledger
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 STEPS = 6
 

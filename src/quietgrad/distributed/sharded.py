@@ -33,12 +33,12 @@ class ShardedCompany:
 
     Attributes:
         ranks: of the run.
-        group: of the mesh that parameters are sharded on.
+        mesh: that parameters are sharded on.
         expected: operations that are the library's own.
     """
 
     ranks: Ranks
-    group: Any
+    mesh: Any
     expected: Expected
 
     @property
@@ -57,7 +57,7 @@ class ShardedCompany:
         # Zeros: what does not arrive is then no other tensor's memory.
         own = sums_wn.new_zeros(sums_wn.shape[1])
         with self.expected.operations(), self.ranks.lost():
-            _reduce_scatter(own, sums_wn.view(-1), group=self.group)
+            _reduce_scatter(own, sums_wn.view(-1), group=self.mesh.get_group())
         return own
 
 
@@ -87,7 +87,7 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | None]:
     expected = Expected()
     spread: Any = next(p for p in model.parameters() if is_spread(p))
     with silent(expected), gathers_expected(model, expected):
-        yield ShardedCompany(team, spread.device_mesh.get_group(), expected)
+        yield ShardedCompany(team, spread.device_mesh, expected)
 
 
 @contextlib.contextmanager
