@@ -19,7 +19,7 @@ from quietgrad.distributed.sharded import ShardedCompany
 from quietgrad.noise.sources import keyed
 from quietgrad.noise.sources.keyed import KeyedSource
 from quietgrad.noise.sources.secure import SecureSource
-from quietgrad.noise.sources.source import Stretch
+from quietgrad.noise.sources.stretch import Stretch
 from quietgrad.plan.session import noise_session
 from quietgrad.randomness import RandomKey
 

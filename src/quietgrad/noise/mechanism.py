@@ -34,7 +34,8 @@ from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.noise.sources.grid import covered, drift, noise_std
 from quietgrad.noise.sources.keyed import KeyedSource
 from quietgrad.noise.sources.of_stretches import OfStretches
-from quietgrad.noise.sources.source import NoiseSource, Stretch
+from quietgrad.noise.sources.source import NoiseSource
+from quietgrad.noise.sources.stretch import Stretch
 from quietgrad.randomness import RandomKey
 
 COLUMN_TOLERANCE = 1e-10

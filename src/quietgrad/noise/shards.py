@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quietgrad.noise.sources.source import Stretch
+from quietgrad.noise.sources.stretch import Stretch
 from quietgrad.tensors import is_spread, local_of, spread_like
 
 

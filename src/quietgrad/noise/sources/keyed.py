@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quietgrad.noise.sources.source import Stretch
+from quietgrad.noise.sources.stretch import Stretch
 from quietgrad.randomness import RandomKey
 
 # Entries with one stream. On a processor a block takes half a millisecond, making its generator a

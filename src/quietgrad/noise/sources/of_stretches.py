@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quietgrad.noise.sources.source import NoiseSource, Stretch
+from quietgrad.noise.sources.source import NoiseSource
+from quietgrad.noise.sources.stretch import Stretch
 from quietgrad.randomness import RandomKey
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quietgrad.noise.sources.keystream import Keystream, require_cipher
 from quietgrad.noise.sources.rounded_normal import rounded_normals
-from quietgrad.noise.sources.source import Stretch
+from quietgrad.noise.sources.stretch import Stretch
 from quietgrad.randomness import RandomKey
 
 GRID_BITS = 30

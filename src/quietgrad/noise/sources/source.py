@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
 from quietgrad.checks import require_word
+from quietgrad.noise.sources.stretch import Stretch
 from quietgrad.randomness import RandomKey
 
 Source = Literal["keyed", "secure"]
 NOISE_SOURCES: tuple[Source, ...] = get_args(Source)
-
-
-class Stretch(NamedTuple):
-    """A part of a parameter, in the order of its memory.
-
-    Attributes:
-        start: which entry is its first.
-        whole: entries of the parameter.
-    """
-
-    start: int
-    whole: int
 
 
 class NoiseSource(Protocol):
