@@ -26,14 +26,13 @@ STEPS = 6
 
 
 def part(rank: int, ranks: int, folder: str, until: int) -> dict[str, Any]:
-    """Goes on from the folder's checkpoint, where there is one, to a release, and saves there."""
+    """Goes on from the folder's newest checkpoint, where there is one, to a release; and saves."""
     model = language()
     if ranks > 1:
         sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     average = ExponentialAverage(model, 0.9)
-    path = Path(folder, "checkpoint")
-    if path.exists():
+    for path in sorted(Path(folder).glob("checkpoint*"))[-1:]:
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "average": average.state_dict()}
         dcp.load(state, checkpoint_id=str(path), no_dist=ranks == 1)
@@ -55,7 +54,7 @@ def part(rank: int, ranks: int, folder: str, until: int) -> dict[str, Any]:
                 break
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "average": average.state_dict()}
-    dcp.save(state, checkpoint_id=str(path), no_dist=ranks == 1)
+    dcp.save(state, checkpoint_id=f"{folder}/checkpoint{until}", no_dist=ranks == 1)
     return {
         "weights": whole(model.named_parameters()),
         "average": whole(average.state_dict()["averages"]),

@@ -66,5 +66,5 @@ def counting_company(rank: int) -> list[Tensor]:
 def test_a_pass_without_records_that_adds_something_is_seen(tmp_path: Path) -> None:
     for found in on_ranks(2, tmp_path, counting_company):
         assert isinstance(found, list), found
-        with_all, without, alone, _ = found
-        assert float((with_all - without - alone).abs().max()) > 1e-3
+        _, without, _, loud = found
+        assert float((loud - without).norm()) > 1.9
