@@ -50,7 +50,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
 }
 ROOMS["loading"] = ({"checks", "clipping", "sampling", "tensors"}, {"numpy", "torch"})
 ROOMS["distributed"] = (
-    {"clipping", "keyring", "loading", "noise", "randomness", "sampling"},
+    {"clipping", "keyring", "loading", "noise", "randomness", "sampling", "tensors"},
     {"numpy", "torch"},
 )
 # Looks at what was not released; nothing imports it (tests/test_research.py).

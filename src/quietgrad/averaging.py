@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quietgrad.tensors import trainable_parameters
+from quietgrad.tensors import is_spread, local_of, spread_like, trainable_parameters
 
 __all__ = ["ExponentialAverage"]
 
@@ -25,7 +25,8 @@ class ExponentialAverage:
     """Averages of a model's trainable parameters: ``update()`` after every step of the optimiser,
     ``applied()`` around an evaluation or a save.
 
-    Memory: one copy of the trainable parameters, in float32 at least. Buffers are not averaged:
+    Memory: one copy of the trainable parameters, in float32 at least; of sharded ones, of this
+    rank's shards, which ``state_dict`` gives as DTensors. Buffers are not averaged:
     what a private run trains has none that learn. (``torch.optim.swa_utils.AveragedModel`` copies
     the whole model, frozen weights included.)
 
@@ -44,7 +45,7 @@ class ExponentialAverage:
         if not self._parameters:
             raise ValueError("model has no trainable parameters, so there is nothing to average")
         with torch.no_grad():
-            self._averages = {n: _wide(p).clone() for n, p in self._parameters.items()}
+            self._averages = {n: _wide(local_of(p)).clone() for n, p in self._parameters.items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -52,7 +53,7 @@ class ExponentialAverage:
         weight = 1.0 - min(self.decay, (1.0 + self.steps) / (10.0 + self.steps))
         averages = list(self._averages.values())
         # Where a model was moved to another device since, so are its averages.
-        values = [_wide(p) for p in self._parameters.values()]
+        values = [_wide(local_of(p)) for p in self._parameters.values()]
         if any(a.device != v.device for a, v in zip(averages, values, strict=True)):
             averages = [a.to(v.device) for a, v in zip(averages, values, strict=True)]
             self._averages = dict(zip(self._averages, averages, strict=True))
@@ -62,7 +63,7 @@ class ExponentialAverage:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the model has the averaged weights; afterwards its own again."""
-        own = {name: p.detach().clone() for name, p in self._parameters.items()}
+        own = {name: local_of(p).detach().clone() for name, p in self._parameters.items()}
         self.write()
         try:
             yield
@@ -75,7 +76,12 @@ class ExponentialAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: functions of released weights."""
-        averages = {name: value.detach().cpu() for name, value in self._averages.items()}
+        averages = {
+            name: spread_like(value.clone(), p) if is_spread(p) else value.detach().cpu()
+            for (name, value), p in zip(
+                self._averages.items(), self._parameters.values(), strict=True
+            )
+        }
         return {"steps": self.steps, "averages": averages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -92,12 +98,12 @@ class ExponentialAverage:
             )
         self.steps = int(state["steps"])
         for name, value in state["averages"].items():
-            self._averages[name].copy_(value)
+            self._averages[name].copy_(local_of(value))
 
     @torch.no_grad()
     def _copy(self, values: dict[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
-            parameter.copy_(values[name])
+            local_of(parameter).copy_(values[name])
 
 
 def _wide(parameter: Tensor) -> Tensor:

@@ -94,6 +94,46 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """The class of a module. ``fully_shard`` gives a module a subclass of its own, with the same
+    forward pass.
+    """
+    kind = type(module)
+    wrapped = len(kind.__mro__) > 2 and kind.__mro__[1].__name__ == "FSDPModule"
+    return kind.__mro__[2] if wrapped else kind
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Whether a tensor is spread over ranks: a DTensor, whose class is not imported for this."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What of a tensor this process holds: the same memory."""
+    if not is_spread(tensor):
+        return tensor
+    spread: Any = tensor
+    with torch.no_grad():
+        held: Tensor = spread.to_local()
+    return held
+
+
+def spread_like(shard: Tensor, parameter: Tensor) -> Tensor:
+    """This process's shard as a tensor that is spread as a parameter is."""
+    from torch.distributed.tensor import DTensor
+
+    like: Any = parameter
+    with torch.no_grad():
+        return DTensor.from_local(
+            shard.contiguous(),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Norms and sums are accumulated in float32 at least."""
     return dtype if dtype == torch.float64 else torch.float32

@@ -29,8 +29,9 @@ CONFIG = PrivacyConfig(
 )
 
 
-def plan_of(records: int = RECORDS, **changes: Any) -> PrivacyPlan:
-    return changed(CONFIG, **changes).build(records)
+def plan_of(records: int = RECORDS, owner: list[int] | None = None, **changes: Any) -> PrivacyPlan:
+    config = changed(CONFIG, **changes)
+    return config.build(records) if owner is None else config.build(records, record_owner=owner)
 
 
 def model_of(dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -224,10 +224,14 @@ def test_noise_of_different_releases_and_parameters_is_uncorrelated(monkeypatch)
         return any(correlated(one, other, len(pairs)) for one, other in pairs)
 
     assert not any_correlation()
-    right = keyed.normal
-    monkeypatch.setattr(keyed, "normal", lambda like, key, step, name: right(like, key, 0, name))
+    right = keyed.stretch
+    monkeypatch.setattr(
+        keyed, "stretch", lambda like, key, step, name, at: right(like, key, 0, name, at)
+    )
     assert any_correlation()  # the same noise at every release
-    monkeypatch.setattr(keyed, "normal", lambda like, key, step, name: right(like, key, step, ""))
+    monkeypatch.setattr(
+        keyed, "stretch", lambda like, key, step, name, at: right(like, key, step, "", at)
+    )
     assert any_correlation()  # the same noise in parameters of one shape
 
 

@@ -235,7 +235,7 @@ class BoundClipper:
         tensors must not change.
         """
         refuse_cross_example_layers(self.model)
-        layout = layout_of(self.model, self._shared)
+        layout = self._layout()
         self._limits(layout)
         if step is None:
             step, self._calls = self._calls, self._calls + 1
@@ -261,7 +261,9 @@ class BoundClipper:
             if alone
             else max(min(how.physical_batch_size * self.clipper.views, batch_size_of(rows)), 2)
         )
-        if not always and not self._guard.is_due(subject, rows, size, step, captures):
+        if not always and not self._guard.is_due(
+            subject, batch_size_of(rows), size, step, captures
+        ):
             return how
         together = self._guard.examine(subject, rows, size, step, captures)
         return (
@@ -306,6 +308,9 @@ class BoundClipper:
     def examples_of(self, batch: Batch) -> Examples:
         """A batch as what is clipped: records, or users."""
         return Examples.of(batch, self.clipper.views, self.clipper.combined)
+
+    def _layout(self) -> Layout:
+        return layout_of(self.model, self._shared)
 
     def _limits(self, layout: Layout) -> Thresholds:
         return thresholds(

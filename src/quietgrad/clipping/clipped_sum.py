@@ -10,12 +10,14 @@ from torch import Tensor
 
 from quietgrad.beside.values import Observed, SideMethod, added, side_sums
 from quietgrad.events import SensitivityClaim
+from quietgrad.tensors import is_spread, local_of
 
 ENTRIES = 64  # of each parameter that a stamp remembers
 
 
 def _some_entries(gradient: Tensor) -> Tensor:
     """A copy of entries at even distances, as bits: not-a-number equals itself."""
+    gradient = local_of(gradient)
     flat = (
         gradient.detach().reshape(-1) if gradient.is_contiguous() else gradient.detach().flatten()
     )
@@ -27,6 +29,10 @@ def _some_entries(gradient: Tensor) -> Tensor:
         if some.element_size() == 4
         else torch.int16
     )
+
+
+def _version(gradient: Tensor) -> int:
+    return gradient._version + (local_of(gradient)._version if is_spread(gradient) else 0)
 
 
 @dataclass(frozen=True)
@@ -68,14 +74,14 @@ class Stamp:
             run,
             release,
             parts,
-            tuple((name, g, g._version, _some_entries(g)) for name, g in gradients.items()),
+            tuple((name, g, _version(g), _some_entries(g)) for name, g in gradients.items()),
         )
 
     def fits(self, gradients: Mapping[str, Tensor]) -> bool:
         """Whether ``gradients`` are the very tensors that were stamped, unchanged."""
         return len(gradients) == len(self.tensors) and all(
             gradients.get(name) is tensor
-            and tensor._version == version
+            and _version(tensor) == version
             and torch.equal(_some_entries(tensor), entries)
             for name, tensor, version, entries in self.tensors
         )

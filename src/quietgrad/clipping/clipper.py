@@ -31,6 +31,8 @@ from quietgrad.clipping.norms.choice import DEFAULT_SKETCH_DIM, ESTIMATORS, Esti
 from quietgrad.clipping.norms.cost import Throughput, modelled_throughput
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.planner.execution import ExecutionChoice
+from quietgrad.clipping.sharded.bound import ShardedClipper
+from quietgrad.clipping.sharded.refusals import is_fully_sharded
 from quietgrad.events import RandomizedClipping, SensitivityClaim
 from quietgrad.tensors import Batch
 
@@ -148,7 +150,8 @@ class Clipper:
         Raises:
             ValueError: where the guard refuses model or loss on ``guard_batch``.
         """
-        bound = BoundClipper(self, model, per_example_loss)
+        kind = ShardedClipper if is_fully_sharded(model) else BoundClipper
+        bound = kind(self, model, per_example_loss)
         if guard_batch is not None:
             bound.check(guard_batch)
         return bound

@@ -98,14 +98,15 @@ class MomentOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: without a ``NoisySum``.
-            ValueError: if it was denoised or stepped on before, or lacks a parameter of this
-                optimiser. Nothing has changed then.
+            ValueError: if it was denoised or stepped on before, is sharded, or lacks a parameter
+                of this optimiser. Nothing has changed then.
         """
         if not isinstance(noisy, NoisySum):
             raise TypeError(
                 "call step(noisy) with the NoisySum that run.backward() returned, not step(): "
                 "gradients in .grad carry no noise level"
             )
+        noisy.require_whole(type(self).__name__)
         if noisy.denoised:
             raise ValueError(
                 "this sum was denoised before: its noise level is not known any more; pass the "

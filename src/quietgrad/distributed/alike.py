@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.randomness import RandomKey
+from quietgrad.tensors import is_spread
 
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 2**22  # entries
@@ -38,6 +39,8 @@ def weights_digest(model: nn.Module) -> str:
     told = hashlib.blake2b(digest_size=8)
     for name, p in model.named_parameters():
         told.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\0".encode())
+        if is_spread(p):
+            continue  # there is one copy of it, a shard on each rank
         width = WIDTHS.get(p.element_size())
         if type(p) in (Tensor, nn.Parameter) and width is not None:  # else a library's own layout
             for part in p.detach().contiguous().view(-1).view(width).split(CHUNK):

@@ -26,9 +26,11 @@ from torch import Tensor, nn
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.distributed.alike import records_digest, weights_digest
 from quietgrad.distributed.exchange import gathered, owners_of, sums_of_owner
+from quietgrad.distributed.matrices import changed_whole
 from quietgrad.distributed.team import Denoise, Facts
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.randomness import RandomKey
+from quietgrad.tensors import is_spread
 
 MOST_FACTS = 8
 WORD_BYTES = 2048
@@ -46,6 +48,8 @@ REMEDIES = {
     "session": "start the run on all ranks together, once",
     "records": "give every rank the whole data set, in the same order, with no sampler and no "
     "shuffling of its own; shares are the run's",
+    "passes": "use one kind of device and the same versions of numpy and torch everywhere: ranks "
+    "whose parameters are sharded make the same passes",
     "reading": "let a record be the same whenever it is read, and augment in collate_fn: records "
     "that change from reading to reading cannot be compared between ranks",
 }
@@ -139,12 +143,16 @@ class Ranks:
         Raises:
             RuntimeError: on all ranks, naming what differs and the remedy, or that one has stopped.
         """
+        return sum(self.agreed(place, facts, examples))
+
+    def agreed(self, place: str, facts: Facts, examples: int) -> list[int]:
+        """``agree``, with the number of each rank in their order."""
         self.require()
         told = {**facts, "weights": self._weights}
         self._weights = ""
         mine = _message(True, place, told, examples)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._lost():
+        with self.lost():
             dist.all_gather(found, mine, group=self._control)
         table = torch.stack(found)
         stopped = (table[:, 0] == 0).nonzero().flatten().tolist()
@@ -160,7 +168,8 @@ class Ranks:
         for i, name in enumerate(told):
             if not _alike(table[:, 3 + i]):
                 raise self._stop(f"the ranks differ in {name}: {REMEDIES[name]}")
-        return int(table[:, 2].sum())
+        numbers: list[int] = table[:, 2].tolist()
+        return numbers
 
     def write_down(self, write: Callable[[], None]) -> None:
         """Raises RuntimeError on all ranks where the first one could not write."""
@@ -179,30 +188,41 @@ class Ranks:
 
     def from_first(self, value: Any) -> Any:
         """What the first rank gives, on all. May be secret: it goes over the group's network."""
+        return self.given_by(FIRST, value)
+
+    def given_by(self, rank: int, value: Any) -> Any:
+        """What one rank gives, on all."""
         box = [value]
-        with self._lost():
-            dist.broadcast_object_list(box, src=FIRST, group=self._control)
+        with self.lost():
+            dist.broadcast_object_list(box, src=rank, group=self._control)
         return box[0]
 
     def all_said(self, value: Any) -> list[Any]:
         """What each rank gives, on all."""
         found = [None] * self.size
-        with self._lost():
+        with self.lost():
             dist.all_gather_object(found, value, group=self._control)
         return found
 
     def owned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        entries = {name: t.numel() for name, t in tensors.items()}
+        entries = {name: t.numel() for name, t in tensors.items() if not is_spread(t)}
         if entries != self._entries:
             self._entries, self._owner = entries, owners_of(entries, self.size)
-        return {name: t for name, t in tensors.items() if self._owner[name] == self.rank}
+        # Of what is spread, every rank draws for its own shard.
+        return {
+            name: t
+            for name, t in tensors.items()
+            if name not in self._owner or self._owner[name] == self.rank
+        }
 
     def summed(self, clipped: ClippedSum, beside: tuple[str, ...]) -> ClippedSum:
         mine = self.owned(clipped.gradients)
-        with self._lost():
-            whole = sums_of_owner(
-                clipped.gradients, self._owner, self.rank, self.size, self._group(clipped.gradients)
-            )
+        held = {name: g for name, g in clipped.gradients.items() if name in self._owner}
+        with self.lost():
+            whole = dict(mine)
+            if held:
+                group = self._group(held)
+                whole |= sums_of_owner(held, self._owner, self.rank, self.size, group)
             numbers = self._side_sums(clipped.private.beside, beside)
         sums = {name: whole[name] for name in mine}
         return ClippedSum(sums, clipped.claim, PrivateCounts(beside=numbers))
@@ -227,25 +247,38 @@ class Ranks:
     def gathered(
         self, noisy: NoisySum, like: Mapping[str, Tensor], beside: tuple[str, ...]
     ) -> NoisySum:
-        with self._lost():
-            whole = gathered(
-                noisy.gradients, like, self._owner, self.rank, self.size, self._group(like)
-            )
+        whole = self._gathered(noisy.gradients, like)
+        with self.lost():
             numbers = self.from_first(dict(noisy.beside)) if beside else {}
         return replace(noisy, gradients=whole, beside=numbers)
 
     def denoised(self, denoise: Denoise, noisy: NoisySum, model: nn.Module) -> NoisySum:
-        own = denoise(replace(noisy, gradients=self.owned(noisy.gradients)), model)
-        with self._lost():
-            whole = gathered(
-                own.gradients,
-                noisy.gradients,
-                self._owner,
-                self.rank,
-                self.size,
-                self._group(noisy.gradients),
-            )
-        return replace(own, gradients=whole)
+        owned = self.owned(noisy.gradients)
+        held = {name: g for name, g in owned.items() if name in self._owner}
+        done = denoise(replace(noisy, gradients=held), model)
+        # What has one dimension is no matrix, whatever the rule.
+        spread = {n: g for n, g in noisy.gradients.items() if is_spread(g) and g.dim() > 1}
+
+        def change(name: str, g: Tensor) -> Tensor:
+            return denoise(replace(noisy, gradients={name: g}), model).gradients[name]
+
+        made = owned | done.gradients
+        if spread:
+            with self.lost():
+                made |= changed_whole(spread, change, self.rank, self.size, self._group(spread))
+        return replace(done, gradients=self._gathered(made, noisy.gradients))
+
+    def _gathered(
+        self, made: Mapping[str, Tensor], like: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What owners made of their parameters, and what is spread as it is here."""
+        held = {name: g for name, g in like.items() if name in self._owner}
+        if not held:
+            return {name: made[name] for name in like}
+        with self.lost():
+            group = self._group(held)
+            whole = gathered(made, held, self._owner, self.rank, self.size, group)
+        return {name: whole[name] if name in whole else made[name] for name in like}
 
     def _group(self, tensors: Mapping[str, Tensor]) -> Any:
         """A group whose backend moves tensors of this kind of device; all ranks come here alike."""
@@ -258,7 +291,7 @@ class Ranks:
         buffer = torch.zeros(WORD_BYTES, dtype=torch.uint8)
         told = word.encode("utf-8", "replace")[:WORD_BYTES]
         buffer[: len(told)] = torch.tensor(list(told), dtype=torch.uint8)
-        with self._lost():
+        with self.lost():
             dist.broadcast(buffer, FIRST, group=self._control)
         return bytes(buffer.tolist()).rstrip(b"\0").decode("utf-8", "ignore")
 
@@ -270,7 +303,7 @@ class Ranks:
         )
 
     @contextlib.contextmanager
-    def _lost(self) -> Iterator[None]:
+    def lost(self) -> Iterator[None]:
         """A rank that is gone shows as an error of the backend."""
         try:
             yield

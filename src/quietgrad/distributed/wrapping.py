@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -46,21 +47,43 @@ def unused(model: nn.Module) -> Iterator[None]:
         hook.remove()
 
 
+@dataclass
+class Expected:
+    """Operations that meet other ranks and are known.
+
+    Attributes:
+        count: how many there were.
+    """
+
+    count: int = 0
+
+    @contextlib.contextmanager
+    def operations(self) -> Iterator[None]:
+        """Inside, they count as expected."""
+        before = _operations()
+        try:
+            yield
+        finally:
+            self.count += _operations() - before
+
+
 @contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Inside, this process starts no operation that meets other ranks: what a loss hears from them
-    follows from their records, and the guard, which looks at records of this rank, does not see it.
+def silent(expected: Expected | None = None) -> Iterator[None]:
+    """Inside, this process starts no operation that meets other ranks, but those that are expected:
+    what a loss hears from them follows from their records, and the guard, which looks at records of
+    this rank, does not see it.
 
     Raises:
         ValueError: at the end, where there was one, with the remedy.
     """
-    before = _operations()
+    known = Expected() if expected is None else expected
+    before = _operations() - known.count
     try:
         yield
     except ValueError:  # what the guard makes of such a loss says less
-        if _operations() == before:
+        if _operations() - known.count == before:
             raise
-    if _operations() != before:
+    if _operations() - known.count != before:
         raise ValueError(
             "the loss or the model exchanges tensors with other ranks (a collective operation of "
             "torch.distributed while records were clipped), so a record's gradient would depend on "

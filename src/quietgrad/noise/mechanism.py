@@ -33,7 +33,9 @@ from quietgrad.noise.correlation.banded import BandedLower, Floats, inside
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.noise.sources.grid import covered, drift, noise_std
 from quietgrad.noise.sources.keyed import KeyedSource
+from quietgrad.noise.sources.of_stretches import OfStretches
 from quietgrad.noise.sources.source import NoiseSource
+from quietgrad.noise.sources.stretch import Stretch
 from quietgrad.randomness import RandomKey
 
 COLUMN_TOLERANCE = 1e-10
@@ -163,8 +165,17 @@ class GaussianNoise:
         if noise_multiplier == self.noise_multiplier:
             return self
         require_positive("noise_multiplier", noise_multiplier)
+        return self._but("noise_multiplier", noise_multiplier)
+
+    def of(self, places: Mapping[str, Stretch]) -> GaussianNoise:
+        """The same noise, for a process that holds stretches of these parameters: its tensors,
+        gradients and rows, are those stretches.
+        """
+        return self._but("source", OfStretches(self.source, places)) if places else self
+
+    def _but(self, name: str, value: object) -> GaussianNoise:
         other = copy.copy(self)
-        object.__setattr__(other, "noise_multiplier", noise_multiplier)
+        object.__setattr__(other, name, value)
         return other
 
     def init(self, step: int = 0) -> NoiseHistory:

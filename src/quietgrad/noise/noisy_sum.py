@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quietgrad.checks import require_at_least, require_finite, require_positive
+from quietgrad.tensors import is_spread
 
 WRITTEN = "_quietgrad_written"
 
@@ -68,6 +69,16 @@ class NoisySum:
                 "released (1 for gradients that are no sum over a batch)"
             )
         return self.expected_batch_size
+
+    def require_whole(self, who: str) -> None:
+        """Raises ValueError where parameters are sharded, for what needs whole matrices."""
+        name = next((name for name, g in self.gradients.items() if is_spread(g)), None)
+        if name is not None:
+            raise ValueError(
+                f"{who} needs whole matrices, and parameter {name!r} is sharded by fully_shard; "
+                "give PrivacyConfig(denoising=) a rule of quietgrad.denoising, for which matrices "
+                "are gathered one at a time, and step by any torch.optim optimiser"
+            )
 
     def mean(self) -> dict[str, Tensor]:
         """Parameter name -> gradient divided by the expected batch size.

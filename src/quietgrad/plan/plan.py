@@ -216,6 +216,7 @@ class PrivacyPlan(StepByStep):
             if team is not None and type(rule).__module__.startswith(MATRIX_BY_MATRIX):
                 noisy = team.denoised(rule.denoise, noisy, model)
             else:
+                noisy.require_whole(type(rule).__name__)
                 noisy = rule.denoise(noisy, model)
         noisy.write_gradients(model)
 

@@ -15,12 +15,14 @@ from quietgrad.clipping.bindings import Bindings
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum, Stamp
 from quietgrad.clipping.engines.summing import summing_of
-from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.sharded.company import Company
 from quietgrad.clipping.soundness.guard import is_guarded
 from quietgrad.clipping.soundness.processes import refuse_process_group
+from quietgrad.distributed.clips import clip_parts
+from quietgrad.distributed.sharded import clipping_on
 from quietgrad.distributed.shares import Shares
 from quietgrad.distributed.team import Alone, Team
-from quietgrad.distributed.wrapping import model_inside, silent, unused
+from quietgrad.distributed.wrapping import model_inside
 from quietgrad.events import NotPrivate
 from quietgrad.ledger import LedgerWriter
 from quietgrad.loading.batches import parts_of, records_of
@@ -158,32 +160,26 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         """
         self._require_own_process()
         self._team.require()
-        with self._team.stopping_all(), unused(model), silent():
-            return self._clipped(model_inside(model), per_example_loss, batch)
+        with self._team.stopping_all(), clipping_on(self._team, model) as company:
+            return self._clipped(model_inside(model), per_example_loss, batch, company)
 
     def _clipped(
-        self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch
+        self,
+        model: nn.Module,
+        per_example_loss: PerExampleLoss,
+        batch: Batch,
+        company: Company | None,
     ) -> ClippedSum:
         bound = self.bindings.of(model, per_example_loss)
         size = self.plan.batch_size_at(self.plan.at(min(self._released, self.plan.steps - 1)))
         summing = summing_of(self.max_grad_norm, size, self._team.size > 1)
         if is_guarded(self._released):
             self._team.look_at(model, self._released)
-        total: ClippedSum | None = None
-        for part in parts_of(batch):
-            records = records_of(part, self._loader, self._released)
-            if self._loader is not None:
-                records = to_device(records, next(model.parameters()).device)
-            drawn = Projections(self._session.key, self._released)
-            found = bound.clip(records, drawn, self._released, summing)
-            clipped = self._stamped(found)
-            total = clipped if total is None else total + clipped
-        if total is None:
-            raise ValueError(
-                "batch is an iterator that gave no micro-batch; for a batch without records give "
-                "one empty micro-batch, whose sum is zero"
-            )
-        return total
+        key, release, device = self._session.key, self._released, next(model.parameters()).device
+        parts = (records_of(part, self._loader, release) for part in parts_of(batch))
+        if self._loader is not None:
+            parts = (to_device(part, device) for part in parts)
+        return clip_parts(bound, parts, key, release, summing, company, self._stamped)
 
     def check(
         self, model: nn.Module, per_example_loss: PerExampleLoss, public_batch: Batch

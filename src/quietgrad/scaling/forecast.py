@@ -28,7 +28,7 @@ TENSOR = 8  # devices that share a record, where a way has that
 RUNS: Mapping[str, str] = MappingProxyType(
     {
         "replicas": "runs today",
-        "sharded": "forecast: fully_shard is refused by this version",
+        "sharded": "runs today, in loops of your own",
         "sharded, tensor parallel": "on paper: DTensor layers are refused by this version",
     }
 )

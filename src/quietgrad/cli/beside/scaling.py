@@ -12,7 +12,6 @@ from rich.table import Table
 
 from quietgrad.checks import require_at_least, require_positive, require_word
 from quietgrad.cli.output import console, one_line, print_json, print_table
-from quietgrad.cli.prepared import prepare_shown
 
 if TYPE_CHECKING:
     from quietgrad.scaling.forecast import Asked, PaperOf
@@ -174,6 +173,8 @@ def _of_config(
             f"{(said or ['--checkpointing'])[0]} goes with --model; a configuration says it by "
             "its keys (--set)"
         )
+    from quietgrad.cli.prepared import prepare_shown
+
     prepared = prepare_shown(load_config(config, overrides), target)
     if prepared.plan is None:
         raise ValueError(

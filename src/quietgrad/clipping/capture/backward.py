@@ -18,7 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.capture.capture import Receiver, Recording, attach_frozen, captured
-from quietgrad.clipping.capture.escapes import never_called, not_expandable
+from quietgrad.clipping.capture.escapes import (
+    never_called,
+    not_expandable,
+    reentrant_and_spread,
+)
 from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.capture.routines.opening import routines_opened
 from quietgrad.tensors import Batch, batch_size_of
@@ -75,7 +79,10 @@ def forward_captured(
         ([examples] losses, the recording).
     """
     n = batch_size_of(batch)
+    if reentrant and layout.spread is not None:
+        raise reentrant_and_spread()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(layout.running())
         if reentrant and switch_off:
             stack.enter_context(_switched_off(layout))
         stack.enter_context(torch.enable_grad())
@@ -142,7 +149,11 @@ def visit_captured_calls(
     }
     # A parameter that no captured call accounts for must not influence the loss: asking for its
     # gradient finds out.
-    asked = {name: p for name, p in layout.parameters.items() if name not in called}
+    asked = {
+        name: p
+        for name in layout.parameters
+        if name not in called and (p := layout.in_graph(name)) is not None
+    }
     wanted = [recording.root, *asked.values()]
     found = grads_of(losses.sum(), wanted, retain_graph)
     for name, gradient in zip(asked, found[1:], strict=True):
@@ -180,6 +191,7 @@ def gradients_of_batch(
         return hook
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(layout.running())
         stack.enter_context(torch.enable_grad())
         if reentrant:
             handles = attach_frozen(layout, torch.zeros((), requires_grad=True))

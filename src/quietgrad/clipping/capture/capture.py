@@ -27,7 +27,7 @@ from quietgrad.clipping.capture.escapes import (
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, Site
 from quietgrad.clipping.capture.units import first_dimension
 from quietgrad.clipping.norms.rules import batched_dims, kept_input
-from quietgrad.tensors import Autocast, map_tensors
+from quietgrad.tensors import Autocast, map_tensors, plain_type
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,10 @@ def captured(
             expand = _expander(site, recording, batch_size, layout.shared)
             record = _recorder(site, recording, batch_size, layout.shared)
             handles.append(site.module.register_forward_pre_hook(expand, with_kwargs=True))
-            handles.append(site.module.register_forward_hook(record, with_kwargs=True))
+            # Inside what fully_shard does: the backward pass then gathers before it delivers.
+            inside = plain_type(site.module) is not type(site.module)
+            hooked = site.module.register_forward_hook
+            handles.append(hooked(record, with_kwargs=True, prepend=inside))
         if attach_all:
             handles += attach_frozen(layout, root)
         yield recording
@@ -236,7 +239,6 @@ def _expander(
         )
         if any(first_dimension(x) == batch_size for i, x in enumerate(leaves) if i not in common):
             return None
-
         recording.expanded.add(site.name)
 
         def widen(x: Tensor) -> Tensor:
@@ -326,9 +328,7 @@ def _give_outputs_examples(
 
 def input_of(use: Use) -> Tensor:
     """The one tensor input of a module that has a rule."""
-    leaves = tensors_among(use.args, use.kwargs)
-    assert leaves, use.site.name
-    return leaves[0]
+    return tensors_among(use.args, use.kwargs)[0]
 
 
 def tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -76,3 +76,12 @@ def not_expandable(layer: str) -> NotCaptured:
         "example at a time "
         "(engine='one-example', exact for every layer)"
     )
+
+
+def reentrant_and_spread() -> ValueError:
+    """Of checkpointing that hides calls until the backward pass."""
+    return ValueError(
+        "the model uses reentrant gradient checkpointing, and its parameters are sharded by "
+        "fully_shard; use torch.utils.checkpoint with use_reentrant=False "
+        "(model.gradient_checkpointing_enable({'use_reentrant': False}))"
+    )

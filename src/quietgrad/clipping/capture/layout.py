@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
+from quietgrad.clipping.capture.spread import Spread
 from quietgrad.clipping.capture.units import PLAIN, Unit, first_dimension, unit_of
 from quietgrad.clipping.norms.rules import Rule, rule_for
-from quietgrad.tensors import trainable_parameters
+from quietgrad.tensors import is_spread, trainable_parameters
 
 # Children that are called with inputs common to all examples (T5's table of relative positions):
 # their parents are captured in their place.
@@ -73,21 +75,39 @@ class Layout:
 
     Attributes:
         shared: what was found out about the arguments of modules without a rule.
+        spread: where parameters are spread over ranks.
     """
 
     sites: tuple[Site, ...]
     parameters: dict[str, nn.Parameter]
     frozen: tuple[nn.Module, ...] = ()
     shared: SharedInputs = field(default_factory=SharedInputs)
+    spread: Spread | None = None
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """A pass of the model, with its backward pass where there is one."""
+        return contextlib.nullcontext() if self.spread is None else self.spread.running()
+
+    def in_graph(self, name: str) -> Tensor | None:
+        """What stands for a parameter in the graph of a pass; None where it was never gathered, so
+        that no loss depends on it.
+        """
+        parameter = self.parameters[name]
+        if self.spread is None or not is_spread(parameter):
+            return parameter
+        return self.spread.whole.get(name)
 
 
-def layout_of(model: nn.Module, shared: SharedInputs | None = None) -> Layout:
+def layout_of(
+    model: nn.Module, shared: SharedInputs | None = None, spread: Spread | None = None
+) -> Layout:
     """Walks the model once; cheap enough to be done at every step, so freezing and unfreezing
     mid-run just works.
 
     Args:
         model: the user's.
         shared: what was found out earlier; None: nothing.
+        spread: where parameters are spread over ranks.
 
     Raises:
         ValueError: if the model has no trainable parameter.
@@ -126,5 +146,15 @@ def layout_of(model: nn.Module, shared: SharedInputs | None = None) -> Layout:
         elif any(True for _ in module.parameters(recurse=False)):
             frozen.append(module)
     return Layout(
-        tuple(sites), parameters, tuple(frozen), SharedInputs() if shared is None else shared
+        tuple(sites),
+        parameters,
+        tuple(frozen),
+        SharedInputs() if shared is None else shared,
+        spread,
     )
+
+
+def in_graph(layout: Layout) -> dict[str, Tensor]:
+    """Parameter name -> what stands for it in the graph of a pass, where anything does."""
+    found = {name: layout.in_graph(name) for name in layout.parameters}
+    return {name: p for name, p in found.items() if p is not None}

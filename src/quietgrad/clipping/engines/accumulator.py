@@ -8,8 +8,9 @@ what is kept, plus one block of temporaries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -69,6 +70,8 @@ class Accumulator:
         projections: of this release, for sketches.
         keep: False where only norms are wanted.
         twice: whether norms are taken once more after the backward pass, and compared.
+        most_kept: entries of per-example gradients that are kept of all matrices together; beyond
+            them factors are kept.
         recording: set before the forward pass.
         losses: [examples * views], once the forward pass is over.
     """
@@ -81,6 +84,7 @@ class Accumulator:
     projections: Projections
     keep: bool = True
     twice: bool = False
+    most_kept: float = math.inf
     recording: Recording | None = None
     losses: Tensor | None = None
     kept: dict[str, list[Kept]] = field(default_factory=dict)
@@ -88,6 +92,7 @@ class Accumulator:
     _measured: dict[str, Measured] = field(default_factory=dict)
     _waiting: dict[str, list[Contribution]] = field(default_factory=dict)
     _expected: dict[str, int] | None = None
+    _kept_entries: int = 0
     _small: dict[tuple[int, torch.dtype], list[Tensor]] = field(default_factory=dict)
 
     def receive(self, use: Use) -> None:
@@ -114,7 +119,7 @@ class Accumulator:
                 made_elsewhere = [use for use in kept if not isinstance(use, ListedGradients)]
                 uses = cast(list[Contribution], made_elsewhere)
                 dtype = accumulation_dtype(self.layout.parameters[name].dtype)
-                again, _ = settle(uses, name, self.policy_of(name), self.projections, dtype)
+                again, _ = settle(uses, name, self._policy_of(name), self.projections, dtype)
                 require_same_norms(name, before, again)
         return self.sums.norms()
 
@@ -140,7 +145,9 @@ class Accumulator:
         small = None if self.twice else _small_gradients(uses)
         measured: Measured | None = None
         if small is None:
-            measured, kept = settle(uses, name, self.policy_of(name), self.projections, dtype)
+            measured, kept = settle(uses, name, self._policy_of(name), self.projections, dtype)
+            if any(isinstance(use, DirectGradients | ListedGradients) for use in kept):
+                self._kept_entries += parameter.numel() * len(measured.squared)
             self.sums.add(self.group_of(name), measured, parameter.numel())
         else:
             kept = [small]
@@ -155,6 +162,13 @@ class Accumulator:
             listed = any(isinstance(use, ListedGradients) for use in kept)
             if self.twice and measured is not None and not listed:
                 self._measured[name] = measured
+
+    def _policy_of(self, name: str) -> Policy:
+        policy, entries = self.policy_of(name), self.layout.parameters[name].numel()
+        left = self.most_kept - self._kept_entries
+        if entries * len(self.groups.sizes) <= left:
+            return policy
+        return replace(policy, may_keep=False)
 
     def _wait(self, group: int, values_bn: Tensor) -> None:
         """Biases and scales are many and small: they are measured together."""
@@ -171,16 +185,19 @@ class Accumulator:
         """One example's gradient by parameter, formed from what was kept: what is measured of it is
         what can be added. Memory: one gradient.
         """
+        return {name: self.gradient_at(name, example) for name in self.kept}
+
+    def gradient_at(self, name: str, example: int) -> Tensor:
+        """One example's gradient of one parameter that something was kept of."""
+        uses, parameter = self.kept[name], self.layout.parameters[name]
+        require_untouched(name, uses, self._versions[name])
         span, weight = slice(example, example + 1), self.sums.squared.new_ones(1)
-        made: Sums = {}
+        dtype = accumulation_dtype(parameter.dtype)
+        made: Tensor | None = None
         with full_precision():
-            for name, uses in self.kept.items():
-                require_untouched(name, uses, self._versions[name])
-                parameter = self.layout.parameters[name]
-                dtype = accumulation_dtype(parameter.dtype)
-                for use in uses:
-                    one = use.examples(span)
-                    made[name] = one.weighted_sum(weight, parameter.shape, dtype, made.get(name))
+            for use in uses:
+                made = use.examples(span).weighted_sum(weight, parameter.shape, dtype, made)
+        assert made is not None
         return made
 
     def add_weighted(self, sums: Sums, weights: Tensor, left_out: Tensor | None) -> None:
@@ -193,16 +210,22 @@ class Accumulator:
             left_out: [b] examples that add exactly zero, whatever their gradients hold; None for
                 none.
         """
+        for name in list(self.kept):
+            self.add_weighted_of(name, sums, weights, left_out)
+
+    def add_weighted_of(
+        self, name: str, sums: Sums, weights: Tensor, left_out: Tensor | None
+    ) -> None:
+        """``add_weighted`` for one parameter that something was kept of."""
+        parameter = self.layout.parameters[name]
+        dtype = accumulation_dtype(parameter.dtype)
+        row = weights[self.group_of(name)]
+        kept = self.kept.pop(name)
+        require_untouched(name, kept, self._versions[name])
         with full_precision():
-            for name in list(self.kept):
-                parameter = self.layout.parameters[name]
-                dtype = accumulation_dtype(parameter.dtype)
-                row = weights[self.group_of(name)]
-                kept = self.kept.pop(name)
-                require_untouched(name, kept, self._versions[name])
-                for use in kept:
-                    known = use if left_out is None else use.without(left_out)
-                    sums[name] = known.weighted_sum(row, parameter.shape, dtype, sums.get(name))
+            for use in kept:
+                known = use if left_out is None else use.without(left_out)
+                sums[name] = known.weighted_sum(row, parameter.shape, dtype, sums.get(name))
 
 
 def _small_gradients(uses: list[Contribution]) -> DirectGradients | None:

@@ -13,6 +13,8 @@ precision, and sums uses of a weight that the norms never saw.)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ from quietgrad.clipping.engines.thresholds import clip_factors
 from quietgrad.clipping.engines.work import Work
 
 
-def _accumulated(work: Work, batch: Examples, keep: bool) -> Accumulator:
+def accumulated(work: Work, batch: Examples, keep: bool) -> Accumulator:
     """One forward and one backward pass of a micro-batch."""
 
     def run(reentrant: bool) -> Accumulator:
@@ -55,7 +57,7 @@ def group_norms(work: Work, batch: Examples) -> Tensor:
     """[groups, b] norms of a micro-batch's per-example gradients: estimates, and for those in doubt
     the norms of their own gradients. Private.
     """
-    accumulator = _accumulated(work, batch, keep=not work.sketched)
+    accumulator = accumulated(work, batch, keep=not work.sketched)
     norms = accumulator.finish()
     alone = work.doubtful(norms)
     estimates = norms.estimate
@@ -69,21 +71,45 @@ def add_by_bookkeeping(work: Work, batch: Examples, sums: Sums) -> Observed:
     """Adds a micro-batch's clipped gradients to ``sums``; returns losses and norms, which are
     private. An example whose norm is not finite adds zero.
     """
-    accumulator = _accumulated(work, batch, keep=True)
+    accumulator = accumulated(work, batch, keep=True)
     with torch.no_grad():
-        norms = accumulator.finish()
-        divisors = norms.divisors() if work.sketched else norms.enlarged
-        factors = clip_factors(divisors, work.limits, work.scaling)
-        alone = work.doubtful(norms)
-        left_out = alone
-        if work.sketched and not bool(divisors.isfinite().all()):
-            left_out = ~divisors.isfinite().all(dim=0)
-        for i in [] if alone is None else torch.nonzero(alone).flatten().tolist():
-            divisors[:, i : i + 1] = _add_gradient(work, accumulator.gradient_of(i), sums)
-        accumulator.add_weighted(
-            sums, factors if alone is None else factors.masked_fill(alone, 0.0), left_out
-        )
-        return work.observed(accumulator.losses, divisors, batch.groups)
+        shares = shares_of(work, accumulator)
+        for i in shares.alone:
+            shares.divisors[:, i : i + 1] = _add_gradient(work, accumulator.gradient_of(i), sums)
+        accumulator.add_weighted(sums, shares.factors, shares.left_out)
+        return work.observed(accumulator.losses, shares.divisors, batch.groups)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the examples of a micro-batch are multiplied by. Private.
+
+    Attributes:
+        divisors: [groups, b] what norms are divided by; of examples taken alone, to be filled in.
+        factors: [groups, b] clip factors; 0 for examples taken alone.
+        left_out: [b] examples that add nothing to the weighted sum; None for none.
+        alone: numbers of the examples that are measured and added each by itself.
+    """
+
+    divisors: Tensor
+    factors: Tensor
+    left_out: Tensor | None
+    alone: list[int]
+
+
+def shares_of(work: Work, accumulator: Accumulator) -> Shares:
+    """Once the backward pass is over."""
+    norms = accumulator.finish()
+    divisors = norms.divisors() if work.sketched else norms.enlarged
+    factors = clip_factors(divisors, work.limits, work.scaling)
+    alone = work.doubtful(norms)
+    left_out = alone
+    if work.sketched and not bool(divisors.isfinite().all()):
+        left_out = ~divisors.isfinite().all(dim=0)
+    if alone is None:
+        return Shares(divisors, factors, left_out, [])
+    each = torch.nonzero(alone).flatten().tolist()
+    return Shares(divisors, factors.masked_fill(alone, 0.0), left_out, each)
 
 
 def _add_gradient(work: Work, gradient: dict[str, Tensor], sums: Sums) -> Tensor:

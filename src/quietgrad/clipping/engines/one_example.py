@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -75,9 +75,16 @@ def norms_of_one(work: Work, gradients: Mapping[str, Tensor | None], divisor: in
     """[groups, 1] norms of one example's gradient, given as a sum that is divided by so many.
     Private.
     """
+    return norms_of_each(work, gradients.items(), divisor)
+
+
+def norms_of_each(
+    work: Work, gradients: Iterable[tuple[str, Tensor | None]], divisor: int = 1
+) -> Norms:
+    """``norms_of_one``, each parameter's gradient formed when it is asked for."""
     found = NormSums.empty(len(work.thresholds.values), 1, work.device)
     scale = float(divisor) ** -2
-    for name, g in gradients.items():
+    for name, g in gradients:
         if g is not None:
             one = direct(g.detach().to(accumulation_dtype(g.dtype)).reshape(1, -1))
             measured = Measured(one.squared * scale, one.slack * scale, one.margin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -36,6 +37,7 @@ class Work:
         sketched: whether any norm is an estimate; then none is measured again.
         checkpointing: what is known of the model's.
         twice: whether norms are taken once more after the backward pass, and compared.
+        most_kept: entries of per-example gradients that are kept of all matrices together.
     """
 
     model: nn.Module
@@ -48,6 +50,7 @@ class Work:
     sketched: bool = False
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     twice: bool = False
+    most_kept: float = math.inf
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +72,7 @@ class Work:
             self.projections,
             keep,
             keep and self.twice,
+            self.most_kept,
         )
 
     def observed(self, losses: Tensor | None, divisors: Tensor, groups: RowGroups) -> Observed:

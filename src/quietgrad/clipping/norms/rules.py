@@ -9,6 +9,7 @@ without a rule go through ``fallback``.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ from quietgrad.clipping.norms.factors import (
     Geometry,
     OneHotFactors,
 )
-from quietgrad.tensors import accumulation_dtype
+from quietgrad.tensors import accumulation_dtype, is_spread, plain_type
 
 # The module is of the rule's own type.
 Rule = Callable[[Any, Tensor, Tensor, Collection[str]], dict[str, Contribution]]
@@ -121,7 +122,7 @@ _is_scaled_rms_norm: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 def _behaves_like_rms_norm(module: nn.Module) -> bool:
-    kind = type(module)
+    kind = plain_type(module)
     own = dict(module.named_parameters())
     if set(own) != {"weight"} or own["weight"].dim() != 1 or any(True for _ in module.children()):
         return False
@@ -130,7 +131,7 @@ def _behaves_like_rms_norm(module: nn.Module) -> bool:
     ):
         return False
     if kind not in _is_scaled_rms_norm:
-        probe = copy.deepcopy(module).cpu().float()
+        probe = _probe_of(module)
         source = torch.Generator().manual_seed(0)
         with torch.no_grad():
             weight = torch.randn(own["weight"].shape, generator=source)
@@ -147,6 +148,21 @@ def _behaves_like_rms_norm(module: nn.Module) -> bool:
             for scale in (weight, 1 + weight)
         )
     return _is_scaled_rms_norm[kind]
+
+
+def _probe_of(module: nn.Module) -> nn.Module:
+    """A copy in float32 on the processor; of a module whose weight is spread over ranks, one with a
+    plain weight, and without the hooks that gather it.
+    """
+    weight = dict(module.named_parameters())["weight"]
+    if not is_spread(weight):
+        return copy.deepcopy(module).cpu().float()
+    kind = plain_type(module)
+    probe = kind.__new__(kind)
+    hooks = {name: OrderedDict[int, Any]() for name in vars(module) if name.endswith("_hooks")}
+    vars(probe).update(vars(module) | hooks)
+    vars(probe)["_parameters"] = {"weight": nn.Parameter(torch.empty(weight.shape))}
+    return probe
 
 
 def _scale_and_shift_last(
@@ -269,7 +285,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     """
     if getattr(module, "parametrizations", None):
         return None
-    kind = type(module)
+    kind = plain_type(module)
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
         return linear_rule
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ from quietgrad.clipping.capture.backward import (
 )
 from quietgrad.clipping.capture.capture import Recording, Use
 from quietgrad.clipping.capture.escapes import NotCaptured, never_called
+from quietgrad.clipping.capture.layout import Layout, in_graph
+from quietgrad.clipping.capture.spread import each_gradient
 from quietgrad.clipping.engines.accumulator import contributions_of
 from quietgrad.clipping.norms.factors import Contribution
 from quietgrad.clipping.soundness.fingerprints import HALVES
@@ -105,7 +109,11 @@ def _same_gradients(subject: Subject, one: Batch, reentrant: bool) -> bool:
     with seeded(subject.devices), passes as (losses, recording):
         recordings.append(recording)
         parameters: list[Tensor] = list(layout.parameters.values())
-        if reentrant:
+        differences = _Differences(layout, captured, losses.device)
+        found: Sequence[Tensor | None] = ()
+        if layout.spread is not None:
+            each_gradient(losses.sum(), in_graph(layout), differences.take)
+        elif reentrant:
             found = tuple(accumulated_gradients(losses.sum(), layout.parameters))
         else:
             found = grads_of(losses.sum(), [recording.root, *parameters])[1:]
@@ -116,27 +124,66 @@ def _same_gradients(subject: Subject, one: Batch, reentrant: bool) -> bool:
             for name in s.parameters.values()
         }
     half = any(p.dtype in HALVES for p in parameters) or torch.is_autocast_enabled()
-    half = half or losses.dtype in HALVES or _is_half(captured)
+    half = half or losses.dtype in HALVES or differences.half or _is_half(captured)
     subject.half = subject.half or half
     limit = LARGEST_DIFFERENCE_IN_HALF_PRECISION if half else LARGEST_DIFFERENCE
-    plain = {
-        name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(layout.parameters.items(), found, strict=True)
-    }
-    size = math.sqrt(sum(_norm(g) ** 2 for g in plain.values()))
-    weight = torch.ones(1, device=losses.device)
-    with torch.no_grad():
-        for name, parameter in layout.parameters.items():
-            dtype = accumulation_dtype(parameter.dtype)
-            difference = -plain[name].to(dtype)
-            for use in captured.get(name, []):
-                difference = difference + use.weighted_sum(weight, parameter.shape, dtype)
-            error = _norm(difference)
-            if not math.isfinite(error + size):
-                return False
-            if error > limit * max(size, 1e-20):
-                raise escaped(name) if name in called else never_called(name)
+    for name, gradient in zip(layout.parameters, found, strict=False):
+        if gradient is not None:
+            differences.take(name, gradient)
+    size = differences.size
+    for name, error in differences.of_all().items():
+        if not math.isfinite(error + size):
+            return False
+        if error > limit * max(size, 1e-20):
+            raise escaped(name) if name in called else never_called(name)
     return True
+
+
+@dataclass
+class _Differences:
+    """How far captured gradients are from autograd's, one parameter after the other.
+
+    Attributes:
+        layout: of the model.
+        captured: parameter name -> what was captured of one example; emptied.
+        device: of the losses.
+        half: whether what was looked at so far was in half precision.
+    """
+
+    layout: Layout
+    captured: dict[str, list[Contribution]]
+    device: torch.device
+    half: bool = False
+    _errors: dict[str, float] = field(default_factory=dict)
+    _squares: list[float] = field(default_factory=list)
+
+    def take(self, name: str, gradient: Tensor | None) -> None:
+        """Compares one parameter's; None is the gradient of what the loss does not depend on."""
+        parameter = self.layout.parameters[name]
+        dtype = accumulation_dtype(parameter.dtype)
+        uses = self.captured.pop(name, [])
+        self.half = self.half or _is_half({name: uses})
+        with torch.no_grad():
+            weight = torch.ones(1, device=self.device)
+            difference = torch.zeros((), dtype=dtype, device=self.device)
+            if gradient is not None:
+                self._squares.append(_norm(gradient) ** 2)
+                difference = -gradient.to(dtype)
+            for use in uses:
+                difference = difference + use.weighted_sum(weight, parameter.shape, dtype)
+            self._errors[name] = _norm(difference)
+
+    @property
+    def size(self) -> float:
+        """Norm of autograd's gradient."""
+        return math.sqrt(sum(self._squares))
+
+    def of_all(self) -> dict[str, float]:
+        """Name -> norm of the difference, of all trainable parameters in order."""
+        for name in self.layout.parameters:
+            if name not in self._errors:
+                self.take(name, None)
+        return {name: self._errors[name] for name in self.layout.parameters}
 
 
 def _norm(x: Tensor) -> float:

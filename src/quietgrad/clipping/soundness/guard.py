@@ -93,22 +93,26 @@ class Guard:
             ValueError: naming what is kept, with the remedy.
         """
         known = self.verdict_of(subject)
-        if known.kept is None and batch_size_of(batch):
+        if not self.has_begun(subject) and batch_size_of(batch):
             public = self.public is not None
             records = self.public if public else batch
             known.kept = look_at_the_first(subject, records, public)
             require_no_other_records(subject, take(records, [0]), batch)
 
-    def is_due(self, subject: Subject, batch: Batch, size: int, step: int, captures: bool) -> bool:
-        """Whether this call is examined: undecided, a guarded release, or more examples together
-        than ever before.
+    def has_begun(self, subject: Subject) -> bool:
+        """Whether ``begin`` has seen what it looks for."""
+        return self.verdict_of(subject).kept is not None
+
+    def is_due(self, subject: Subject, count: int, size: int, step: int, captures: bool) -> bool:
+        """Whether this call, of ``count`` records, is examined: undecided, a guarded release, or
+        more examples together than ever before.
         """
-        if not batch_size_of(batch):
+        if not count:
             return False  # nothing is run and nothing is clipped: the sum of no records is zero
         known = self.verdict_of(subject)
-        if self.is_early(subject, batch_size_of(batch), step):
+        if self.is_early(subject, count, step):
             return True
-        if self._is_alone(batch_size_of(batch)):
+        if self._is_alone(count):
             return False  # exact whatever the model; the verdict stays open for the next batch
         return (captures and not known.captured) or (size > 1 and self._wants(known, size))
 

@@ -33,8 +33,8 @@ SIZES = (
 )
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 WHOLE = (
-    "keep the whole model on every rank, plain or in DistributedDataParallel "
-    "(docs/many_processes.md): parameters that are sharded are not supported"
+    "keep the whole model on every rank, plain or in DistributedDataParallel; models that are "
+    "sharded by fully_shard are clipped by a run on all ranks alone (docs/many_processes.md)"
 )
 
 
@@ -97,12 +97,25 @@ def refuse_wrapped_model(model: nn.Module) -> None:
     Raises:
         ValueError: naming the wrapper, with the remedy.
     """
+    refuse_models_of(model, WRAPPERS)
+    shared = next(
+        (name for name, p in model.named_parameters() if type(p).__name__ == "DTensor"), None
+    )
+    if shared is not None:
+        raise ValueError(
+            f"parameter {shared!r} is spread over several ranks (a DTensor, of fully_shard or "
+            f"tensor parallelism); {WHOLE}"
+        )
+
+
+def refuse_models_of(model: nn.Module, wrappers: set[str]) -> None:
+    """Raises ValueError for models that are wrapped in one of these classes of torch's."""
     for name, module in model.named_modules():
         found = next(
             (
                 kind.__name__
                 for kind in type(module).__mro__
-                if kind.__name__ in WRAPPERS and _is_torchs(kind)
+                if kind.__name__ in wrappers and _is_torchs(kind)
             ),
             None,
         )
@@ -113,14 +126,6 @@ def refuse_wrapped_model(model: nn.Module) -> None:
                 "clipping; "
                 f"pass the model itself (its .module), and {WHOLE}"
             )
-    shared = next(
-        (name for name, p in model.named_parameters() if type(p).__name__ == "DTensor"), None
-    )
-    if shared is not None:
-        raise ValueError(
-            f"parameter {shared!r} is spread over several ranks (a DTensor, of fully_shard or "
-            f"tensor parallelism); {WHOLE}"
-        )
 
 
 def _is_torchs(kind: type) -> bool:

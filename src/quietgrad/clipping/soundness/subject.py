@@ -21,7 +21,8 @@ from quietgrad.clipping.capture.backward import (
     with_any_checkpointing,
 )
 from quietgrad.clipping.capture.capture import Use
-from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.capture.layout import Layout, in_graph
+from quietgrad.clipping.capture.spread import each_gradient
 from quietgrad.clipping.soundness.fingerprints import HALVES, Factors, factors_of
 from quietgrad.clipping.soundness.held_still import seeded
 from quietgrad.tensors import Batch, batch_size_of
@@ -84,7 +85,8 @@ class Subject:
 
     def losses(self, batch: Batch, salt: int = 0) -> Tensor:
         """[examples] losses without a graph; the same random numbers every time."""
-        with seeded(self.devices, salt), torch.enable_grad(), uncompiled(self.model):
+        running = self.layout.running()
+        with running, seeded(self.devices, salt), torch.enable_grad(), uncompiled(self.model):
             losses = self.per_example_loss(self.model, batch)
             self._note_seeds()
         require_per_example(losses, batch_size_of(batch))
@@ -126,6 +128,8 @@ class Subject:
         """[parameters, 2] norm, and sum with alternating signs, of one example's gradient by plain
         autograd.
         """
+        if self.layout.spread is not None:
+            return self._prints_one_by_one(one)
 
         def run(reentrant: bool) -> Tensor:
             with seeded(self.devices), uncompiled(self.model):
@@ -136,6 +140,21 @@ class Subject:
             return torch.stack([_print(g) for g in gradients.values()])
 
         return with_any_checkpointing(self.checkpointing, run)
+
+    def _prints_one_by_one(self, one: Batch) -> Tensor:
+        """The same where no process holds a whole gradient."""
+        prints = dict.fromkeys(self.layout.parameters, _print(None))
+
+        def take(name: str, gradient: Tensor) -> None:
+            prints[name] = _print(gradient)
+
+        with self.layout.running(), seeded(self.devices), torch.enable_grad():
+            with uncompiled(self.model):
+                losses = self.per_example_loss(self.model, one)
+                self._note_seeds()
+            require_per_example(losses, batch_size_of(one))
+            each_gradient(losses.sum(), in_graph(self.layout), take)
+        return torch.stack(list(prints.values()))
 
     def tolerance(self, losses: Tensor) -> Tolerance:
         """By the coarsest arithmetic that took part."""

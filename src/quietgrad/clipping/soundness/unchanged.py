@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from quietgrad.tensors import is_spread, local_of
+
 # Contents of buffers up to this size together are copied and compared at every call: about a tenth
 # of a millisecond.
 SMALL_BYTES = 2**20
@@ -177,7 +179,10 @@ def _dotted(key: tuple[str, str]) -> str:
 def version_of(tensor: Tensor) -> int:
     """How often torch counted a write into it."""
     # Tensors made in inference mode count no versions; their contents are compared like all others.
-    return -1 if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return -1
+    # What is written into a shard does not count for the tensor that is spread.
+    return tensor._version + (local_of(tensor)._version if is_spread(tensor) else 0)
 
 
 def equal_contents(one: Tensor, other: Tensor) -> bool:
@@ -195,7 +200,10 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _bits(tensor: Tensor) -> int:
-    """Sum of all bits as whole numbers: exact, and another one when any single entry changes."""
+    """Sum of all bits as whole numbers: exact, and another one when any single entry changes. Of a
+    tensor that is spread over ranks, of what is here.
+    """
+    tensor = local_of(tensor.detach())
     if type(tensor) not in (Tensor, nn.Parameter):
         return 0  # another library's own layout (quantized weights): identity and version only
     flat = tensor.detach().contiguous().view(-1)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quietgrad.noise.sources.keystream import Keystream, require_cipher
 from quietgrad.noise.sources.rounded_normal import rounded_normals
+from quietgrad.noise.sources.stretch import Stretch
 from quietgrad.randomness import RandomKey
 
 GRID_BITS = 30
@@ -49,7 +50,18 @@ class SecureSource:
         """float64, whatever the dtype of ``like``: whole multiples of the grid. On a device without
         float64 the CPU keeps them.
         """
-        drawn = self.entries(key, step, name, 0, like.numel(), scale).view(like.shape)
+        return self.stretch(like, key, step, name, Stretch(0, like.numel()), scale)
+
+    def stretch(
+        self,
+        like: Tensor,
+        key: RandomKey,
+        step: int,
+        name: str,
+        place: Stretch,
+        scale: float = 1.0,
+    ) -> Tensor:
+        drawn = self.entries(key, step, name, place.start, like.numel(), scale).view(like.shape)
         return drawn if like.device.type in ON_THE_CPU else drawn.to(like.device)
 
     def entries(

@@ -8,6 +8,7 @@ from typing import Literal, Protocol, get_args
 from torch import Tensor
 
 from quietgrad.checks import require_word
+from quietgrad.noise.sources.stretch import Stretch
 from quietgrad.randomness import RandomKey
 
 Source = Literal["keyed", "secure"]
@@ -35,6 +36,24 @@ class NoiseSource(Protocol):
         self, like: Tensor, key: RandomKey, step: int, name: str, scale: float = 1.0
     ) -> Tensor:
         """``scale`` times standard normal noise in the shape and on the device of ``like``."""
+        ...
+
+    def stretch(
+        self,
+        like: Tensor,
+        key: RandomKey,
+        step: int,
+        name: str,
+        place: Stretch,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """What ``normal`` has at a stretch of the parameter, drawn without the rest of it.
+
+        Args:
+            like: the stretch.
+            key, step, name, scale: as for ``normal``.
+            place: where it lies.
+        """
         ...
 
     def how_drawn(self, like: Mapping[str, Tensor]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.ledger import LedgerWriter
 from quietgrad.noise.mechanism import GaussianNoise, NoiseHistory
 from quietgrad.noise.noisy_sum import NoisySum
+from quietgrad.noise.shards import locals_of, places_of, spread_again
 from quietgrad.plan.session.kept_rows import load_rows, save_rows
 from quietgrad.plan.session.starts import Begun
 from quietgrad.randomness import RandomKey
@@ -86,9 +88,12 @@ class NoiseSession:
         """
         assert self._history is not None
         noise = self._noise if noise_multiplier is None else self._noise.at(noise_multiplier)
-        key_of = self._ring.key_of
-        noisy, self._history = noise.update(clipped, key_of, self._history, entries, with_beside)
-        return noisy
+        sums, key_of = clipped.gradients, self._ring.key_of
+        held = replace(clipped, gradients=locals_of(sums), stamp=None)
+        noisy, self._history = noise.of(places_of(sums)).update(
+            held, key_of, self._history, entries, with_beside
+        )
+        return replace(noisy, gradients=spread_again(noisy.gradients, sums))
 
     def keep(self) -> None:
         """Writes the last rows to the secret file, where there are any and a file was given."""
@@ -132,4 +137,6 @@ class NoiseSession:
         kept = None
         if self._rows is not None:
             kept = load_rows(self._rows, noise, like, how, self._ring.sessions, self._block, step)
-        return noise.replay(own, self._ring.key_of, self._block, step, kept)
+        return noise.of(places_of(own)).replay(
+            locals_of(own), self._ring.key_of, self._block, step, kept
+        )

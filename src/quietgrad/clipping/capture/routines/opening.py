@@ -24,6 +24,7 @@ from quietgrad.clipping.capture.routines.attention import attention
 from quietgrad.clipping.capture.routines.bags import embedding_bag
 from quietgrad.clipping.capture.routines.maps import Maps
 from quietgrad.clipping.capture.routines.recurrent import recurrent
+from quietgrad.tensors import plain_type
 
 Answer = Callable[[Maps, PackedSequence | None, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -53,7 +54,7 @@ ROUTINES: dict[type[nn.Module], dict[Any, Answer]] = {
 
 def opens(module: nn.Module) -> bool:
     """Whether a module calls a routine that is opened, and has torch's own forward pass."""
-    return type(module) in ROUTINES and "forward" not in vars(module)
+    return plain_type(module) in ROUTINES and "forward" not in vars(module)
 
 
 @contextmanager
@@ -93,7 +94,7 @@ class _Opened(TorchFunctionMode):
         names = {id(p): name for name, p in site.module.named_parameters(remove_duplicate=False)}
         self.maps = Maps(site, recording, examples, names)
         self.packed = first if isinstance(first, PackedSequence) else None
-        self.routines = ROUTINES[type(site.module)]
+        self.routines = ROUTINES[plain_type(site.module)]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,0 +1,210 @@
+"""Private steps on a model sharded by ``fully_shard`` against the same steps without privacy, on
+two processes with a thread each, in turns. Prints one JSON object: seconds a step, what the peak of
+a rank's memory is above its shards, and the ratios of each pair.
+
+Run it on a machine with two free cores:
+
+    python benchmarks/fully_sharded.py --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from quietgrad import PrivacyConfig
+
+VOCABULARY, RECORDS, RANKS = 4096, 4096, 2
+# Private steps before time is taken: the guard looks at the 1st, 2nd, 4th and 8th; give 3 steps.
+LOOKS = 4
+Ways = tuple[dict[str, float], dict[str, float]]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // 64)
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        parts = self.mix(self.first(x)).view(b, t, 3, self.heads, d // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(b, t, d))
+        return x + self.narrow(F.gelu(self.wide(self.second(x))))
+
+
+class Decoder(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    ids = batch["ids"]
+    logits = model(ids[:, :-1])
+    return F.cross_entropy(logits.mT, ids[:, 1:], reduction="none").mean(dim=1)
+
+
+def memory(field: str) -> float:
+    """MiB of this process: VmRSS now, or VmHWM at most so far."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
+
+
+def work(rank: int, private: bool, folder: str, settings: argparse.Namespace) -> None:
+    """Times a few steps on one rank, and takes the peak of its memory."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(minutes=10),
+    )
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    model = Decoder(settings.width, settings.layers)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    source = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (RECORDS, settings.length + 1), generator=source)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    # A rank's memory at rest: what building the model took beside is given back by overwriting.
+    gc.collect()
+    before = memory("VmRSS")
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+    steps = _private if private else _plain
+    seconds = steps(model, optimizer, ids, settings, rank)
+    told = {"seconds": seconds, "added": memory("VmHWM") - before}
+    Path(folder, f"told{rank}.json").write_text(json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _private(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ids: Tensor,
+    settings: argparse.Namespace,
+    rank: int,
+) -> float:
+    plan = PrivacyConfig(
+        noise_multiplier=1.0,
+        expected_batch_size=settings.batch,
+        steps=settings.steps + LOOKS,
+        clipping=replace(PrivacyConfig().clipping, estimator=settings.estimator),
+        seed=3,
+        data_are_public=True,
+    ).build(RECORDS)
+    data = [{"ids": row} for row in ids]
+    size, started = settings.physical, 0.0
+    with plan.start() as run:
+        for batch in run.loader(data, steps=settings.steps + LOOKS, physical_batch_size=size):
+            if run.released == LOOKS:
+                dist.barrier()
+                started = time.perf_counter()
+            run.backward(model, loss, batch)
+            optimizer.step()
+    return (time.perf_counter() - started) / settings.steps
+
+
+def _plain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ids: Tensor,
+    settings: argparse.Namespace,
+    rank: int,
+) -> float:
+    started, share = 0.0, settings.batch // RANKS
+    for step in range(settings.steps + 1):
+        if step == 1:
+            dist.barrier()
+            started = time.perf_counter()
+        first = (step * settings.batch + rank * share) % (RECORDS - share)
+        optimizer.zero_grad()
+        for part in ids[first : first + share].split(settings.physical):
+            (loss(model, {"ids": part}).sum() / share).backward()
+        optimizer.step()
+    return (time.perf_counter() - started) / settings.steps
+
+
+def told_of(private: bool, settings: argparse.Namespace) -> dict[str, float]:
+    """Of the slower rank, and of the one that took more."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(
+            work, (private, folder, settings), nprocs=RANKS, start_method="fork"
+        )
+        told = [json.loads(Path(folder, f"told{r}.json").read_text()) for r in range(RANKS)]
+    return {name: max(one[name] for one in told) for name in ("seconds", "added")}
+
+
+def ratios(pairs: list[Ways], name: str) -> dict[str, float]:
+    found = sorted(private[name] / plain[name] for private, plain in pairs)
+    return {
+        "median": round(statistics.median(found), 3),
+        "least": round(found[0], 3),
+        "most": round(found[-1], 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--physical", type=int, default=8)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--estimator", default="exact")
+    settings = parser.parse_args()
+    pairs = [(told_of(True, settings), told_of(False, settings)) for _ in range(settings.rounds)]
+    print(
+        json.dumps(
+            {
+                "settings": vars(settings),
+                "torch": torch.__version__,
+                "processors": os.cpu_count(),
+                "load_average": os.getloadavg()[0],
+                "private": [one for one, _ in pairs],
+                "plain": [other for _, other in pairs],
+                "time_ratio": ratios(pairs, "seconds"),
+                "added_memory_ratio": ratios(pairs, "added"),
+            },
+            indent=1,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

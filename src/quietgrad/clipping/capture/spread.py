@@ -1,0 +1,128 @@
+"""Parameters that are spread over ranks by ``fully_shard``, while a model runs.
+
+At rest a module holds a shard of each of its parameters (a DTensor). Before its forward pass, and
+again before its backward pass, all ranks gather the whole ones, which take part in the graph, and
+drop them afterwards. A pass that is not followed by a backward pass leaves some of them behind:
+every pass of the library ends with all parameters at rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from quietgrad.tensors import is_spread
+
+TOO_OLD = (
+    "the parameters are sharded by fully_shard, and this version of torch cannot put them away "
+    "after a pass (FSDPModule.reset_iter_state is missing); install a newer torch"
+)
+
+
+def sharding_modules(model: nn.Module) -> list[Any]:
+    """The modules that were given to ``fully_shard``."""
+    return [
+        module
+        for module in model.modules()
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+    ]
+
+
+def _put_away(model: nn.Module) -> None:
+    """All parameters at rest. Only where a pass began can it be told to forget about it; other
+    modules refuse by an error.
+    """
+    for module in sharding_modules(model):
+        with contextlib.suppress(RuntimeError):
+            module.reset_iter_state()
+
+
+@dataclass
+class Spread:
+    """What is known of a model whose parameters are spread over ranks.
+
+    Attributes:
+        model: the user's.
+        whole: parameter name -> the tensor that stands in its place in the graph of every pass. Its
+            memory is there only while its module runs.
+    """
+
+    model: nn.Module
+    whole: dict[str, Tensor] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A pass, with its backward pass where there is one; afterwards all parameters are at rest,
+        also after an exception.
+        """
+        handles = self._watched()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            _put_away(self.model)
+
+    def _watched(self) -> list[Any]:
+        """Hooks that note what stands in the graph for parameters that were not seen yet."""
+        missing = {
+            name: (module, local)
+            for path, module in self.model.named_modules()
+            for local, p in module._parameters.items()
+            if p is not None
+            and is_spread(p)
+            and (name := f"{path}.{local}" if path else local) not in self.whole
+        }
+        if not missing:
+            return []
+
+        def note(module: nn.Module, args: Any) -> None:
+            for name, (owner, local) in list(missing.items()):
+                found = owner._parameters[local]
+                if found is not None and not is_spread(found):
+                    self.whole[name] = found
+                    del missing[name]
+
+        # Registered after those that gather, so they run after them.
+        return [m.register_forward_pre_hook(note) for m in sharding_modules(self.model)]
+
+
+Taker = Callable[[str, Tensor], None]
+
+
+def each_gradient(loss: Tensor, parameters: dict[str, Tensor], take: Taker) -> None:
+    """Hands the gradients of a scalar loss to ``take``, one parameter after the other as the
+    backward pass forms them: no more than one module's are there at a time. ``.grad`` fields are
+    left as they were.
+
+    Args:
+        loss: of a pass whose parameters may be spread over ranks.
+        parameters: name -> tensor in the graph, a leaf.
+        take: told name and gradient, which is dropped afterwards; not called for parameters that
+            the loss does not depend on.
+    """
+    before = {name: p.grad for name, p in parameters.items()}
+    handles = []
+
+    def handed(name: str) -> Callable[[Tensor], None]:
+        def hook(p: Tensor) -> None:
+            gradient, p.grad = p.grad, None
+            assert gradient is not None
+            take(name, gradient)
+
+        return hook
+
+    try:
+        for name, p in parameters.items():
+            p.grad = None
+            handles.append(p.register_post_accumulate_grad_hook(handed(name)))
+        loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, p in parameters.items():
+            p.grad = before[name]

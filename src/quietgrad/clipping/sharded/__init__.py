@@ -1,0 +1,3 @@
+"""Clipping of models whose parameters are sharded by ``fully_shard``: passes that all ranks make
+together, and sums that are scattered layer by layer.
+"""

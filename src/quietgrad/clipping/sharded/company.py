@@ -1,0 +1,35 @@
+"""What clipping asks of the other ranks, where all of them gather a model's parameters together."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Company(Protocol):
+    """The ranks of a run that hold a shard of every parameter each. Every method is called by all
+    of them, in the same order.
+    """
+
+    @property
+    def size(self) -> int: ...
+    def told(self, place: str, number: int, facts: str = "") -> list[int]:
+        """A number of each rank, in the order of the ranks; ``facts`` have to be the same on all.
+
+        Raises:
+            RuntimeError: on all ranks where they are at different places, or say different things.
+        """
+        ...
+
+    def given_by(self, rank: int, value: Any) -> Any:
+        """What one rank gives, on all. May be private."""
+        ...
+
+    def scattered(self, sums_wn: Tensor) -> Tensor:
+        """[n]: this rank's row of the sum over all ranks.
+
+        Args:
+            sums_wn: [ranks, n] what this rank adds to each rank's row. Private.
+        """
+        ...

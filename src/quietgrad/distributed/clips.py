@@ -1,0 +1,52 @@
+"""From the micro-batches of a share to its clipped sum, on one process or in company of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from quietgrad.clipping.bound import BoundClipper
+from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.clipping.engines.summing import Summing
+from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.sharded.bound import ShardedClipper
+from quietgrad.clipping.sharded.company import Company
+from quietgrad.randomness import RandomKey
+from quietgrad.tensors import Batch
+
+
+def clip_parts(
+    bound: BoundClipper,
+    parts: Iterator[Batch],
+    key: RandomKey,
+    release: int,
+    summing: Summing,
+    company: Company | None,
+    stamped: Callable[[ClippedSum], ClippedSum],
+) -> ClippedSum:
+    """Clipped sum of all parts, stamped. Private.
+
+    Args:
+        bound: model and loss.
+        parts: micro-batches, one alone of which is held.
+        key, release: of the projections.
+        summing: how micro-batches are added up.
+        company: the ranks, where the model is sharded over them.
+        stamped: marks a sum as the run's.
+
+    Raises:
+        ValueError: for no micro-batch at all, and what the clipper refuses.
+    """
+    if company is not None:
+        assert isinstance(bound, ShardedClipper)
+        drawn = Projections(key, release)
+        return stamped(bound.clip_together(parts, drawn, release, summing, company))
+    total: ClippedSum | None = None
+    for part in parts:
+        clipped = stamped(bound.clip(part, Projections(key, release), release, summing))
+        total = clipped if total is None else total + clipped
+    if total is None:
+        raise ValueError(
+            "batch is an iterator that gave no micro-batch; for a batch without records give "
+            "one empty micro-batch, whose sum is zero"
+        )
+    return total

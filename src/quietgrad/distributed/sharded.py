@@ -1,0 +1,126 @@
+"""The ranks of a run whose model is sharded by ``fully_shard``, as clipping meets them.
+
+The operations that meet other ranks while records are clipped are known: fully_shard's gathers and
+the library's own. They are counted, so that any other (of a loss that hears from other ranks) is
+seen (``wrapping.silent``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quietgrad.clipping.capture.spread import sharding_modules
+from quietgrad.clipping.sharded.company import Company
+from quietgrad.clipping.sharded.refusals import is_fully_sharded
+from quietgrad.distributed.ranks import Ranks
+from quietgrad.distributed.team import Team
+from quietgrad.distributed.wrapping import Expected, silent, unused
+from quietgrad.tensors import is_spread
+
+# torch 2.13 gave it another name.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class ShardedCompany:
+    """``Company`` over the ranks of a run.
+
+    Attributes:
+        ranks: of the run.
+        mesh: that parameters are sharded on.
+        expected: operations that are the library's own.
+    """
+
+    ranks: Ranks
+    mesh: Any
+    expected: Expected
+
+    @property
+    def size(self) -> int:
+        return self.ranks.size
+
+    def told(self, place: str, number: int, facts: str = "") -> list[int]:
+        with self.expected.operations():
+            return self.ranks.agreed(place, {"passes": facts}, number)
+
+    def given_by(self, rank: int, value: Any) -> Any:
+        with self.expected.operations():
+            return self.ranks.given_by(rank, value)
+
+    def scattered(self, sums_wn: Tensor) -> Tensor:
+        # Zeros: what does not arrive is then no other tensor's memory.
+        own = sums_wn.new_zeros(sums_wn.shape[1])
+        with self.expected.operations(), self.ranks.lost():
+            _reduce_scatter(own, sums_wn.view(-1), group=self.mesh.get_group())
+        return own
+
+
+@contextlib.contextmanager
+def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | None]:
+    """Inside, records are clipped, and nothing else meets other ranks. Gives the company in which a
+    sharded model is clipped; None for a model that is whole on every rank.
+
+    Args:
+        team: the processes of the run.
+        model: as it was given to the run.
+
+    Raises:
+        ValueError: where a model is sharded in a run on one process, and at the end, where the loss
+            met other ranks.
+    """
+    if not is_fully_sharded(model):
+        with unused(model), silent():
+            yield None
+        return
+    if not isinstance(team, Ranks):
+        raise ValueError(
+            "the model is sharded by fully_shard, and this run has one process; start the run on "
+            "all ranks of the mesh (init_process_group, then plan.start on each), or leave "
+            "fully_shard out on one process"
+        )
+    expected = Expected()
+    spread: Any = next(p for p in model.parameters() if is_spread(p))
+    with silent(expected), gathers_expected(model, expected):
+        yield ShardedCompany(team, spread.device_mesh, expected)
+
+
+@contextlib.contextmanager
+def gathers_expected(model: nn.Module, expected: Expected) -> Iterator[None]:
+    """Inside, the gathers of fully_shard count as expected."""
+    changed: list[tuple[Any, Any]] = []
+    try:
+        for module in sharding_modules(model):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                if not isinstance(group._all_gather_comm, _Counted):
+                    changed.append((group, group._all_gather_comm))
+                    group._all_gather_comm = _Counted(group._all_gather_comm, expected)
+        yield
+    finally:
+        for group, gather in changed:
+            group._all_gather_comm = gather
+
+
+class _Counted:
+    """A gather of fully_shard's, as it is, counted.
+
+    Args:
+        gather: what it uses, or what the user gave it.
+        expected: where it counts.
+    """
+
+    def __init__(self, gather: Any, expected: Expected) -> None:
+        self._gather = gather
+        self._expected = expected
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._gather.allocate(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._expected.operations():
+            return self._gather(*args, **kwargs)

@@ -1,0 +1,156 @@
+"""A model sharded by ``fully_shard`` on two and four processes is released as by one process: in
+float64 bit for bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed.sharding import language, llama, next_words, sharded, texts, whole
+from distributed.test_equality import VARIANTS, adapted
+from distributed.world import RECORDS, loss, model_of, on_ranks, plan_of, records_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from quietgrad.averaging import ExponentialAverage
+
+pytestmark = pytest.mark.distributed
+
+SHARDED = {
+    **{name: VARIANTS[name] for name in VARIANTS if name != "wrapped"},
+    "language": {},
+    "language, hutch++": {"estimator": "hutch++", "sketch_dim": 6},
+    "language, checkpointed": {},
+    "language, banded": {"bands": 2},
+    "language, blocks alone": {},
+    "llama": {"estimator": "hutch", "sketch_dim": 4},
+    "llama, lora": {},
+}
+
+
+def made(name: str) -> nn.Module:
+    """The model of a variant, whole."""
+    if name.startswith("llama"):
+        return llama("lora" in name)
+    if name.startswith("language"):
+        return language("checkpointed" in name)
+    return adapted() if name == "low rank" else model_of()
+
+
+def trained(name: str, ranks: int) -> dict[str, Any]:
+    """Four steps: what was released, and what became of the weights."""
+    changes = dict(SHARDED[name])
+    words = name.startswith(("language", "llama"))
+    model = made(name)
+    apart = name == "language, blocks alone"
+    if ranks > 1:
+        sharded(model, blocks_alone=apart)
+    owner = None
+    if name == "users":
+        owner = [i // 3 for i in range(RECORDS)]
+        changes["expected_batch_size"] = 5
+    plan = plan_of(owner=owner, **changes)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    average = ExponentialAverage(model, 0.9)
+    released, beside, shares = [], [], []
+    with plan.start() as run:
+        records = texts(RECORDS) if words else records_of()
+        for batch in run.loader(records, steps=4, physical_batch_size=3):
+            noisy = run.backward(model, next_words if words else loss, batch)
+            shares.append(run._open.examples)
+            for name_of, p in model.named_parameters():
+                spread = ranks > 1 and (not apart or name_of.startswith("blocks"))
+                assert isinstance(p, DTensor) == spread
+                assert (p.grad is not None) == p.requires_grad
+                assert p.grad is None or isinstance(p.grad, DTensor) == spread
+            optimizer.step()
+            average.update()
+            released.append(whole(noisy.gradients))
+            beside.append(sorted(noisy.beside.items()))
+        spent = run.epsilon()
+    return {
+        "released": torch.stack(released),
+        "beside": beside,
+        "weights": whole(model.named_parameters()),
+        "average": whole(average.state_dict()["averages"]),
+        "epsilon": spent,
+        "shares": shares,
+    }
+
+
+def all_of(rank: int, ranks: int, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: trained(name, ranks) for name in names}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return all_of(0, 1, tuple(SHARDED))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_releases_are_those_of_one_process_to_the_bit(
+    size: int, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    names = tuple(SHARDED) if size == 2 else ("exact", "language, banded", "small batches")
+    found = on_ranks(size, tmp_path, all_of, size, names)
+    empty = False
+    for name in names:
+        for of_rank in found:
+            assert isinstance(of_rank, dict), of_rank
+            for what, value in alone[name].items():
+                if what == "shares":
+                    continue
+                if name == "denoised" and what != "released":
+                    # A stack of fewer matrices may be multiplied in another order.
+                    torch.testing.assert_close(of_rank[name][what], value, rtol=1e-9, atol=1e-12)
+                elif isinstance(value, Tensor):
+                    assert torch.equal(of_rank[name][what], value), (name, what)
+                else:
+                    assert of_rank[name][what] == value, (name, what)
+        shares = torch.tensor([of_rank[name]["shares"] for of_rank in found])
+        assert shares.sum(0).tolist() == alone[name]["shares"]
+        empty = empty or bool(((shares == 0).any(0) & (shares.sum(0) > 0)).any())
+    # Among these were steps in which a rank had no record and another had some.
+    assert empty
+
+
+def options(rank: int, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """One step's release, in float32, by how the model is sharded and computed."""
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "kept": {"reshard_after_forward": False},
+        "half": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+    }
+    found = {}
+    for name in names:
+        model = sharded(language().float(), **ways[name])
+        found[name] = whole(released(model))
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+    return found
+
+
+def released(model: nn.Module) -> dict[str, Tensor]:
+    """The first release of a run with little noise."""
+    with plan_of(noise_multiplier=1e-3).start() as run:
+        for batch in run.loader(texts(RECORDS), steps=1, physical_batch_size=3):
+            return run.backward(model, next_words, batch).gradients
+    raise AssertionError
+
+
+def test_ways_of_sharding_and_mixed_precision(tmp_path: Path) -> None:
+    alone = whole(released(language().float()))
+    two = on_ranks(2, tmp_path / "two", options, ("plain", "kept", "half"))
+    four = on_ranks(4, tmp_path / "four", options, ("half",))
+    for found in (*two, *four):
+        assert isinstance(found, dict), found
+        for name in found.keys() - {"half"}:
+            torch.testing.assert_close(found[name], alone, rtol=0, atol=2e-5)
+        # Records are computed in half precision and summed in single: where they were summed
+        # changes as little as in single precision.
+        torch.testing.assert_close(found["half"], two[0]["half"], rtol=0, atol=2e-5)
+        error = float((found["half"] - alone).norm() / alone.norm())
+        assert 1e-4 < error < 5e-2
