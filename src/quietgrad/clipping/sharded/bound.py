@@ -14,7 +14,7 @@ same order. What a rank does must not depend on its own records:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -200,14 +200,16 @@ class ShardedClipper(BoundClipper):
         if begun and not due and self._stand_in is not None:
             return asked
         shared = self._shared_rows(own, donor, company)
+        mine = () if own is None else own.rows
+        any_of = _asking(company)
         if not begun:
-            self._guard.begin(subject, shared)
+            self._guard.begin(subject, shared, mine, any_of)
             company.told("first records", 0, "looked at")
         if self._stand_in is None:
             self._stand_in = map_tensors(slice_batch(shared, 0, 1), torch.clone)
         if not due:
             return asked
-        together = self._guard.examine(subject, shared, size, step, captures=True)
+        together = self._guard.examine(subject, shared, size, step, True, mine, any_of)
         company.told("guard", 0, f"together {together}")
         return asked if together else 1
 
@@ -230,3 +232,10 @@ class ShardedClipper(BoundClipper):
         passes = max(company.told("passes", len(parts)))
         for part, _ in zip_longest(parts, range(passes)):
             yield part
+
+
+def _asking(company: Company) -> Callable[[bool], bool]:
+    """Whether any rank says so; all ask alike. What a look finds may be of one rank alone, as its
+    loss keeps a log there, or reads its own batch; the passes of the look are everybody's.
+    """
+    return lambda said: any(company.told("the guard's question", int(said)))

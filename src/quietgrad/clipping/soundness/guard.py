@@ -15,6 +15,7 @@ from torch import nn
 
 from quietgrad.clipping.soundness.checking import require_capture
 from quietgrad.clipping.soundness.kept.lazily import (
+    AnyOf,
     Places,
     look_at_the_first,
     require_no_other_records,
@@ -85,9 +86,15 @@ class Guard:
         key = (frozenset(subject.layout.parameters), _modes(subject.model))
         return self._verdicts.setdefault(key, _Verdict())
 
-    def begin(self, subject: Subject, batch: Batch) -> None:
+    def begin(
+        self, subject: Subject, batch: Batch, own: Batch | None = None, any_of: AnyOf = bool
+    ) -> None:
         """Before anything of the batch meets the pair: sees that nothing is made of the first
         records and kept. On public records it may be: those fill it.
+
+        Args:
+            subject, batch: as for ``examine``.
+            own, any_of: as for ``examine``.
 
         Raises:
             ValueError: naming what is kept, with the remedy.
@@ -97,7 +104,8 @@ class Guard:
             public = self.public is not None
             records = self.public if public else batch
             known.kept = look_at_the_first(subject, records, public)
-            require_no_other_records(subject, take(records, [0]), batch)
+            reached = batch if own is None else own
+            require_no_other_records(subject, take(records, [0]), reached, any_of)
 
     def has_begun(self, subject: Subject) -> bool:
         """Whether ``begin`` has seen what it looks for."""
@@ -132,7 +140,16 @@ class Guard:
     def _wants(self, known: _Verdict, size: int) -> bool:
         return not known.together or (self.public is None and size > known.together)
 
-    def examine(self, subject: Subject, batch: Batch, size: int, step: int, captures: bool) -> bool:
+    def examine(
+        self,
+        subject: Subject,
+        batch: Batch,
+        size: int,
+        step: int,
+        captures: bool,
+        own: Batch | None = None,
+        any_of: AnyOf = bool,
+    ) -> bool:
         """Runs the checks that this call needs.
 
         Args:
@@ -142,6 +159,9 @@ class Guard:
             step: number of the release.
             captures: whether gradients are captured (else plain autograd forms them, one example at
                 a time).
+            own: what this process was handed over, where ``batch`` is another process's; an empty
+                tuple for nothing. None: ``batch``.
+            any_of: asks the processes that make every pass together.
 
         Returns:
             Whether several examples may be taken together; one at a time is exact in any case.
@@ -158,9 +178,9 @@ class Guard:
             with unchanged(subject.model, thorough=True):  # first, so that what changes is named
                 subject.losses(take(records, range(min(size, count, at_most))))
         else:
-            if known.kept:
-                require_unread(subject, take(records, [0]), known.kept)
-            require_no_other_records(subject, take(records, [0]), batch)
+            first = take(records, [0])
+            require_unread(subject, first, known.kept or (), any_of)
+            require_no_other_records(subject, first, batch if own is None else own, any_of)
         if captures:
             known.captured = require_capture(subject, take(records, spread(count, at_most)))
         if count == 1:

@@ -31,6 +31,8 @@ from quietgrad.tensors import Batch, tensors_of
 
 Places = tuple[str, ...]
 Seeds = tuple[frozenset[int], frozenset[str]]
+# Whether any process says so, of those that make every pass together; one process: what it says.
+AnyOf = Callable[[bool], bool]
 
 
 class KeepsFirst(Mixes):
@@ -147,47 +149,63 @@ def _after(
     return passes, left, seeds
 
 
-def require_unread(subject: Subject, one: Batch, places: Places) -> None:
+def require_unread(subject: Subject, one: Batch, places: Places, any_of: AnyOf = bool) -> None:
     """What is kept of records in these places does not matter to a record's loss or gradient.
+
+    Processes that make every pass together may keep something in different places (a log of the
+    first rank's): they look where any of them keeps something, and find the same.
 
     Raises:
         KeepsFirst: where it does.
     """
+    if not any_of(bool(places)):
+        return
     before = Snapshot(subject.model, subject.per_example_loss)
-    if not _is_unread(subject, one, before, lambda: before.disturb(places)):
+    if not _is_unread(subject, one, before, lambda: before.disturb(places), any_of):
         raise KeepsFirst(_LATER.format(_named(places)))
 
 
-def require_no_other_records(subject: Subject, one: Batch, batch: Batch) -> None:
+def require_no_other_records(
+    subject: Subject, one: Batch, batch: Batch, any_of: AnyOf = bool
+) -> None:
     """A record's loss or gradient does not read the batch that it is in, which the loss may reach
     by itself: through a variable of the loop that it closes over, say.
+
+    Args:
+        subject: model and loss.
+        one: the record, the same for all processes.
+        batch: of this process, as it was handed over: copies would be found nowhere.
+        any_of: asks those that make every pass together.
 
     Raises:
         Mixes: naming the place.
     """
     before = Snapshot(subject.model, subject.per_example_loss)
     shared = before.sharing(tensors_of(batch))
-    if not shared:
+    if not any_of(bool(shared)):
         return
 
     def disturb() -> bool:
         return any([before.disturb_one(found.thing) for found in shared])
 
-    if not _is_unread(subject, one, before, disturb):
+    if not _is_unread(subject, one, before, disturb, any_of):
         raise Mixes(_CLOSED.format(_named(tuple(found.place for found in shared))))
 
 
-def _is_unread(subject: Subject, one: Batch, before: Snapshot, disturb: Callable[[], bool]) -> bool:
+def _is_unread(
+    subject: Subject, one: Batch, before: Snapshot, disturb: Callable[[], bool], any_of: AnyOf
+) -> bool:
     try:
         with CommonRandomness():
             passes = _Passes.of(one, subject)
             before.put_back()
-            if not disturb():
+            if not any_of(disturb()):
                 return True
             try:
-                return passes.agree(_Passes.of(one, subject), subject)
+                same = passes.agree(_Passes.of(one, subject), subject)
             except Exception:  # it runs on what is there, and not on anything else
                 return False
+            return not any_of(not same)
     finally:
         before.put_back()
 
