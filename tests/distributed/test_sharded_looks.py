@@ -78,3 +78,23 @@ def test_a_loss_that_reads_a_rank_s_own_batch_is_refused(
 
 def test_a_loss_that_holds_the_batch_and_does_not_read_it_goes_on(tmp_path: Path) -> None:
     assert on_ranks(2, tmp_path, reading_the_batch, False, 7) == [4, 4]
+
+
+def checked(rank: int, ranks: tuple[int, ...]) -> int:
+    """Public records that are others on each rank; ``ranks``: which of them look at some."""
+    model = sharded(model_of())
+    with plan_of(COUNT, sample_rate=1.0, expected_batch_size=None, steps=2).start() as run:
+        if rank in ranks:
+            run.check(model, loss, stacked(8 - 4 * rank))
+        for batch in run.loader(records_of(COUNT), steps=2, physical_batch_size=2):
+            run.backward(model, loss, batch)
+        return run.released
+
+
+def test_public_records_are_the_first_rank_s_on_all(tmp_path: Path) -> None:
+    assert on_ranks(2, tmp_path, checked, (0, 1)) == [2, 2]
+
+
+def test_public_records_that_one_rank_looks_at_are_refused(tmp_path: Path) -> None:
+    for found in on_ranks(2, tmp_path, checked, (0,)):
+        assert "at different places" in str(found), found

@@ -21,7 +21,7 @@ from quietgrad.clipping.sharded.refusals import is_fully_sharded
 from quietgrad.distributed.ranks import Ranks
 from quietgrad.distributed.team import Team
 from quietgrad.distributed.wrapping import Expected, silent, unused
-from quietgrad.tensors import is_spread
+from quietgrad.tensors import Batch, is_spread, map_tensors
 
 # torch 2.13 gave it another name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -88,6 +88,22 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | None]:
     spread: Any = next(p for p in model.parameters() if is_spread(p))
     with silent(expected), gathers_expected(model, expected):
         yield ShardedCompany(team, spread.device_mesh, expected)
+
+
+def public_records_of(team: Team, model: nn.Module, records: Batch) -> Batch:
+    """What the guard looks at in place of private records. For a sharded model those of the first
+    rank on all of them: how many passes a look makes follows from its records.
+
+    Raises:
+        RuntimeError: on all ranks, where not all of them come here.
+    """
+    if not is_fully_sharded(model) or not isinstance(team, Ranks):
+        return records
+    team.agree("check", {})
+    device = next(model.parameters()).device
+    given = team.from_first(map_tensors(records, lambda t: t.detach().cpu()))
+    # A copy everywhere: what a loss holds of them is then found on no rank, and not on one alone.
+    return map_tensors(given, lambda t: t.clone().to(device))
 
 
 @contextlib.contextmanager

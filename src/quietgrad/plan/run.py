@@ -19,7 +19,7 @@ from quietgrad.clipping.sharded.company import Company
 from quietgrad.clipping.soundness.guard import is_guarded
 from quietgrad.clipping.soundness.processes import refuse_process_group
 from quietgrad.distributed.clips import clip_parts
-from quietgrad.distributed.sharded import clipping_on
+from quietgrad.distributed.sharded import clipping_on, public_records_of
 from quietgrad.distributed.shares import Shares
 from quietgrad.distributed.team import Alone, Team
 from quietgrad.distributed.wrapping import model_inside
@@ -185,11 +185,13 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         self, model: nn.Module, per_example_loss: PerExampleLoss, public_batch: Batch
     ) -> None:
         """Examines model and loss on two or more public or made-up records, before any private one
-        is read; the guard's later looks use them too.
+        is read; the guard's later looks use them too. A sharded model: all ranks, the first's.
 
         Raises:
             ValueError: naming what cannot be clipped per example, with the remedy.
         """
+        with self._team.stopping_all():
+            public_batch = public_records_of(self._team, model, public_batch)
         self.bindings.of(model_inside(model), per_example_loss).check(public_batch)
 
     def contribution(
