@@ -271,7 +271,8 @@ def test_a_projection_for_each_micro_batch_is_refuted(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(PrivateRun, "clip", counted)
     monkeypatch.setattr(
-        "quietgrad.distributed.clips.Projections", lambda key, step: Projections(key, 1000 * step + size[0])
+        "quietgrad.distributed.clips.Projections",
+        lambda key, step: Projections(key, 1000 * step + size[0]),
     )
     report = audit_mechanism(plan, stage, runs=400, kind="input", seed=0)
     assert report.finding("whole run, learnt attack", "Clopper-Pearson").refutes
