@@ -186,6 +186,32 @@ def test_padding_changes_no_bit_of_a_sum_over_positions(positions: int) -> None:
     assert torch.equal(add_over_positions(None, long * whole, small * whole), alone)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize(("columns", "k"), [(3, 8), (33, 8), (64, 5), (384, 32)])
+def test_a_sum_over_positions_is_the_same_in_any_company(
+    columns: int, k: int, threads: int
+) -> None:
+    """Wherever its example stands in the batch, and whatever it was cut from."""
+    source = torch.Generator().manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for positions in (1, 2, 7, 31, 33, 129):
+            wide = torch.randn(9, 1, positions, columns + 1, generator=source)
+            small = torch.randn(9, 1, positions, k, generator=source)
+            long = wide[..., 1:].contiguous()
+            together = add_over_positions(None, long, small)
+            assert torch.equal(add_over_positions(None, wide[..., 1:], small), together)
+            for first, last in ((0, 1), (1, 2), (3, 8), (8, 9), (2, 9)):
+                some = slice(first, last)
+                alone = add_over_positions(None, long[some].clone(), small[some].clone())
+                moved = add_over_positions(None, long[some], small[some])
+                assert torch.equal(alone, together[some]), (positions, some)
+                assert torch.equal(moved, together[some]), (positions, some)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("positions", [1, 32, 40, 512])
 def test_the_ways_of_a_gpu_give_the_same_products(positions: int) -> None:
     """Run here on the processor: all short sums in one call, where it takes them one by one."""

@@ -25,6 +25,9 @@ AT_ONCE = 4 * 1024 * 1024
 # how records were cut into micro-batches, nor on padding.
 ROWS = 64
 
+# For the same reason rows that are added up over positions have a multiple of so many entries.
+EVEN = 16
+
 
 def wide_product(
     left: Tensor, right: Tensor, dtype: torch.dtype, reuse: Tensor | None = None
@@ -143,7 +146,11 @@ def add_over_positions(total: Tensor | None, long_bgtn: Tensor, small_bgtk: Tens
     product. Memory of the result, and ``AT_ONCE`` entries.
     """
     b, g, t, k = small_bgtk.shape
+    n = long_bgtn.shape[3]
     small, long = small_bgtk.flatten(0, 1), long_bgtn.flatten(0, 1)
+    if not small.is_cuda:  # else where rows begin in memory, and so an example's place, would show
+        small, long = _even(small), _even(long)
+    k = small.shape[2]
     found = (small.new_empty if t else small.new_zeros)(b * g, k, long.shape[2])
     sums, at_once = (_sums_at_once, GROUP // POSITIONS) if small.is_cuda else (_sum_by_sum, 1)
     examples = max(1, AT_ONCE // (at_once * k * found.shape[2]))
@@ -155,8 +162,18 @@ def add_over_positions(total: Tensor | None, long_bgtn: Tensor, small_bgtk: Tens
             part = sums(few[:, group], many[:, group].to(few.dtype), None if start else out)
             if start:
                 out.add_(part)
-    found = found.unflatten(0, (b, g))
+    found = found[:, : small_bgtk.shape[3], :n].contiguous().unflatten(0, (b, g))
     return found if total is None else total.add_(found)
+
+
+def _even(rows: Tensor) -> Tensor:
+    """Rows of whole runs of ``EVEN`` entries, zeros at their ends, each beginning at such a run."""
+    odd = -rows.shape[-1] % EVEN
+    if odd:
+        return torch.nn.functional.pad(rows, (0, odd))
+    cut = any(stride % EVEN for stride in rows.stride()[:-1])
+    starts = rows.data_ptr() % (EVEN * rows.element_size())
+    return rows.clone(memory_format=torch.contiguous_format) if cut or starts else rows
 
 
 def _sum_by_sum(small_xtk: Tensor, long_xtn: Tensor, out: Tensor | None) -> Tensor:
