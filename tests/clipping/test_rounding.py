@@ -10,6 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import CASES, Case
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from quietgrad.clipping import Clipper
@@ -19,22 +21,25 @@ from quietgrad.clipping.norms.estimators import ghost
 from quietgrad.clipping.norms.estimators.hutch import Hutch
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.estimators.sketches import (
-    STEADY_POSITIONS,
     head_margin,
     project_columns,
     project_rows,
     tail_margin,
 )
-from quietgrad.clipping.norms.factors import DirectGradients, Kept, ListedGradients, products
+from quietgrad.clipping.norms.factors import DirectGradients, Kept, ListedGradients
 from quietgrad.clipping.norms.factors.dense import DenseFactors
 from quietgrad.clipping.norms.factors.one_hot import OneHotFactors
-from quietgrad.clipping.norms.factors.products import (
+from quietgrad.clipping.norms.factors.sums import columns
+from quietgrad.clipping.norms.factors.sums import positions as over_positions
+from quietgrad.clipping.norms.factors.sums.columns import sums_over_columns, thin_product
+from quietgrad.clipping.norms.factors.sums.pairs import add_in_pairs, levels
+from quietgrad.clipping.norms.factors.sums.positions import (
     GROUP,
     POSITIONS,
     add_over_positions,
-    sums_over_columns,
-    thin_product,
+    additions_over_positions,
 )
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import (
     LONGEST_CHAIN,
     SHARE,
@@ -212,16 +217,39 @@ def test_a_sum_over_positions_is_the_same_in_any_company(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("positions", [1, 32, 40, 512])
-def test_the_ways_of_a_gpu_give_the_same_products(positions: int) -> None:
-    """Run here on the processor: all short sums in one call, where it takes them one by one."""
+@pytest.mark.parametrize("positions", [40, 97, 512, 1300, 3 * GROUP])
+def test_examples_together_and_apart_have_the_same_sums(positions: int) -> None:
+    """On a processor examples whose positions are no whole runs are taken one at a time, on a GPU
+    all at once and padded.
+    """
     source = torch.Generator().manual_seed(0)
-    long, small = (torch.randn(3, positions, n, generator=source) for n in (150, 4))
-    at_once = products._sums_at_once(small, long, None)
-    torch.testing.assert_close(at_once, products._sum_by_sum(small, long, None))
-    projection = torch.randn(150, 4, generator=source)
-    thin = products._at_once(long.unsqueeze(1), projection).view(3, 1, positions, 4)
-    torch.testing.assert_close(thin, thin_product(long.unsqueeze(1), projection, torch.float32))
+    long, small = (torch.randn(3, positions, n, generator=source) for n in (160, 16))
+    together, apart = torch.empty(3, 16, 160), torch.empty(3, 16, 160)
+    over_positions._sum_of_groups(small, long, together, Scratch())
+    over_positions._all_at_once(small, long, apart, Scratch())
+    assert torch.equal(together, apart)
+    expected = small.double().mT @ long.double()
+    torch.testing.assert_close(apart.double(), expected, atol=1e-3, rtol=1e-4)
+    one_by_one = torch.empty(3, 16, 160)
+    over_positions._one_after_the_other(small, long, one_by_one, Scratch())
+    few = positions <= over_positions.FEW * POSITIONS
+    assert torch.equal(one_by_one, apart) or not few
+
+
+@given(st.integers(1, 70), st.integers(0, 9))
+def test_pairs_add_up_everything_on_paths_as_short_as_stated(parts: int, padding: int) -> None:
+    values = torch.randn(2, parts, 3, generator=torch.Generator().manual_seed(parts))
+    found = add_in_pairs(values.clone())
+    torch.testing.assert_close(found, values.sum(1))
+    padded = torch.nn.functional.pad(values, (0, 0, 0, padding))
+    assert torch.equal(add_in_pairs(padded), found)
+    into = torch.empty(2, 3)
+    assert torch.equal(add_in_pairs(values.clone(), into), found)
+    assert torch.equal(into, found)
+    depth, left = 0, parts
+    while left > 1:
+        depth, left = depth + 1, -(-left // 2)
+    assert levels(parts) == depth
 
 
 @pytest.mark.parametrize("first", ["head", "table"])
@@ -267,18 +295,17 @@ def test_sketches_are_off_by_less_than_their_margin(
     wrong, allowed = sketch_of(width, positions)
     assert (wrong < allowed).all()
     # The bound is no formality: products of six bits, off this way and that, are outside.
-    monkeypatch.setattr(products, "_short_product", coarse(products._short_product))
+    monkeypatch.setattr(columns, "_sum_of_columns", coarse(columns._sum_of_columns))
     wrong, allowed = sketch_of(width, positions)
     assert (wrong > allowed).any()
 
 
-def coarse(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def off(rows: Tensor, projection: Tensor, out: Tensor) -> Tensor:
-        found = product(rows, projection, out)
-        if found.dtype == torch.float32:
+def coarse(product: Callable[..., None]) -> Callable[..., None]:
+    def off(rows: Tensor, projection: Tensor, out: Tensor, scratch: Scratch) -> None:
+        product(rows, projection, out, scratch)
+        if out.dtype == torch.float32:
             source = torch.Generator().manual_seed(1)
-            found.add_(found * 2.0**-6 * torch.randn(found.shape, generator=source))
-        return found
+            out.add_(out * 2.0**-6 * torch.randn(out.shape, generator=source))
 
     return off
 
@@ -328,4 +355,6 @@ def test_a_sketch_s_margin_counts_columns_and_positions(margin) -> None:
 
     columns = sums.within * math.sqrt(sums.stretches) + sums.stretches
     assert of(8) >= unit * (columns + POSITIONS)
-    assert of(200_000) - of(8) >= unit * (200_000 - 2 * STEADY_POSITIONS) / GROUP
+    assert of(200_000) >= unit * (columns + POSITIONS + levels(200_000 // POSITIONS))
+    assert additions_over_positions(2**21) == additions_over_positions(1)
+    assert additions_over_positions(2**40) == POSITIONS + 35

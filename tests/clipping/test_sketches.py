@@ -134,7 +134,7 @@ def test_hutch_plus_plus_with_wrong_projections_is_rejected(mutant: str, monkeyp
 @pytest.mark.statistical
 def test_hutch_plus_plus_that_counts_the_range_twice_is_rejected(monkeypatch) -> None:
     def not_deflated(self, uses, sketch: Sketch, dtype: torch.dtype) -> Measured:
-        name, k, drawn = sketch
+        name, k, drawn, *_ = sketch
         probe = drawn.gaussian(name, "range", 24, k)
         basis = torch.linalg.qr(project_columns(uses, probe, dtype).mT).Q
         head = project_rows(uses, basis, dtype).pow(2).sum(dim=(1, 2, 3))

@@ -30,6 +30,7 @@ from quietgrad.clipping.engines.thresholds import Split, Thresholds, thresholds
 from quietgrad.clipping.engines.work import Engine, Work
 from quietgrad.clipping.norms.cost import modelled_throughput
 from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.planner.execution import ExecutionChoice, choose_execution, free_bytes
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
 from quietgrad.clipping.soundness.guard import Guard, is_guarded
@@ -66,6 +67,7 @@ class BoundClipper:
         self.model = model
         self.per_example_loss = per_example_loss
         self._checkpointing = Checkpointing()
+        self._scratch = Scratch()
         self._shared = SharedInputs()
         self._guard = Guard()
         # (trainable parameters, size class of an example) -> its trace.
@@ -328,4 +330,5 @@ class BoundClipper:
             Projections.fresh() if projections is None else projections,
             self.clipper.sketched,
             self._checkpointing,
+            scratch=self._scratch,
         )

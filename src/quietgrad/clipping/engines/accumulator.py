@@ -28,7 +28,7 @@ from quietgrad.clipping.engines.untouched import (
 from quietgrad.clipping.norms.choice import ESTIMATOR_OF, Policy
 from quietgrad.clipping.norms.cost import Sketch, cost_of
 from quietgrad.clipping.norms.estimators.materialized import kept_gradients, materialized_gradients
-from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.estimators.projections import Projections, block_of
 from quietgrad.clipping.norms.factors import (
     Contribution,
     DirectGradients,
@@ -37,6 +37,7 @@ from quietgrad.clipping.norms.factors import (
     MatrixFactors,
 )
 from quietgrad.clipping.norms.factors.groups import RowGroups
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct
 from quietgrad.tensors import accumulation_dtype, full_precision
 
@@ -68,6 +69,7 @@ class Accumulator:
         group_of: parameter name -> row of ``sums`` that its norms go to.
         sums: squared norms of what is settled, with what rounding may have done to them.
         projections: of this release, for sketches.
+        scratch: memory for what passes.
         keep: False where only norms are wanted.
         twice: whether norms are taken once more after the backward pass, and compared.
         most_kept: entries of per-example gradients that are kept of all matrices together; beyond
@@ -82,6 +84,7 @@ class Accumulator:
     group_of: Callable[[str], int]
     sums: NormSums
     projections: Projections
+    scratch: Scratch
     keep: bool = True
     twice: bool = False
     most_kept: float = math.inf
@@ -118,8 +121,7 @@ class Accumulator:
                 kept = self.kept[name]
                 made_elsewhere = [use for use in kept if not isinstance(use, ListedGradients)]
                 uses = cast(list[Contribution], made_elsewhere)
-                dtype = accumulation_dtype(self.layout.parameters[name].dtype)
-                again, _ = settle(uses, name, self._policy_of(name), self.projections, dtype)
+                again, _ = self._measure(name, uses)
                 require_same_norms(name, before, again)
         return self.sums.norms()
 
@@ -145,7 +147,7 @@ class Accumulator:
         small = None if self.twice else _small_gradients(uses)
         measured: Measured | None = None
         if small is None:
-            measured, kept = settle(uses, name, self._policy_of(name), self.projections, dtype)
+            measured, kept = self._measure(name, uses)
             if any(isinstance(use, DirectGradients | ListedGradients) for use in kept):
                 self._kept_entries += parameter.numel() * len(measured.squared)
             self.sums.add(self.group_of(name), measured, parameter.numel())
@@ -162,6 +164,35 @@ class Accumulator:
             listed = any(isinstance(use, ListedGradients) for use in kept)
             if self.twice and measured is not None and not listed:
                 self._measured[name] = measured
+
+    def _measure(self, name: str, uses: list[Contribution]) -> tuple[Measured, list[Kept]]:
+        """Norms of one parameter's per-example gradients, all its uses together, and what to keep
+        of them.
+        """
+        dtype = accumulation_dtype(self.layout.parameters[name].dtype)
+        matrices: list[MatrixFactors] = [u for u in uses if not isinstance(u, DirectGradients)]
+        if len(matrices) < len(uses) or len({use.sizes.g for use in matrices}) > 1:
+            # One parameter seen by a rule and by the fallback, or cut into blocks of rows in one
+            # call and not in another (attention to itself and to something else): add before taking
+            # the norm.
+            total: Tensor | None = None
+            for use in uses:
+                if isinstance(use, DirectGradients):
+                    values = use.values_bn.to(dtype)
+                else:
+                    values = materialized_gradients([use], dtype).values_bn
+                total = values if total is None else total + values
+            assert total is not None
+            return direct(total), [DirectGradients(total)]
+        choice = self._policy_of(name).choose(cost_of(matrices))
+        if choice.kept:
+            measured, gradients = kept_gradients(matrices, dtype)
+            return measured, [gradients]
+        estimator = ESTIMATOR_OF[choice.estimator]
+        # Norms of different groups are clipped apart: nothing random may be common to them.
+        block = f"{block_of(name)}\x00{self.group_of(name)}"
+        sketch = Sketch(name, choice.sketch_dim, self.projections, self.scratch, block)
+        return estimator.norms(matrices, sketch, dtype), list(matrices)
 
     def _policy_of(self, name: str) -> Policy:
         policy, entries = self.policy_of(name), self.layout.parameters[name].numel()
@@ -249,36 +280,3 @@ def contributions_of(use: Use, rows: int, recording: Recording | None) -> dict[s
         with recording.pause():
             found = dict(fallback_contributions(use, rows))
     return {site.parameters[local]: contribution for local, contribution in found.items()}
-
-
-def settle(
-    uses: list[Contribution],
-    name: str,
-    policy: Policy,
-    projections: Projections,
-    dtype: torch.dtype,
-) -> tuple[Measured, list[Kept]]:
-    """Norms of one parameter's per-example gradients, all its uses together, and what to keep of
-    them.
-    """
-    matrices: list[MatrixFactors] = [u for u in uses if not isinstance(u, DirectGradients)]
-    if len(matrices) < len(uses) or len({use.sizes.g for use in matrices}) > 1:
-        # One parameter seen by a rule and by the fallback, or cut into blocks of rows in one call
-        # and not in another (attention to itself and to something else): add before taking the
-        # norm.
-        total: Tensor | None = None
-        for use in uses:
-            if isinstance(use, DirectGradients):
-                values = use.values_bn.to(dtype)
-            else:
-                values = materialized_gradients([use], dtype).values_bn
-            total = values if total is None else total + values
-        assert total is not None
-        return direct(total), [DirectGradients(total)]
-    choice = policy.choose(cost_of(matrices))
-    if choice.kept:
-        measured, gradients = kept_gradients(matrices, dtype)
-        return measured, [gradients]
-    estimator = ESTIMATOR_OF[choice.estimator]
-    sketch = Sketch(name, choice.sketch_dim, projections)
-    return estimator.norms(matrices, sketch, dtype), list(matrices)

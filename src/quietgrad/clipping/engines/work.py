@@ -17,6 +17,7 @@ from quietgrad.clipping.engines.thresholds import STABILITY, Scaling, Thresholds
 from quietgrad.clipping.norms.choice import Policy
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors.groups import RowGroups
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import Norms, NormSums
 
 Engine = Literal["auto", "bookkeeping", "one-example"]
@@ -38,6 +39,7 @@ class Work:
         checkpointing: what is known of the model's.
         twice: whether norms are taken once more after the backward pass, and compared.
         most_kept: entries of per-example gradients that are kept of all matrices together.
+        scratch: memory for what passes.
     """
 
     model: nn.Module
@@ -51,6 +53,7 @@ class Work:
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     twice: bool = False
     most_kept: float = math.inf
+    scratch: Scratch = field(default_factory=Scratch)
 
     @property
     def device(self) -> torch.device:
@@ -70,6 +73,7 @@ class Work:
             self.thresholds.group_of.__getitem__,
             NormSums.empty(len(self.thresholds.values), len(groups.sizes), self.device),
             self.projections,
+            self.scratch,
             keep,
             keep and self.twice,
             self.most_kept,

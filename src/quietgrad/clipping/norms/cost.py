@@ -12,6 +12,7 @@ import torch
 
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import MatrixFactors
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import Measured
 
 
@@ -105,13 +106,21 @@ def cost_of(uses: Sequence[MatrixFactors]) -> Cost:
 
 
 class Sketch(NamedTuple):
-    """What a sketch of one parameter's gradients is made with; other
-    estimators do not look at it.
+    """What a sketch of one parameter's gradients is made with; other estimators do not look at it.
+
+    Attributes:
+        name: of the parameter.
+        sketch_dim: k.
+        projections: of this release.
+        scratch: memory for what passes.
+        block: name that all parameters share which may meet one projection.
     """
 
     name: str
     sketch_dim: int
     projections: Projections
+    scratch: Scratch | None = None
+    block: str | None = None
 
 
 class NormEstimator(Protocol):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
+from quietgrad.clipping.norms.estimators.by_rows import norms_by_rows
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.estimators.sketches import (
     drawn,
@@ -23,13 +24,10 @@ from quietgrad.clipping.norms.estimators.sketches import (
     tail_margin,
 )
 from quietgrad.clipping.norms.factors import MatrixFactors
-from quietgrad.clipping.norms.factors.products import Sums, sums_over_columns
+from quietgrad.clipping.norms.factors.sums.columns import Sums, sums_over_columns
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import Measured, squared_norms
 from quietgrad.clipping.norms.spread import spread_of
-
-# Rows of a sketch; a longer dimension is projected itself, or its sketch would take more memory
-# than the factors.
-LONGEST_SKETCH = 8192
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,8 @@ class Hutch:
         return 0.0
 
     def norms(self, uses: Sequence[MatrixFactors], sketch: Sketch, dtype: torch.dtype) -> Measured:
-        return hutch_norms(uses, *sketch, dtype)
+        name, k, projections, scratch, block = sketch
+        return hutch_norms(uses, block or name, k, projections, dtype, scratch)
 
 
 def hutch_norms(
@@ -54,25 +53,29 @@ def hutch_norms(
     sketch_dim: int,
     projections: Projections,
     dtype: torch.dtype,
+    scratch: Scratch | None = None,
 ) -> Measured:
     """Hutchinson estimates of the squared norms: unbiased, relative variance 2/k at rank one.
 
     One dimension is projected by one Gaussian matrix, the same for every example and use that meets
-    parameter ``name`` in this release: that of patches where they need not be formed for it, else
-    the smaller one, which needs fewer draws, unless the sketch, [larger, k] for each example, would
-    be too large (tables, heads over a vocabulary). Either has the same law.
+    stream ``name`` in this release: that of patches where they need not be formed for it, else
+    the larger one, so that the sketch is [smaller, k] for each example. Either has the same law.
+    Tables that are only read are measured exactly.
     """
     s = uses[0].sizes
     sums = uses[0].column_sums(dtype) if s.taps else None
     if sums is not None:
         projection = drawn(projections.gaussian(name, "hutch", s.d, sketch_dim), uses[0], dtype)
-        sketch = project_columns(uses, projection, dtype)
+        sketch = project_columns(uses, projection, dtype, scratch)
         return _estimate(sketch, uses, uses, sums, sketch_dim, dtype)
     some = [use.unfolded() for use in uses]
-    side = _projected(s.p, s.d)
+    exact = norms_by_rows(some, dtype)
+    if exact is not None:
+        return exact
+    side = max(s.p, s.d)
     projection = drawn(projections.gaussian(name, "hutch", side, sketch_dim), uses[0], dtype)
-    project = project_rows if side == s.p else project_columns
-    sketch = project(some, projection, dtype)
+    project = project_rows if s.p > s.d else project_columns
+    sketch = project(some, projection, dtype, scratch)
     return _estimate(sketch, uses, some, sums_over_columns(side), sketch_dim, dtype)
 
 
@@ -88,9 +91,3 @@ def _estimate(
     margin = tail_margin(some, sums, sketch_dim, sketch, dtype)
     spread = spread_of(uses, dtype)
     return sketched(squared_norms(sketch), some, spread, margin, sketch_dim, dtype)
-
-
-def _projected(p: int, d: int) -> int:
-    """Which dimension Hutch projects. By shape alone: who is in the batch must not decide it."""
-    smaller, larger = sorted((p, d))
-    return larger if larger > LONGEST_SKETCH else smaller

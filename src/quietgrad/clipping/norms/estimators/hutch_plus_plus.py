@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
+from quietgrad.clipping.norms.estimators.by_rows import norms_by_rows
 from quietgrad.clipping.norms.estimators.hutch import Hutch
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.estimators.sketches import (
@@ -26,11 +27,9 @@ from quietgrad.clipping.norms.estimators.sketches import (
     worst_mean,
 )
 from quietgrad.clipping.norms.factors import MatrixFactors, OneHotFactors, Unfolded
-from quietgrad.clipping.norms.factors.products import (
-    add_over_positions,
-    sums_over_columns,
-    thin_product,
-)
+from quietgrad.clipping.norms.factors.sums.columns import sums_over_columns, thin_product
+from quietgrad.clipping.norms.factors.sums.positions import add_over_positions
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import (
     Measured,
     gamma,
@@ -56,7 +55,8 @@ class HutchPlusPlus:
         return 0.0
 
     def norms(self, uses: Sequence[MatrixFactors], sketch: Sketch, dtype: torch.dtype) -> Measured:
-        return hutch_plus_plus_norms(uses, *sketch, dtype)
+        name, k, projections, scratch, _ = sketch
+        return hutch_plus_plus_norms(uses, name, k, projections, dtype, scratch)
 
 
 def hutch_plus_plus_norms(
@@ -65,6 +65,7 @@ def hutch_plus_plus_norms(
     sketch_dim: int,
     projections: Projections,
     dtype: torch.dtype,
+    scratch: Scratch | None = None,
 ) -> Measured:
     """Hutch++ estimates: exact for per-example gradients of rank below k.
 
@@ -74,6 +75,9 @@ def hutch_plus_plus_norms(
     """
     some = [use.unfolded() for use in uses]
     s = some[0].sizes
+    exact = norms_by_rows(some, dtype)
+    if exact is not None:
+        return exact
     # Each block of a grouped convolution gets a basis of its own; the squared norms of blocks add
     # up. Drawn one after the other, so that one only is held.
     project = project_rows if s.p >= s.d else project_columns

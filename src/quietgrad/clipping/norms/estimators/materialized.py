@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
+from quietgrad.clipping.norms.estimators.by_rows import norms_by_rows
 from quietgrad.clipping.norms.factors import (
     BLOCK_ELEMENTS,
     DirectGradients,
@@ -45,6 +46,8 @@ class Materialized:
         # Kept: written, read for the norm, read for the sum, which is read and written once for all
         # examples.
         entries = cost.gradient_entries * (3.0 + 2.0 / cost.examples if kept else 1.0)
+        if cost.one_hot and not kept:
+            entries = min(entries, 2.0 * cost.factor_entries)
         if cost.examples_a_call:
             calls = CALLS_PER_PIECE * -(-cost.examples // cost.examples_a_call)
             entries += calls * speed.call_overhead * speed.entries_per_second
@@ -102,6 +105,9 @@ def materialized_norms(
     uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int = BLOCK_ELEMENTS
 ) -> Measured:
     """Norms by forming the per-example gradients, a block of examples and rows at a time."""
+    by_rows = norms_by_rows(uses, dtype, block_elements)
+    if by_rows is not None:
+        return by_rows
     pieces = _pieces(uses, dtype)
     if pieces is None:
         squared = _squares_in_blocks(uses, dtype, block_elements)

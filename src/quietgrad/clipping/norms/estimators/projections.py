@@ -1,5 +1,9 @@
-"""Random projections of sketched norms: one for each release and parameter, a function of (key,
-step, parameter, role) alone.
+"""Random projections of sketched norms: a function of (key, step, stream, role) alone.
+
+Hutch++ has a stream for each parameter. Hutch has one for each block of a model (``block_of``): the
+sum of its estimates for matrices that meet one projection is its estimate for the matrix that they
+make when stacked, whose law the envelope covers as well, and what they have in common (the input of
+queries, keys and values) is projected once.
 
 Which projection a record meets must not depend on who else is in the batch: a fresh one for every
 micro-batch shifts with the cut, so one record more changes what all others contribute (errata,
@@ -45,17 +49,27 @@ class Projections:
         """For one use outside a run: from the operating system's entropy."""
         return cls(RandomKey.from_entropy())
 
-    def gaussian(self, parameter: str, role: Role, rows: int, columns: int) -> Tensor:
+    def gaussian(self, stream: str, role: Role, rows: int, columns: int) -> Tensor:
         """[rows, columns] float32 on the processor, entries N(0, 1/columns) (erratum E2); not to be
         written to. Cost: one normal draw an entry.
         """
-        name = (parameter, role, rows, columns)
+        name = (stream, role, rows, columns)
         if name in self._kept:
             return self._kept[name]
-        source = self.key.generator("projection", self.step, f"{parameter}\x00{role}\x00{columns}")
-        # One row in memory per column, as the thin product wants it.
-        sample = torch.from_numpy(source.standard_normal((columns, rows), dtype="float32"))
-        drawn = sample.mul_(columns**-0.5).t()
+        source = self.key.generator("projection", self.step, f"{stream}\x00{role}\x00{columns}")
+        sample = torch.from_numpy(source.standard_normal((rows, columns), dtype="float32"))
+        drawn = sample.mul_(columns**-0.5)
         if sum(some.nbytes for some in self._kept.values()) + drawn.nbytes <= KEPT_BYTES:
             self._kept[name] = drawn
         return drawn
+
+
+def block_of(parameter: str) -> str:
+    """The part of a model that a parameter is in, by its name: that of the last number in it
+    (``encoder.layer.3``), else that of the module around its own; its own where there is none.
+    """
+    parts = parameter.split(".")
+    numbered = [i for i, part in enumerate(parts) if part.isdecimal()]
+    if numbered:
+        return ".".join(parts[: numbered[-1] + 1])
+    return ".".join(parts[:-2]) or parameter

@@ -34,13 +34,18 @@ from scipy import special
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors import MatrixFactors, OneHotFactors, Unfolded
-from quietgrad.clipping.norms.factors.products import (
-    GROUP,
-    POSITIONS,
-    Sums,
+from quietgrad.clipping.norms.factors.sums.columns import Sums
+from quietgrad.clipping.norms.factors.sums.positions import (
     add_over_positions,
+    additions_over_positions,
 )
-from quietgrad.clipping.norms.rounding import LONGEST_CHAIN, Measured, gamma, norm_gamma
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
+from quietgrad.clipping.norms.rounding import (
+    LONGEST_CHAIN,
+    Measured,
+    gamma,
+    norm_gamma,
+)
 from quietgrad.clipping.norms.spread import Spread
 
 LOG_FAILURE = 27.7  # -log of 1e-12
@@ -93,11 +98,10 @@ def head_margin(
     return gamma(additions, like, dtype) + position_gamma(uses, like, dtype)
 
 
-def position_gamma(
-    uses: Sequence[MatrixFactors], like: Tensor, dtype: torch.dtype
-) -> float | Tensor:
-    """Of sums over positions. One number, or [b]."""
-    return gamma(POSITIONS + GROUP // POSITIONS + _stretches(uses, GROUP), like, dtype)
+def position_gamma(uses: Sequence[MatrixFactors], like: Tensor, dtype: torch.dtype) -> float:
+    """Of sums over positions."""
+    positions = sum(use.sizes.t for use in uses)
+    return gamma(additions_over_positions(positions) + len(uses), like, dtype)
 
 
 def _stretches(uses: Sequence[MatrixFactors], length: int) -> float | Tensor:
@@ -152,23 +156,35 @@ def drawn(projection: Tensor, like: MatrixFactors, dtype: torch.dtype) -> Tensor
     return projection.to(device=like.like.device, dtype=dtype)
 
 
-def project_rows(uses: Sequence[Unfolded], projection: Tensor, dtype: torch.dtype) -> Tensor:
-    """(M^T P)^T summed over uses: [b, g, k, d] for P of shape [p, k] or [b, g, p, k]."""
+def project_rows(
+    uses: Sequence[Unfolded],
+    projection: Tensor,
+    dtype: torch.dtype,
+    scratch: Scratch | None = None,
+) -> Tensor:
+    """(M^T P)^T summed over uses: [b, g, k, d] for P of shape [p, k] or [b, g, p, k]; in
+    ``scratch``, where that is given.
+    """
     total: Tensor | None = None
     for use in uses:
-        total = add_over_positions(total, use.right_bgtd, use.left_product(projection, dtype))
+        small = use.left_product(projection, dtype, scratch)
+        total = add_over_positions(total, use.right_bgtd, small, scratch)
     assert total is not None
     return total
 
 
 def project_columns(
-    uses: Sequence[MatrixFactors], projection: Tensor, dtype: torch.dtype
+    uses: Sequence[MatrixFactors],
+    projection: Tensor,
+    dtype: torch.dtype,
+    scratch: Scratch | None = None,
 ) -> Tensor:
     """(M P)^T summed over uses: [b, g, k, p] for P of shape [d, k], or for unfolded factors
-    [b, g, d, k].
+    [b, g, d, k]; in ``scratch``, where that is given.
     """
     total: Tensor | None = None
     for use in uses:
-        total = use.add_left(total, use.right_product(projection, dtype))
+        small = use.right_product(projection, dtype, scratch)
+        total = use.add_left(total, small, scratch=scratch)
     assert total is not None
     return total

@@ -25,8 +25,11 @@ from quietgrad.clipping.norms.factors.patches import (
     weight_gradient,
     weight_gradients_one_by_one,
 )
-from quietgrad.clipping.norms.factors.products import Sums, add_over_positions, zeroed
+from quietgrad.clipping.norms.factors.products import zeroed
 from quietgrad.clipping.norms.factors.rows import SpreadSums, norms_from_squares, not_zero
+from quietgrad.clipping.norms.factors.sums.columns import Sums
+from quietgrad.clipping.norms.factors.sums.positions import add_over_positions
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 
 CACHED_ELEMENTS = 1280 * 1024  # of patches that are formed at once on a processor: 5 MiB in float32
 
@@ -126,16 +129,22 @@ class ConvolutionFactors:
         channels = self.x.shape[1] // self.geometry.groups
         return sums_over_patches(self.geometry, channels, self.x, dtype)
 
-    def right_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
+    def right_product(
+        self, projection: Tensor, dtype: torch.dtype, scratch: Scratch | None = None
+    ) -> Tensor:
         sums = self.column_sums(dtype)
         assert sums is not None
         return patch_product(self.x, self.geometry, sums, projection)
 
     def add_left(
-        self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)
+        self,
+        total: Tensor | None,
+        small_bgtk: Tensor,
+        rows: slice = slice(None),
+        scratch: Scratch | None = None,
     ) -> Tensor:
         assert rows == slice(None)
-        return add_over_positions(total, self._rows(), small_bgtk)
+        return add_over_positions(total, self._rows(), small_bgtk, scratch)
 
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None

@@ -13,9 +13,7 @@ from torch import Tensor
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import (
-    add_over_positions,
     block_products,
-    thin_product,
     wide_product,
     zeroed,
 )
@@ -23,6 +21,9 @@ from quietgrad.clipping.norms.factors.rows import (
     not_zero,
     row_norms,
 )
+from quietgrad.clipping.norms.factors.sums.columns import thin_product
+from quietgrad.clipping.norms.factors.sums.positions import add_over_positions
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import blocks, chain
 
 
@@ -136,10 +137,16 @@ class DenseFactors(Unfolded):
         index = ids_bt.unsqueeze(1).expand(-1, self.left_bgtp.shape[2], -1)
         return self.left_bgtp[:, 0].gather(2, index).to(dtype).unsqueeze(1).transpose(2, 3)
 
-    def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
-        return thin_product(self.left_bgtp, projection, dtype)
+    def left_product(
+        self, projection: Tensor, dtype: torch.dtype, scratch: Scratch | None = None
+    ) -> Tensor:
+        return thin_product(self.left_bgtp, projection, dtype, scratch, "left")
 
     def add_left(
-        self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)
+        self,
+        total: Tensor | None,
+        small_bgtk: Tensor,
+        rows: slice = slice(None),
+        scratch: Scratch | None = None,
     ) -> Tensor:
-        return add_over_positions(total, self.left_bgtp[..., rows], small_bgtk)
+        return add_over_positions(total, self.left_bgtp[..., rows], small_bgtk, scratch)

@@ -17,10 +17,7 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.products import (
-    Sums,
     block_products,
-    sums_over_columns,
-    thin_product,
 )
 from quietgrad.clipping.norms.factors.rows import (
     SpreadSums,
@@ -29,6 +26,8 @@ from quietgrad.clipping.norms.factors.rows import (
     sums_of_parts,
     sums_over_positions,
 )
+from quietgrad.clipping.norms.factors.sums.columns import Sums, sums_over_columns, thin_product
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 
 # No temporary grows past this many entries (32 MiB in float32) if it can be cut.
 BLOCK_ELEMENTS = 8 * 1024 * 1024
@@ -127,13 +126,21 @@ class MatrixFactors(Kept, Protocol):
     def column_sums(self, dtype: torch.dtype) -> Sums | None:
         """How ``right_product`` adds up; None where only the unfolded factors have one."""
 
-    def right_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
-        """[b, g, t, k] right @ P, for P of shape [d, k]."""
+    def right_product(
+        self, projection: Tensor, dtype: torch.dtype, scratch: Scratch | None = None
+    ) -> Tensor:
+        """[b, g, t, k] right @ P, for P of shape [d, k]; in ``scratch``, where that is given."""
 
     def add_left(
-        self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)
+        self,
+        total: Tensor | None,
+        small_bgtk: Tensor,
+        rows: slice = slice(None),
+        scratch: Scratch | None = None,
     ) -> Tensor:
-        """total + small^T left, [b, g, k, p]; ``rows``: of them only these, for dense factors."""
+        """total + small^T left, [b, g, k, p]; ``rows``: of them only these, for dense factors; in
+        ``scratch``, where that is given.
+        """
 
     def spread_sums(self, dtype: torch.dtype, known: Sequence[Tensor] = ()) -> SpreadSums:
         """Sums over positions for the spread; ``known``: parts of the [2, n g, t] norms of
@@ -181,8 +188,10 @@ class Unfolded(MatrixFactors, Protocol):
     def column_sums(self, dtype: torch.dtype) -> Sums | None:
         return sums_over_columns(self.sizes.d)
 
-    def right_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
-        return thin_product(self.right_bgtd, projection, dtype)
+    def right_product(
+        self, projection: Tensor, dtype: torch.dtype, scratch: Scratch | None = None
+    ) -> Tensor:
+        return thin_product(self.right_bgtd, projection, dtype, scratch, "right")
 
     def spread_sums(self, dtype: torch.dtype, known: Sequence[Tensor] = ()) -> SpreadSums:
         s = self.sizes
@@ -245,5 +254,7 @@ class Unfolded(MatrixFactors, Protocol):
         """[b] float64, what adding up row by row can be off by: of one-hot factors alone."""
         raise AssertionError("dense factors are not added up row by row")
 
-    def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
+    def left_product(
+        self, projection: Tensor, dtype: torch.dtype, scratch: Scratch | None = None
+    ) -> Tensor:
         """[b, g, t, k] left @ P, for P of shape [p, k] or, per example, [b, g, p, k]."""

@@ -15,6 +15,7 @@ from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import zeroed
 from quietgrad.clipping.norms.factors.rows import at_least, not_zero, row_norms
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import gamma
 
 
@@ -96,6 +97,21 @@ class OneHotFactors(Unfolded):
     def write_left_squares(self, left: Tensor, out_xt: Tensor) -> None:
         out_xt.fill_(1.0)
 
+    def sums_by_rows(self, dtype: torch.dtype) -> Tensor:
+        """[b, t, d] the gradient of each row of the table that an example reads, zeros elsewhere:
+        no more than the factor. Each is added up in the order of the positions.
+        """
+        b, t, d = self.right_bgtd.shape[0], *self.right_bgtd.shape[2:]
+        ids, order = self.ids_bt.sort(dim=1, stable=True)
+        place = torch.arange(b * t, device=ids.device).view(b, t)
+        first = torch.ones_like(ids, dtype=torch.bool)
+        torch.ne(ids[:, 1:], ids[:, :-1], out=first[:, 1:])
+        # Each run of equal rows begins a bag; the bags of what is left of a run are empty.
+        begins = torch.where(first, place, b * t).flatten().flip(0).cummin(0).values.flip(0)
+        values = self.right_bgtd.to(dtype).reshape(b * t, d)
+        read = (order + place[:, :1]).flatten()
+        return torch.nn.functional.embedding_bag(read, values, begins, mode="sum").view(b, t, d)
+
     def errors_by_rows(self, dtype: torch.dtype) -> Tensor:
         """[b] float64 root of sum_r (gamma(n_r) s_r)^2, n_r the positions with a gradient that read
         row r and s_r the sum of their |g_t|: what adding the gradient up row by row can be off by.
@@ -121,14 +137,20 @@ class OneHotFactors(Unfolded):
     def gram_with_ids(self, ids_bt: Tensor, dtype: torch.dtype) -> Tensor:
         return (ids_bt.unsqueeze(2) == self.ids_bt.unsqueeze(1)).to(dtype).unsqueeze(1)
 
-    def left_product(self, projection: Tensor, dtype: torch.dtype) -> Tensor:
+    def left_product(
+        self, projection: Tensor, dtype: torch.dtype, scratch: Scratch | None = None
+    ) -> Tensor:
         if projection.dim() == 2:
             return projection[self.ids_bt].unsqueeze(1)
         index = self.ids_bt.unsqueeze(-1).expand(-1, -1, projection.shape[-1])
         return projection[:, 0].gather(1, index).unsqueeze(1)
 
     def add_left(
-        self, total: Tensor | None, small_bgtk: Tensor, rows: slice = slice(None)
+        self,
+        total: Tensor | None,
+        small_bgtk: Tensor,
+        rows: slice = slice(None),
+        scratch: Scratch | None = None,
     ) -> Tensor:
         assert rows == slice(None)
         b, _, _, k = small_bgtk.shape

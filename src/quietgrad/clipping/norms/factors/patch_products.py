@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.patches import Geometry
-from quietgrad.clipping.norms.factors.products import AT_ONCE, Sums, added_up
+from quietgrad.clipping.norms.factors.products import AT_ONCE
+from quietgrad.clipping.norms.factors.sums.columns import Sums
+from quietgrad.clipping.norms.factors.sums.pairs import add_in_pairs
 
 # Not part of torch's public interface: used where it is there.
 HAS_GROUPED = torch.backends.mkldnn.is_available() and hasattr(
@@ -56,7 +58,7 @@ def patch_product(x: Tensor, geometry: Geometry, sums: Sums, projection_dk: Tens
             some.float().contiguous(), kernels, None, geometry.padding, geometry.stride,
             geometry.dilation, g * m, "none", [], "",
         )  # fmt: skip
-        found.append(added_up(out.contiguous().view(len(some) * g, m, k, -1)))
+        found.append(add_in_pairs(out.contiguous().view(len(some) * g, m, k, -1)))
     product = found[0] if len(found) == 1 else torch.cat(found)
     return product.view(len(x), g, k, -1).transpose(2, 3)
 

@@ -1,0 +1,1 @@
+"""Sums of many products, of bounded rounding, the same bits in any company."""

@@ -1,0 +1,117 @@
+"""Rows times a thin projection: in sums over a few columns, whose rounding is small, added up in
+pairs.
+
+Shape legend: b examples, g blocks, t positions, n long dimension, k projections.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.norms.factors.products import AT_ONCE, block_products
+from quietgrad.clipping.norms.factors.sums.pairs import add_in_pairs
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
+
+COLUMNS = 64
+
+# A processor's library has other ways, with other roundings, for a few rows (in all, or for one of
+# its threads) and for projections that lie transposed. In multiples of so many, with a projection
+# that does not, a row is the same bits whatever rows stand beside it: a sketch must not depend on
+# how records were cut into micro-batches, nor on padding.
+ROWS = 64
+
+# Where rows begin in memory, and so an example's place in the batch, shows in the rounding of a
+# processor's library: rows of results have a multiple of so many entries.
+EVEN = 16
+
+# Entries of sums over columns that a processor forms at once (2 MiB in float32).
+IN_CACHE = 512 * 1024
+
+
+class Sums(NamedTuple):
+    """How a row times a projection is added up: ``entries`` columns, in ``stretches`` sums of
+    ``within`` columns at most, which are then added up.
+    """
+
+    entries: int
+    within: int
+    stretches: int
+
+
+def sums_over_columns(columns: int) -> Sums:
+    """Of ``thin_product``."""
+    return Sums(columns, min(columns, COLUMNS), -(-columns // COLUMNS))
+
+
+def thin_product(
+    factor: Tensor,
+    projection: Tensor,
+    dtype: torch.dtype,
+    scratch: Scratch | None = None,
+    name: str = "thin",
+) -> Tensor:
+    """factor @ projection, [b, g, t, k], of short sums, see ``sums_over_columns``.
+
+    ``projection``: [n, k], or [b, g, n, k]. ``scratch``: where the result may lie, if the next one
+    of that ``name`` may take its place; one that is asked for twice in a row is formed once.
+    """
+    if projection.dim() == 2:
+        scratch = scratch or Scratch()
+        made = scratch.recall(name, factor, projection)
+        if made is None:
+            made = _shared_product(factor.to(dtype), projection, scratch, name)
+            scratch.remember(name, factor, projection, made)
+        return made
+    total: Tensor | None = None
+    for some, others in zip(
+        factor.split(COLUMNS, dim=3), projection.split(COLUMNS, dim=2), strict=True
+    ):
+        part = block_products(some, others, dtype)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total
+
+
+def _shared_product(factor: Tensor, projection: Tensor, scratch: Scratch, name: str) -> Tensor:
+    """``thin_product`` with one projection for all examples."""
+    b, g, t, n = factor.shape
+    k = projection.shape[1]
+    rows, count = factor.reshape(-1, n), b * g * t
+    odd = 0 if rows.is_cuda else -k % EVEN
+    projection = torch.nn.functional.pad(projection, (0, odd)) if odd else projection.contiguous()
+    found = scratch.take(name, (count, k + odd), rows)
+    last = 0 if rows.is_cuda else count % ROWS
+    stretches = -(-n // COLUMNS)
+    if rows.is_cuda:
+        at_once = max(1, AT_ONCE // (stretches * k))
+    else:
+        at_once = max(1, IN_CACHE // (stretches * k) // ROWS) * ROWS
+    for start in range(0, count - last, at_once):
+        span = slice(start, min(start + at_once, count - last))
+        _sum_of_columns(rows[span], projection, found[span], scratch)
+    if last:
+        tail, part = rows.new_zeros(ROWS, n), rows.new_empty(ROWS, k + odd)
+        tail[:last] = rows[-last:]
+        _sum_of_columns(tail, projection, part, scratch)
+        found[-last:] = part[:last]
+    return found[:, :k].view(b, g, t, k)
+
+
+def _sum_of_columns(rows: Tensor, projection: Tensor, out: Tensor, scratch: Scratch) -> None:
+    """rows @ projection into ``out``; all sums over ``COLUMNS`` columns in one call."""
+    (count, n), k = rows.shape, projection.shape[1]
+    stretches, rest = divmod(n, COLUMNS)
+    if stretches + bool(rest) <= 1:
+        torch.mm(rows, projection, out=out)
+        return
+    whole = stretches * COLUMNS
+    parts = scratch.take("columns", (stretches + bool(rest), count, k), rows)
+    cut = rows[:, :whole].unflatten(1, (stretches, COLUMNS)).transpose(0, 1)
+    weights = projection[:whole].view(stretches, COLUMNS, k)
+    torch.bmm(cut, weights, out=parts[:stretches])
+    if rest:
+        torch.mm(rows[:, whole:], projection[whole:], out=parts[stretches])
+    add_in_pairs(parts.unsqueeze(0), out.unsqueeze(0))
