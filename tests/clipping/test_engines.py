@@ -83,14 +83,13 @@ def test_engines_agree_with_the_oracle(
 def test_kept_gradients_and_blocks_agree(name: str, kept: bool, monkeypatch) -> None:
     model, loss, batch = case(name).build()
     expected = Clipper(0.1, "ghost", engine="bookkeeping").clip(model, loss, batch).gradients
-    right, seen = accumulator.settle, []
+    right, seen = accumulator.Accumulator._policy_of, []
 
-    def settle(uses, name, policy, *arguments):
-        kept_now = right(uses, name, replace(policy, may_keep=kept), *arguments)
-        seen.append(policy)
-        return kept_now
+    def policy(self, name):
+        seen.append(name)
+        return replace(right(self, name), may_keep=kept)
 
-    monkeypatch.setattr(accumulator, "settle", settle)
+    monkeypatch.setattr(accumulator.Accumulator, "_policy_of", policy)
     assert_same(
         Clipper(0.1, "materialized", engine="bookkeeping").clip(model, loss, batch).gradients,
         expected,

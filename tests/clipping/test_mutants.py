@@ -22,8 +22,8 @@ from quietgrad.clipping.norms.rounding import Measured, Norms
 from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.clipping.verify import verify_clipping
 
-RIGHT_SETTLE, RIGHT_FACTORS, RIGHT_FINISH = (
-    accumulator.settle,
+RIGHT_MEASURE, RIGHT_FACTORS, RIGHT_FINISH = (
+    accumulator.Accumulator._measure,
     bookkeeping.clip_factors,
     accumulator.Accumulator.finish,
 )
@@ -43,8 +43,8 @@ class Mutant:
         return self.name
 
 
-def settling(change: Callable) -> Break:
-    return lambda patch: patch.setattr(accumulator, "settle", change)
+def measuring(change: Callable) -> Break:
+    return lambda patch: patch.setattr(accumulator.Accumulator, "_measure", change)
 
 
 def finishing(change: Callable) -> Break:
@@ -83,13 +83,13 @@ def scaled(measured: Measured, factor) -> Measured:
     )
 
 
-def matrices_left_out(uses, *arguments):
-    measured, kept = RIGHT_SETTLE(uses, *arguments)
+def matrices_left_out(self, name, uses):
+    measured, kept = RIGHT_MEASURE(self, name, uses)
     return scaled(measured, 0.0) if isinstance(uses[0], DenseFactors) else measured, kept
 
 
-def only_the_last_use(uses, *arguments):
-    return RIGHT_SETTLE(uses[-1:], *arguments)[0], RIGHT_SETTLE(uses, *arguments)[1]
+def only_the_last_use(self, name, uses):
+    return RIGHT_MEASURE(self, name, uses[-1:])[0], RIGHT_MEASURE(self, name, uses)[1]
 
 
 def squared_norm_as_norm(self):
@@ -97,21 +97,21 @@ def squared_norm_as_norm(self):
     return Norms(right.estimate**2, right.enlarged**2, right.certified**2)
 
 
-def norms_added_up(uses, *arguments):
-    measured, kept = RIGHT_SETTLE(uses, *arguments)
+def norms_added_up(self, name, uses):
+    measured, kept = RIGHT_MEASURE(self, name, uses)
     return scaled(measured, measured.squared.rsqrt().nan_to_num(0.0, 0.0, 0.0)), kept
 
 
-def uses_summed_after_squaring(uses, *arguments):
-    parts = [RIGHT_SETTLE([use], *arguments)[0] for use in uses]
+def uses_summed_after_squaring(self, name, uses):
+    parts = [RIGHT_MEASURE(self, name, [use])[0] for use in uses]
     total = Measured(
         sum(p.squared for p in parts), sum(p.slack for p in parts), sum(p.margin for p in parts)
     )
-    return total, RIGHT_SETTLE(uses, *arguments)[1]
+    return total, RIGHT_MEASURE(self, name, uses)[1]
 
 
-def last_use_not_added(uses, *arguments):
-    measured, kept = RIGHT_SETTLE(uses, *arguments)
+def last_use_not_added(self, name, uses):
+    measured, kept = RIGHT_MEASURE(self, name, uses)
     return measured, kept[:-1] if len(kept) > 1 else kept
 
 
@@ -177,14 +177,14 @@ def repeated_for_neighbours(module, x, grad, wanted):
 PACKED = "packed-cross-attention"
 
 MUTANTS = [
-    Mutant("matrices-left-out-of-the-norm", "mlp", settling(matrices_left_out)),
+    Mutant("matrices-left-out-of-the-norm", "mlp", measuring(matrices_left_out)),
     Mutant("squared-norm-used-as-norm", "mlp", finishing(squared_norm_as_norm)),
-    Mutant("norms-of-layers-added-up", "mlp", settling(norms_added_up)),
-    Mutant("only-the-last-use-of-a-shared-layer", "bare-parameters", settling(only_the_last_use)),
-    Mutant("tied-weights-as-sum-of-squares", "llama-tied", settling(uses_summed_after_squaring)),
+    Mutant("norms-of-layers-added-up", "mlp", measuring(norms_added_up)),
+    Mutant("only-the-last-use-of-a-shared-layer", "bare-parameters", measuring(only_the_last_use)),
+    Mutant("tied-weights-as-sum-of-squares", "llama-tied", measuring(uses_summed_after_squaring)),
     Mutant("shared-layer-as-sum-of-squares", "bare-parameters",
-    settling(uses_summed_after_squaring)),
-    Mutant("last-use-of-tied-weights-not-added", "llama-tied", settling(last_use_not_added)),
+    measuring(uses_summed_after_squaring)),
+    Mutant("last-use-of-tied-weights-not-added", "llama-tied", measuring(last_use_not_added)),
     Mutant("no-minimum-with-one", "mlp", factors(no_minimum_with_one)),
     Mutant("batch-clipped-as-a-whole", "mlp", factors(batch_clipped_as_a_whole)),
     Mutant("an-example-left-out", "mlp", factors(last_example_left_out)),
