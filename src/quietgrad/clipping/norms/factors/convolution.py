@@ -28,6 +28,7 @@ from quietgrad.clipping.norms.factors.patches import (
 from quietgrad.clipping.norms.factors.products import zeroed
 from quietgrad.clipping.norms.factors.rows import SpreadSums, norms_from_squares, not_zero
 from quietgrad.clipping.norms.factors.sums.columns import Sums
+from quietgrad.clipping.norms.factors.sums.examples import sum_of_spans
 from quietgrad.clipping.norms.factors.sums.positions import add_over_positions
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 
@@ -149,9 +150,14 @@ class ConvolutionFactors:
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        scaled = self.grad.to(dtype) * weights_b.to(dtype).view(-1, *([1] * (self.grad.dim() - 1)))
-        product = weight_gradient(self.x.to(dtype), scaled, shape, self.geometry)
-        return product if into is None else into.add_(product)
+        weights = weights_b.to(dtype).view(-1, *([1] * (self.grad.dim() - 1)))
+
+        def product(few: slice) -> Tensor:
+            scaled = self.grad[few].to(dtype) * weights[few]
+            return weight_gradient(self.x[few].to(dtype), scaled, shape, self.geometry)
+
+        total = sum_of_spans(len(weights), product)
+        return total if into is None else into.add_(total)
 
     def spread_sums(self, dtype: torch.dtype, known: Sequence[Tensor] = ()) -> SpreadSums:
         """Every input entry lies under at most ``taps`` output positions.

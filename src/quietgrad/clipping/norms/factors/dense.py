@@ -22,6 +22,7 @@ from quietgrad.clipping.norms.factors.rows import (
     row_norms,
 )
 from quietgrad.clipping.norms.factors.sums.columns import thin_product
+from quietgrad.clipping.norms.factors.sums.examples import TOGETHER, sum_of_spans
 from quietgrad.clipping.norms.factors.sums.positions import add_over_positions
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import blocks, chain
@@ -72,28 +73,15 @@ class DenseFactors(Unfolded):
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        """One product of the size of an ordinary weight gradient, a block of
-        positions at a time.
+        """One product of the size of an ordinary weight gradient, a block of positions of up to
+        ``TOGETHER`` examples at a time.
         """
         s = self.sizes
         left, right = self._weighted(weights_b, dtype)
-        product: Tensor | None = None
-        for span in blocks(s.t):
-            some, others = left[:, :, span], right[:, :, span]
-            if s.g > 1:
-                product = torch.einsum("bgtp,bgtd->gpd", some.to(dtype), others.to(dtype))
-            else:
-                # Formed apart: a product that is added in one call begins with what it is added to,
-                # so that its rounding would be that of the whole sum at each of its additions.
-                product = wide_product(
-                    some.reshape(-1, s.p).T, others.reshape(-1, s.d), dtype, reuse=product
-                )
-            if into is None:
-                into, product = product.reshape(shape), None
-            else:
-                into.add_(product.reshape(shape))
-        assert into is not None
-        return into
+        if s.b <= TOGETHER:
+            return _product(left, right, shape, dtype, into)
+        total = sum_of_spans(s.b, lambda few: _product(left[few], right[few], shape, dtype))
+        return total if into is None else into.add_(total)
 
     def _weighted(self, weights_b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The smaller factor times the weights, in the wide type.
@@ -150,3 +138,27 @@ class DenseFactors(Unfolded):
         scratch: Scratch | None = None,
     ) -> Tensor:
         return add_over_positions(total, self.left_bgtp[..., rows], small_bgtk, scratch)
+
+
+def _product(
+    left: Tensor, right: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
+) -> Tensor:
+    """left^T right over examples and positions, added to ``into`` in place where given."""
+    (_, g, t, p), d = left.shape, right.shape[3]
+    product: Tensor | None = None
+    for span in blocks(t):
+        some, others = left[:, :, span], right[:, :, span]
+        if g > 1:
+            product = torch.einsum("bgtp,bgtd->gpd", some.to(dtype), others.to(dtype))
+        else:
+            # Formed apart: a product that is added in one call begins with what it is added to,
+            # so that its rounding would be that of the whole sum at each of its additions.
+            product = wide_product(
+                some.reshape(-1, p).T, others.reshape(-1, d), dtype, reuse=product
+            )
+        if into is None:
+            into, product = product.reshape(shape), None
+        else:
+            into.add_(product.reshape(shape))
+    assert into is not None
+    return into

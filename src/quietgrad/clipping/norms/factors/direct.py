@@ -12,6 +12,8 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.products import zeroed
+from quietgrad.clipping.norms.factors.sums.examples import TOGETHER, sum_of_spans
+from quietgrad.clipping.norms.factors.sums.pairs import InPairs
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,13 @@ class DirectGradients:
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        product = (weights_b.to(dtype) @ self.values_bn.to(dtype)).reshape(shape)
-        return product if into is None else into.add_(product)
+        weights = weights_b.to(dtype)
+
+        def product(few: slice) -> Tensor:
+            return (weights[few] @ self.values_bn[few].to(dtype)).reshape(shape)
+
+        total = sum_of_spans(len(weights), product)
+        return total if into is None else into.add_(total)
 
 
 @dataclass(frozen=True)
@@ -65,10 +72,16 @@ class ListedGradients:
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
+        total, held = InPairs(), 0
         product = torch.zeros(shape, dtype=dtype, device=weights_b.device)
         for values, weights in self._with_parts_of(weights_b.to(dtype)):
+            if held >= TOGETHER:
+                free, held = total.add(product), 0
+                product = torch.zeros_like(product) if free is None else free.zero_()
             product.view(-1).addmv_(values.T, weights)
-        return product if into is None else into.add_(product)
+            held += len(weights)
+        total.add(product)
+        return total.total() if into is None else into.add_(total.total())
 
     def _with_parts_of(self, per_example_b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(self.values, per_example_b.split([len(v) for v in self.values]), strict=True)

@@ -15,6 +15,7 @@ from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import zeroed
 from quietgrad.clipping.norms.factors.rows import at_least, not_zero, row_norms
+from quietgrad.clipping.norms.factors.sums.examples import TOGETHER
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import gamma
 
@@ -68,9 +69,22 @@ class OneHotFactors(Unfolded):
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        right = self.right_bgtd.to(dtype) * weights_b.to(dtype).view(-1, 1, 1, 1)
+        """Formed apart, of the rows that are read: added to ``into`` one position after the other,
+        each addition would round as much as the whole sum. Of many examples in float64, since they
+        may all read one row.
+        """
+        b = len(weights_b)
+        right = (self.right_bgtd.to(dtype) * weights_b.to(dtype).view(-1, 1, 1, 1)).flatten(0, 2)
+        ids = self.ids_bt.reshape(-1)
+        read, ids = (None, ids) if self.rows <= len(ids) else ids.unique(return_inverse=True)
+        rows = self.rows if read is None else len(read)
+        wide = torch.float64 if b > TOGETHER else dtype
+        made = torch.zeros(rows, right.shape[1], dtype=wide, device=right.device)
+        made = made.index_add_(0, ids, right.to(wide)).to(dtype)
+        if read is None:
+            return made.view(shape) if into is None else into.add_(made.view(shape))
         into = torch.zeros(shape, dtype=dtype, device=right.device) if into is None else into
-        into.view(self.rows, -1).index_add_(0, self.ids_bt.reshape(-1), right.flatten(0, 2))
+        into.view(self.rows, -1).index_add_(0, read, made)
         return into
 
     def gradient_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:

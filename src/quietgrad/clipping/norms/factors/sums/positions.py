@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.factors.products import AT_ONCE
 from quietgrad.clipping.norms.factors.sums.columns import EVEN, IN_CACHE
-from quietgrad.clipping.norms.factors.sums.pairs import add_in_pairs, levels
+from quietgrad.clipping.norms.factors.sums.pairs import InPairs, add_in_pairs, levels
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 
 # Positions of a short sum, and of what is formed in one call. What is added to goes by ``add_``,
@@ -105,20 +105,13 @@ def _sum_of_groups(small_xtk: Tensor, long_xtn: Tensor, out: Tensor, scratch: Sc
     if t <= GROUP:
         _sum_of_runs(small_xtk, long_xtn, out, scratch)
         return
-    held: list[tuple[int, Tensor]] = []  # how many groups each is the sum of
-    spare: list[Tensor] = []
+    total, spare = InPairs(), None
     for start in range(0, t, GROUP):
         group = slice(start, start + GROUP)
-        part, groups = spare.pop() if spare else torch.empty_like(out), 1
+        part = torch.empty_like(out) if spare is None else spare
         _sum_of_runs(small_xtk[:, group], long_xtn[:, group], part, scratch)
-        while held and held[-1][0] == groups:
-            spare.append(part)
-            part, groups = held.pop()[1].add_(part), 2 * groups
-        held.append((groups, part))
-    last = held.pop()[1]
-    while held:
-        last = held.pop()[1].add_(last)
-    out.copy_(last)
+        spare = total.add(part)
+    out.copy_(total.total())
 
 
 def _sum_of_runs(small_xtk: Tensor, long_xtn: Tensor, out: Tensor, scratch: Scratch) -> None:
