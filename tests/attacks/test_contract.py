@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from attacks.contract import RECORDS, at, data, loss, model_of, opened, plan_of
-from quietgrad.clipping import ClippedSum, clipped_gradients
+from quietgrad.clipping import ClippedSum, Clipper, clipped_gradients
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.open_batch import OpenBatch
 
@@ -297,3 +297,19 @@ def test_a_contribution_that_is_not_finite_counts_and_contributes_nothing() -> N
     torch.testing.assert_close(
         clipped.gradients["w"], 2 * torch.ones(3) / math.sqrt(3), rtol=1e-5, atol=0
     )
+
+
+@pytest.mark.parametrize(
+    "clipper",
+    [Clipper(1.0, estimator="hutch", sketch_dim=2), Clipper(100.0)],
+    ids=["sketched", "longer"],
+)
+def test_another_clipper_than_the_plans_releases_nothing(clipper: Clipper) -> None:
+    # Before: a sum was compared with what the run's clipper claimed, whatever that was by then, so
+    # sketched norms went out at the epsilon of exact ones.
+    private, indices = opened()
+    private.bindings.clipper = clipper
+    clipped = private.clip(model_of(), loss, at(indices))
+    with pytest.raises(ValueError, match="but the plan accounts for"):
+        private.release(clipped)
+    assert private.released == 0

@@ -377,3 +377,45 @@ def test_weights_are_not_written_from_records() -> None:  # 2.89, and the weight
             bias.add_(x.mean())
         break
     assert torch.equal(bias, before)
+
+
+def test_no_epsilon_is_told_for_a_delta_that_admits_publishing_records() -> None:
+    # Before: engine.get_epsilon(0.9) was 0.0 after any number of releases.
+    engine, model, optimizer, loader = made()
+    for x, y in loader:
+        step(model, optimizer, x, y)
+    for delta in (0.9, 0.5, 1 / N):
+        for told in (engine, engine.accountant):
+            with pytest.raises(ValueError, match="is not below"):
+                told.get_epsilon(delta)
+    assert engine.get_epsilon(1e-3) > 1
+    with pytest.raises(ValueError, match="publish everything"):
+        PrivacyEngine().get_epsilon(0.5)  # of how many records, nobody knows yet
+    plain = nn.Linear(5, 3)
+    with pytest.raises(ValueError, match=r"target_delta=0\.5 is not below"):
+        PrivacyEngine().make_private_with_epsilon(
+            module=plain,
+            optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(torch.zeros(N, 5)), batch_size=N),
+            target_epsilon=1.0,
+            target_delta=0.5,
+            epochs=1,
+            max_grad_norm=C,
+        )
+
+
+def spread_of_the_batch(model: Any, x: Tensor, y: Tensor) -> None:
+    out = model(x)
+    (F.cross_entropy(out, y) + out.std(0).sum()).backward()
+
+
+def all_but_the_worst(model: Any, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(model(x), y, reduction="none").sort().values[:-1].mean().backward()
+
+
+@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.parametrize("body", [spread_of_the_batch, all_but_the_worst], ids=lambda b: b.__name__)
+def test_a_loss_that_no_record_has_alone_is_refused(body: Callable[..., None]) -> None:
+    # Before: every record's own loss was not a number, so all added zero, and noise was trained on.
+    with pytest.raises(ValueError, match="a loss of each record alone"):
+        one_sum(body, N)

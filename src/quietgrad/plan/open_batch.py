@@ -48,6 +48,7 @@ class OpenBatch:
         release: which release it is for.
         examples: how many this process holds of it; private.
         whole: how many it holds on all ranks together; private.
+        claim: what is accounted for: the plan's, at the norm of this release.
         name: on the stamps of its sums. A batch that is opened again (its loop was broken off) has
             another: sums of before do not add up with those that come.
     """
@@ -55,23 +56,23 @@ class OpenBatch:
     release: int
     examples: int = field(repr=False)
     whole: int = field(repr=False)
+    claim: SensitivityClaim
     name: object = field(default_factory=object)
 
-    def require_sum(self, clipped: ClippedSum, claim: SensitivityClaim) -> None:
+    def require_sum(self, clipped: ClippedSum) -> None:
         """Refuses a sum that is not of this batch, as far as that can be told: its origin, that
         nothing was changed, and how many records it holds.
 
         Args:
             clipped: what is to be released.
-            claim: what is accounted for.
 
         Raises:
             RuntimeError: with the remedy; no sizes.
             ValueError: if the sum claims another sensitivity.
         """
-        if clipped.claim != claim:
+        if clipped.claim != self.claim:
             raise ValueError(
-                f"the clipped sum claims {clipped.claim}, but the plan accounts for {claim}"
+                f"the clipped sum claims {clipped.claim}, but the plan accounts for {self.claim}"
             )
         stamp = clipped.stamp
         if stamp is None or stamp.run is not self.name or stamp.release != self.release:

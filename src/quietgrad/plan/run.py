@@ -94,8 +94,9 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
             self._require_own_process()
             index = self._released
             indices = self._draws.take(index)
-            self._open = OpenBatch(index, len(indices), self._shares.whole(index))
-            self.bindings.clipper = self._beside.clipper(self.plan.clipper_at(index))
+            clipper = self._beside.clipper(self.plan.clipper_at(index))
+            self._open = OpenBatch(index, len(indices), self._shares.whole(index), clipper.claim)
+            self.bindings.clipper = clipper
             yield indices
             if self._released > index + 1:
                 raise RuntimeError(
@@ -251,7 +252,7 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         self._team.require()
         with self._team.stopping_all():
             opened = require_open(self._open, self._released, self.plan.steps, self._closed)
-            opened.require_sum(clipped, self.bindings.clipper.claim)
+            opened.require_sum(clipped)
             facts = self._releases.facts(clipped, self._released, self._shares.block)
         held = self._team.agree("release", facts, clipped.private.examples)
         if self._team.size > 1:

@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from quietgrad.accounting import noise_multiplier as calibrated
-from quietgrad.checks import SettingsWarning, require_word
+from quietgrad.checks import SettingsWarning, require_delta_for, require_word
 from quietgrad.integrations.opacus.accountants import QuietgradAccountant, create_accountant
 from quietgrad.integrations.opacus.criterion import PerSequence
 from quietgrad.integrations.opacus.data_loader import DPDataLoader
@@ -183,6 +183,7 @@ class PrivacyEngine(BoundToProcess):
                 stacklevel=2,
             )
         _require_loader(data_loader)
+        require_delta_for("target_delta", target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
         steps = epochs * len(data_loader)
         sigma = calibrated(
             target_epsilon, target_delta, sample_rate=1 / len(data_loader), steps=max(1, steps)
@@ -208,16 +209,14 @@ class PrivacyEngine(BoundToProcess):
         _require_loader(data_loader)
         size = len(data_loader.dataset)  # type: ignore[arg-type]
         sampler = PoissonSampler(size, 1 / len(data_loader))
+        self.accountant.counts_for(size)
         return BatchSource(sampler, self.accountant, batch_first)
 
     def get_epsilon(self, delta: float) -> float:
         """An upper bound of epsilon for all releases so far, for adding or removing a record.
 
         Args:
-            delta: in (0, 1); below one over the number of records.
-
-        Raises:
-            ValueError: for another delta.
+            delta: below one over the number of records, and 0.1; another is a ValueError.
         """
         return self.accountant.get_epsilon(delta)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quietgrad.accounting import epsilon
-from quietgrad.checks import SettingsWarning, require_delta
+from quietgrad.checks import SettingsWarning, require_delta_for
 from quietgrad.events import EventSequence, PoissonGaussian
 
 MECHANISMS = ("prv", "rdp", "gdp")
@@ -61,6 +61,13 @@ class QuietgradAccountant:
         self._mechanism = mechanism
         self._closed: Counter[tuple[float, float]] = Counter()
         self._open: list[OpenedBatch] = []
+        self._records = 1  # of the largest data set; 1 as long as none is known
+
+    def counts_for(self, dataset_size: int) -> None:
+        """Of how many records batches are drawn. From then on epsilon is told for a delta below one
+        over their number alone: a mechanism that publishes a record would have epsilon 0 above it.
+        """
+        self._records = max(self._records, dataset_size)
 
     def open(self, sample_rate: float) -> OpenedBatch:
         """A batch that was drawn anew; what is released on it is noted there."""
@@ -89,12 +96,12 @@ class QuietgradAccountant:
         """An upper bound of epsilon for all releases so far; 0 before the first.
 
         Args:
-            delta: in (0, 1).
+            delta: below 0.1, and below one over the number of records where batches were drawn.
 
         Raises:
             ValueError: for another delta.
         """
-        require_delta("delta", delta)
+        require_delta_for("delta", delta, self._records)
         phases = tuple(PoissonGaussian(sigma, q, steps) for sigma, q, steps in self.history)
         if not phases:
             return 0.0

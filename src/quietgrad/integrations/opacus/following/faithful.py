@@ -88,6 +88,8 @@ def _require_this_batch(program: Program, module: Any) -> None:
 
 def _agree(losses: Tensor, total: Tensor, loss_reduction: str) -> bool:
     found = losses.double().mean() if loss_reduction == "mean" else losses.double().sum()
+    if bool(total.isfinite()) and len(losses) and bool(losses.isnan().all()):
+        return False  # no record has a loss alone: a spread of the batch, a trimmed mean
     if not (bool(found.isfinite()) and bool(total.isfinite())):
         return True  # such records add zero, whatever they are
     relative = max(TOLERANCE.get(kind, HALF) for kind in (total.dtype, losses.dtype))
