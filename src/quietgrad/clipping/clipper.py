@@ -56,7 +56,8 @@ class Clipper:
             pattern -> share of C.
         scaling: "clip", factors min(1, C/n), or "automatic", C/(n + 0.01).
         layers: parameter name pattern -> estimator, for single layers; sketches may carry a k:
-            "hutch:64".
+            "hutch:64". Beside a sketch every exact word means "materialized": a bound is divided by
+            there, which may not follow from a batch's sizes.
         views: K rows of the model's batch that make up one record (augmentation multiplicity):
             every tensor of a batch has the shape [records, K, ...], and the gradient of the mean of
             a record's K losses is clipped.

@@ -73,12 +73,15 @@ def policies_of(
     may_keep: bool,
 ) -> dict[str, Policy]:
     """Parameter name -> how its estimator is chosen; the first override whose pattern matches
-    decides.
+    decides. Beside sketches all exact words mean formed gradients: norms are not measured again
+    there, so which way they are measured must not follow from a batch.
 
     Raises:
         ValueError: for an override that matches no trainable parameter.
     """
     names = list(names)
+    words = (estimator, *(word for _, word, _ in overrides))
+    steady = any(word in SKETCHES for word in words)
     policies = {}
     used = set()
     for name in names:
@@ -87,7 +90,7 @@ def policies_of(
         )
         used.add(override)
         word, k = (estimator, sketch_dim) if override is None else override[1:]
-        policies[name] = Policy(word, k, speed, may_keep=may_keep)
+        policies[name] = Policy(word, k, speed, may_keep=may_keep, steady=steady)
     unused = [override[0] for override in overrides if override not in used]
     if unused:
         raise ValueError(

@@ -29,6 +29,7 @@ from quietgrad.clipping.norms.choice import ESTIMATOR_OF, Policy
 from quietgrad.clipping.norms.cost import Sketch, cost_of
 from quietgrad.clipping.norms.estimators.materialized import kept_gradients, materialized_gradients
 from quietgrad.clipping.norms.estimators.projections import Projections, block_of
+from quietgrad.clipping.norms.estimators.sketches import steady
 from quietgrad.clipping.norms.factors import (
     Contribution,
     DirectGradients,
@@ -184,15 +185,20 @@ class Accumulator:
                 total = values if total is None else total + values
             assert total is not None
             return direct(total), [DirectGradients(total)]
-        choice = self._policy_of(name).choose(cost_of(matrices))
+        policy = self._policy_of(name)
+        choice = policy.choose(cost_of(matrices))
+        kept: list[Kept] = list(matrices)
         if choice.kept:
             measured, gradients = kept_gradients(matrices, dtype)
-            return measured, [gradients]
-        estimator = ESTIMATOR_OF[choice.estimator]
-        # Norms of different groups are clipped apart: nothing random may be common to them.
-        block = f"{block_of(name)}\x00{self.group_of(name)}"
-        sketch = Sketch(name, choice.sketch_dim, self.projections, self.scratch, block)
-        return estimator.norms(matrices, sketch, dtype), list(matrices)
+            kept = [gradients]
+        else:
+            # Norms of different groups are clipped apart: nothing random may be common to them.
+            block = f"{block_of(name)}\x00{self.group_of(name)}"
+            sketch = Sketch(name, choice.sketch_dim, self.projections, self.scratch, block)
+            measured = ESTIMATOR_OF[choice.estimator].norms(matrices, sketch, dtype)
+        if policy.steady and choice.estimator == "materialized":
+            measured = steady(measured, matrices, dtype)
+        return measured, kept
 
     def _policy_of(self, name: str) -> Policy:
         policy, entries = self.policy_of(name), self.layout.parameters[name].numel()

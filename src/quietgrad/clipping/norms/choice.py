@@ -71,6 +71,8 @@ class Policy:
         kept_entries: per-example gradients of one parameter may be kept up to this many entries, or
             up to the size of the factors they replace, whichever is more.
         may_keep: False for engines that have no use for kept gradients.
+        steady: nothing that norms are divided by may follow from the micro-batch's sizes, since
+            none is measured again (beside sketches). Exact ones are materialized then.
     """
 
     estimator: Estimator
@@ -78,6 +80,7 @@ class Policy:
     speed: Throughput
     kept_entries: int = BLOCK_ELEMENTS
     may_keep: bool = True
+    steady: bool = False
 
     def choose(self, cost: Cost) -> Choice:
         """The estimator for one parameter, all its uses together. Sketches are never chosen
@@ -88,10 +91,12 @@ class Policy:
     def _choose(self, cost: Cost) -> Choice:
         limit = max(self.kept_entries, cost.factor_entries)
         fits = self.may_keep and cost.gradient_entries <= limit
+        if self.steady and cost.one_hot:
+            fits = False  # measured by rows, whose bound is their own
         materialized = Choice(
             "materialized", fits, self._seconds("materialized", cost, fits), self.sketch_dim
         )
-        if self.estimator == "materialized":
+        if self.estimator == "materialized" or (self.steady and self.estimator not in SKETCHES):
             return materialized
         name: Estimator = "ghost" if self.estimator in ("auto", "exact") else self.estimator
         other = Choice(name, False, self._seconds(name, cost, False), self.sketch_dim)

@@ -46,7 +46,7 @@ from quietgrad.clipping.norms.rounding import (
     gamma,
     norm_gamma,
 )
-from quietgrad.clipping.norms.spread import Spread
+from quietgrad.clipping.norms.spread import Spread, spread_of
 
 LOG_FAILURE = 27.7  # -log of 1e-12
 
@@ -66,14 +66,34 @@ def sketched(
     is added.
     """
     slack = torch.add(spread.lost, squared, alpha=norm_gamma(squared, dtype))
-    own = LONGEST_CHAIN + _stretches(uses, LONGEST_CHAIN)
-    bound = spread.norm.mul_(margin + gamma(own, squared, dtype))
+    bound = spread.norm.mul_(margin + gamma(_own_additions(uses), squared, dtype))
     for use in uses:
         if isinstance(use, OneHotFactors):
             # Once in the sum, once in a sketch with an orthonormal basis, once in a Gaussian one.
             times = 2.0 + worst_mean(sketch_dim)
             bound.add_(use.errors_by_rows(dtype), alpha=times)
     return Measured(squared, slack, bound)
+
+
+def steady(measured: Measured, uses: Sequence[MatrixFactors], dtype: torch.dtype) -> Measured:
+    """What was measured of formed gradients, with a bound that follows from the record alone: not
+    from whether they were kept, nor from how long others are.
+    """
+    if all(isinstance(use, OneHotFactors) for use in uses):
+        return measured
+    # Once in what is measured, once in the sum.
+    margin = spread_of(uses, dtype).norm.mul_(
+        2.0 * gamma(_own_additions(uses), uses[0].like, dtype)
+    )
+    for use in uses:
+        if isinstance(use, OneHotFactors):
+            margin.add_(use.errors_by_rows(dtype), alpha=2.0)
+    return Measured(measured.squared, measured.slack, margin)
+
+
+def _own_additions(uses: Sequence[MatrixFactors]) -> float | Tensor:
+    """On the longest path through a record's own sum over positions."""
+    return LONGEST_CHAIN + _stretches(uses, LONGEST_CHAIN)
 
 
 def tail_margin(

@@ -76,15 +76,15 @@ class OneHotFactors(Unfolded):
         b = len(weights_b)
         right = (self.right_bgtd.to(dtype) * weights_b.to(dtype).view(-1, 1, 1, 1)).flatten(0, 2)
         ids = self.ids_bt.reshape(-1)
-        read, ids = (None, ids) if self.rows <= len(ids) else ids.unique(return_inverse=True)
-        rows = self.rows if read is None else len(read)
         wide = torch.float64 if b > TOGETHER else dtype
-        made = torch.zeros(rows, right.shape[1], dtype=wide, device=right.device)
-        made = made.index_add_(0, ids, right.to(wide)).to(dtype)
-        if read is None:
-            return made.view(shape) if into is None else into.add_(made.view(shape))
+        if self.rows <= len(ids):
+            made = right.new_zeros(self.rows, right.shape[1], dtype=wide)
+            made = made.index_add_(0, ids, right.to(wide)).to(dtype).view(shape)
+            return made if into is None else into.add_(made)
+        runs, rows = _runs_of(ids)
+        made = right.new_zeros(right.shape, dtype=wide).index_add_(0, runs, right.to(wide))
         into = torch.zeros(shape, dtype=dtype, device=right.device) if into is None else into
-        into.view(self.rows, -1).index_add_(0, read, made)
+        into.view(self.rows, -1).index_add_(0, rows, made.to(dtype))
         return into
 
     def gradient_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -172,3 +172,13 @@ class OneHotFactors(Unfolded):
         part = small_bgtk.new_zeros(b, self.rows, k).scatter_add_(1, index, small_bgtk[:, 0])
         found = part.unsqueeze(1).transpose(2, 3)
         return found if total is None else total.add_(found)
+
+
+def _runs_of(ids_n: Tensor) -> tuple[Tensor, Tensor]:
+    """[n] the number of each one among those that differ, and [n] what that number stands for;
+    numbers that stand for none stand for 0.
+    """
+    ordered, order = ids_n.sort()
+    number = torch.nn.functional.pad((ordered[1:] != ordered[:-1]).long().cumsum(0), (1, 0))
+    runs = torch.empty_like(ids_n).scatter_(0, order, number)
+    return runs, torch.zeros_like(ids_n).scatter_(0, number, ordered)
