@@ -148,8 +148,7 @@ def refuse_trainer(trainer: Any) -> None:
     for kind, (why, remedy) in COMPANIONS.items():
         if any(isinstance(one, kind) for one in (*trainer.callbacks, trainer.profiler)):
             raise ValueError(f"{kind.__name__}: {why}; {remedy}")
-    if any(isinstance(one, WandbLogger) for one in trainer.loggers):
-        without_system_metrics()
+    without_system_metrics()
 
 
 def refuse_module(module: Any, base: type) -> None:
