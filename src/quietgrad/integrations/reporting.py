@@ -31,9 +31,9 @@ def shown_epsilon(epsilon: float) -> float:
 
 
 def without_system_metrics() -> None:
-    """W&B, and MLflow where it is asked to, write down every few seconds how much memory the process
-    holds and how busy its devices are: both follow the sizes of the batches, which are private. Off
-    for the runs of both that begin in this process from now on.
+    """W&B, and MLflow where it is asked to, write down every few seconds how much memory the
+    process holds and how busy its devices are: both follow the sizes of the batches, which are
+    private. Off for the runs of both that begin in this process from now on.
 
     Raises:
         ValueError: for a run that has begun with them, with the remedy.
@@ -49,7 +49,7 @@ def without_system_metrics() -> None:
         )
     if getattr(sys.modules.get("mlflow.tracking.fluent"), "run_id_to_system_metrics_monitor", None):
         raise ValueError(
-            "MLflow's run has begun and measures the memory of the process, which follows the sizes "
-            "of the batches; begin it with mlflow.start_run(log_system_metrics=False), or let the "
+            "MLflow's run has begun and measures the memory of the process, which follows the "
+            "sizes of the batches; begin it with mlflow.start_run(log_system_metrics=False), or let the "
             "Trainer begin it"
         )

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import callbacks, profilers
-from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
