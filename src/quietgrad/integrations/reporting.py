@@ -50,6 +50,6 @@ def without_system_metrics() -> None:
     if getattr(sys.modules.get("mlflow.tracking.fluent"), "run_id_to_system_metrics_monitor", None):
         raise ValueError(
             "MLflow's run has begun and measures the memory of the process, which follows the "
-            "sizes of the batches; begin it with mlflow.start_run(log_system_metrics=False), or let "
-            "the Trainer begin it"
+            "sizes of the batches; begin it with mlflow.start_run(log_system_metrics=False), or "
+            "let the Trainer begin it"
         )
