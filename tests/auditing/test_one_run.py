@@ -211,7 +211,7 @@ def test_slopes_are_inner_products_with_every_canarys_clipped_gradient() -> None
     batch = tuple(t[:3] for t in training.canaries)
     scorer = InputScores(plan, layout, training.model, training.loss, batch)
     white = torch.randn(layout.size)
-    products, energies = scorer._compare(white, np.arange(3))
+    products, energies = scorer._compare(white, np.arange(3), plan.max_grad_norm, 0.5)
     rows = []
     for i in range(3):
         one = training.loss(training.model, tuple(t[i : i + 1] for t in batch)).sum()

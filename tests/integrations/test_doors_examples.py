@@ -43,18 +43,34 @@ def test_four_doors_spend_the_same_and_the_loops_end_alike(tmp_path: Path) -> No
     assert [row[0] for row in rows] == doors
     assert len({row[2] for row in rows}) == 1 and 0 < float(rows[0][2]) <= 8.0
     assert "the same weights, to the bit" in run.stdout
+    assert "a plain loop over the model it starts from" in run.stdout
     assert not list(tmp_path.rglob("secrets.json"))
 
 
 def test_other_weights_or_epsilons_are_told(tmp_path: Path) -> None:
     doors = example("four_doors")
-    made = ["plain_loop", "hugging_face", "in_lightning", f"{doors.NAMED}/plain_loop"]
-    for number, name in enumerate(made):
-        (tmp_path / name / "model").mkdir(parents=True)
-        weights = {"a": torch.zeros(2), "b": torch.full((2,), float(number == 3))}
-        save_file(weights, tmp_path / name / "model" / doors.WEIGHTS)
-    with pytest.raises(SystemExit, match="PrivateLightningModule did not end"):
-        doors.require_alike(tmp_path, {"one": (8.0, 1e-4), "other": (8.0, 1e-4)})
+    loops = ["plain_loop", "hugging_face", "in_lightning", f"{doors.NAMED}/plain_loop"]
+    made = [*(f"{name}/model" for name in loops), "command_line/model/adapter", doors.COMMANDED]
+    same = {"one": (8.0, 1e-4), "other": (8.0, 1e-4)}
+
+    def write(name: str, value: float) -> None:
+        weights = {"a": torch.zeros(2), "b": torch.full((2,), value)}
+        save_file(weights, tmp_path / name / doors.WEIGHTS)
+
+    for name in made:
+        (tmp_path / name).mkdir(parents=True)
+        write(name, 0.0)
+    doors.require_alike(tmp_path, same)
+    for name, said in {
+        made[1]: "PrivateTrainer did not end",
+        made[3]: "PrivateLightningModule did not end",
+        made[4]: "command line did not end",
+        made[5]: "command line did not end",
+    }.items():
+        write(name, 1.0)
+        with pytest.raises(SystemExit, match=said):
+            doors.require_alike(tmp_path, same)
+        write(name, 0.0)
     with pytest.raises(SystemExit, match="spent different"):
         doors.require_alike(tmp_path, {"one": (8.0, 1e-4), "other": (7.9, 1e-4)})
 

@@ -6,14 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from private_trainers import records, trainer
 
-from quietgrad.integrations.reporting import NO_SYSTEM_METRICS, without_system_metrics
+from quietgrad.integrations.reporting import (
+    NO_SYSTEM_METRICS,
+    SYSTEM_METRICS,
+    without_system_metrics,
+)
 
 TOLD = {
     "train/learning_rate", "train/epsilon", "train/epoch", "train/data_declared_public",
@@ -97,11 +102,84 @@ def test_a_run_of_wandb_that_measures_the_process_is_refused(
     def begun(quiet: bool) -> Any:
         return SimpleNamespace(run=SimpleNamespace(settings=SimpleNamespace(x_disable_stats=quiet)))
 
-    monkeypatch.delenv(NO_SYSTEM_METRICS, raising=False)
+    monkeypatch.setenv(NO_SYSTEM_METRICS, "false")
+    monkeypatch.setenv(SYSTEM_METRICS, "true")
     monkeypatch.setitem(sys.modules, "wandb", begun(True))
     without_system_metrics()
     assert os.environ[NO_SYSTEM_METRICS] == "true"
     monkeypatch.setitem(sys.modules, "wandb", begun(False))
-    with pytest.raises(ValueError, match="measures the memory of the process"):
+    with pytest.raises(ValueError, match="W&B's run has begun and measures the memory"):
         without_system_metrics()
-    monkeypatch.delenv(NO_SYSTEM_METRICS)
+
+
+def test_a_run_of_mlflow_that_measures_the_process_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(NO_SYSTEM_METRICS, "false")
+    monkeypatch.setenv(SYSTEM_METRICS, "true")
+    monitors: dict[str, Any] = {}
+    fluent = SimpleNamespace(run_id_to_system_metrics_monitor=monitors)
+    monkeypatch.setitem(sys.modules, "mlflow.tracking.fluent", fluent)
+    without_system_metrics()
+    assert os.environ[SYSTEM_METRICS] == "false"  # what a run that begins now reads
+    monitors["run"] = object()
+    with pytest.raises(ValueError, match="MLflow's run has begun and measures the memory"):
+        without_system_metrics()
+
+
+class Recorded(ModuleType):
+    """In the place of the package mlflow: what Trainer's own callback calls, written down."""
+
+    __version__ = "3.0.0"
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.__spec__ = ModuleSpec("mlflow", None)
+        limits = SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100)
+        self.utils = SimpleNamespace(validation=limits)
+        self.parameters: dict[str, Any] = {}
+        self.metrics: list[tuple[int, dict[str, float]]] = []
+        self.run: Any = None
+
+    def is_tracking_uri_set(self) -> bool:
+        return True
+
+    def get_tracking_uri(self) -> str:
+        return "nowhere"
+
+    def active_run(self) -> Any:
+        return self.run
+
+    def start_run(self, **_: Any) -> None:
+        self.run = SimpleNamespace(info=SimpleNamespace(run_id="one"))
+
+    def end_run(self) -> None:
+        self.run = None
+
+    def log_params(self, given: dict[str, Any], synchronous: bool) -> None:
+        self.parameters |= given
+
+    def log_metrics(self, metrics: dict[str, float], step: int, synchronous: bool) -> None:
+        self.metrics.append((step, metrics))
+
+
+@pytest.mark.usefixtures("examined_once")
+def test_mlflow_is_told_nothing_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is played; the callback is the library's own."""
+    mlflow = Recorded()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setenv(SYSTEM_METRICS, "true")
+    monkeypatch.setenv(NO_SYSTEM_METRICS, "false")
+    trained = trainer(
+        tmp_path / "run",
+        report_to=["mlflow"],
+        logging_steps=1,
+        eval_strategy="epoch",
+        eval_dataset=records(20, seed=1),
+    )
+    trained.train()
+    assert os.environ[SYSTEM_METRICS] == "false" and mlflow.run is None
+    names = {name for _, metrics in mlflow.metrics for name in metrics}
+    known = {name.partition("/")[2] for name in TOLD if name.startswith("train/")}
+    known |= {name.replace("/", "_") for name in TOLD if name.startswith("eval/")}
+    assert "epsilon" in names and names <= known

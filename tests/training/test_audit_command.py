@@ -53,6 +53,16 @@ def test_it_prints_one_object_and_draws_a_figure(
     assert not (tmp_path / "run").exists()  # no model, no ledger
 
 
+def test_settings_that_change_are_audited(quietgrad: Run, config: Path, tmp_path: Path) -> None:
+    code, out, err = quietgrad(
+        "audit", config, "--canaries", 16, "--figure", tmp_path / "a.png", "--confidence",
+        1 - 1e-7, "--set", 'schedules.noise={shape = "linear", first = 2.0, last = 1.0}'
+    )  # fmt: skip
+    assert code == 0, err
+    assert " to " in out.partition("noise multiplier")[2].partition(",")[0]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_table_says_what_an_audit_cannot_show(
     quietgrad: Run, config: Path, tmp_path: Path
 ) -> None:

@@ -280,11 +280,18 @@ def test_images_have_no_column_of_owners(values: dict[str, Any]) -> None:
         load_task(config_of(values | {"model.name": "cnn:groupnorm", "data.user": "who"}))
 
 
-def test_canaries_of_single_records_are_refused(of_users: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["gradient", "input"])
+def test_an_audit_puts_in_users(kind: str, of_users: dict[str, Any]) -> None:
     from quietgrad.training.audited_run import audited_run
 
-    with pytest.raises(ValueError, match="canaries are single records"):
-        audited_run(config_of(of_users), 8, "gradient", 0.95)
+    config = config_of(of_users | {"model.tune": "head", "training.steps": 3})
+    found = audited_run(config, 8, kind, 1 - 1e-7)
+    users = found.plan.sampler.users
+    assert users is not None and not found.report.refuted
+    assert "user" in found.report.neighbouring and "per user" in found.report.verdict
+    assert found.records == len(owners_of(config)[0]) == found.plan.dataset_size - 8
+    had = users.offsets[1:] - users.offsets[:-1]
+    assert had[-8:].tolist() == [4] * 8 and users.sizes[-8:].tolist() == [3] * 8  # the cap bites
 
 
 def test_a_resume_with_another_cap_is_refused(

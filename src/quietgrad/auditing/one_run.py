@@ -15,6 +15,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +31,12 @@ from quietgrad.auditing.bounds.guessing import count_correct, lower_bound_one_ru
 from quietgrad.auditing.bounds.planning import number_of_guesses, planned_threshold
 from quietgrad.auditing.bounds.thresholds import errors_at, worth_for_curve, worth_for_epsilon
 from quietgrad.auditing.canaries import GradientCanaries, InputCanaries
+from quietgrad.auditing.drawn import divided, require_last
 from quietgrad.auditing.report import AuditReport, Guesses, Look, findings_of, rate_points
 from quietgrad.auditing.scores.flat import Layout
 from quietgrad.auditing.scores.scoring import GradientScores, InputScores, Scores
 from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.events import PoissonGaussian
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan import PrivacyPlan
 from quietgrad.tensors import Batch, trainable_parameters
@@ -67,7 +70,7 @@ def audit_one_run(
     plan: PrivacyPlan,
     model: nn.Module,
     per_example_loss: PerExampleLoss,
-    batches_of: Callable[[NDArray[np.int64]], Iterable[Batch]],
+    batches_of: Callable[[Any], Iterable[Batch]],
     canaries: GradientCanaries | InputCanaries,
     *,
     update: Callable[[NoisySum], None] | None = None,
@@ -80,12 +83,13 @@ def audit_one_run(
     """Trains once with canaries and guesses which were in.
 
     Args:
-        plan: for N + m records: the N that ``batches_of`` knows, then the canaries. Started without
-            a ledger.
+        plan: for N + m records (users): the N that ``batches_of`` knows, then the canaries. Started
+            without a ledger. Its settings may change by step, with one band.
         model, per_example_loss: as for ``PrivateRun.clip``.
         batches_of: indices in 0 .. N - 1 -> their micro-batches; for no index one empty
-            micro-batch.
-        canaries: m gradients, or m records.
+            micro-batch. Of a plan for users: ``UserIndices`` -> ``UserBatch``es.
+        canaries: m gradients, or m records. Of a plan for users, whose last m users they are, each
+            is a user's: a gradient for the whole user, or what all of the user's records are alike.
         update: what training does with a released sum (optimiser, denoiser); None leaves the model
             as it is.
         views: name -> what is made of a released sum, such as a denoised one, and attacked too.
@@ -107,11 +111,6 @@ def audit_one_run(
     """
     require_confidence(confidence)
     m = canaries.count
-    if plan.clipper.combined is not None:
-        raise ValueError(
-            "the plan protects users, and this audit's canaries are single records; use "
-            "audit_mechanism with a Stage of users"
-        )
     records = plan.dataset_size - m
     if records < 0:
         raise ValueError(
@@ -128,9 +127,10 @@ def audit_one_run(
             "the plan's clipping norm follows what is released (adaptive_clipping), and the scores "
             "of one run are in units of one norm; audit the plan with audit_mechanism"
         )
+    require_last(plan, m)
     order = np.random.default_rng(secrets.randbits(128) if seed is None else seed)
     included = order.random(m) < 0.5
-    event = plan.plain_event
+    event = plan.audited_event
     likely, unlikely = guesses or number_of_guesses(event, m, plan.delta, confidence)
     layout = Layout(trainable_parameters(model))
     looking: dict[str, View] = {"releases": lambda noisy: noisy}
@@ -149,8 +149,9 @@ def audit_one_run(
     first.begin()
     with plan.start() as run:
         for step, drawn in enumerate(run.batches()):
-            known = run.clip(model, per_example_loss, iter(batches_of(drawn[drawn < records])))
-            total = first.add(run, known, drawn[drawn >= records] - records, included)
+            ours, theirs = divided(drawn, records)
+            known = run.clip(model, per_example_loss, iter(batches_of(ours)))
+            total = first.add(run, known, theirs, included)
             noisy = run.release(total)
             others = layout.flatten(known.gradients)
             for name, view in looking.items():
@@ -213,27 +214,29 @@ def _as_runs(
     if included.all() or not included.any():
         return []  # too few canaries for rates of either kind
 
-    event = plan.plain_event
+    event = plan.audited_event
 
     def errors(worth: Callable[[float, float], float]) -> ErrorCounts:
         return errors_at(
             seen.scores, included, planned_threshold(event, len(included), worth, confidence)
         )
 
-    counts, curve = errors(worth_for_epsilon(plan.delta)), errors(worth_for_curve)
-    return [
-        Look(
-            seen.released,
-            "Clopper-Pearson, as independent runs",
-            plan.epsilon,
-            lambda level: lower_bound_clopper_pearson(counts, plan.delta, level),
-            counts,
-        ),
-        Look(
-            seen.released,
-            "trade-off, as independent runs",
-            plan.epsilon,
-            lambda level: lower_bound_trade_off(curve, event, plan.delta, level),
-            curve,
-        ),
-    ]
+    counts = errors(worth_for_epsilon(plan.delta))
+    by_counts = Look(
+        seen.released,
+        "Clopper-Pearson, as independent runs",
+        plan.epsilon,
+        lambda level: lower_bound_clopper_pearson(counts, plan.delta, level),
+        counts,
+    )
+    if not isinstance(event, PoissonGaussian):
+        return [by_counts]  # mechanisms that change are no family in one noise multiplier
+    curve, family = errors(worth_for_curve), event
+    by_curve = Look(
+        seen.released,
+        "trade-off, as independent runs",
+        plan.epsilon,
+        lambda level: lower_bound_trade_off(curve, family, plan.delta, level),
+        curve,
+    )
+    return [by_counts, by_curve]

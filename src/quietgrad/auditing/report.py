@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quietgrad.auditing.bounds.errors import ErrorCounts, lower_rate, upper_rate
-from quietgrad.events import PoissonGaussian, per_unit
+from quietgrad.events import PrivacyEvent, per_unit
 
 Attack = Literal["many runs", "one run"]
 Kind = Literal["gradient", "input"]
@@ -136,7 +136,7 @@ class AuditReport:
     confidence: float
     trials: int
     neighbouring: str
-    event: PoissonGaussian
+    event: PrivacyEvent
     findings: tuple[Finding, ...]
     points: tuple[RatePoint, ...] = ()
     notes: tuple[str, ...] = field(default=())

@@ -88,9 +88,8 @@ def run_audit(
             "rows "
             "below",
             "verdict": report.verdict,
-            "canaries": f"{report.trials} ({kind}) beside {run.records} records; every canary in "
-            "or out by "
-            "a fair coin",
+            "canaries": f"{report.trials} ({kind}) beside {run.records} {_units(plan)}; every "
+            "canary in or out by a fair coin",
             "mechanism": _mechanism(plan),
             f"test {run.metric}": f"{run.score:.4f}, of the model that trained with canaries; it "
             "was not kept",
@@ -109,10 +108,20 @@ def _mechanism(plan: PrivacyPlan) -> str:
     if isinstance(claim, RandomizedClipping):
         clipping = f"{plan.clipper.estimator} with k = {claim.sketch_dim}"
     bands = "" if plan.event.bands == 1 else f", {plan.event.bands} bands"
-    return (
-        f"noise multiplier {plan.noise_multiplier:.4f}, rate {plan.sampler.sample_rate:.4f}, "
-        f"{plan.steps} steps, {clipping}{bands}"
-    )
+    every = [plan.at(step) for step in range(plan.steps)]
+    noise = _range([settings.noise_multiplier for settings in every])
+    rate = _range([settings.sample_rate for settings in every])
+    return f"noise multiplier {noise}, rate {rate}, {plan.steps} steps, {clipping}{bands}"
+
+
+def _range(values: list[float]) -> str:
+    least, most = f"{min(values):.4f}", f"{max(values):.4f}"
+    return least if least == most else f"{least} to {most}"
+
+
+def _units(plan: PrivacyPlan) -> str:
+    users = plan.sampler.users
+    return "records" if users is None else "users; a canary is a user with many records"
 
 
 def _bound(finding: Finding) -> str:

@@ -13,6 +13,7 @@ from quietgrad.accounting.rounding import round_up_to
 
 FIGURES = 4  # significant, of a shown epsilon: the Trainers print no more
 NO_SYSTEM_METRICS = "WANDB_X_DISABLE_STATS"
+SYSTEM_METRICS = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
 
 
 def spent_name(unit: str) -> str:
@@ -30,14 +31,14 @@ def shown_epsilon(epsilon: float) -> float:
 
 
 def without_system_metrics() -> None:
-    """W&B writes down every few seconds how much memory the process holds and how busy its devices
-    are: both follow the sizes of the batches, which are private. Off for the runs of W&B that begin
-    in this process from now on.
+    """W&B, and MLflow where it is asked to, write down every few seconds how much memory the
+    process holds and how busy its devices are: both follow the sizes of the batches, which are
+    private. Off for the runs of both that begin in this process from now on.
 
     Raises:
         ValueError: for a run that has begun with them, with the remedy.
     """
-    os.environ[NO_SYSTEM_METRICS] = "true"
+    os.environ[NO_SYSTEM_METRICS], os.environ[SYSTEM_METRICS] = "true", "false"
     run = getattr(sys.modules.get("wandb"), "run", None)
     settings = getattr(run, "settings", None)
     if settings is not None and not getattr(settings, "x_disable_stats", False):
@@ -45,4 +46,10 @@ def without_system_metrics() -> None:
             "W&B's run has begun and measures the memory of the process, which follows the sizes "
             "of the batches; begin it with wandb.init(settings=wandb.Settings(x_disable_stats="
             "True)), or let the Trainer begin it"
+        )
+    if getattr(sys.modules.get("mlflow.tracking.fluent"), "run_id_to_system_metrics_monitor", None):
+        raise ValueError(
+            "MLflow's run has begun and measures the memory of the process, which follows the "
+            "sizes of the batches; begin it with mlflow.start_run(log_system_metrics=False), or "
+            "let the Trainer begin it"
         )

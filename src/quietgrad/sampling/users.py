@@ -85,6 +85,12 @@ class UserIndices:
         start, sizes = sum(self.sizes[: users.start]), self.sizes[users]
         return UserIndices(self.users[users], self.records[start : start + sum(sizes)], sizes)
 
+    def where(self, kept: NDArray[np.bool_]) -> UserIndices:
+        """Those of the users, by [users] booleans, in order."""
+        sizes = np.array(self.sizes, dtype=np.int64)
+        records = self.records[np.repeat(kept, sizes)]
+        return UserIndices(self.users[kept], records, tuple(sizes[kept].tolist()))
+
 
 @dataclass(frozen=True, eq=False)
 class UserRecords:
@@ -160,7 +166,8 @@ class UserRecords:
         return len(self.order)
 
     @cached_property
-    def _sizes(self) -> Indices:
+    def sizes(self) -> Indices:
+        """[N] how many records stand for each user in a step. Private."""
         return np.minimum(np.diff(self.offsets), self.at_most)
 
     def drawn(self, users: Indices, key: RandomKey, step: int) -> UserIndices:
@@ -169,7 +176,7 @@ class UserRecords:
         Cost: of users with more than ``at_most`` records one small generator each where they are
         drawn anew.
         """
-        chosen = users[np.argsort(self._sizes[users], kind="stable")]
+        chosen = users[np.argsort(self.sizes[users], kind="stable")]
         records = [self._of(int(user), key, step) for user in chosen]
         return UserIndices(
             chosen,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +35,7 @@ class AuditedRun:
     Attributes:
         report: what the audit found.
         plan: for the records and the canaries.
-        records: N, without the canaries.
+        records: N, without the canaries; users where they are protected.
         metric: name of ``score``.
         score: of the trained model, on test records: shows that it trained.
     """
@@ -60,7 +60,8 @@ def audited_run(
     Args:
         config: of ``quietgrad train``; privacy must be on.
         canaries: m.
-        kind: "gradient", or "input": public validation records with a wrong label each.
+        kind: "gradient", or "input": public validation records with a wrong label each; where users
+            are protected, users who have one such record many times.
         confidence: of the bounds.
         progress: called with (releases made, all) after each.
 
@@ -73,12 +74,6 @@ def audited_run(
     require_confidence(confidence)
     if not config.privacy.enabled:
         raise ValueError("privacy.enabled=false: there is no epsilon to audit; set it to true")
-    if config.data.user:
-        raise ValueError(
-            f"data.user={config.data.user!r}: canaries are single records here, and users are what "
-            "is protected; audit the plan itself with quietgrad.auditing.audit_mechanism, whose "
-            "stage takes users (docs/users.md)"
-        )
     prepared = prepare(config)
     config = prepared.config  # nothing of it is left out
     if kind == "input" and not prepared.task.classifies:
@@ -91,9 +86,7 @@ def audited_run(
             f"canaries={canaries} exceeds the {len(prepared.validation)} public validation records "
             "that input canaries are made from; use fewer"
         )
-    identities = tuple(secrets.token_bytes(IDENTITY_BYTES) for _ in range(canaries))
-    plan = build_plan(config, prepared.task.record_ids + identities)
-    assert plan is not None
+    plan = plan_with(canaries, config, prepared.task.record_ids, prepared.task.record_owner)
     cache = prepared.prefix_cache()
     model: nn.Module = prepared.model.classifier if cache is None else cache.upper
     entries = sum(p.numel() for p in trainable_parameters(model).values())
@@ -126,7 +119,25 @@ def audited_run(
     )
     some = spread(prepared.test, SCORED_RECORDS)
     score = score_of(prepared, prepared.model.classifier, prepared.test, some)
-    return AuditedRun(report, plan, len(prepared.train), prepared.metric.name, score)
+    return AuditedRun(report, plan, plan.dataset_size - canaries, prepared.metric.name, score)
+
+
+def plan_with(
+    canaries: int,
+    config: TrainConfig,
+    record_ids: Sequence[bytes],
+    record_owner: Sequence[bytes] | None,
+) -> PrivacyPlan:
+    """The plan for the records, or users, and the canaries after them. A user who is a canary has
+    more records than may stand for a user, so that the cap has work to do.
+    """
+    names = [secrets.token_bytes(IDENTITY_BYTES) for _ in range(canaries)]
+    if record_owner is not None:
+        names = [name for name in names for _ in range(config.users.records_per_user + 1)]
+        record_owner = [*record_owner, *names]
+    plan = build_plan(config, [*record_ids, *names], record_owner=record_owner)
+    assert plan is not None
+    return plan
 
 
 def mislabelled(prepared: Prepared, count: int) -> InputCanaries:

@@ -13,7 +13,7 @@ from quietgrad.auditing.bounds.errors import ErrorCounts
 from quietgrad.auditing.bounds.guessing import count_correct, lower_bound_one_run
 from quietgrad.auditing.bounds.thresholds import QUANTILES, errors_at
 from quietgrad.auditing.scores.whitening import log_likelihood_ratio
-from quietgrad.events import PoissonGaussian
+from quietgrad.events import EventSequence, PrivacyEvent
 
 SIMULATED = 200_000  # canaries,
 DRAWS = 8_000_000  # or as many as give so many draws
@@ -22,23 +22,24 @@ SHARES = np.geomspace(0.01, 1.0, 16)
 
 
 def simulated_scores(
-    event: PoissonGaussian, count: int, draws: np.random.Generator
+    event: PrivacyEvent, count: int, draws: np.random.Generator
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """[count] log-likelihood ratios of gradient canaries in the claimed mechanism with exact
     clipping, and their coins.
     """
-    mu, rate = 1 / event.noise_multiplier, event.participation_rate
     included = draws.random(count) < 0.5
     scores = np.zeros(count)
-    for _ in range(event.compositions):
-        taken = included & (draws.random(count) < rate)
-        seen = draws.standard_normal(count) + mu * taken
-        scores += log_likelihood_ratio(mu * seen, np.full(count, mu**2), rate)
+    for phase in event.events if isinstance(event, EventSequence) else (event,):
+        mu, rate = 1 / phase.noise_multiplier, phase.participation_rate
+        for _ in range(phase.compositions):
+            taken = included & (draws.random(count) < rate)
+            seen = draws.standard_normal(count) + mu * taken
+            scores += log_likelihood_ratio(mu * seen, np.full(count, mu**2), rate)
     return scores, included
 
 
 def number_of_guesses(
-    event: PoissonGaussian, canaries: int, delta: float, confidence: float
+    event: PrivacyEvent, canaries: int, delta: float, confidence: float
 ) -> tuple[int, int]:
     """(k+, k-), how many of the highest scores to call in and of the lowest to call out, so that
     the bound expected of a perfect implementation is largest.
@@ -69,7 +70,7 @@ def number_of_guesses(
 
 
 def planned_threshold(
-    event: PoissonGaussian, canaries: int, worth: Callable[[float, float], float], confidence: float
+    event: PrivacyEvent, canaries: int, worth: Callable[[float, float], float], confidence: float
 ) -> float:
     """The threshold on a canary's log-likelihood ratio whose errors, as expected of a perfect
     implementation, are worth most.
@@ -97,7 +98,7 @@ def planned_threshold(
 
 
 def _expected(
-    event: PoissonGaussian,
+    event: PrivacyEvent,
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], np.random.Generator]:
     draws = np.random.default_rng(
         0

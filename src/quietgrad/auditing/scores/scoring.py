@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from quietgrad.auditing.canaries import Directions
 from quietgrad.auditing.contribution import absence, contribution
+from quietgrad.auditing.drawn import Drawn
 from quietgrad.auditing.scores.flat import Layout
 from quietgrad.auditing.scores.whitening import Whitener, log_likelihood_ratio
 from quietgrad.clipping.api import per_example_norms
 from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.tensors import Batch, batch_size_of, map_tensors, trainable_parameters
@@ -39,7 +41,6 @@ class Scores:
             np.zeros(count, dtype=np.int64) if parts is None else parts[plan.dataset_size - count :]
         )
         self._members = [np.flatnonzero(own == part) for part in range(plan.event.bands)]
-        self._unit = (plan.noise_multiplier * plan.max_grad_norm) ** 2
         self._scores = np.zeros(count)
 
     def see(self, step: int, residual: Tensor) -> None:
@@ -50,15 +51,20 @@ class Scores:
         ):
             members = self._members[row % len(self._members)]
             if len(members):
-                products, energies = self._compare(white, members)
+                now = self._plan.at(row)
+                rate = min(1.0, len(self._members) * now.sample_rate)
+                unit = (now.noise_multiplier * now.max_grad_norm) ** 2
+                products, energies = self._compare(white, members, now.max_grad_norm, rate)
                 self._scores[members] += log_likelihood_ratio(
-                    products / self._unit,
-                    energies * self._whitener.variance(row) / self._unit,
-                    self._plan.event.participation_rate,
+                    products / unit, energies * self._whitener.variance(row) / unit, rate
                 )
 
-    def _compare(self, white: Tensor, members: Indices) -> tuple[Floats, Floats]:
-        """<white, c> and |c|^2 of the canaries' contributions c."""
+    def _compare(
+        self, white: Tensor, members: Indices, limit: float, rate: float
+    ) -> tuple[Floats, Floats]:
+        """<white, c> and |c|^2 of the canaries' contributions c, clipped to ``limit``, each drawn
+        at ``rate``.
+        """
         raise NotImplementedError
 
     def of_releases(self) -> Floats:
@@ -66,14 +72,14 @@ class Scores:
         return self._scores
 
     def add(
-        self, run: PrivateRun, known: ClippedSum, drawn: Indices, included: NDArray[np.bool_]
+        self, run: PrivateRun, known: ClippedSum, drawn: Drawn, included: NDArray[np.bool_]
     ) -> ClippedSum:
         """The sum of the whole batch.
 
         Args:
             run: with its batch open.
             known: the other records' sum.
-            drawn: canaries in the batch, by number.
+            drawn: canaries in the batch.
             included: [m] which are in; those drawn that are not count as drawn and give nothing.
         """
         raise NotImplementedError
@@ -104,20 +110,21 @@ class GradientScores(Scores):
         self._start: Tensor | None = None
 
     def add(
-        self, run: PrivateRun, known: ClippedSum, drawn: Indices, included: NDArray[np.bool_]
+        self, run: PrivateRun, known: ClippedSum, drawn: Drawn, included: NDArray[np.bool_]
     ) -> ClippedSum:
-        length = TOO_LONG * self._plan.max_grad_norm
+        length = TOO_LONG * run.max_grad_norm
         like = self._layout.flatten(known.gradients)
-        taken = drawn[included[drawn]]
+        taken = drawn.numbers[included[drawn.numbers]]
         if len(taken):
             known = known + contribution(
                 run, self._layout.restore(self._directions.rows(taken, length, like))
             )
-        return self._absent(run, known, int((~included[drawn]).sum()))
+        return self._absent(run, known, len(drawn.numbers) - len(taken))
 
-    def _compare(self, white: Tensor, members: Indices) -> tuple[Floats, Floats]:
-        length = self._plan.max_grad_norm
-        return self._directions.products(white, members) * length, np.full(len(members), length**2)
+    def _compare(
+        self, white: Tensor, members: Indices, limit: float, rate: float
+    ) -> tuple[Floats, Floats]:
+        return self._directions.products(white, members) * limit, np.full(len(members), limit**2)
 
     def begin(self) -> None:
         self._start = self._layout.flatten(trainable_parameters(self._model)).clone()
@@ -129,8 +136,9 @@ class GradientScores(Scores):
 
 
 class InputScores(Scores):
-    """For canaries that are records. Their gradients change with the model; inner products with all
-    of them are one derivative of a derivative, not one gradient each.
+    """For canaries that are records, or users whose records are all alike. Their gradients change
+    with the model; inner products with all of them are one derivative of a derivative, not one
+    gradient each.
     """
 
     def __init__(
@@ -144,30 +152,38 @@ class InputScores(Scores):
         super().__init__(plan, layout, batch_size_of(batch))
         self._model, self._loss, self._batch = model, per_example_loss, batch
         self._start: Floats | None = None
+        # How often a record stands in what is clipped: of a sum, once for each of the user's.
+        users, count = plan.sampler.users, batch_size_of(batch)
+        summed = users is not None and plan.clipper.combined == "sum"
+        self._times = users.sizes[-count:] if users is not None and summed else np.ones(count)
 
     def add(
-        self, run: PrivateRun, known: ClippedSum, drawn: Indices, included: NDArray[np.bool_]
+        self, run: PrivateRun, known: ClippedSum, drawn: Drawn, included: NDArray[np.bool_]
     ) -> ClippedSum:
-        taken = drawn[included[drawn]]
-        for start in range(0, len(taken), EXAMPLES):
-            known = known + run.clip(
-                self._model, self._loss, self._some(taken[start : start + EXAMPLES])
-            )
-        return self._absent(run, known, len(drawn) - len(taken))
+        taken = drawn.where(included[drawn.numbers])
+        for part in taken.parts(EXAMPLES):
+            records = self._some(part.rows)
+            batch = records if part.sizes is None else UserBatch(records, part.sizes)
+            known = known + run.clip(self._model, self._loss, batch)
+        return self._absent(run, known, len(drawn.numbers) - len(taken.numbers))
 
-    def _compare(self, white: Tensor, members: Indices) -> tuple[Floats, Floats]:
-        limit = self._plan.max_grad_norm
+    def _compare(
+        self, white: Tensor, members: Indices, limit: float, rate: float
+    ) -> tuple[Floats, Floats]:
         parts = [members[start : start + EXAMPLES] for start in range(0, len(members), EXAMPLES)]
         norms = [
             per_example_norms(self._model, self._loss, self._some(part)).detach() for part in parts
         ]
-        factors = [(limit / n.clamp(min=1e-30)).clamp(max=1.0) for n in norms]
+        factors = [
+            torch.minimum(limit / n.clamp(min=1e-30), torch.from_numpy(self._times[part]).to(n))
+            for n, part in zip(norms, parts, strict=True)
+        ]
         # What the others are expected to give is taken away: half of them are in, and each is drawn
         # at the sampling rate.
         expected = sum(
             self._weighted_gradient(part, f) for part, f in zip(parts, factors, strict=True)
         )
-        tangent = white - expected * (0.5 * self._plan.event.participation_rate)
+        tangent = white - expected * (0.5 * rate)
         slopes = [self._slopes(part, tangent) * f for part, f in zip(parts, factors, strict=True)]
         energies = [(n * f).square() for n, f in zip(norms, factors, strict=True)]
         return torch.cat(slopes).double().cpu().numpy(), torch.cat(energies).double().cpu().numpy()

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import callbacks, profilers
-from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
@@ -148,8 +147,7 @@ def refuse_trainer(trainer: Any) -> None:
     for kind, (why, remedy) in COMPANIONS.items():
         if any(isinstance(one, kind) for one in (*trainer.callbacks, trainer.profiler)):
             raise ValueError(f"{kind.__name__}: {why}; {remedy}")
-    if any(isinstance(one, WandbLogger) for one in trainer.loggers):
-        without_system_metrics()
+    without_system_metrics()
 
 
 def refuse_module(module: Any, base: type) -> None:

@@ -153,8 +153,7 @@ def refuse_arguments(args: Any) -> None:
             f"WANDB_WATCH={watched} sends histograms of gradients before their noise; unset it, or "
             "use WANDB_WATCH=parameters"
         )
-    if "wandb" in (args.report_to or ()):
-        without_system_metrics()
+    without_system_metrics()
 
 
 def _shown(value: Any) -> str:

@@ -81,6 +81,21 @@ class StepByStep:
             )
         return self.event
 
+    @property
+    def audited_event(self) -> PrivacyEvent:
+        """The event of a plan that canaries can be looked for in, step by step.
+
+        Raises:
+            ValueError: for correlated noise whose settings change, which is not taken apart there.
+        """
+        if self.course is not None and self.event.bands > 1:
+            raise ValueError(
+                f"the settings of this plan change, and its noise is correlated over "
+                f"{self.event.bands} bands; audit it with independent noise, or without schedules "
+                "and phases"
+            )
+        return self.event
+
     def at(self, step: int) -> StepSettings:
         """What release ``step``, from 0, is made with."""
         return self.whole_course.at(step)
