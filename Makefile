@@ -8,7 +8,7 @@ TIMES ?= 20
 CODE := $(wildcard src tests examples benchmarks scripts recipes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-random lint typecheck docs package format clean
+.PHONY: help setup demo test test-all test-random lint typecheck docs notebooks package format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ docs: setup ## the site, into build/site; a warning is an error
 	@if $(VENV)/bin/python -c "import sys; sys.exit(sys.version_info >= (3, 11))"; \
 	then echo "docs: left out, its tools need Python 3.11"; \
 	else NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet; fi
+
+notebooks: setup ## the gallery's scripts as notebooks, into build/notebooks
+	$(VENV)/bin/python scripts/notebooks.py
 
 package: setup ## wheel and sdist, into dist, and what an empty environment makes of them
 	$(VENV)/bin/python scripts/package.py

@@ -138,7 +138,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8.4), layout="constrained")
+    figure, panels = plt.subplots(3, 2, figsize=(10, 11.4), layout="constrained")
+    axes = panels.T  # two panels beside each other can be read on a phone, three cannot
     for axis, (title, (clean, loud, edge)) in zip(
         (axes[0, 0], axes[1, 0]), list(found["spectra"].items())[2:4] or [], strict=False
     ):
@@ -171,7 +172,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axis.axhline(0, color="black", linewidth=0.6)
         axis.set_title(f"Improvement(t), epsilon {epsilon:g}", fontsize=10)
         axis.set_xlabel("step")
-        axis.legend(fontsize=8)
+        axis.set_ylim(-0.05, 0.8)  # room for the legend above the curves
+        axis.legend(fontsize=8, loc="upper right")
     axis = axes[1, 1]
     width = 0.35
     for i, epsilon in enumerate(EPSILONS):

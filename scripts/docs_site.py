@@ -15,7 +15,7 @@ from typing import Any
 
 REFERENCE = "reference"
 # Pages of wide tables get the place of their own table of contents.
-WIDE = ("symbols.md", "attacks/", f"{REFERENCE}/settings.md", f"{REFERENCE}/commands.md")
+WIDE = ("symbols", "attacks/", f"{REFERENCE}/settings.md", f"{REFERENCE}/commands.md")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)+[^)#\s]*)(#[^)]*)?\)")
 MODULES = (
     "quietgrad",

@@ -20,7 +20,9 @@ LONGEST = 1500
 # Diaries of experiments; pages made from code are not written to disk at all.
 LONG = "notes/"
 PAGES = sorted(p for p in DOCS.rglob("*.md") if not str(p.relative_to(DOCS)).startswith(LONG))
-SYMBOLS = (DOCS / "symbols.md").read_text(encoding="utf-8")
+SYMBOLS = "".join(
+    (DOCS / name).read_text(encoding="utf-8") for name in ("symbols/beside.md", "symbols.md")
+)
 KNOWN_BY = ("public", "released", "private")
 
 

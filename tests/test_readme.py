@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -25,3 +26,13 @@ def test_the_readme_is_short_and_its_table_is_measured() -> None:
     assert len(text.splitlines()) <= LONGEST
     table = runpy.run_path(str(README.parent / "scripts" / "peers_figure.py"))["table"]()
     assert table in text and table.count("\n") > 4
+
+
+def test_what_certified_bounds_cost_is_measured() -> None:
+    """The README's points of time, from two_commits.json: exact norms on the table's shapes."""
+    file = README.parent / "benchmarks" / "results" / "two_commits.json"
+    regimes = json.loads(file.read_text(encoding="utf-8"))["regimes"]
+    found = [regime["quietgrad"] for regime in regimes.values()]
+    points = max(100 * (one["now"]["median"] - one["before"]["median"]) for one in found)
+    said = re.findall(r"cost up to (\d+) points of time", README.read_text(encoding="utf-8"))
+    assert said == [str(round(points))] and len(found) >= 4

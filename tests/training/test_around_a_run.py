@@ -169,13 +169,13 @@ def test_console_metrics_figure_and_result_say_one_epsilon(
     final = json.loads((run_dir / "result.json").read_text())["epsilon"]
     assert all(float(text) >= m["epsilon"] for text, m in zip(said, metrics, strict=True))
     assert said[-1] == round_up(final, 4)
-    assert titles == [f"Private fine-tuning, epsilon = {round_up(final, 4)}"]
+    assert titles == [f"Private training, epsilon = {round_up(final, 4)}"]
     assert round_up(final, 4) in quietgrad("runs", run_dir)[1]
     assert round_up(final, 4) in (run_dir / "model" / "README.md").read_text()
 
 
 def test_a_private_run_without_evaluations_has_the_figure_of_one(settings, tmp_path) -> None:
     _, outcome, run_dir = train(settings | {"training.eval_every": 0, "training.steps": 2})
-    assert figure._title(outcome.result).startswith("Private fine-tuning, epsilon")
+    assert figure._title(outcome.result).startswith("Private training, epsilon")
     figure.score_figure(run_dir.read_metrics(), outcome.result, None, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000

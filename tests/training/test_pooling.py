@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_runs import config_of
@@ -51,7 +52,7 @@ def test_layers_are_what_they_say(encoder: Any) -> None:
             input_ids=ids[1:2, :4], attention_mask=mask[1:2, :4], output_hidden_states=True
         ).hidden_states
     parts = [states[1][0].mean(0), states[2][0].mean(0), states[2][0].amax(0)]
-    by_hand = torch.cat([(p - p.mean()) / p.std(correction=0) for p in parts])
+    by_hand = torch.cat([((p - p.mean()) / p.std(correction=0)).tanh() for p in parts])
     torch.testing.assert_close(found, by_hand / by_hand.norm(), rtol=0, atol=1e-4)
     assert float(found.norm()) == pytest.approx(1, abs=1e-5)
 
@@ -73,3 +74,23 @@ def test_the_maximum_is_not_cached_under_blocks_that_train(settings: dict[str, A
     top = {"model.tune": "full", "model.train_layers": 1, "model.head": "layers"}
     assert prepare(config_of(settings | top)).prefix_cache() is None
     assert prepare(config_of(settings | top | {"model.head": "mean"})).prefix_cache() is not None
+
+
+def test_a_cache_that_is_made_under_autocast_leaves_no_other_head_behind(
+    settings: dict[str, Any],
+) -> None:
+    """To compare the two paths the head is filled with other weights for a moment, and autocast
+    keeps what it has cast.
+    """
+    top = {"model.tune": "full", "model.train_layers": 1, "training.precision": "bfloat16"}
+    prepared = prepare(config_of(settings | top))
+    classifier: Any = prepared.model.classifier
+    with torch.no_grad():
+        classifier.head.weight.fill_(0.01)
+    ids = prepared.validation.collate(np.arange(4), prepared.device)
+    given = (ids["input_ids"], ids["attention_mask"])
+    with torch.autocast("cpu", torch.bfloat16):
+        before = classifier(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert prepared.prefix_cache(prepared.validation) is not None
+        torch.testing.assert_close(classifier(*given), before, rtol=0, atol=0)

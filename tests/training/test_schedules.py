@@ -79,6 +79,8 @@ def test_a_run_is_extended_on_the_command_line(
     code, _, err = quietgrad(*resume)
     assert code == 2 and "above the plan's target of 4" in err
     assert read_ledger(run_dir).extensions == ()  # nothing was done
+    code, _, err = quietgrad("train", config, "--resume", "--extend-to-epsilon", 9)
+    assert code == 2 and "a new target alone" in err and "--extend-steps" in err
     code, out, err = quietgrad(*resume, "--extend-to-epsilon", 9, "--json")
     assert code == 0, err
     result = json.loads(out)

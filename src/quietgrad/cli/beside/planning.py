@@ -23,10 +23,10 @@ Overrides = Annotated[
 ]
 
 ExtendSteps = Annotated[
-    int | None, typer.Option("--extend-steps", help="More steps after the last planned one.")
+    int | None, typer.Option("--extend-steps", help="More steps than were planned.")
 ]
 ExtendEpochs = Annotated[
-    float | None, typer.Option("--extend-epochs", help="The same in passes over the records.")
+    float | None, typer.Option("--extend-epochs", help="The same in passes over records.")
 ]
 ExtendTo = Annotated[
     float | None,
@@ -34,14 +34,14 @@ ExtendTo = Annotated[
 ]
 DeviceName = Annotated[
     str,
-    typer.Option(help="h100-80gb, h200, a100-80gb, a100-40gb, l4 or cpu."),
+    typer.Option(help="Or h200, a100-80gb, a100-40gb, l4, cpu."),
 ]
-Hours = Annotated[float | None, typer.Option(help="With --devices: what so many hours buy.")]
+Hours = Annotated[float | None, typer.Option(help="With --devices: what they buy.")]
 ModelName = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME_OR_FOLDER",
-        help="With --devices: llama-70b, ..., or a config.json's folder.",
+        metavar="NAME",
+        help="With --devices: llama-70b, ... or a folder.",
     ),
 ]
 Length = Annotated[int | None, typer.Option(help="With --model: tokens a text (2048).")]
@@ -49,19 +49,17 @@ BatchSize = Annotated[
     int | None,
     typer.Option("--batch-size", help="With --model: expected (8 a device)."),
 ]
-Lora = Annotated[int | None, typer.Option(help="With --model: rank of adapters (all is trained).")]
-Bands = Annotated[int | None, typer.Option(help="With --model: bands of correlated noise (1).")]
+Lora = Annotated[int | None, typer.Option(help="With --model: rank of adapters.")]
+Bands = Annotated[int | None, typer.Option(help="With --model: bands of noise (1).")]
 EstimatorName = Annotated[
     str | None,
-    typer.Option("--estimator", help="With --model: of norms: exact, ghost, hutch:32, ..."),
+    typer.Option("--estimator", help="With --model: ghost, hutch:32, ..."),
 ]
 Checkpointed = Annotated[
-    bool, typer.Option("--checkpointing", help="With --model: activations are computed twice.")
+    bool, typer.Option("--checkpointing", help="With --model: activations made twice.")
 ]
 Dtype = Annotated[str | None, typer.Option(help="With --model: of weights (bfloat16).")]
-Efficiency = Annotated[
-    float | None, typer.Option(help="With --devices: share of the peak reached (0.4).")
-]
+Efficiency = Annotated[float | None, typer.Option(help="With --devices: share of peak (0.4).")]
 
 
 @one_line
@@ -73,7 +71,7 @@ def plan(
         typer.Option(
             "--figure",
             metavar="FILE.png",
-            help="Draw how the bands were chosen (noise.bands = 'auto').",
+            help="Draw how noise.bands was chosen.",
         ),
     ] = None,
     extend_steps: ExtendSteps = None,
@@ -81,7 +79,7 @@ def plan(
     extend_to: ExtendTo = None,
     devices: Annotated[
         int | None,
-        typer.Option("--devices", metavar="N", help="Plan for N devices (docs/many_devices.md)."),
+        typer.Option("--devices", metavar="N", help="Plan for N devices."),
     ] = None,
     device: DeviceName = "h100-80gb",
     hours: Hours = None,

@@ -242,6 +242,11 @@ def extension_of(whole: Course, steps: int | None, epochs: float | None) -> Cour
     Raises:
         ValueError, TypeError: naming the argument and the remedy.
     """
+    if steps is None and epochs is None:
+        raise ValueError(
+            "an extension has neither steps nor epochs, and a new target alone does not say how "
+            "far to train: give how many more (--extend-steps or --extend-epochs)"
+        )
     last = whole.at(whole.steps - 1)
     return Course(((steps_of(steps, epochs, last.sample_rate, 1.0, ""), last),))
 

@@ -88,7 +88,7 @@ def score_figure(
 
 def _title(result: dict[str, Any]) -> str:
     if not result["private"]:
-        return "Fine-tuning without privacy"
+        return "Training without privacy"
     declared = " (data declared public)" if result.get("data_declared_public") else ""
     unit = per_unit(result.get("neighbouring", ADD_REMOVE))
-    return f"Private fine-tuning, epsilon = {round_up(result['epsilon'], 4)}{unit}{declared}"
+    return f"Private training, epsilon = {round_up(result['epsilon'], 4)}{unit}{declared}"

@@ -161,7 +161,7 @@ def split_images(
     if not validation.any() or not kept.any():
         raise ValueError(
             f"data.source={train.source!r} has {len(train)} records, too few for a training and a "
-            "validation part"
+            "validation part; those that equal a test record are left out of both"
         )
     if (np.asarray(train.labels)[validation].reshape(int(validation.sum()), -1) < 0).any():
         raise ValueError(

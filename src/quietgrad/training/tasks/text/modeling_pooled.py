@@ -49,8 +49,8 @@ def standardised(part: torch.Tensor) -> torch.Tensor:
 
 def pooled(hidden_states: tuple[torch.Tensor, ...], mask: torch.Tensor, how: str) -> torch.Tensor:
     """What the head reads: "mean" is that of the last layer's tokens, standardised; "layers" has
-    the means of the upper half of the layers and the maximum of the last, each standardised, all
-    together of length 1.
+    the means of the upper half of the layers and the maximum of the last, each standardised and
+    squashed by tanh, all together of length 1.
     """
     first = (len(hidden_states) - 1) // 2 if how == "layers" else -1
     chosen = hidden_states[first:]
@@ -59,7 +59,8 @@ def pooled(hidden_states: tuple[torch.Tensor, ...], mask: torch.Tensor, how: str
     if how != "layers":
         return standardised(parts[0])
     parts.append(chosen[-1].float().masked_fill(mask == 0, -1e4).amax(1))
-    return nn.functional.normalize(torch.cat([standardised(p) for p in parts], dim=-1), dim=-1)
+    whole = torch.cat([standardised(part).tanh() for part in parts], dim=-1)
+    return nn.functional.normalize(whole, dim=-1)
 
 
 class PooledForSequenceClassification(PreTrainedModel):

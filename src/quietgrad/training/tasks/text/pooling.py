@@ -43,11 +43,13 @@ def plain_mean_over_tokens(states_btd: Tensor, mask_bt: Tensor) -> Tensor:
 
 def upper_layers(hidden_states: tuple[Tensor, ...], mask_bt: Tensor) -> Tensor:
     """[b, parts * d] of the upper half of the layers, the middle one included: each one's mean over
-    tokens, and the last one's maximum over tokens, standardised one by one; the whole has length 1.
+    tokens, and the last one's maximum over tokens, standardised one by one and squashed by tanh;
+    the whole has length 1.
 
     A sentence encoder's last layer is made for what a text is about; how it is said (tone, doubt,
-    irony) is easier to read below it, and a single strong word in the maximum. Length 1 keeps a
-    gradient near the clipping norm.
+    irony) is easier to read below it, and a single strong word in the maximum. A few numbers are
+    large in every text, and would take most of the length: tanh leaves them less of it. Length 1
+    keeps a gradient near the clipping norm.
 
     Args:
         hidden_states: of the embeddings and of every layer, each [b, t, d].
@@ -57,5 +59,5 @@ def upper_layers(hidden_states: tuple[Tensor, ...], mask_bt: Tensor) -> Tensor:
     chosen = hidden_states[(len(hidden_states) - 1) // 2 :]
     parts = [plain_mean_over_tokens(states, mask_bt) for states in chosen]
     parts.append(last.masked_fill(mask_bt.unsqueeze(-1) == 0, BELOW_ALL).amax(1))
-    whole = torch.cat([F.layer_norm(part, part.shape[-1:]) for part in parts], dim=-1)
+    whole = torch.cat([F.layer_norm(part, part.shape[-1:]).tanh() for part in parts], dim=-1)
     return F.normalize(whole, dim=-1)

@@ -218,6 +218,7 @@ def _agrees(
         return False  # an architecture whose blocks are called differently
     finally:
         classifier.head.weight.copy_(saved)
+        torch.clear_autocast_cache()  # a caller's autocast would go on with the other weights
     return bool((whole - cached).norm() <= LARGEST_DIFFERENCE * whole.norm())
 
 
