@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
@@ -80,3 +82,23 @@ def test_what_is_too_old_is_seen() -> None:
     assert any(
         "the lock has 1.0" in line for line in complaints(pinned() | {"numpy": "1.0"}, LEFT_OUT)
     )
+
+
+def too_new(pins: dict[str, str], interpreter: str) -> list[str]:
+    """Pinned distributions that another patch release of this interpreter may not install."""
+    found = []
+    for name in pins:
+        try:
+            asked = metadata.metadata(name).get("Requires-Python")
+        except metadata.PackageNotFoundError:
+            continue
+        if asked and not SpecifierSet(asked).contains(interpreter):
+            found.append(f"{name} asks for Python {asked}")
+    return found
+
+
+def test_the_first_release_of_this_python_can_install_the_lock() -> None:
+    """A system's own Python is often an early patch release: 3.11.2 could not, once."""
+    major, minor = sys.version_info[:2]
+    assert too_new(pinned(), f"{major}.{minor}.0") == []
+    assert too_new(pinned(), "2.7.0")
