@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import venv
 from pathlib import Path
@@ -52,8 +51,8 @@ def built() -> tuple[Path, Path]:
     code = f"import setuptools.build_meta as b; print(b.build_sdist({str(DIST)!r}))"
     run([sys.executable, "-c", code], ROOT)
     (sdist,) = DIST.glob("*.tar.gz")
-    with tempfile.TemporaryDirectory() as folder, tarfile.open(sdist) as packed:
-        packed.extractall(folder, filter="data")
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.unpack_archive(sdist, folder)
         (source,) = Path(folder).iterdir()
         code = f"import setuptools.build_meta as b; print(b.build_wheel({str(DIST)!r}))"
         run([sys.executable, "-c", code], source)
