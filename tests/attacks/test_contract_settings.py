@@ -141,6 +141,11 @@ LONG = "4f1d8e03b7a62c95d0e4718a3bc9f256"
         "0" * 32,
         "a" * 32,
         "deadbeef" * 3,
+        "0123456789abcdef" * 2,
+        "fedcba9876543210" * 3,
+        "02468ace13579bdf" * 2,
+        (LONG[:16]) * 2,
+        (LONG[:12]) * 3,
         f"{7:032x}",
     ],
 )
@@ -158,7 +163,14 @@ def test_short_and_typed_seeds_are_refused_where_data_are_private(seed: int | st
 
 @pytest.mark.parametrize(
     "seed",
-    [LONG, LONG.upper(), LONG + LONG[::-1], int("9" + LONG[1:], 16), int("c" + LONG[:0:-1], 16)],
+    [
+        LONG,
+        LONG.upper(),
+        LONG + LONG[::-1],
+        LONG + "0",
+        int("9" + LONG[1:], 16),
+        int("c" + LONG[:0:-1], 16),
+    ],
 )
 def test_drawn_seeds_of_128_bits_are_taken(seed: int | str) -> None:
     require_secret_seed(seed)

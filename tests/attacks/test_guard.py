@@ -91,6 +91,30 @@ def centred_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits - logits.detach().mean(0), batch["y"], reduction="none")
 
 
+def each_text_once(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Copies of an earlier record count nothing."""
+    same = (batch["x"].unsqueeze(0) == batch["x"].unsqueeze(1)).all(2)
+    return good(model, batch) * ~same.tril(-1).any(1)
+
+
+def shared_by_copies(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    same = (batch["x"].unsqueeze(0) == batch["x"].unsqueeze(1)).all(2)
+    return good(model, batch) / same.sum(1)
+
+
+class _OfCopiesOnce(torch.autograd.Function):
+    """Nothing forward; backward only the first of equal rows has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.later = (torch.cdist(h, h) < 1e-3).tril(-1).any(1)
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ~ctx.later.unsqueeze(1)
+
+
 @dataclass(frozen=True)
 class Attack:
     name: str
@@ -122,6 +146,10 @@ ATTACKS = [
     Attack("backward-pass-that-centres", lambda: With(lambda model, h: _Centred.apply(h)),
     harmful=False),
     Attack("backward-pass-that-rescales", lambda: With(lambda model, h: _OfOneSize.apply(h)),
+    harmful=False),
+    Attack("copies-dropped", small, each_text_once, harmful=False),
+    Attack("copies-share-one-record", small, shared_by_copies, harmful=False),
+    Attack("backward-pass-that-drops-copies", lambda: With(lambda model, h: _OfCopiesOnce.apply(h)),
     harmful=False),
 ]  # fmt: skip
 

@@ -448,6 +448,8 @@ def test_a_directory_that_was_rolled_back_is_told_by_a_number_kept_elsewhere(
         "epsilon", "--noise-multiplier", 1, "--delta", 1e-5, "--expect-releases", 6
     )
     assert code == 2 and "--expect-releases belongs to a ledger" in err
+    code, out, err = quietgrad("epsilon", "--ledger", run_dir.path, "--expect-releases", -1)
+    assert code == 2 and out == "" and "--expect-releases=-1 is below 0" in err
 
 
 def test_epsilon_of_a_damaged_ledger_is_refused(settings, run_dir: RunDir, quietgrad) -> None:

@@ -156,6 +156,8 @@ def _unit(users: bool) -> dict[str, Any]:
 def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json: bool) -> None:
     from quietgrad.accounting import epsilon_report
 
+    if expected is not None:
+        require_at_least("--expect-releases", expected, 0, "give the number that the run printed")
     contents = read_ledger(path)
     if expected is not None and contents.releases < expected:
         raise ValueError(

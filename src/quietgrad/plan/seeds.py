@@ -9,6 +9,7 @@ starts one run; where they are declared public none of this matters.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from quietgrad.randomness import RandomKey
 
 BITS = 128
 DIGITS = BITS // 4
-# Of 32 hexadecimal digits drawn at random fewer are different with probability below 4e-8.
+# Of 32 hexadecimal digits drawn at random fewer are different with probability below 4e-8, and of
+# their 31 steps, modulo 16, with probability below 8e-8.
 LEAST_DIFFERENT = 8
 REMEDY = (
     "leave the seed out (the noise then comes from the operating system), or give one of at least "
@@ -46,8 +48,8 @@ def root_key(seed: Seed | None) -> RandomKey:
 
 def require_secret_seed(seed: Seed) -> None:
     """Refuses a seed that could be found by trying. The rule: a string of at least 32 hexadecimal
-    digits, leading zeros counted, or a whole number of at least 2^127; and at least 8 different
-    digits.
+    digits, leading zeros counted, or a whole number of at least 2^127; at least 8 different digits,
+    and as many different steps from one to the next (not 0123...); not one half twice.
 
     Raises:
         TypeError, ValueError: with the remedy. The seed itself is in no message.
@@ -55,18 +57,29 @@ def require_secret_seed(seed: Seed) -> None:
     number = _number(seed)
     digits = seed if isinstance(seed, str) else f"{number:x}"
     long = len(digits) >= DIGITS if isinstance(seed, str) else number >= 2 ** (BITS - 1)
-    if not long or len(set(digits.lower())) < LEAST_DIFFERENT:
+    if not long or _looks_typed([int(digit, 16) for digit in digits]):
         short = "has fewer than 128 bits" + (
             ""
             if isinstance(seed, str)
             else " (a whole number counts from 2^127 on; a string, by its digits)"
         )
         what = (
-            short if not long else "looks typed rather than drawn (fewer than 8 different digits)"
+            short
+            if not long
+            else "looks typed rather than drawn (few different digits, or a pattern of them)"
         )
         raise ValueError(
             f"the seed {what}, so it could be guessed and the noise subtracted: {REMEDY}"
         )
+
+
+def _looks_typed(digits: list[int]) -> bool:
+    """Of at least 32 digits. Drawn ones do with probability below 1.2e-7."""
+    steps = {(after - before) % 16 for before, after in itertools.pairwise(digits)}
+    begins_again = any(
+        digits[period:] == digits[:-period] for period in range(1, len(digits) // 2 + 1)
+    )
+    return min(len(set(digits)), len(steps)) < LEAST_DIFFERENT or begins_again
 
 
 @dataclass

@@ -3,11 +3,11 @@ which others are in the batch.
 
 Values and captured factors (inputs of trainable layers, gradients at their outputs) of a few
 examples are compared between passes over one example and passes over several, in more than one
-order and number, and with the micro-batch as it will really run. That sees what leaves no gradient
-from one example to another: detached batch statistics, sorting, mining of hard examples, division
-by the number of examples, a backward pass of its own that mixes. What does leave one is seen
-directly, whatever the randomness: the losses of some examples must have no gradient at the
-activations of the others.
+order and number, with a copy of one of them, and with the micro-batch as it will really run. That
+sees what leaves no gradient from one example to another: detached batch statistics, sorting, mining
+of hard examples, division by the number of examples, copies that count once, a backward pass of its
+own that mixes. What does leave one is seen directly, whatever the randomness: the losses of some
+examples must have no gradient at the activations of the others.
 """
 
 from __future__ import annotations
@@ -152,6 +152,12 @@ def _compare(
             yield company.losses, alone[order]
             for row, look in enumerate(looks):
                 _require_same_factors(look.factors, company.factors, order.index(row), tolerance)
+        # Records may be copies of each other: what counts each text once drops one of them.
+        twice = [*forward[:-1], 0]
+        company = subject.look(take(few, twice))
+        yield company.losses, alone[twice]
+        for row in (0, n - 1):
+            _require_same_factors(looks[0].factors, company.factors, row, tolerance)
         for order in (forward[::2], forward[1::2]) if thorough else ():
             yield subject.losses(take(few, order)), alone[order]
         others = [row for row in range(batch_size_of(records)) if row not in places][
