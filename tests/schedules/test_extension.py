@@ -51,7 +51,7 @@ def test_the_target_holds_unless_another_is_named(schedules) -> None:
         plan.extended(steps=20, target_epsilon=3.01)
     total = plan.extended(steps=20, target_epsilon=50.0).epsilon
     assert plan.extended(steps=20, target_epsilon=total).epsilon == total
-    with pytest.raises(ValueError, match="exactly one of steps and epochs"):
+    with pytest.raises(ValueError, match="neither steps nor epochs"):
         plan.extended(target_epsilon=50.0)
     with pytest.raises(ValueError, match="target_epsilon=-1"):
         plan.extended(steps=1, target_epsilon=-1)
