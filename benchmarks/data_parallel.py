@@ -14,12 +14,12 @@ import os
 import statistics
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from meeting import meet
 from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig
@@ -51,13 +51,7 @@ def work(rank: int, size: int, folder: str, settings: argparse.Namespace) -> Non
     """Times a few steps on one of ``size`` ranks."""
     torch.set_num_threads(1)
     if size > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/meeting",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(minutes=10),
-        )
+        meet(rank, size, folder)
     torch.manual_seed(0)
     model = Encoder(settings.width, settings.layers)
     source = torch.Generator().manual_seed(1)

@@ -17,13 +17,13 @@ import statistics
 import tempfile
 import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
+from meeting import meet
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -82,13 +82,7 @@ def memory(field: str) -> float:
 def work(rank: int, private: bool, folder: str, settings: argparse.Namespace) -> None:
     """Times a few steps on one rank, and takes the peak of its memory."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(minutes=10),
-    )
+    meet(rank, RANKS, folder)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (RANKS,))
     model = Decoder(settings.width, settings.layers)

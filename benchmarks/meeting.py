@@ -1,0 +1,18 @@
+"""How the processes of a benchmark find one another, on this machine."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def meet(rank: int, size: int, folder: str) -> None:
+    """A gloo group of ``size`` processes that share ``folder``."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(minutes=10),
+    )
