@@ -273,8 +273,9 @@ def test_a_checkpoint_holds_what_was_spent(tmp_path: Path) -> None:
     assert again.accountant.history == [(1.0, 1 / 6, 12)]
 
 
-def test_a_generator_learns_through_the_private_model() -> None:
-    _, model, optimizer, loader = made()
+@pytest.mark.parametrize(("n", "batch_size"), [(60, 10), (5, 5)], ids=["any", "as many as wide"])
+def test_a_generator_learns_through_the_private_model(n: int, batch_size: int) -> None:
+    _, model, optimizer, loader = made(data_loader=data(n, batch_size))
     generator = nn.Linear(3, 5)
     for x, y in loader:
         optimizer.zero_grad()

@@ -89,7 +89,8 @@ class GradSampleModule(nn.Module):
             if not of_records:
                 return self._module(*plain_args, **plain_kwargs)
             return self._looked(tape, args, kwargs, outer)
-        if not any(tape.rows_dim(t) is not None for t in inputs):
+        made_up = outer and not of_records
+        if not any(tape.rows_dim(t, only_its_own=made_up) is not None for t in inputs):
             if outer:  # images of a generator, in a number of their own
                 return self._frozen(plain_args, plain_kwargs)
             raise RuntimeError(
@@ -97,7 +98,7 @@ class GradSampleModule(nn.Module):
                 "every input needs one row for each record that the loader gave; for public or "
                 "made-up inputs use model.eval() or torch.no_grad()"
             )
-        if outer and not self._warned and not of_records:
+        if made_up and not self._warned:
             self._warned = True
             warnings.warn(
                 "another model gets a gradient through the private one, on as many rows as the "
