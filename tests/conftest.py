@@ -1,5 +1,6 @@
 """Every run of the tests draws the same numbers: hypothesis its examples, unless a random campaign
-is asked for (``make test-random``, CONTRIBUTING.md), and the global generators theirs.
+is asked for (``make test-random``, CONTRIBUTING.md), the global generators theirs, and what asks
+for entropy its own (entropy.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 # retries.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import entropy
 import numpy as np
 import pytest
 import torch
@@ -54,6 +56,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     the tests before it.
     """
     seed_globally()
+    if PROFILE == "random" or item.get_closest_marker("entropy"):
+        entropy.from_system()
+    else:
+        entropy.from_name(item.nodeid)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" is asked

@@ -148,11 +148,14 @@ SHARE = shares.share_of
 class _Changing:
     """Records that are others at every reading."""
 
+    def __init__(self) -> None:
+        self._noise = np.random.default_rng(dist.get_rank())  # each rank its own
+
     def __len__(self) -> int:
         return RECORDS
 
     def __getitem__(self, index: int) -> Any:
-        noise = np.random.default_rng().normal(size=6)
+        noise = self._noise.normal(size=6)
         return {"x": torch.from_numpy(noise), "y": records_of(1)[0]["y"]}
 
 

@@ -10,6 +10,8 @@ seeds are fixed, so in fact it fails always or never.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -268,12 +270,26 @@ def test_same_key_and_step_give_the_same_noise_and_nothing_else_does() -> None:
         assert not torch.equal(first, keyed.normal(zero, *other))
 
 
+@pytest.mark.entropy
 def test_keys_from_entropy_differ() -> None:
     keys = [RandomKey.from_entropy() for _ in range(20)]
     assert len({key.root for key in keys}) == 20
     assert not any(key.reproducible for key in keys)
     assert not torch.equal(*(keyed.normal(torch.zeros(10), key, 0, "w") for key in keys[:2]))
     assert "root" not in repr(keys[0])
+
+
+@pytest.mark.entropy
+def test_keys_are_the_operating_systems() -> None:
+    """No generator that two processes can set alike decides a key."""
+    seeded = (
+        "import random, numpy, torch; random.seed(0); numpy.random.seed(0); torch.manual_seed(0)"
+    )
+    drawn = "from quietgrad.randomness import RandomKey; print(RandomKey.from_entropy().root.hex())"
+    command = [sys.executable, "-c", f"{seeded}; {drawn}"]
+    roots = [subprocess.run(command, capture_output=True, check=True).stdout for _ in range(2)]
+    assert roots[0] != roots[1]
+    assert all(len(bytes.fromhex(root.decode())) == 32 for root in roots)
 
 
 def test_drawing_noise_leaves_the_global_generators_alone() -> None:

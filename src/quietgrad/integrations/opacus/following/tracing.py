@@ -64,9 +64,9 @@ class Tape:
         """The dimension of a tensor that is as long as there are records: the one that records
         stand on, or, unless `only_its_own`, the other (states of a recurrent layer).
         """
-        places = (0, 1) if self.batch_first or t.dim() < 2 else (1, 0)
+        places = [0, 1] if self.batch_first or t.dim() < 2 else [1, 0]
         if only_its_own:  # as many features as there happen to be records are no records
-            places = places[:1]
+            del places[1]
         return next((d for d in places if d < t.dim() and t.shape[d] == self.records), None)
 
     def enter(self, records: Any) -> Any:
