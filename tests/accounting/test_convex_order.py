@@ -45,6 +45,7 @@ def expected_shortfall(c, weights, exact, k):
     return np.interp(c, x, np.concatenate([[0.0], np.cumsum(steps)]))
 
 
+@pytest.mark.grid(6, "each mixture once, and each k")
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize("k", [4, 8, 32])
 def test_the_law_lies_above_every_mixture_in_the_convex_order(name, k):
@@ -146,6 +147,7 @@ def test_what_it_costs_in_the_reference_setting():
     assert sigma(RandomizedClipping(32, "hutch++")) < found < sigma(RandomizedClipping(32)) - 0.1
 
 
+@pytest.mark.grid(3, "a small and a large epsilon, both k")
 @pytest.mark.parametrize("k", [4, 16])
 @pytest.mark.parametrize("sigma", [0.5, 1.5, 20.0])  # the tail decides in the first and second
 def test_it_costs_no_more_than_the_mixed_envelope(k, sigma):
@@ -155,14 +157,12 @@ def test_it_costs_no_more_than_the_mixed_envelope(k, sigma):
     assert spent("convex") <= spent("mixed") * (1 + 1e-6)
 
 
-def test_delta_and_epsilon_undo_each_other_where_the_law_in_distribution_is_the_better_one():
-    """Few columns, a large epsilon: what is printed is the smaller of two bounds."""
+def test_at_a_large_epsilon_the_law_in_distribution_may_be_the_better_one():
+    """What is printed is the smaller of two bounds, forwards and backwards."""
+    event = PoissonGaussian(1.0, 0.05, 4, RandomizedClipping(8, "convex"))
+    assert 2.0 < epsilon(event, DELTA) < compose(event, tail_mass=1e-9).epsilon(DELTA) / 1.1
     event = PoissonGaussian(8.0, 0.05, 40, RandomizedClipping(4, "convex"))
-    found = epsilon(event, DELTA)
-    assert 2.0 < found < compose(event, tail_mass=1e-9).epsilon(DELTA) * 0.98
-    assert delta(event, found) == pytest.approx(DELTA, rel=0.02)
-    mixed = PoissonGaussian(8.0, 0.05, 40, RandomizedClipping(4))
-    assert found == pytest.approx(epsilon(mixed, DELTA), rel=1e-6)
+    assert delta(event, 3.28) <= DELTA < compose(event, tail_mass=1e-7).delta(3.28) / 1.1
 
 
 def test_where_convexity_is_of_no_use_it_is_the_mixed_envelope():
