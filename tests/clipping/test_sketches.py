@@ -162,6 +162,12 @@ def test_the_hutch_plus_plus_envelope_is_claimed_where_no_hutch_parameter_is_bes
     assert clipper.claim.clipping == RandomizedClipping(8, envelope)
 
 
+@pytest.mark.parametrize(("k", "envelope"), [(2, "mixed"), (3, "mixed"), (4, "convex")])
+def test_with_few_columns_of_hutch_the_mixed_envelope_is_claimed(k: int, envelope: str) -> None:
+    assert Clipper(0.7, "hutch", k).claim.clipping == RandomizedClipping(k, envelope)
+    assert Clipper(0.7, "hutch++", k).claim.clipping == RandomizedClipping(k, "hutch++")
+
+
 @pytest.mark.parametrize("rank", [1, 3, 7])
 def test_hutch_plus_plus_is_exact_below_its_rank(rank: int) -> None:
     model, batch = linear_of_rank(rank, examples=3)
