@@ -17,7 +17,7 @@ from scipy import special, stats
 from quietgrad.accounting import delta, epsilon, noise_multiplier
 from quietgrad.accounting.composition import compose
 from quietgrad.accounting.hutch_plus_plus.law import atoms, hull
-from quietgrad.accounting.scale_mixture import scale_mixture
+from quietgrad.accounting.scale_mixture import convex_from, scale_mixture
 from quietgrad.events import LARGEST_COUNTED_RATIO, PoissonGaussian, RandomizedClipping
 
 from .chi_square_sums import law_of_ratio
@@ -102,6 +102,35 @@ def test_atoms_are_a_law_above_the_hull(k, r0):
     # What a tangent at r0 replaces lies below r0 in the law, and counts there.
     assert np.all(below >= truth - at_r0 - 1e-12)
     assert float(y @ weights) <= 1.0
+    # Theorem 3: what lies below r0, and the price of the tangent.
+    moved = special.gammainc(k / 2, k * r0 / 2) + 3.15 * at_r0 / r0
+    assert lost + weights[y < r0].sum() >= moved * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("k", [4, 8, 32])
+@pytest.mark.parametrize("sigma", [0.45, 0.8, 4.0])
+@pytest.mark.parametrize("beside", [0.0, 3.0])
+def test_every_divergence_of_a_step_is_below_that_of_the_law(k, sigma, beside):
+    """E H(a; mu(R)) for every a, R of rank one, half exact and exact, by quadrature: what theorem 3
+    says, and all that composition uses.
+    """
+    claim = RandomizedClipping(k, "convex")
+    law = scale_mixture(claim, 1e-13, 256, convex_from(sigma, beside))
+    log_a = np.concatenate([-np.geomspace(1e-3, 30, 40), [0.0], np.geomspace(1e-3, 60, 60)])
+
+    def divergences(r, mass):
+        mu = np.sqrt(1 / (r * sigma**2) + beside)[:, None]
+        upper = special.ndtr(mu / 2 - log_a / mu)
+        return mass @ (upper - np.exp(log_a + special.log_ndtr(-mu / 2 - log_a / mu)))
+
+    claimed = divergences(law.scales**-2, law.weights) + law.lost_mass
+    scales, mass = scales_of(k, 4000)
+    for exact in (0.0, 0.5, 1.0):
+        found = divergences(exact + (1 - exact) * scales**-2, mass)
+        assert np.all(found <= claimed + 1e-11)
+    doubled = scale_mixture(RandomizedClipping(2 * k, "convex"), 1e-13, 256, 0.3)
+    lower = divergences(doubled.scales**-2, doubled.weights) + doubled.lost_mass
+    assert np.any(divergences(scales**-2, mass) > lower + 1e-6)  # teeth
 
 
 @functools.cache
