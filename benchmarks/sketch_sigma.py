@@ -11,10 +11,11 @@ from pathlib import Path
 
 from quietgrad.accounting import noise_multiplier
 from quietgrad.accounting.rounding import round_up
-from quietgrad.events import ClippingClaim, ExactClipping, RandomizedClipping
+from quietgrad.events import ClippingClaim, Envelope, ExactClipping, RandomizedClipping
 
 RESULTS = Path(__file__).parent / "results" / "sketch_sigma.json"
 SKETCH_DIMS = (4, 8, 16, 32, 64)
+CHARGED: tuple[Envelope, ...] = ("mixed", "convex", "hutch++")
 
 
 def sigma(clipping: ClippingClaim) -> float:
@@ -25,9 +26,7 @@ def main() -> None:
     exact = sigma(ExactClipping())
     rows = []
     for k in SKETCH_DIMS:
-        found = {
-            envelope: sigma(RandomizedClipping(k, envelope)) for envelope in ("mixed", "hutch++")
-        }
+        found = {name: sigma(RandomizedClipping(k, name)) for name in CHARGED}
         rows.append({"sketch_dim": k, **{name: float(round_up(s, 4)) for name, s in found.items()}})
         shares = {name: f"{100 * (s / exact - 1):+.2f} %" for name, s in found.items()}
         print(k, found, shares, flush=True)

@@ -12,11 +12,12 @@ import numpy as np
 
 from quietgrad.accounting.envelope import envelope_cdf
 from quietgrad.accounting.hutch_envelope import hutch_envelope
-from quietgrad.accounting.scale_mixture import scale_mixture
+from quietgrad.accounting.scale_mixture import convex_from, scale_mixture
 from quietgrad.events import RandomizedClipping
 
 DOCS = Path("docs")
 RESULTS = Path("benchmarks/results")
+SIGMA = 4.14
 
 
 def plot_sigma_against_sketch_dim(results: Path, path: Path) -> None:
@@ -27,7 +28,11 @@ def plot_sigma_against_sketch_dim(results: Path, path: Path) -> None:
     found = json.loads(results.read_text(encoding="utf-8"))
     dims = [row["sketch_dim"] for row in found["rows"]]
     figure, axis = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    for envelope, style, color in (("mixed", "o-", "#1f5fa8"), ("hutch++", "s-", "#c0504d")):
+    for envelope, style, color in (
+        ("mixed", "o-", "#1f5fa8"),
+        ("convex", "^-", "#d08a1d"),
+        ("hutch++", "s-", "#c0504d"),
+    ):
         values = [row[envelope] for row in found["rows"]]
         axis.plot(dims, values, style, color=color, label=f"sketched norms, {envelope} envelope")
     axis.axhline(
@@ -49,8 +54,8 @@ def plot_sigma_against_sketch_dim(results: Path, path: Path) -> None:
 
 
 def plot_envelopes(sketch_dim: int, total_rank: int, path: Path) -> None:
-    """Draws both envelopes with some true laws of R below them, and the
-    discretised mixed envelope.
+    """Draws the envelopes with some true laws of R below them, the discretised mixed envelope, and
+    the law that stands for R in the convex order.
     """
     plt = _pyplot()
     x = np.linspace(0.3, 1.7, 1401)
@@ -73,6 +78,14 @@ def plot_envelopes(sketch_dim: int, total_rank: int, path: Path) -> None:
         color="#0b2e59",
         linewidth=0.7,
         label="discretised, 24 bins",
+    )
+    law = scale_mixture(RandomizedClipping(sketch_dim, "convex"), 1e-12, 1024, convex_from(SIGMA))
+    axis.plot(
+        np.append(law.scales**-2, x[-1]),
+        np.append(np.cumsum(law.weights), 1.0),
+        color="#d08a1d",
+        linestyle="--",
+        label="convex envelope, in the convex order",
     )
     axis.set_xlim(x[0], x[-1])
     axis.set_xlabel("R, sketched over true squared norm")

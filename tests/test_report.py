@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from quietgrad.accounting import attack_success, epsilon, trade_off
-from quietgrad.events import PoissonGaussian
+from quietgrad.events import PoissonGaussian, RandomizedClipping
 from quietgrad.ledger import LedgerWriter, SessionStart
 from quietgrad.report.run.facts import RunFacts, read_run
 from quietgrad.report.run.report import card_of, page_of
@@ -36,12 +37,18 @@ expected_batch_size = 100
 """
 
 
-def write_run(path: Path, releases: int = 40, source: str = "entropy", **result: Any) -> Path:
+def write_run(
+    path: Path,
+    releases: int = 40,
+    source: str = "entropy",
+    event: PoissonGaussian = EVENT,
+    **result: Any,
+) -> Path:
     path.mkdir()
     (path / "config.toml").write_text(CONFIG)
     facts = {"planned_steps": 40, "delta": 1e-4, "dataset_size": 1000, "max_grad_norm": 1.0}
     with LedgerWriter(path / "ledger.jsonl") as ledger:
-        ledger.mechanism(EVENT, **facts, neighbouring="add-remove", noise_source="keyed")
+        ledger.mechanism(event, **facts, neighbouring="add-remove", noise_source="keyed")
         ledger.session(SessionStart(0, "a" * 32, "b" * 32, source))
         for step in range(releases):
             ledger.release(step)
@@ -106,6 +113,15 @@ def test_the_statement_is_the_ledgers(tmp_path: Path) -> None:
     assert "multiplier 1.5000" in rows(facts)["Noise"] and "Philox" in rows(facts)["Noise"]
     assert "operating system's entropy" in rows(facts)["Seed policy"]
     assert "0.1 of 1/N" in rows(facts)["Delta"]
+
+
+def test_the_statement_says_that_lengths_are_estimated(tmp_path: Path) -> None:
+    exact = rows(read_run(write_run(tmp_path / "exact")))["Clipping"]
+    assert "an upper bound of its length" in exact and "random" not in exact
+    sketched = replace(EVENT, clipping=RandomizedClipping(32, "convex"))
+    found = rows(read_run(write_run(tmp_path / "sketched", event=sketched)))["Clipping"]
+    assert "estimated at random (k = 32)" in found and "convex envelope" in found
+    assert "upper bound" not in found
 
 
 def test_an_unfinished_run_says_what_it_has_spent(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from quietgrad.accounting.hutch_plus_plus.exponent import (
     exponents,
     smallest_share,
 )
-from quietgrad.accounting.hutch_plus_plus.law import PRICE, atoms, hull
+from quietgrad.accounting.hutch_plus_plus.law import PLACE, PRICE, atoms, hull
 from quietgrad.accounting.scale_mixture import LARGEST_CONVEX_SHIFT, convex_from, scale_mixture
 from quietgrad.events import LARGEST_COUNTED_RATIO, PoissonGaussian, RandomizedClipping
 
@@ -145,7 +145,7 @@ def test_a_steps_divergence_is_convex_where_it_is_said_to_be():
 
 
 def test_a_tangent_at_r0_costs_less_than_the_mass_that_is_moved_for_it():
-    """Theorem 3: r0 |h'(r0)| <= PRICE (h(r0 / 4) - h(r0)), everywhere, and hardly less."""
+    """Theorem 3: r0 |h'(r0)| <= PRICE (h(r0 / PLACE) - h(r0)), everywhere, and hardly less."""
     worst = 0.0
     for mu in np.geomspace(0.05, math.sqrt(12), 20):
         for share in (0.02, 0.1, 0.3, 0.6, 0.9, 1.0):  # of mu^2 that is the gradients'
@@ -153,7 +153,7 @@ def test_a_tangent_at_r0_costs_less_than_the_mass_that_is_moved_for_it():
             log_a = np.linspace(-60, 60, 961)
             d = mu / 2 - log_a / mu
             slope = np.exp(-(d**2) / 2) / math.sqrt(2 * math.pi) * own / (2 * mu)
-            further = math.sqrt(mu**2 + 3 * own)
+            further = math.sqrt(mu**2 + (PLACE - 1) * own)
             m = np.linspace(mu, further, 41)[:, None]
             inner = np.exp(-((m / 2 - log_a / m) ** 2) / 2) / math.sqrt(2 * math.pi)
             gain = integrate.simpson(inner, x=m[:, 0], axis=0)

@@ -18,12 +18,15 @@ from quietgrad.clipping import Clipper
 from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.cost import Sketch
 from quietgrad.clipping.norms.estimators import ghost
+from quietgrad.clipping.norms.estimators.by_rows import norms_by_rows
 from quietgrad.clipping.norms.estimators.hutch import Hutch
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.estimators.sketches import (
     head_margin,
     project_columns,
     project_rows,
+    sketched,
+    steady,
     tail_margin,
 )
 from quietgrad.clipping.norms.factors import DirectGradients, Kept, ListedGradients
@@ -49,6 +52,7 @@ from quietgrad.clipping.norms.rounding import (
     chain,
     squared_norms,
 )
+from quietgrad.clipping.norms.spread import spread_of
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import full_precision
 
@@ -358,3 +362,24 @@ def test_a_sketch_s_margin_counts_columns_and_positions(margin) -> None:
     assert of(200_000) >= unit * (columns + POSITIONS + levels(200_000 // POSITIONS))
     assert additions_over_positions(2**21) == additions_over_positions(1)
     assert additions_over_positions(2**40) == POSITIONS + 35
+
+
+def test_what_the_sum_is_off_by_counts_for_sketches_that_come_out_too_long() -> None:
+    """Mutant: once, not sqrt(2) times. A sketch of up to sqrt(2) |g| lets the record count for as
+    much less than C, so it has to be so much above what the sum holds.
+    """
+    unit, positions = 2.0**-24, 400
+    ones = torch.ones(2, 1, positions, 2)
+    whole = (DenseFactors(ones, ones),)
+    spread = spread_of(whole, torch.float32)
+    once = unit * LONGEST_CHAIN * spread.norm.clone()
+    estimate = torch.zeros(2, dtype=torch.float64)
+    found = sketched(estimate, whole, spread, 0.0, 16, torch.float32)
+    assert (found.margin >= math.sqrt(2) * once).all()
+    exact = steady(found, whole, torch.float32)
+    assert (exact.margin >= (1 + math.sqrt(2)) * once).all()
+    table = OneHotFactors(torch.zeros(2, positions, dtype=torch.long), ones, 3)
+    rows = norms_by_rows((table,), torch.float32)
+    assert rows is not None
+    longest = unit * positions * positions * math.sqrt(2)  # additions, and lengths to add up
+    assert (rows.margin >= (1 + math.sqrt(2)) * longest).all()

@@ -151,8 +151,8 @@ def test_hutch_plus_plus_that_counts_the_range_twice_is_rejected(monkeypatch) ->
         ("hutch++", {"weight": "exact"}, "hutch++"),
         ("exact", {"weight": "hutch++"}, "hutch++"),
         ("hutch++", {"weight": "hutch++:16"}, "hutch++"),
-        ("hutch++", {"weight": "hutch"}, "mixed"),
-        ("hutch", {"weight": "hutch++"}, "mixed"),
+        ("hutch++", {"weight": "hutch"}, "convex"),
+        ("hutch", {"weight": "hutch++"}, "convex"),
     ],
 )
 def test_the_hutch_plus_plus_envelope_is_claimed_where_no_hutch_parameter_is_beside(
@@ -160,6 +160,12 @@ def test_the_hutch_plus_plus_envelope_is_claimed_where_no_hutch_parameter_is_bes
 ) -> None:
     clipper = Clipper(0.7, estimator, 8, layers=layers)
     assert clipper.claim.clipping == RandomizedClipping(8, envelope)
+
+
+@pytest.mark.parametrize(("k", "envelope"), [(2, "mixed"), (3, "mixed"), (4, "convex")])
+def test_with_few_columns_of_hutch_the_mixed_envelope_is_claimed(k: int, envelope: str) -> None:
+    assert Clipper(0.7, "hutch", k).claim.clipping == RandomizedClipping(k, envelope)
+    assert Clipper(0.7, "hutch++", k).claim.clipping == RandomizedClipping(k, "hutch++")
 
 
 @pytest.mark.parametrize("rank", [1, 3, 7])
@@ -216,7 +222,7 @@ def test_layers_use_different_projections(estimator: str) -> None:
 @pytest.mark.parametrize("estimator", SKETCHES)
 def test_sketches_claim_to_be_randomized_and_exact_ones_do_not(estimator: str) -> None:
     model, batch = linear_of_rank(4, examples=2)
-    envelope = {"hutch": "mixed", "hutch++": "hutch++"}[estimator]
+    envelope = {"hutch": "convex", "hutch++": "hutch++"}[estimator]
     assert clipped_gradients(model, loss, batch, 0.7, estimator, 8).claim == SensitivityClaim(
         0.7, RandomizedClipping(8, envelope)
     )

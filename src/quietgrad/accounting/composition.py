@@ -136,7 +136,12 @@ class ComposedEvent:
         return max(self.remove.epsilon(delta), self.add.epsilon(delta))
 
 
-def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) -> ComposedEvent:
+def compose(
+    event: PrivacyEvent,
+    tail_mass: float = 1e-15,
+    refine: float = 1.0,
+    in_convex_order: bool = True,
+) -> ComposedEvent:
     """Composes all steps of all phases of an event.
 
     Args:
@@ -144,6 +149,8 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
         tail_mass: probability that truncation may move into delta, over all steps; keep it far
             below the delta of interest.
         refine: above 1, a grid finer by that factor (for convergence checks).
+        in_convex_order: whether envelopes that bound R in the convex order do so; else in
+            distribution, which may cost less where epsilon is large. Either is a bound.
 
     Returns:
         A pessimistic privacy-loss distribution in both directions, whatever the grid. Many phases
@@ -157,7 +164,7 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
     phases = grouped(tuple(p for phase in phases for p in split_by_side_releases(phase)))
     truncation = tail_mass / (4 * len(phases))
     per_step = truncation / max(p.compositions for p in phases)  # one for all: one mixture
-    coarse = [_mixture(p, per_step, GRID_MIXTURE_BINS) for p in phases]
+    coarse = [_mixture(p, per_step, GRID_MIXTURE_BINS, in_convex_order) for p in phases]
     # One grid serves all phases: the finest that any of them asks for, unless the widest could then
     # not be held.
     grids = [_grid(p, m, truncation, refine) for p, m in zip(phases, coarse, strict=True)]
@@ -168,7 +175,7 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
     points = max((g.highest - g.lowest) / interval for g in grids)
     work = MIXTURE_WORK * refine / len(phases)
     bins = int(min(MIXTURE_BINS, max(GRID_MIXTURE_BINS, work / points)))
-    mixtures = [_mixture(p, per_step, bins) for p in phases]
+    mixtures = [_mixture(p, per_step, bins, in_convex_order) for p in phases]
     steps = [
         _one_step_on_grid(p, m, g, interval)
         for p, m, g in zip(phases, mixtures, grids, strict=True)
@@ -186,8 +193,11 @@ def compose(event: PrivacyEvent, tail_mass: float = 1e-15, refine: float = 1.0) 
     )
 
 
-def _mixture(phase: PoissonGaussian, tail_mass: float, bins: int) -> ScaleMixture:
-    convex = convex_from(phase.noise_multiplier, squared_shift(phase))
+def _mixture(
+    phase: PoissonGaussian, tail_mass: float, bins: int, in_convex_order: bool
+) -> ScaleMixture:
+    sigma, beside = phase.noise_multiplier, squared_shift(phase)
+    convex = convex_from(sigma, beside) if in_convex_order else 1.0
     return joined(scale_mixture(phase.clipping, tail_mass, bins, convex), phase)
 
 

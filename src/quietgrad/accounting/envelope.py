@@ -24,7 +24,7 @@ Array = NDArray[np.float64]
 def envelope_cdf(clipping: RandomizedClipping, x: ArrayLike) -> Array:
     """F_Y at x (any shape). See the module docstring for what it bounds."""
     points = np.asarray(x, dtype=np.float64)
-    if clipping.envelope == "mixed":
+    if clipping.envelope in ("mixed", "convex"):
         return np.where(points < 1.0, mean_chi2_cdf(points, clipping.sketch_dim), 1.0)
     if clipping.envelope == "hutch++":
         return np.where(points < 1.0, distribution_bound(clipping.sketch_dim, points), 1.0)
@@ -33,8 +33,8 @@ def envelope_cdf(clipping: RandomizedClipping, x: ArrayLike) -> Array:
 
 
 def envelope_quantile(clipping: RandomizedClipping, probability: float) -> float:
-    """Largest y known to have F_Y(y) <= probability, for small probabilities (mixed and Hutch
-    agree below 1).
+    """Largest y known to have F_Y(y) <= probability, for small probabilities (mixed,
+    convex and Hutch agree below 1).
     """
     if clipping.envelope == "hutch++":
         return smallest_ratio(clipping.sketch_dim, probability)

@@ -66,8 +66,8 @@ def convex_from(sigma: float, squared_shift: float = 0.0) -> float:
 def scale_mixture(
     clipping: ClippingClaim, tail_mass: float, bins: int, convex: float = 1.0
 ) -> ScaleMixture:
-    """Discretises Z upwards: every bin of y takes its smallest y; with the hutch++ envelope, and
-    ``convex`` below 1, in the convex order above that.
+    """Discretises Z upwards: every bin of y takes its smallest y; with the convex and the hutch++
+    envelope, and ``convex`` below 1, in the convex order above that.
 
     Args:
         clipping: exact clipping gives the point mass at 1.
@@ -81,14 +81,19 @@ def scale_mixture(
     """
     if isinstance(clipping, ExactClipping):
         return ScaleMixture(np.ones(1), np.ones(1), 0.0, 0.0)
-    if clipping.envelope == "hutch++" and convex < 1.0:
-        return _convex_scale_mixture(clipping.sketch_dim, tail_mass, bins, convex)
+    if clipping.in_convex_order and convex < 1.0:
+        mixture = _convex_scale_mixture(clipping, tail_mass, bins, convex)
+        if float(mixture.weights.sum()) <= 1 + 1e-9:  # else more is moved down than there is
+            return mixture
     return _randomized_scale_mixture(clipping, tail_mass, bins)
 
 
 @functools.lru_cache(maxsize=64)
-def _convex_scale_mixture(k: int, tail_mass: float, bins: int, convex: float) -> ScaleMixture:
-    y, weights, lost = atoms(k, convex, tail_mass, bins)
+def _convex_scale_mixture(
+    clipping: RandomizedClipping, tail_mass: float, bins: int, convex: float
+) -> ScaleMixture:
+    moments = clipping.envelope == "hutch++"
+    y, weights, lost = atoms(clipping.sketch_dim, convex, tail_mass, bins, moments)
     scales = y**-0.5
     return ScaleMixture(scales, weights, lost, float(np.max(scales[:-1] / scales[1:] - 1.0)))
 

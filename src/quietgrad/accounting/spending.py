@@ -27,6 +27,10 @@ Direction = Literal["remove", "add"]
 TAIL_SHARES = (1e-4, 1e-2, 0.1)
 SMALLEST_TAIL = 1e-14
 
+# Above this epsilon a sketch's tail decides, and a bound of its law in distribution may be the
+# better one than a bound in the convex order: both are tried.
+BOTH_ORDERS_FROM = 2.0
+
 
 @dataclass(frozen=True)
 class EpsilonReport:
@@ -66,9 +70,24 @@ def epsilon_report(event: PrivacyEvent, delta: float) -> EpsilonReport:
 
 @lru_cache(maxsize=1024)  # calibration and every summary ask for the same events again
 def _epsilon_report(event: PrivacyEvent, delta: float) -> EpsilonReport:
+    found = _report_in_order(event, delta, in_convex_order=True)
+    if found.epsilon > BOTH_ORDERS_FROM and _is_in_convex_order(event):
+        other = _report_in_order(event, delta, in_convex_order=False)
+        return min(found, other, key=lambda report: report.epsilon)
+    return found
+
+
+def _is_in_convex_order(event: PrivacyEvent) -> bool:
+    phases = event.events if isinstance(event, EventSequence) else (event,)
+    claims = [phase.clipping for phase in phases]
+    return any(isinstance(claim, RandomizedClipping) and claim.in_convex_order for claim in claims)
+
+
+def _report_in_order(event: PrivacyEvent, delta: float, in_convex_order: bool) -> EpsilonReport:
     best: EpsilonReport | None = None
     for share in TAIL_SHARES:
-        composed = compose(event, tail_mass=power_of_ten(share * delta))
+        tail_mass = power_of_ten(share * delta)
+        composed = compose(event, tail_mass=tail_mass, in_convex_order=in_convex_order)
         report = EpsilonReport(composed.epsilon(delta), delta, event, composed.discretisation)
         if best is None or report.epsilon < best.epsilon:
             best = report
@@ -97,7 +116,14 @@ def delta(event: PrivacyEvent, epsilon: float) -> float:
         ValueError: for a negative or non-finite epsilon.
     """
     _require_epsilon(epsilon)
-    composed = compose(event, tail_mass=SMALLEST_TAIL)
+    found = _delta_in_order(event, epsilon, in_convex_order=True)
+    if epsilon > BOTH_ORDERS_FROM and _is_in_convex_order(event):
+        return min(found, _delta_in_order(event, epsilon, in_convex_order=False))
+    return found
+
+
+def _delta_in_order(event: PrivacyEvent, epsilon: float, in_convex_order: bool) -> float:
+    composed = compose(event, tail_mass=SMALLEST_TAIL, in_convex_order=in_convex_order)
     best = composed.delta(epsilon)
     tried = {SMALLEST_TAIL}
     # The truncations that ``epsilon`` would use for a delta of this size, so that the two undo each
@@ -108,7 +134,10 @@ def delta(event: PrivacyEvent, epsilon: float) -> float:
                 share == TAIL_SHARES[0] or composed.discretisation.range_limited
             ):
                 tried.add(tail_mass)
-                best = min(best, compose(event, tail_mass=tail_mass).delta(epsilon))
+                composed_again = compose(
+                    event, tail_mass=tail_mass, in_convex_order=in_convex_order
+                )
+                best = min(best, composed_again.delta(epsilon))
     return best
 
 

@@ -44,7 +44,7 @@ SketchDim = Annotated[
     int | None, typer.Option(help="k of randomized clipping; leave out for exact clipping.")
 ]
 EnvelopeName = Annotated[
-    str, typer.Option(help="Envelope of randomized clipping: mixed, hutch or hutch++.")
+    str, typer.Option(help="Envelope of randomized clipping: mixed, convex, hutch or hutch++.")
 ]
 Rank = Annotated[int | None, typer.Option(help="D, total sketched rank, for the hutch envelope.")]
 Bands = Annotated[int, typer.Option(help="b, bands of correlated noise; 1 is independent noise.")]

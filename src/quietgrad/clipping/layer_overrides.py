@@ -11,6 +11,9 @@ from quietgrad.clipping.norms.choice import ESTIMATORS, SKETCHES, Estimator, Pol
 from quietgrad.clipping.norms.cost import Throughput
 from quietgrad.events import SMALLEST_SKETCH_DIM, ClippingClaim, ExactClipping, RandomizedClipping
 
+# Columns from which on the convex envelope costs less than the mixed one.
+FEWEST_CONVEX = 4
+
 # (pattern of parameter names, estimator, k)
 LayerOverrides = tuple[tuple[str, Estimator, int], ...]
 
@@ -51,7 +54,8 @@ def claim_of(
     estimator: Estimator, sketch_dim: int, overrides: LayerOverrides, engine: Engine
 ) -> ClippingClaim:
     """Exact unless some layer may be sketched; examples taken one at a time are exact whatever was
-    asked for. The hutch++ envelope where every sketch is one of Hutch++, else the mixed one.
+    asked for. The hutch++ envelope where every sketch is one of Hutch++, else the convex one; the
+    mixed one with so few columns that the tail decides.
     """
     require_int("sketch_dim", sketch_dim)
     require_at_least(
@@ -61,7 +65,9 @@ def claim_of(
     if not sketches or engine == "one-example":
         return ExactClipping()
     # Beside exact parameters, which may be as many as they like, Hutch++ alone.
-    return RandomizedClipping(sketch_dim, "hutch++" if sketches == {"hutch++"} else "mixed")
+    if sketches == {"hutch++"}:
+        return RandomizedClipping(sketch_dim, "hutch++")
+    return RandomizedClipping(sketch_dim, "convex" if sketch_dim >= FEWEST_CONVEX else "mixed")
 
 
 def policies_of(

@@ -10,12 +10,12 @@ from typing import Literal
 
 from quietgrad.checks import require_at_least, require_int, require_positive
 
-Envelope = Literal["mixed", "hutch", "hutch++"]
-ENVELOPES: tuple[Envelope, ...] = ("mixed", "hutch", "hutch++")
+Envelope = Literal["mixed", "convex", "hutch", "hutch++"]
+ENVELOPES: tuple[Envelope, ...] = ("mixed", "convex", "hutch", "hutch++")
 
 SMALLEST_SKETCH_DIM = 2
 
-# With the hutch++ envelope R counts up to this much, so that Z^2 is never below half.
+# In the convex order R counts up to this much, so that Z^2 is never below half.
 LARGEST_COUNTED_RATIO = 2.0
 
 # Of the norm of a parameter's gradient: what rounding may hide of the sketch that the basis of
@@ -37,10 +37,12 @@ class RandomizedClipping:
     Attributes:
         sketch_dim: smallest sketch dimension k over the sketched layers; the others must be integer
             multiples of it.
-        envelope: ``mixed`` (sound for any mixture of exact, Hutch and Hutch++ layers), ``hutch``
-            (only where every trainable parameter is sketched by Hutch), or ``hutch++`` (only where
-            every one is exact or sketched by Hutch++ with k columns or more in both sketches, which
-            are drawn for the release: docs/hutchpp_envelope.md).
+        envelope: ``mixed`` (sound for any mixture of exact, Hutch and Hutch++ layers), ``convex``
+            (for the same mixtures, with less noise unless k or the noise multiplier is very small:
+            docs/hutchpp_envelope/convexity.md), ``hutch`` (only where every trainable parameter is
+            sketched by Hutch), or ``hutch++`` (only where every one is exact or sketched by Hutch++
+            with k columns or more in both sketches, which are drawn for the release:
+            docs/hutchpp_envelope.md).
         total_rank: D, sum over sketched layers of min(p, d, positions); needed by ``hutch`` only.
 
     Source: papers, DP-SGD-RC section 5; docs/privacy/sketches.md.
@@ -83,7 +85,14 @@ class RandomizedClipping:
     @property
     def smallest_scale(self) -> float:
         """The least that a contribution counts for, in units of C. With ``hutch`` there is none."""
-        return {"mixed": 1.0, "hutch": 0.0, "hutch++": LARGEST_COUNTED_RATIO**-0.5}[self.envelope]
+        if self.in_convex_order:
+            return LARGEST_COUNTED_RATIO**-0.5
+        return 1.0 if self.envelope == "mixed" else 0.0
+
+    @property
+    def in_convex_order(self) -> bool:
+        """Whether the accountant replaces R by a law above it in the increasing convex order."""
+        return self.envelope in ("convex", "hutch++")
 
 
 ClippingClaim = ExactClipping | RandomizedClipping

@@ -45,7 +45,7 @@ def clip_given(
     if isinstance(claim.clipping, RandomizedClipping) and claim.clipping.envelope == "hutch":
         raise ValueError(
             "the plan accounts for the 'hutch' envelope, which holds for sketched norms alone; "
-            "contributions with exact norms need the 'mixed' or the 'hutch++' one"
+            "contributions with exact norms need the 'mixed', 'convex' or 'hutch++' one"
         )
     single = examples is None
     count = 1 if examples is None else examples

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quietgrad.clipping.layer_overrides import claim_of
 from quietgrad.clipping.planner.explain import TEXTS, explain
 from quietgrad.events import RandomizedClipping
 from quietgrad.plan import PrivacyPlan
@@ -67,7 +68,8 @@ def _noise_of_a_sketch(plan: PrivacyPlan) -> dict[str, float]:
     """
     if isinstance(plan.event.clipping, RandomizedClipping):
         return {}
-    sigma = plan.multiplier_for(clipping=RandomizedClipping(plan.clipper.sketch_dim))
+    claim = claim_of("hutch", plan.clipper.sketch_dim, (), "auto")
+    sigma = plan.multiplier_for(clipping=claim)
     return {} if sigma is None else {"noise_multiplier": sigma}
 
 

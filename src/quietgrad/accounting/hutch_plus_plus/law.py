@@ -1,9 +1,11 @@
-"""The law Y that stands for R of Hutch++, in the increasing convex order.
+"""The law Y that stands for R, in the increasing convex order: of Hutch++ (envelope "hutch++"), and
+of any mixture of exact, Hutch and Hutch++ parameters ("convex").
 
 Below ``convex_from`` = r0, where a step's divergence need not be convex in R, R is bounded in the
 first order (P(R <= x)); above it, in the second: E (c - R)_+ <= E (c - Y)_+ for all c >= r0
-(docs/hutchpp_envelope/convexity.md, theorems 2 and 3). Three facts go in: R has mean one, is below
-chi2(k)/k in the convex order, and has the exponential moments of ``exponent``.
+(docs/hutchpp_envelope/convexity.md, theorems 2 and 3). Three facts go in: R is below chi2(k)/k in
+the convex order, which holds for every mixture; with ``moments``, R has mean one and the
+exponential moments of ``exponent``, which are those of Hutch++ alone.
 
 Every point (c, G) made here has E (c - R)_+ <= G; that function is convex, nondecreasing and of
 slope at most 1, so the lower convex hull of any set of points lies above it, and the hull's slopes
@@ -28,30 +30,29 @@ Array = NDArray[np.float64]
 ROUNDING = 1e-12  # relative allowance, thousands of times that of the operations it stands for
 CELLS = 1500  # of c, of which each keeps its lowest point
 CENTRES, GAPS = 90, 26
-PLACE, PRICE = 4.0, 2.0  # of a tangent at r0: docs/hutchpp_envelope/convexity.md, theorem 3
+PLACE, PRICE = 1.5, 3.15  # of a tangent at r0: docs/hutchpp_envelope/convexity.md, theorem 3
 
 
-def distribution_bound(sketch_dim: int, x: Array) -> Array:
+def distribution_bound(sketch_dim: int, x: Array, moments: bool = True) -> Array:
     """An upper bound of P(R <= x) below 1 (its limit from the left at 1); any shape."""
     k = sketch_dim
     points = np.minimum(np.asarray(x, dtype=np.float64), 1.0)
-    known = exponents(k)
-    shape = (-1, *[1] * points.ndim)
-    exponent = np.min(
-        known.bounds.reshape(shape) - known.thetas.reshape(shape) * (1.0 - points) * (1 - 1e-15),
-        axis=0,
-    )
-    chi = special.gammainc(k / 2, k * np.maximum(points, 0.0) / 2)
-    bound = np.minimum(chi, np.exp(np.minimum(exponent, 0.0))) * (1 + ROUNDING)
-    return np.where(points > 0, np.minimum(bound, 1.0), 0.0)
+    bound = special.gammainc(k / 2, k * np.maximum(points, 0.0) / 2)
+    if moments:
+        known = exponents(k)
+        shape = (-1, *[1] * points.ndim)
+        falling = known.thetas.reshape(shape) * (1.0 - points) * (1 - 1e-15)
+        exponent = np.min(known.bounds.reshape(shape) - falling, axis=0)
+        bound = np.minimum(bound, np.exp(np.minimum(exponent, 0.0)))
+    return np.where(points > 0, np.minimum(bound * (1 + ROUNDING), 1.0), 0.0)
 
 
-def smallest_ratio(sketch_dim: int, probability: float) -> float:
+def smallest_ratio(sketch_dim: int, probability: float, moments: bool = True) -> float:
     """A y with ``distribution_bound`` at most ``probability``, nearly the largest."""
     low, high = 1e-300, 1.0 - 1e-9
     for _ in range(80):
         middle = float(np.sqrt(low * high))
-        if float(distribution_bound(sketch_dim, np.array(middle))) <= probability:
+        if float(distribution_bound(sketch_dim, np.array(middle), moments)) <= probability:
             low = middle
         else:
             high = middle
@@ -71,7 +72,7 @@ class Hull:
 
 
 @functools.lru_cache(maxsize=64)
-def hull(sketch_dim: int, lowest: float) -> Hull:
+def hull(sketch_dim: int, lowest: float, moments: bool = True) -> Hull:
     """Upper bounds of E (c - R)_+ for c from below ``lowest`` to ``LARGEST_COUNTED_RATIO``. Cost:
     some tens of milliseconds beside those of ``exponents``.
     """
@@ -81,6 +82,8 @@ def hull(sketch_dim: int, lowest: float) -> Hull:
     chi = c * special.gammainc(k / 2, k * c / 2)
     mean = special.gammainc(k / 2 + 1, k * c / 2)
     by_columns = np.minimum(chi - mean + ROUNDING * chi, c)
+    if not moments:
+        return _lower_hull(c, by_columns, start)
     others, by_exponent = _by_exponent(exponents(k), start)
     return _lower_hull(
         np.concatenate([c, others]), np.concatenate([by_columns, by_exponent]), start
@@ -148,7 +151,7 @@ def _above(one: tuple[float, float], two: tuple[float, float], three: tuple[floa
 
 
 def atoms(
-    sketch_dim: int, convex_from: float, tail_mass: float, bins: int
+    sketch_dim: int, convex_from: float, tail_mass: float, bins: int, moments: bool = True
 ) -> tuple[Array, Array, float]:
     """Y as (rising values, weights, mass below all of them, which counts as delta).
 
@@ -157,17 +160,18 @@ def atoms(
         convex_from: r0, below 1.
         tail_mass: the most that may count as delta.
         bins: how many knots; the overstatement falls like 1 / bins^2.
+        moments: whether all that is sketched is sketched by Hutch++.
     """
     r0 = convex_from
-    found = hull(sketch_dim, r0)
+    found = hull(sketch_dim, r0, moments)
     knots = _knots(found, r0, bins)
     values = found.at(knots) * (1 + ROUNDING)
     slopes = np.clip(np.maximum.accumulate(np.diff(values) / np.diff(knots)) * (1 + ROUNDING), 0, 1)
     weights = np.diff(np.concatenate([[0.0], slopes, [1.0]]))
     # Below r0: the distribution function as it is, and what a convex function's tangent at r0 adds.
-    lowest = min(smallest_ratio(sketch_dim, tail_mass), r0 / PLACE)
+    lowest = min(smallest_ratio(sketch_dim, tail_mass, moments), r0 / PLACE)
     below = np.unique(np.append(np.geomspace(lowest, r0, max(bins // 4, 8)), r0 / PLACE))
-    mass = distribution_bound(sketch_dim, below)
+    mass = distribution_bound(sketch_dim, below, moments)
     lost = float(mass[0])
     moved = np.diff(mass)
     moved[below[:-1] == r0 / PLACE] += PRICE * float(values[0]) / r0

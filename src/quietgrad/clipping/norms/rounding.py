@@ -35,6 +35,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from quietgrad.events import LARGEST_COUNTED_RATIO
+
 # By how much a measured norm is enlarged, always: what a certified bound may exceed the estimate
 # by.
 SHARE = 2.0**-10
@@ -52,6 +54,10 @@ SQUARES_AT_ONCE = 512
 GPU_FACTOR = 2.0
 
 SMALLEST_NORMAL = 2.0**-126
+
+# A sketched norm may be this much too long and count for it, R up to 2. Beside sketches, what the
+# sum is off by counts as often (docs/privacy/clipping.md).
+MOST_COUNTED = LARGEST_COUNTED_RATIO**0.5
 
 # A longer gradient counts as not finite: its square would overflow in the working precision.
 LARGEST_NORM = 2.0**63

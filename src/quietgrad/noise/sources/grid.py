@@ -91,8 +91,8 @@ def noise_std(
     scale = smallest_scale(claim)
     if grid and not scale:
         raise ValueError(
-            "envelope='hutch': with source='secure' only the mixed and the hutch++ envelope cover "
-            "what rounding adds, as their contributions count as a part of C at least"
+            "envelope='hutch': with source='secure' only the mixed, convex and hutch++ envelopes "
+            "cover what rounding adds, as their contributions count as a part of C at least"
         )
     std = noise_multiplier * claim.max_grad_norm
     return (

@@ -144,15 +144,16 @@ def _events(facts: RunFacts) -> list[dict[str, Any]]:
 def _clipping(facts: RunFacts, events: list[dict[str, Any]], unit: str) -> str:
     norm = facts.said.header.get("max_grad_norm")
     whose = "gradient" if unit == "record" else "summed gradient"
-    how = events[0].get("clipping")
-    sketched = isinstance(how, dict) and how.get("kind", "exact") != "exact"
     bound = f"to length {norm:g}" if isinstance(norm, int | float) else "to a scheduled length"
-    text = f"Each {unit}'s {whose} is cut {bound}, by an upper bound of its length in the "
-    text += "arithmetic that ran"
-    if isinstance(how, dict) and sketched:
-        known = ", ".join(f"{k} = {v}" for k, v in how.items() if k != "kind")
-        text += f"; lengths are estimated at random ({known}), and the accountant counts that"
-    return text + "."
+    sketch = events[0].get("randomized_clipping")
+    if sketch is None:
+        how = "an upper bound of its length in the arithmetic that ran"
+    else:
+        how = (
+            f"a length that is estimated at random (k = {sketch['sketch_dim']}): it may be too "
+            f"short, and the accountant counts that ({sketch['envelope']} envelope)"
+        )
+    return f"Each {unit}'s {whose} is cut {bound}, by {how}."
 
 
 def _noise(header: Any, events: list[dict[str, Any]]) -> str:

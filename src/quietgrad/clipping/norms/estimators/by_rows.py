@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS, MatrixFactors, OneHotFactors
-from quietgrad.clipping.norms.rounding import Measured, norm_gamma, squared_norms
+from quietgrad.clipping.norms.rounding import (
+    MOST_COUNTED,
+    Measured,
+    norm_gamma,
+    squared_norms,
+)
 
 
 def norms_by_rows(
@@ -37,7 +42,8 @@ def norms_by_rows(
         errors.append(few.errors_by_rows(dtype))
     squared, error = torch.cat(squares), torch.cat(errors)
     # What is measured and what the sum will hold are two roundings of the same additions.
-    return Measured(squared, norm_gamma(squared, dtype) * squared, error.mul_(2.0))
+    margin = error.mul_(1.0 + MOST_COUNTED)
+    return Measured(squared, norm_gamma(squared, dtype) * squared, margin)
 
 
 def _together(uses: Sequence[OneHotFactors]) -> OneHotFactors | None:

@@ -20,6 +20,10 @@ their weighted mean is above the expected shortfall of one at level 1e-12 with t
 most, since the expected shortfall is subadditive and above the quantile (Acerbi and Tasche, On the
 coherence of expected shortfall, 2002). Lengths of sums count what is the record's own, so that
 padding does not change what it is divided by.
+
+What the sum is off by counts sqrt(2) times, beside a sketch. A sketched norm sqrt(R) |g| may let a
+record count for less than C, R up to 2 (``LARGEST_COUNTED_RATIO``), and then has to be above
+sqrt(R) |g'|, g' what the sum holds: by sqrt(R) |g' - g| <= sqrt(2) |g' - g|.
 Shape legend: b examples, g blocks, t positions, p rows, d columns, k projections.
 """
 
@@ -42,6 +46,7 @@ from quietgrad.clipping.norms.factors.sums.positions import (
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import (
     LONGEST_CHAIN,
+    MOST_COUNTED,
     Measured,
     gamma,
     norm_gamma,
@@ -66,11 +71,11 @@ def sketched(
     is added.
     """
     slack = torch.add(spread.lost, squared, alpha=norm_gamma(squared, dtype))
-    bound = spread.norm.mul_(margin + gamma(_own_additions(uses), squared, dtype))
+    bound = spread.norm.mul_(margin + MOST_COUNTED * gamma(_own_additions(uses), squared, dtype))
     for use in uses:
         if isinstance(use, OneHotFactors):
             # Once in the sum, once in a sketch with an orthonormal basis, once in a Gaussian one.
-            times = 2.0 + worst_mean(sketch_dim)
+            times = MOST_COUNTED + 1.0 + worst_mean(sketch_dim)
             bound.add_(use.errors_by_rows(dtype), alpha=times)
     return Measured(squared, slack, bound)
 
@@ -82,12 +87,13 @@ def steady(measured: Measured, uses: Sequence[MatrixFactors], dtype: torch.dtype
     if all(isinstance(use, OneHotFactors) for use in uses):
         return measured
     # Once in what is measured, once in the sum.
+    times = 1.0 + MOST_COUNTED
     margin = spread_of(uses, dtype).norm.mul_(
-        2.0 * gamma(_own_additions(uses), uses[0].like, dtype)
+        times * gamma(_own_additions(uses), uses[0].like, dtype)
     )
     for use in uses:
         if isinstance(use, OneHotFactors):
-            margin.add_(use.errors_by_rows(dtype), alpha=2.0)
+            margin.add_(use.errors_by_rows(dtype), alpha=times)
     return Measured(measured.squared, measured.slack, margin)
 
 
