@@ -25,7 +25,7 @@ def test_the_commands_of_many_processes_run(tmp_path: Path) -> None:
     rows = [f"{i % 50},{'high' if i % 50 > 24 else 'low'}" for i in range(400)]
     (tmp_path / "people.csv").write_text("age,income\n" + "\n".join(rows) + "\n")
     (tmp_path / "CONFIG.toml").write_text(
-        '[model]\nname = "table:linear"\n[data]\nsource = "people.csv"\nlabel = "income"\n'
+        '[model]\nname = "table:mlp"\n[data]\nsource = "people.csv"\nlabel = "income"\n'
         "[optimizer]\nlearning_rate = 0.1\n[training]\nsteps = 4\nexpected_batch_size = 50\n"
         "[privacy]\ntarget_epsilon = 4\n"
     )
