@@ -298,3 +298,6 @@ def test_a_comparison_is_one_page() -> None:
     for cell in ("0.7500 \u00b1 0.0248", "+0.0400", "Add up."):
         assert cell in page
     assert "0.7500 \u00b1 0.0248" in markdown(table, [0.9])
+    assert "best for it on validation records" in page and "the same learning rate" not in page
+    nameless = comparison_page("", {"tuned": table}, {"tuned": chosen}, [0.9], ["Add up."])
+    assert "<h1>Variants side by side</h1>" in nameless and "<h1>Two ways</h1>" in page
