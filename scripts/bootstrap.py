@@ -98,7 +98,7 @@ def venv_python(venv: pathlib.Path) -> pathlib.Path:
     return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def activation(venv: Path) -> str:
+def activation(venv: pathlib.Path) -> str:
     """What puts the environment's commands on the path."""
     return str(venv / "Scripts" / "activate") if os.name == "nt" else f"source {venv}/bin/activate"
 
