@@ -98,6 +98,11 @@ def venv_python(venv: pathlib.Path) -> pathlib.Path:
     return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
+def activation(venv: pathlib.Path) -> str:
+    """What puts the environment's commands on the path."""
+    return str(venv / "Scripts" / "activate") if os.name == "nt" else f"source {venv}/bin/activate"
+
+
 def usable(venv: pathlib.Path) -> bool:
     """Whether the environment has a working pip under the same Python version as this script's."""
     script = "import sys, pip._internal; print('%d.%d' % sys.version_info[:2])"
@@ -256,6 +261,7 @@ def set_up(venv: pathlib.Path) -> None:
     pip_or_stop(venv, "install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
     stamp.write_text(wanted, encoding="utf-8")
     say(f"done in {time.monotonic() - begun:.0f} s: {venv}")
+    say(f"to use it in this shell: {activation(venv)}")
 
 
 def main() -> int:

@@ -237,7 +237,7 @@ FORECAST = {
 def test_what_ran_says_engine_time_and_memory_as_they_were_expected(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", **FINISHED)
     without = page_of(read_run(path))
-    assert "expected for weights" not in without and "length of its gradient" not in without
+    assert "expected for weights" not in without and "how gradients are measured" not in without
     (path / "forecast.json").write_text(json.dumps(FORECAST))
     facts = read_run(path)
     page, card = page_of(facts), card_of(facts)
@@ -314,3 +314,6 @@ def test_a_comparison_is_one_page() -> None:
     for cell in ("0.7500 \u00b1 0.0248", "+0.0400", "Add up."):
         assert cell in page
     assert "0.7500 \u00b1 0.0248" in markdown(table, [0.9])
+    assert "best for it on validation records" in page and "the same learning rate" not in page
+    nameless = comparison_page("", {"tuned": table}, {"tuned": chosen}, [0.9], ["Add up."])
+    assert "<h1>Variants side by side</h1>" in nameless and "<h1>Two ways</h1>" in page

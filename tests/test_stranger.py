@@ -20,7 +20,7 @@ from quietgrad.cli.app import app
 
 HERE = Path(__file__).parent
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "scipy", "numpy", "dp_accounting")
-LINES, COLUMNS = 40, 100  # of a screen
+LINES, COLUMNS = 40, 80  # of a screen
 ROOT: Any = typer.main.get_command(app)
 WAYS = [(), *((name,) for name in ROOT.commands)]
 

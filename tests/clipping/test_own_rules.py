@@ -111,6 +111,24 @@ def test_a_wrong_rule_is_refused(rule: Any, said: str) -> None:
     assert rules.rule_for(Gate()) is None
 
 
+def test_what_a_rule_has_to_give_is_said() -> None:
+    def bare(module: Gate, x: Tensor, grad: Tensor, wanted: Any) -> dict[str, Any]:
+        return right(module, x, grad, wanted) | {"s": (x * grad).sum(1)}
+
+    def every_position(module: Gate, x: Tensor, grad: Tensor, wanted: Any) -> dict[str, Any]:
+        return right(module, x, grad, wanted) | {"s": DirectGradients(x * grad)}
+
+    def without_groups(module: Gate, x: Tensor, grad: Tensor, wanted: Any) -> dict[str, Any]:
+        return right(module, x, grad, wanted) | {"w": DenseFactors(grad, x)}
+
+    with pytest.raises(TypeError, match="gives a Tensor for 's'; wrap it: DirectGradients"):
+        add_layer_rule(bare, Gate(), inputs())
+    for rule, name in ((every_position, "DirectGradients"), (without_groups, "DenseFactors")):
+        with pytest.raises(ValueError, match=f"gives {name} of shape .*it takes Direct"):
+            add_layer_rule(rule, Gate(), inputs())
+    assert rules.rule_for(Gate()) is None
+
+
 def test_what_no_rule_can_be_added_for() -> None:
     with pytest.raises(ValueError, match="Linear has a rule already"):
         add_layer_rule(right, nn.Linear(5, 5), inputs())

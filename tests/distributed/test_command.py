@@ -92,11 +92,16 @@ def on_processes(
     folder: Path, size: int, *more: str, stop_at: int | None = None, **changes: object
 ) -> list[str]:
     """What each process has written."""
+    return started(folder, size, command(folder, *more, **changes), stop_at)
+
+
+def started(folder: Path, size: int, words: list[str], stop_at: int | None = None) -> list[str]:
+    """The same of the words of a command."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = folder / f"log of {size}"
-    words = [*command(folder, *more, **changes), "--log", str(log)]
+    words = [*words, "--log", str(log)]
     multiprocessing.start_processes(
         run_command, (size, port, words, stop_at), nprocs=size, start_method="fork"
     )
@@ -136,6 +141,19 @@ def test_two_processes_end_with_one_run_directory_and_one_result(tmp_path: Path)
 def _weights(run: Path) -> torch.Tensor:
     state = torch.load(run / "checkpoint.pt", weights_only=True)
     return torch.cat([value.reshape(-1) for value in state["trainable"].values()])
+
+
+def test_weights_that_begin_at_random_begin_alike_without_a_seed(tmp_path: Path) -> None:
+    """Every process would draw its own from the operating system, and the first release would find
+    that they differ.
+    """
+    table(tmp_path / "people.csv")
+    words = command(tmp_path)
+    at = words.index("training.seed=5")
+    left = words[: at - 1] + words[at + 1 :]
+    for told in started(tmp_path, 2, left):
+        assert "left with 0" in told, told
+    assert read_ledger(tmp_path / "run" / "ledger.jsonl").releases == STEPS
 
 
 def test_what_several_processes_do_not_do_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from quietgrad.cli.app import app
 
 PAGE = (Path(__file__).parents[2] / "docs" / "many_devices.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"```bash\nquietgrad (.*?)\n```", PAGE, flags=re.DOTALL)
+COMMANDS = re.findall(r"```sh\nquietgrad (.*?)\n```", PAGE, flags=re.DOTALL)
 
 
 def asked(*words: str) -> dict[str, Any]:

@@ -21,6 +21,8 @@ def test_the_blocks_of_the_page_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```(python|sh)\n(.*?)```", PAGE.read_text("utf-8"), flags=re.DOTALL)
+    blocks, others = blocks[:5], blocks[5:]  # of other data: test_pages_of_commands.py
+    assert [kind for kind, _ in others] == ["sh", "sh"]
     assert [kind for kind, _ in blocks] == ["python", "sh", "sh", "sh", "python"]
     for kind, block in blocks:
         if kind == "python":

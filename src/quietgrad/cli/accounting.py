@@ -112,7 +112,7 @@ def epsilon(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The epsilon of a mechanism, or what a run has spent according to its ledger.
+    """The epsilon of a mechanism, or what a run has spent.
 
     Example: quietgrad epsilon --ledger runs/first
     """

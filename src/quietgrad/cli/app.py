@@ -59,7 +59,7 @@ def train(
     processes: Processes = 1,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Trains privately: texts, tables, images, or a language model that answers.
+    """Trains privately: texts, tables, images, or answers.
 
     Without CONFIG, a classifier on MiniLM and 38 thousand tweets.
 
@@ -98,7 +98,7 @@ def predict(
     ] = None,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Labels and probabilities, or answers, for new records; costs no privacy.
+    """Labels or answers for new records; costs no privacy.
 
     Example: quietgrad predict runs/first new.csv --output predictions.csv
     """
@@ -111,7 +111,7 @@ def predict(
 def spectrum(
     config: ConfigPath = None, overrides: Overrides = None, as_json: accounting.AsJson = False
 ) -> None:
-    """From public unlabelled images, the Hessian's spectrum that shapes noise.
+    """From public images, the curvature that shapes noise.
 
     Pretrains on them, and writes the initial weights too.
 
@@ -154,7 +154,7 @@ def compare(
     ] = None,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Trains variants side by side, tunes each, and makes a table and a figure.
+    """Trains variants side by side: a table and a figure.
 
     Each is tuned by a grid of rates, or with \\[search] by Optuna. Stops and resumes anywhere.
 
@@ -193,7 +193,7 @@ def audit(
     ] = Path("audit.png"),
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Attacks a run with canaries: a lower bound on epsilon, beside the claim.
+    """Attacks a run with canaries: a lower bound on epsilon.
 
     Trains once more. It can refute a claim, and is never a proof of one.
 

@@ -29,6 +29,7 @@ def prepare_shown(
     target: Console,
     mixing: MixingMatrix | None = None,
     extend: Callable[[PrivacyPlan | None], PrivacyPlan | None] | None = None,
+    beginning: int | None = None,
 ) -> Prepared:
     """``prepare``, with its warnings printed, and what was asked for and does not act."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -37,7 +38,7 @@ def prepare_shown(
         from quietgrad.training.prepare import prepare
 
         with stages(target) as say:
-            prepared = prepare(config, mixing, extend, say)
+            prepared = prepare(config, mixing, extend, say, beginning)
     _say_what_is_idle(prepared)
     for warning in caught:
         if issubclass(warning.category, SettingsWarning):  # those of libraries are not for the user

@@ -84,8 +84,11 @@ def run_train(
             config = with_kept_seed(config, run_dir)
             require_same_settings(without_seed(load_config(run_dir.config)), without_seed(config))
         from quietgrad.clipping.soundness.processes import on_public_records
+        from quietgrad.plan.seeds import beginning_of
         from quietgrad.training.derived.resolve import is_open
 
+        # Drawn where there is no seed: weights that begin at random have to begin alike.
+        beginning = together.of_first(beginning_of(config.training.seed))
         # What follows from measurements is the first process's: the others wait for it.
         measures = together.size > 1 and is_open(config)
         if measures and not together.first:
@@ -96,6 +99,7 @@ def run_train(
                 target,
                 saved_mixing(run_dir) if resume else None,
                 (lambda plan: extended(plan, run_dir, Extend(*extend))) if resume else None,
+                beginning,
             )
         if measures and together.first:
             together.of_first(prepared.config)

@@ -46,6 +46,13 @@ def root_key(seed: Seed | None) -> RandomKey:
     return RandomKey.from_entropy() if seed is None else key_of_seed(seed)
 
 
+def beginning_of(seed: Seed | None) -> int:
+    """What torch's generator is seeded with before a model is made, for weights that begin at
+    random; no secret, as it draws neither coins nor noise.
+    """
+    return root_key(seed).words("initialisation", 0)[0] & (2**63 - 1)
+
+
 def require_secret_seed(seed: Seed) -> None:
     """Refuses a seed that could be found by trying. The rule: a string of at least 32 hexadecimal
     digits, leading zeros counted, or a whole number of at least 2^127; at least 8 different digits,

@@ -12,6 +12,16 @@ from quietgrad.report.page import Section, html
 from quietgrad.report.svg import GRID, INK, STYLE, svg
 
 Epsilons = Mapping[float, Mapping[str, Series]]
+MEANING = {
+    "one rate": "Every variant at the same learning rate.",
+    "tuned": "Every variant with the learning rate, or what else was searched, that was best for "
+    "it on validation records.",
+}
+COLUMNS = (
+    "Minus reference: the difference from the first variant, seed by seed. Steps to a share: when "
+    "the mean score first reaches that share of what the first variant ends with; speed-up: the "
+    "first variant's steps over these."
+)
 
 
 def comparison_page(
@@ -26,7 +36,7 @@ def comparison_page(
     """The page.
 
     Args:
-        title: of the comparison.
+        title: of the comparison; "" where it has none.
         tables: protocol -> rows.
         protocols: protocol -> epsilon -> variant -> runs.
         shares: of the reference's score, whose steps the tables tell.
@@ -43,11 +53,13 @@ def comparison_page(
             caption += " Dots at the end: on all validation records."
         figure = _figure(shown, end_apart)
         table = cells(rows, shares, metric)
-        sections.append(Section(name.capitalize(), (), figure, caption, table=table))
+        lines = [line for line in (MEANING.get(name, ""), COLUMNS) if line]
+        sections.append(Section(name.capitalize(), lines, figure, caption, table=table))
     sections.append(Section("What the numbers say, and what not", facts))
     found = sum(row.seeds for rows in tables.values() for row in rows)
     numbers = [(str(found), "runs in the tables")] if found else []
     warnings = [missing] if missing else []
+    title = title or "Variants side by side"
     return html(title, "Comparison of private training runs", numbers, sections, warnings)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from quietgrad.auditing import AuditReport, GradientCanaries, InputCanaries, audit_one_run
 from quietgrad.auditing.bounds.errors import require_confidence
 from quietgrad.auditing.report import KINDS
-from quietgrad.checks import require_at_least, require_int, require_word
+from quietgrad.checks import default_delta, require_at_least, require_int, require_word
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan import PrivacyPlan
 from quietgrad.tensors import trainable_parameters
@@ -135,6 +135,14 @@ def plan_with(
     if record_owner is not None:
         names = [name for name in names for _ in range(config.users.records_per_user + 1)]
         record_owner = [*record_owner, *names]
+    units = {*record_owner} if record_owner is not None else [*record_ids, *names]
+    delta, many = config.privacy.target_delta, len(units)
+    if delta is not None and delta * many >= 1:
+        raise ValueError(
+            f"target_delta={delta!r} is not below 1/{many}, one over the number of records and "
+            f"{canaries} canaries together; ask for fewer (--canaries), or set a smaller delta "
+            f"(--set target_delta=...; the default is {default_delta(many):.2g})"
+        )
     plan = build_plan(config, [*record_ids, *names], record_owner=record_owner)
     assert plan is not None
     return plan

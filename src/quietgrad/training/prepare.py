@@ -23,7 +23,7 @@ from quietgrad.loading.draws import users_in_parts
 from quietgrad.noise.correlation.mixing import MixingMatrix
 from quietgrad.noise.methods import IndependentNoise
 from quietgrad.plan import PrivacyPlan
-from quietgrad.plan.seeds import root_key
+from quietgrad.plan.seeds import beginning_of
 from quietgrad.sampling import PoissonSampler, UserIndices
 from quietgrad.schedules import Course
 from quietgrad.tensors import trainable_parameters
@@ -200,6 +200,7 @@ def prepare(
     mixing: MixingMatrix | None = None,
     extend: Callable[[PrivacyPlan | None], PrivacyPlan | None] | None = None,
     say: Callable[[str], None] = lambda stage: None,
+    beginning: int | None = None,
 ) -> Prepared:
     """Loads data and model, builds the plan, and checks all of it.
 
@@ -208,6 +209,8 @@ def prepare(
         mixing: the matrix of a run that goes on.
         extend: makes the plan longer; before the model is loaded.
         say: called with what begins now, in a few words.
+        beginning: of the weights that begin at random, where several processes have to begin alike;
+            see ``plan.seeds.beginning_of``.
 
     Raises:
         ValueError, TypeError: for anything the user can mend, naming key, value and remedy.
@@ -233,8 +236,7 @@ def prepare(
     plan = _plan(replace(config, noise=IndependentNoise()) if opened else config, task, mixing)
     plan = plan if extend is None else extend(plan)
     reference = _batches(config, task) if plan is None else plan
-    key = root_key(config.training.seed)
-    torch.manual_seed(key.words("initialisation", 0)[0] & (2**63 - 1))
+    torch.manual_seed(beginning_of(config.training.seed) if beginning is None else beginning)
     say(f"loading {config.model.name}")
     model, (train, validation, test) = task.read(config, device)
     trainable_parameters(model.classifier)

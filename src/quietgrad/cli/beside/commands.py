@@ -37,7 +37,7 @@ def report(
     ] = None,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """What a run reached and claims: a privacy statement that a reviewer can sign.
+    """A privacy statement that a reviewer can sign.
 
     Example: quietgrad report runs/first --html report.html
     """
@@ -52,7 +52,7 @@ def runs(
     ] = Path("runs"),
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Lists runs: task, steps, epsilon spent by the ledger, score, when.
+    """Lists runs: task, steps, epsilon spent, score, when.
 
     Example: quietgrad runs
     """
@@ -127,7 +127,7 @@ def init(
     ] = False,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """Writes a commented configuration for a file of records, to train with.
+    """Writes a commented configuration for a file of records.
 
     Read it first. Overwrites nothing.
 
@@ -145,7 +145,7 @@ def settings(
     ] = None,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """What the keys of a configuration mean, what they may be, and their defaults.
+    """What the keys of a configuration mean, and their defaults.
 
     Example: quietgrad settings noise.bands
     """

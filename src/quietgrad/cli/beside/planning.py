@@ -34,14 +34,14 @@ ExtendTo = Annotated[
 ]
 DeviceName = Annotated[
     str,
-    typer.Option(help="Or h200, a100-80gb, a100-40gb, l4, cpu."),
+    typer.Option(help="Or h200, a100-80gb, l4, cpu."),
 ]
 Hours = Annotated[float | None, typer.Option(help="With --devices: what they buy.")]
 ModelName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="With --devices: llama-70b, ... or a folder.",
+        help="With --devices: llama-70b, or a folder.",
     ),
 ]
 Length = Annotated[int | None, typer.Option(help="With --model: tokens a text (2048).")]
@@ -94,7 +94,7 @@ def plan(
     efficiency: Efficiency = None,
     as_json: accounting.AsJson = False,
 ) -> None:
-    """What `train` would run: guarantee, noise, estimator per layer, time, memory.
+    """What `train` would run: guarantee, noise, time, memory.
 
     Trains nothing. With RUN_DIR in place of CONFIG.toml: what more steps of that run would cost.
     With --devices: what a step holds, sends and takes on each of N devices.

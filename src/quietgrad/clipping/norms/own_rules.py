@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from quietgrad.clipping.norms.factors import Contribution
+from quietgrad.clipping.norms.factors import Contribution, DenseFactors, DirectGradients
 from quietgrad.clipping.norms.rules import _RULES, Rule, rule_for
 
 TOLERANCE = 1e-4  # relative, of a float64 copy: far above rounding, far below a wrong formula
@@ -29,7 +29,7 @@ def add_layer_rule(rule: Rule, module: nn.Module, x: Tensor) -> None:
         x: [examples, ...] inputs that are not private, two or more, each different.
 
     Raises:
-        TypeError: if ``module`` is none, or has no parameter.
+        TypeError: if ``module`` is none, or has no parameter, or the rule gives something else.
         ValueError: for a kind that has a rule, too few examples, or a rule that is not autograd's
             gradient, or says something else of an example in company.
     """
@@ -90,13 +90,30 @@ def _gradients(
                 f"rule gives {sorted(found)} where {sorted(parameters)} is wanted; it has to give "
                 "the parameters that are wanted, by their own names, and no others"
             )
-        ones = torch.eye(len(x), dtype=torch.float64, device=x.device)
-        return {
-            name: torch.stack(
-                [found[name].weighted_sum(one, p.shape, torch.float64) for one in ones]
-            )
-            for name, p in parameters.items()
-        }
+        return {name: _of_examples(name, found[name], p, len(x)) for name, p in parameters.items()}
+
+
+def _of_examples(name: str, found: object, parameter: nn.Parameter, examples: int) -> Tensor:
+    """[examples, *shape] of what a rule gives for one parameter."""
+    if not isinstance(found, DirectGradients | DenseFactors):
+        raise TypeError(
+            f"rule gives a {type(found).__name__} for {name!r}; wrap it: DirectGradients(gradients "
+            "of [examples, entries]), or DenseFactors(left, right)"
+        )
+    shape = parameter.shape
+    try:
+        ones = torch.eye(examples, dtype=torch.float64, device=parameter.device)
+        return torch.stack([found.weighted_sum(one, shape, torch.float64) for one in ones])
+    except (RuntimeError, IndexError, ValueError) as error:
+        told = ", ".join(
+            str(list(part.shape)) for part in vars(found).values() if isinstance(part, Tensor)
+        )
+        raise ValueError(
+            f"rule gives {type(found).__name__} of shape {told} for {name!r}, a parameter of "
+            f"{list(shape)}, and {examples} examples; it takes DirectGradients([examples, "
+            "entries]), or DenseFactors([examples, 1, positions, rows], [examples, 1, positions, "
+            "columns])"
+        ) from error
 
 
 def _require_close(name: str, example: int, where: str, given: Tensor, right: Tensor) -> None:

@@ -267,10 +267,9 @@ def require_target(report: EpsilonReport, target: float | None, new: float | Non
     limit = target if new is None else new
     if limit is not None and not report.epsilon <= limit:
         remedy = "allow it by target_epsilon=, or add fewer steps"
-        of = "the plan's target" if new is None else f"target_epsilon={new!r}"
+        top = f"the plan's target of {limit:g}" if new is None else f"target_epsilon={new!r}"
         raise ValueError(
-            f"with the extension epsilon is {report.epsilon:.6g} in all, above {of} of {limit:g}; "
-            f"{remedy}"
+            f"with the extension epsilon is {report.epsilon:.6g} in all, above {top}; {remedy}"
         )
 
 

@@ -18,7 +18,11 @@ UNKEPT = "what it took is not kept, as it tells of private batch sizes"
 def what_ran(facts: RunFacts) -> list[tuple[str, str]]:
     """(what, in words): data, model, settings, engine, time and memory, machine."""
     at, result, machine = facts.setting, facts.result, facts.environment
-    trained = {"head": "the head alone", "lora": "LoRA adapters and the head", "full": "weights"}
+    trained = {
+        "head": "the head alone",
+        "lora": "LoRA adapters and the head",
+        "full": "all weights",
+    }
     count = result.get("trainable_parameters")
     tune = str(at("model", "tune", ""))
     name = str(at("model", "name", ""))
@@ -75,7 +79,7 @@ def estimators(facts: RunFacts) -> list[list[str]]:
          str(layer["count"])]
         for layer in layers
     ]  # fmt: skip
-    return [["shape of parameter", "length of its gradient", "parameters"], *rows]
+    return [["shape of weights", "how gradients are measured", "how many"], *rows]
 
 
 def _kept(layer: Any) -> bool:

@@ -61,7 +61,12 @@ def _numbers(facts: RunFacts) -> list[tuple[str, str]]:
     epsilon, delta = facts.epsilon, facts.delta
     if epsilon is not None and delta is not None:
         of = per_unit(facts.neighbouring)
-        found.append((round_up(epsilon, 3), f"epsilon{of}, at delta {round_up_to(delta, 3)}"))
+        found.append(
+            (
+                round_up(epsilon, 3),
+                f"epsilon{of} at delta {round_up_to(delta, 3)}: the privacy spent",
+            )
+        )
     elif facts.said.not_private is not None:
         found.append(("none", "epsilon: the run gave up its privacy"))
     elif not facts.private:

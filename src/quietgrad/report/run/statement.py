@@ -183,7 +183,7 @@ def _delta(facts: RunFacts, size: int | None) -> str:
     text = f"{round_up_to(facts.delta, 3)}"
     if size:
         text += f", which is {facts.delta * size:.2g} of 1/N"
-    return text + ": the part of all probability that epsilon does not speak of."
+    return text + ": with that probability epsilon promises nothing."
 
 
 def _seeds(facts: RunFacts) -> str:

@@ -12,6 +12,7 @@ import math
 from quietgrad.training.sources.guess import Guess
 
 FEWEST = 40
+OWNER = '# user = "COLUMN"'
 EPSILON = {"text": 2.0, "table": 2.0, "answers": 3.0, "images": 3.0}
 
 
@@ -120,6 +121,7 @@ def _data(path: str, share: float, guess: Guess, skip_bad: bool) -> list[str]:
         f"validation_fraction = {share} # declared public: scores on them are printed",
         f"test_fraction = {share} # declared public",
         f"skip_bad = {str(skip_bad).lower()} # true leaves out rows broken or without a label",
+        f"{OWNER:<34}# whose a row is: people with several rows are protected whole",
         "",
     ]
 

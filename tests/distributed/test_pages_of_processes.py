@@ -1,0 +1,86 @@
+"""docs/many_processes.md and docs/fully_sharded.md run as they stand, on two processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.world import loss, on_ranks, plan_of, records_of
+from page_blocks import blocks_of, commands
+from torch import nn
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.slow("three starts of two processes, each of which imports torch")
+def test_the_commands_of_many_processes_run(tmp_path: Path) -> None:
+    (script,) = blocks_of("docs/many_processes.md", "python")
+    (tmp_path / "train.py").write_text(script.text)
+    rows = [f"{i % 50},{'high' if i % 50 > 24 else 'low'}" for i in range(400)]
+    (tmp_path / "people.csv").write_text("age,income\n" + "\n".join(rows) + "\n")
+    (tmp_path / "CONFIG.toml").write_text(
+        '[model]\nname = "table:mlp"\n[data]\nsource = "people.csv"\nlabel = "income"\n'
+        "[optimizer]\nlearning_rate = 0.1\n[training]\nsteps = 4\nexpected_batch_size = 50\n"
+        "[privacy]\ntarget_epsilon = 4\n"
+    )
+    lines = [c for b in blocks_of("docs/many_processes.md", "sh") for c in commands(b.text)]
+    assert [line[0] for line in lines] == ["torchrun", "quietgrad", "torchrun"]
+    modules = {"torchrun": "torch.distributed.run", "quietgrad": "quietgrad"}
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    plain = {name: value for name, value in os.environ.items() if name not in ranks}
+    plain["OMP_NUM_THREADS"] = "1"
+    said = []
+    for name, *words in lines:
+        own = ["--standalone"] if name == "torchrun" else []  # a port of its own
+        command = [sys.executable, "-m", modules[name], *own, *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=plain)
+        assert done.returncode == 0, (command, done.stderr[-3000:])
+        said.append(done.stdout + done.stderr)
+    assert said[0].count("epsilon ") == 1 and "after 23 steps" in said[0]  # one process says it
+    assert (tmp_path / "run" / "ledger.jsonl").exists() and (tmp_path / "model.pt").exists()
+    assert (tmp_path / "runs" / "a" / "ledger.jsonl").exists()
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+class Blocks(nn.Module):
+    """A model that has ``blocks``, as the page's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 3)]).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.blocks[1](self.blocks[0](x).tanh()))
+
+
+def shard_and_save(rank: int, folder: str, codes: list[str]) -> tuple[int, list[str]]:
+    """The page's first block, a run, its second block: releases, and what is kept."""
+    from quietgrad.averaging import ExponentialAverage
+
+    first, second = codes
+    scope: dict[str, Any] = {"__name__": "page", "model": Blocks(), "path": f"{folder}/kept"}
+    exec(compile(first.replace('"cuda"', '"cpu"'), "fully_sharded.md", "exec"), scope)
+    scope["average"] = ExponentialAverage(scope["model"], 0.9)
+    with plan_of().start() as run:
+        for batch in run.loader(records_of(), physical_batch_size=4, steps=4):
+            run.backward(scope["model"], loss, batch)
+            scope["optimizer"].step()
+            scope["average"].update()
+    exec(compile(second, "fully_sharded.md", "exec"), scope)
+    dist.barrier()
+    return run.released, sorted(p.name for p in Path(folder, "kept").iterdir())
+
+
+def test_the_blocks_of_fully_sharded_run(tmp_path: Path) -> None:
+    codes = [block.text for block in blocks_of("docs/fully_sharded.md", "python")]
+    assert len(codes) == 2
+    for found in on_ranks(2, tmp_path / "ranks", shard_and_save, str(tmp_path), codes):
+        assert not isinstance(found, str), found
+        assert found == (4, [".metadata", "__0_0.distcp", "__1_0.distcp"])
