@@ -90,4 +90,4 @@ def _estimate(
     """``some``: the uses as they were projected."""
     margin = tail_margin(some, sums, sketch_dim, sketch, dtype)
     spread = spread_of(uses, dtype)
-    return sketched(squared_norms(sketch), some, spread, margin, sketch_dim, dtype)
+    return sketched(squared_norms(sketch), uses, spread, margin, sketch_dim, dtype)

@@ -101,13 +101,13 @@ def hutch_plus_plus_norms(
     shorter, longer = (sums_over_columns(side(s.p, s.d)) for side in (min, max))
     head = head_margin(some, shorter, columns, tail, dtype)
     margin = (head**2 + tail_margin(some, longer, sketch_dim, tail, dtype) ** 2) ** 0.5
-    measured = sketched(squared, some, spread, margin, sketch_dim, dtype)
-    slack = measured.slack + _skewed(basis_bgsk, dtype) * squared
+    slack = _skewed(basis_bgsk, dtype) * squared
     if columns < min(s.p, s.d):  # else the basis spans everything
         seen = tail_margin(some, longer, columns, tail, dtype)
         hidden = _hidden(some, range_bgsk, basis_bgsk, triangle_bgkk, spread, seen, dtype)
         slack += ((hidden / HIDDEN_SHARE).square_() - squared_bg).clamp_min_(0).sum(1)
-    return Measured(measured.squared, slack, measured.margin + lost)
+    measured = sketched(squared, uses, spread, margin, sketch_dim, dtype, slack)
+    return Measured(measured.squared, measured.slack, measured.margin + lost)
 
 
 def _hidden(

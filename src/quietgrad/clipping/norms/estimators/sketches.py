@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from scipy import special
@@ -66,18 +67,20 @@ def sketched(
     margin: float | Tensor,
     sketch_dim: int,
     dtype: torch.dtype,
+    more_slack: Tensor | float = 0.0,
 ) -> Measured:
-    """An estimate with its bounds; ``margin``: of the sketch, in units of the spread, the sum's own
-    is added.
+    """An estimate with its bounds; ``margin``: of the sketch, in units of the spread, that of the
+    sum is added. ``uses``: as the sum is formed of them.
     """
-    slack = torch.add(spread.lost, squared, alpha=norm_gamma(squared, dtype))
-    bound = spread.norm.mul_(margin + MOST_COUNTED * gamma(_own_additions(uses), squared, dtype))
+    slack = torch.add(spread.lost, squared, alpha=norm_gamma(squared, dtype)) + more_slack
+    own = own_rounding(uses, squared, dtype)
+    bound = spread.norm.mul_(margin + MOST_COUNTED * own.of_spread)
     for use in uses:
         if isinstance(use, OneHotFactors):
             # Once in the sum, once in a sketch with an orthonormal basis, once in a Gaussian one.
             times = MOST_COUNTED + 1.0 + worst_mean(sketch_dim)
             bound.add_(use.errors_by_rows(dtype), alpha=times)
-    return Measured(squared, slack, bound)
+    return own.beside(Measured(squared, slack, bound))
 
 
 def steady(measured: Measured, uses: Sequence[MatrixFactors], dtype: torch.dtype) -> Measured:
@@ -87,18 +90,63 @@ def steady(measured: Measured, uses: Sequence[MatrixFactors], dtype: torch.dtype
     if all(isinstance(use, OneHotFactors) for use in uses):
         return measured
     # Once in what is measured, once in the sum.
+    own = own_rounding(uses, uses[0].like, dtype)
     times = 1.0 + MOST_COUNTED
-    margin = spread_of(uses, dtype).norm.mul_(
-        times * gamma(_own_additions(uses), uses[0].like, dtype)
-    )
+    margin = spread_of(uses, dtype).norm.mul_(times * own.of_spread)
     for use in uses:
         if isinstance(use, OneHotFactors):
             margin.add_(use.errors_by_rows(dtype), alpha=times)
-    return Measured(measured.squared, measured.slack, margin)
+    return own.beside(own.beside(Measured(measured.squared, measured.slack, margin)))
+
+
+class OwnRounding(NamedTuple):
+    """What a record's own sum over positions may be off by: a share of its spread, and a share of
+    the norm of its gradient. One number, or [b].
+    """
+
+    of_spread: float | Tensor
+    of_norm: float | Tensor
+
+    def beside(self, measured: Measured) -> Measured:
+        """An estimate of |M| as one of (1 + ``of_norm``) |M|."""
+        share = self.of_norm * (2.0 + self.of_norm)
+        slack = measured.slack + (measured.squared + measured.slack) * share
+        return Measured(measured.squared, slack, measured.margin)
+
+
+def own_rounding(uses: Sequence[MatrixFactors], like: Tensor, dtype: torch.dtype) -> OwnRounding:
+    """Of the weighted sum, a function of the record alone.
+
+    Dense factors are added up in stretches. A convolution's native routine adds one output position
+    after the other, all n of them (``native_additions``). Of n terms there are n - 1 partial sums
+    whatever the order, and each is at most the entries before it and at most the whole and the
+    entries after it: at most (s + |m|) / 2 in an entry m, s the sum of absolute values. So they
+    err by n u (S + |M|) / 2.
+    """
+    native = [use for use in uses if use.sizes.taps]
+    if not native:
+        return OwnRounding(gamma(_own_additions(uses), like, dtype), 0.0)
+    positions = sum(native_additions(use) for use in native)
+    if len(uses) == 1:
+        half = gamma(positions / 2, like, dtype)
+        return OwnRounding(half, half)
+    dense = [use for use in uses if not use.sizes.taps]
+    more = _own_additions(dense) if dense else 0.0
+    return OwnRounding(gamma(positions + len(uses) + more, like, dtype), 0.0)
+
+
+def native_additions(use: MatrixFactors) -> float | Tensor:
+    """Output positions of a convolution that hold something of a record: one number up to
+    ``STEADY_POSITIONS``, else [b], rounded up to a power of two.
+    """
+    if use.sizes.t <= STEADY_POSITIONS:
+        return float(STEADY_POSITIONS)
+    span = _spans(use).sum(1).clamp_min(STEADY_POSITIONS)
+    return torch.exp2(torch.ceil(torch.log2(span)))
 
 
 def _own_additions(uses: Sequence[MatrixFactors]) -> float | Tensor:
-    """On the longest path through a record's own sum over positions."""
+    """On the longest path through a record's own sum over positions of dense factors."""
     return LONGEST_CHAIN + _stretches(uses, LONGEST_CHAIN)
 
 
