@@ -161,7 +161,7 @@ def test_what_the_reference_thinks_of_a_record_follows_from_it_alone(
     trained = dpo(tmp_path, train_dataset=preferences(40, "a f "))  # no other test's, in a cache
     assert len(rows) == 40 and {shape[0] for shape in rows} == {2}
     assert len({shape[1] for shape in rows}) > 3  # padded to nothing but each other
-    assert not trained.train_dataset["ref_chosen_logps"][0] == 0
+    assert trained.train_dataset["ref_chosen_logps"][0] != 0
 
 
 @pytest.mark.parametrize(

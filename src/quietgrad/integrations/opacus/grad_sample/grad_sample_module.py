@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,6 +75,11 @@ class GradSampleModule(nn.Module):
             return self._called(tape, args, kwargs)
         with tape.draws.not_counted():
             return self._called(tape, args, kwargs)
+
+    @contextlib.contextmanager
+    def bare(self) -> Iterator[None]:
+        """Around what runs the model without the script."""
+        yield
 
     def forget_records(self) -> None:
         """Before the guard looks for the first time: the model as it was before any record."""

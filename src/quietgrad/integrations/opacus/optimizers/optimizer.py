@@ -167,7 +167,13 @@ class DPOptimizer(Optimizer):
                 "returned, with the model in training mode when the loop begins"
             )
         self._require_no_other_gradients()
+        with self._wrapped.bare():
+            return self._pre_step(source)
+
+    def _pre_step(self, source: BatchSource) -> bool:
+        mechanism = self._mechanism
         slot = self._steps_here
+        assert source.tape is not None
         if source.tape.records and source.tape.read_at is not None and slot == self._usual:
             raise _steps_follow_the_data()
         clipped = self._clip(source.tape)
