@@ -310,11 +310,20 @@ def test_what_is_not_offered_says_so() -> None:
         DifferentiallyPrivateDistributedDataParallel,
     )
     from quietgrad.integrations.opacus.lightning import DPLightningDataModule
+    from quietgrad.integrations.opacus.optimizers import DPOptimizerFastGradientClipping
+    from quietgrad.integrations.opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 
     for refused in (
         lambda: DifferentiallyPrivateDistributedDataParallel(net()),
         lambda: DPLightningDataModule(None),
         lambda: DPDataLoader.from_data_loader(data(), distributed=False),
+        lambda: PrivacyEngineAdaptiveClipping(accountant="prv"),
+        lambda: DPOptimizerFastGradientClipping(
+            optimizer=torch.optim.SGD(net().parameters(), lr=0.1),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            expected_batch_size=20,
+        ),
         lambda: RDPAccountant().get_optimizer_hook_fn(sample_rate=0.1),
     ):
         with pytest.raises(ValueError, match=r"docs/|make_private"):

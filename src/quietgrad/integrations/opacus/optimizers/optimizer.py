@@ -73,6 +73,18 @@ class DPOptimizer(Optimizer):
         loss_reduction: "mean" or "sum": whether gradients are divided by B.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> DPOptimizer:
+        """Raises:
+        ValueError: for an optimiser put together by hand, which would not know its batches.
+        """
+        if "expected_batch_size" in kwargs:
+            raise ValueError(
+                "DPOptimizer(expected_batch_size=) is not offered: an optimiser made by hand does "
+                "not know of which batches its steps are; let PrivacyEngine.make_private build "
+                "model, optimiser and loader together"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         optimizer: Optimizer,
