@@ -126,14 +126,17 @@ def test_the_weights_are_those_of_the_plain_loop(tmp_path: Path) -> None:
     trained.train()
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        ids, mask, learnt = (
-            batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "completion_mask")
-        )
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
-        each = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        summed = -(each.view(len(ids), -1) * learnt[:, 1:]).sum(1).view(-1, 2)
-        moved = summed - batch["ref_logps"]
-        return -F.logsigmoid(0.1 * (moved[:, 0] - moved[:, 1]))
+        moved = []
+        for answer in (0, 1):
+            ids, mask, learnt = (
+                batch[name][:, answer]
+                for name in ("input_ids", "attention_mask", "completion_mask")
+            )
+            logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
+            each = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+            summed = -(each.view(len(ids), -1) * learnt[:, 1:]).sum(1)
+            moved.append(summed - batch["ref_logps"][:, answer])
+        return -F.logsigmoid(0.1 * (moved[0] - moved[1]))
 
     expected = plain_loop(llama(), loss, data=data, collate=trained.data_collator)
     assert same_weights(trained.model, expected) and not same_weights(expected, llama())
@@ -145,6 +148,35 @@ def test_every_record_counts_also_one_without_room_for_an_answer(tmp_path: Path)
     assert len(trained.train_dataset) == trained.plan.dataset_size == 100
     assert any(len(row) >= 12 for row in trained.train_dataset["prompt_ids"])
     assert len(trained.eval_dataset) < 20  # TRL's own rule, for public records
+
+
+class Watched(nn.Module):
+    """A layer in place of another: sees how many rows there are, and may mix them."""
+
+    def __init__(self, inner: nn.Module, mixes: bool) -> None:
+        super().__init__()
+        self.inner, self.mixes = inner, mixes
+        self.rows: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows |= {len(x)}
+        out: Tensor = self.inner(x)
+        return out - x.mean(0, keepdim=True) if self.mixes else out
+
+
+def test_records_are_clipped_together_and_a_model_that_mixes_them_is_refused(
+    tmp_path: Path,
+) -> None:
+    model = llama()
+    watched = model.model.norm = Watched(model.model.norm, mixes=False)
+    dpo(tmp_path / "fine", model=model, privacy=PROTECTING).train()
+    assert 8 in watched.rows and max(watched.rows) == 8  # micro-batches, an answer at a time
+    model = llama()
+    model.model.norm = Watched(model.model.norm, mixes=True)
+    refused = dpo(tmp_path / "mixing", model=model, privacy=PROTECTING)
+    with pytest.raises(ValueError, match=r"beside it|other examples"):
+        refused.train()
+    assert refused.epsilon() == 0
 
 
 def test_what_the_reference_thinks_of_a_record_follows_from_it_alone(

@@ -85,17 +85,18 @@ class PreferenceLoss:
     smoothing: float
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        ids, mask, learnt = (batch[name].flatten(0, 1) for name in PAIRED)
-        logits = model(input_ids=ids, attention_mask=mask)["logits"]
-        logits = logits[:, logits.shape[1] - ids.shape[1] :]  # virtual tokens lead
-        each = -F.cross_entropy(
-            logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
-        ).view(ids.shape[0], -1)
-        counted = learnt[:, 1:]
-        ratios = (each * counted).sum(1).view(-1, 2) - batch["ref_logps"]
-        lengths = learnt.sum(1).view(-1, 2).clamp_min(1)
+        moved, lengths = [], []
+        for answer in (0, 1):  # one after the other: a record stays one row of every layer
+            ids, mask, learnt = (batch[name][:, answer] for name in PAIRED)
+            logits = model(input_ids=ids, attention_mask=mask)["logits"]
+            logits = logits[:, logits.shape[1] - ids.shape[1] :]  # virtual tokens lead
+            each = -F.cross_entropy(
+                logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+            ).view(ids.shape[0], -1)
+            moved.append((each * learnt[:, 1:]).sum(1) - batch["ref_logps"][:, answer])
+            lengths.append(learnt.sum(1).clamp_min(1))
         pair = Pair(
-            ratios[:, 0], ratios[:, 1], lengths[:, 0], lengths[:, 1], self.beta, self.smoothing
+            moved[0], moved[1], lengths[0], lengths[1], beta=self.beta, smoothing=self.smoothing
         )
         total = torch.zeros_like(pair.chosen)
         for name, weight in zip(self.names, self.weights, strict=True):
