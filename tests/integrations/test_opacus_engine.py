@@ -252,7 +252,7 @@ def test_schedules_of_noise_are_accounted_for_step_by_step() -> None:
     theirs.history = [(1.0, 1 / 6, 6), (0.5, 1 / 6, 6)]
     assert engine.get_epsilon(DELTA) == pytest.approx(theirs.get_epsilon(DELTA), rel=0.01)
     assert optimizer.max_grad_norm == pytest.approx(0.81)
-    assert LambdaNoise(optimizer, scheduler_function=lambda e: 1 + e).base == 0.25
+    assert LambdaNoise(optimizer, noise_lambda=lambda e: 1 + e).base_noise_multiplier == 0.25
     step = StepNoise(optimizer, step_size=2, gamma=0.1)
     step.step()
     assert optimizer.noise_multiplier == 0.25
@@ -337,7 +337,6 @@ def test_secure_mode_draws_from_a_cryptographic_stream() -> None:
         ({"clipping": "adaptive"}, "adaptive"),
         ({"grad_sample_mode": "ghost_fsdp"}, "grad_sample_mode"),
         ({"noise_multiplier": 0.0}, "noise_multiplier"),
-        ({"wrap_model": False}, "wrap_model"),
         ({"max_grad_norm": [1.0, 2.0]}, "per_layer"),
         ({"target_unclipped_quantile": 0.5}, "target_unclipped_quantile"),
     ],

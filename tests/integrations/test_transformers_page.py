@@ -23,7 +23,7 @@ def test_the_code_of_the_page_runs(
     pytest.importorskip("trl", reason="needs the extra trl")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     scope: dict[str, object] = {
         "language_model": llama(), "tokenizer": tokenizer(), "questions": pairs()
     }  # fmt: skip
@@ -34,6 +34,7 @@ def test_the_code_of_the_page_runs(
     assert "epsilon 3.000" in out and "20 steps, epsilon 3.000" in out
     assert (tmp_path / "run" / "ledger.jsonl").exists()
     assert (tmp_path / "sft" / "ledger.jsonl").exists()
+    assert (tmp_path / "dpo" / "ledger.jsonl").exists()
 
 
 @pytest.mark.slow("a minute: it expands a packaged model of 135 million weights, and trains it")

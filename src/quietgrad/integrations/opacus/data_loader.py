@@ -79,6 +79,18 @@ class DPDataLoader(DataLoader[Any]):
             persistent_workers=data_loader.persistent_workers,
         )
 
+    @classmethod
+    def from_data_loader(cls, data_loader: DataLoader[Any], **_: Any) -> DPDataLoader:
+        """Refused: a loader alone has nobody who counts what is released of its batches.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "DPDataLoader.from_data_loader makes a loader that no accountant knows of; let "
+            "PrivacyEngine.make_private build model, optimiser and loader together"
+        )
+
     @property
     def sample_rate(self) -> float:
         """q, of a record in a batch."""

@@ -17,7 +17,7 @@ from quietgrad.checks import SettingsWarning, require_delta_for, require_word
 from quietgrad.integrations.opacus.accountants import QuietgradAccountant, create_accountant
 from quietgrad.integrations.opacus.criterion import PerSequence
 from quietgrad.integrations.opacus.data_loader import DPDataLoader
-from quietgrad.integrations.opacus.grad_sample import GradSampleModule
+from quietgrad.integrations.opacus.grad_sample import AttachedModule, GradSampleModule
 from quietgrad.integrations.opacus.optimizers import DPOptimizer
 from quietgrad.integrations.opacus.settings import Releases, clipping_of, require_mode
 from quietgrad.integrations.opacus.source import BatchSource
@@ -84,7 +84,8 @@ class PrivacyEngine(BoundToProcess):
             clipping: "flat" or "per_layer".
             noise_generator: not used.
             grad_sample_mode: "hooks", "ghost", "functorch" or "ew"; all run Quietgrad's clipper.
-            wrap_model: True: the returned model is trained.
+            wrap_model: False: the given model is trained, called as before; in place of a model
+                comes what ends that by ``cleanup()``.
             rand_on_empty: not needed.
 
         Returns:
@@ -102,11 +103,6 @@ class PrivacyEngine(BoundToProcess):
                 "poisson_sampling=False is refused: epsilon is computed for batches in which every "
                 "record has a coin of its own, and shuffled batches are another mechanism, whose "
                 "epsilon may be several times as large; leave poisson_sampling=True"
-            )
-        if not wrap_model:
-            raise ValueError(
-                "wrap_model=False is refused: losses are followed from the wrapped model's "
-                "outputs; leave wrap_model=True (attributes of the model pass through)"
             )
         if kwargs:
             raise ValueError(
@@ -128,9 +124,8 @@ class PrivacyEngine(BoundToProcess):
         sampler = source.sampler
         noise = "secure" if self.secure_mode else "keyed"
         releases = Releases(sampler.dataset_size, sampler.sample_rate, groups, noise)
-        wrapped = GradSampleModule(
-            inner, source, batch_first=batch_first, loss_reduction=loss_reduction
-        )
+        kind = GradSampleModule if wrap_model else AttachedModule
+        wrapped = kind(inner, source, batch_first=batch_first, loss_reduction=loss_reduction)
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
         private = DPOptimizer(

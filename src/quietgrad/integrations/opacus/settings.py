@@ -77,7 +77,8 @@ def clipping_of(
         raise ValueError(
             "clipping='adaptive' is refused: its threshold follows the share of clipped records, "
             "whose noise is not in this accountant; use clipping='flat', with max_grad_norm set "
-            "on public data, or a scheduler of quietgrad.integrations.opacus.schedulers"
+            "on public data, a scheduler of quietgrad.integrations.opacus.schedulers, or "
+            "quietgrad.beside.AdaptiveClipping in a loop of docs/loops.md"
         )
     if clipping not in CLIPPINGS:
         raise ValueError(f"clipping={clipping!r} is unknown; use one of {', '.join(CLIPPINGS)}")

@@ -137,7 +137,7 @@ def refuse_arguments(args: Any) -> None:
         if hasattr(args, name) and refused(value):
             raise ValueError(f"args.{name}={_shown(value)}: {why}; {remedy}")
     loss = getattr(args, "loss_type", "nll")
-    if loss not in ("nll", None):
+    if isinstance(loss, str) and loss != "nll":  # a list is DPOConfig's, whose trainer judges it
         raise ValueError(
             f"args.loss_type={loss!r} is a loss of the batch; leave it at 'nll', or give "
             "per_example_loss="

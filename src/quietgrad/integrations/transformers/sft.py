@@ -32,7 +32,7 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        with _no_records_in_warnings():
+        with no_records_in_warnings(SFTTrainer.__module__):
             super().__init__(*args, **options)
         if self.aux_loss_enabled:
             raise ValueError(
@@ -78,8 +78,8 @@ def _cut(record: dict[str, Any], kept: slice) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _no_records_in_warnings() -> Iterator[None]:
-    """SFTTrainer warns of prompts that are tokenised otherwise alone, and quotes one."""
+def no_records_in_warnings(module: str) -> Iterator[None]:
+    """TRL's trainers warn of prompts that are tokenised otherwise alone, and quote one."""
 
     def without(line: logging.LogRecord) -> bool:
         text = line.getMessage()
@@ -87,7 +87,7 @@ def _no_records_in_warnings() -> Iterator[None]:
             line.msg, line.args = text.partition(QUOTES)[0] + "(not shown: it is private)", ()
         return True
 
-    logger = logging.getLogger(SFTTrainer.__module__)
+    logger = logging.getLogger(module)
     logger.addFilter(without)
     try:
         yield

@@ -107,6 +107,26 @@ class QuietgradAccountant:
             return 0.0
         return epsilon(phases[0] if len(phases) == 1 else EventSequence(phases), delta)
 
+    def get_privacy_spent(self, delta: float, **_: Any) -> tuple[float, float]:
+        """(epsilon, nan): of a Renyi accountant the second is its best order, and there is none.
+
+        Args:
+            delta: as ``get_epsilon``'s.
+        """
+        return self.get_epsilon(delta), math.nan
+
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Any:
+        """Refused: what ``make_private`` returned counts its own releases.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "get_optimizer_hook_fn: a hook counts what it is told, and releases are counted where "
+            "they are made; let PrivacyEngine.make_private build model, optimiser and loader, and "
+            "ask its get_epsilon"
+        )
+
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """One release on a batch of its own, made elsewhere."""
         PoissonGaussian(noise_multiplier, sample_rate, 1)  # judges them

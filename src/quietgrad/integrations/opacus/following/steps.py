@@ -80,7 +80,15 @@ class Step:
 
         args, kwargs = self._arguments(whole)
         found = leaves(model(*args, **kwargs), Tensor)
-        return [Batched(t, d or 0) for t, d in zip(found, node.rows, strict=True)]
+        return [
+            Batched(self._with_its_records(t, given, d), d or 0)
+            for t, given, d in zip(found, node.values, node.rows, strict=True)
+        ]
+
+    def _with_its_records(self, t: Tensor, given: Tensor, rows: int | None) -> Tensor:
+        """An output of one record whose squeeze() took the records' dimension with it."""
+        lost = self.count == 1 and rows is not None and t.dim() + 1 == given.dim()
+        return t.unsqueeze(rows) if lost and rows is not None else t
 
     def require_inputs(self) -> None:
         """Raises:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,6 +76,11 @@ class GradSampleModule(nn.Module):
         with tape.draws.not_counted():
             return self._called(tape, args, kwargs)
 
+    @contextlib.contextmanager
+    def bare(self) -> Iterator[None]:
+        """Around what runs the model without the script."""
+        yield
+
     def forget_records(self) -> None:
         """Before the guard looks for the first time: the model as it was before any record."""
         if self._link.before is not None:
@@ -140,24 +147,29 @@ class GradSampleModule(nn.Module):
         return functional_call(self._module, weights, args, kwargs, tie_weights=False)
 
     def _without_records(self, tape: Tape, args: Any, kwargs: Any) -> Any:
-        """Outputs for no records: those for one of zeros, cut to none. Many layers cannot be
-        called on nothing.
+        """Outputs for no records: those for a few of zeros, cut to none. Many layers cannot be
+        called on nothing. What two and three records differ in is the records' dimension.
         """
 
-        def one(t: Tensor) -> Tensor:
-            dim = tape.rows_dim(t)
-            if dim is None:
-                return t
-            return t.new_zeros([*t.shape[:dim], 1, *t.shape[dim + 1 :]])
+        def of(count: int) -> Any:
+            def one(t: Tensor) -> Tensor:
+                dim = tape.rows_dim(t)
+                if dim is None:
+                    return t
+                return t.new_zeros([*t.shape[:dim], count, *t.shape[dim + 1 :]])
 
-        def none(t: Tensor) -> Tensor:
-            places = (0, 1) if self.batch_first else (1, 0)
-            dim = next((d for d in places if d < t.dim() and t.shape[d] == 1), None)
-            return t if dim is None else t.narrow(dim, 0, 0)
+            zeros_args, zeros_kwargs = mapped((args, kwargs), Tensor, one)
+            return self._module(*zeros_args, **zeros_kwargs)
 
         with torch.no_grad():
-            args, kwargs = mapped((args, kwargs), Tensor, one)
-            return mapped(self._module(*args, **kwargs), Tensor, none)
+            two, three = of(2), iter(leaves(of(3), Tensor))
+
+        def none(t: Tensor) -> Tensor:
+            sizes = zip(t.shape, next(three).shape, strict=True)
+            dim = next((d for d, (a, b) in enumerate(sizes) if a != b), None)
+            return t if dim is None else t.narrow(dim, 0, 0)
+
+        return mapped(two, Tensor, none)
 
     def note_backward(self, tape: Tape, ref: Ref, loss: Tensor) -> None:
         """``backward`` was called on a loss of this model's outputs."""

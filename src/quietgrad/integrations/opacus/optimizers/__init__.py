@@ -1,5 +1,8 @@
-"""The private optimiser under Opacus' name for its place."""
+"""The private optimiser under Opacus' names for its place: one class for all ways of clipping."""
 
 from quietgrad.integrations.opacus.optimizers.optimizer import DPOptimizer
 
-__all__ = ["DPOptimizer"]
+DPOptimizerFastGradientClipping = DPOptimizer
+DPPerLayerOptimizer = DPOptimizer
+
+__all__ = ["DPOptimizer", "DPOptimizerFastGradientClipping", "DPPerLayerOptimizer"]

@@ -73,6 +73,18 @@ class DPOptimizer(Optimizer):
         loss_reduction: "mean" or "sum": whether gradients are divided by B.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> DPOptimizer:
+        """Raises:
+        ValueError: for an optimiser put together by hand, which would not know its batches.
+        """
+        if "expected_batch_size" in kwargs:
+            raise ValueError(
+                "DPOptimizer(expected_batch_size=) is not offered: an optimiser made by hand does "
+                "not know of which batches its steps are; let PrivacyEngine.make_private build "
+                "model, optimiser and loader together"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -167,7 +179,13 @@ class DPOptimizer(Optimizer):
                 "returned, with the model in training mode when the loop begins"
             )
         self._require_no_other_gradients()
+        with self._wrapped.bare():
+            return self._pre_step(source)
+
+    def _pre_step(self, source: BatchSource) -> bool:
+        mechanism = self._mechanism
         slot = self._steps_here
+        assert source.tape is not None
         if source.tape.records and source.tape.read_at is not None and slot == self._usual:
             raise _steps_follow_the_data()
         clipped = self._clip(source.tape)

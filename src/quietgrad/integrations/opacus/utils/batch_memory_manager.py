@@ -33,3 +33,19 @@ class BatchMemoryManager:
 
     def __exit__(self, *_: Any) -> None:
         return None
+
+
+def wrap_data_loader(*, data_loader: Any, max_batch_size: int, optimizer: Any) -> DPDataLoader:
+    """The loader that ``BatchMemoryManager`` gives.
+
+    Args:
+        data_loader, optimizer: those that ``make_private`` returned.
+        max_batch_size: most records of a part.
+
+    Raises:
+        ValueError: for a loader that is not private.
+    """
+    manager = BatchMemoryManager(
+        data_loader=data_loader, max_physical_batch_size=max_batch_size, optimizer=optimizer
+    )
+    return manager.__enter__()

@@ -8,12 +8,14 @@ from typing import Any
 from torch import nn
 
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers, replace_batch_norm
+from quietgrad.integrations.opacus.validators.errors import (
+    IllegalModuleConfigurationError,
+    ShouldReplaceModuleError,
+    UnsupportedModuleError,
+)
+from quietgrad.integrations.opacus.validators.utils import FIXERS, VALIDATORS
 
 GROUPS = 32
-
-
-class UnsupportedModuleError(ValueError):
-    """A model that cannot be trained privately as it is."""
 
 
 class ModuleValidator:
@@ -30,24 +32,34 @@ class ModuleValidator:
         Raises:
             UnsupportedModuleError: with ``strict``, naming the layers and the remedy.
         """
-        errors = []
+        errors: list[UnsupportedModuleError] = []
         if not module.training:
-            errors.append("the model is in evaluation mode; call model.train() first")
+            errors.append(
+                IllegalModuleConfigurationError(
+                    "the model is in evaluation mode; call model.train() first"
+                )
+            )
         trainable = any(p.requires_grad for p in module.parameters())
         if not trainable:
-            errors.append("the model has no trainable parameter; set requires_grad=True on some")
+            errors.append(
+                IllegalModuleConfigurationError(
+                    "the model has no trainable parameter; set requires_grad=True on some"
+                )
+            )
         for name, layer in module.named_modules():
+            errors += VALIDATORS.get(type(layer), _nothing)(layer)
             if any(True for _ in layer.children()):
                 continue
             try:
                 refuse_cross_example_layers(layer)
             except ValueError as error:
-                errors.append(str(error).replace("layer ''", f"layer {name!r}"))
+                said = str(error).replace("layer ''", f"layer {name!r}")
+                errors.append(ShouldReplaceModuleError(said))
         if errors and strict:
             raise UnsupportedModuleError(
-                "; ".join(errors) + " (ModuleValidator.fix replaces BatchNorm)"
+                "; ".join(map(str, errors)) + " (ModuleValidator.fix replaces BatchNorm)"
             )
-        return [UnsupportedModuleError(error) for error in errors]
+        return errors
 
     @classmethod
     def is_valid(cls, module: nn.Module) -> bool:
@@ -64,7 +76,7 @@ class ModuleValidator:
         """
         if kwargs:
             raise TypeError(f"fix has no option {sorted(kwargs)[0]!r}; leave it out")
-        fixed = replace_batch_norm(copy.deepcopy(module), GROUPS)
+        fixed = replace_batch_norm(_fixed_by_the_script(copy.deepcopy(module)), GROUPS)
         for layer in fixed.modules():
             if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
                 layer.track_running_stats = False
@@ -82,3 +94,15 @@ class ModuleValidator:
         fixed = cls.fix(module, **kwargs)
         cls.validate(fixed, strict=True)
         return fixed
+
+
+def _nothing(layer: nn.Module) -> list[UnsupportedModuleError]:
+    return []
+
+
+def _fixed_by_the_script(module: nn.Module) -> nn.Module:
+    if type(module) in FIXERS:
+        return FIXERS[type(module)](module)
+    for name, layer in module.named_children():
+        setattr(module, name, _fixed_by_the_script(layer))
+    return module

@@ -1,0 +1,6 @@
+"""Names of Opacus' layers. Quietgrad clips torch's own, so these are torch's own."""
+
+from quietgrad.integrations.opacus.layers.dp_multihead_attention import DPMultiheadAttention
+from quietgrad.integrations.opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN
+
+__all__ = ["DPGRU", "DPLSTM", "DPRNN", "DPMultiheadAttention"]
