@@ -104,6 +104,7 @@ def change_numbers_of_examples(items: list[pytest.Item]) -> None:
 
 
 EXAMINED: dict[object, tuple[bool, bool, int]] = {}
+BEGUN: dict[object, tuple[str, ...]] = {}
 
 
 def name_of(loss: Any) -> tuple[str, ...]:
@@ -114,37 +115,59 @@ def name_of(loss: Any) -> tuple[str, ...]:
     return tuple(f"{p.__module__}.{p.__qualname__}" for p in parts if hasattr(p, "__qualname__"))
 
 
+def looked_at(subject: Any, records: Any) -> tuple[object, ...]:
+    """What a guard looks at: two of the same are decided alike."""
+    from quietgrad.tensors import tensors_of
+
+    return (
+        str(subject.model),
+        tuple((type(m).__module__, type(m).__qualname__) for m in subject.model.modules()),
+        name_of(subject.per_example_loss),
+        tuple((name, p.shape, p.dtype) for name, p in subject.layout.parameters.items()),
+        tuple(module.training for module in subject.model.modules()),
+        # Texts are padded to another length in every batch.
+        tuple(
+            (t.dtype, t.shape[1:] if t.is_floating_point() else t.dim())
+            for t in tensors_of(records)
+        ),
+    )
+
+
 @pytest.fixture
 def examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that clip the same models again and again: the guard examines a model, its loss and
     the shapes of its records in the first call of this process that has them, and decides the same
-    in the others.
+    in the others; so with what a pair keeps of the first records.
 
     That is most of a tiny run's time. What the guard finds and misses is the subject of
     tests/attacks and tests/clipping/test_guard.py, where it looks every time.
     """
     from quietgrad.clipping.soundness.guard import Guard, is_guarded
-    from quietgrad.tensors import batch_size_of, tensors_of
+    from quietgrad.tensors import batch_size_of
 
-    examine = Guard.examine
+    begin, examine = Guard.begin, Guard.examine
+
+    def begun(self: Any, subject: Any, batch: Any, *others: Any, **named: Any) -> None:
+        known = self.verdict_of(subject)
+        public = self.public is not None
+        records = self.public if public else batch
+        if self.has_begun(subject) or not batch_size_of(batch):
+            return
+        key = (*looked_at(subject, records), public, batch_size_of(records) > 1)
+        if key not in BEGUN:
+            begin(self, subject, batch, *others, **named)
+            if known.kept is None:
+                return
+            BEGUN[key] = known.kept
+        known.kept = BEGUN[key]
 
     def once(self: Any, subject: Any, batch: Any, size: int, step: int, captures: bool) -> bool:
         known = self.verdict_of(subject)
         records = batch if self.public is None else self.public
         if batch_size_of(records) == 1:
             return examine(self, subject, batch, size, step, captures)
-        parameters = subject.layout.parameters.items()
         key = (
-            str(subject.model),
-            tuple((type(m).__module__, type(m).__qualname__) for m in subject.model.modules()),
-            name_of(subject.per_example_loss),
-            tuple((name, p.shape, p.dtype) for name, p in parameters),
-            tuple(module.training for module in subject.model.modules()),
-            # Texts are padded to another length in every batch.
-            tuple(
-                (t.dtype, t.shape[1:] if t.is_floating_point() else t.dim())
-                for t in tensors_of(records)
-            ),
+            *looked_at(subject, records),
             (size > 1, is_guarded(step), captures),
             (known.together > 0, known.captured, known.remembers_nothing),
         )
@@ -155,4 +178,5 @@ def examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
         known.remembers_nothing, known.last_step = True, step
         return together
 
+    monkeypatch.setattr(Guard, "begin", begun)
     monkeypatch.setattr(Guard, "examine", once)
