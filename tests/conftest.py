@@ -115,13 +115,28 @@ def name_of(loss: Any) -> tuple[str, ...]:
     return tuple(f"{p.__module__}.{p.__qualname__}" for p in parts if hasattr(p, "__qualname__"))
 
 
+def settings_of(module: Any) -> tuple[object, ...]:
+    """Its class, and what it was told: switches, numbers, words and functions."""
+    told = (bool, int, str, type(name_of))
+    kind = type(module)
+    return (
+        kind.__module__,
+        kind.__qualname__,
+        *(
+            (name, getattr(value, "__qualname__", value))
+            for name, value in vars(module).items()
+            if type(value) in told
+        ),
+    )
+
+
 def looked_at(subject: Any, records: Any) -> tuple[object, ...]:
     """What a guard looks at: two of the same are decided alike."""
     from quietgrad.tensors import tensors_of
 
     return (
         str(subject.model),
-        tuple((type(m).__module__, type(m).__qualname__) for m in subject.model.modules()),
+        tuple(settings_of(module) for module in subject.model.modules()),
         name_of(subject.per_example_loss),
         tuple((name, p.shape, p.dtype) for name, p in subject.layout.parameters.items()),
         tuple(module.training for module in subject.model.modules()),
