@@ -134,6 +134,7 @@ def test_the_hub_is_asked_for_names_of_the_hub_alone(
     assert bool(calls) == asked
 
 
+@pytest.mark.slow("a process that imports torch; what it asks and when is tested before")
 def test_a_hub_out_of_reach_is_one_line_and_no_retry(csv_file: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]  # closed again: nobody answers there
