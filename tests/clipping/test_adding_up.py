@@ -67,6 +67,7 @@ def test_what_is_left_of_a_run_is_added_and_nothing_twice() -> None:
     torch.testing.assert_close(total.finished()["w"].double(), right, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.grid(4, "every size, and both batches; a thousand copies one by one take seconds")
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("size", [None, 1, 100, 1025])
 def test_a_record_hardly_moves_the_sum_of_copies(size: int | None, others: int) -> None:

@@ -20,6 +20,8 @@ from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.engines import accumulator
 from quietgrad.clipping.soundness.guard import Guard
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 EXAMPLES, LENGTH, WIDTH, HEADS = 4, 5, 6, 2
 Use = Callable[["Attends", Tensor, Tensor], Tensor]
 

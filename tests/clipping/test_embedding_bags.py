@@ -18,6 +18,8 @@ from quietgrad.clipping.norms.choice import Policy
 from quietgrad.clipping.norms.cost import MODELLED_PROCESSOR, cost_of
 from quietgrad.clipping.norms.rules import embedding_rule
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 WORDS, EXAMPLES, LENGTH = 20, 4, 6
 
 

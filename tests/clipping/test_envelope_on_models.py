@@ -50,6 +50,7 @@ def stays_below(found: np.ndarray, k: int) -> bool:
     return bool((empirical <= np.asarray(envelope_cdf(RandomizedClipping(k), at)) + MARGIN).all())
 
 
+@pytest.mark.grid(1, "two sketches; Hutch++ is exact at rank one, and has tests of its own")
 @pytest.mark.statistical
 @pytest.mark.parametrize("estimator", SKETCHES)
 def test_ratios_stay_below_the_envelope(estimator: str) -> None:

@@ -19,6 +19,8 @@ from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.clipping.verify import verify_clipping
 from quietgrad.tensors import slice_batch
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 MICRO_BATCH_SIZES = [None, 1, 3]
 BY_NAME = {case.name: case for case in CASES}
 

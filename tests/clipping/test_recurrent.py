@@ -25,6 +25,8 @@ from quietgrad.clipping.engines import accumulator
 from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.clipping.soundness.oracle import oracle_gradients
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 EXAMPLES, STEPS, WIDTH, HIDDEN = 4, 5, 6, 5
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 Read = Callable[["Sequences", Tensor], Tensor]

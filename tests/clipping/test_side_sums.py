@@ -28,6 +28,8 @@ from quietgrad.plan.contribution import clip_given
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import slice_batch
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 LOSS, ADAPTIVE = TrainingLoss(low=1.0, high=1.2), AdaptiveClipping()
 BOTH = (LOSS, ADAPTIVE)
 DEEP = ("mlp", "cnn-groupnorm", "bare-parameters", "recurrent-attention", "bert", "llama-tied")

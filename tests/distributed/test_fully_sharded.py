@@ -91,6 +91,7 @@ def alone() -> dict[str, Any]:
     return all_of(0, 1, tuple(SHARDED))
 
 
+@pytest.mark.grid(1, "two numbers of ranks; two ranks train every model that four train")
 @pytest.mark.parametrize("size", [2, 4])
 def test_releases_are_those_of_one_process_to_the_bit(
     size: int, alone: dict[str, Any], tmp_path: Path

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NATIVE = sorted((EXAMPLES / "native").glob("*.py"))
 OPACUS = sorted((EXAMPLES / "opacus").glob("*.py"))

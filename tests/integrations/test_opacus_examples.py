@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("examined_once")
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "from_opacus.md"
 EXAMPLES = sorted((ROOT / "examples").glob("opacus/*.py"))

@@ -19,7 +19,7 @@ from lightning_modules import ADVICE
 from quietgrad.beside import AdaptiveClipping, TrainingLoss
 from quietgrad.ledger import read_ledger
 
-pytestmark = ADVICE
+pytestmark = [*ADVICE, pytest.mark.usefixtures("examined_once")]
 LOGGED = {"private_training_loss", "private_training_loss_noise_std", "clipping_norm"}
 
 

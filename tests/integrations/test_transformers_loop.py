@@ -33,6 +33,7 @@ def plain(**loop: Any) -> torch.nn.Module:
     return plain_loop(classifier(), **loop)
 
 
+@pytest.mark.grid(3, "settings of one loop, of which each is a training and its plain twin")
 @pytest.mark.parametrize(
     ("changes", "loop"),
     [

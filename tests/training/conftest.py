@@ -115,8 +115,11 @@ def settings(tiny_bert: Path, csv_file: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def guard_looks_once(examined_once: None) -> None:
-    """Runs here are of few models, again and again."""
+def what_runs_repeat_is_done_once(examined_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs here are of few models, again and again (repeated.py)."""
+    import repeated
+
+    repeated.patch(monkeypatch)
 
 
 @pytest.fixture(scope="session")

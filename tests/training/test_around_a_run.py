@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import repeated
 from tiny_runs import train
 
 from quietgrad.accounting.rounding import round_up
@@ -134,6 +135,21 @@ def test_the_hub_is_asked_for_names_of_the_hub_alone(
     assert bool(calls) == asked
 
 
+def test_a_hub_that_nobody_reaches_is_one_line(
+    quietgrad: Run, csv_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(hub.OFFLINE)
+    monkeypatch.setattr(hub, "reachable", lambda endpoint: False)
+    run = tmp_path / "run"
+    code, out, err = quietgrad(
+        "train", "--set", "model.name=some-org/some-model",
+        "--set", f"data.source={csv_file}", "--set", f"training.run_dir={run}",
+    )  # fmt: skip
+    assert code == 2 and err.count("\n") == 1 and "cannot be reached" in err, err
+    assert "Retry" not in out + err and not run.exists()
+
+
+@pytest.mark.slow("a process that imports torch and asks a real address; in process before")
 def test_a_hub_out_of_reach_is_one_line_and_no_retry(csv_file: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]  # closed again: nobody answers there
@@ -156,6 +172,7 @@ def test_a_hub_out_of_reach_is_one_line_and_no_retry(csv_file: Path, tmp_path: P
 def test_console_metrics_figure_and_result_say_one_epsilon(
     quietgrad: Run, settings, write_config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(repeated, "DRAWN", {})  # drawn here, whatever was drawn before
     titles = []
     title = figure._title
     monkeypatch.setattr(figure, "_title", lambda result: titles.append(title(result)) or titles[-1])
@@ -174,7 +191,10 @@ def test_console_metrics_figure_and_result_say_one_epsilon(
     assert round_up(final, 4) in (run_dir / "model" / "README.md").read_text()
 
 
-def test_a_private_run_without_evaluations_has_the_figure_of_one(settings, tmp_path) -> None:
+def test_a_private_run_without_evaluations_has_the_figure_of_one(
+    settings, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeated, "DRAWN", {})
     _, outcome, run_dir = train(settings | {"training.eval_every": 0, "training.steps": 2})
     assert figure._title(outcome.result).startswith("Private training, epsilon")
     figure.score_figure(run_dir.read_metrics(), outcome.result, None, tmp_path / "a.png")

@@ -13,6 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
 Run = Callable[..., tuple[int, str, str]]
 
 
+@pytest.mark.slow("nine commands at the page's size; the tutorial of a table has most of them")
 def test_the_blocks_of_the_page_run(
     quietgrad: Run,
     tmp_path: Path,

@@ -107,6 +107,7 @@ def load_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
     answers.close()
 
 
+@pytest.mark.grid(4, "every head and every way to train, a run and a load each")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("tune", "head"),
