@@ -1,8 +1,14 @@
 """Private steps on a model sharded by ``fully_shard`` against the same steps without privacy, on
-two processes with a thread each, in turns. Prints one JSON object: seconds a step, what the peak of
-a rank's memory is above its shards, and the ratios of each pair.
+two processes with a thread each, in turns. Prints one JSON object: seconds and processor time a
+step, what a rank's memory is at most above what it has at rest, and the ratios of each pair.
 
-Run it on a machine with two free cores:
+At rest means after a first step, without gradients: what either way imports and keeps is there.
+``first`` is the same for all steps, above what there was before the first one. Memory is taken in
+runs of its own, in which the C library gives every freed tensor back: else its peak is that of the
+allocator's holes.
+
+Run it on a machine with two free cores (seconds mean little on a busy one; processor time, taken
+from each pair, moves by some percent):
 
     python benchmarks/fully_sharded.py --rounds 5
 """
@@ -10,6 +16,7 @@ Run it on a machine with two free cores:
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -33,6 +40,8 @@ from quietgrad import PrivacyConfig
 VOCABULARY, RECORDS, RANKS = 4096, 4096, 2
 # Private steps before time is taken: the guard looks at the 1st, 2nd, 4th and 8th; give 3 steps.
 LOOKS = 4
+LIBC = ctypes.CDLL(None)
+TRIM_THRESHOLD, MMAP_THRESHOLD, LARGE = -1, -3, 200_000  # of mallopt; bytes
 Ways = tuple[dict[str, float], dict[str, float]]
 
 
@@ -79,9 +88,53 @@ def memory(field: str) -> float:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
 
 
-def work(rank: int, private: bool, folder: str, settings: argparse.Namespace) -> None:
-    """Times a few steps on one rank, and takes the peak of its memory."""
+class Meter:
+    """Of one rank: its memory from when it is made, and its time from ``start`` on."""
+
+    def __init__(self) -> None:
+        self._before = self._rest = _at_rest()
+        self._first = 0.0
+        self._started = (0.0, 0.0)
+
+    def rest(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a first step."""
+        self._first = memory("VmHWM") - self._before
+        optimizer.zero_grad()
+        self._rest = _at_rest()
+
+    def start(self) -> None:
+        dist.barrier()
+        self._started = time.perf_counter(), time.process_time()
+
+    def told(self, steps: int) -> dict[str, float]:
+        seconds = (time.perf_counter() - self._started[0]) / steps
+        processor = (time.process_time() - self._started[1]) / steps
+        most = memory("VmHWM")
+        return {
+            "seconds": seconds,
+            "processor": processor,
+            "added": most - self._rest,
+            "first": max(self._first, most - self._before),
+        }
+
+
+def _at_rest() -> float:
+    """Resident memory, with what was freed given back; the peak begins anew."""
+    gc.collect()
+    LIBC.malloc_trim(0)
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+    return memory("VmRSS")
+
+
+def work(
+    rank: int, private: bool, exactly: bool, folder: str, settings: argparse.Namespace
+) -> None:
+    """Times a few steps on one rank; or, ``exactly``, takes the peak of its memory."""
     torch.set_num_threads(1)
+    if exactly:
+        LIBC.mallopt(MMAP_THRESHOLD, LARGE)
+        LIBC.mallopt(TRIM_THRESHOLD, LARGE)
     meet(rank, RANKS, folder)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -92,14 +145,8 @@ def work(rank: int, private: bool, folder: str, settings: argparse.Namespace) ->
     source = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCABULARY, (RECORDS, settings.length + 1), generator=source)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    # A rank's memory at rest: what building the model took beside is given back by overwriting.
-    gc.collect()
-    before = memory("VmRSS")
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
     steps = _private if private else _plain
-    seconds = steps(model, optimizer, ids, settings, rank)
-    told = {"seconds": seconds, "added": memory("VmHWM") - before}
+    told = steps(model, optimizer, ids, settings, rank)
     Path(folder, f"told{rank}.json").write_text(json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()
@@ -111,7 +158,7 @@ def _private(
     ids: Tensor,
     settings: argparse.Namespace,
     rank: int,
-) -> float:
+) -> dict[str, float]:
     plan = PrivacyConfig(
         noise_multiplier=1.0,
         expected_batch_size=settings.batch,
@@ -121,15 +168,17 @@ def _private(
         data_are_public=True,
     ).build(RECORDS)
     data = [{"ids": row} for row in ids]
-    size, started = settings.physical, 0.0
+    size, meter = settings.physical, Meter()
     with plan.start() as run:
         for batch in run.loader(data, steps=settings.steps + LOOKS, physical_batch_size=size):
+            if run.released == 1:
+                meter.rest(optimizer)
             if run.released == LOOKS:
-                dist.barrier()
-                started = time.perf_counter()
+                meter.start()
+            optimizer.zero_grad()
             run.backward(model, loss, batch)
             optimizer.step()
-    return (time.perf_counter() - started) / settings.steps
+        return meter.told(settings.steps)
 
 
 def _plain(
@@ -138,28 +187,31 @@ def _plain(
     ids: Tensor,
     settings: argparse.Namespace,
     rank: int,
-) -> float:
-    started, share = 0.0, settings.batch // RANKS
+) -> dict[str, float]:
+    meter, share = Meter(), settings.batch // RANKS
     for step in range(settings.steps + 1):
         if step == 1:
-            dist.barrier()
-            started = time.perf_counter()
+            meter.rest(optimizer)
+            meter.start()
         first = (step * settings.batch + rank * share) % (RECORDS - share)
         optimizer.zero_grad()
         for part in ids[first : first + share].split(settings.physical):
             (loss(model, {"ids": part}).sum() / share).backward()
         optimizer.step()
-    return (time.perf_counter() - started) / settings.steps
+    return meter.told(settings.steps)
 
 
 def told_of(private: bool, settings: argparse.Namespace) -> dict[str, float]:
     """Of the slower rank, and of the one that took more."""
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.start_processes(
-            work, (private, folder, settings), nprocs=RANKS, start_method="fork"
-        )
-        told = [json.loads(Path(folder, f"told{r}.json").read_text()) for r in range(RANKS)]
-    return {name: max(one[name] for one in told) for name in ("seconds", "added")}
+    found: dict[str, float] = {}
+    for exactly, names in ((False, ("seconds", "processor")), (True, ("added", "first"))):
+        with tempfile.TemporaryDirectory() as folder:
+            multiprocessing.start_processes(
+                work, (private, exactly, folder, settings), nprocs=RANKS, start_method="fork"
+            )
+            told = [json.loads(Path(folder, f"told{r}.json").read_text()) for r in range(RANKS)]
+        found |= {name: max(one[name] for one in told) for name in names}
+    return found
 
 
 def ratios(pairs: list[Ways], name: str) -> dict[str, float]:
@@ -193,7 +245,9 @@ def main() -> None:
                 "private": [one for one, _ in pairs],
                 "plain": [other for _, other in pairs],
                 "time_ratio": ratios(pairs, "seconds"),
+                "processor_ratio": ratios(pairs, "processor"),
                 "added_memory_ratio": ratios(pairs, "added"),
+                "first_memory_ratio": ratios(pairs, "first"),
             },
             indent=1,
         )

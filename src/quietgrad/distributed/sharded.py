@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quietgrad.clipping.capture.spread import sharding_modules
-from quietgrad.clipping.sharded.company import Company
+from quietgrad.clipping.sharded.company import Arriving, Company
 from quietgrad.clipping.sharded.refusals import is_fully_sharded
 from quietgrad.distributed.ranks import Ranks
 from quietgrad.distributed.team import Team
@@ -53,12 +53,19 @@ class ShardedCompany:
         with self.expected.operations():
             return self.ranks.given_by(rank, value)
 
-    def scattered(self, sums_wn: Tensor) -> Tensor:
+    def scattered(self, sums_wn: Tensor) -> Arriving:
         # Zeros: what does not arrive is then no other tensor's memory.
         own = sums_wn.new_zeros(sums_wn.shape[1])
         with self.expected.operations(), self.ranks.lost():
-            _reduce_scatter(own, sums_wn.view(-1), group=self.mesh.get_group())
-        return own
+            group = self.mesh.get_group()
+            on_its_way = _reduce_scatter(own, sums_wn.view(-1), group=group, async_op=True)
+
+        def arrived() -> Tensor:
+            with self.ranks.lost():
+                on_its_way.wait()
+            return own
+
+        return arrived
 
 
 @contextlib.contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
+
+Arriving = Callable[[], Tensor]  # waits for what is on its way
 
 
 class Company(Protocol):
@@ -26,10 +29,11 @@ class Company(Protocol):
         """What one rank gives, on all. May be private."""
         ...
 
-    def scattered(self, sums_wn: Tensor) -> Tensor:
-        """[n]: this rank's row of the sum over all ranks.
+    def scattered(self, sums_wn: Tensor) -> Arriving:
+        """[n]: this rank's row of the sum over all ranks, once it is asked for.
 
         Args:
-            sums_wn: [ranks, n] what this rank adds to each rank's row. Private.
+            sums_wn: [ranks, n] what this rank adds to each rank's row, which nobody writes to any
+                more. Private.
         """
         ...

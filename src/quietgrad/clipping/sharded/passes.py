@@ -32,7 +32,7 @@ def keep_company(work: Work, stand_in: Batch, sums: ScatteredSums) -> None:
         visit_captured_calls(losses, recording, work.layout)
     for name in sums.parameters:
         sums.add(name, None)
-    sums.send()
+    sums.finish()
 
 
 def add_scattered(work: Work, batch: Examples, sums: ScatteredSums, plain: Sums) -> Observed:
@@ -55,7 +55,7 @@ def add_scattered(work: Work, batch: Examples, sums: ScatteredSums, plain: Sums)
                 _add(work, accumulator, shares, own, name, total)
             if name in sums.parameters:
                 sums.add(name, total.pop(name, None))
-        sums.send()
+        sums.finish()
         return work.observed(accumulator.losses, shares.divisors, batch.groups)
 
 

@@ -8,6 +8,7 @@ of it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,10 @@ from torch import Tensor
 from quietgrad.clipping.capture.capture import Use, tensors_among
 
 HALVES = (torch.float16, torch.bfloat16)
+
+# Entries that are taken to float64 at once (8 MiB), unless one example has more: logits over a
+# vocabulary would otherwise be what a first step takes most memory for.
+AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
@@ -72,13 +77,30 @@ def factors_of(use: Use, examples: int) -> Factors | None:
     inputs = tensors_among(use.args, use.kwargs)
     x = next((x for x in inputs if x.dim() and x.shape[0] == examples), None)
     half = gradient.dtype in HALVES or (x is not None and x.dtype in HALVES)
+    entries = gradient.numel() + (0 if x is None else x.numel())
+    few = max(1, AT_ONCE * examples // max(entries, 1))
+    parts = [
+        _prints(gradient[i : i + few], None if x is None else x[i : i + few])
+        for i in range(0, max(examples, 1), few)
+    ]
+    sums, norms, input_sums, input_norms, reach = (
+        torch.cat(known) if len(known := [part for part in column if part is not None]) else None
+        for column in zip(*parts, strict=True)
+    )
+    assert sums is not None and norms is not None
+    assert input_norms is not None and reach is not None
+    return Factors(input_sums, input_norms, sums, norms, half, reach)
+
+
+def _prints(gradient: Tensor, x: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of a few examples: sums and norms of the gradient, those of the input, and the reach."""
     wide = _wide(gradient)
-    reach = wide.new_zeros(examples)
+    reach = wide.new_zeros(len(wide))
     if wide.numel():
-        reach = wide.abs().reshape(examples, -1).amax(dim=1)
+        reach = torch.linalg.vector_norm(wide.reshape(len(wide), -1), ord=math.inf, dim=1)
     sums, norms = _signed_sums(wide)
     if x is None:
-        return Factors(None, torch.ones_like(norms), sums, norms, half, reach)
+        return sums, norms, None, torch.ones_like(norms), reach
     known = _wide(x)
     # Positions without a gradient (padding) add nothing, whatever stands there; nor do those where
     # it is rounding (a first token under a causal mask). The weight rises with the gradient, since
@@ -87,8 +109,7 @@ def factors_of(use: Use, examples: int) -> Factors | None:
         known = known * _weights(wide, gradient.dtype)
     elif gradient.dim() > 2 and x.shape[:-1] == gradient.shape[:-1]:
         known = known * _weights(wide, gradient.dtype).unsqueeze(-1)
-    input_sums, input_norms = _signed_sums(known)
-    return Factors(input_sums, input_norms, sums, norms, half, reach)
+    return sums, norms, *_signed_sums(known), reach
 
 
 def _weights(gradient: Tensor, dtype: torch.dtype) -> Tensor:

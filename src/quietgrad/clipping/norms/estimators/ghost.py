@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
 from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS, MatrixFactors, Unfolded
-from quietgrad.clipping.norms.factors.products import block_products
+from quietgrad.clipping.norms.factors.products import gram_chain, gram_products
 from quietgrad.clipping.norms.factors.rows import at_least
 from quietgrad.clipping.norms.rounding import Measured, gamma, smallest_normal
 from quietgrad.clipping.norms.spread import Spread, margin_of, spread_of
@@ -94,8 +94,9 @@ def _measured_by_ghost(
     s = uses[0].sizes
     squared, left_bound, right_bound = sums
     one_hot = all(use.one_hot for use in uses)
-    of_right = gamma(s.d + s.taps, squared, dtype)
-    of_left = 0.0 if one_hot else gamma(s.p, squared, dtype)
+    # Those of a convolution are formed otherwise where that is cheaper.
+    of_right = gamma(s.d + s.taps if s.taps else gram_chain(s.d), squared, dtype)
+    of_left = 0.0 if one_hot else gamma(s.p if s.taps else gram_chain(s.p), squared, dtype)
     of_products = gamma(PRODUCTS_AT_ONCE, squared, dtype)
     positions = sum(use.sizes.t for use in uses)
     slack = left_bound * (of_right + of_products)
@@ -199,9 +200,7 @@ def _ghost_product(
             one = first.positions(rows, slice(r, r + tile1))
             for u in range(r if same else 0, t2, tile2):
                 two = one if same and r == u else second.positions(rows, slice(u, u + tile2))
-                right = block_products(
-                    one.right_bgtd, two.right_bgtd.transpose(2, 3), dtype
-                ).flatten(0, 1)
+                right = gram_products(one.right_bgtd, two.right_bgtd, dtype).flatten(0, 1)
                 left = one.left_gram(two, dtype).expand(-1, g, -1, -1).flatten(0, 1)
                 ends = [
                     (

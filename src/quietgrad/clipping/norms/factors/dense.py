@@ -14,6 +14,7 @@ from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import (
     block_products,
+    gram_products,
     wide_product,
     zeroed,
 )
@@ -119,7 +120,7 @@ class DenseFactors(Unfolded):
         return other.gram_with_rows(self.left_bgtp, dtype)
 
     def gram_with_rows(self, left_bgtp: Tensor, dtype: torch.dtype) -> Tensor:
-        return block_products(left_bgtp, self.left_bgtp.transpose(2, 3), dtype)
+        return gram_products(left_bgtp, self.left_bgtp, dtype)
 
     def gram_with_ids(self, ids_bt: Tensor, dtype: torch.dtype) -> Tensor:
         index = ids_bt.unsqueeze(1).expand(-1, self.left_bgtp.shape[2], -1)

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.groups import RowGroups
-from quietgrad.clipping.norms.factors.products import (
-    block_products,
-)
+from quietgrad.clipping.norms.factors.products import gram_products
 from quietgrad.clipping.norms.factors.rows import (
     SpreadSums,
     at_least,
@@ -215,9 +213,7 @@ class Unfolded(MatrixFactors, Protocol):
         examples = max(1, min(s.b, block_elements // (s.g * s.t * s.t)))
         for i in range(0, s.b, examples):
             some = self if examples == s.b else self.positions(slice(i, i + examples), slice(None))
-            right = block_products(some.right_bgtd, some.right_bgtd.transpose(2, 3), dtype).flatten(
-                0, 1
-            )
+            right = gram_products(some.right_bgtd, some.right_bgtd, dtype).flatten(0, 1)
             left = some.left_gram(some, dtype).expand(-1, s.g, -1, -1).flatten(0, 1)
             norms = right.new_empty(2, right.shape[0], s.t)
             norms[0].copy_(right.diagonal(dim1=1, dim2=2))

@@ -11,6 +11,11 @@ from torch import Tensor
 # Entries of short sums that are formed at once (16 MiB in float32), unless one example has more.
 AT_ONCE = 4 * 1024 * 1024
 
+# Entries of two rows whose products are added up in one go. A head over a vocabulary has rows of
+# 10^5: in one sum, their inner products' bound would leave every record of a language model in
+# doubt.
+GRAM_COLUMNS = 512
+
 
 def wide_product(
     left: Tensor, right: Tensor, dtype: torch.dtype, reuse: Tensor | None = None
@@ -47,6 +52,27 @@ def block_products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         return wide_product(left[:, 0], right[:, 0], dtype).unsqueeze(1)
     b = left.shape[0]
     return wide_product(left.flatten(0, 1), right.flatten(0, 1), dtype).unflatten(0, (b, -1))
+
+
+def gram_chain(entries: int) -> int:
+    """Longest path of additions through ``gram_products`` of rows of so many entries."""
+    pieces = -(-entries // GRAM_COLUMNS)
+    return entries if pieces == 1 else GRAM_COLUMNS + pieces
+
+
+def gram_products(left_bgtn: Tensor, right_bgun: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, g, t, u] inner products of rows, ``GRAM_COLUMNS`` entries at a time. The pieces are
+    formed apart: a product that is added in one call begins with what it is added to.
+    """
+    total: Tensor | None = None
+    pieces = zip(
+        left_bgtn.split(GRAM_COLUMNS, dim=3), right_bgun.split(GRAM_COLUMNS, dim=3), strict=True
+    )
+    for left, right in pieces:
+        part = block_products(left, right.transpose(2, 3), dtype)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total
 
 
 def as_positions(factor_bgtn: Tensor, views: int) -> Tensor:
