@@ -72,6 +72,11 @@ REGIMES = {
     "resnet18-gn": Regime("resnet", 64),
     "llama-lora": Regime("llama-lora", 2, 512),
     "bert-128": Regime("bert", 16, 128),
+    # Hard ones: seconds to tens of seconds a step on two processors.
+    "bert-512": Regime("bert", 8, 512),
+    "bert-256x64": Regime("bert", 256, 64),
+    "gpt2-tied-512": Regime("gpt2", 4, 512),
+    "vit-b": Regime("vit", 32),
 }
 NOT_MEASURED = {
     "fastdp": "not on PyPI (the package fast-dp there is another thing)",
@@ -85,6 +90,8 @@ def build(regime: str) -> tuple[nn.Module, Batch]:
     b, t = spec.batch, spec.length
     if spec.model == "resnet":
         return ResNet18(), {"x": torch.randn(b, 3, 32, 32), "y": torch.randint(0, 10, (b,))}
+    if spec.model == "vit":
+        return vit(), {"pixel_values": torch.randn(b, 3, 224, 224), "y": torch.randint(0, 10, (b,))}
     ids = torch.randint(5, 4000, (b, t))
     if spec.model == "bert":
         # Opacus cannot broadcast BERT's default position ids, so they are given to all.
@@ -95,6 +102,8 @@ def build(regime: str) -> tuple[nn.Module, Batch]:
             "token_type_ids": torch.zeros_like(ids),
             "y": torch.randint(0, 3, (b,)),
         }
+    if spec.model == "gpt2":
+        return gpt2(), {"input_ids": ids, "y": ids}
     model = llama()
     return (with_lora(model) if spec.model == "llama-lora" else model), {"input_ids": ids, "y": ids}
 
@@ -121,6 +130,21 @@ def llama() -> nn.Module:
         tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     return hf.LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    """The shape of GPT-2, 124 million parameters: one table embeds tokens and predicts them."""
+    import transformers as hf
+
+    config = hf.GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    return hf.GPT2LMHeadModel(config)
+
+
+def vit() -> nn.Module:
+    """The shape of ViT-B/16, 86 million parameters, images of 224 x 224."""
+    import transformers as hf
+
+    return hf.ViTForImageClassification(hf.ViTConfig(num_labels=10))
 
 
 def with_lora(model: nn.Module) -> nn.Module:
