@@ -22,7 +22,12 @@ from quietgrad.clipping.norms.factors.rows import (
     row_norms,
 )
 from quietgrad.clipping.norms.factors.sums.columns import thin_product
-from quietgrad.clipping.norms.factors.sums.examples import TOGETHER, sum_of_spans
+from quietgrad.clipping.norms.factors.sums.examples import (
+    THIN,
+    THIN_TOGETHER,
+    TOGETHER,
+    sum_of_spans,
+)
 from quietgrad.clipping.norms.factors.sums.positions import add_over_positions
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import blocks, chain
@@ -78,9 +83,12 @@ class DenseFactors(Unfolded):
         """
         s = self.sizes
         left, right = self._weighted(weights_b, dtype)
-        if s.b <= TOGETHER:
+        together = THIN_TOGETHER if min(s.p, s.d) <= THIN else TOGETHER
+        if s.b <= together:
             return _product(left, right, shape, dtype, into)
-        total = sum_of_spans(s.b, lambda few: _product(left[few], right[few], shape, dtype))
+        total = sum_of_spans(
+            s.b, lambda few: _product(left[few], right[few], shape, dtype), together
+        )
         return total if into is None else into.add_(total)
 
     def _weighted(self, weights_b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
