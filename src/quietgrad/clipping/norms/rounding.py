@@ -49,7 +49,7 @@ LONGEST_CHAIN = 128
 # Of C: beside sketches, a record whose rounding may be more is formed apart from its micro-batch.
 # Its partial sums are far above C, and what others add to them within one product would round as
 # coarsely (62 C in an embedding that is used twice).
-APART = 2.0**-6
+APART = 2.0**-5
 
 # Entries whose squares are added up in the working precision; the rest of a sum of squares is done
 # in float64.

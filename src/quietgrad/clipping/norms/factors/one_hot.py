@@ -69,9 +69,9 @@ class OneHotFactors(Unfolded):
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
         """Formed apart, of the rows that are read: added to ``into`` one position after the other,
-        each addition would round as much as the whole sum. In float64: all positions of all examples
-        may read one row, one after the other, and what one of them adds in this use and takes back
-        in another would decide how all that follow round.
+        each addition would round as much as the whole sum. In float64: all positions of all
+        examples may read one row, one after the other, and what one of them adds in this use and
+        takes back in another would decide how all that follow round.
         """
         right = (self.right_bgtd.to(dtype) * weights_b.to(dtype).view(-1, 1, 1, 1)).flatten(0, 2)
         ids = self.ids_bt.reshape(-1)

@@ -12,8 +12,8 @@ from quietgrad.clipping.norms.factors.sums.pairs import InPairs
 # round alike: by 0.14 clipping norms with 4096 of them at once, by 0.002 in sums of so many.
 TOGETHER = 64
 
-# The same of thin products, of few rows or columns: libraries add up all of it in one sum (seen with
-# MKL up to 10 columns), others in stretches of some hundred products.
+# The same of thin products, of few rows or columns: libraries add up all of such a product in one
+# sum (seen with MKL up to 10 columns), of others some hundred positions.
 THIN, THIN_TOGETHER = 16, 4
 
 
