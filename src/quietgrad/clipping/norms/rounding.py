@@ -51,6 +51,9 @@ LONGEST_CHAIN = 128
 # coarsely (62 C in an embedding that is used twice).
 APART = 2.0**-5
 
+# Positions whose blocks are added one after the other; longer sums are pairs of such runs.
+LONGEST_RUN = 8 * LONGEST_CHAIN
+
 # Entries whose squares are added up in the working precision; the rest of a sum of squares is done
 # in float64.
 SQUARES_AT_ONCE = 512
