@@ -5,15 +5,26 @@ records add to them, within one product, must not round as coarsely.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from quietgrad.clipping import Clipper
+from quietgrad.beside.values import Observed
+from quietgrad.clipping import Clipper, bound
+from quietgrad.clipping.capture.examples import Examples
+from quietgrad.clipping.engines.accumulator import Accumulator, Sums
+from quietgrad.clipping.engines.bookkeeping import Shares
+from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms import rounding
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import dense
+from quietgrad.clipping.sharded import passes
+from quietgrad.clipping.sharded.company import Company
+from quietgrad.clipping.sharded.passes import add_scattered
+from quietgrad.clipping.sharded.sums import ScatteredSums
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import Batch
 
@@ -61,10 +72,10 @@ def moved(model: nn.Module, width: int, entries: int, estimator: str, left: floa
     crowd = {"one": copies, "two": copies}
     both = {name: torch.cat([alone[name], crowd[name]]) for name in alone}
     clipper = Clipper(1.0, estimator, engine="bookkeeping", physical_batch_size=64)
-    bound = clipper.bind(model, lambda module, batch: module(batch))
+    bound_clipper = clipper.bind(model, lambda module, batch: module(batch))
     projections = Projections(RandomKey.from_seed(3))
     with_it, without, own = (
-        bound.clip(batch, projections, step=2).gradients for batch in (both, crowd, alone)
+        bound_clipper.clip(batch, projections, step=2).gradients for batch in (both, crowd, alone)
     )
     squares = [(with_it[n] - without[n] - own[n]).double().square().sum() for n in with_it]
     return float(sum(squares)) ** 0.5
@@ -89,6 +100,26 @@ def test_a_layer_that_is_used_twice(columns: int, rows: int) -> None:
 def test_what_stays_in_the_product(left: float) -> None:
     """Rounding just below what is formed apart."""
     assert moved(Layer(256, 2), 2, 512, "hutch", left) < 0.03
+
+
+def test_sharded_sums_take_it_apart_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scattered(work: Work, batch: Examples, sums: Sums) -> Observed:
+        nothing = ScatteredSums(cast(Company, SimpleNamespace(size=1)), {})
+        return add_scattered(work, batch, nothing, sums)
+
+    seen: list[int] = []
+    right = passes.shares_of
+
+    def noting(work: Work, accumulator: Accumulator) -> Shares:
+        shares = right(work, accumulator)
+        seen.append(len(shares.apart))
+        return shares
+
+    monkeypatch.setattr(passes, "shares_of", noting)
+    monkeypatch.setattr(bound, "add_by_bookkeeping", scattered)
+    assert moved(Table(2), 8, 8, "hutch") < 1e-4
+    assert moved(Layer(4, 4), 4, 16, "hutch", 2.0**-11) < 1e-4
+    assert sorted(seen) == [0, 0, 1, 1, 1, 1]
 
 
 def test_one_product_of_all_records_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

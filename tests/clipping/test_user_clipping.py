@@ -182,7 +182,7 @@ def test_a_users_contribution_depends_on_no_other_user(estimator: Any) -> None:
             torch.testing.assert_close(g, first[name], rtol=1e-4, atol=1e-6)
 
 
-def test_bounds_of_sketches_count_a_users_own_uses() -> None:
+def test_bounds_of_sketches_count_a_users_own_positions() -> None:
     """Filled up with padding and with other users' room, a user has as many additions as alone."""
     from quietgrad.clipping.norms.factors import DenseFactors
 
