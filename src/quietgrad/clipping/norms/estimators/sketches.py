@@ -111,6 +111,8 @@ class OwnRounding(NamedTuple):
 
     def beside(self, measured: Measured) -> Measured:
         """An estimate of |M| as one of (1 + ``of_norm``) |M|."""
+        if isinstance(self.of_norm, float) and self.of_norm == 0.0:
+            return measured  # whose slack may be infinite
         share = self.of_norm * (2.0 + self.of_norm)
         slack = measured.slack + (measured.squared + measured.slack) * share
         return Measured(measured.squared, slack, measured.margin)

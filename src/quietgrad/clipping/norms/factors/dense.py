@@ -41,12 +41,10 @@ class DenseFactors(Unfolded):
     Attributes:
         left_bgtp: rows factor (for a Linear layer the output gradient).
         right_bgtd: columns factor (for a Linear layer the input).
-        rows_an_example: rows of the batch whose positions follow one another in t.
     """
 
     left_bgtp: Tensor
     right_bgtd: Tensor
-    rows_an_example: int = 1
 
     @property
     def sizes(self) -> Sizes:
@@ -62,7 +60,7 @@ class DenseFactors(Unfolded):
         return chain(self.right_bgtd.shape[2])
 
     def examples(self, span: slice) -> DenseFactors:
-        return DenseFactors(self.left_bgtp[span], self.right_bgtd[span], self.rows_an_example)
+        return DenseFactors(self.left_bgtp[span], self.right_bgtd[span])
 
     def positions(self, examples: slice, positions: slice) -> DenseFactors:
         return DenseFactors(
@@ -71,7 +69,7 @@ class DenseFactors(Unfolded):
 
     def merged(self, groups: RowGroups) -> DenseFactors:
         left, right = groups.positions(self.left_bgtp), groups.positions(self.right_bgtd)
-        return DenseFactors(left, right, groups.largest)
+        return DenseFactors(left, right)
 
     def without(self, dropped_b: Tensor) -> DenseFactors:
         return DenseFactors(zeroed(self.left_bgtp, dropped_b), zeroed(self.right_bgtd, dropped_b))

@@ -27,13 +27,11 @@ class OneHotFactors(Unfolded):
         ids_bt: row of the table that each position reads.
         right_bgtd: gradient at each position, zero at positions that read the padding row; g = 1.
         rows: number of rows of the table.
-        rows_an_example: rows of the batch whose positions follow one another in t.
     """
 
     ids_bt: Tensor
     right_bgtd: Tensor
     rows: int
-    rows_an_example: int = 1
 
     @property
     def sizes(self) -> Sizes:
@@ -49,9 +47,7 @@ class OneHotFactors(Unfolded):
         return self.right_bgtd.shape[2]  # row by row, one position after the other
 
     def examples(self, span: slice) -> OneHotFactors:
-        return OneHotFactors(
-            self.ids_bt[span], self.right_bgtd[span], self.rows, self.rows_an_example
-        )
+        return OneHotFactors(self.ids_bt[span], self.right_bgtd[span], self.rows)
 
     def positions(self, examples: slice, positions: slice) -> OneHotFactors:
         return OneHotFactors(
@@ -60,7 +56,7 @@ class OneHotFactors(Unfolded):
 
     def merged(self, groups: RowGroups) -> OneHotFactors:
         ids, right = groups.indices(self.ids_bt), groups.positions(self.right_bgtd)
-        return OneHotFactors(ids, right, self.rows, groups.largest)
+        return OneHotFactors(ids, right, self.rows)
 
     def without(self, dropped_b: Tensor) -> OneHotFactors:
         return OneHotFactors(self.ids_bt, zeroed(self.right_bgtd, dropped_b), self.rows)
