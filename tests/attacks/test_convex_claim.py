@@ -8,6 +8,7 @@ below 1e-4. Fixed keys: in fact always or never.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -120,3 +121,14 @@ def test_parameters_with_one_projection_meet_rows_of_one_matrix() -> None:
     other = drawn.gaussian("block", "hutch", 20, 16)
     assert abs(float((other[:, :8] * short).mean())) * 8 < 0.5
     assert not torch.equal(other[:, :8] * 2**0.5, short)
+
+
+@pytest.mark.parametrize("k", [2, 24])
+def test_overrides_that_are_given_as_they_are_kept_are_checked(k: int) -> None:
+    """Before: two columns ran under the claim of 32."""
+    with pytest.raises(ValueError, match=r"not a multiple of sketch_dim=32"):
+        Clipper(1.0, "exact", layers=(("*", "hutch", k),), sketch_dim=32)
+    fewer = Clipper(1.0, "exact", layers={"*": "hutch"}, sketch_dim=k)
+    assert replace(fewer, max_grad_norm=2.0).claim.clipping == fewer.claim.clipping
+    with pytest.raises(ValueError, match=r"not a multiple of sketch_dim=32"):
+        replace(fewer, sketch_dim=32)

@@ -207,15 +207,55 @@ def test_positions_whose_squares_underflow_are_counted() -> None:
     long = 12 * sketches.STEADY_POSITIONS
     use = DenseFactors(torch.full((1, 1, long, 2), 1e29), torch.full((1, 1, long, 2), 1e-30))
     none = DenseFactors(torch.zeros(1, 1, long, 2), torch.ones(1, 1, long, 2))
-    assert float(sketches._stretches([use], 512)) == 32
-    least = sketches.STEADY_POSITIONS / 512 + sketches.FEW_USES
-    assert float(sketches._stretches([none], 512)) == least
+    assert float(sketches._uses_of_each([use] * 5)) == 8
+    assert float(sketches._uses_of_each([none] * 5)) == sketches.FEW_USES
 
 
 def test_bounds_that_count_padding_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def padded(uses: Any, length: int) -> float:
-        return 2.0 ** -(-sum(use.sizes.t for use in uses) // 8192) * 8192 / length
+    def padded(uses: Any) -> float:
+        return 128 + 2.0 ** -(-sum(use.sizes.t for use in uses) // 8192) * 64
 
-    monkeypatch.setattr(sketches, "_stretches", padded)
+    monkeypatch.setattr(sketches, "_own_additions", padded)
     alone, beside = (sum_of(1, 20, longer, "hutch") for longer in (0, 1))
     assert float((alone - beside).norm()) > 0.1
+
+
+class Pixels(nn.Module):
+    """A convolution of images, or a layer that meets each of their pixels."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.layer, nn.Linear):
+            return self.layer(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        found: Tensor = self.layer(x)
+        return found
+
+
+def sum_of_images(layer: nn.Module, wide: int, estimator: str) -> Tensor:
+    """Of 40 images that cancel, 40 pixels wide, with zeros at their right: a wider one, which adds
+    next to nothing, pads them.
+    """
+    x, g = torch.zeros(41, 4, 40, wide), torch.zeros(41, 4, 40, wide)
+    x[:40, :, :, :40] = 1.0
+    g[:40, :, 1:20, 1:39], g[:40, :, 20:39, 1:39] = 1e6, -1e6 * (1 - 2.0**-12)
+    x[40], g[40] = 1e-6, 1e-6
+    bound = Clipper(1.0, estimator, 16, engine="bookkeeping", physical_batch_size=64).bind(
+        Pixels(layer), lambda m, b: (m(b[0]) * b[1]).flatten(1).sum(1)
+    )
+    bound.check((torch.randn(8, 4, 8, 8), torch.randn(8, 4, 8, 8)))
+    drawn = Projections(RandomKey.from_seed(3), 4)
+    return bound.clip((x, g), drawn, step=4).gradients["layer.weight"].double()
+
+
+@pytest.mark.parametrize("estimator", ["hutch", "hutch++"])
+@pytest.mark.parametrize("wide", [80, 640])
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.Linear(4, 4, bias=False)], ids=str
+)
+def test_a_wider_image_hardly_moves_the_others(layer: nn.Module, wide: int, estimator: str) -> None:
+    """Before: 8 C and 22 C, counted from the first to the last pixel. What is left is rounding."""
+    narrow, padded = (sum_of_images(layer, width, estimator) for width in (40, wide))
+    assert float((narrow - padded).norm()) < 1.0

@@ -159,7 +159,7 @@ def test_pins_decide_per_layer() -> None:
         layers={"*.intermediate.*": "hutch:16", "*.query.*": "ghost"},
         engine="bookkeeping",
     )
-    assert clipper.claim.clipping == RandomizedClipping(8)
+    assert clipper.claim.clipping == RandomizedClipping(8, "convex")
     policies = clipper.policies(layout_of(model))
     by = {name: (p.estimator, p.sketch_dim) for name, p in policies.items()}
     assert by["bert.encoder.layer.0.intermediate.dense.weight"] == ("hutch", 16)
@@ -214,7 +214,7 @@ def test_settings_that_do_not_fit_the_model_are_refused(arguments: dict, message
 
 def test_one_example_at_a_time_is_exact_whatever_was_asked_for() -> None:
     assert Clipper(1.0, "hutch", engine="one-example").claim.clipping == ExactClipping()
-    assert Clipper(1.0, "hutch").claim.clipping == RandomizedClipping(32)
+    assert Clipper(1.0, "hutch").claim.clipping == RandomizedClipping(32, "convex")
 
 
 def test_one_example_engine_takes_what_cannot_be_captured() -> None:

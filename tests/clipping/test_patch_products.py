@@ -78,7 +78,7 @@ def test_the_bound_covers_what_rounding_did(kernel: tuple) -> None:
     slow = sketch.square().sum((1, 2, 3))
     error = (fast.squared.double().sqrt() - slow.sqrt()).abs()
     assert (error <= fast.margin + fast.slack.sqrt()).all()
-    assert (fast.margin < 1e-3 * slow.sqrt()).all()
+    assert (fast.margin < 2e-3 * slow.sqrt()).all()
 
 
 SCALES = [(1e-6, 1e6), (1e-39, 1e37), (1e-30, 1e30), (1e30, 1e-30), (1e19, 1e-38), (1e12, 1e-42)]

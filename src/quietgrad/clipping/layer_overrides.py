@@ -28,10 +28,8 @@ def require_layer_overrides(
         ValueError: for an unknown estimator, or a k that is not a multiple of ``sketch_dim``, which
             the accountant uses for all.
     """
-    if not isinstance(layers, Mapping):
-        return tuple(layers)
     overrides = []
-    for pattern, word in layers.items():
+    for pattern, word, own in _read(layers):
         name, _, k_text = str(word).partition(":")
         estimator = require_word(f"layers[{pattern!r}]", name, ESTIMATORS)
         if k_text and (not k_text.isdecimal() or estimator not in SKETCHES):
@@ -39,7 +37,8 @@ def require_layer_overrides(
                 f"layers[{pattern!r}]={word!r} is not understood; write an estimator, or a sketch "
                 "with its k like 'hutch:64'"
             )
-        k = int(k_text) if k_text else sketch_dim
+        k = int(k_text) if k_text else sketch_dim if own is None else own
+        require_int(f"layers[{pattern!r}]", k)
         if estimator in SKETCHES and (k < sketch_dim or k % sketch_dim):
             raise ValueError(
                 f"layers[{pattern!r}]={word!r}: k = {k} is not a multiple of "
@@ -48,6 +47,17 @@ def require_layer_overrides(
             )
         overrides.append((str(pattern), estimator, k))
     return tuple(overrides)
+
+
+def _read(
+    layers: Mapping[str, str] | Iterable[tuple[str, Estimator, int]],
+) -> list[tuple[str, str, int | None]]:
+    """(pattern, word, k): those that were read before, as a copied clipper has them, bring their k,
+    and are checked like all others.
+    """
+    if isinstance(layers, Mapping):
+        return [(pattern, word, None) for pattern, word in layers.items()]
+    return [(pattern, word, k) for pattern, word, k in layers]
 
 
 def claim_of(

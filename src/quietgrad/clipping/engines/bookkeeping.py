@@ -4,8 +4,10 @@ parameter. Memory: output gradients.
 An example whose norm, taken from factors, is not certain to be an upper bound (``rounding``) is
 left out of its micro-batch's product: its gradient is formed from the same factors, measured, and
 added as
-it is. With sketches it stays: its certified bound, if larger, is divided by instead, because which
-way a record goes may depend on its projection but must not change the law of its estimate.
+it is. With sketches its certified bound, if larger, is divided by instead, because which way a
+record goes may depend on its projection but must not change the law of its estimate. One that
+cancels is then formed apart too, and multiplied by the factor that it has anyway: in one product
+with others its partial sums, far above what it adds, would round theirs.
 
 (A second backward pass of weighted losses was removed: autograd sums records in the model's own
 precision, and sums uses of a weight that the norms never saw.)
@@ -75,7 +77,9 @@ def add_by_bookkeeping(work: Work, batch: Examples, sums: Sums) -> Observed:
     with torch.no_grad():
         shares = shares_of(work, accumulator)
         for i in shares.alone:
-            shares.divisors[:, i : i + 1] = _add_gradient(work, accumulator.gradient_of(i), sums)
+            shares.divisors[:, i : i + 1] = _add_measured(work, accumulator.gradient_of(i), sums)
+        for i, factors in shares.apart.items():
+            _add_gradient(work, accumulator.gradient_of(i), factors, sums)
         accumulator.add_weighted(sums, shares.factors, shares.left_out)
         return work.observed(accumulator.losses, shares.divisors, batch.groups)
 
@@ -86,15 +90,17 @@ class Shares:
 
     Attributes:
         divisors: [groups, b] what norms are divided by; of examples taken alone, to be filled in.
-        factors: [groups, b] clip factors; 0 for examples taken alone.
+        factors: [groups, b] clip factors; 0 for examples taken alone or formed apart.
         left_out: [b] examples that add nothing to the weighted sum; None for none.
         alone: numbers of the examples that are measured and added each by itself.
+        apart: numbers of those that are added each by itself, by these clip factors, [groups].
     """
 
     divisors: Tensor
     factors: Tensor
     left_out: Tensor | None
     alone: list[int]
+    apart: dict[int, list[float]]
 
 
 def shares_of(work: Work, accumulator: Accumulator) -> Shares:
@@ -102,17 +108,21 @@ def shares_of(work: Work, accumulator: Accumulator) -> Shares:
     norms = accumulator.finish()
     divisors = norms.divisors() if work.sketched else norms.enlarged
     factors = clip_factors(divisors, work.limits, work.scaling)
+    if work.sketched:
+        apart = norms.apart(factors, work.limits)
+        left_out = apart | ~divisors.isfinite().all(dim=0)
+        if not bool(left_out.any()):
+            return Shares(divisors, factors, None, [], {})
+        each = {i: factors[:, i].tolist() for i in torch.nonzero(apart).flatten().tolist()}
+        return Shares(divisors, factors.masked_fill(apart, 0.0), left_out, [], each)
     alone = work.doubtful(norms)
-    left_out = alone
-    if work.sketched and not bool(divisors.isfinite().all()):
-        left_out = ~divisors.isfinite().all(dim=0)
     if alone is None:
-        return Shares(divisors, factors, left_out, [])
-    each = torch.nonzero(alone).flatten().tolist()
-    return Shares(divisors, factors.masked_fill(alone, 0.0), left_out, each)
+        return Shares(divisors, factors, None, [], {})
+    numbers = torch.nonzero(alone).flatten().tolist()
+    return Shares(divisors, factors.masked_fill(alone, 0.0), alone, numbers, {})
 
 
-def _add_gradient(work: Work, gradient: dict[str, Tensor], sums: Sums) -> Tensor:
+def _add_measured(work: Work, gradient: dict[str, Tensor], sums: Sums) -> Tensor:
     """Adds one example's gradient, which is nobody else's, clipped by its own norm; returns
     [groups, 1] what it was divided by.
     """
@@ -120,11 +130,14 @@ def _add_gradient(work: Work, gradient: dict[str, Tensor], sums: Sums) -> Tensor
     finite = norms.enlarged.isfinite().all(dim=0)
     if bool(finite):
         factors = clip_factors(norms.enlarged, work.limits, work.scaling)[:, 0].tolist()
-        for name in list(gradient):
-            add_scaled(
-                sums,
-                {name: gradient.pop(name)},
-                factors[work.thresholds.group_of[name]],
-                owned=True,
-            )
+        _add_gradient(work, gradient, factors, sums)
     return norms.enlarged
+
+
+def _add_gradient(
+    work: Work, gradient: dict[str, Tensor], factors: list[float], sums: Sums
+) -> None:
+    """Adds one example's gradient by its clip factors, [groups]."""
+    for name in list(gradient):
+        factor = factors[work.thresholds.group_of[name]]
+        add_scaled(sums, {name: gradient.pop(name)}, factor, owned=True)

@@ -46,6 +46,14 @@ SHARE = 2.0**-10
 # its length, so that a record would round otherwise where it is padded to a longer one.
 LONGEST_CHAIN = 128
 
+# Of C: beside sketches, a record whose rounding may be more is formed apart from its micro-batch.
+# Its partial sums are far above C, and what others add to them within one product would round as
+# coarsely (62 C in an embedding that is used twice).
+APART = 2.0**-5
+
+# Positions whose blocks are added one after the other; longer sums are pairs of such runs.
+LONGEST_RUN = 8 * LONGEST_CHAIN
+
 # Entries whose squares are added up in the working precision; the rest of a sum of squares is done
 # in float64.
 SQUARES_AT_ONCE = 512
@@ -215,6 +223,16 @@ class Norms:
             else torch.maximum(self.enlarged, limits.unsqueeze(1))
         )
         return ~((self.certified <= known) & self.certified.isfinite()).all(dim=0)
+
+    def apart(self, factors: Tensor, limits: Tensor) -> Tensor:
+        """[b] whether rounding may be more than ``APART`` of what some group allows.
+
+        Args:
+            factors: [groups, b] clip factors.
+            limits: [groups] clipping norms.
+        """
+        lost = (self.certified - self.estimate) * factors
+        return (lost > APART * limits.unsqueeze(1)).any(dim=0)
 
     def divisors(self) -> Tensor:
         """[groups, b] the larger of the two: sound whatever the data, and without a jump. For

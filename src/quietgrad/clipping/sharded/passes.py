@@ -48,7 +48,8 @@ def add_scattered(work: Work, batch: Examples, sums: ScatteredSums, plain: Sums)
     accumulator = accumulated(work, batch, keep=True)
     with torch.no_grad():
         shares = shares_of(work, accumulator)
-        own = {i: _measured_alone(work, accumulator, shares, i) for i in shares.alone}
+        own: dict[int, list[float] | None] = {**shares.apart}
+        own |= {i: _measured_alone(work, accumulator, shares, i) for i in shares.alone}
         for name in work.layout.parameters:
             total: Sums = plain if name not in sums.parameters else {}
             if name in accumulator.kept:

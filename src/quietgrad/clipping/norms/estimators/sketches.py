@@ -40,6 +40,7 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.factors import MatrixFactors, OneHotFactors, Unfolded
 from quietgrad.clipping.norms.factors.sums.columns import Sums
+from quietgrad.clipping.norms.factors.sums.pairs import levels
 from quietgrad.clipping.norms.factors.sums.positions import (
     add_over_positions,
     additions_over_positions,
@@ -47,6 +48,7 @@ from quietgrad.clipping.norms.factors.sums.positions import (
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import (
     LONGEST_CHAIN,
+    LONGEST_RUN,
     MOST_COUNTED,
     Measured,
     gamma,
@@ -56,7 +58,7 @@ from quietgrad.clipping.norms.spread import Spread, spread_of
 
 LOG_FAILURE = 27.7  # -log of 1e-12
 
-# Up to so many positions, in a few uses, bounds are the same for every record.
+# Up to so many positions of a convolution, and in a few uses, bounds are the same for all records.
 STEADY_POSITIONS, FEW_USES = 1024, 2
 
 
@@ -109,6 +111,8 @@ class OwnRounding(NamedTuple):
 
     def beside(self, measured: Measured) -> Measured:
         """An estimate of |M| as one of (1 + ``of_norm``) |M|."""
+        if isinstance(self.of_norm, float) and self.of_norm == 0.0:
+            return measured  # whose slack may be infinite
         share = self.of_norm * (2.0 + self.of_norm)
         slack = measured.slack + (measured.squared + measured.slack) * share
         return Measured(measured.squared, slack, measured.margin)
@@ -117,11 +121,11 @@ class OwnRounding(NamedTuple):
 def own_rounding(uses: Sequence[MatrixFactors], like: Tensor, dtype: torch.dtype) -> OwnRounding:
     """Of the weighted sum, a function of the record alone.
 
-    Dense factors are added up in stretches. A convolution's native routine adds one output position
-    after the other, all n of them (``native_additions``). Of n terms there are n - 1 partial sums
-    whatever the order, and each is at most the entries before it and at most the whole and the
-    entries after it: at most (s + |m|) / 2 in an entry m, s the sum of absolute values. So they
-    err by n u (S + |M|) / 2.
+    Dense factors are added up in short runs. A convolution's native routine adds one position of
+    its output after the other, all n of them (``native_additions``). Of n terms there are n - 1
+    partial sums whatever the order, and each is at most the entries before it and at most the whole
+    and the entries after it: at most (s + |m|) / 2 in an entry m, s the sum of absolute values. So
+    they err by n u (S + |M|) / 2.
     """
     native = [use for use in uses if use.sizes.taps]
     if not native:
@@ -136,18 +140,24 @@ def own_rounding(uses: Sequence[MatrixFactors], like: Tensor, dtype: torch.dtype
 
 
 def native_additions(use: MatrixFactors) -> float | Tensor:
-    """Output positions of a convolution that hold something of a record: one number up to
-    ``STEADY_POSITIONS``, else [b], rounded up to a power of two.
+    """Output positions of a convolution at which a record has a gradient: one number up to
+    ``STEADY_POSITIONS``, else [b], rounded up to a power of two. Not from the first to the last:
+    where images are padded, the rows of a smaller one lie apart.
     """
     if use.sizes.t <= STEADY_POSITIONS:
         return float(STEADY_POSITIONS)
-    span = _spans(use).sum(1).clamp_min(STEADY_POSITIONS)
-    return torch.exp2(torch.ceil(torch.log2(span)))
+    count = use.alive().any(dim=1).sum(1, dtype=torch.float64).clamp_min(STEADY_POSITIONS)
+    return torch.exp2(torch.ceil(torch.log2(count)))
 
 
 def _own_additions(uses: Sequence[MatrixFactors]) -> float | Tensor:
-    """On the longest path through a record's own sum over positions of dense factors."""
-    return LONGEST_CHAIN + _stretches(uses, LONGEST_CHAIN)
+    """On the longest path through a record's own sum over positions of dense factors: a block, the
+    blocks of a run, runs in pairs, uses one after the other. Up to two million positions it is the
+    same for all.
+    """
+    runs = max(-(-use.sizes.t // LONGEST_RUN) for use in uses)
+    in_use = LONGEST_CHAIN + LONGEST_RUN // LONGEST_CHAIN + max(11, levels(runs))
+    return in_use + _uses_of_each(uses)
 
 
 def tail_margin(
@@ -178,39 +188,15 @@ def position_gamma(uses: Sequence[MatrixFactors], like: Tensor, dtype: torch.dty
     return gamma(additions_over_positions(positions) + len(uses), like, dtype)
 
 
-def _stretches(uses: Sequence[MatrixFactors], length: int) -> float | Tensor:
-    """How many stretches of so many positions hold something of a record, at most, over all uses.
-
-    A function of the record alone, or a record that pads its micro-batch would change what all
-    others are divided by: what is added where a record has no gradient is exactly zero. One number
-    up to ``STEADY_POSITIONS`` padded positions, where no record is read for it; else [b], rounded
-    up to a power of two.
+def _uses_of_each(uses: Sequence[MatrixFactors]) -> float | Tensor:
+    """How many uses hold something of a record: what is added where it has no gradient is exactly
+    zero. A function of the record alone, or a record that pads its micro-batch would change what
+    all others are divided by: one number for few uses, else [b], rounded up to a power of two.
     """
-    least = STEADY_POSITIONS // length + FEW_USES
-    if sum(_stretches_of_rows(use, length) for use in uses) <= least:
-        return float(least)
-    total = sum(
-        torch.where(span > 0, torch.ceil(span / length) + 1.0, 0.0).sum(1)
-        for span in (_spans(use) for use in uses)
-    )
-    assert isinstance(total, Tensor)
-    return torch.where(total <= least, float(least), torch.exp2(torch.ceil(torch.log2(total))))
-
-
-def _stretches_of_rows(use: MatrixFactors, length: int) -> int:
-    """Of padded positions, every row of the batch for itself: no fewer than any record has."""
-    return use.rows_an_example * (-(-use.sizes.t // use.rows_an_example // length) + 1)
-
-
-def _spans(use: MatrixFactors) -> Tensor:
-    """[b, rows] float64 positions from the first to the last one with a gradient, of each row of
-    the batch that is of an example: between two rows lies what they are padded to.
-    """
-    alive = use.alive().any(dim=1).unflatten(1, (use.rows_an_example, -1))
-    place = torch.arange(1, alive.shape[2] + 1, device=alive.device, dtype=torch.float64)
-    last = (alive * place).amax(dim=2)
-    first = torch.where(alive, place, math.inf).amin(dim=2)
-    return torch.where(last > 0, last - first + 1.0, 0.0)
+    if len(uses) <= FEW_USES:
+        return float(FEW_USES)
+    count = torch.stack([use.alive().flatten(1).any(1) for use in uses]).sum(0, dtype=torch.float64)
+    return torch.exp2(torch.ceil(torch.log2(count.clamp_min(FEW_USES))))
 
 
 @cache

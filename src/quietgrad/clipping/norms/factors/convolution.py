@@ -69,10 +69,6 @@ class ConvolutionFactors:
         return self.sizes.t  # in the native routine's order
 
     @property
-    def rows_an_example(self) -> int:
-        return 1
-
-    @property
     def input_positions(self) -> int:
         """u: input positions of one example."""
         return self.x.shape[2:].numel()

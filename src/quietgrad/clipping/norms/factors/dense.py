@@ -23,10 +23,16 @@ from quietgrad.clipping.norms.factors.rows import (
     row_norms,
 )
 from quietgrad.clipping.norms.factors.sums.columns import thin_product
-from quietgrad.clipping.norms.factors.sums.examples import TOGETHER, sum_of_spans
+from quietgrad.clipping.norms.factors.sums.examples import (
+    THIN,
+    THIN_TOGETHER,
+    TOGETHER,
+    sum_of_spans,
+)
+from quietgrad.clipping.norms.factors.sums.pairs import InPairs
 from quietgrad.clipping.norms.factors.sums.positions import add_over_positions
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
-from quietgrad.clipping.norms.rounding import blocks, chain
+from quietgrad.clipping.norms.rounding import LONGEST_RUN, blocks, chain
 
 
 @dataclass(frozen=True)
@@ -36,12 +42,10 @@ class DenseFactors(Unfolded):
     Attributes:
         left_bgtp: rows factor (for a Linear layer the output gradient).
         right_bgtd: columns factor (for a Linear layer the input).
-        rows_an_example: rows of the batch whose positions follow one another in t.
     """
 
     left_bgtp: Tensor
     right_bgtd: Tensor
-    rows_an_example: int = 1
 
     @property
     def sizes(self) -> Sizes:
@@ -57,7 +61,7 @@ class DenseFactors(Unfolded):
         return chain(self.right_bgtd.shape[2])
 
     def examples(self, span: slice) -> DenseFactors:
-        return DenseFactors(self.left_bgtp[span], self.right_bgtd[span], self.rows_an_example)
+        return DenseFactors(self.left_bgtp[span], self.right_bgtd[span])
 
     def positions(self, examples: slice, positions: slice) -> DenseFactors:
         return DenseFactors(
@@ -66,7 +70,7 @@ class DenseFactors(Unfolded):
 
     def merged(self, groups: RowGroups) -> DenseFactors:
         left, right = groups.positions(self.left_bgtp), groups.positions(self.right_bgtd)
-        return DenseFactors(left, right, groups.largest)
+        return DenseFactors(left, right)
 
     def without(self, dropped_b: Tensor) -> DenseFactors:
         return DenseFactors(zeroed(self.left_bgtp, dropped_b), zeroed(self.right_bgtd, dropped_b))
@@ -79,9 +83,12 @@ class DenseFactors(Unfolded):
         """
         s = self.sizes
         left, right = self._weighted(weights_b, dtype)
-        if s.b <= TOGETHER:
+        together = THIN_TOGETHER if min(s.p, s.d) <= THIN else TOGETHER
+        if s.b <= together:
             return _product(left, right, shape, dtype, into)
-        total = sum_of_spans(s.b, lambda few: _product(left[few], right[few], shape, dtype))
+        total = sum_of_spans(
+            s.b, lambda few: _product(left[few], right[few], shape, dtype), together
+        )
         return total if into is None else into.add_(total)
 
     def _weighted(self, weights_b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -96,13 +103,16 @@ class DenseFactors(Unfolded):
         return left, right.to(dtype) * weights_b111
 
     def gradient_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        total: Tensor | None = None
-        for span in blocks(self.right_bgtd.shape[2]):
-            left = self.left_bgtp[:, :, span, start:stop].transpose(2, 3)
-            part = block_products(left, self.right_bgtd[:, :, span], dtype)
-            total = part if total is None else total.add_(part)
-        assert total is not None
-        return total
+        total = InPairs()
+        for run in _runs(self.right_bgtd.shape[2]):
+            left, right = self.left_bgtp[:, :, run, start:stop], self.right_bgtd[:, :, run]
+            made: Tensor | None = None
+            for span in blocks(right.shape[2]):
+                part = block_products(left[:, :, span].transpose(2, 3), right[:, :, span], dtype)
+                made = part if made is None else made.add_(part)
+            assert made is not None
+            total.add(made)
+        return total.total()
 
     def row_norms(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return row_norms(self.right_bgtd, dtype), row_norms(self.left_bgtp, dtype)
@@ -145,6 +155,26 @@ def _product(
     left: Tensor, right: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
 ) -> Tensor:
     """left^T right over examples and positions, added to ``into`` in place where given."""
+    t = left.shape[2]
+    if t <= LONGEST_RUN:
+        return _run_product(left, right, shape, dtype, into)
+    total = InPairs()
+    for run in _runs(t):
+        total.add(_run_product(left[:, :, run], right[:, :, run], shape, dtype))
+    return total.total() if into is None else into.add_(total.total())
+
+
+def _runs(positions: int) -> list[slice]:
+    """Blocks are added one after the other in runs, and runs in pairs: so many positions have to be
+    there before one addition more is made that padding, in rows of images too, changes no bound.
+    """
+    starts = range(0, max(positions, 1), LONGEST_RUN)
+    return [slice(start, start + LONGEST_RUN) for start in starts]
+
+
+def _run_product(
+    left: Tensor, right: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
+) -> Tensor:
     (_, g, t, p), d = left.shape, right.shape[3]
     product: Tensor | None = None
     for span in blocks(t):

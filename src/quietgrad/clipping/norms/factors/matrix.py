@@ -106,10 +106,6 @@ class MatrixFactors(Kept, Protocol):
     def examples_a_call(self) -> int:
         """How many examples a piece of ``pieces`` holds; 0 where there are no pieces."""
 
-    @property
-    def rows_an_example(self) -> int:
-        """How many rows of the batch are one example, their positions one after the other."""
-
     def examples(self, span: slice) -> MatrixFactors: ...
 
     def merged(self, groups: RowGroups) -> MatrixFactors:
@@ -163,7 +159,6 @@ class Unfolded(MatrixFactors, Protocol):
     """
 
     right_bgtd: Tensor
-    rows_an_example: int
 
     @property
     def like(self) -> Tensor:

@@ -15,7 +15,6 @@ from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import zeroed
 from quietgrad.clipping.norms.factors.rows import at_least, not_zero, row_norms
-from quietgrad.clipping.norms.factors.sums.examples import TOGETHER
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import gamma
 
@@ -28,13 +27,11 @@ class OneHotFactors(Unfolded):
         ids_bt: row of the table that each position reads.
         right_bgtd: gradient at each position, zero at positions that read the padding row; g = 1.
         rows: number of rows of the table.
-        rows_an_example: rows of the batch whose positions follow one another in t.
     """
 
     ids_bt: Tensor
     right_bgtd: Tensor
     rows: int
-    rows_an_example: int = 1
 
     @property
     def sizes(self) -> Sizes:
@@ -50,9 +47,7 @@ class OneHotFactors(Unfolded):
         return self.right_bgtd.shape[2]  # row by row, one position after the other
 
     def examples(self, span: slice) -> OneHotFactors:
-        return OneHotFactors(
-            self.ids_bt[span], self.right_bgtd[span], self.rows, self.rows_an_example
-        )
+        return OneHotFactors(self.ids_bt[span], self.right_bgtd[span], self.rows)
 
     def positions(self, examples: slice, positions: slice) -> OneHotFactors:
         return OneHotFactors(
@@ -61,7 +56,7 @@ class OneHotFactors(Unfolded):
 
     def merged(self, groups: RowGroups) -> OneHotFactors:
         ids, right = groups.indices(self.ids_bt), groups.positions(self.right_bgtd)
-        return OneHotFactors(ids, right, self.rows, groups.largest)
+        return OneHotFactors(ids, right, self.rows)
 
     def without(self, dropped_b: Tensor) -> OneHotFactors:
         return OneHotFactors(self.ids_bt, zeroed(self.right_bgtd, dropped_b), self.rows)
@@ -70,13 +65,13 @@ class OneHotFactors(Unfolded):
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
         """Formed apart, of the rows that are read: added to ``into`` one position after the other,
-        each addition would round as much as the whole sum. Of many examples in float64, since they
-        may all read one row.
+        each addition would round as much as the whole sum. In float64: all positions of all
+        examples may read one row, one after the other, and what one of them adds in this use and
+        takes back in another would decide how all that follow round.
         """
-        b = len(weights_b)
         right = (self.right_bgtd.to(dtype) * weights_b.to(dtype).view(-1, 1, 1, 1)).flatten(0, 2)
         ids = self.ids_bt.reshape(-1)
-        wide = torch.float64 if b > TOGETHER else dtype
+        wide = torch.float64
         if self.rows <= len(ids):
             made = right.new_zeros(self.rows, right.shape[1], dtype=wide)
             made = made.index_add_(0, ids, right.to(wide)).to(dtype).view(shape)
