@@ -48,6 +48,7 @@ def main():
         print(f"public accuracy {right:.3f}")
         print(f"epsilon {run.epsilon():.3f} at delta {plan.delta:.1e}")
     if dist.is_initialized():
+        dist.barrier()  # all leave together
         dist.destroy_process_group()
 
 

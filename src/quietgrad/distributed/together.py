@@ -81,6 +81,9 @@ def meet(device: str) -> Together:
 
 
 def leave() -> None:
-    """Takes this process out of the group, where it is in one."""
+    """Takes this process out of the group, where it is in one, once all are here: gloo may abort a
+    process whose peer is gone.
+    """
     if dist.is_available() and dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
