@@ -50,7 +50,7 @@ def table() -> str:
             "fails" if name not in found else f"{found[name][0]:.2f} / {found[name][1]:.2f}"
             for name in METHODS
         ]
-        lines.append(f"| {words} | **{cells[0]}** | " + " | ".join(cells[1:]) + " |")
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
