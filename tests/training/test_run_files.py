@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from tiny_runs import config_of, crash_at, interrupt_at, train, weights
 from quietgrad.ledger import read_ledger
 from quietgrad.plan import seeds
 from quietgrad.training import runner
+from quietgrad.training.files import run_dir as run_files
 from quietgrad.training.files.noise_state import SPARING, NoiseKeeper, with_kept_seed, without_seed
 from quietgrad.training.files.run_dir import RunDir, open_run_dir
 from quietgrad.training.prepare import prepare
@@ -224,6 +226,32 @@ def test_a_start_that_waited_for_another_changes_nothing(settings, run_dir: RunD
     with pytest.raises(ValueError, match="already holds a run"):
         runner.train(prepared, late, False, lambda progress: None)
     assert files_of(run_dir.path) == before
+
+
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    names = [open_run_dir("", False).path.name for _ in range(3)]
+    assert names == ["20260101-000000", "20260101-000000-2", "20260101-000000-3"]
+
+
+def test_a_run_whose_name_was_taken_meanwhile_takes_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    found = run_files.unused_folder
+
+    def found_by_two() -> Path:
+        path = found()
+        if not path.name.endswith("-2"):
+            path.mkdir(parents=True)  # by the other
+        return path
+
+    monkeypatch.setattr(run_files, "unused_folder", found_by_two)
+    assert open_run_dir("", False).path.name == "20260101-000000-2"
 
 
 def test_two_resumes_at_once(settings, run_dir: RunDir) -> None:

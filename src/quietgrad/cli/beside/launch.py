@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from typing import NoReturn
 
 from quietgrad.checks import require_at_least
@@ -28,8 +27,10 @@ def start_processes(count: int, arguments: list[str]) -> NoReturn:
         )
     left = _without_nproc(arguments)
     if not any("training.run_dir" in argument for argument in left):
+        from quietgrad.training.files.run_dir import unused_folder
+
         # One name for all processes.
-        left += ["--set", f"training.run_dir=runs/{time.strftime('%Y%m%d-%H%M%S')}"]
+        left += ["--set", f"training.run_dir={unused_folder()}"]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *launcher, "-m", "quietgrad", *left])

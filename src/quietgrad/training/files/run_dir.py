@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -187,6 +188,28 @@ def _unwritable(path: Path, error: OSError) -> ValueError:
     )
 
 
+def unused_folder() -> Path:
+    """For a run that was given none: the time, and a count where others began in that second."""
+    first = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+    later = (first.with_name(f"{first.name}-{count}") for count in itertools.count(2))
+    return next(path for path in itertools.chain([first], later) if not path.exists())
+
+
+def _own_folder() -> Path:
+    """Made here, so that of two runs that found the same name free only one has it."""
+    while True:
+        path = unused_folder()
+        try:
+            make_folder(path.parent)
+            path.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        sync_folder(path.parent)
+        return path
+
+
 def open_run_dir(wanted: str, resume: bool) -> RunDir:
     """Makes (or, to resume, finds) the run directory and proves that it can be written to. Nothing
     in it is changed; ``RunDir.locked`` comes before the first write.
@@ -199,7 +222,7 @@ def open_run_dir(wanted: str, resume: bool) -> RunDir:
         raise ValueError(
             "--resume needs the run directory to go on with: --set training.run_dir=PATH"
         )
-    path = Path(wanted or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+    path = Path(wanted) if wanted else _own_folder()
     run = RunDir(path)
     run.require_state(resume)
     try:
