@@ -26,7 +26,8 @@ def off_zero(prepared: Prepared) -> None:
     head: Any = prepared.model.classifier.head
     with torch.no_grad():
         head.weight.normal_()
-        head.bias.normal_()
+        if head.bias is not None:
+            head.bias.normal_()
 
 
 def agree(prepared: Prepared) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_runs import config_of
 
 from quietgrad.training.prepare import prepare
 from quietgrad.training.tasks.text.modeling_pooled import pooled
 from quietgrad.training.tasks.text.models import load_encoder
+from quietgrad.training.tasks.text.pooled import PooledClassifier
 from quietgrad.training.tasks.text.pooling import Pooling, feature_width, features, upper_layers
 
 
@@ -63,6 +65,17 @@ def test_the_file_beside_the_weights_pools_alike() -> None:
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
     torch.testing.assert_close(pooled(states, mask, "layers"), upper_layers(states, mask))
     assert upper_layers(states, mask).shape == (2, 5 * 8)  # layers 3 to 6, and the maximum
+
+
+def test_a_head_on_layers_leaves_the_clipping_norm_to_what_it_reads(encoder: Any) -> None:
+    """Features of length 1: a bias would have half of every gradient's squared length."""
+    ids, mask = batch(encoder)
+    classifier = PooledClassifier(encoder, "layers", 3)
+    F.cross_entropy(classifier(ids[:1], mask[:1]), torch.tensor([0])).backward()
+    gradient = torch.cat([p.grad.flatten() for p in classifier.head.parameters()])
+    errors = torch.tensor([1 / 3 - 1, 1 / 3, 1 / 3])
+    assert float(gradient.norm()) == pytest.approx(float(errors.norm()), rel=1e-4)
+    assert PooledClassifier(encoder, "mean", 3).head.bias is not None
 
 
 def test_a_row_of_padding_alone_is_finite() -> None:

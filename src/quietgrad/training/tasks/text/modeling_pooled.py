@@ -75,8 +75,10 @@ class PooledForSequenceClassification(PreTrainedModel):
         self.encoder = build_encoder(config.encoder_config)
         inner: Any = self.encoder.config
         depth = int(inner.num_hidden_layers)
-        parts = depth - depth // 2 + 2 if config.pooling == "layers" else 1
-        self.head = nn.Linear(parts * inner.hidden_size, config.num_labels)  # type: ignore[arg-type]
+        layers = config.pooling == "layers"
+        width = inner.hidden_size * (depth - depth // 2 + 2 if layers else 1)
+        labels: int = config.num_labels  # type: ignore[assignment]
+        self.head = nn.Linear(width, labels, bias=not layers)
         self.post_init()
 
     def forward(

@@ -17,15 +17,21 @@ from quietgrad.training.tasks.text.pooling import Pooling, feature_width, featur
 
 
 class PooledClassifier(nn.Module):
-    """Encoder, features pooled from its token vectors (``pooling``), linear head."""
+    """Encoder, features pooled from its token vectors (``pooling``), linear head.
+
+    On "layers" the head has no bias. Beside features of length 1 a bias has half of a gradient's
+    squared length, and so of the clipping norm; what the features of all texts have in common, a
+    third of them, serves as one.
+    """
 
     def __init__(self, encoder: nn.Module, pooling: Pooling, num_labels: int) -> None:
         super().__init__()
         self.encoder = encoder
         self.pooling: Pooling = pooling
-        self.head = nn.Linear(feature_width(encoder.config, pooling), num_labels)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        width = feature_width(encoder.config, pooling)
+        self.head = nn.Linear(width, num_labels, bias=pooling == "mean")
+        for parameter in self.head.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """[examples, tokens] ids and mask to [examples, labels] logits."""

@@ -76,7 +76,8 @@ def draw_random_head(classifier: torch.nn.Module) -> None:
             "'layers'"
         )
     torch.nn.init.orthogonal_(classifier.head.weight)
-    torch.nn.init.zeros_(classifier.head.bias)
+    if classifier.head.bias is not None:
+        torch.nn.init.zeros_(classifier.head.bias)
     classifier.head.requires_grad_(False)
 
 
