@@ -91,11 +91,10 @@ def test_what_cannot_be_private_is_refused(
         ("activation_offloading", True),
         ("loss_type", "dft"),
         ("n_gpu", 2),
-        ("world_size", 2),
     ],
 )
 def test_settings_of_other_machines_and_versions(name: str, value: Any, tmp_path: Path) -> None:
-    alone = {"n_gpu": 1, "world_size": 1, "report_to": []}
+    alone = {"n_gpu": 1, "report_to": []}
     refuse_arguments(SimpleNamespace(**alone))
     with pytest.raises(ValueError, match=f"args.{name}="):
         refuse_arguments(SimpleNamespace(**(alone | {name: value})))
@@ -139,7 +138,7 @@ def test_arguments_that_were_changed_later_are_refused_too(tmp_path: Path) -> No
 
 def test_gradients_are_not_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_WATCH", "gradients")
-    args = SimpleNamespace(n_gpu=1, world_size=1, report_to=["wandb"])
+    args = SimpleNamespace(n_gpu=1, report_to=["wandb"])
     with pytest.raises(ValueError, match="WANDB_WATCH=gradients"):
         refuse_arguments(args)
 

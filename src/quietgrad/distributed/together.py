@@ -5,7 +5,7 @@ process group, one word for all, and which of them writes files.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,23 @@ class Together:
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
+    def by_first(self, work: Callable[[], Any]) -> Any:
+        """What ``work`` returns on the first process, which alone does it; or, on all, the
+        ValueError that it raises there.
+        """
+        if self._group is None:
+            return work()
+        found, refused = None, None
+        if self.first:
+            try:
+                found = work()
+            except ValueError as error:
+                refused = str(error)
+        found, refused = self.of_first((found, refused))
+        if refused is not None:
+            raise ValueError(refused)
+        return found
+
     def require_same(self, name: str, value: object, remedy: str) -> None:
         """Raises RuntimeError on all ranks where ``value`` is not the same."""
         if self._group is None:
@@ -77,6 +94,13 @@ def meet(device: str) -> Together:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    return Together(dist.get_rank(), dist.get_world_size())
+
+
+def here() -> Together:
+    """The processes of the group that somebody has initialised, if there is one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Together()
     return Together(dist.get_rank(), dist.get_world_size())
 
 

@@ -13,7 +13,7 @@ from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.reporting import without_system_metrics
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
-ALONE = "run one process on one device (CUDA_VISIBLE_DEVICES=0 python ..., no launcher)"
+REPLICAS = "keep the whole model in every process (torchrun, or accelerate launch --multi_gpu)"
 
 # Argument -> (whether its value is refused, why, what to do). Missing arguments are not refused.
 ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
@@ -60,9 +60,13 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
         "the noise that it puts on a record depends on the longest record of the micro-batch",
         "leave it out",
     ),
-    "deepspeed": (bool, "it clips and reduces gradients itself, over several processes", ALONE),
-    "fsdp": (bool, "parameters and batches would be spread over processes", ALONE),
-    "parallelism_config": (bool, "a record would be spread over processes", ALONE),
+    "deepspeed": (bool, "it clips and reduces gradients itself", REPLICAS),
+    "fsdp": (
+        bool,
+        "Trainer would shard the model before the private run knows of it",
+        f"{REPLICAS}, or shard it in a loop of your own (docs/fully_sharded.md)",
+    ),
+    "parallelism_config": (bool, "a record would be spread over processes", REPLICAS),
     "use_liger_kernel": (
         bool,
         "its loss is fused over the batch, and its layers have no per-example gradient",
@@ -142,10 +146,11 @@ def refuse_arguments(args: Any) -> None:
             f"args.loss_type={loss!r} is a loss of the batch; leave it at 'nll', or give "
             "per_example_loss="
         )
-    if args.n_gpu > 1 or args.world_size > 1:
+    if args.n_gpu > 1:
         raise ValueError(
-            f"args.n_gpu={args.n_gpu}, args.world_size={args.world_size}: batches would be spread "
-            f"over devices or processes, each with noise of its own; {ALONE}"
+            f"args.n_gpu={args.n_gpu}: one process would spread batches over devices "
+            f"(DataParallel); start one process for each (torchrun --nproc-per-node {args.n_gpu} "
+            "...), or show it one device (CUDA_VISIBLE_DEVICES=0)"
         )
     watched = os.environ.get("WANDB_WATCH", "false")
     if "wandb" in (args.report_to or ()) and watched in ("all", "gradients"):

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from quietgrad.accounting import epsilon_report
+from quietgrad.distributed.together import Together, here
 from quietgrad.durable import make_folder, write_whole
 from quietgrad.events import unit_of
 from quietgrad.integrations.reporting import shown_epsilon, spent_name
@@ -99,6 +100,7 @@ class TrainerSession:
         self.run: PrivateRun | None = None
         self.resumed: Checkpoint | None = None
         self._keeper = NoiseKeeper(None)
+        self._together = Together()
         self._name = ""
 
     def starts_from(self, model: Any, bare: Any) -> tuple[Record, ...]:
@@ -152,7 +154,8 @@ class TrainerSession:
 
     @contextlib.contextmanager
     def open(self, resume: bool | str) -> Iterator[str | None]:
-        """Starts the run, or goes on with it; gives the checkpoint to load, if there is one.
+        """Starts the run, or goes on with it; gives the checkpoint to load, if there is one. On
+        several processes all of them call it, and are one run.
 
         Args:
             resume: as ``Trainer.train``'s ``resume_from_checkpoint``: False begins, True goes on
@@ -163,39 +166,45 @@ class TrainerSession:
                 is; a checkpoint of another run; a ledger that holds fewer releases than it; and
                 what ``PrivacyPlan.start`` refuses.
         """
-        make_folder(self.files.path)
-        with self._locked():
-            begun = holds_records(self.files.ledger)
-            place = f"args.output_dir={str(self.files.path)!r}"
-            if begun and resume is False:
-                raise ValueError(
-                    f"{place} holds a private run already; go on with it by "
-                    "trainer.train(resume_from_checkpoint=True), or choose another directory (the "
-                    "epsilons of two runs on the same records add)"
+        self._together = here()
+        with contextlib.ExitStack() as held:
+            # The first process alone locks, looks and, at the end, removes what is secret.
+            self._together.by_first(lambda: self._take(held, resume))
+            writes = self._together.first
+            with start_private(self.plan, self.files, resume is not False, writes) as run:
+                self._name = self._together.by_first(
+                    lambda: read_ledger(self.files.ledger).sessions[0].name
                 )
-            if not begun and resume is not False:
-                raise ValueError(
-                    f"{place} holds no ledger, so there is no private run to go on with; restore "
-                    "it, or begin one with trainer.train()"
-                )
-            with start_private(self.plan, self.files, resume is not False) as run:
-                self._name = read_ledger(self.files.ledger).sessions[0].name
                 self.run, self._keeper = run, NoiseKeeper(run)
-                self.resumed = None if resume is False else self._checkpoint(resume)
+                self.resumed = (
+                    None
+                    if resume is False
+                    else self._together.by_first(lambda: self._checkpoint(resume))
+                )
                 yield None if self.resumed is None else str(self.resumed.path)
-                if run.released >= self.plan.steps:
+                if writes and run.released >= self.plan.steps:
                     forget_keys(self.files)
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with contextlib.ExitStack() as held:
-            try:
-                held.enter_context(self.files.locked())
-            except ValueError as error:
-                raise ValueError(
-                    str(error).replace("training.run_dir", "args.output_dir")
-                ) from None
-            yield
+    def _take(self, held: contextlib.ExitStack, resume: bool | str) -> None:
+        """Locks the directory, and looks whether it is what ``resume`` says."""
+        make_folder(self.files.path)
+        try:
+            held.enter_context(self.files.locked())
+        except ValueError as error:
+            raise ValueError(str(error).replace("training.run_dir", "args.output_dir")) from None
+        begun = holds_records(self.files.ledger)
+        place = f"args.output_dir={str(self.files.path)!r}"
+        if begun and resume is False:
+            raise ValueError(
+                f"{place} holds a private run already; go on with it by "
+                "trainer.train(resume_from_checkpoint=True), or choose another directory (the "
+                "epsilons of two runs on the same records add)"
+            )
+        if not begun and resume is not False:
+            raise ValueError(
+                f"{place} holds no ledger, so there is no private run to go on with; restore "
+                "it, or begin one with trainer.train()"
+            )
 
     def _checkpoint(self, resume: bool | str) -> Checkpoint | None:
         assert self.run is not None
@@ -243,6 +252,8 @@ class TrainerSession:
         """Writes into a checkpoint of which run it is, and how many releases its weights have
         seen.
         """
+        if not self._together.first:
+            return
         make_folder(folder)
         mark = {"run": self._name, "releases": releases}
         write_whole(folder / MARK, (json.dumps(mark) + "\n").encode())
@@ -255,7 +266,8 @@ class TrainerSession:
         """Saved weights say what they were trained on and how; public facts alone. Nothing before a
         first release.
         """
-        if self.run is None or not self.run.released or not folder.is_dir():
+        ready = self._together.first and folder.is_dir()
+        if not ready or self.run is None or not self.run.released:
             return
         done = Trained(self._name, self.plan, self.started_from, self.run.released)
         record = done.record()

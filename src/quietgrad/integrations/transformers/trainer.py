@@ -170,8 +170,7 @@ class PrivateTrainer(QuietTrainer):
             The steps made and public metrics; ``training_loss`` is None.
 
         Raises:
-            ValueError: what ``TrainerSession.open`` refuses, and arguments that were changed to
-                what cannot be private.
+            ValueError: what ``TrainerSession.open`` refuses, and arguments changed since.
         """
         refusals.refuse_arguments(self.args)
         if trial is not None:
@@ -236,8 +235,10 @@ class PrivateTrainer(QuietTrainer):
         return dataset, self._get_collator_with_removed_columns(self.data_collator, description)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Trainer's divides every record's loss by the number of labels in the batch."""
-        if any(isinstance(batch, LoadedBatch) for batch in batch_samples):
+        """Trainer's divides every record's loss by the number of labels in the batch, and on several
+        processes multiplies evaluation's by their number, also where it is a mean already.
+        """
+        if self.args.world_size > 1 or any(isinstance(b, LoadedBatch) for b in batch_samples):
             return None
         return super()._get_num_items_in_batch(batch_samples, device)
 
