@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, callbacks
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning_modules import ADVICE, PRIVACY, Small, loader, records, saving, trainer
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
@@ -58,14 +60,12 @@ def test_settings_of_the_trainer(tmp_path: Path, changes: dict[str, Any], said: 
     assert not (tmp_path / "ledger.jsonl").exists()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "fsdp"])
-def test_several_devices(tmp_path: Path, strategy: str) -> None:
-    if strategy == "fsdp":  # which needs an accelerator to be made
-        made: Any = trainer(tmp_path, strategy="ddp", devices=1)  # one process, and yet another
-    else:
-        made = trainer(tmp_path, strategy=strategy, devices=2)
-    with pytest.raises(ValueError, match=r"each with noise of its own; use Trainer\(devices=1"):
-        refuse_trainer(made)
+def test_strategies_that_are_not_replicas(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"strategy='ddp_spawn'.*use strategy=\"ddp\""):
+        refuse_trainer(trainer(tmp_path, strategy="ddp_spawn", devices=2))
+    sharded: Any = SimpleNamespace(world_size=2, strategy=FSDPStrategy())
+    with pytest.raises(ValueError, match=r"2 devices and FSDPStrategy.*use strategy=\"ddp\""):
+        refuse_trainer(sharded)
 
 
 def test_a_gradient_scaler(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from lightning.pytorch import callbacks, profilers
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.owners import Owners
@@ -18,7 +19,7 @@ from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.reporting import without_system_metrics
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
-ALONE = "use Trainer(devices=1, num_nodes=1), without a launcher"
+REPLICAS = 'use strategy="ddp", which keeps the whole model in every process, or devices=1'
 HALF = "use 32-true or bf16-mixed"
 
 
@@ -135,10 +136,18 @@ def refuse_trainer(trainer: Any) -> None:
     Raises:
         ValueError: naming the setting, why, and the remedy.
     """
-    if trainer.world_size != 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
+    strategy = trainer.strategy
+    if isinstance(strategy, DDPStrategy):
+        if isinstance(strategy.launcher, _MultiProcessingLauncher):
+            name = f"ddp_{strategy.launcher._start_method}"
+            raise ValueError(
+                f"Trainer(strategy={name!r}) trains in processes that end with fit, and what the "
+                f"run knows ends with them; {REPLICAS}"
+            )
+    elif trainer.world_size != 1 or not isinstance(strategy, SingleDeviceStrategy):
         raise ValueError(
-            f"Trainer with {trainer.world_size} devices and {type(trainer.strategy).__name__}: "
-            f"batches would be spread over processes, each with noise of its own; {ALONE}"
+            f"Trainer with {trainer.world_size} devices and {type(strategy).__name__}: "
+            f"parameters or records would be spread over processes; {REPLICAS}"
         )
     for name, (value_of, refused, why, remedy) in SETTINGS.items():
         value = value_of(trainer)

@@ -8,6 +8,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from quietgrad.distributed.together import Together, here
 from quietgrad.durable import make_folder
 from quietgrad.ledger import holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
@@ -60,11 +61,13 @@ class Session:
         self._place = f"Trainer(default_root_dir={folder!r})"
         self._open = contextlib.ExitStack()
         self._keeper = NoiseKeeper(None)
+        self._together = Together()
         self._name = ""
         self._started_from: tuple[Record, ...] = ()
 
     def open(self, checkpoint: dict[str, Any] | None, record: Record | None, accepted: str) -> int:
-        """Starts the run, or goes on with it after a checkpoint.
+        """Starts the run, or goes on with it after a checkpoint. On several processes all of them
+        call it, and are one run.
 
         Args:
             checkpoint: ``MARK`` of the one that was loaded; {} for one without; None to begin.
@@ -79,29 +82,40 @@ class Session:
                 is; a checkpoint of another run; a ledger that holds fewer releases than it; and
                 what ``PrivacyPlan.start`` refuses.
         """
-        make_folder(self.files.path)
+        self._together = here()
         with contextlib.ExitStack() as opened:
-            opened.enter_context(self.files.locked())
-            begun = holds_records(self.files.ledger)
-            if begun and checkpoint is None:
-                raise ValueError(
-                    f"{self._place} holds a private run already; go on with it by "
-                    "trainer.fit(..., ckpt_path=), or choose another directory (the epsilons of "
-                    "two runs on the same records add)"
-                )
-            if not begun and checkpoint is not None:
-                raise ValueError(
-                    f"{self._place} holds no ledger, so there is no private run to go on with; "
-                    "restore it, or begin one without ckpt_path"
-                )
+            # The first process alone locks, looks and, at the end, removes what is secret.
+            begun = self._together.by_first(lambda: self._take(opened, checkpoint is not None))
             if checkpoint is None:
                 self._started_from = check_start(record, accepted, self.plan)
-            run = opened.enter_context(start_private(self.plan, self.files, begun))
-            self._name = read_ledger(self.files.ledger).sessions[0].name
+            run = opened.enter_context(
+                start_private(self.plan, self.files, begun, self._together.first)
+            )
+            self._name = self._together.by_first(
+                lambda: read_ledger(self.files.ledger).sessions[0].name
+            )
             seen = 0 if checkpoint is None else self._seen(checkpoint, run)
             self.run, self._keeper = run, NoiseKeeper(run)
             self._open = opened.pop_all()
         return seen
+
+    def _take(self, held: contextlib.ExitStack, resume: bool) -> bool:
+        """Locks the directory; whether it holds a run, as it has to."""
+        make_folder(self.files.path)
+        held.enter_context(self.files.locked())
+        begun = holds_records(self.files.ledger)
+        if begun and not resume:
+            raise ValueError(
+                f"{self._place} holds a private run already; go on with it by "
+                "trainer.fit(..., ckpt_path=), or choose another directory (the epsilons of "
+                "two runs on the same records add)"
+            )
+        if not begun and resume:
+            raise ValueError(
+                f"{self._place} holds no ledger, so there is no private run to go on with; "
+                "restore it, or begin one without ckpt_path"
+            )
+        return begun
 
     def _seen(self, checkpoint: dict[str, Any], run: PrivateRun) -> int:
         if checkpoint.get("run") != self._name:
@@ -123,7 +137,8 @@ class Session:
     def close(self) -> None:
         """Ends the session; once the plan's releases are made, nothing of it stays secret."""
         with self._open:
-            if self.run is not None and self.run.released >= self.plan.steps:
+            made = self.run is not None and self.run.released >= self.plan.steps
+            if made and self._together.first:
                 forget_keys(self.files)
 
     def mark(self, releases: int) -> dict[str, Any]:

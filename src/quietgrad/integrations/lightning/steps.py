@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch.nn.parallel import DistributedDataParallel
 
 import quietgrad.integrations.lightning.refusals as refusals
 from quietgrad.events import unit_of
@@ -130,6 +131,9 @@ class PrivateSteps(PublicLoaders):
         assert self.session is not None and self._loader is not None
         refusals.refuse_optimizers(trainer.optimizers)
         refusals.refuse_module(pl_module, pl_module.private_base)  # type: ignore[arg-type]
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            # It has sent the first process's weights to all; gradients go through the run.
+            trainer.strategy.model.require_backward_grad_sync = False
         mark = None if trainer.ckpt_path is None else self._mark
         self._seen = self.session.open(mark, self._record, self._accept_start)
         self._hooks = [
@@ -169,13 +173,14 @@ class PrivateSteps(PublicLoaders):
         gradients.
         """
         if not trainer.barebones and self.session is not None:
-            epsilon = shown_epsilon(self.run.epsilon())
             name = spent_name(unit_of(self.session.plan.neighbouring))
-            LightningModule.log(pl_module, name, epsilon, prog_bar=True, batch_size=1)
-            for name, value in self.run.shown().items():
-                LightningModule.log(pl_module, name, value, batch_size=1)
+            shown = {name: shown_epsilon(self.run.epsilon())} | self.run.shown()
             if self.session.plan.data_are_public:
-                LightningModule.log(pl_module, "data_declared_public", 1.0, batch_size=1)
+                shown["data_declared_public"] = 1.0
+            # The same on all processes; a mean over them could round it down.
+            alike: dict[str, Any] = {"batch_size": 1, "sync_dist": True, "reduce_fx": "max"}
+            for told, value in shown.items():
+                LightningModule.log(pl_module, told, value, prog_bar=told == name, **alike)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

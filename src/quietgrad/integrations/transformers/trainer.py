@@ -235,8 +235,8 @@ class PrivateTrainer(QuietTrainer):
         return dataset, self._get_collator_with_removed_columns(self.data_collator, description)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Trainer's divides every record's loss by the number of labels in the batch, and on several
-        processes multiplies evaluation's by their number, also where it is a mean already.
+        """Trainer's divides every record's loss by the number of labels in the batch; on several
+        processes it multiplies evaluation's by their number, also where it is a mean already.
         """
         if self.args.world_size > 1 or any(isinstance(b, LoadedBatch) for b in batch_samples):
             return None
