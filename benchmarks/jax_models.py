@@ -19,6 +19,7 @@ Arrays = dict[str, Any]
 Model = Callable[[Arrays, Arrays], jax.Array]
 
 TABLES = ("embed_tokens.weight", "_embeddings.weight")  # rows by token: as in torch
+QUERIES = 512  # whose attention weights are in memory at once
 LORA_SCALE = 2.0  # lora_alpha / r
 
 
@@ -77,18 +78,32 @@ def bert(p: Arrays, batch: Arrays) -> jax.Array:
     return cross_entropy(linear(p, "classifier", pooled), batch["y"])
 
 
-def llama(p: Arrays, batch: Arrays, checkpoint: bool = False) -> jax.Array:
-    """With ``checkpoint`` attention weights are computed again on the way back, not kept."""
+def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Of long texts for some queries at a time, computed again on the way back: on processors XLA
+    has no kernel that does without the whole matrix of weights, 15 GiB of them at 4096 tokens.
+    (``jax.checkpoint`` without the loop is undone by the compiler there.)
+    """
+    length = query.shape[1]
+    if length <= QUERIES:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
+    @jax.checkpoint
+    def of_some(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        some, start = part
+        seen = jnp.arange(length) <= start + jnp.arange(QUERIES)[:, None]
+        return jax.nn.dot_product_attention(some, key, value, mask=seen[None, None])
+
+    batch, _, heads, width = query.shape
+    parts = query.reshape(batch, -1, QUERIES, heads, width).swapaxes(0, 1)
+    mixed = jax.lax.map(of_some, (parts, jnp.arange(0, length, QUERIES)))
+    return mixed.swapaxes(0, 1).reshape(query.shape)
+
+
+def llama(p: Arrays, batch: Arrays) -> jax.Array:
     def norm(name: str, x: jax.Array) -> jax.Array:
         scale = jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
         return p[f"{name}.weight"] * (x * scale)
 
-    def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
-
-    if checkpoint:
-        attention = jax.checkpoint(attention)
     x = p["model.embed_tokens.weight"][batch["input_ids"]]
     angles = jnp.arange(x.shape[1])[:, None] / 10000.0 ** (jnp.arange(0, 64, 2) / 64)
     cosine, sine = (jnp.tile(f(angles), 2)[:, None] for f in (jnp.cos, jnp.sin))
@@ -103,17 +118,13 @@ def llama(p: Arrays, batch: Arrays, checkpoint: bool = False) -> jax.Array:
         query, key, value = (
             heads_of(linear(p, f"{where}self_attn.{name}_proj", y), 8) for name in "qkv"
         )
-        mixed = attention(turned(query), turned(key), value).reshape(x.shape)
+        mixed = causal_attention(turned(query), turned(key), value).reshape(x.shape)
         x += linear(p, where + "self_attn.o_proj", mixed)
         y = norm(where + "post_attention_layernorm", x)
         gate = jax.nn.silu(linear(p, where + "mlp.gate_proj", y))
         x += linear(p, where + "mlp.down_proj", gate * linear(p, where + "mlp.up_proj", y))
     logits = linear(p, "lm_head", norm("model.norm", x))
     return cross_entropy(logits[:, :-1], batch["y"][:, 1:]).mean(1)
-
-
-def llama_checkpointed(p: Arrays, batch: Arrays) -> jax.Array:
-    return llama(p, batch, checkpoint=True)
 
 
 def convolution(p: Arrays, name: str, x: jax.Array, stride: int) -> jax.Array:
@@ -147,6 +158,5 @@ MODELS: dict[str, Model] = {
     "bert": bert,
     "llama": llama,
     "llama-lora": llama,
-    "llama-checkpointed": llama_checkpointed,
     "resnet": resnet,
 }

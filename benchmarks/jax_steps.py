@@ -31,7 +31,7 @@ Function = Callable[[Arrays, Arrays, Arrays], Arrays]
 
 
 def read_program() -> tuple[str, float, tuple[Arrays, Arrays, Arrays]]:
-    """The model's name, the limit on memory in GiB, and what is trained, what is frozen, a batch."""
+    """The model's name, the limit on memory in GiB, and: trained, frozen, batch."""
     parts: dict[str, Arrays] = {"trained": {}, "frozen": {}, "batch": {}}
     with np.load(os.environ[PROGRAM]) as file:
         model, limit = str(file["model"]), float(file["limit_gib"])
