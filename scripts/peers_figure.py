@@ -1,7 +1,8 @@
 """The README's figure and table of peers, from benchmarks/results/clipping_peers.json and
 clipping_peers_jax.json.
 
-python scripts/peers_figure.py             # draws docs/peers.png, prints the table
+python scripts/peers_figure.py             # draws docs/peers.png, prints the tables
+python scripts/peers_figure.py --write     # and puts them into README.md and docs/peers.md
 python benchmarks/clipping_peers.py        # measures again
 python benchmarks/clipping_peers_jax.py    # measures JAX-Privacy again; its head says what it needs
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,27 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def table_of_jax() -> str:
+    """In Markdown: seconds of the two non-private steps, and JAX-Privacy's ways."""
+    ways = {"jax-privacy": "at once", "jax-privacy-by-8": "by 8", "jax-privacy-by-1": "one by one"}
+    heads = ["JAX, not private", "torch, not private", *ways.values()]
+    lines = ["| | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads)]
+    for regime, words in REGIMES.items():
+        entry = json.loads(RESULTS_OF_JAX.read_text())["regimes"][regime]
+        cells = [f"{entry['seconds_non_private' + of]:.2f} s" for of in ("", "_torch")]
+        for name in ways:
+            if name in entry["failed"]:
+                cells.append("fails")
+            elif name in entry["methods"]:
+                row = entry["methods"][name]
+                time = "{median:.2f} [{min:.2f}-{max:.2f}]".format(**row["time_ratio"])
+                cells.append(f"{time} / {row['memory_ratio']:.2f}")
+            else:
+                cells.append("")  # no more records than that
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def draw(path: Path) -> None:
     """Two panels of bars, time and added memory, on a logarithmic axis around 1."""
     from matplotlib.figure import Figure
@@ -104,6 +127,27 @@ def draw(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def with_table(text: str, fresh: str) -> str:
+    """A page with a table in place of the one whose heads are the same.
+
+    Raises:
+        ValueError: if the page has none.
+    """
+    lines, heads = text.splitlines(), fresh.splitlines()[0]
+    if heads not in lines:
+        raise ValueError(f"the page has no table with the heads {heads}; write its first line")
+    start = end = lines.index(heads)
+    while end < len(lines) and lines[end].startswith("|"):
+        end += 1
+    return "\n".join([*lines[:start], fresh, *lines[end:]]) + "\n"
+
+
 if __name__ == "__main__":
     draw(FIGURE)
-    print(table())
+    print(table(), table_of_jax(), sep="\n\n")
+    if "--write" in sys.argv[1:]:
+        for page, fresh in (
+            (ROOT / "README.md", table()),
+            (FIGURE.with_suffix(".md"), table_of_jax()),
+        ):
+            page.write_text(with_table(page.read_text("utf-8"), fresh), "utf-8")
