@@ -3,7 +3,8 @@
     pip install --no-deps --target FOLDER jax==0.10.2 jaxlib==0.10.2 jax-privacy==2.0.0 \
         optax==0.2.8 chex==0.1.92 toolz==1.2.0
     PYTHONPATH=FOLDER python benchmarks/clipping_peers_jax.py [--repeats 5] [--regimes bert-32 ...]
-                              [--again] [--output benchmarks/results/clipping_peers_jax.json]
+                              [--ways jax-privacy-by-1 ...] [--again]
+                              [--output benchmarks/results/clipping_peers_jax.json]
 
 Models, batches, rounds and limits are those of ``clipping_peers.py``; ratios are to JAX's own
 non-private step of the same round. The models are written in plain JAX (``jax_models.py``) and take
@@ -58,10 +59,11 @@ PACKAGES = ("torch", "transformers", "peft", "jax", "jaxlib", "jax-privacy", "op
 TOLERANCE = 2e-3  # relative, of the whole gradient's norm: float32 in two orders of addition
 
 
-def methods_of(regime: str) -> list[str]:
-    """Whole, by 8 where there are more, and one by one."""
+def methods_of(regime: str, ways: list[str] | None = None) -> list[str]:
+    """Whole, by 8 where there are more, and one by one, or those of ``ways`` alone."""
     sizes = [size for size in (8, 1) if size < REGIMES[regime].batch]
-    return ["non-private", TORCH, WHOLE, *(f"{PARTS}{size}" for size in sizes)]
+    private = [WHOLE, *(f"{PARTS}{size}" for size in sizes)]
+    return ["non-private", TORCH, *(way for way in private if ways is None or way in ways)]
 
 
 def write_program(regime: str, path: Path) -> dict[str, int]:
@@ -147,6 +149,7 @@ def check(regime: str, program: Path) -> dict[str, float]:
 
 def measure(
     regime: str,
+    methods: list[str],
     repeats: int,
     environment: dict[str, Any],
     folder: Path,
@@ -171,7 +174,7 @@ def measure(
             return worker_of(regime, "non-private")
         return Worker(regime, method, STEPS, {**os.environ, PROGRAM: str(program)})
 
-    entry |= measure_time(regime, methods_of(regime), repeats, start)
+    entry |= measure_time(regime, methods, repeats, start)
     rows = entry["methods"]
     entry["seconds_non_private_torch"] = rows.pop(TORCH)["seconds"]
     for method, row in rows.items():
@@ -192,6 +195,9 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--regimes", nargs="+", default=list(SHOWN), choices=list(SHOWN))
+    parser.add_argument(
+        "--ways", nargs="+", help="jax-privacy, jax-privacy-by-8, ...; all if left out"
+    )
     parser.add_argument("--again", action="store_true", help="also what the output file holds")
     parser.add_argument(
         "--unchecked",
@@ -218,11 +224,12 @@ def main() -> None:
         if arguments.unchecked
     }
     for regime in arguments.regimes:
-        wanted = [method for method in methods_of(regime) if method != TORCH]
+        methods = methods_of(regime, arguments.ways)
+        wanted = [method for method in methods if method != TORCH]
         if arguments.again or not has(report, regime, wanted, arguments.repeats, environment):
             with tempfile.TemporaryDirectory() as folder:
                 entry = measure(
-                    regime, arguments.repeats, environment, Path(folder), known.get(regime)
+                    regime, methods, arguments.repeats, environment, Path(folder), known.get(regime)
                 )
             report["regimes"][regime] = entry
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
