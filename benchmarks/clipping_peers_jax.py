@@ -17,7 +17,9 @@ non-private step takes its turns too, so that absolute seconds stand side by sid
 measured as there, after compiling; ``xla_memory_mib`` is what XLA itself plans, gradient and all
 between, without what the kernels allocate by themselves.
 
-On an idle machine of two processors it takes about MINUTES minutes.
+On an idle machine of two processors it takes about half an hour, by the processor time of its
+steps; the largest process takes 9 GiB. ``scripts/peers_figure.py --write`` then puts the tables
+into the pages.
 """
 
 from __future__ import annotations
