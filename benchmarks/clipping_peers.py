@@ -8,7 +8,8 @@ run.
 Every method runs forward and backward of the same model on the same batch and ends with a gradient
 (non-private) or a clipped sum. Each lives in a process of its own, since peers leave hooks and
 patches behind; the processes take one step each in turn, and ratios are to the non-private step of
-the same round: median and range over rounds. A method slower than 20 non-private steps gets two
+the same round: median and range over rounds, and the median of processor time, which a busy machine
+moves less. A method slower than 20 non-private steps gets two
 rounds. Memory is the peak resident memory that a fresh process adds over model and data in two
 steps (Linux). A method that fails is reported with its error; memory that a process may take is
 limited, and running into the limit counts as a failure.
@@ -30,12 +31,9 @@ import contextlib
 import json
 import os
 import platform
-import resource
-import select
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,13 +44,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from turns import Step, Worker, added_mib, answer_steps, limit_memory
 
 Batch = dict[str, Tensor]
-Step = Callable[[], Any]
 
 SLOW = 20.0  # non-private steps
 ROUNDS_OF_SLOW = 2
-STEP_LIMIT_SECONDS = 900.0
 PACKAGES = ("torch", "opacus", "transformers", "peft", "opake-engine")
 
 
@@ -332,106 +329,38 @@ METHODS: dict[str, Callable[[nn.Module, Batch], Step]] = {
 }
 
 
-class Worker:
-    """A process that holds one method's model and takes a step when told to."""
-
-    def __init__(
-        self,
-        regime: str,
-        method: str,
-        script: Path = Path(__file__),
-        environment: dict[str, str] | None = None,
-    ) -> None:
-        command = [sys.executable, str(script), "--worker", regime, method]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-        self.error = ""
-        self.answer: dict[str, Any] = {}  # of the last step, whole
-
-    def step(self) -> float | None:
-        """Seconds, or None with ``error`` set."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            self.process.stdin.write("go\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass
-        if not select.select([self.process.stdout], [], [], STEP_LIMIT_SECONDS)[0]:
-            self.error = f"no step within {STEP_LIMIT_SECONDS:.0f} s"
-            self.process.kill()
-            return None
-        line = self.process.stdout.readline()
-        answer = (
-            json.loads(line)
-            if line
-            else {"error": f"the process ended with status {self.process.wait()}"}
-        )
-        self.error, self.answer = answer.get("error", ""), answer
-        return answer.get("seconds")
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.wait()
-
-
 def worker(regime: str, method: str) -> None:
-    """The other side of ``Worker``: one JSON line per step."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes elsewhere
-    limit_memory(regime)
-    step: Step | None = None
-    for _ in sys.stdin:
-        try:
-            if step is None:
-                step = METHODS[method](*build(regime))
-            started = time.perf_counter()
-            step()
-            answer: dict[str, Any] = {"seconds": time.perf_counter() - started}
-        except Exception as error:
-            answer = {"error": one_line(error)}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    """The other side of ``Worker``."""
+    limit_memory(REGIMES[regime].limit_gib)
+    answer_steps(lambda: METHODS[method](*build(regime)))
 
 
-def limit_memory(regime: str) -> None:
-    limit = int(REGIMES[regime].limit_gib * 2**30)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+def worker_of(regime: str, method: str) -> Worker:
+    return Worker(regime, method, Path(__file__))
 
 
-def one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    words = " ".join((lines[0] if lines else "").split())
-    if "allocate memory" in str(error) or isinstance(error, MemoryError):
-        wanted = words.partition("you tried to allocate ")[2].partition(" bytes")[0]
-        return "out of memory" + (
-            f" (asked for {int(wanted) / 2**30:.1f} GiB at once)" if wanted.isdigit() else ""
-        )
-    return f"{type(error).__name__}: {words[:160]}"
-
-
-def measure_time(regime: str, methods: list[str], repeats: int) -> dict[str, Any]:
+def measure_time(
+    regime: str,
+    methods: list[str],
+    repeats: int,
+    start: Callable[[str, str], Worker] = worker_of,
+) -> dict[str, Any]:
     workers: dict[str, Worker] = {}
     failed: dict[str, str] = {}
     warm: dict[str, float] = {}
     seconds: dict[str, dict[int, float]] = {}
+    processor: dict[str, dict[int, float]] = {}
     try:
         for method in methods:
-            one = Worker(regime, method)
+            one = start(regime, method)
             first = one.step()
             second = None if first is None else one.step()  # the first may compile, trace and check
             if second is None:
                 failed[method] = one.error
                 one.end()
                 continue
-            workers[method], warm[method], seconds[method] = one, second, {}
+            workers[method], warm[method] = one, second
+            seconds[method], processor[method] = {}, {}
         for round_ in range(repeats):
             for method in list(workers):
                 if round_ >= ROUNDS_OF_SLOW and warm[method] > SLOW * warm["non-private"]:
@@ -442,6 +371,7 @@ def measure_time(regime: str, methods: list[str], repeats: int) -> dict[str, Any
                     del seconds[method]
                 else:
                     seconds[method][round_] = taken
+                    processor[method][round_] = workers[method].answer["processor_seconds"]
     finally:
         for one in workers.values():
             one.end()
@@ -459,6 +389,11 @@ def measure_time(regime: str, methods: list[str], repeats: int) -> dict[str, Any
                 "min": min(ratios),
                 "max": max(ratios),
             },
+            "processor_time_ratio": statistics.median(
+                taken / processor["non-private"][round_]
+                for round_, taken in processor[method].items()
+            ),
+            "seconds": statistics.median(values.values()),
             "rounds": len(ratios),
         }
     return report
@@ -474,19 +409,8 @@ def memory_child(regime: str, method: str) -> None:
     """Prints by how much two steps raise the resident memory over what model and data occupy (the
     peak is reset first).
     """
-    limit_memory(regime)
-    step = METHODS[method](*build(regime))
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = _status("VmRSS")
-    step()
-    step()
-    print(max(_status("VmHWM") - before, 0.0))
-
-
-def _status(key: str) -> float:
-    with open("/proc/self/status") as file:
-        return next(float(line.split()[1]) / 1024 for line in file if line.startswith(key))
+    limit_memory(REGIMES[regime].limit_gib)
+    print(added_mib(METHODS[method](*build(regime))))
 
 
 def measure(

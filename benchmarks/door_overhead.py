@@ -38,8 +38,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from clipping_peers import STEP_LIMIT_SECONDS, Worker
 from torch import Tensor, nn
+from turns import STEP_LIMIT_SECONDS, Worker
 from two_commits import quartiles
 
 from quietgrad import PrivacyConfig
@@ -212,7 +212,7 @@ class Stop(Exception):
 
 
 def worker(shape: str, door: str) -> None:
-    """The other side of ``clipping_peers.Worker``: one JSON line a step, and not a step more than
+    """The other side of ``turns.Worker``: one JSON line a step, and not a step more than
     is asked for.
     """
     answers = os.fdopen(os.dup(1), "w")

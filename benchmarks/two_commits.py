@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from clipping_peers import REGIMES, Worker
+from clipping_peers import REGIMES
+from turns import Worker
 
 HERE = Path(__file__).resolve().parent.parent
 

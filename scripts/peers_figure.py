@@ -1,18 +1,23 @@
-"""The README's figure and table of peers, from benchmarks/results/clipping_peers.json.
+"""The README's figure and table of peers, from benchmarks/results/clipping_peers.json and
+clipping_peers_jax.json.
 
-python scripts/peers_figure.py          # draws docs/peers.png, prints the table
-python benchmarks/clipping_peers.py     # measures again
+python scripts/peers_figure.py             # draws docs/peers.png, prints the tables
+python scripts/peers_figure.py --write     # and puts them into README.md and docs/peers.md
+python benchmarks/clipping_peers.py        # measures again
+python benchmarks/clipping_peers_jax.py    # measures JAX-Privacy again; its head says what it needs
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "clipping_peers.json"
+RESULTS_OF_JAX = RESULTS.with_name("clipping_peers_jax.json")
 FIGURE = ROOT / "docs" / "peers.png"
 REGIMES = {
     "bert-32": "BERT, 64 texts of 32 tokens",
@@ -27,13 +32,32 @@ METHODS = {
     "opacus-fast-gradient": "Opacus fast gradient",
     "opacus-hooks": "Opacus hooks",
     "opake": "opake",
+    "jax-privacy": "JAX-Privacy",
 }
-COLOURS = ("#1f5fa8", "#c0504d", "#d98a5f", "#8a5fa8", "#888888")
+COLOURS = ("#1f5fa8", "#c0504d", "#d98a5f", "#8a5fa8", "#888888", "#3f8f6b")
+
+
+def regimes_in_jax() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RESULTS_OF_JAX.read_text())["regimes"]
+    return found
+
+
+def fastest_in_jax(regime: str) -> dict[str, Any] | None:
+    """JAX-Privacy with the whole batch at once or in micro-batches, whichever took least time."""
+    methods = regimes_in_jax().get(regime, {"methods": {}})["methods"]
+    rows = [row for name, row in methods.items() if name.startswith("jax-privacy")]
+    return min(rows, key=lambda row: row["time_ratio"]["median"], default=None)
 
 
 def numbers(regime: str) -> dict[str, tuple[float, float]]:
-    """Method -> (time, added memory), each over the non-private step's; without what failed."""
+    """Method -> (time, added memory), each over the non-private step's; without what failed.
+
+    JAX-Privacy's are over JAX's non-private step, all others' over torch's.
+    """
     found: dict[str, Any] = json.loads(RESULTS.read_text())["regimes"][regime]["methods"]
+    in_jax = fastest_in_jax(regime)
+    if in_jax is not None:
+        found["jax-privacy"] = in_jax
     return {
         name: (float(found[name]["time_ratio"]["median"]), float(found[name]["memory_ratio"]))
         for name in METHODS
@@ -47,9 +71,37 @@ def table() -> str:
     for regime, words in REGIMES.items():
         found = numbers(regime)
         cells = [
-            "fails" if name not in found else f"{found[name][0]:.2f} / {found[name][1]:.2f}"
+            f"{found[name][0]:.2f} / {found[name][1]:.2f}"
+            if name in found
+            else "fails"
+            if name != "jax-privacy" or regime in regimes_in_jax()
+            else "not measured"
             for name in METHODS
         ]
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def table_of_jax() -> str:
+    """In Markdown: seconds of the two non-private steps, and JAX-Privacy's ways."""
+    ways = {"jax-privacy": "at once", "jax-privacy-by-8": "by 8", "jax-privacy-by-1": "one by one"}
+    heads = ["JAX, not private", "torch, not private", *ways.values()]
+    lines = ["| | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads)]
+    for regime, words in REGIMES.items():
+        if regime not in regimes_in_jax():
+            continue
+        entry = regimes_in_jax()[regime]
+        cells = [f"{entry['seconds_non_private' + of]:.2f} s" for of in ("", "_torch")]
+        for name in ways:
+            if name in entry["failed"]:
+                cells.append("fails")
+            elif name in entry["methods"]:
+                row = entry["methods"][name]
+                time = "{median:.2f} [{min:.2f}-{max:.2f}]".format(**row["time_ratio"])
+                cells.append(f"{time} / {row['memory_ratio']:.2f}")
+            else:  # or there are no more records than that
+                small = name.endswith("-8") and entry["batch"] <= 8
+                cells.append("" if small else "not measured")
         lines.append(f"| {words} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -87,6 +139,27 @@ def draw(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def with_table(text: str, fresh: str) -> str:
+    """A page with a table in place of the one whose heads are the same.
+
+    Raises:
+        ValueError: if the page has none.
+    """
+    lines, heads = text.splitlines(), fresh.splitlines()[0]
+    if heads not in lines:
+        raise ValueError(f"the page has no table with the heads {heads}; write its first line")
+    start = end = lines.index(heads)
+    while end < len(lines) and lines[end].startswith("|"):
+        end += 1
+    return "\n".join([*lines[:start], fresh, *lines[end:]]) + "\n"
+
+
 if __name__ == "__main__":
     draw(FIGURE)
-    print(table())
+    print(table(), table_of_jax(), sep="\n\n")
+    if "--write" in sys.argv[1:]:
+        for page, fresh in (
+            (ROOT / "README.md", table()),
+            (FIGURE.with_suffix(".md"), table_of_jax()),
+        ):
+            page.write_text(with_table(page.read_text("utf-8"), fresh), "utf-8")
