@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.randomness import RandomKey
-from quietgrad.tensors import is_spread
+from quietgrad.tensors import Batch, is_spread, tensors_of
 
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 2**22  # entries
@@ -55,6 +55,19 @@ def _bits(part: Tensor) -> bytes:
     wide = part.to(torch.int64)
     by_place = wide * torch.arange(1, len(wide) + 1, device=wide.device)
     return repr(torch.stack([wide.sum(), by_place.sum()]).tolist()).encode()
+
+
+def batch_digest(batch: Batch) -> str:
+    """Of all tensors of a micro-batch: shapes, types and bits. Cost: a pass over them."""
+    told = hashlib.blake2b(digest_size=8)
+    for t in tensors_of(batch):
+        told.update(f"{tuple(t.shape)} {t.dtype}\0".encode())
+        width = WIDTHS.get(t.element_size())
+        plain = t.detach().contiguous()
+        flat = plain.view(-1) if width is None else plain.view(-1).view(width)
+        for part in flat.split(CHUNK):
+            told.update(_bits(part) if width is not None else repr(part.tolist()).encode())
+    return told.hexdigest()
 
 
 def shapes_digest(tensors: Mapping[str, Tensor]) -> str:
