@@ -73,7 +73,7 @@ class Cutters:
 
     @property
     def size(self) -> int:
-        return int(self.mesh.size())
+        return self.ranks.size
 
     def owners(self, entries: Mapping[str, int]) -> dict[str, int]:
         return owners_of(entries, self.size)
