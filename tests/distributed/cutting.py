@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 
 class Bottleneck(nn.Module):
@@ -67,21 +68,26 @@ class Adapted(nn.Module):
 class Words(nn.Module):
     """A table that is read, a block over positions that is cut, and a head over the words."""
 
-    def __init__(self, tied: bool, padding: int | None = None) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
+        self.checkpointed = name == "checkpointed"
+        padding = 0 if name == "padded" else None
         self.words = nn.Embedding(WORDS, WIDTH, padding_idx=padding)
         self.places = nn.Embedding(LENGTH, WIDTH)
         self.norm = nn.RMSNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 6, bias=False)
         self.down = nn.Linear(6, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        if tied:
+        if name == "tied":
             self.head.weight = self.words.weight
 
+    def _block(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(torch.tanh(self.up(self.norm(x).cumsum(1))))
+        return found
+
     def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1]).expand(ids.shape)
-        x = self.words(ids) + self.places(places)
-        x = x + self.down(torch.tanh(self.up(self.norm(x).cumsum(1))))
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]).unsqueeze(0))
+        x = checkpoint(self._block, x, use_reentrant=False) if self.checkpointed else self._block(x)
         found: Tensor = self.head(x)
         return found
 
@@ -106,13 +112,13 @@ PLANS: dict[str, dict[str, Any]] = {
         "head": by_columns(),
     },
 }
-PLANS["tied"] = PLANS["padded"] = PLANS["words"]
+PLANS["tied"] = PLANS["padded"] = PLANS["checkpointed"] = PLANS["words"]
 
 
 def model_named(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    if name in ("words", "tied", "padded"):
-        model: nn.Module = Words(name == "tied", 0 if name == "padded" else None)
+    if PLANS[name] is PLANS["words"]:
+        model: nn.Module = Words(name)
     else:
         model = {"bottleneck": Bottleneck, "adapted": Adapted}[name]()
     return model.to(dtype)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from distributed.cutting import PLANS, cut, model_named
 from distributed.sharding import sharded
+from distributed.test_sharded_refusals import hearing
 from distributed.world import loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -137,6 +138,7 @@ def refused(rank: int) -> dict[str, tuple[str, int]]:
             found[name] = str(error), 0
     found["one example"] = attempt(bottleneck(), engine="one-example")
     found["comparing"] = attempt(bottleneck(), comparing)
+    found["hearing"] = attempt(bottleneck(), hearing())
     found["behind"] = attempt(bottleneck(), behind)
     found["heads"] = attempt(double(Heads(), PLAN))
     found["bare"] = attempt(double(Bare(), PLAN))
@@ -204,6 +206,7 @@ EXPECTED = {
     "three": "tensor_parallel=3 with 2 ranks",
     "one example": "engine='one-example' with layers that are cut",
     "comparing": "depends on other examples",
+    "hearing": "first",
     "behind": "parameter 'head.bias'",
     "heads": "is whole on every rank, and its gradient differs between ranks",
     "bare": "is a Bare, which has no rule of its own",

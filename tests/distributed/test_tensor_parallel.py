@@ -36,6 +36,7 @@ CUT: dict[str, tuple[str, dict[str, Any]]] = {
     "words, hutch++": ("words", {"estimator": "hutch++", "sketch_dim": 8}),
     "words, tied": ("tied", {}),
     "words, padded": ("padded", {}),
+    "words, checkpointed": ("checkpointed", {}),
     "llama": ("llama", {}),
     "llama, tied": ("llama tied", {}),
     "llama, lora": ("llama lora", {"bands": 2}),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.randomness import RandomKey
-from quietgrad.tensors import Batch, is_spread, tensors_of
+from quietgrad.tensors import Batch, is_spread, local_of, tensors_of
 
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 2**22  # entries
@@ -39,13 +39,18 @@ def weights_digest(model: nn.Module) -> str:
     told = hashlib.blake2b(digest_size=8)
     for name, p in model.named_parameters():
         told.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\0".encode())
-        if is_spread(p):
-            continue  # there is one copy of it, a shard on each rank
+        if is_spread(p) and not _is_copied(p):
+            continue  # there is one copy of it, a part on each rank
+        p = local_of(p)
         width = WIDTHS.get(p.element_size())
         if type(p) in (Tensor, nn.Parameter) and width is not None:  # else a library's own layout
             for part in p.detach().contiguous().view(-1).view(width).split(CHUNK):
                 told.update(_bits(part))
     return told.hexdigest()
+
+
+def _is_copied(parameter: Any) -> bool:
+    return all(placement.is_replicate() for placement in parameter.placements)
 
 
 def _bits(part: Tensor) -> bytes:
