@@ -257,7 +257,7 @@ class BoundClipper:
             self.model,
             thorough=always or self._guard.is_early(subject, batch.groups.rows, step),
         ):
-            self._guard.begin(subject, batch.rows, any_of=self._any_of)
+            self._guard.begin(subject, batch.rows, None, self._any_of)
             how = self._choose(layout, batch)
             yield layout, self._guarded(subject, batch, how, step, always)
 
@@ -278,7 +278,7 @@ class BoundClipper:
             subject, batch_size_of(rows), size, step, captures
         ):
             return how
-        together = self._guard.examine(subject, rows, size, step, captures, any_of=self._any_of)
+        together = self._guard.examine(subject, rows, size, step, captures, None, self._any_of)
         return (
             how
             if together

@@ -41,10 +41,11 @@ def weights_digest(model: nn.Module) -> str:
         told.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\0".encode())
         if is_spread(p) and not _is_copied(p):
             continue  # there is one copy of it, a part on each rank
-        p = local_of(p)
-        width = WIDTHS.get(p.element_size())
-        if type(p) in (Tensor, nn.Parameter) and width is not None:  # else a library's own layout
-            for part in p.detach().contiguous().view(-1).view(width).split(CHUNK):
+        here = local_of(p)
+        width = WIDTHS.get(here.element_size())
+        plain = type(here) in (Tensor, nn.Parameter)
+        if plain and width is not None:  # else a library's own layout
+            for part in here.detach().contiguous().view(-1).view(width).split(CHUNK):
                 told.update(_bits(part))
     return told.hexdigest()
 
