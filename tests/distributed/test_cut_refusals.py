@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from quietgrad.clipping import clipped_gradients
 from quietgrad.denoising import PersistentAmplification, SpectralSGD
@@ -95,6 +96,20 @@ class Bare(nn.Module):
         return found
 
 
+class Hidden(nn.Module):
+    """Reentrant checkpointing, which shows its calls in the backward pass only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(
+            lambda y: self.down(self.up(y)), self.first(x), use_reentrant=True
+        )
+        return found
+
+
 class Positions(nn.Module):
     """Layers over positions; the loss is summed over them."""
 
@@ -142,6 +157,7 @@ def refused(rank: int) -> dict[str, tuple[str, int]]:
     found["behind"] = attempt(bottleneck(), behind)
     found["heads"] = attempt(double(Heads(), PLAN))
     found["bare"] = attempt(double(Bare(), PLAN))
+    found["reentrant"] = attempt(double(Hidden(), PLAN))
     gru = nn.Sequential()
     gru.add_module("up", nn.Linear(6, 6))
     gru.add_module("down", nn.Linear(6, 6))
@@ -210,6 +226,7 @@ EXPECTED = {
     "behind": "parameter 'head.bias'",
     "heads": "is whole on every rank, and its gradient differs between ranks",
     "bare": "is a Bare, which has no rule of its own",
+    "reentrant": "use_reentrant=False",
     "gru": "layer 'gru' is a GRU, which has no rule of its own",
     "sequence": "layer 'norm' lies on the ranks as copies (sequence parallel)",
     "sequence, norm frozen": "has other positions at its input than at its output",
