@@ -198,18 +198,20 @@ def examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
             BEGUN[key] = known.kept
         known.kept = BEGUN[key]
 
-    def once(self: Any, subject: Any, batch: Any, size: int, step: int, captures: bool) -> bool:
+    def once(
+        self: Any, subject: Any, batch: Any, size: int, step: int, captures: bool, *others: Any
+    ) -> bool:
         known = self.verdict_of(subject)
         records = batch if self.public is None else self.public
         if batch_size_of(records) == 1:
-            return examine(self, subject, batch, size, step, captures)
+            return examine(self, subject, batch, size, step, captures, *others)
         key = (
             *looked_at(subject, records),
             (size > 1, is_guarded(step), captures),
             (known.together > 0, known.captured, known.remembers_nothing),
         )
         if key not in EXAMINED:
-            together = examine(self, subject, batch, size, step, captures)
+            together = examine(self, subject, batch, size, step, captures, *others)
             EXAMINED[key] = (together, known.captured, known.together)
         together, known.captured, known.together = EXAMINED[key]
         known.remembers_nothing, known.last_step = True, step

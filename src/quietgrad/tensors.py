@@ -118,6 +118,16 @@ def local_of(tensor: Tensor) -> Tensor:
     return held
 
 
+def received(tensor: Tensor) -> Tensor:
+    """A plain tensor of what may still be on its way from other ranks."""
+    if type(tensor).__name__ != "AsyncCollectiveTensor":
+        return tensor
+    arriving: Any = tensor
+    with torch.no_grad():
+        found: Tensor = arriving.trigger_wait()
+    return found
+
+
 def spread_like(shard: Tensor, parameter: Tensor) -> Tensor:
     """This process's shard as a tensor that is spread as a parameter is."""
     from torch.distributed.tensor import DTensor

@@ -41,7 +41,9 @@ def test_a_fresh_lambda_at_every_step_is_one_loss_and_another_closure_is_not(mon
     monkeypatch.setattr(
         Guard,
         "examine",
-        lambda self, s, b, n, step, c: examined.append(step) or right(self, s, b, n, step, c),
+        lambda self, s, b, n, step, *more: (
+            examined.append(step) or right(self, s, b, n, step, *more)
+        ),
     )
     scale = torch.tensor(2.0)
     with plan_of().start() as run:
@@ -67,7 +69,9 @@ def test_other_models_and_other_trainable_parameters_are_guarded_anew(monkeypatc
     monkeypatch.setattr(
         Guard,
         "examine",
-        lambda self, s, b, n, step, c: examined.append(step) or right(self, s, b, n, step, c),
+        lambda self, s, b, n, step, *more: (
+            examined.append(step) or right(self, s, b, n, step, *more)
+        ),
     )
     bound = Clipper(1.0).bind(small(), good)
     for step in (4, 4, 5, 6):  # none of them a guarded step

@@ -1,4 +1,6 @@
-"""docs/many_processes.md and docs/fully_sharded.md run as they stand, on two processes."""
+"""docs/many_processes.md, docs/fully_sharded.md and docs/tensor_parallel.md run as they stand, on
+two processes.
+"""
 
 from __future__ import annotations
 
@@ -84,3 +86,19 @@ def test_the_blocks_of_fully_sharded_run(tmp_path: Path) -> None:
     for found in on_ranks(2, tmp_path / "ranks", shard_and_save, str(tmp_path), codes):
         assert not isinstance(found, str), found
         assert found == (4, [".metadata", "__0_0.distcp", "__1_0.distcp"])
+
+
+def cut_and_train(rank: int, code: str) -> tuple[int, str, torch.Tensor]:
+    """The page's block: releases, how a weight lies, and a parameter that all ranks hold."""
+    scope: dict[str, Any] = {"__name__": "page"}
+    exec(compile(code.replace('"cuda"', '"cpu"'), "tensor_parallel.md", "exec"), scope)
+    model = scope["model"]
+    return scope["run"].released, str(model.up.weight.placements), model.norm.weight.detach()
+
+
+def test_the_block_of_tensor_parallel_runs(tmp_path: Path) -> None:
+    (block,) = blocks_of("docs/tensor_parallel.md", "python")
+    one, two = on_ranks(2, tmp_path, cut_and_train, block.text)
+    assert not isinstance(one, str), one
+    assert one[:2] == two[:2] == (10, "(Shard(dim=0),)")
+    assert torch.equal(one[2], two[2]) and not torch.equal(one[2], torch.ones(16))

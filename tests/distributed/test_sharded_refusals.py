@@ -103,6 +103,8 @@ def refused(rank: int) -> dict[str, tuple[str, int]]:
     found = {}
     tensor_parallel = parallelize_module(model_of(), two["shards"], {"0": ColwiseParallel()})
     found["tensor parallel"] = attempt(tensor_parallel)
+    fully_shard(tensor_parallel[2])
+    found["one layer alone"] = attempt(tensor_parallel)
     found["hybrid"] = attempt(fully_shard(model_of(), mesh=two))
     by_columns = fully_shard(model_of(), shard_placement_fn=lambda p: Shard(int(p.shape == (8, 6))))
     found["columns"] = attempt(by_columns)
@@ -133,7 +135,8 @@ def refused(rank: int) -> dict[str, tuple[str, int]]:
 
 def test_what_cannot_be_sharded_is_refused_on_all_ranks(tmp_path: Path) -> None:
     expected = {
-        "tensor parallel": "not by fully_shard (tensor parallelism is not supported)",
+        "tensor parallel": "start it with plan.start(..., tensor_parallel=2)",
+        "one layer alone": "not by fully_shard (tensor parallel beside it is not supported)",
         "hybrid": "hybrid sharding",
         "columns": "another dimension than the first",
         "part of the ranks": "the run has 2 ranks",

@@ -131,7 +131,7 @@ class BoundClipper:
         """
         if not summing.over_ranks:
             refuse_process_group()
-        refuse_wrapped_model(self.model)
+        self._require_known()
         examples = self.examples_of(batch)
         return self._falling_back(lambda: self._clip(examples, projections, step, summing))
 
@@ -155,10 +155,21 @@ class BoundClipper:
                 counts += replace(seen, beside=summing.beside(seen.beside))
             sums = total.finished()
         gradients = {
-            name: sums.pop(name) if name in sums else zero_sum(p)
-            for name, p in layout.parameters.items()
+            name: self._made(name, p, sums.pop(name, None)) for name, p in layout.parameters.items()
         }
         return ClippedSum(gradients, self.clipper.claim, counts)
+
+    def _made(self, name: str, parameter: Tensor, found: Tensor | None) -> Tensor:
+        """A parameter's sum, of what was found of it."""
+        return zero_sum(parameter) if found is None else found
+
+    def _require_known(self) -> None:
+        """That the model is one that is clipped here."""
+        refuse_wrapped_model(self.model)
+
+    def _any_of(self, said: bool) -> bool:
+        """Whether a process says so, of those that make every pass together."""
+        return said
 
     def norms(
         self, batch: Batch, projections: Projections | None = None, step: int | None = None
@@ -246,7 +257,7 @@ class BoundClipper:
             self.model,
             thorough=always or self._guard.is_early(subject, batch.groups.rows, step),
         ):
-            self._guard.begin(subject, batch.rows)
+            self._guard.begin(subject, batch.rows, None, self._any_of)
             how = self._choose(layout, batch)
             yield layout, self._guarded(subject, batch, how, step, always)
 
@@ -267,7 +278,7 @@ class BoundClipper:
             subject, batch_size_of(rows), size, step, captures
         ):
             return how
-        together = self._guard.examine(subject, rows, size, step, captures)
+        together = self._guard.examine(subject, rows, size, step, captures, None, self._any_of)
         return (
             how
             if together

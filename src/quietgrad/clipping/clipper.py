@@ -19,6 +19,8 @@ from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.capture.examples import COMBINED, Combined
 from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.clipping.cut.bound import CutClipper
+from quietgrad.clipping.cut.refusals import is_cut
 from quietgrad.clipping.engines.thresholds import SCALINGS, Groups, Scaling, require_groups
 from quietgrad.clipping.engines.work import ENGINES, Engine
 from quietgrad.clipping.layer_overrides import (
@@ -151,7 +153,11 @@ class Clipper:
         Raises:
             ValueError: where the guard refuses model or loss on ``guard_batch``.
         """
-        kind = ShardedClipper if is_fully_sharded(model) else BoundClipper
+        kind: type[BoundClipper] = BoundClipper
+        if is_cut(model):
+            kind = CutClipper
+        elif is_fully_sharded(model):
+            kind = ShardedClipper
         bound = kind(self, model, per_example_loss)
         if guard_batch is not None:
             bound.check(guard_batch)

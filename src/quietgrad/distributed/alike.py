@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.randomness import RandomKey
-from quietgrad.tensors import is_spread
+from quietgrad.tensors import Batch, is_spread, local_of, tensors_of
 
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 2**22  # entries
@@ -39,13 +39,19 @@ def weights_digest(model: nn.Module) -> str:
     told = hashlib.blake2b(digest_size=8)
     for name, p in model.named_parameters():
         told.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\0".encode())
-        if is_spread(p):
-            continue  # there is one copy of it, a shard on each rank
-        width = WIDTHS.get(p.element_size())
-        if type(p) in (Tensor, nn.Parameter) and width is not None:  # else a library's own layout
-            for part in p.detach().contiguous().view(-1).view(width).split(CHUNK):
+        if is_spread(p) and not _is_copied(p):
+            continue  # there is one copy of it, a part on each rank
+        here = local_of(p)
+        width = WIDTHS.get(here.element_size())
+        plain = type(here) in (Tensor, nn.Parameter)
+        if plain and width is not None:  # else a library's own layout
+            for part in here.detach().contiguous().view(-1).view(width).split(CHUNK):
                 told.update(_bits(part))
     return told.hexdigest()
+
+
+def _is_copied(parameter: Any) -> bool:
+    return all(placement.is_replicate() for placement in parameter.placements)
 
 
 def _bits(part: Tensor) -> bytes:
@@ -55,6 +61,19 @@ def _bits(part: Tensor) -> bytes:
     wide = part.to(torch.int64)
     by_place = wide * torch.arange(1, len(wide) + 1, device=wide.device)
     return repr(torch.stack([wide.sum(), by_place.sum()]).tolist()).encode()
+
+
+def batch_digest(batch: Batch) -> str:
+    """Of all tensors of a micro-batch: shapes, types and bits. Cost: a pass over them."""
+    told = hashlib.blake2b(digest_size=8)
+    for t in tensors_of(batch):
+        told.update(f"{tuple(t.shape)} {t.dtype}\0".encode())
+        width = WIDTHS.get(t.element_size())
+        plain = t.detach().contiguous()
+        flat = plain.view(-1) if width is None else plain.view(-1).view(width)
+        for part in flat.split(CHUNK):
+            told.update(_bits(part) if width is not None else repr(part.tolist()).encode())
+    return told.hexdigest()
 
 
 def shapes_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import cast
+
+from torch import nn
 
 from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.clipping.cut.bound import CutClipper
+from quietgrad.clipping.cut.company import CutCompany
 from quietgrad.clipping.engines.summing import Summing
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.sharded.bound import ShardedClipper
 from quietgrad.clipping.sharded.company import Company
+from quietgrad.distributed.sharded import clipping_on
+from quietgrad.distributed.team import Team
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import Batch
 
@@ -20,7 +27,7 @@ def clip_parts(
     key: RandomKey,
     release: int,
     summing: Summing,
-    company: Company | None,
+    company: Company | CutCompany | None,
     stamped: Callable[[ClippedSum], ClippedSum],
 ) -> ClippedSum:
     """Clipped sum of all parts, stamped. Private.
@@ -30,14 +37,17 @@ def clip_parts(
         parts: micro-batches, one alone of which is held.
         key, release: of the projections.
         summing: how micro-batches are added up.
-        company: the ranks, where the model is sharded over them.
+        company: the ranks, where the model is sharded or cut over them.
         stamped: marks a sum as the run's.
 
     Raises:
         ValueError: for no micro-batch at all, and what the clipper refuses.
     """
-    if company is not None:
+    if isinstance(bound, CutClipper):
+        bound.company = cast(CutCompany, company)
+    elif company is not None:
         assert isinstance(bound, ShardedClipper)
+        company = cast(Company, company)
         drawn = Projections(key, release)
         return stamped(bound.clip_together(parts, drawn, release, summing, company))
     total: ClippedSum | None = None
@@ -50,3 +60,13 @@ def clip_parts(
             "one empty micro-batch, whose sum is zero"
         )
     return total
+
+
+def check_public(team: Team, bound: BoundClipper, model: nn.Module, public: Batch) -> None:
+    """``BoundClipper.check``, where a model is cut in the company of the other ranks."""
+    if not isinstance(bound, CutClipper):
+        bound.check(public)
+        return
+    with clipping_on(team, model) as company:
+        bound.company = cast(CutCompany, company)
+        bound.check(public)

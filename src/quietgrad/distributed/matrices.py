@@ -1,5 +1,5 @@
 """Whole matrices of sharded parameters, as a denoiser needs them: as many at a time as there are
-ranks, one on each, which gives back every rank's rows of what it made.
+ranks, one on each, which gives back every rank's part of what it made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def changed_whole(
     each rank, twice. Bytes: each rank's shards out and back.
 
     Args:
-        spread: name -> tensor that is sharded by rows over all ranks.
+        spread: name -> tensor that is sharded by rows or by columns over all ranks.
         change: name and whole tensor to a tensor of the same shape and dtype.
         rank, size: of this process.
         group: of all ranks, that can move tensors of this device.
@@ -46,26 +46,42 @@ def _changed(
     names = list(some)
     shards = [local_of(t).reshape(-1) for t in some.values()]
     mine = some[names[rank]] if rank < len(names) else None
-    # Entries that each rank holds of mine, and that this rank holds of each.
-    of_mine = [0] * size if mine is None else [_held(mine, r, size) for r in range(size)]
+    # What each rank holds of mine, and entries that this rank holds of each.
+    shapes = [] if mine is None else [_held(mine, r, size) for r in range(size)]
+    of_mine = [shape.numel() for shape in shapes] or [0] * size
     of_each = [len(shard) for shard in shards] + [0] * (size - len(shards))
     like = shards[0]
     received = like.new_zeros(sum(of_mine))
     dist.all_to_all_single(received, torch.cat(shards), of_mine, of_each, group=group)
     made = received
     if mine is not None:
-        made = change(names[rank], received.view(mine.shape)).contiguous().view(-1)
-        assert made.shape == received.shape and made.dtype == received.dtype
+        dim = _dim_of(mine)
+        parts = [
+            part.view(shape)
+            for part, shape in zip(torch.split(received, of_mine), shapes, strict=True)
+        ]
+        found = change(names[rank], torch.cat(parts, dim=dim))
+        assert found.shape == mine.shape and found.dtype == received.dtype
+        back_to = found.split([shape[dim] for shape in shapes], dim=dim)
+        made = torch.cat([part.reshape(-1) for part in back_to])
     back = like.new_zeros(sum(of_each))
     dist.all_to_all_single(back, made, of_each, of_mine, group=group)
-    parts = torch.split(back, of_each[: len(names)])
+    own = torch.split(back, of_each[: len(names)])
     return {
         name: spread_like(part.clone().view(local_of(t).shape), t)
-        for (name, t), part in zip(some.items(), parts, strict=True)
+        for (name, t), part in zip(some.items(), own, strict=True)
     }
 
 
-def _held(tensor: Tensor, rank: int, size: int) -> int:
-    rows = tensor.shape[0]
-    each = -(-rows // size)
-    return max(0, min(each, rows - rank * each)) * tensor.shape[1:].numel()
+def _dim_of(tensor: Any) -> int:
+    """Which dimension is cut: rows, or columns."""
+    return int(tensor.placements[0].dim)
+
+
+def _held(tensor: Tensor, rank: int, size: int) -> torch.Size:
+    """Shape of what a rank holds, as torch.chunk cuts."""
+    dim = _dim_of(tensor)
+    cut = tensor.shape[dim]
+    each = -(-cut // size)
+    here = max(0, min(each, cut - rank * each))
+    return torch.Size([*tensor.shape[:dim], here, *tensor.shape[dim + 1 :]])

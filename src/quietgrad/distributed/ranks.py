@@ -50,6 +50,9 @@ REMEDIES = {
     "shuffling of its own; shares are the run's",
     "passes": "use one kind of device and the same versions of numpy and torch everywhere: ranks "
     "whose parameters are sharded make the same passes",
+    "micro-batch": "ranks that hold parts of one model run the same records: make batches alike on "
+    "all of them (the run's loader, and a collate_fn that draws no random numbers of its own, or "
+    "from generators that are seeded alike)",
     "reading": "let a record be the same whenever it is read, and augment in collate_fn: records "
     "that change from reading to reading cannot be compared between ranks",
 }
@@ -76,6 +79,11 @@ class Ranks:
         self._entries: dict[str, int] = {}
         self._weights = ""
         self._looked = -1  # the release whose weights were looked at last
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Every rank has records of its own."""
+        return self.rank, self.size
 
     def require(self) -> None:
         """Raises RuntimeError where the group is another one, or a rank has stopped."""

@@ -1,4 +1,5 @@
-"""The ranks of a run whose model is sharded by ``fully_shard``, as clipping meets them.
+"""The ranks of a run whose model is spread over them, as clipping meets them: sharded by
+``fully_shard``, or cut by tensor parallel plans (``cut``).
 
 The operations that meet other ranks while records are clipped are known: fully_shard's gathers and
 the library's own. They are counted, so that any other (of a loss that hears from other ranks) is
@@ -16,8 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quietgrad.clipping.capture.spread import sharding_modules
+from quietgrad.clipping.cut.company import CutCompany
+from quietgrad.clipping.cut.refusals import is_cut
 from quietgrad.clipping.sharded.company import Arriving, Company
 from quietgrad.clipping.sharded.refusals import is_fully_sharded
+from quietgrad.distributed.cut import CutRanks, Cutters
 from quietgrad.distributed.ranks import Ranks
 from quietgrad.distributed.team import Team
 from quietgrad.distributed.wrapping import Expected, silent, unused
@@ -69,18 +73,26 @@ class ShardedCompany:
 
 
 @contextlib.contextmanager
-def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | None]:
+def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | CutCompany | None]:
     """Inside, records are clipped, and nothing else meets other ranks. Gives the company in which a
-    sharded model is clipped; None for a model that is whole on every rank.
+    model is clipped that is sharded or cut; None for a model that is whole on every rank.
 
     Args:
         team: the processes of the run.
         model: as it was given to the run.
 
     Raises:
-        ValueError: where a model is sharded in a run on one process, and at the end, where the loss
-            met other ranks.
+        ValueError: where a model is sharded in a run on one process, or cut in a run that was not
+            told so, or the other way round; and at the end, where the loss met other ranks.
     """
+    spread: Any = next((p for p in model.parameters() if is_spread(p)), None)
+    if isinstance(team, CutRanks) or is_cut(model):
+        ranks = _require_cut(team, model)
+        mesh = spread.device_mesh
+        expected = Expected(known=mesh.get_group() if mesh.ndim == 1 else None)
+        with silent(expected):
+            yield Cutters(ranks, mesh, expected)
+        return
     if not is_fully_sharded(model):
         with unused(model), silent():
             yield None
@@ -91,10 +103,28 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | None]:
             "all ranks of the mesh (init_process_group, then plan.start on each), or leave "
             "fully_shard out on one process"
         )
-    expected = Expected()
-    spread: Any = next(p for p in model.parameters() if is_spread(p))
+    expected, sharded_on = Expected(), spread.device_mesh
     with silent(expected), gathers_expected(model, expected):
-        yield ShardedCompany(team, spread.device_mesh, expected)
+        yield ShardedCompany(team, sharded_on, expected)
+
+
+def _require_cut(team: Team, model: nn.Module) -> CutRanks:
+    if not isinstance(team, CutRanks):
+        cut: Any = next(p for p in model.parameters() if is_spread(p))
+        size = cut.device_mesh.size()
+        raise ValueError(
+            f"the model is cut over {size} ranks (tensor parallel), and the run was started for "
+            "records that lie on one rank each; start it with plan.start(..., "
+            f"tensor_parallel={size}), on all ranks of the mesh (docs/tensor_parallel.md)"
+        )
+    if not is_cut(model):
+        raise ValueError(
+            f"the run was started with tensor_parallel={team.size}, and the model is "
+            f"{'sharded by fully_shard' if is_fully_sharded(model) else 'whole on every rank'}; "
+            "cut it by parallelize_module alone, or start the run without tensor_parallel "
+            "(docs/tensor_parallel.md)"
+        )
+    return team
 
 
 def public_records_of(team: Team, model: nn.Module, records: Batch) -> Batch:

@@ -26,6 +26,11 @@ class Team(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which of how many shares of a batch this process clips."""
+        ...
+
     def require(self) -> None:
         """That the processes are still those that the run was started on."""
         ...
@@ -82,6 +87,7 @@ class Alone:
 
     rank = 0
     size = 1
+    share = (0, 1)
 
     def require(self) -> None:
         """Raises RuntimeError where a process group was initialised since the run began."""

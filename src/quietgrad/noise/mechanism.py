@@ -35,7 +35,7 @@ from quietgrad.noise.sources.grid import covered, drift, noise_std
 from quietgrad.noise.sources.keyed import KeyedSource
 from quietgrad.noise.sources.of_stretches import OfStretches
 from quietgrad.noise.sources.source import NoiseSource
-from quietgrad.noise.sources.stretch import Stretch
+from quietgrad.noise.sources.stretch import Columns, Stretch
 from quietgrad.randomness import RandomKey
 
 COLUMN_TOLERANCE = 1e-10
@@ -167,7 +167,7 @@ class GaussianNoise:
         require_positive("noise_multiplier", noise_multiplier)
         return self._but("noise_multiplier", noise_multiplier)
 
-    def of(self, places: Mapping[str, Stretch]) -> GaussianNoise:
+    def of(self, places: Mapping[str, Stretch | Columns]) -> GaussianNoise:
         """The same noise, for a process that holds stretches of these parameters: its tensors,
         gradients and rows, are those stretches.
         """

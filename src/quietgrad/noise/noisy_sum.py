@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quietgrad.checks import require_at_least, require_finite, require_positive
-from quietgrad.tensors import is_spread
+from quietgrad.tensors import is_spread, spread_like
 
 WRITTEN = "_quietgrad_written"
 
@@ -116,6 +116,8 @@ def _write(parameter: nn.Parameter, mean: Tensor) -> None:
     """
     _watch_optimizers()
     written = mean.to(parameter.dtype)
+    if is_spread(parameter) and not is_spread(written):  # copies that all ranks hold
+        written = spread_like(written, parameter)
     before = parameter.grad
     if before is not None and getattr(before, WRITTEN, None) == _versions(parameter):
         written = before.add_(written)

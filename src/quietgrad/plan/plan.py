@@ -225,6 +225,7 @@ class PrivacyPlan(StepByStep):
         ledger: str | Path | None = None,
         keys: str | Path | None = None,
         resume: bool | None = None,
+        tensor_parallel: int = 1,
     ) -> PrivateRun:
         """Begins to run the plan, or goes on with it if the ledger already holds releases of the
         same mechanism.
@@ -248,6 +249,8 @@ class PrivacyPlan(StepByStep):
                 the seed. Remove it when the run has ended, and never publish it.
             resume: True goes on with a ledger and never creates one; False begins one and never
                 goes on; None does what fits.
+            tensor_parallel: how many ranks hold every record together, each with a part of every
+                layer (``parallelize_module``): all ranks, or 1 (docs/tensor_parallel.md).
 
         Raises:
             ValueError: if the ledger was written by a different mechanism, is in use, damaged,
@@ -256,7 +259,7 @@ class PrivacyPlan(StepByStep):
             RuntimeError: in one of several processes that are not in one process group; and on all
                 ranks of a group, where they differ or the first cannot start.
         """
-        return start_run(self, ledger, keys, resume)
+        return start_run(self, ledger, keys, resume, tensor_parallel)
 
     @property
     def neighbouring(self) -> str:

@@ -14,11 +14,12 @@ from quietgrad.beside.session import SideSession, TellsBeside
 from quietgrad.clipping.bindings import Bindings
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum, Stamp
+from quietgrad.clipping.cut.company import CutCompany
 from quietgrad.clipping.engines.summing import summing_of
 from quietgrad.clipping.sharded.company import Company
 from quietgrad.clipping.soundness.guard import is_guarded
 from quietgrad.clipping.soundness.processes import refuse_process_group
-from quietgrad.distributed.clips import clip_parts
+from quietgrad.distributed.clips import check_public, clip_parts
 from quietgrad.distributed.sharded import clipping_on, public_records_of
 from quietgrad.distributed.shares import Shares
 from quietgrad.distributed.team import Alone, Team
@@ -72,9 +73,7 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         self._seed_use = seed_use
         self._open: OpenBatch | None = None
         self._releases = Releases(plan, session, writer, self._team)
-        self._shares = Shares(
-            lambda step: plan.indices(session.key, step), self._team.rank, self._team.size
-        )
+        self._shares = Shares(lambda step: plan.indices(session.key, step), *self._team.share)
         self._draws = Draws(self._shares)
         self._loader: PrivateLoader | None = None
         self._spent = (0, 0.0)  # releases, and their epsilon
@@ -169,7 +168,7 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         model: nn.Module,
         per_example_loss: PerExampleLoss,
         batch: Batch,
-        company: Company | None,
+        company: Company | CutCompany | None,
     ) -> ClippedSum:
         bound = self.bindings.of(model, per_example_loss)
         size = self.plan.batch_size_at(self.plan.at(min(self._released, self.plan.steps - 1)))
@@ -193,7 +192,8 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         """
         with self._team.stopping_all():
             public_batch = public_records_of(self._team, model, public_batch)
-        self.bindings.of(model_inside(model), per_example_loss).check(public_batch)
+        bound = self.bindings.of(model_inside(model), per_example_loss)
+        check_public(self._team, bound, model, public_batch)
 
     def contribution(
         self,
@@ -287,7 +287,8 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         (dropout): a function of the session's secret root and the release's number. Secret.
         """
         self._require_own_process()
-        name = "" if self._team.rank == 0 else f"rank {self._team.rank}"
+        share, _ = self._team.share
+        name = "" if share == 0 else f"rank {share}"
         return self._session.key.words("model", self._released, name)[0] >> 1
 
     def backward(

@@ -14,8 +14,10 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from quietgrad.checks import require_int
 from quietgrad.clipping.soundness.processes import refuse_launcher
 from quietgrad.distributed.alike import digest, versions
+from quietgrad.distributed.cut import CutRanks
 from quietgrad.distributed.ranks import FIRST, Ranks
 from quietgrad.distributed.team import Alone, Team
 from quietgrad.keyring import KeyRing, Session, rows_path
@@ -35,6 +37,7 @@ DIFFERS = {
     "mechanism": "build the plan from the same settings on every rank",
     "sampling": "build the plan for the same records (ids, owners, number) on every rank",
     "seed": "give every rank the same seed, or none: the first rank then draws a root for all",
+    "ranks": "give plan.start the same tensor_parallel on every rank",
     "files": "give ledger and keys on every rank or on none, and the same resume; the first rank "
     "alone writes them",
 }
@@ -87,14 +90,20 @@ class Started:
 
 
 def start_run(
-    plan: Startable, ledger: str | Path | None, keys: str | Path | None, resume: bool | None
+    plan: Startable,
+    ledger: str | Path | None,
+    keys: str | Path | None,
+    resume: bool | None,
+    tensor_parallel: int = 1,
 ) -> PrivateRun:
     """See ``PrivacyPlan.start``."""
     require_run_to_extend(plan.extensions, ledger)
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    _require_all_ranks(tensor_parallel, size)
     secret = None if keys is None else Path(keys)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        refuse_launcher(group_size=dist.get_world_size())
-        ranks = Ranks()
+    if size > 1:
+        refuse_launcher(group_size=size)
+        ranks = Ranks() if tensor_parallel == 1 else CutRanks()
         found = _started_together(plan, ledger, secret, resume, ranks)
         return _run(plan, found, None, ranks)
     refuse_launcher()
@@ -102,6 +111,16 @@ def start_run(
     return _run(
         plan, found, None if secret is None or ledger is None else rows_path(secret), Alone()
     )
+
+
+def _require_all_ranks(tensor_parallel: int, size: int) -> None:
+    require_int("tensor_parallel", tensor_parallel)
+    if tensor_parallel not in (1, size):
+        raise ValueError(
+            f"tensor_parallel={tensor_parallel} with {size} ranks: a record lies on one rank (1) "
+            f"or on all of them ({size}); tensor parallel beside data parallel or fully_shard is "
+            "not supported (docs/tensor_parallel.md)"
+        )
 
 
 def _run(plan: Startable, found: Started, rows: Path | None, team: Team) -> PrivateRun:
@@ -182,7 +201,7 @@ def _started_together(
     ranks: Ranks,
 ) -> Started:
     """The first rank starts; the others get its roots, and nothing to write with."""
-    _require_alike(ranks.all_said(_facts(plan, ledger, secret, resume)))
+    _require_alike(ranks.all_said(_facts(plan, ledger, secret, resume, ranks)))
     found: Started | None = None
     error: BaseException | None = None
     if ranks.rank == FIRST:
@@ -232,7 +251,11 @@ def _told(found: Started | None, error: BaseException | None) -> dict[str, Any]:
 
 
 def _facts(
-    plan: Startable, ledger: str | Path | None, secret: Path | None, resume: bool | None
+    plan: Startable,
+    ledger: str | Path | None,
+    secret: Path | None,
+    resume: bool | None,
+    ranks: Ranks,
 ) -> dict[str, str]:
     """Digests of what has to be the same on all ranks."""
     sampler, noise = plan.sampler, plan.noise
@@ -257,6 +280,7 @@ def _facts(
         ),
         "seed": "" if plan.seed is None else digest(key_of_seed(plan.seed).root.hex()),
         "files": digest(ledger is None, secret is None, resume),
+        "ranks": digest(type(ranks).__name__),
     }
 
 

@@ -69,7 +69,8 @@ def tensor_parallel(
     positions: int, width: int, blocks: int, item: int, tensor: int, passes: int = 4
 ) -> float:
     """Of the activations that ``tensor`` devices add up: two sums a block in the forward and two in
-    the backward pass, by rings. Norms add 8 bytes an example: partial squares are sums over shards.
+    the backward pass, by rings. Norms add 24 bytes an example and device: partial squares,
+    with what they may be wrong by, are sums over shards.
 
     Args:
         positions: examples times tokens.

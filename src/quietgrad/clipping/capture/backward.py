@@ -79,7 +79,7 @@ def forward_captured(
         ([examples] losses, the recording).
     """
     n = batch_size_of(batch)
-    if reentrant and layout.spread is not None:
+    if reentrant and (layout.spread is not None or layout.cut is not None):
         raise reentrant_and_spread()
     with contextlib.ExitStack() as stack:
         stack.enter_context(layout.running())

@@ -81,7 +81,7 @@ def not_expandable(layer: str) -> NotCaptured:
 def reentrant_and_spread() -> ValueError:
     """Of checkpointing that hides calls until the backward pass."""
     return ValueError(
-        "the model uses reentrant gradient checkpointing, and its parameters are sharded by "
-        "fully_shard; use torch.utils.checkpoint with use_reentrant=False "
+        "the model uses reentrant gradient checkpointing, and its parameters are spread over ranks "
+        "(fully_shard, tensor parallel); use torch.utils.checkpoint with use_reentrant=False "
         "(model.gradient_checkpointing_enable({'use_reentrant': False}))"
     )

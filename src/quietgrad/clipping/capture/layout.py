@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from quietgrad.clipping.capture.cut import Cut
 from quietgrad.clipping.capture.spread import Spread
 from quietgrad.clipping.capture.units import PLAIN, Unit, first_dimension, unit_of
 from quietgrad.clipping.norms.rules import Rule, rule_for
-from quietgrad.tensors import is_spread, trainable_parameters
+from quietgrad.tensors import is_spread, local_of, received, trainable_parameters
 
 # Children that are called with inputs common to all examples (T5's table of relative positions):
 # their parents are captured in their place.
@@ -76,6 +79,7 @@ class Layout:
     Attributes:
         shared: what was found out about the arguments of modules without a rule.
         spread: where parameters are spread over ranks.
+        cut: where layers are cut over ranks, which all run the same records.
     """
 
     sites: tuple[Site, ...]
@@ -83,6 +87,21 @@ class Layout:
     frozen: tuple[nn.Module, ...] = ()
     shared: SharedInputs = field(default_factory=SharedInputs)
     spread: Spread | None = None
+    cut: Cut | None = None
+
+    def shape_of(self, name: str) -> torch.Size:
+        """Of what is formed here of a parameter's gradient."""
+        parameter = self.parameters[name]
+        return parameter.shape if self.cut is None else local_of(parameter).shape
+
+    def here(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        """What is here of a gradient of autograd's; where layers are cut, all ranks ask alike."""
+        if gradient is None or self.cut is None or not is_spread(gradient):
+            return gradient
+        like: Any = self.parameters[name]
+        spread: Any = gradient
+        with torch.no_grad():
+            return received(local_of(spread.redistribute(placements=like.placements)))
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """A pass of the model, with its backward pass where there is one."""
@@ -99,7 +118,10 @@ class Layout:
 
 
 def layout_of(
-    model: nn.Module, shared: SharedInputs | None = None, spread: Spread | None = None
+    model: nn.Module,
+    shared: SharedInputs | None = None,
+    spread: Spread | None = None,
+    cut: Cut | None = None,
 ) -> Layout:
     """Walks the model once; cheap enough to be done at every step, so freezing and unfreezing
     mid-run just works.
@@ -108,9 +130,10 @@ def layout_of(
         model: the user's.
         shared: what was found out earlier; None: nothing.
         spread: where parameters are spread over ranks.
+        cut: where layers are cut over ranks.
 
     Raises:
-        ValueError: if the model has no trainable parameter.
+        ValueError: if the model has no trainable parameter, or a layer that is cut has no rule.
     """
     parameters = trainable_parameters(model)
     name_of = {id(p): name for name, p in parameters.items()}
@@ -142,7 +165,10 @@ def layout_of(
                 if id(p) in name_of
             }
         if own:
-            sites.append(Site(name, module, own, None if whole else rule_for(module), unit))
+            rule = None if whole else rule_for(module)
+            if cut is not None:
+                rule = cut.rule(name, module, rule)
+            sites.append(Site(name, module, own, rule, unit))
         elif any(True for _ in module.parameters(recurse=False)):
             frozen.append(module)
     return Layout(
@@ -151,6 +177,7 @@ def layout_of(
         tuple(frozen),
         SharedInputs() if shared is None else shared,
         spread,
+        cut,
     )
 
 

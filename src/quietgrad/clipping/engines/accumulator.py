@@ -39,7 +39,13 @@ from quietgrad.clipping.norms.factors import (
 )
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
-from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct
+from quietgrad.clipping.norms.rounding import (
+    Measured,
+    Norms,
+    NormSums,
+    direct,
+    of_this_process,
+)
 from quietgrad.tensors import accumulation_dtype, full_precision
 
 Sums = dict[str, Tensor]
@@ -75,6 +81,7 @@ class Accumulator:
         twice: whether norms are taken once more after the backward pass, and compared.
         most_kept: entries of per-example gradients that are kept of all matrices together; beyond
             them factors are kept.
+        over_ranks: sums of this process to those of all that share the records.
         recording: set before the forward pass.
         losses: [examples * views], once the forward pass is over.
     """
@@ -89,6 +96,7 @@ class Accumulator:
     keep: bool = True
     twice: bool = False
     most_kept: float = math.inf
+    over_ranks: Callable[[NormSums], NormSums] = of_this_process
     recording: Recording | None = None
     losses: Tensor | None = None
     kept: dict[str, list[Kept]] = field(default_factory=dict)
@@ -105,6 +113,8 @@ class Accumulator:
         found = contributions_of(use, self.groups.rows, self.recording)
         with full_precision():
             for name, contribution in found.items():
+                if self.layout.cut is not None and not self.layout.cut.counts(name):
+                    continue  # another rank has the same, and counts it
                 waiting = self._waiting.setdefault(name, [])
                 single = self.groups.single
                 waiting.append(contribution if single else contribution.merged(self.groups))
@@ -124,7 +134,7 @@ class Accumulator:
                 uses = cast(list[Contribution], made_elsewhere)
                 again, _ = self._measure(name, uses)
                 require_same_norms(name, before, again)
-        return self.sums.norms()
+        return self.over_ranks(self.sums).norms()
 
     def _is_last(self, name: str, arrived: int) -> bool:
         recording = self.recording
@@ -143,15 +153,15 @@ class Accumulator:
 
     def _settle(self, name: str) -> None:
         uses = self._waiting.pop(name)
-        parameter = self.layout.parameters[name]
-        dtype = accumulation_dtype(parameter.dtype)
+        entries = self.layout.shape_of(name).numel()
+        dtype = accumulation_dtype(self.layout.parameters[name].dtype)
         small = None if self.twice else _small_gradients(uses)
         measured: Measured | None = None
         if small is None:
             measured, kept = self._measure(name, uses)
             if any(isinstance(use, DirectGradients | ListedGradients) for use in kept):
-                self._kept_entries += parameter.numel() * len(measured.squared)
-            self.sums.add(self.group_of(name), measured, parameter.numel())
+                self._kept_entries += entries * len(measured.squared)
+            self.sums.add(self.group_of(name), measured, entries)
         else:
             kept = [small]
             self._wait(self.group_of(name), small.values_bn.to(dtype))
@@ -194,14 +204,15 @@ class Accumulator:
         else:
             # Norms of different groups are clipped apart: nothing random may be common to them.
             block = f"{block_of(name)}\x00{self.group_of(name)}"
-            sketch = Sketch(name, choice.sketch_dim, self.projections, self.scratch, block)
+            stream = name if self.layout.cut is None else self.layout.cut.stream(name)
+            sketch = Sketch(stream, choice.sketch_dim, self.projections, self.scratch, block)
             measured = ESTIMATOR_OF[choice.estimator].norms(matrices, sketch, dtype)
         if policy.steady and choice.estimator == "materialized":
             measured = steady(measured, matrices, dtype)
         return measured, kept
 
     def _policy_of(self, name: str) -> Policy:
-        policy, entries = self.policy_of(name), self.layout.parameters[name].numel()
+        policy, entries = self.policy_of(name), self.layout.shape_of(name).numel()
         left = self.most_kept - self._kept_entries
         if entries * len(self.groups.sizes) <= left:
             return policy
@@ -226,14 +237,14 @@ class Accumulator:
 
     def gradient_at(self, name: str, example: int) -> Tensor:
         """One example's gradient of one parameter that something was kept of."""
-        uses, parameter = self.kept[name], self.layout.parameters[name]
+        uses, shape = self.kept[name], self.layout.shape_of(name)
         require_untouched(name, uses, self._versions[name])
         span, weight = slice(example, example + 1), self.sums.squared.new_ones(1)
-        dtype = accumulation_dtype(parameter.dtype)
+        dtype = accumulation_dtype(self.layout.parameters[name].dtype)
         made: Tensor | None = None
         with full_precision():
             for use in uses:
-                made = use.examples(span).weighted_sum(weight, parameter.shape, dtype, made)
+                made = use.examples(span).weighted_sum(weight, shape, dtype, made)
         assert made is not None
         return made
 
@@ -254,15 +265,15 @@ class Accumulator:
         self, name: str, sums: Sums, weights: Tensor, left_out: Tensor | None
     ) -> None:
         """``add_weighted`` for one parameter that something was kept of."""
-        parameter = self.layout.parameters[name]
-        dtype = accumulation_dtype(parameter.dtype)
+        shape = self.layout.shape_of(name)
+        dtype = accumulation_dtype(self.layout.parameters[name].dtype)
         row = weights[self.group_of(name)]
         kept = self.kept.pop(name)
         require_untouched(name, kept, self._versions[name])
         with full_precision():
             for use in kept:
                 known = use if left_out is None else use.without(left_out)
-                sums[name] = known.weighted_sum(row, parameter.shape, dtype, sums.get(name))
+                sums[name] = known.weighted_sum(row, shape, dtype, sums.get(name))
 
 
 def _small_gradients(uses: list[Contribution]) -> DirectGradients | None:

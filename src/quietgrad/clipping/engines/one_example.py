@@ -89,7 +89,7 @@ def norms_of_each(
             one = direct(g.detach().to(accumulation_dtype(g.dtype)).reshape(1, -1))
             measured = Measured(one.squared * scale, one.slack * scale, one.margin)
             found.add(work.thresholds.group_of[name], measured, g.numel())
-    return found.norms()
+    return work.over_ranks(found).norms()
 
 
 def gradients_of_one(

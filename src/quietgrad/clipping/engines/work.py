@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +19,7 @@ from quietgrad.clipping.norms.choice import Policy
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
-from quietgrad.clipping.norms.rounding import Norms, NormSums
+from quietgrad.clipping.norms.rounding import Norms, NormSums, of_this_process
 
 Engine = Literal["auto", "bookkeeping", "one-example"]
 ENGINES: tuple[Engine, ...] = ("auto", "bookkeeping", "one-example")
@@ -40,6 +41,7 @@ class Work:
         twice: whether norms are taken once more after the backward pass, and compared.
         most_kept: entries of per-example gradients that are kept of all matrices together.
         scratch: memory for what passes.
+        over_ranks: squared norms of this process to those of all that share the records.
     """
 
     model: nn.Module
@@ -54,6 +56,7 @@ class Work:
     twice: bool = False
     most_kept: float = math.inf
     scratch: Scratch = field(default_factory=Scratch)
+    over_ranks: Callable[[NormSums], NormSums] = of_this_process
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +80,7 @@ class Work:
             keep,
             keep and self.twice,
             self.most_kept,
+            self.over_ranks,
         )
 
     def observed(self, losses: Tensor | None, divisors: Tensor, groups: RowGroups) -> Observed:

@@ -28,7 +28,7 @@ doubtful and is measured again as its own gradient (``bookkeeping``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -186,12 +186,30 @@ class NormSums:
         margin_squared.addcmul_(measured.margin, measured.margin)
         self.entries[group] += entries
 
+    def of_all(self, added: Callable[[Tensor], Tensor]) -> NormSums:
+        """Of all ranks that hold a part of each gradient: parts are orthogonal, so that squares,
+        what they may be wrong by and squared margins add up.
+
+        Args:
+            added: a vector of numbers to the sum of the ranks', the same to the bit on all.
+        """
+        own = torch.stack([self.squared, self.slack, self.margin_squared])
+        found = added(torch.cat([own.flatten(), own.new_tensor(self.entries)]))
+        squared, slack, margin_squared = found[: own.numel()].view(own.shape)
+        entries = [int(n) for n in found[own.numel() :].tolist()]
+        return NormSums(squared, slack, margin_squared, entries)
+
     def norms(self) -> Norms:
         floor = (self.squared.new_tensor(self.entries) * SMALLEST_NORMAL).sqrt().unsqueeze(1)
         estimate = self.squared.clamp_min(0).sqrt()
         estimate = torch.where(estimate > LARGEST_NORM, torch.inf, estimate)
         cert = (self.squared + self.slack).clamp_min(0).sqrt() + self.margin_squared.sqrt() + floor
         return Norms(estimate, estimate * (1.0 + SHARE) + floor, cert)
+
+
+def of_this_process(sums: NormSums) -> NormSums:
+    """Where one process holds a record's whole gradient."""
+    return sums
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from quietgrad.clipping.norms.factors import (
     Geometry,
     OneHotFactors,
 )
-from quietgrad.tensors import accumulation_dtype, is_spread, plain_type
+from quietgrad.tensors import accumulation_dtype, is_spread, local_of, plain_type
 
 # The module is of the rule's own type.
 Rule = Callable[[Any, Tensor, Tensor, Collection[str]], dict[str, Contribution]]
@@ -301,8 +301,10 @@ def rule_for(module: nn.Module) -> Rule | None:
 
 def kept_input(rule: Rule | None, wanted: Collection[str], x: Tensor) -> Tensor:
     """What is kept of an input until the backward pass. A bias alone does not read it: where the
-    weight is frozen, its shape is enough, as to autograd, and it may be changed in place.
+    weight is frozen, its shape is enough, as to autograd, and it may be changed in place. Of what
+    is spread over ranks, what is here.
     """
+    x = local_of(x)
     if "weight" in wanted or rule not in (linear_rule, transposed_linear_rule, convolution_rule):
         return x.detach()
     return x.new_zeros(()).expand(x.shape)

@@ -46,7 +46,8 @@ def refuse_what_is_not_fully_sharded(model: nn.Module, ranks: int) -> None:
         how = f"parameter {name!r} is spread over ranks as {placements} on a mesh {mesh.shape}"
         if id(parameter) not in gathered:
             raise ValueError(
-                f"{how}, but not by fully_shard (tensor parallelism is not supported); {REMEDY}"
+                f"{how}, but not by fully_shard (tensor parallel beside it is not supported); "
+                f"{REMEDY}"
             )
         if mesh.ndim != 1 or len(placements) != 1:
             raise ValueError(

@@ -129,7 +129,7 @@ def _same_gradients(subject: Subject, one: Batch, reentrant: bool) -> bool:
     limit = LARGEST_DIFFERENCE_IN_HALF_PRECISION if half else LARGEST_DIFFERENCE
     for name, gradient in zip(layout.parameters, found, strict=False):
         if gradient is not None:
-            differences.take(name, gradient)
+            differences.take(name, layout.here(name, gradient))
     size = differences.size
     for name, error in differences.of_all().items():
         if not math.isfinite(error + size):
@@ -170,7 +170,9 @@ class _Differences:
                 self._squares.append(_norm(gradient) ** 2)
                 difference = -gradient.to(dtype)
             for use in uses:
-                difference = difference + use.weighted_sum(weight, parameter.shape, dtype)
+                difference = difference + use.weighted_sum(
+                    weight, self.layout.shape_of(name), dtype
+                )
             self._errors[name] = _norm(difference)
 
     @property

@@ -137,7 +137,8 @@ class Subject:
                     self.model, self.layout, self.per_example_loss, one, reentrant
                 )
                 self._note_seeds()
-            return torch.stack([_print(g) for g in gradients.values()])
+            here = self.layout.here
+            return torch.stack([_print(here(name, g)) for name, g in gradients.items()])
 
         return with_any_checkpointing(self.checkpointing, run)
 

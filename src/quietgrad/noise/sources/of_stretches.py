@@ -1,15 +1,20 @@
-"""A source for a process that holds stretches of parameters: of every one it draws its stretch."""
+"""A source for a process that holds parts of parameters: of every one it draws its part."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quietgrad.noise.sources.source import NoiseSource
-from quietgrad.noise.sources.stretch import Stretch
+from quietgrad.noise.sources.stretch import Columns, Stretch
 from quietgrad.randomness import RandomKey
+
+# Of whole rows, entries that are drawn at a time: many blocks of a stream, at either end of which
+# one is drawn that other rows need too.
+AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
@@ -18,11 +23,12 @@ class OfStretches:
 
     Attributes:
         source: of the numbers.
-        places: parameter name -> its stretch; parameters without one are held whole.
+        places: parameter name -> its part; parameters without one are held whole. Columns cost the
+            draws of the whole matrix.
     """
 
     source: NoiseSource
-    places: Mapping[str, Stretch]
+    places: Mapping[str, Stretch | Columns]
 
     @property
     def name(self) -> str:
@@ -38,7 +44,22 @@ class OfStretches:
         place = self.places.get(name)
         if place is None:
             return self.source.normal(like, key, step, name, scale)
+        if isinstance(place, Columns):
+            return self._columns(like, key, step, name, place, scale)
         return self.source.stretch(like, key, step, name, place, scale)
+
+    def _columns(
+        self, like: Tensor, key: RandomKey, step: int, name: str, place: Columns, scale: float
+    ) -> Tensor:
+        """What the whole matrix has there: whole rows are drawn, some at a time, and cut."""
+        rows = max(1, AT_ONCE // place.width)
+        parts = []
+        for start in range(0, like.shape[0], rows):
+            some = like.new_empty(min(rows, like.shape[0] - start), place.width)
+            at = Stretch(start * place.width, place.whole)
+            drawn = self.source.stretch(some, key, step, name, at, scale)
+            parts.append(drawn[:, place.start : place.stop])
+        return torch.cat(parts)
 
     def stretch(
         self,

@@ -15,3 +15,18 @@ class Stretch(NamedTuple):
 
     start: int
     whole: int
+
+
+class Columns(NamedTuple):
+    """Some columns of a matrix, as a process holds them that does not hold the whole.
+
+    Attributes:
+        start, stop: which columns.
+        width: how many there are.
+        whole: entries of the parameter.
+    """
+
+    start: int
+    stop: int
+    width: int
+    whole: int

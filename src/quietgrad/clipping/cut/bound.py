@@ -1,0 +1,172 @@
+"""A clipper bound to a model whose layers are cut over ranks by tensor parallel plans.
+
+All ranks run the same records, and each forms its part of their gradients from what it has. What
+is one number for a record is one number everywhere: partial squares, with what they may be wrong
+by, meet once for every micro-batch (24 bytes a record), and are added up in the order of the ranks,
+so that all ranks have the same norms, doubts and factors to the bit. Parameters that every rank
+holds whole are measured and added by one rank each.
+
+What is clipped on a rank is what it measured there, whatever the plan of the layers: a wrong plan
+would train badly, and not less privately.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.bound import BoundClipper
+from quietgrad.clipping.capture.cut import Cut, piece_of
+from quietgrad.clipping.capture.escapes import NotCaptured
+from quietgrad.clipping.capture.examples import Examples
+from quietgrad.clipping.capture.layout import Layout, layout_of
+from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.clipping.cut.company import CutCompany
+from quietgrad.clipping.cut.refusals import refuse_what_is_not_cut
+from quietgrad.clipping.engines.accumulator import zero_sum
+from quietgrad.clipping.engines.summing import Summing
+from quietgrad.clipping.engines.work import Work
+from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.planner.execution import ExecutionChoice
+from quietgrad.clipping.soundness.mixing import are_same_gradients
+from quietgrad.clipping.soundness.processes import refuse_wrapped_model
+from quietgrad.clipping.soundness.records import take
+from quietgrad.clipping.soundness.subject import Subject
+from quietgrad.tensors import Batch, local_of, spread_like, trainable_parameters
+
+Result = TypeVar("Result")
+
+
+class CutClipper(BoundClipper):
+    """Clips the batches of a run whose ranks hold a part of each layer and all records.
+
+    Attributes:
+        company: the ranks, while the run clips.
+    """
+
+    company: CutCompany | None = None
+
+    def clip(
+        self,
+        batch: Batch,
+        projections: Projections | None = None,
+        step: int | None = None,
+        summing: Summing = Summing(),  # noqa: B008
+    ) -> ClippedSum:
+        """See ``BoundClipper.clip``. Called by all ranks, with the same records.
+
+        Returns:
+            Of what is cut, this rank's part of the sum, as a DTensor; of what all ranks hold, the
+            sum on one rank and zeros on the others. Private.
+        """
+        if self.company is not None:
+            self.company.require_same_records(batch)
+        return super().clip(batch, projections, step, summing)
+
+    def norms(
+        self, batch: Batch, projections: Projections | None = None, step: int | None = None
+    ) -> Tensor:
+        """Raises ValueError: norms alone are for models that are whole."""
+        refuse_wrapped_model(self.model)
+        return super().norms(batch, projections, step)
+
+    def _require_known(self) -> None:
+        company = self.company
+        if company is None:
+            refuse_wrapped_model(self.model)
+            return
+        refuse_what_is_not_cut(self.model, company.size)
+        if self.clipper.engine == "one-example":
+            raise ValueError(
+                "engine='one-example' with layers that are cut over ranks (tensor parallel): only "
+                "captured gradients are known part by part; use engine='bookkeeping' "
+                "(docs/tensor_parallel.md)"
+            )
+
+    def _falling_back(self, work: Callable[[], Result]) -> Result:
+        try:
+            return work()
+        except NotCaptured as error:
+            raise ValueError(
+                f"{str(error).partition(';')[0]}; layers that are cut over ranks are clipped by "
+                "captured gradients alone: freeze these parameters (requires_grad_(False)), or "
+                "keep the whole model on every rank (docs/many_processes.md), where one example at "
+                "a time is exact for every layer"
+            ) from error
+
+    def _layout(self) -> Layout:
+        self._require_known()
+        company = self.company
+        assert company is not None
+        whole = {
+            name: p.numel()
+            for name, p in trainable_parameters(self.model).items()
+            if piece_of(p, name) is None
+        }
+        cut = Cut(company.rank, company.size, company.owners(whole))
+        return layout_of(self.model, self._shared, cut=cut)
+
+    def _work(self, layout: Layout, projections: Projections | None) -> Work:
+        work = super()._work(layout, projections)
+        return replace(work, over_ranks=lambda sums: sums.of_all(self._added))
+
+    def _added(self, values_n: Tensor) -> Tensor:
+        assert self.company is not None
+        return reduce(torch.add, self.company.of_each(values_n))
+
+    def _any_of(self, said: bool) -> bool:
+        assert self.company is not None
+        return bool(self.company.of_each(torch.tensor([float(said)])).any())
+
+    def _choose(self, layout: Layout, batch: Examples) -> ExecutionChoice:
+        size = self.clipper.physical_batch_size or max(batch.record_count, 1)
+        return ExecutionChoice("bookkeeping", size, math.nan, math.nan, "the same on all ranks")
+
+    def _guarded(
+        self, subject: Subject, batch: Examples, how: ExecutionChoice, step: int, always: bool
+    ) -> ExecutionChoice:
+        assert self.company is not None
+        early = always or self._guard.is_early(subject, batch.groups.rows, step)
+        chosen = super()._guarded(subject, batch, how, step, always)
+        self.company.require_same("guard", f"{chosen.physical_batch_size} {early}")
+        if early and batch.groups.rows:
+            records = batch.rows if self._guard.public is None else self._guard.public
+            self._require_whole_gradients(subject, take(records, [0]))
+        return chosen
+
+    def _require_whole_gradients(self, subject: Subject, one: Batch) -> None:
+        """That what every rank holds whole has its whole gradient on every rank, and not the part
+        that comes from some heads or some positions.
+
+        Raises:
+            ValueError: on all ranks, naming the parameter.
+        """
+        assert self.company is not None and subject.layout.cut is not None
+        names = list(subject.layout.parameters)
+        prints = subject.plain_prints(one)
+        each = self.company.of_each(prints.flatten()).cpu().unflatten(1, prints.shape)
+        tolerance = subject.tolerance(subject.losses(one)).factor
+        for name in subject.layout.cut.owner:
+            row = names.index(name)
+            of_first = each[0][row : row + 1]
+            if not all(
+                are_same_gradients(of_first, other[row : row + 1], tolerance) for other in each[1:]
+            ):
+                raise ValueError(
+                    f"parameter {name!r} is whole on every rank, and its gradient differs between "
+                    "ranks: it acts on a part of the features or of the positions (a norm of "
+                    "single heads, sequence parallel, context parallel); keep what it acts on "
+                    "whole, cut it by ColwiseParallel or RowwiseParallel, or freeze it "
+                    "(requires_grad_(False)); docs/tensor_parallel.md"
+                )
+
+    def _made(self, name: str, parameter: Tensor, found: Tensor | None) -> Tensor:
+        here = local_of(parameter)
+        own = zero_sum(here) if found is None else found
+        return own if piece_of(parameter, name) is None else spread_like(own, parameter)
