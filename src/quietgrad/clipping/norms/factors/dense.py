@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quietgrad.clipping.norms.factors.extents import cropped, extents_of
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import (
@@ -42,10 +43,12 @@ class DenseFactors(Unfolded):
     Attributes:
         left_bgtp: rows factor (for a Linear layer the output gradient).
         right_bgtd: columns factor (for a Linear layer the input).
+        map_sizes: of positions that are a map, its sizes.
     """
 
     left_bgtp: Tensor
     right_bgtd: Tensor
+    map_sizes: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> Sizes:
@@ -67,6 +70,20 @@ class DenseFactors(Unfolded):
         return DenseFactors(
             self.left_bgtp[examples, :, positions], self.right_bgtd[examples, :, positions]
         )
+
+    def extents(self) -> list[tuple[int, ...]] | None:
+        axes = range(2, 2 + len(self.map_sizes))
+        return extents_of(self.left_bgtp.unflatten(2, self.map_sizes), axes) if axes else None
+
+    def of_extent(self, numbers: Tensor, extent: tuple[int, ...]) -> DenseFactors:
+        if not extent:
+            return DenseFactors(self.left_bgtp[numbers], self.right_bgtd[numbers])
+        axes, last = range(2, 2 + len(extent)), 1 + len(extent)
+        left, right = (
+            cropped(x.unflatten(2, self.map_sizes), numbers, axes, extent).flatten(2, last)
+            for x in (self.left_bgtp, self.right_bgtd)
+        )
+        return DenseFactors(left, right)
 
     def merged(self, groups: RowGroups) -> DenseFactors:
         left, right = groups.positions(self.left_bgtp), groups.positions(self.right_bgtd)
