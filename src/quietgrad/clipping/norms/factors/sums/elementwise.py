@@ -22,11 +22,11 @@ def sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     A few neighbours, or a map's whole line, are added side by side, and then each other in pairs.
     """
-    b, n = x.shape[0], x.shape[-1]
-    lines = x.reshape(b, -1, *x.shape[-2:])
-    count, length = lines.shape[1:3]
-    if not count * length:
+    b, (length, n) = x.shape[0], x.shape[-2:]
+    if not x.shape[1:-1].numel():
         return x.new_zeros(b, n, dtype=dtype)
+    lines = x.reshape(b, -1, length, n)
+    count = lines.shape[1]
     side = min(length, SIDE_BY_SIDE) if count == 1 else length
     total: Tensor | None = None
     for line in lines.unbind(1):
