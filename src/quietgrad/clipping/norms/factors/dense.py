@@ -14,8 +14,9 @@ from quietgrad.clipping.norms.factors.extents import cropped, extents_of
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import (
-    block_products,
+    FEW_COLUMNS,
     gram_products,
+    products_over_positions,
     wide_product,
     zeroed,
 )
@@ -125,7 +126,7 @@ class DenseFactors(Unfolded):
             left, right = self.left_bgtp[:, :, run, start:stop], self.right_bgtd[:, :, run]
             made: Tensor | None = None
             for span in blocks(right.shape[2]):
-                part = block_products(left[:, :, span].transpose(2, 3), right[:, :, span], dtype)
+                part = products_over_positions(left[:, :, span], right[:, :, span], dtype)
                 made = part if made is None else made.add_(part)
             assert made is not None
             total.add(made)
@@ -196,7 +197,9 @@ def _run_product(
     product: Tensor | None = None
     for span in blocks(t):
         some, others = left[:, :, span], right[:, :, span]
-        if g > 1:
+        if len(left) == 1 and d < FEW_COLUMNS:  # bits of a record formed alone must be its own
+            product = products_over_positions(some, others, dtype)[0].contiguous()
+        elif g > 1:
             product = torch.einsum("bgtp,bgtd->gpd", some.to(dtype), others.to(dtype))
         else:
             # Formed apart: a product that is added in one call begins with what it is added to,
