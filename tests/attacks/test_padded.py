@@ -18,6 +18,7 @@ from quietgrad.clipping.norms import rules
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import ConvolutionFactors, Geometry, dense
 from quietgrad.clipping.norms.factors.extents import ByExtent, by_extent, extents_of
+from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.sums.elementwise import sum_of_few, sum_of_rows
 from quietgrad.randomness import RandomKey
 
@@ -186,6 +187,31 @@ def test_maps_of_several_sizes_give_what_autograd_gives(estimator: str) -> None:
             assert torch.allclose(given, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("estimator", ["auto", "materialized", "ghost"])
+@pytest.mark.parametrize("kind", ["3x3", "linear"])
+def test_each_size_gets_its_own_factors(kind: str, estimator: str) -> None:
+    """Against one example after the other; one is not finite and adds nothing."""
+    source, layer = torch.Generator().manual_seed(2), layers()[kind]
+    x, g = (torch.randn(7, 4, 9, 9, generator=source) for _ in range(2))
+    g *= 2.0 ** torch.arange(7).view(7, 1, 1, 1)
+    for i, wide in enumerate((9, 4, 6, 4, 9, 6, 4)):
+        g[i, ..., wide:] = 0
+    x[4, 0, 3, 3] = float("inf")
+    bound = Clipper(200.0, estimator, engine="bookkeeping").bind(
+        layer, lambda m, b: (m(b[0]) * b[1]).flatten(1).sum(1)
+    )
+    bound.check((torch.randn(4, 4, 9, 9), torch.randn(4, 4, 9, 9)))
+    found = torch.cat([v.flatten() for v in bound.clip((x, g), step=4).gradients.values()])
+    right, norms = torch.zeros(len(found)), []
+    for i in (0, 1, 2, 3, 5, 6):
+        loss = (layer(x[i : i + 1]) * g[i : i + 1]).sum()
+        one = torch.cat([v.flatten() for v in torch.autograd.grad(loss, list(layer.parameters()))])
+        norms.append(float(one.norm()))
+        right += one * min(1.0, 200.0 / norms[-1])
+    assert min(norms) < 200.0 < max(norms)
+    assert float((found - right).norm()) < 2e-3 * float(right.norm())
+
+
 def test_images_of_one_size_stay_together() -> None:
     g = torch.zeros(3, 2, 8, 8)
     g[:, 1, 7, 3] = 1.0
@@ -220,6 +246,25 @@ def test_zeros_among_positions_change_no_bit(shape: tuple[int, ...]) -> None:
     assert torch.equal(sum_of_rows(none, torch.float32), torch.zeros(2, shape[-1]))
 
 
+@pytest.mark.parametrize("estimator", ["auto", "materialized", "hutch"])
+@pytest.mark.parametrize("channels, kernel, length", [(4, 3, 300), (8, 1, 14), (16, 3, 300)])
+def test_a_longer_text_does_not_move_convolutions(
+    channels: int, kernel: int, length: int, estimator: str
+) -> None:
+    """Before: 26 C with 24 texts under exact norms, 0.004 C under sketches."""
+    found = []
+    for padded in (length, length + 1, length + 7, 2 * length, 1000):
+        source = torch.Generator().manual_seed(5)
+        records = CROWD + (padded > length)
+        x, g = torch.zeros(records, channels, padded), torch.zeros(records, channels, padded)
+        x[:CROWD, :, :length] = 1.0
+        g[:CROWD, :, 2 : length - 2] = rounding_alone((length - 4, channels), source).mT
+        g[CROWD:] = 1e-12
+        layer = nn.Conv1d(channels, channels, kernel, padding=kernel // 2, bias=False)
+        found.append(clipped(layer, x, g, estimator))
+    assert max(float((one - found[0]).norm()) for one in found[1:]) < 1e-6
+
+
 def thin(columns: int, rows: int, longer: int, estimator: str) -> Tensor:
     source = torch.Generator().manual_seed(5)
     layer, padded = nn.Linear(columns, rows, bias=False), max(14, longer)
@@ -252,3 +297,9 @@ def test_thin_products_in_the_librarys_order_are_seen(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dense, "products_over_positions", plain)
     moved = thin(6, 6, 31, "materialized") - thin(6, 6, 0, "materialized")
     assert float(moved.norm()) > 0.5
+
+
+def test_a_user_of_more_rows_changes_no_bit_of_anothers_sum() -> None:
+    values = 1e4 * torch.randn(7 + 12, 3, generator=torch.Generator().manual_seed(0))
+    alone, beside = RowGroups((7,)).totals(values[:7]), RowGroups((7, 12)).totals(values)
+    assert torch.equal(alone[0], beside[0])

@@ -105,8 +105,7 @@ class ConvolutionFactors:
         return ConvolutionFactors(self.x[span], self.grad[span], self.geometry)
 
     def extents(self) -> list[tuple[int, ...]] | None:
-        dims = len(self.geometry.kernel)
-        return extents_of(self.grad, range(2, 2 + dims)) if dims > 1 else None
+        return extents_of(self.grad, range(2, self.grad.dim()))
 
     def of_extent(self, numbers: Tensor, extent: tuple[int, ...]) -> ConvolutionFactors:
         if not extent:

@@ -1,4 +1,5 @@
-"""Maps (images, or what layers make of them) that were padded to the largest of their micro-batch.
+"""Maps (images, what layers make of them, texts under a convolution) that were padded to the
+largest of their micro-batch.
 
 A library adds up the positions of a wider map in another order. A record whose positions cancel
 until rounding alone is left would then have another gradient beside a larger one. So every record
