@@ -47,20 +47,18 @@ def crowd(longer: int) -> Batch:
     return {"x": x, "c": c}
 
 
+def sum_with(longer: int, word: str, estimator: str) -> Tensor:
+    clipper = Clipper(
+        1.0, estimator, layers={"exact.weight": word}, engine="bookkeeping", physical_batch_size=100
+    )
+    drawn = Projections(RandomKey.from_seed(3))
+    given = clipper.clip(Two(), lambda m, b: m(b), crowd(longer), projections=drawn).gradients
+    return torch.cat([value.double().flatten() for value in given.values()])
+
+
 def moved(word: str, estimator: str) -> float:
     """How far the longer record, itself below 1e-8, moves a sum that is no zero."""
-    sums = []
-    for longer in (0, 1):
-        clipper = Clipper(
-            1.0,
-            estimator,
-            layers={"exact.weight": word},
-            engine="bookkeeping",
-            physical_batch_size=100,
-        )
-        drawn = Projections(RandomKey.from_seed(3))
-        given = clipper.clip(Two(), lambda m, b: m(b), crowd(longer), projections=drawn).gradients
-        sums.append(torch.cat([value.double().flatten() for value in given.values()]))
+    sums = [sum_with(longer, word, estimator) for longer in (0, 1)]
     assert max(float(one.norm()) for one in sums) > 0.1
     return float((sums[1] - sums[0]).norm())
 
@@ -72,6 +70,20 @@ def test_a_longer_record_does_not_move_the_others(word: str, estimator: str) -> 
     followed from the longest record.
     """
     assert moved(word, estimator) < 1e-6
+
+
+@pytest.mark.parametrize("estimator", ["hutch", "hutch++"])
+def test_whether_gradients_are_kept_decides_nothing(
+    estimator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = sum_with(0, "exact", estimator)
+
+    def formed_twice(*given: Any, **named: Any) -> Policy:
+        return Policy(*given, **{**named, "may_keep": False})
+
+    monkeypatch.setattr(layer_overrides, "Policy", formed_twice)
+    assert float(kept.norm()) > 0.1
+    assert float((sum_with(0, "exact", estimator) - kept).norm()) < 1e-6
 
 
 def test_a_way_that_follows_from_the_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

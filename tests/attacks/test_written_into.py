@@ -256,6 +256,6 @@ def sum_of_images(layer: nn.Module, wide: int, estimator: str) -> Tensor:
     "layer", [nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.Linear(4, 4, bias=False)], ids=str
 )
 def test_a_wider_image_hardly_moves_the_others(layer: nn.Module, wide: int, estimator: str) -> None:
-    """Before: 8 C and 22 C, counted from the first to the last pixel. What is left is rounding."""
+    """Before: 8 C and 22 C, counted from the first to the last pixel; then 0.6 C of rounding."""
     narrow, padded = (sum_of_images(layer, width, estimator) for width in (40, wide))
-    assert float((narrow - padded).norm()) < 1.0
+    assert float((narrow - padded).norm()) < 1e-4

@@ -31,12 +31,15 @@ from quietgrad.clipping.norms.estimators.materialized import kept_gradients, mat
 from quietgrad.clipping.norms.estimators.projections import Projections, block_of
 from quietgrad.clipping.norms.estimators.sketches import steady
 from quietgrad.clipping.norms.factors import (
+    ByExtent,
     Contribution,
     DirectGradients,
     Kept,
     ListedGradients,
     MatrixFactors,
+    by_extent,
 )
+from quietgrad.clipping.norms.factors.extents import Part
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import (
@@ -53,6 +56,10 @@ Sums = dict[str, Tensor]
 # Entries of a parameter's gradient up to which its norm waits for others', and of all that wait. Of
 # one example: how they are added up must not depend on how many examples there are.
 SMALL, TOGETHER = 2**13, 2**14
+
+
+# In memory of their own: nobody else writes into it.
+MADE_HERE = ListedGradients | ByExtent
 
 
 def zero_sum(p: Tensor) -> Tensor:
@@ -130,7 +137,7 @@ class Accumulator:
                 self._measure_small(group, dtype)
             for name, before in self._measured.items():
                 kept = self.kept[name]
-                made_elsewhere = [use for use in kept if not isinstance(use, ListedGradients)]
+                made_elsewhere = [use for use in kept if not isinstance(use, MADE_HERE)]
                 uses = cast(list[Contribution], made_elsewhere)
                 again, _ = self._measure(name, uses)
                 require_same_norms(name, before, again)
@@ -159,7 +166,7 @@ class Accumulator:
         measured: Measured | None = None
         if small is None:
             measured, kept = self._measure(name, uses)
-            if any(isinstance(use, DirectGradients | ListedGradients) for use in kept):
+            if any(isinstance(use, DirectGradients | MADE_HERE) for use in kept):
                 self._kept_entries += entries * len(measured.squared)
             self.sums.add(self.group_of(name), measured, entries)
         else:
@@ -171,9 +178,8 @@ class Accumulator:
             assert name not in self.kept, name
             self.kept[name] = kept
             self._versions[name] = versions_of(kept)
-            # Listed gradients were made here: nobody else writes into them.
-            listed = any(isinstance(use, ListedGradients) for use in kept)
-            if self.twice and measured is not None and not listed:
+            made_here = any(isinstance(use, MADE_HERE) for use in kept)
+            if self.twice and measured is not None and not made_here:
                 self._measured[name] = measured
 
     def _measure(self, name: str, uses: list[Contribution]) -> tuple[Measured, list[Kept]]:
@@ -195,6 +201,28 @@ class Accumulator:
                 total = values if total is None else total + values
             assert total is not None
             return direct(total), [DirectGradients(total)]
+        parts = by_extent(matrices)
+        if parts is not None:
+            return self._measure_parts(name, parts, dtype)
+        return self._measure_matrices(name, matrices, dtype)
+
+    def _measure_parts(
+        self, name: str, parts: list[Part], dtype: torch.dtype
+    ) -> tuple[Measured, list[Kept]]:
+        """Examples of one size at a time."""
+        whole = Measured(*self.sums.squared.new_zeros(3, self.sums.squared.shape[1]))
+        kept: list[tuple[Tensor, tuple[Kept, ...]]] = []
+        for numbers, matrices in parts:
+            measured, some = self._measure_matrices(name, matrices, dtype)
+            whole.squared[numbers] = measured.squared
+            whole.slack[numbers] = measured.slack
+            whole.margin[numbers] = measured.margin
+            kept.append((numbers, tuple(some)))
+        return whole, [ByExtent(tuple(kept))]
+
+    def _measure_matrices(
+        self, name: str, matrices: list[MatrixFactors], dtype: torch.dtype
+    ) -> tuple[Measured, list[Kept]]:
         policy = self._policy_of(name)
         choice = policy.choose(cost_of(matrices))
         kept: list[Kept] = list(matrices)

@@ -26,6 +26,8 @@ from quietgrad.clipping.norms.factors import (
     Geometry,
     OneHotFactors,
 )
+from quietgrad.clipping.norms.factors.extents import sum_by_extent
+from quietgrad.clipping.norms.factors.sums.elementwise import sum_of_rows
 from quietgrad.tensors import accumulation_dtype, is_spread, local_of, plain_type
 
 # The module is of the rule's own type.
@@ -52,11 +54,15 @@ def _affine(
     b = x.shape[0]
     a_bgtd = x.reshape(b, 1, -1, x.shape[-1])
     g_bgtp = grad.reshape(b, 1, -1, grad.shape[-1])
+    sizes = tuple(x.shape[1:-1]) if x.dim() > 3 else ()
     out: dict[str, Contribution] = {}
     if "weight" in wanted:
-        out["weight"] = DenseFactors(a_bgtd, g_bgtp) if transposed else DenseFactors(g_bgtp, a_bgtd)
+        factors = (a_bgtd, g_bgtp) if transposed else (g_bgtp, a_bgtd)
+        out["weight"] = DenseFactors(*factors, sizes)
     if "bias" in wanted:
-        out["bias"] = DirectGradients(_sum(g_bgtp[:, 0], dim=1))
+        out["bias"] = DirectGradients(
+            sum_of_rows(grad.unsqueeze(1), accumulation_dtype(grad.dtype))
+        )
     return out
 
 
@@ -168,13 +174,14 @@ def _probe_of(module: nn.Module) -> nn.Module:
 def _scale_and_shift_last(
     normalised: Tensor, grad: Tensor, wanted: Collection[str], dims: int
 ) -> dict[str, Contribution]:
-    b = grad.shape[0]
-    entries = grad.shape[grad.dim() - dims :].numel()
+    positions = grad.shape[1 : grad.dim() - dims]
+    shape = (len(grad), *(positions or (1,)), grad.shape[grad.dim() - dims :].numel())
+    dtype = accumulation_dtype(grad.dtype)
     out: dict[str, Contribution] = {}
     if "weight" in wanted:
-        out["weight"] = DirectGradients(_sum((normalised * grad).reshape(b, -1, entries), dim=1))
+        out["weight"] = DirectGradients(sum_of_rows((normalised * grad).reshape(shape), dtype))
     if "bias" in wanted:
-        out["bias"] = DirectGradients(_sum(grad.reshape(b, -1, entries), dim=1))
+        out["bias"] = DirectGradients(sum_of_rows(grad.reshape(shape), dtype))
     return out
 
 
@@ -221,12 +228,11 @@ def instance_norm_rule(
 def _scale_and_shift_channels(
     normalised: Tensor, grad: Tensor, wanted: Collection[str]
 ) -> dict[str, Contribution]:
-    b, channels = grad.shape[:2]
     out: dict[str, Contribution] = {}
     if "weight" in wanted:
-        out["weight"] = DirectGradients(_sum((normalised * grad).reshape(b, channels, -1), dim=2))
+        out["weight"] = DirectGradients(_sum_of_channels(normalised * grad))
     if "bias" in wanted:
-        out["bias"] = DirectGradients(_sum(grad.reshape(b, channels, -1), dim=2))
+        out["bias"] = DirectGradients(_sum_of_channels(grad))
     return out
 
 
@@ -252,14 +258,14 @@ def convolution_rule(
         )
         out["weight"] = ConvolutionFactors(x, grad, geometry)
     if "bias" in wanted:
-        out["bias"] = DirectGradients(
-            _sum(grad.reshape(grad.shape[0], module.out_channels, -1), dim=2)
-        )
+        out["bias"] = DirectGradients(_sum_of_channels(grad))
     return out
 
 
-def _sum(x: Tensor, dim: int) -> Tensor:
-    return x.sum(dim=dim, dtype=accumulation_dtype(x.dtype))
+def _sum_of_channels(x: Tensor) -> Tensor:
+    """[b, channels, *positions] -> [b, channels]"""
+    dtype = accumulation_dtype(x.dtype)
+    return sum_by_extent(x, range(2, x.dim()), lambda some: some.flatten(2).sum(2, dtype=dtype))
 
 
 _RULES: dict[type[nn.Module], Rule] = {

@@ -5,6 +5,7 @@ the weighted sum.
 from quietgrad.clipping.norms.factors.convolution import ConvolutionFactors
 from quietgrad.clipping.norms.factors.dense import DenseFactors
 from quietgrad.clipping.norms.factors.direct import DirectGradients, ListedGradients
+from quietgrad.clipping.norms.factors.extents import ByExtent, by_extent
 from quietgrad.clipping.norms.factors.matrix import (
     BLOCK_ELEMENTS,
     Kept,
@@ -19,6 +20,7 @@ Contribution = MatrixFactors | DirectGradients
 
 __all__ = [
     "BLOCK_ELEMENTS",
+    "ByExtent",
     "Contribution",
     "ConvolutionFactors",
     "DenseFactors",
@@ -30,4 +32,5 @@ __all__ = [
     "OneHotFactors",
     "Sizes",
     "Unfolded",
+    "by_extent",
 ]

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.dense import DenseFactors
+from quietgrad.clipping.norms.factors.extents import cropped, extents_of
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.matrix import BLOCK_ELEMENTS, Grams, Sizes
 from quietgrad.clipping.norms.factors.patch_products import patch_product, sums_over_patches
 from quietgrad.clipping.norms.factors.patches import (
     Geometry,
+    input_of,
     patch_columns,
     patch_gram,
     patches,
@@ -101,6 +103,16 @@ class ConvolutionFactors:
 
     def examples(self, span: slice) -> ConvolutionFactors:
         return ConvolutionFactors(self.x[span], self.grad[span], self.geometry)
+
+    def extents(self) -> list[tuple[int, ...]] | None:
+        return extents_of(self.grad, range(2, self.grad.dim()))
+
+    def of_extent(self, numbers: Tensor, extent: tuple[int, ...]) -> ConvolutionFactors:
+        if not extent:
+            return ConvolutionFactors(self.x[numbers], self.grad[numbers], self.geometry)
+        x, geometry = input_of(self.x, numbers, self.geometry, extent)
+        grad = cropped(self.grad, numbers, range(2, 2 + len(extent)), extent)
+        return ConvolutionFactors(x, grad, geometry)
 
     def merged(self, groups: RowGroups) -> DenseFactors:
         return self.unfolded().merged(groups)

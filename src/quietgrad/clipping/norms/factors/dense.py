@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quietgrad.clipping.norms.factors.extents import cropped, extents_of
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.matrix import Sizes, Unfolded
 from quietgrad.clipping.norms.factors.products import (
-    block_products,
+    FEW_COLUMNS,
     gram_products,
+    products_over_positions,
     wide_product,
     zeroed,
 )
@@ -42,10 +44,12 @@ class DenseFactors(Unfolded):
     Attributes:
         left_bgtp: rows factor (for a Linear layer the output gradient).
         right_bgtd: columns factor (for a Linear layer the input).
+        map_sizes: of positions that are a map, its sizes.
     """
 
     left_bgtp: Tensor
     right_bgtd: Tensor
+    map_sizes: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> Sizes:
@@ -67,6 +71,20 @@ class DenseFactors(Unfolded):
         return DenseFactors(
             self.left_bgtp[examples, :, positions], self.right_bgtd[examples, :, positions]
         )
+
+    def extents(self) -> list[tuple[int, ...]] | None:
+        axes = range(2, 2 + len(self.map_sizes))
+        return extents_of(self.left_bgtp.unflatten(2, self.map_sizes), axes) if axes else None
+
+    def of_extent(self, numbers: Tensor, extent: tuple[int, ...]) -> DenseFactors:
+        if not extent:
+            return DenseFactors(self.left_bgtp[numbers], self.right_bgtd[numbers])
+        axes, last = range(2, 2 + len(extent)), 1 + len(extent)
+        left, right = (
+            cropped(x.unflatten(2, self.map_sizes), numbers, axes, extent).flatten(2, last)
+            for x in (self.left_bgtp, self.right_bgtd)
+        )
+        return DenseFactors(left, right)
 
     def merged(self, groups: RowGroups) -> DenseFactors:
         left, right = groups.positions(self.left_bgtp), groups.positions(self.right_bgtd)
@@ -108,7 +126,7 @@ class DenseFactors(Unfolded):
             left, right = self.left_bgtp[:, :, run, start:stop], self.right_bgtd[:, :, run]
             made: Tensor | None = None
             for span in blocks(right.shape[2]):
-                part = block_products(left[:, :, span].transpose(2, 3), right[:, :, span], dtype)
+                part = products_over_positions(left[:, :, span], right[:, :, span], dtype)
                 made = part if made is None else made.add_(part)
             assert made is not None
             total.add(made)
@@ -179,7 +197,9 @@ def _run_product(
     product: Tensor | None = None
     for span in blocks(t):
         some, others = left[:, :, span], right[:, :, span]
-        if g > 1:
+        if len(left) == 1 and d < FEW_COLUMNS:  # bits of a record formed alone must be its own
+            product = products_over_positions(some, others, dtype)[0].contiguous()
+        elif g > 1:
             product = torch.einsum("bgtp,bgtd->gpd", some.to(dtype), others.to(dtype))
         else:
             # Formed apart: a product that is added in one call begins with what it is added to,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.products import as_positions
+from quietgrad.clipping.norms.factors.sums.elementwise import sum_of_few
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class RowGroups:
 
     def totals(self, values_rn: Tensor) -> Tensor:
         """[R, n] to [b, n]: sums over each example's rows."""
-        return self._filled_up(values_rn).unflatten(0, (-1, self.largest)).sum(1)
+        return sum_of_few(self._filled_up(values_rn).unflatten(0, (-1, self.largest)))
 
     def means(self, values_r: Tensor) -> Tensor:
         """[R] to [b]: the mean over each example's own rows."""

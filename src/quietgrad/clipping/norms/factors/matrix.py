@@ -114,6 +114,14 @@ class MatrixFactors(Kept, Protocol):
     def unfolded(self) -> Unfolded:
         """The same with both factors formed, so far as they ever are."""
 
+    def extents(self) -> list[tuple[int, ...]] | None:
+        """Of maps, for each example the sizes that hold all of its gradient; None where all fill
+        what they are padded to, and for positions that are no map (``extents``).
+        """
+
+    def of_extent(self, numbers: Tensor, extent: tuple[int, ...]) -> MatrixFactors:
+        """Examples of these numbers, at that size; () for the size that they have."""
+
     def alive(self) -> Tensor:
         """[b, g, t] whether a position may add anything but exact zeros."""
 
@@ -176,6 +184,9 @@ class Unfolded(MatrixFactors, Protocol):
         return self
 
     def pieces(self, dtype: torch.dtype) -> Iterator[Tensor] | None:
+        return None
+
+    def extents(self) -> list[tuple[int, ...]] | None:
         return None
 
     def column_sums(self, dtype: torch.dtype) -> Sums | None:

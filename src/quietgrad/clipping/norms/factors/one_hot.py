@@ -54,6 +54,9 @@ class OneHotFactors(Unfolded):
             self.ids_bt[examples, positions], self.right_bgtd[examples, :, positions], self.rows
         )
 
+    def of_extent(self, numbers: Tensor, extent: tuple[int, ...]) -> OneHotFactors:
+        return OneHotFactors(self.ids_bt[numbers], self.right_bgtd[numbers], self.rows)
+
     def merged(self, groups: RowGroups) -> OneHotFactors:
         ids, right = groups.indices(self.ids_bt), groups.positions(self.right_bgtd)
         return OneHotFactors(ids, right, self.rows)

@@ -7,14 +7,16 @@ Shape legend: b examples, g groups, c channels of a group, t output positions, u
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from quietgrad.clipping.norms.factors.extents import cropped, laid_as
 
 PADDED_ELEMENTS = 4 * 1024 * 1024  # of an input that are padded at once: padding copies
 
@@ -158,6 +160,40 @@ def _inside(
     if last < first:
         return slice(0, 0), slice(0, 0)
     return slice(first, last + 1), slice(first * stride + shift, last * stride + shift + 1, stride)
+
+
+def input_of(
+    x: Tensor, numbers: Tensor, geometry: Geometry, extent: tuple[int, ...]
+) -> tuple[Tensor, Geometry]:
+    """What the first ``extent`` output positions of these examples read, and the geometry with
+    which it gives just these. Where nothing but zeros is cut off beside them, that is the geometry
+    of smaller images; else the padding is written out.
+    """
+    inner, needed = [], []
+    for n, kernel, stride, pad, dilation in zip(
+        extent, geometry.kernel, geometry.stride, geometry.padding, geometry.dilation, strict=True
+    ):
+        needed.append((n - 1) * stride + dilation * (kernel - 1) + 1)
+        inner.append(max(1, needed[-1] - 2 * pad))
+    axes = range(2, 2 + len(extent))
+    seen = x[numbers]
+    for axis, pad, most in zip(axes, geometry.padding, needed, strict=True):
+        seen = seen.narrow(axis, 0, min(seen.shape[axis], most - pad))
+    fits = all(size <= x.shape[axis] for axis, size in zip(axes, inner, strict=True))
+    if fits and out_size(inner, geometry) == list(extent) and _only_zeros_after(seen, axes, inner):
+        return cropped(x, numbers, axes, tuple(inner)), geometry
+    sides = [
+        side
+        for axis, pad, most in reversed(list(zip(axes, geometry.padding, needed, strict=True)))
+        for side in (pad, most - pad - seen.shape[axis])
+    ]
+    padded = laid_as(x, F.pad(seen, sides))
+    return padded, replace(geometry, padding=tuple(0 for _ in extent))
+
+
+def _only_zeros_after(x: Tensor, axes: Sequence[int], sizes: Sequence[int]) -> bool:
+    beyond = [x.narrow(a, n, x.shape[a] - n) for a, n in zip(axes, sizes, strict=True)]
+    return not any(bool((part != 0).any()) for part in beyond)
 
 
 def out_size(size: list[int], geometry: Geometry) -> list[int]:

@@ -11,6 +11,9 @@ from torch import Tensor
 # Entries of short sums that are formed at once (16 MiB in float32), unless one example has more.
 AT_ONCE = 4 * 1024 * 1024
 
+# Of products of few columns, see ``products_over_positions``.
+FEW_COLUMNS, WHOLE_RUN = 16, 8
+
 # Entries of two rows whose products are added up in one go. A head over a vocabulary has rows of
 # 10^5: in one sum, their inner products' bound would leave every record of a language model in
 # doubt.
@@ -52,6 +55,26 @@ def block_products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         return wide_product(left[:, 0], right[:, 0], dtype).unsqueeze(1)
     b = left.shape[0]
     return wide_product(left.flatten(0, 1), right.flatten(0, 1), dtype).unflatten(0, (b, -1))
+
+
+def products_over_positions(left_bgtp: Tensor, right_bgtd: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, g, p, d] left^T right: of a block of positions, after which zeros change nothing.
+
+    A processor's library adds up the last positions in another order where the product has few
+    columns (seen with MKL and less than 16, not with few rows). So the transposed product is formed
+    then; where that has few columns too, positions are filled up to whole runs.
+    """
+    rows, columns = left_bgtp.shape[3], right_bgtd.shape[3]
+    if columns >= FEW_COLUMNS or left_bgtp.is_cuda:
+        return block_products(left_bgtp.transpose(2, 3), right_bgtd, dtype)
+    if rows >= FEW_COLUMNS:
+        return block_products(right_bgtd.transpose(2, 3), left_bgtp, dtype).transpose(2, 3)
+    odd = -left_bgtp.shape[2] % WHOLE_RUN
+    if odd:
+        left_bgtp, right_bgtd = (
+            torch.nn.functional.pad(x, (0, 0, 0, odd)) for x in (left_bgtp, right_bgtd)
+        )
+    return block_products(left_bgtp.transpose(2, 3), right_bgtd, dtype)
 
 
 def gram_chain(entries: int) -> int:

@@ -1,0 +1,47 @@
+"""Sums over positions whose bits do not follow from how far a record is padded.
+
+A library's own sum takes another order at another length: where a record's positions cancel until
+rounding alone is left, that rounding is its gradient, and a longer record beside it would change
+all of it. Here every addition is an elementwise one, each entry's in the order of the positions:
+zeros among them change nothing, whatever the library, its threads or the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.norms.factors.sums.pairs import add_in_pairs
+
+SIDE_BY_SIDE = 8  # neighbouring positions of a text
+
+
+def sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, ..., n] -> [b, n] in ``dtype``, over all dimensions between: positions of texts, or the
+    lines of maps, which padding may make longer at their ends.
+
+    A few neighbours, or a map's whole line, are added side by side, and then each other in pairs.
+    """
+    b, (length, n) = x.shape[0], x.shape[-2:]
+    if not x.shape[1:-1].numel():
+        return x.new_zeros(b, n, dtype=dtype)
+    lines = x.reshape(b, -1, length, n)
+    count = lines.shape[1]
+    side = min(length, SIDE_BY_SIDE) if count == 1 else length
+    total: Tensor | None = None
+    for line in lines.unbind(1):
+        for part in line.split(side, dim=1):
+            if total is None:
+                total = part.to(dtype, copy=True)
+            else:
+                total[:, : part.shape[1]].add_(part)
+    assert total is not None
+    return add_in_pairs(total)
+
+
+def sum_of_few(x_bkn: Tensor) -> Tensor:
+    """[b, k, n] -> [b, n]: one after the other, so that zeros at the end change nothing."""
+    total = x_bkn[:, 0].clone()
+    for part in x_bkn.unbind(1)[1:]:
+        total.add_(part)
+    return total
