@@ -1,4 +1,6 @@
-"""What files of TensorBoard, W&B and MLflow hold of a private run: epsilon, rates, public scores."""
+"""What files of TensorBoard, W&B and MLflow hold of a private run: epsilon, rates, public
+scores.
+"""
 
 from __future__ import annotations
 
