@@ -15,6 +15,7 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from quietgrad.checks import SettingsWarning
 from quietgrad.integrations.opacus import PrivacyEngine
 from quietgrad.integrations.opacus.accountants import create_accountant
 from quietgrad.integrations.opacus.accountants.utils import get_noise_multiplier
@@ -148,3 +149,37 @@ def test_the_name_goes_into_checkpoints_and_each_accountant_reads_the_other() ->
     theirs.history = [(1.1, 0.1, 40)]
     assert other.get_epsilon(DELTA) == pytest.approx(theirs.get_epsilon(DELTA), rel=0.01)
     assert math.isnan(other.get_privacy_spent(delta=DELTA)[1])
+
+
+def test_what_was_released_after_a_checkpoint_is_counted_too() -> None:
+    """In the process that made it: a run that was left behind was released all the same."""
+    first, second, third = (create_accountant("prv") for _ in range(3))
+    for _ in range(4):
+        first.step(noise_multiplier=1.0, sample_rate=0.1)
+    saved = first.state_dict()
+    first.step(noise_multiplier=1.0, sample_rate=0.1)
+    first.load_state_dict(saved)  # its own: nothing new, and nothing forgotten
+    assert first.history == [(1.0, 0.1, 5)]
+    with pytest.warns(SettingsWarning, match="after the checkpoint"):
+        second.load_state_dict(saved)
+    second.step(noise_multiplier=1.0, sample_rate=0.1)
+    first.step(noise_multiplier=2.0, sample_rate=0.1)
+    both = [(1.0, 0.1, 6), (2.0, 0.1, 1)]
+    assert sorted(second.history) == both
+    third.load_state_dict(second.state_dict())  # first's are among them, and count once
+    with pytest.warns(SettingsWarning, match="after the checkpoint"):
+        third.load_state_dict(saved)
+    first.load_state_dict(second.state_dict())  # each has the other's
+    assert sorted(first.history) == sorted(second.history) == sorted(third.history) == both
+
+
+def test_a_checkpoint_of_another_process_is_added_as_it_says() -> None:
+    counted = create_accountant("prv")
+    counted.load_state_dict({"history": [(1.0, 0.1, 3)], "counted_by": "elsewhere"})
+    with pytest.warns(SettingsWarning, match="added to its own"):
+        counted.load_state_dict({"history": [(1.0, 0.1, 3)]})
+    assert counted.history == [(1.0, 0.1, 6)]
+    # A file that says more than its maker knows is believed.
+    own = counted.state_dict() | {"history": [(1.0, 0.1, 9)]}
+    counted.load_state_dict(own)
+    assert counted.history == [(1.0, 0.1, 9)]

@@ -10,6 +10,7 @@ are drawn independently and compose as phases.
 from __future__ import annotations
 
 import math
+import secrets
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from quietgrad.checks import SettingsWarning, require_delta_for, require_positiv
 from quietgrad.events import EventSequence, PoissonGaussian, PrivacyEvent
 
 MECHANISMS = ("prv", "rdp", "gdp")
+_OF_THIS_PROCESS: dict[str, QuietgradAccountant] = {}  # by name, for checkpoints
 _STEADY = 1 - 2.0**-40  # rounding of 1 / sigma^2 may not make noise larger than it was
 
 
@@ -64,6 +66,9 @@ class QuietgradAccountant:
         self._closed: Counter[tuple[float, float]] = Counter()
         self._open: list[OpenedBatch] = []
         self._records = 1  # of the largest data set; 1 as long as none is known
+        self._others: list[QuietgradAccountant] = []  # whose checkpoints were loaded
+        self._name = secrets.token_hex(8)
+        _OF_THIS_PROCESS[self._name] = self
 
     def counts_for(self, dataset_size: int) -> None:
         """Of how many records batches are drawn. From then on epsilon is told for a delta below one
@@ -88,11 +93,19 @@ class QuietgradAccountant:
         """(noise multiplier, sampling rate, steps) of all batches that something was released on;
         public.
         """
+        return [(sigma, q, steps) for (sigma, q), steps in self._counted(set()).items()]
+
+    def _counted(self, seen: set[int]) -> Counter[tuple[float, float]]:
+        """With what those counted whose checkpoints were loaded, each once, also after that."""
+        seen.add(id(self))
         total = Counter(self._closed)
         for batch in self._open:
             if batch.noise:
                 total[batch.noise_multiplier, batch.sample_rate] += 1
-        return [(sigma, q, steps) for (sigma, q), steps in total.items()]
+        for other in self._others:
+            if id(other) not in seen:
+                total += other._counted(seen)
+        return total
 
     def get_epsilon(self, delta: float, **options: Any) -> float:
         """An upper bound of epsilon for all releases so far; 0 before the first.
@@ -171,28 +184,43 @@ class QuietgradAccountant:
 
     def state_dict(self) -> dict[str, Any]:
         """History and name, in the form of Opacus' checkpoints."""
-        return {"history": self.history, "mechanism": self._mechanism}
+        return {"history": self.history, "mechanism": self._mechanism, "counted_by": self._name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what was released before, in place of what was counted here.
+        """Adds what was released before. Of an accountant of this process all is known that it
+        counted, after the checkpoint too, and is counted once.
 
         Raises:
-            ValueError: without a history, or if something was released here already.
+            ValueError: without a history.
         """
         if "history" not in state_dict:
             raise ValueError(
                 "the checkpoint holds no history of releases, so its epsilon is unknown; load one "
                 "that save_checkpoint wrote"
             )
-        if self.history:
+        told = Counter[tuple[float, float]]()
+        for sigma, q, steps in state_dict["history"]:
+            PoissonGaussian(sigma, q, steps)
+            told[float(sigma), float(q)] += int(steps)
+        known = _OF_THIS_PROCESS.get(state_dict.get("counted_by", ""))
+        if known is not None:
+            counted = known._counted(set())
+            if known is not self:
+                self._others.append(known)
+                if counted - told:
+                    warnings.warn(
+                        "releases were made after the checkpoint was saved, and are counted too",
+                        SettingsWarning,
+                        stacklevel=3,
+                    )
+            told -= counted  # nothing, unless the file says otherwise
+        elif self.history:
             warnings.warn(
                 "releases were made before the checkpoint was loaded; they are added to its own",
                 SettingsWarning,
                 stacklevel=3,
             )
-        for sigma, q, steps in state_dict["history"]:
-            PoissonGaussian(sigma, q, steps)
-            self._closed[float(sigma), float(q)] += int(steps)
+        self._closed += told
 
 
 def create_accountant(mechanism: str) -> QuietgradAccountant:
