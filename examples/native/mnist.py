@@ -6,17 +6,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from quietgrad import PrivacyConfig
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from quietgrad import PrivacyConfig
-
 sys.path.append(str(Path(__file__).parents[1]))
 import digits
-
-
-def per_example_loss(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def main():
@@ -42,10 +37,14 @@ def main():
         nn.Linear(32 * 2 * 2, 10),
     )
     optimizer = optim.SGD(model.parameters(), lr=args.lr)
+
+    def per_example_loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
     dp = PrivacyConfig(target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs)
     run = dp.build(len(train_set)).start()
     train_loader = run.loader(train_set)
-    for epoch in run.epochs():
+    for epoch in range(args.epochs):
         for batch in train_loader:
             optimizer.zero_grad()
             run.backward(model, per_example_loss, batch)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from quietgrad import PrivacyConfig
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
-
-from quietgrad import PrivacyConfig
 
 sys.path.append(str(Path(__file__).parents[1]))
 import digits
@@ -39,10 +38,6 @@ def pretrain(model, loader, epochs):
             optimizer.step()
 
 
-def per_example_loss(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=10)
@@ -61,10 +56,14 @@ def main():
     records = TensorDataset(images[own], labels[own] - 5)
     train_set, test_set = torch.utils.data.random_split(records, [len(records) - 200, 200])
     optimizer = optim.SGD(model.parameters(), lr=args.lr)
+
+    def per_example_loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
     dp = PrivacyConfig(target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs)
     run = dp.build(len(train_set)).start()
     train_loader = run.loader(train_set)
-    for epoch in run.epochs():
+    for epoch in range(args.epochs):
         for batch in train_loader:
             optimizer.zero_grad()
             run.backward(model, per_example_loss, batch)

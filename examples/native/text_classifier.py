@@ -7,18 +7,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from quietgrad import PrivacyConfig
 from torch import optim
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
-from quietgrad import PrivacyConfig
-
 sys.path.append(str(Path(__file__).parents[1]))
 import made
-
-
-def per_example_loss(model, batch):
-    return F.cross_entropy(model(batch[0]).logits, batch[1], reduction="none")
 
 
 def main():
@@ -47,10 +42,14 @@ def main():
     if args.mode == "lora":
         model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=4))
     optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
+
+    def per_example_loss(model, batch):
+        return F.cross_entropy(model(batch[0]).logits, batch[1], reduction="none")
+
     dp = PrivacyConfig(target_epsilon=8.0, expected_batch_size=args.batch_size, epochs=args.epochs)
     run = dp.build(len(train_set)).start()
     train_loader = run.loader(train_set)
-    for epoch in run.epochs():
+    for epoch in range(args.epochs):
         model.train()
         for batch in train_loader:
             optimizer.zero_grad()

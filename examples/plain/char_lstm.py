@@ -39,12 +39,12 @@ def main():
     test_loader = DataLoader(test_set, batch_size=100, collate_fn=made.padded)
     model = CharNN(len(made.SYLLABLES))
     optimizer = optim.SGD(model.parameters(), lr=args.lr)
+
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, collate_fn=made.padded)
     for epoch in range(args.epochs):
         for letters, labels in train_loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(letters), labels)
-            loss.backward()
+            F.cross_entropy(model(letters), labels).backward()
             optimizer.step()
         with torch.no_grad():
             right = sum((model(x).argmax(1) == labels).sum() for x, labels in test_loader)

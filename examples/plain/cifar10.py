@@ -36,13 +36,13 @@ def main():
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 2 * 2, 9))
     optimizer = optim.Adam(model.parameters(), lr=args.lr)
     scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
+
     train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
     for epoch in range(args.epochs):
         model.train()
         for images, labels in train_loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels)
-            loss.backward()
+            F.cross_entropy(model(images), labels).backward()
             optimizer.step()
         scheduler.step()
         model.eval()

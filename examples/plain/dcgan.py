@@ -51,8 +51,7 @@ def main():
     for epoch in range(args.epochs):
         for batch in train_loader:
             optimizerD.zero_grad()
-            loss = discriminator_loss(netD, batch)
-            loss.backward()
+            discriminator_loss(netD, batch).backward()
             optimizerD.step()
 
             optimizerG.zero_grad()

@@ -36,12 +36,12 @@ def main():
         nn.Linear(32 * 2 * 2, 10),
     )
     optimizer = optim.SGD(model.parameters(), lr=args.lr)
+
     train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
     for epoch in range(args.epochs):
         for images, labels in train_loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels)
-            loss.backward()
+            F.cross_entropy(model(images), labels).backward()
             optimizer.step()
         with torch.no_grad():
             right = sum((model(x).argmax(1) == y).sum() for x, y in DataLoader(test_set, 100))

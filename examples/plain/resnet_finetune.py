@@ -55,12 +55,12 @@ def main():
     records = TensorDataset(images[own], labels[own] - 5)
     train_set, test_set = torch.utils.data.random_split(records, [len(records) - 200, 200])
     optimizer = optim.SGD(model.parameters(), lr=args.lr)
+
     train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
     for epoch in range(args.epochs):
         for x, y in train_loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
+            F.cross_entropy(model(x), y).backward()
             optimizer.step()
         with torch.no_grad():
             right = sum((model(x).argmax(1) == y).sum() for x, y in DataLoader(test_set, 50))

@@ -41,13 +41,13 @@ def main():
     if args.mode == "lora":
         model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=4))
     optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
+
     train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
     for epoch in range(args.epochs):
         model.train()
         for ids, labels in train_loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(ids).logits, labels)
-            loss.backward()
+            F.cross_entropy(model(ids).logits, labels).backward()
             optimizer.step()
         model.eval()
         with torch.no_grad():

@@ -27,22 +27,31 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def cases() -> list[Any]:
     slow = pytest.mark.slow("it imports transformers, and trains one")
-    marks = {"text_classifier": [slow]}
+    modes = {"text_classifier": ["last-layer", "ghost", "lora"]}
     return [
-        pytest.param(p, id=f"{p.parent.name}/{p.stem}", marks=marks.get(p.stem, []))
-        for p in EXAMPLES
+        pytest.param(
+            path,
+            ["--mode", mode] if mode else [],
+            id=f"opacus/{path.stem}{mode and '-' + mode}",
+            marks=[slow] if mode else [],
+        )
+        for path in EXAMPLES
+        for mode in modes.get(path.stem, [""])
     ]
 
 
 # A batch's own size is 64 now and then, as the generator's is: the alarm is false then.
 @pytest.mark.filterwarnings("ignore:another model gets a gradient:UserWarning")
-@pytest.mark.grid(2, "six scripts, each a training; they differ in the model")
+@pytest.mark.grid(2, "nine trainings; they differ in the model")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("path", cases())
+@pytest.mark.parametrize(("path", "options"), cases())
 def test_an_example_runs_at_smoke_size(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path,
+    options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [str(path), "--smoke"])
+    monkeypatch.setattr(sys, "argv", [str(path), "--smoke", *options])
     monkeypatch.setattr(sys, "path", list(sys.path))
     runpy.run_path(str(path), run_name="__main__")  # here: torch is imported once
     assert re.search(r"epsilon \d+\.\d\d", capsys.readouterr().out)

@@ -331,4 +331,4 @@ def test_what_is_not_offered_says_so() -> None:
     accountant = RDPAccountant()
     accountant.step(noise_multiplier=1.0, sample_rate=0.1)
     epsilon, order = accountant.get_privacy_spent(delta=DELTA)
-    assert epsilon == accountant.get_epsilon(DELTA) and order != order
+    assert epsilon == accountant.get_epsilon(DELTA) and order > 1

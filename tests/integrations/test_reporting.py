@@ -1,11 +1,15 @@
-"""What the files of TensorBoard and W&B hold of a private run: epsilon, rates, public scores."""
+"""What files of TensorBoard, W&B and MLflow hold of a private run: epsilon, rates, public
+scores.
+"""
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,6 +29,8 @@ TOLD = {
     "train/train_runtime", "train/train_samples_per_second", "train/train_steps_per_second",
     "eval/loss", "eval/runtime", "eval/samples_per_second", "eval/steps_per_second",
 }  # fmt: skip
+
+NAMES_OF_MLFLOW = {name.removeprefix("train/").replace("eval/", "eval_") for name in TOLD}
 
 
 @pytest.mark.usefixtures("examined_once")
@@ -59,41 +65,104 @@ def test_tensorboard_is_told_nothing_private(
     assert shown == sorted(shown)
 
 
-# A process of its own: W&B leaves threads and a service behind.
-OFFLINE = """
+# A process of its own: both leave threads and services behind.
+TRAINS = """
 import sys
 sys.path.insert(0, {here!r})
 from pathlib import Path
 from private_trainers import records, trainer
 
-trainer(Path({folder!r}) / "run", report_to=["wandb"], logging_steps=1, eval_strategy="epoch",
-        eval_dataset=records(20, seed=1)).train()
-import json, wandb
-settings = wandb.run.settings
-print("told:", json.dumps([settings.x_disable_stats, sorted(dict(wandb.run.summary))]))
-wandb.finish()
+trainer(Path({folder!r}) / "run", report_to=[{reporter!r}], logging_steps=1, save_strategy="epoch",
+        eval_strategy="epoch", eval_dataset=records(20, seed=1)).train()
 """
+CHECKPOINT = {
+    "config.json", "model.safetensors", "optimizer.pt", "quietgrad.json", "quietgrad_release.json",
+    "scheduler.pt", "trainer_state.json", "training_args.bin",
+}  # fmt: skip
+
+
+def trained_apart(reporter: str, folder: Path, **environment: str) -> None:
+    code = TRAINS.format(here=str(Path(__file__).parent), folder=str(folder), reporter=reporter)
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, cwd=folder,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr[-2000:]
+
+
+def written_by_wandb(path: Path) -> Iterator[Any]:
+    """Records of its file: LevelDB's log, whose blocks are 32 KiB, after seven bytes."""
+    messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    data, place, whole = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        size, kind = struct.unpack_from("<HB", data, place + 4)
+        if kind == 0:  # after the last
+            return
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last part of one
+            record = messages.Record()
+            record.ParseFromString(whole)
+            whole = b""
+            yield record
 
 
 @pytest.mark.distributed
 @pytest.mark.slow("imports and trains in a process of its own")
 def test_wandb_is_told_nothing_private(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    (tmp_path / "w").mkdir()
-    code = OFFLINE.format(here=str(Path(__file__).parent), folder=str(tmp_path))
-    told = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path / "w"),
-             "WANDB_SILENT": "true"},
-        capture_output=True, text=True, timeout=300, cwd=tmp_path,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr[-2000:]
-    line = next(line for line in told.stdout.splitlines() if line.startswith("told: "))
-    no_statistics, names = json.loads(line.removeprefix("told: "))
-    own = {"_runtime", "_step", "_timestamp", "_wandb", "train/global_step"}
-    assert no_statistics is True
+    trained_apart(
+        "wandb",
+        tmp_path,
+        WANDB_MODE="offline",
+        WANDB_DIR=str(tmp_path),
+        WANDB_SILENT="true",
+        WANDB_LOG_MODEL="checkpoint",
+        WANDB_X_DISABLE_STATS="false",
+    )
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    kinds, names, uploaded = set(), set(), set()
+    for record in written_by_wandb(file):
+        kinds.add(record.WhichOneof("record_type"))
+        for items in (record.history.item, record.summary.update):
+            names |= {item.key or "/".join(item.nested_key) for item in items}
+        uploaded |= {entry.path for entry in record.artifact.manifest.contents}
+    assert {"history", "artifact", "exit"} <= kinds
+    assert not kinds & {"stats", "alert", "tbrecord"}  # the memory of the process is among "stats"
+    own = {"_runtime", "_step", "_timestamp", "_wandb/runtime", "train/global_step"}
     # Trainer writes the last line's names otherwise.
-    assert {name.replace("train_", "train/train_", 1) for name in names} - own <= TOLD
+    told = {name.replace("train_", "train/train_", 1) for name in names} - own
+    assert {"train/epsilon", "eval/loss"} <= told <= TOLD
+    assert uploaded and {Path(name).name for name in uploaded} <= CHECKPOINT | {
+        "quietgrad_start.json", "README.md", "model_architecture.txt",
+    }  # fmt: skip
+
+
+@pytest.mark.distributed
+@pytest.mark.slow("imports and trains in a process of its own")
+def test_a_store_of_mlflow_holds_nothing_private(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    trained_apart(
+        "mlflow",
+        tmp_path,
+        MLFLOW_TRACKING_URI=(tmp_path / "store").as_uri(),
+        MLFLOW_ALLOW_FILE_STORE="true",
+        MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING="true",
+        MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL="1",
+        HF_MLFLOW_LOG_ARTIFACTS="1",
+    )
+    (folder,) = {path.parent for path in tmp_path.glob("store/*/*/metrics") if any(path.iterdir())}
+    names = {
+        str(path.relative_to(folder / "metrics"))
+        for path in (folder / "metrics").rglob("*")
+        if path.is_file()
+    }
+    assert {"epsilon", "eval_loss"} <= names <= NAMES_OF_MLFLOW
+    kept = {path.name for path in tmp_path.glob("store/**/checkpoint-*/*")}
+    assert kept and kept <= CHECKPOINT
 
 
 def test_a_run_of_wandb_that_measures_the_process_is_refused(
@@ -180,6 +249,4 @@ def test_mlflow_is_told_nothing_private(tmp_path: Path, monkeypatch: pytest.Monk
     trained.train()
     assert os.environ[SYSTEM_METRICS] == "false" and mlflow.run is None
     names = {name for _, metrics in mlflow.metrics for name in metrics}
-    known = {name.partition("/")[2] for name in TOLD if name.startswith("train/")}
-    known |= {name.replace("/", "_") for name in TOLD if name.startswith("eval/")}
-    assert "epsilon" in names and names <= known
+    assert "epsilon" in names and names <= NAMES_OF_MLFLOW

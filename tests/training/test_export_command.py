@@ -122,7 +122,7 @@ def test_onnx_where_its_packages_are(quietgrad: Run, settings: dict, tmp_path: P
     onnx = pytest.importorskip("onnx")
     run_dir = train(settings | {"model.tune": "lora", "training.eval_every": 0})[2].path
     file = tmp_path / "model.onnx"
-    code, _, err = quietgrad("export", run_dir, "--format", "onnx", "-o", file)
+    code, _, err = quietgrad("export", run_dir, "-o", file)  # the ending says what it is to be
     assert (code, err) == (0, "")
     session = runtime.InferenceSession(str(file))
 
@@ -142,7 +142,8 @@ def test_what_cannot_be_exported_is_one_line(
     there.write_bytes(b"mine")
     for arguments, part in (
         (["--format", "tflite", "-o", tmp_path / "a.pt2"], "use torch-export or onnx"),
-        (["-o", tmp_path / "a.onnx"], "must end in .pt2"),
+        (["-o", tmp_path / "a.bin"], "must end in .pt2 (torch-export) or .onnx (onnx)"),
+        (["--format", "torch-export", "-o", tmp_path / "a.onnx"], "must end in .pt2"),
         (["-o", there], "is there already"),
         (["-o", tmp_path / "no" / "a.pt2"], "no such folder"),
         (["-o", tmp_path / "a.pt2"], "no such run directory"),

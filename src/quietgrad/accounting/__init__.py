@@ -7,6 +7,7 @@ the argument.
 
 from quietgrad.accounting.calibrate import noise_multiplier
 from quietgrad.accounting.envelope import envelope_cdf
+from quietgrad.accounting.renyi.epsilon import renyi_epsilon
 from quietgrad.accounting.selection.counts import RunCount
 from quietgrad.accounting.selection.epsilon import selected_epsilon, selected_noise_multiplier
 from quietgrad.accounting.spending import (
@@ -16,7 +17,6 @@ from quietgrad.accounting.spending import (
     delta,
     epsilon,
     epsilon_report,
-    renyi_epsilon,
     trade_off,
 )
 

@@ -232,28 +232,6 @@ def attack_success(event: PrivacyEvent, false_positive_rate: float) -> float:
     return float(1.0 - trade_off(event, [false_positive_rate])[0])
 
 
-def renyi_epsilon(event: PrivacyEvent, order: float, delta: float) -> float:
-    """Refused: Quietgrad composes privacy-loss distributions only.
-
-    Raises:
-        ValueError: always, with the reason: randomized clipping has infinite Renyi moments, and for
-            exact events the Renyi bound is never tighter than ``epsilon``.
-    """
-    phases = event.events if isinstance(event, EventSequence) else (event,)
-    if any(isinstance(p.clipping, RandomizedClipping) for p in phases):
-        raise ValueError(
-            "Renyi accounting of randomized clipping does not exist: the scale Z = R^(-1/2) is "
-            "unbounded, so every Renyi "
-            "moment of order above 1 is infinite; use quietgrad.accounting.epsilon, which composes "
-            "privacy-loss distributions"
-        )
-    raise ValueError(
-        f"Renyi accounting (order={order}) is not offered: its bound is never tighter than the "
-        "privacy-loss distribution's; "
-        f"use quietgrad.accounting.epsilon(event, delta={delta})"
-    )
-
-
 def _require_epsilon(value: float) -> None:
     require_finite("epsilon", value)
     if value < 0:

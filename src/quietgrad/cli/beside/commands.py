@@ -69,8 +69,12 @@ def export(
         Path, typer.Option("--output", "-o", metavar="FILE", help="Ends in .pt2, or in .onnx.")
     ],
     form: Annotated[
-        str, typer.Option("--format", help="torch-export, or onnx (with quietgrad\\[onnx]).")
-    ] = "torch-export",
+        str | None,
+        typer.Option(
+            "--format",
+            help="torch-export, or onnx (with quietgrad\\[onnx]); default: as the file ends.",
+        ),
+    ] = None,
     as_json: accounting.AsJson = False,
 ) -> None:
     """Writes a run's model as one file that runs without this library.

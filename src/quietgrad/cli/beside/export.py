@@ -8,10 +8,11 @@ from quietgrad.cli.output import console, one_line, print_json, print_table
 
 
 @one_line
-def run_export(run_dir: Path, form: str, output: Path, as_json: bool) -> None:
+def run_export(run_dir: Path, form: str | None, output: Path, as_json: bool) -> None:
     """See ``quietgrad export --help``."""
-    from quietgrad.training.exporting.program import export_run
+    from quietgrad.training.exporting.program import export_run, format_of
 
+    form = format_of(output) if form is None else form
     made = export_run(run_dir, form, output)
     if as_json:
         print_json(made)

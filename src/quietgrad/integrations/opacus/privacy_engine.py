@@ -12,7 +12,6 @@ import torch
 from torch import nn, optim
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from quietgrad.accounting import noise_multiplier as calibrated
 from quietgrad.checks import SettingsWarning, require_delta_for, require_word
 from quietgrad.integrations.opacus.accountants import QuietgradAccountant, create_accountant
 from quietgrad.integrations.opacus.criterion import PerSequence
@@ -33,7 +32,8 @@ class PrivacyEngine(BoundToProcess):
     """Makes a model, an optimiser and a data loader private, and says what was spent.
 
     Args:
-        accountant: "prv", "rdp" or "gdp": a name. Epsilon is always Quietgrad's upper bound.
+        accountant: "prv"; "rdp" for the larger epsilon of Renyi divergences; "gdp" is another name
+            of "prv".
         secure_mode: whether noise is from a cryptographic stream; needs ``cryptography``.
 
     Raises:
@@ -180,8 +180,8 @@ class PrivacyEngine(BoundToProcess):
         _require_loader(data_loader)
         require_delta_for("target_delta", target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
         steps = epochs * len(data_loader)
-        sigma = calibrated(
-            target_epsilon, target_delta, sample_rate=1 / len(data_loader), steps=max(1, steps)
+        sigma = self.accountant.noise_for(
+            target_epsilon, target_delta, 1 / len(data_loader), max(1, steps)
         )
         return self.make_private(
             module=module,

@@ -30,6 +30,19 @@ AGREEMENT = 1e-4  # of logits, relative to the largest
 TRIED = ((1, SHORTEST), (3, 5), (5, 13))  # batch sizes and lengths that the file is tried with
 
 
+def format_of(output: Path) -> str:
+    """The format that a file's ending stands for.
+
+    Raises:
+        ValueError: for another ending.
+    """
+    for form, ending in ENDINGS.items():
+        if output.suffix.lower() == ending:
+            return form
+    told = " or ".join(f"{ending} ({form})" for form, ending in ENDINGS.items())
+    raise ValueError(f"--output={str(output)!r} must end in {told}")
+
+
 def require_format(form: str, output: Path) -> None:
     """Before any work: that the format is known, its packages are there, and the file can be made.
 

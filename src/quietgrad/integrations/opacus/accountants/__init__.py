@@ -1,4 +1,4 @@
-"""Accountants under Opacus' names: all of them are Quietgrad's."""
+"""Accountants under Opacus' names: "prv" is Quietgrad's, "rdp" counts by moments."""
 
 from quietgrad.integrations.opacus.accountants.accountant import (
     GaussianAccountant,

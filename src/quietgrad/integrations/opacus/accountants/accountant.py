@@ -1,4 +1,5 @@
-"""What was released so far, and its epsilon by Quietgrad's accountant.
+"""What was released so far, and its epsilon by Quietgrad's accountant, or for "rdp" by Renyi
+divergences, as Opacus has it.
 
 Releases on one and the same batch share its coins: they are one step of the Gaussian mechanism
 whose noise is as small as all of theirs together, 1 / sigma^2 = sum_j 1 / sigma_j^2 (adaptive
@@ -9,16 +10,20 @@ are drawn independently and compose as phases.
 from __future__ import annotations
 
 import math
+import secrets
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from quietgrad.accounting import epsilon
-from quietgrad.checks import SettingsWarning, require_delta_for
-from quietgrad.events import EventSequence, PoissonGaussian
+from quietgrad.accounting import epsilon, noise_multiplier, renyi_epsilon
+from quietgrad.accounting.calibrate import calibrate
+from quietgrad.accounting.renyi.epsilon import RENYI_ORDERS
+from quietgrad.checks import SettingsWarning, require_delta_for, require_positive
+from quietgrad.events import EventSequence, PoissonGaussian, PrivacyEvent
 
 MECHANISMS = ("prv", "rdp", "gdp")
+_OF_THIS_PROCESS: dict[str, QuietgradAccountant] = {}  # by name, for checkpoints
 _STEADY = 1 - 2.0**-40  # rounding of 1 / sigma^2 may not make noise larger than it was
 
 
@@ -46,7 +51,7 @@ class QuietgradAccountant:
     """Counts releases and composes them.
 
     Args:
-        mechanism: the name that the script gave; kept for ``mechanism()`` and nothing else.
+        mechanism: the name that the script gave. "rdp" has an epsilon of its own, which is larger.
 
     Raises:
         ValueError: for a name that Opacus does not have.
@@ -55,13 +60,15 @@ class QuietgradAccountant:
     def __init__(self, mechanism: str = "prv") -> None:
         if mechanism not in MECHANISMS:
             raise ValueError(
-                f"accountant={mechanism!r} is unknown; use one of {', '.join(MECHANISMS)} (epsilon "
-                "comes from Quietgrad's accountant in any case)"
+                f"accountant={mechanism!r} is unknown; use one of {', '.join(MECHANISMS)}"
             )
         self._mechanism = mechanism
         self._closed: Counter[tuple[float, float]] = Counter()
         self._open: list[OpenedBatch] = []
         self._records = 1  # of the largest data set; 1 as long as none is known
+        self._others: list[QuietgradAccountant] = []  # whose checkpoints were loaded
+        self._name = secrets.token_hex(8)
+        _OF_THIS_PROCESS[self._name] = self
 
     def counts_for(self, dataset_size: int) -> None:
         """Of how many records batches are drawn. From then on epsilon is told for a delta below one
@@ -86,34 +93,70 @@ class QuietgradAccountant:
         """(noise multiplier, sampling rate, steps) of all batches that something was released on;
         public.
         """
+        return [(sigma, q, steps) for (sigma, q), steps in self._counted(set()).items()]
+
+    def _counted(self, seen: set[int]) -> Counter[tuple[float, float]]:
+        """With what those counted whose checkpoints were loaded, each once, also after that."""
+        seen.add(id(self))
         total = Counter(self._closed)
         for batch in self._open:
             if batch.noise:
                 total[batch.noise_multiplier, batch.sample_rate] += 1
-        return [(sigma, q, steps) for (sigma, q), steps in total.items()]
+        for other in self._others:
+            if id(other) not in seen:
+                total += other._counted(seen)
+        return total
 
-    def get_epsilon(self, delta: float, **_: Any) -> float:
+    def get_epsilon(self, delta: float, **options: Any) -> float:
         """An upper bound of epsilon for all releases so far; 0 before the first.
 
         Args:
             delta: below 0.1, and below one over the number of records where batches were drawn.
+            options: of Opacus' accountants: ``alphas`` for "rdp"; others are accepted.
 
         Raises:
             ValueError: for another delta.
         """
+        return self.get_privacy_spent(delta=delta, **options)[0]
+
+    def get_privacy_spent(self, delta: float, **options: Any) -> tuple[float, float]:
+        """(epsilon, the best Renyi order): nan for the order with "prv" and "gdp", which have none.
+
+        Args:
+            delta, options: as ``get_epsilon``'s.
+        """
         require_delta_for("delta", delta, self._records)
         phases = tuple(PoissonGaussian(sigma, q, steps) for sigma, q, steps in self.history)
         if not phases:
-            return 0.0
-        return epsilon(phases[0] if len(phases) == 1 else EventSequence(phases), delta)
+            return 0.0, math.nan
+        event = phases[0] if len(phases) == 1 else EventSequence(phases)
+        return self._spent(event, delta, options)
 
-    def get_privacy_spent(self, delta: float, **_: Any) -> tuple[float, float]:
-        """(epsilon, nan): of a Renyi accountant the second is its best order, and there is none.
-
-        Args:
-            delta: as ``get_epsilon``'s.
+    def noise_for(
+        self, target_epsilon: float, target_delta: float, sample_rate: float, steps: int
+    ) -> float:
+        """The smallest noise multiplier with which so many steps stay within a budget, by this
+        accountant's epsilon.
         """
-        return self.get_epsilon(delta), math.nan
+        if self._mechanism != "rdp":
+            return noise_multiplier(
+                target_epsilon, target_delta, sample_rate=sample_rate, steps=steps
+            )
+        require_positive("target_epsilon", target_epsilon)
+        return calibrate(
+            lambda sigma: renyi_epsilon(PoissonGaussian(sigma, sample_rate, steps), target_delta)[
+                0
+            ],
+            target_epsilon,
+        )
+
+    def _spent(
+        self, event: PrivacyEvent, delta: float, options: dict[str, Any]
+    ) -> tuple[float, float]:
+        if self._mechanism != "rdp":
+            return epsilon(event, delta), math.nan
+        orders = options.get("alphas")
+        return renyi_epsilon(event, delta, RENYI_ORDERS if orders is None else orders)
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Any:
         """Refused: what ``make_private`` returned counts its own releases.
@@ -141,28 +184,43 @@ class QuietgradAccountant:
 
     def state_dict(self) -> dict[str, Any]:
         """History and name, in the form of Opacus' checkpoints."""
-        return {"history": self.history, "mechanism": self._mechanism}
+        return {"history": self.history, "mechanism": self._mechanism, "counted_by": self._name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what was released before, in place of what was counted here.
+        """Adds what was released before. Of an accountant of this process all is known that it
+        counted, after the checkpoint too, and is counted once.
 
         Raises:
-            ValueError: without a history, or if something was released here already.
+            ValueError: without a history.
         """
         if "history" not in state_dict:
             raise ValueError(
                 "the checkpoint holds no history of releases, so its epsilon is unknown; load one "
                 "that save_checkpoint wrote"
             )
-        if self.history:
+        told = Counter[tuple[float, float]]()
+        for sigma, q, steps in state_dict["history"]:
+            PoissonGaussian(sigma, q, steps)
+            told[float(sigma), float(q)] += int(steps)
+        known = _OF_THIS_PROCESS.get(state_dict.get("counted_by", ""))
+        if known is not None:
+            counted = known._counted(set())
+            if known is not self:
+                self._others.append(known)
+                if counted - told:
+                    warnings.warn(
+                        "releases were made after the checkpoint was saved, and are counted too",
+                        SettingsWarning,
+                        stacklevel=3,
+                    )
+            told -= counted  # nothing, unless the file says otherwise
+        elif self.history:
             warnings.warn(
                 "releases were made before the checkpoint was loaded; they are added to its own",
                 SettingsWarning,
                 stacklevel=3,
             )
-        for sigma, q, steps in state_dict["history"]:
-            PoissonGaussian(sigma, q, steps)
-            self._closed[float(sigma), float(q)] += int(steps)
+        self._closed += told
 
 
 def create_accountant(mechanism: str) -> QuietgradAccountant:
@@ -171,7 +229,7 @@ def create_accountant(mechanism: str) -> QuietgradAccountant:
 
 
 class RDPAccountant(QuietgradAccountant):
-    """Quietgrad's accountant under the name "rdp"."""
+    """Epsilon by Renyi divergences: Opacus' number, an upper bound that is looser than "prv"."""
 
     def __init__(self) -> None:
         super().__init__("rdp")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from quietgrad.accounting import noise_multiplier as calibrated
+from quietgrad.integrations.opacus.accountants.accountant import create_accountant
 
 
 def get_noise_multiplier(
@@ -15,7 +15,7 @@ def get_noise_multiplier(
     sample_rate: float,
     epochs: float | None = None,
     steps: int | None = None,
-    accountant: str = "prv",
+    accountant: str = "rdp",
     epsilon_tolerance: float = 0.01,
     **_: Any,
 ) -> float:
@@ -25,7 +25,8 @@ def get_noise_multiplier(
         target_epsilon, target_delta: the budget.
         sample_rate: q.
         epochs, steps: one of them; an epoch is 1 / q steps.
-        accountant, epsilon_tolerance: accepted for the script's sake.
+        accountant: whose epsilon is meant; Opacus' default is "rdp", which asks for more noise.
+        epsilon_tolerance: accepted for the script's sake.
 
     Raises:
         ValueError: for both or none of epochs and steps, and for a budget that no noise meets.
@@ -35,4 +36,5 @@ def get_noise_multiplier(
     if steps is None:
         assert epochs is not None
         steps = math.ceil(epochs / sample_rate - 1e-6)
-    return calibrated(target_epsilon, target_delta, sample_rate=sample_rate, steps=max(1, steps))
+    counted = create_accountant(accountant)
+    return counted.noise_for(target_epsilon, target_delta, sample_rate, max(1, steps))

@@ -5,6 +5,8 @@ optionally LoRA adapters.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import warnings
 from collections.abc import Iterator
 from typing import Any, cast
@@ -226,9 +228,14 @@ def without_bars() -> Iterator[None]:
     settings = transformers.utils.logging
     shown = settings.is_progress_bar_enabled()
     settings.disable_progress_bar()
+    # Of files that are expanded; this bar asks for no setting.
+    gguf: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    bar = gguf.tqdm
+    gguf.tqdm = functools.partial(bar, disable=True)
     try:
         yield
     finally:
+        gguf.tqdm = bar
         if shown:
             with warnings.catch_warnings():  # of an environment that forbids bars, and goes on to
                 warnings.simplefilter("ignore", UserWarning)

@@ -1,0 +1,1 @@
+"""Epsilon by Renyi divergences, for scripts that are compared with Opacus' own."""
