@@ -93,7 +93,8 @@ def meet(device: str) -> Together:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, **_place_of_this_start())
     return Together(dist.get_rank(), dist.get_world_size())
 
 
@@ -102,6 +103,24 @@ def here() -> Together:
     if not (dist.is_available() and dist.is_initialized()):
         return Together()
     return Together(dist.get_rank(), dist.get_world_size())
+
+
+def _place_of_this_start() -> dict[str, Any]:
+    """Where the ranks meet after a restart: in a part of torchrun's store that is this start's own.
+
+    torch 2.13 takes the agent's store as it is, in the belief that it is new with every start. It
+    still says where the ranks before listened, and one that reads that waits minutes for a process
+    that is gone, and fails (pytorch issue 135712). On one machine alone: agents of several count
+    restarts each for itself.
+    """
+    known = os.environ
+    own_machine = known.get("GROUP_WORLD_SIZE") == "1"
+    if not restarted() or not own_machine or known.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    size = int(known["WORLD_SIZE"])
+    agents = dist.TCPStore(known["MASTER_ADDR"], int(known["MASTER_PORT"]), size, is_master=False)
+    own = dist.PrefixStore(f"start {known['TORCHELASTIC_RESTART_COUNT']}", agents)
+    return {"store": own, "rank": int(known["RANK"]), "world_size": size}
 
 
 def leave() -> None:

@@ -1,0 +1,470 @@
+"""Ranks of a sharded run are killed by SIGKILL at keyed moments, torchrun's elastic agent starts
+all again, and the run goes on from its ledger and the newest whole checkpoint. Prints one JSON
+object: where each kill fell, what was lost, and what is wrong (nothing, or the exit status is 1).
+
+Every draw of a release's noise is noted in a file that is on disk before the draw, with what the
+ledger counted then. At the end it has to hold that
+
+- the ledger counted each release before any of its noise was drawn, and every start found it so;
+- its releases are 0, 1, 2, ..., as many as planned, and their epsilon is at most the target;
+- no stretch of a release's noise was drawn twice, and all of it for what was applied;
+- weights and moments of all ranks are, to the bit, those of one process that makes all releases and
+  applies those that the sharded run applied; where none was lost, those of a run that nothing
+  stopped.
+
+A release is lost when it is counted and no checkpoint has it: it is spent and not made up for.
+
+    OMP_NUM_THREADS=1 python benchmarks/sharded_kills.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import mmap
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from quietgrad import PrivacyConfig
+from quietgrad.accounting import epsilon
+from quietgrad.distributed.together import leave, meet
+from quietgrad.durable import whole_lines
+from quietgrad.ledger import holds_records, read_ledger
+from quietgrad.noise import BandedNoise, IndependentNoise
+from quietgrad.noise.sources.keyed import KeyedSource
+from quietgrad.plan import PrivacyPlan
+from quietgrad.plan.run import PrivateRun
+from quietgrad.plan.session.noise_session import NoiseSession
+
+RANKS, RECORDS, WIDTH = 2, 60, 7
+TARGET = 8.0
+NOTE = 256  # bytes, for where a kill fell
+SOON = 1.5  # seconds after a start, within which a kill anywhere falls
+PLACES = ("release", "backward", "save", "anywhere")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attributes:
+    kills: how many.
+    bands: of correlated noise; 1 is independent noise.
+    save_every: releases between checkpoints.
+    places: where kills are aimed at, in turns.
+    steps: releases planned.
+    """
+
+    kills: int
+    bands: int = 1
+    save_every: int = 2
+    places: tuple[str, ...] = PLACES
+    steps: int = 64
+
+    def plan(self) -> PrivacyPlan:
+        config = PrivacyConfig(
+            target_epsilon=TARGET,
+            expected_batch_size=12,
+            steps=self.steps,
+            noise=BandedNoise(self.bands) if self.bands > 1 else IndependentNoise(),
+            seed=5,
+            data_are_public=True,
+        )
+        return config.build(RECORDS)
+
+
+CASES = {
+    "independent": Case(10),
+    "correlated": Case(10, bands=3),
+    "nothing lost": Case(4, save_every=1, places=("backward",), steps=24),
+    "smoke": Case(2, bands=2, steps=16),
+}
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A kill: of which rank, in which call of ``place`` since the start, and how far through it."""
+
+    rank: int
+    place: str
+    call: int
+    share: float
+
+
+def aim_of(case: Case, number: int) -> Aim | None:
+    """The kill that comes after so many, a function of the case; None once all are made."""
+    if number >= case.kills:
+        return None
+    draws = np.random.default_rng((11, case.kills, case.bands, case.save_every, number))
+    place = case.places[number % len(case.places)]
+    rank, call = int(draws.integers(RANKS)), int(draws.integers(2, 4))
+    return Aim(rank, place, call, float(draws.uniform(0.0, 0.9)))
+
+
+class Killer:
+    """Ends this process by its aim, from another thread, and notes what the first one did then.
+
+    The note is written into memory that the file shares: nothing lies between it and the signal.
+    """
+
+    def __init__(self, note: Path, aim: Aim) -> None:
+        self.aim, self.place = aim, "start"
+        self._calls: Counter[str] = Counter()
+        self._took: dict[str, float] = {}
+        note.write_bytes(b" " * NOTE)  # no kill, where this start ends otherwise
+        with open(note, "r+b") as file:
+            self._note = mmap.mmap(file.fileno(), NOTE)
+        self._first = threading.get_ident()
+        if aim.place == "anywhere":
+            self.kill_after(aim.share * SOON)
+
+    def watch(self, owner: Any, name: str, place: str) -> None:
+        """Counts and times the calls of ``owner.name``, and kills in the one that is aimed at."""
+        own = getattr(owner, name)
+
+        @functools.wraps(own)
+        def watched(*arguments: Any, **named: Any) -> Any:
+            before, self.place = self.place, place
+            self._calls[place] += 1
+            if (place, self._calls[place]) == (self.aim.place, self.aim.call):
+                self.kill_after(self.aim.share * self._took[place])
+            began = time.perf_counter()
+            try:
+                return own(*arguments, **named)
+            finally:
+                self._took[place] = time.perf_counter() - began
+                self.place = before if before == "start" and place == "load" else "between"
+
+        setattr(owner, name, watched)
+
+    def kill_after(self, seconds: float) -> None:
+        threading.Thread(target=self._kill, args=(seconds,), daemon=True).start()
+
+    def _kill(self, seconds: float) -> None:
+        time.sleep(seconds)
+        frame = sys._current_frames().get(self._first)
+        while frame is not None and "quietgrad" not in frame.f_globals.get("__name__", ""):
+            frame = frame.f_back
+        inner = "" if frame is None else f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"
+        told = {"rank": self.aim.rank, "aimed_at": self.aim.place, "fell_in": self.place}
+        note = json.dumps(told | {"inside": inner.removeprefix("quietgrad.")}).encode()
+        self._note[: len(note)] = note
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def note_draws(file: Path, ledger: Path, start: int) -> None:
+    """From now on every draw of a release's own noise is on disk in ``file`` before it is made.
+    (What a start draws again of earlier rows is no release's: nothing is added to it.)
+    """
+    opened = open(file, "a", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    counted: list[int] = []
+    cover, stretch = NoiseSession.cover, KeyedSource.stretch
+
+    def covering(self: Any, *arguments: Any) -> Any:
+        counted.append(read_ledger(ledger).releases)
+        try:
+            return cover(self, *arguments)
+        finally:
+            counted.clear()
+
+    def noted(
+        self: Any, like: Tensor, key: Any, step: int, name: str, place: Any, scale: float = 1.0
+    ) -> Tensor:
+        if counted:
+            draw = {"start": start, "step": step, "name": name, "counted": counted[0]}
+            draw |= {"from": place.start, "entries": like.numel()}
+            opened.write(json.dumps(draw) + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+        return stretch(self, like, key, step, name, place, scale)
+
+    NoiseSession.cover = covering  # type: ignore[method-assign]
+    KeyedSource.stretch = noted  # type: ignore[method-assign]
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+
+
+def records() -> list[dict[str, Tensor]]:
+    source = torch.Generator().manual_seed(1)
+    x = torch.randn(RECORDS, 5, generator=source, dtype=torch.float64)
+    return [{"x": row, "y": row[:3].sin()} for row in x]
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().sum(dim=1)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, applied: Tensor) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "applied": applied}
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint: ``.metadata`` is written last."""
+    whole = [path.parent for path in folder.glob("checkpoint*/.metadata")]
+    return max(whole, default=None)
+
+
+def train(folder: Path, case: Case) -> None:
+    """One start of one rank, as torchrun makes it."""
+    meet("cpu")
+    rank, start = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    ledger, made = folder / "ledger.jsonl", len(kills_of(folder))
+    aim = aim_of(case, made)
+    if rank == 0:
+        _note_start(folder, made)
+    dist.barrier()
+    note_draws(folder / f"drawn{rank}.jsonl", ledger, start)
+    model = model_of()
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer, applied = optimizer_of(model), torch.zeros(case.steps, dtype=torch.bool)
+    if aim is not None and aim.rank == rank:
+        killer = Killer(folder / f"kill{made:02d}.json", aim)
+        for owner, name, place in (
+            (PrivateRun, "clip", "backward"),
+            (PrivateRun, "release", "release"),
+            (dcp, "save", "save"),
+            (dcp, "load", "load"),
+        ):
+            killer.watch(owner, name, place)
+    checkpoint = newest(folder)
+    if checkpoint is not None:
+        state = state_of(model, optimizer, applied)
+        dcp.load(state, checkpoint_id=str(checkpoint))
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        applied = state["applied"]
+    with case.plan().start(ledger, folder / "keys.json") as run:
+        steps = case.steps - run.released
+        for batch in run.loader(records(), steps=steps, physical_batch_size=3) if steps else ():
+            optimizer.zero_grad()
+            run.backward(model, loss, batch)
+            optimizer.step()
+            applied[run.released - 1] = True
+            if run.released % case.save_every == 0:
+                state = state_of(model, optimizer, applied)
+                dcp.save(state, checkpoint_id=str(folder / f"checkpoint{run.released:03d}"))
+    torch.save(
+        {"weights": values_of(model, optimizer), "applied": applied}, folder / f"end{rank}.pt"
+    )
+    leave()
+
+
+def _note_start(folder: Path, kills: int) -> None:
+    """What the ledger counts now, while no process of an earlier start draws any more."""
+    ledger = folder / "ledger.jsonl"
+    counted = read_ledger(ledger).releases if holds_records(ledger) else 0
+    found = newest(folder)
+    with open(folder / "starts.jsonl", "a", encoding="utf-8") as file:
+        told = {"kills": kills, "counted": counted, "drawn": drawn_in(draws_of(folder))}
+        checkpoint = None if found is None else found.name
+        file.write(json.dumps(told | {"checkpoint": checkpoint}) + "\n")
+
+
+def kills_of(folder: Path) -> list[dict[str, Any]]:
+    """Where those fell that were made."""
+    return [kill for path in sorted(folder.glob("kill*.json")) for kill in whole_lines(path)]
+
+
+def draws_of(folder: Path) -> list[dict[str, Any]]:
+    return [draw for path in sorted(folder.glob("drawn*.jsonl")) for draw in whole_lines(path)]
+
+
+def drawn_in(draws: list[dict[str, Any]]) -> int:
+    """How many releases had noise drawn."""
+    return len({draw["step"] for draw in draws})
+
+
+def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """All weights and moments, gathered from all ranks."""
+    found = []
+    for p in model.parameters():
+        moments = [optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq", "step")]
+        found += [p.detach(), *moments]
+    parts = [t.full_tensor() if isinstance(t, DTensor) else t for t in found]
+    return torch.cat([t.reshape(-1).double() for t in parts])
+
+
+def replayed(case: Case, applied: Tensor) -> Tensor:
+    """One process makes all releases, without ledger or stop, and applies some."""
+    model = model_of()
+    optimizer = optimizer_of(model)
+    with case.plan().start() as run:
+        for batch in run.loader(records(), steps=case.steps, physical_batch_size=3):
+            optimizer.zero_grad()
+            run.backward(model, loss, batch)
+            if applied[run.released - 1]:
+                optimizer.step()
+    return values_of(model, optimizer)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run left.
+
+    Attributes:
+        releases: numbers of the ledger's release lines.
+        epsilon: of what the ledger counts.
+        draws, starts: as they were noted.
+        kills: where those fell that were made.
+        ends: rank -> weights and moments at the end.
+        applied: by release, whether the end has it.
+    """
+
+    releases: list[int]
+    epsilon: float
+    draws: list[dict[str, Any]]
+    starts: list[dict[str, Any]]
+    kills: list[dict[str, Any]]
+    ends: list[Tensor]
+    applied: Tensor
+
+    @property
+    def lost(self) -> list[int]:
+        return [int(i) for i in (~self.applied).nonzero().flatten()]
+
+
+def facts_of(folder: Path, case: Case) -> Facts:
+    ledger = folder / "ledger.jsonl"
+    lines = [line for line in whole_lines(ledger) if line["type"] == "release"]
+    event = read_ledger(ledger).event
+    assert event is not None
+    ends = [torch.load(folder / f"end{r}.pt", weights_only=True) for r in range(RANKS)]
+    return Facts(
+        [line["step"] for line in lines],
+        epsilon(event, case.plan().delta),
+        draws_of(folder),
+        whole_lines(folder / "starts.jsonl"),
+        kills_of(folder),
+        [end["weights"] for end in ends],
+        ends[0]["applied"],
+    )
+
+
+def problems(facts: Facts, case: Case, replay: Callable[[Case, Tensor], Tensor]) -> list[str]:
+    """What does not hold of a run that was killed; see the file's head."""
+    wrong = []
+    if facts.releases != list(range(case.steps)):
+        wrong.append(f"the ledger's releases are {facts.releases}")
+    if not facts.epsilon <= TARGET:
+        wrong.append(f"epsilon is {facts.epsilon}, above the target of {TARGET}")
+    early = {d["step"] for d in facts.draws if not d["counted"] > d["step"]}
+    if early:
+        wrong.append(f"noise was drawn before the ledger counted releases {sorted(early)}")
+    less = [s for s in facts.starts if s["counted"] < s["drawn"]]
+    wrong += [f"a start found {s['drawn']} releases drawn, {s['counted']} counted" for s in less]
+    often = Counter((d["step"], d["name"], d["from"]) for d in facts.draws if d["entries"])
+    wrong += [f"noise {place} was drawn {n} times" for place, n in often.items() if n > 1]
+    entries = sum(p.numel() for p in model_of().parameters())
+    for step in facts.applied.nonzero().flatten().tolist():
+        covered = sum(d["entries"] for d in facts.draws if d["step"] == step)
+        if covered != entries:
+            wrong.append(f"release {step} was applied with noise on {covered} of {entries} entries")
+    if len(facts.kills) != case.kills:
+        wrong.append(f"{len(facts.kills)} of {case.kills} kills were made")
+    expected = replay(case, facts.applied)
+    for rank, end in enumerate(facts.ends):
+        if not torch.equal(end, expected):
+            wrong.append(f"rank {rank} does not end where what was applied leads to")
+    if not facts.lost and not torch.equal(facts.ends[0], replay(case, torch.ones(case.steps))):
+        wrong.append("nothing was lost, and the end is not that of a run that nothing stopped")
+    return wrong
+
+
+def killed_run(case_name: str, folder: Path) -> None:
+    """Raises RuntimeError with what torchrun said, where it did not come to the end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(RANKS)]
+    command += ["--max-restarts", str(CASES[case_name].kills), __file__]
+    ended = subprocess.run(
+        [*command, "--case", case_name, "--folder", str(folder)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    if ended.returncode:
+        raise RuntimeError(f"torchrun ended with {ended.returncode}:\n{ended.stderr[-8000:]}")
+
+
+def told_of(case_name: str) -> dict[str, Any]:
+    case, began = CASES[case_name], time.time()
+    with tempfile.TemporaryDirectory() as name:
+        killed_run(case_name, Path(name))
+        seconds = round(time.time() - began)
+        facts = facts_of(Path(name), case)
+    then = {s.pop("kills"): s for s in reversed(facts.starts)}  # the first start after each
+    return {
+        "bands": case.bands,
+        "save_every": case.save_every,
+        "releases": len(facts.releases),
+        "releases_drawn": drawn_in(facts.draws),
+        "lost": facts.lost,
+        "target_epsilon": TARGET,
+        "epsilon": facts.epsilon,
+        "equal_to": "replay of what was applied" if facts.lost else "uninterrupted run",
+        "kills": [kill | then[i] for i, kill in enumerate(facts.kills, start=1)],
+        "starts": len(facts.starts),
+        "seconds": seconds,
+        "wrong": problems(facts, case, replayed),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", choices=list(CASES), help="one case instead of all but smoke")
+    parser.add_argument("--folder", type=Path, help="of a run, given to its ranks by torchrun")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.folder is not None:
+        train(given.folder, CASES[given.case])
+        return 0
+    names = [given.case] if given.case else [name for name in CASES if name != "smoke"]
+    told = {name: told_of(name) for name in names}
+    environment = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "system": platform.platform(),
+        "processors": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+    }
+    print(json.dumps({"environment": environment, "cases": told}, indent=1))
+    return int(any(case["wrong"] for case in told.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
