@@ -93,6 +93,19 @@ def checked_before_it_is_cut() -> tuple[str, int]:
     return "", run.released
 
 
+def squares(rank: int) -> nn.Module:
+    """Cut otherwise on every rank, which the names and shapes of its parameters do not show."""
+    model = nn.Sequential()
+    for name in ("up", "down"):
+        model.add_module(name, nn.Linear(6, 6, bias=False))
+    both = [ColwiseParallel(), RowwiseParallel()]
+    return double(model, dict(zip(("up", "down"), both[::-1] if rank else both, strict=True)))
+
+
+def squared(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).square().sum(1)
+
+
 class Heads(nn.Module):
     """A scale that acts on the features of single ranks, between layers that are cut."""
 
@@ -213,6 +226,10 @@ def refused(rank: int) -> dict[str, tuple[str, int]]:
     )
     found["other order"] = by_hand(bottleneck(), rank)
     found["users apart"] = users_apart(bottleneck(), rank)
+    found["plans apart"] = attempt(squares(rank), squared)
+    halves = bottleneck()
+    halves.get_parameter("up.bias" if rank else "up.weight").requires_grad_(False)
+    found["frozen apart"] = attempt(halves)
     found["checked before"] = checked_before_it_is_cut()
     found["positions apart"] = attempt(
         bottleneck(), collate=lambda rows: _stacked([_part_of(row, rank) for row in rows])
@@ -261,6 +278,8 @@ EXPECTED = {
     "a part of the ranks": "the run has 2 ranks",
     "other order": "the ranks differ in micro-batch",
     "users apart": "the ranks differ in micro-batch",
+    "plans apart": "the ranks differ in parameters",
+    "frozen apart": "the ranks differ in parameters",
     "checked before": "the model is whole on every rank",
     "positions apart": "the ranks differ in micro-batch",
     "no run": "docs/many_processes.md",
