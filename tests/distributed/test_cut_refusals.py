@@ -4,12 +4,14 @@ anything is released.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed.cutting import PLANS, cut, model_named
 from distributed.sharding import sharded
 from distributed.test_sharded_refusals import hearing
@@ -55,6 +57,19 @@ def attempt(
         except (ValueError, RuntimeError) as error:
             return str(error), run.released
         return "", run.released
+
+
+def test_a_mesh_of_one_rank_is_refused(tmp_path: Path) -> None:
+    (found,) = on_ranks(1, tmp_path, _on_one_rank)
+    assert found == ("leave parallelize_module out", 0), found
+
+
+def _on_one_rank(rank: int) -> tuple[str, int]:
+    meeting = f"file://{tempfile.mkdtemp()}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    said, released = attempt(cut(model_named("bottleneck"), PLAN), tensor_parallel=1)
+    remedy = "leave parallelize_module out"
+    return remedy if remedy in said else said, released
 
 
 def by_hand(model: nn.Module, rank: int) -> tuple[str, int]:

@@ -112,6 +112,11 @@ def _require_cut(team: Team, model: nn.Module) -> CutRanks:
     if not isinstance(team, CutRanks):
         cut: Any = next(p for p in model.parameters() if is_spread(p))
         size = cut.device_mesh.size()
+        if size == 1:
+            raise ValueError(
+                "the model is cut on a mesh of one rank (tensor parallel), where it is whole: "
+                "leave parallelize_module out on one process (docs/tensor_parallel.md)"
+            )
         raise ValueError(
             f"the model is cut over {size} ranks (tensor parallel), and the run was started for "
             "records that lie on one rank each; start it with plan.start(..., "
