@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.cutting import cut
+from distributed.cutting import by_columns, cut
+from distributed.sharding import whole
 from distributed.test_noise import LIMIT
-from distributed.world import on_ranks, plan_of
+from distributed.world import on_ranks, plan_of, records_of
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -178,3 +179,46 @@ def test_columns_have_what_the_whole_has_there(
         place = Columns(start, stop, 30, like.numel())
         part = OfStretches(source, {"w": place}).normal(like[:, start:stop], key, 3, "w", 2.0)
         assert torch.equal(part, whole[:, start:stop])
+
+
+class Halves(nn.Module):
+    """A head of two outputs: half of it has a shape that would spread over the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 4, bias=False)
+        self.head = nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.tanh(self.down(self.up(x))))
+        return found
+
+
+def cut_otherwise_midway(rank: int, ranks: int, first: bool) -> Tensor:
+    """Correlated noise of a model whose head is cut for two steps and whole for two, or the other
+    way round. Weights stay as they are.
+    """
+    block: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    plans = [block, block | {"head": by_columns()}]
+    releases: list[Tensor] = []
+
+    def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return (model(batch["x"]) - batch["y"][:, :2]).square().sum(dim=1)
+
+    with plan_of(bands=3).start(tensor_parallel=ranks) as run:
+        for step, batch in enumerate(run.loader(records_of(), steps=4, physical_batch_size=3)):
+            if step in (0, 2):
+                torch.manual_seed(0)
+                model: nn.Module = Halves().double()
+                if ranks > 1:
+                    model = cut(model, dict(plans[(step == 0) == first]))
+            releases.append(whole(run.backward(model, loss_of, batch).gradients))
+    return torch.stack(releases)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["no longer cut", "cut later"])
+def test_correlated_noise_goes_on_where_layers_are_cut_midway(first: bool, tmp_path: Path) -> None:
+    alone = cut_otherwise_midway(0, 1, first)
+    for found in on_ranks(2, tmp_path, cut_otherwise_midway, 2, first):
+        assert isinstance(found, Tensor), found
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-9)

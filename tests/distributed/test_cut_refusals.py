@@ -4,12 +4,14 @@ anything is released.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed.cutting import PLANS, cut, model_named
 from distributed.sharding import sharded
 from distributed.test_sharded_refusals import hearing
@@ -26,13 +28,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from quietgrad.clipping import clipped_gradients
+from quietgrad.clipping import UserBatch, clipped_gradients
 from quietgrad.denoising import PersistentAmplification, SpectralSGD
 
 pytestmark = pytest.mark.distributed
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 PLAN = PLANS["bottleneck"]
+WHOLE: dict[str, Any] = {"sample_rate": 1.0, "expected_batch_size": None, "steps": 1}
 
 
 def attempt(
@@ -56,6 +59,19 @@ def attempt(
         return "", run.released
 
 
+def test_a_mesh_of_one_rank_is_refused(tmp_path: Path) -> None:
+    (found,) = on_ranks(1, tmp_path, _on_one_rank)
+    assert found == ("leave parallelize_module out", 0), found
+
+
+def _on_one_rank(rank: int) -> tuple[str, int]:
+    meeting = f"file://{tempfile.mkdtemp()}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    said, released = attempt(cut(model_named("bottleneck"), PLAN), tensor_parallel=1)
+    remedy = "leave parallelize_module out"
+    return remedy if remedy in said else said, released
+
+
 def by_hand(model: nn.Module, rank: int) -> tuple[str, int]:
     """Records in another order on every rank, without a loader."""
     records = records_of()
@@ -67,6 +83,42 @@ def by_hand(model: nn.Module, rank: int) -> tuple[str, int]:
             except RuntimeError as error:
                 return str(error), run.released
     return "", run.released
+
+
+def users_apart(model: nn.Module, rank: int) -> tuple[str, int]:
+    """The same records on all ranks, shared out among users in another way."""
+    records, plan = records_of(4), plan_of(4, owner=[0, 0, 1, 1], **WHOLE)
+    with plan.start(tensor_parallel=2) as run:
+        for _ in run.batches():
+            sizes = (1, 3) if rank else (2, 2)
+            try:
+                run.backward(model, loss, UserBatch(_stacked(records), sizes))
+            except RuntimeError as error:
+                return str(error), run.released
+    return "", run.released
+
+
+def checked_before_it_is_cut() -> tuple[str, int]:
+    model = model_named("bottleneck")
+    with plan_of().start(tensor_parallel=2) as run:
+        try:
+            run.check(model, loss, _stacked(records_of(4)))
+        except ValueError as error:
+            return str(error), run.released
+    return "", run.released
+
+
+def squares(rank: int) -> nn.Module:
+    """Cut otherwise on every rank, which the names and shapes of its parameters do not show."""
+    model = nn.Sequential()
+    for name in ("up", "down"):
+        model.add_module(name, nn.Linear(6, 6, bias=False))
+    both = [ColwiseParallel(), RowwiseParallel()]
+    return double(model, dict(zip(("up", "down"), both[::-1] if rank else both, strict=True)))
+
+
+def squared(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).square().sum(1)
 
 
 class Heads(nn.Module):
@@ -188,6 +240,12 @@ def refused(rank: int) -> dict[str, tuple[str, int]]:
         parallelize_module(model_named("bottleneck"), part, PLAN)
     )
     found["other order"] = by_hand(bottleneck(), rank)
+    found["users apart"] = users_apart(bottleneck(), rank)
+    found["plans apart"] = attempt(squares(rank), squared)
+    halves = bottleneck()
+    halves.get_parameter("up.bias" if rank else "up.weight").requires_grad_(False)
+    found["frozen apart"] = attempt(halves)
+    found["checked before"] = checked_before_it_is_cut()
     found["positions apart"] = attempt(
         bottleneck(), collate=lambda rows: _stacked([_part_of(row, rank) for row in rows])
     )
@@ -234,6 +292,10 @@ EXPECTED = {
     "sharded and cut": "sharded by fully_shard; cut it by parallelize_module alone",
     "a part of the ranks": "the run has 2 ranks",
     "other order": "the ranks differ in micro-batch",
+    "users apart": "the ranks differ in micro-batch",
+    "plans apart": "the ranks differ in parameters",
+    "frozen apart": "the ranks differ in parameters",
+    "checked before": "the model is whole on every rank",
     "positions apart": "the ranks differ in micro-batch",
     "no run": "docs/many_processes.md",
     "moments": "a rule of quietgrad.denoising",
@@ -247,3 +309,23 @@ def test_what_cannot_be_cut_is_refused_on_all_ranks(tmp_path: Path) -> None:
             assert text in found[name][0] and found[name][1] == 0, (name, found[name])
         # What says so much is not just anything that is cut.
         assert found["sound"] == ("", 2)
+
+
+def public_records(rank: int) -> list[Tensor]:
+    """Public records that are others on each rank, seen by the loss."""
+    seen: list[Tensor] = []
+
+    def noting(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        seen.append(batch["x"].clone())
+        return loss(model, batch)
+
+    model = cut(model_named("bottleneck"), PLAN)
+    with plan_of().start(tensor_parallel=2) as run:
+        run.check(model, noting, _stacked(records_of(4 + rank)[rank:]))
+    return seen
+
+
+def test_public_records_are_the_first_rank_s_on_all(tmp_path: Path) -> None:
+    one, two = on_ranks(2, tmp_path, public_records)
+    assert isinstance(one, list) and isinstance(two, list), (one, two)
+    assert one and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import Batch, is_spread, local_of, tensors_of
 
@@ -64,8 +65,12 @@ def _bits(part: Tensor) -> bytes:
 
 
 def batch_digest(batch: Batch) -> str:
-    """Of all tensors of a micro-batch: shapes, types and bits. Cost: a pass over them."""
+    """Of all tensors of a micro-batch: shapes, types and bits, and which records are one user's.
+    Cost: a pass over them.
+    """
     told = hashlib.blake2b(digest_size=8)
+    if isinstance(batch, UserBatch):
+        told.update(f"users {[int(size) for size in batch.sizes]}\0".encode())
     for t in tensors_of(batch):
         told.update(f"{tuple(t.shape)} {t.dtype}\0".encode())
         width = WIDTHS.get(t.element_size())

@@ -78,15 +78,16 @@ class Cutters:
     def owners(self, entries: Mapping[str, int]) -> dict[str, int]:
         return owners_of(entries, self.size)
 
-    def require_same_records(self, batch: Batch) -> None:
-        self._require_same("micro-batch", "micro-batch", batch_digest(batch))
+    def require_same_records(self, batch: Batch, parameters: str) -> None:
+        facts = {"micro-batch": batch_digest(batch), "parameters": parameters}
+        self._require_same("micro-batch", facts)
 
     def require_same(self, place: str, said: str) -> None:
-        self._require_same(place, "passes", said)
+        self._require_same(place, {"passes": said})
 
-    def _require_same(self, place: str, name: str, said: str) -> None:
+    def _require_same(self, place: str, facts: Facts) -> None:
         with self.expected.operations():
-            self.ranks.agreed(place, {name: said}, 0)
+            self.ranks.agreed(place, facts, 0)
 
     def of_each(self, values_n: Tensor) -> Tensor:
         values = values_n.detach().contiguous().to(self.mesh.device_type)

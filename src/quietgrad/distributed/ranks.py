@@ -40,8 +40,8 @@ PATIENCE = timedelta(seconds=60)  # of a rank that stops, until it has told the 
 REMEDIES = {
     "weights": "start every rank from the same weights (the same checkpoint, or the same "
     "torch.manual_seed before the model is made), and let all step alike",
-    "parameters": "give every rank the same model, with the same trainable parameters, in one "
-    "dtype and on one kind of device",
+    "parameters": "give every rank the same model, with the same trainable parameters, cut by one "
+    "plan where it is cut, in one dtype and on one kind of device",
     "shares": "make the same loader on every rank, with the same physical_batch_size",
     "claim": "build the same plan on every rank",
     "drawing": "use one kind of device and the same versions of numpy and torch everywhere",

@@ -112,6 +112,11 @@ def _require_cut(team: Team, model: nn.Module) -> CutRanks:
     if not isinstance(team, CutRanks):
         cut: Any = next(p for p in model.parameters() if is_spread(p))
         size = cut.device_mesh.size()
+        if size == 1:
+            raise ValueError(
+                "the model is cut on a mesh of one rank (tensor parallel), where it is whole: "
+                "leave parallelize_module out on one process (docs/tensor_parallel.md)"
+            )
         raise ValueError(
             f"the model is cut over {size} ranks (tensor parallel), and the run was started for "
             "records that lie on one rank each; start it with plan.start(..., "
@@ -128,12 +133,16 @@ def _require_cut(team: Team, model: nn.Module) -> CutRanks:
 
 
 def public_records_of(team: Team, model: nn.Module, records: Batch) -> Batch:
-    """What the guard looks at in place of private records. For a sharded model those of the first
-    rank on all of them: how many passes a look makes follows from its records.
+    """What the guard looks at in place of private records. For a sharded or cut model those of the
+    first rank on all of them: how many passes a look makes follows from its records.
 
     Raises:
         RuntimeError: on all ranks, where not all of them come here.
+        ValueError: where a model is cut in a run that was not told so, or the other way round: it
+            would be bound as what it is no longer when it is cut later.
     """
+    if isinstance(team, CutRanks) or is_cut(model):
+        _require_cut(team, model)
     if not is_fully_sharded(model) or not isinstance(team, Ranks):
         return records
     team.agree("check", {})

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from quietgrad.clipping.soundness.mixing import are_same_gradients
 from quietgrad.clipping.soundness.processes import refuse_wrapped_model
 from quietgrad.clipping.soundness.records import take
 from quietgrad.clipping.soundness.subject import Subject
-from quietgrad.tensors import Batch, local_of, spread_like, trainable_parameters
+from quietgrad.tensors import Batch, is_spread, local_of, spread_like, trainable_parameters
 
 Result = TypeVar("Result")
 
@@ -66,8 +66,13 @@ class CutClipper(BoundClipper):
             sum on one rank and zeros on the others. Private.
         """
         if self.company is not None:
-            self.company.require_same_records(batch)
+            self.company.require_same_records(batch, self._how_cut())
         return super().clip(batch, projections, step, summing)
+
+    def _how_cut(self) -> str:
+        """Which parameters are trained, and which dimension of each is cut."""
+        trained: dict[str, Any] = dict(trainable_parameters(self.model))
+        return repr([(n, p.placements if is_spread(p) else None) for n, p in trained.items()])
 
     def norms(
         self, batch: Batch, projections: Projections | None = None, step: int | None = None

@@ -19,9 +19,12 @@ from quietgrad.ledger import LedgerWriter
 from quietgrad.noise.mechanism import GaussianNoise, NoiseHistory
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.noise.shards import locals_of, places_of, spread_again
+from quietgrad.noise.sources.stretch import Columns, Stretch
 from quietgrad.plan.session.kept_rows import load_rows, save_rows
 from quietgrad.plan.session.starts import Begun
 from quietgrad.randomness import RandomKey
+
+Held = dict[str, tuple[tuple[int, ...], Stretch | Columns | None]]
 
 
 class NoiseSession:
@@ -51,6 +54,7 @@ class NoiseSession:
         self._writer = writer
         self._rows = rows
         self._history: NoiseHistory | None = None
+        self._held: Held = {}  # what the history's rows are of
 
     @property
     def key(self) -> RandomKey:
@@ -60,17 +64,20 @@ class NoiseSession:
     def join(
         self, like: Mapping[str, Tensor], step: int, own: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Brings the state to ``step``, if it is not there: at the first release here, and where
-        the one before failed.
+        """Brings the state to ``step``, if it is not there: at the first release here, where the
+        one before failed, and where this process holds other parts than before (a layer that was
+        cut over ranks since, or is whole again): rows of others are no noise of these.
 
         Args:
             like: tensors in the shape, dtype and device of the gradients.
             step: number of the release.
             own: those of ``like`` whose noise this process draws; None: all.
         """
+        own = like if own is None else own
         changed = self._drawn is not None and self._drawn != self.how(like)
-        if self._history is None or self._history.step != step or changed:
-            self._history = self._rejoined(like, step, like if own is None else own)
+        held = _held(own)
+        if self._history is None or self._history.step != step or changed or held != self._held:
+            self._history, self._held = self._rejoined(like, step, own), held
 
     def cover(
         self,
@@ -140,3 +147,9 @@ class NoiseSession:
         return noise.of(places_of(own)).replay(
             locals_of(own), self._ring.key_of, self._block, step, kept
         )
+
+
+def _held(own: Mapping[str, Tensor]) -> Held:
+    """Shapes of what this process draws noise for, and where that lies in its parameters."""
+    places = places_of(own)
+    return {name: (tuple(t.shape), places.get(name)) for name, t in locals_of(own).items()}
