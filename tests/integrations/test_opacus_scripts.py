@@ -244,8 +244,10 @@ def test_a_grad_sampler_that_is_wrong_does_no_harm() -> None:
     F.cross_entropy(made(x), y).backward()
     expected = clipped_sum(before, torch.tensor(x.numpy()), torch.tensor(y.numpy()), 1.0)
     optimizer.step()
-    torch.testing.assert_close(model[0].weight.grad, expected[0] / 20, rtol=2e-3, atol=2e-6)
-    assert expected[0].norm() > 0
+    # A record's part is shortened by a thousandth of it at most, and is at most 1 long.
+    least = 1.1e-3 * len(x) / 20
+    assert float((model[0].weight.grad - expected[0] / 20).norm()) < least
+    assert float(expected[0].norm()) / 20 > 5 * least
 
 
 def test_validators_and_fixers_of_a_scripts_own() -> None:
