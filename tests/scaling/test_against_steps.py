@@ -56,7 +56,7 @@ def require_as_planned(
         (TINY, (1, 8, 1, 64, 1), "auto"),  # activations are most
         (SMALL, (1, 2, 2, 32, 4), "auto"),  # two micro-batches, rows of noise
         (SMALL, (2, 2, 1, 32, 4), "hutch"),
-        (SMALL, (4, 1, 1, 16, 1), "auto"),
+        pytest.param(SMALL, (4, 1, 1, 16, 1), "auto", marks=pytest.mark.slow("four processes")),
     ],
     ids=["tiny", "rows", "two ranks", "four ranks"],
 )

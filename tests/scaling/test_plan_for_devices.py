@@ -104,6 +104,7 @@ def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"```text\n{said}```" in PAGE
 
 
+@pytest.mark.slow("SmolLM2 on paper: its clipping runs on shapes")
 def test_the_small_command_of_the_page_runs() -> None:
     found = asked(*shlex.split(COMMANDS[0]))
     assert [way["fits"] for way in found["ways"]] == [True, True]
