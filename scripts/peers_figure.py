@@ -1,10 +1,11 @@
-"""The README's figure and table of peers, from benchmarks/results/clipping_peers.json and
-clipping_peers_jax.json.
+"""The README's figure and table of peers, from benchmarks/results/clipping_peers.json,
+clipping_peers_jax.json and noise_peers.json.
 
 python scripts/peers_figure.py             # draws docs/peers.png, prints the tables
 python scripts/peers_figure.py --write     # and puts them into README.md and docs/peers.md
 python benchmarks/clipping_peers.py        # measures again
 python benchmarks/clipping_peers_jax.py    # measures JAX-Privacy again; its head says what it needs
+python benchmarks/noise_peers.py           # asks the accountants again
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "clipping_peers.json"
 RESULTS_OF_JAX = RESULTS.with_name("clipping_peers_jax.json")
+RESULTS_OF_NOISE = RESULTS.with_name("noise_peers.json")
 FIGURE = ROOT / "docs" / "peers.png"
 REGIMES = {
     "bert-32": "BERT, 64 texts of 32 tokens",
@@ -33,6 +35,15 @@ METHODS = {
     "opacus-hooks": "Opacus hooks",
     "opake": "opake",
     "jax-privacy": "JAX-Privacy",
+}
+NOISE = {  # -> words, whose colour
+    "quietgrad": ("Quietgrad, exact norms", "quietgrad"),
+    "quietgrad-hutch++-32": ("Quietgrad, Hutch++ k = 32", "quietgrad"),
+    "quietgrad-hutch-32": ("Quietgrad, Hutch k = 32", "quietgrad"),
+    "opacus-prv": ("Opacus, PRV", "opacus-ghost"),
+    "opacus-rdp": ("Opacus, RDP", "opacus-ghost"),
+    "jax-privacy-pld": ("JAX-Privacy, PLD", "jax-privacy"),
+    "jax-privacy-rdp": ("JAX-Privacy, RDP", "jax-privacy"),
 }
 COLOURS = ("#1f5fa8", "#c0504d", "#d98a5f", "#8a5fa8", "#888888", "#3f8f6b")
 
@@ -107,15 +118,18 @@ def table_of_jax() -> str:
 
 
 def draw(path: Path) -> None:
-    """Two panels of bars, time and added memory, on a logarithmic axis around 1."""
+    """Time and added memory, on a logarithmic axis around 1, and the noise for one epsilon."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-    figure = Figure(figsize=(9.2, 4.4), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(12.4, 4.4), layout="constrained")
+    axes = figure.subplots(1, 3, width_ratios=(3, 3, 2))
+    axes[1].sharey(axes[0])
+    axes[1].tick_params(labelleft=False)
+    draw_noise(axes[2])
     width = 0.8 / len(METHODS)
     for panel, (axis, title) in enumerate(
-        zip(axes, ("time of a step", "memory that a step adds"), strict=True)
+        zip(axes[:2], ("time of a step", "memory that a step adds"), strict=True)
     ):
         for place, (name, colour) in enumerate(zip(METHODS, COLOURS, strict=True)):
             known = [
@@ -137,6 +151,23 @@ def draw(path: Path) -> None:
     axes[0].invert_yaxis()
     axes[1].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
+
+
+def draw_noise(axis: Any) -> None:
+    """Each accountant's noise multiplier over that of exact norms here."""
+    found = json.loads(RESULTS_OF_NOISE.read_text())["noise_multipliers"]
+    colours = dict(zip(METHODS, COLOURS, strict=True))
+    for place, (name, (_, whose)) in enumerate(NOISE.items()):
+        ratio = found[name] / found["quietgrad"]
+        axis.barh(place, ratio - 1.0, 0.6, left=1.0, color=colours[whose])
+        axis.text(ratio + 0.002, place, f"{ratio:.3f}", va="center", fontsize=8)
+    axis.axvline(1.0, color="#222222", linewidth=1)
+    axis.set_yticks(range(len(NOISE)), [words for words, _ in NOISE.values()], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0.99, 1.12)
+    axis.set_title("noise for one epsilon", fontsize=10)
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
 
 
 def with_table(text: str, fresh: str) -> str:
