@@ -254,6 +254,15 @@ def test_a_run_whose_name_was_taken_meanwhile_takes_the_next(
     assert open_run_dir("", False).path.name == "20260101-000000-2"
 
 
+def test_a_name_for_runs_that_leads_nowhere_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match="cannot be written"):
+        open_run_dir("", False)
+
+
 def test_two_resumes_at_once(settings, run_dir: RunDir) -> None:
     train(settings, report=interrupt_at(2))
     refused = []

@@ -47,18 +47,20 @@ class Together:
         return box[0]
 
     def by_first(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns on the first process, which alone does it; or, on all, the
-        ValueError that it raises there.
+        """What ``work`` returns on the first process, which alone does it. What it raises there is
+        raised there; the others raise a ValueError that says so, and do not wait.
         """
         if self._group is None:
             return work()
-        found, refused = None, None
+        found, error = None, None
         if self.first:
             try:
                 found = work()
-            except ValueError as error:
-                refused = str(error)
-        found, refused = self.of_first((found, refused))
+            except Exception as raised:
+                error = raised
+        found, refused = self.of_first((found, None if error is None else str(error)))
+        if error is not None:
+            raise error
         if refused is not None:
             raise ValueError(refused)
         return found

@@ -197,17 +197,17 @@ def unused_folder() -> Path:
 
 def _own_folder() -> Path:
     """Made here, so that of two runs that found the same name free only one has it."""
-    while True:
-        path = unused_folder()
-        try:
-            make_folder(path.parent)
-            path.mkdir()
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        sync_folder(path.parent)
-        return path
+    path = unused_folder()
+    try:
+        make_folder(path.parent)
+        while True:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                sync_folder(path.parent)
+                return path
+            path = unused_folder()
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def open_run_dir(wanted: str, resume: bool) -> RunDir:
