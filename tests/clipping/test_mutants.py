@@ -17,11 +17,14 @@ from quietgrad.clipping.capture.routines import maps, recurrent
 from quietgrad.clipping.capture.routines.time import Order
 from quietgrad.clipping.engines import accumulator, bookkeeping, one_example
 from quietgrad.clipping.norms import rules
+from quietgrad.clipping.norms.estimators import together
+from quietgrad.clipping.norms.estimators.together import Together
 from quietgrad.clipping.norms.factors import DenseFactors, DirectGradients, OneHotFactors
 from quietgrad.clipping.norms.rounding import Measured, Norms
 from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.clipping.verify import verify_clipping
 
+RIGHT_TOGETHER = Together.measure
 RIGHT_MEASURE, RIGHT_FACTORS, RIGHT_FINISH = (
     accumulator.Accumulator._measure,
     bookkeeping.clip_factors,
@@ -44,7 +47,11 @@ class Mutant:
 
 
 def measuring(change: Callable) -> Break:
-    return lambda patch: patch.setattr(accumulator.Accumulator, "_measure", change)
+    def break_it(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(Together, "takes", lambda *_: False)  # all come by here
+        patch.setattr(accumulator.Accumulator, "_measure", change)
+
+    return break_it
 
 
 def finishing(change: Callable) -> Break:
@@ -174,6 +181,11 @@ def repeated_for_neighbours(module, x, grad, wanted):
     return {"weight": DirectGradients(grad.flatten(1).roll(1, 0))}
 
 
+def last_that_waits_left_out(self):
+    self._waiting = self._waiting[:-1]
+    RIGHT_TOGETHER(self)
+
+
 PACKED = "packed-cross-attention"
 
 MUTANTS = [
@@ -185,6 +197,10 @@ MUTANTS = [
     Mutant("shared-layer-as-sum-of-squares", "bare-parameters",
     measuring(uses_summed_after_squaring)),
     Mutant("last-use-of-tied-weights-not-added", "llama-tied", measuring(last_use_not_added)),
+    Mutant("grams-that-wait-forgotten", "gpt2",
+    replacing(Together, "measure", last_that_waits_left_out)),
+    Mutant("grams-all-taken-for-one", "gpt2",
+    replacing(together, "_same", lambda *_: True)),
     Mutant("no-minimum-with-one", "mlp", factors(no_minimum_with_one)),
     Mutant("batch-clipped-as-a-whole", "mlp", factors(batch_clipped_as_a_whole)),
     Mutant("an-example-left-out", "mlp", factors(last_example_left_out)),

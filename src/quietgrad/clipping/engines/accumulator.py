@@ -30,9 +30,11 @@ from quietgrad.clipping.norms.cost import Sketch, cost_of
 from quietgrad.clipping.norms.estimators.materialized import kept_gradients, materialized_gradients
 from quietgrad.clipping.norms.estimators.projections import Projections, block_of
 from quietgrad.clipping.norms.estimators.sketches import steady
+from quietgrad.clipping.norms.estimators.together import Together
 from quietgrad.clipping.norms.factors import (
     ByExtent,
     Contribution,
+    DenseFactors,
     DirectGradients,
     Kept,
     ListedGradients,
@@ -113,6 +115,10 @@ class Accumulator:
     _expected: dict[str, int] | None = None
     _kept_entries: int = 0
     _small: dict[tuple[int, torch.dtype], list[Tensor]] = field(default_factory=dict)
+    _together: Together = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._together = Together(self.scratch, self.sums)
 
     def receive(self, use: Use) -> None:
         """Takes one call's inputs and output gradients; called from the backward pass."""
@@ -135,6 +141,7 @@ class Accumulator:
                 self._settle(name)
             for group, dtype in list(self._small):
                 self._measure_small(group, dtype)
+            self._together.measure()
             for name, before in self._measured.items():
                 kept = self.kept[name]
                 made_elsewhere = [use for use in kept if not isinstance(use, MADE_HERE)]
@@ -164,7 +171,12 @@ class Accumulator:
         dtype = accumulation_dtype(self.layout.parameters[name].dtype)
         small = None if self.twice else _small_gradients(uses)
         measured: Measured | None = None
-        if small is None:
+        few = self._alone_and_few(name, uses)
+        kept: list[Kept]
+        if few is not None:
+            kept = [few]
+            self._together.add(self.group_of(name), entries, few, dtype)
+        elif small is None:
             measured, kept = self._measure(name, uses)
             if any(isinstance(use, DirectGradients | MADE_HERE) for use in kept):
                 self._kept_entries += entries * len(measured.squared)
@@ -181,6 +193,16 @@ class Accumulator:
             made_here = any(isinstance(use, MADE_HERE) for use in kept)
             if self.twice and measured is not None and not made_here:
                 self._measured[name] = measured
+
+    def _alone_and_few(self, name: str, uses: list[Contribution]) -> DenseFactors | None:
+        """A parameter's one use whose ghost norm is taken together with others'."""
+        use = uses[0]
+        if self.twice or len(uses) > 1 or not isinstance(use, DenseFactors):
+            return None
+        if not self._together.takes(use) or use.extents() is not None:
+            return None
+        choice = self._policy_of(name).choose(cost_of([use]))
+        return use if choice.estimator == "ghost" and not choice.kept else None
 
     def _measure(self, name: str, uses: list[Contribution]) -> tuple[Measured, list[Kept]]:
         """Norms of one parameter's per-example gradients, all its uses together, and what to keep
@@ -286,8 +308,9 @@ class Accumulator:
             left_out: [b] examples that add exactly zero, whatever their gradients hold; None for
                 none.
         """
-        for name in list(self.kept):
-            self.add_weighted_of(name, sums, weights, left_out)
+        with full_precision():  # once: setting it costs more than a small sum
+            for name in list(self.kept):
+                self.add_weighted_of(name, sums, weights, left_out)
 
     def add_weighted_of(
         self, name: str, sums: Sums, weights: Tensor, left_out: Tensor | None

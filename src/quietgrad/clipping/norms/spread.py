@@ -53,12 +53,12 @@ def spread_of(
     """
     s = uses[0].sizes
     if len(uses) == 1:
-        return _spread(*uses[0].spread_sums(dtype, known), max(s.p, s.d), dtype)
+        return spread_from(*uses[0].spread_sums(dtype, known), max(s.p, s.d), dtype)
     totals, others = zip(*(use.spread_sums(dtype) for use in uses), strict=True)
-    return _spread(torch.stack(totals).sum(0), torch.stack(others).sum(0), max(s.p, s.d), dtype)
+    return spread_from(torch.stack(totals).sum(0), torch.stack(others).sum(0), max(s.p, s.d), dtype)
 
 
-def _spread(total_bg: Tensor, sums_2bg: Tensor, entries: int, dtype: torch.dtype) -> Spread:
+def spread_from(total_bg: Tensor, sums_2bg: Tensor, entries: int, dtype: torch.dtype) -> Spread:
     """``entries``: of a row of either factor, at most.
 
     An inner product of two rows loses at most so many smallest numbers, times the norms of the

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def ghost_norms(
     g = uses[0].sizes.g
     parts, norms = [], []
     for right, left, rows in grams:
-        part = _sums_at_once(right, left, rows)
+        part = sums_at_once(right, left, rows)
         parts.append(part if g == 1 else part.unflatten(1, (-1, g)).sum(2))
         norms.append(rows)
     sums = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -87,31 +88,49 @@ def _in_tiles(uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements:
     return torch.cat(parts, dim=1)
 
 
+class Errors(NamedTuple):
+    """Relative errors of a parameter's Gram matrices, of the sum of products of their entries, and
+    what such sums may lose to underflow. Numbers, or [x] tensors, one for each example.
+    """
+
+    of_right: float | Tensor
+    of_left: float | Tensor
+    of_products: float
+    lost: float | Tensor
+
+
+def errors_of(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> Errors:
+    """Of one parameter, all its uses together."""
+    s, like = uses[0].sizes, uses[0].like
+    # Those of a convolution are formed otherwise where that is cheaper.
+    of_right = gamma(s.d + s.taps if s.taps else gram_chain(s.d), like, dtype)
+    one_hot = all(use.one_hot for use in uses)
+    of_left = 0.0 if one_hot else gamma(s.p if s.taps else gram_chain(s.p), like, dtype)
+    of_products = gamma(PRODUCTS_AT_ONCE, like, dtype)
+    positions = sum(use.sizes.t for use in uses)
+    # The bounds are sums over pairs of positions of products that may have been flushed to zero
+    # themselves.
+    lost = s.g * positions * (positions + 1) * smallest_normal(dtype)
+    return Errors(of_right, of_left, of_products, (of_right + of_left + of_products) * lost)
+
+
 def _measured_by_ghost(
     uses: Sequence[MatrixFactors], sums: Tensor, spread: Spread, dtype: torch.dtype
 ) -> Measured:
     """From [3, b] sums over pairs of positions, see ``_sums``."""
-    s = uses[0].sizes
-    squared, left_bound, right_bound = sums
-    one_hot = all(use.one_hot for use in uses)
-    # Those of a convolution are formed otherwise where that is cheaper.
-    of_right = gamma(s.d + s.taps if s.taps else gram_chain(s.d), squared, dtype)
-    of_left = 0.0 if one_hot else gamma(s.p if s.taps else gram_chain(s.p), squared, dtype)
-    of_products = gamma(PRODUCTS_AT_ONCE, squared, dtype)
     positions = sum(use.sizes.t for use in uses)
+    slack = slack_of(sums, spread, errors_of(uses, dtype))
+    return Measured(sums[0].clamp_min(0), slack, margin_of(uses, spread, positions, dtype))
+
+
+def slack_of(sums: Tensor, spread: Spread, errors: Errors) -> Tensor:
+    """[x] what the squared norms ``sums[0]`` may be too small by, from [3, x] ``_sums``."""
+    _, left_bound, right_bound = sums
+    of_right, of_left, of_products, lost = errors
     slack = left_bound * (of_right + of_products)
-    slack.add_(right_bound, alpha=of_left).add_(spread.lost)
-    slack.add_(spread.squared, alpha=3.0 * of_right * (of_left + of_right))
-    # The bounds are sums over pairs of positions of products that may have been flushed to zero
-    # themselves.
-    slack.add_(
-        (of_right + of_left + of_products)
-        * s.g
-        * positions
-        * (positions + 1)
-        * smallest_normal(dtype)
-    )
-    return Measured(squared.clamp_min(0), slack, margin_of(uses, spread, positions, dtype))
+    slack.add_(right_bound * of_left).add_(spread.lost)
+    slack.add_(spread.squared * (3.0 * of_right * (of_left + of_right)))
+    return slack.add_(lost)
 
 
 def _sums(
@@ -127,7 +146,7 @@ def _sums(
     return torch.stack([_inner_products(right, left), _between(left, *n), _between(right, *m)])
 
 
-def _sums_at_once(right: Tensor, left: Tensor, norms: Tensor) -> Tensor:
+def sums_at_once(right: Tensor, left: Tensor, norms: Tensor) -> Tensor:
     """``_sums`` over all pairs of positions; ``norms``: [2, x, t], |a| and |g|.
 
     Up to ``FEW_POSITIONS`` the sums of |K| |a| |a'| are bounded by row, by Cauchy and Schwarz: one

@@ -49,10 +49,18 @@ def wide_product(
     return left.to(dtype) @ right.to(dtype)
 
 
-def block_products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """[b, g, ...] batched products, in three dimensions where there is one block."""
+def block_products(
+    left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """[b, g, ...] batched products, in three dimensions where there is one block; then they may be
+    written to ``out``.
+    """
     if left.shape[1] == 1:
-        return wide_product(left[:, 0], right[:, 0], dtype).unsqueeze(1)
+        to = None if out is None else out[:, 0]
+        made = wide_product(left[:, 0], right[:, 0], dtype, to)
+        if to is not None and made.data_ptr() != to.data_ptr():
+            made = to.copy_(made)
+        return made.unsqueeze(1)
     b = left.shape[0]
     return wide_product(left.flatten(0, 1), right.flatten(0, 1), dtype).unflatten(0, (b, -1))
 
@@ -83,16 +91,19 @@ def gram_chain(entries: int) -> int:
     return entries if pieces == 1 else GRAM_COLUMNS + pieces
 
 
-def gram_products(left_bgtn: Tensor, right_bgun: Tensor, dtype: torch.dtype) -> Tensor:
-    """[b, g, t, u] inner products of rows, ``GRAM_COLUMNS`` entries at a time. The pieces are
-    formed apart: a product that is added in one call begins with what it is added to.
+def gram_products(
+    left_bgtn: Tensor, right_bgun: Tensor, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """[b, g, t, u] inner products of rows, ``GRAM_COLUMNS`` entries at a time; of one block, in
+    ``out``, where that is given. The pieces are formed apart: a product that is added in one call
+    begins with what it is added to.
     """
     total: Tensor | None = None
     pieces = zip(
         left_bgtn.split(GRAM_COLUMNS, dim=3), right_bgun.split(GRAM_COLUMNS, dim=3), strict=True
     )
     for left, right in pieces:
-        part = block_products(left, right.transpose(2, 3), dtype)
+        part = block_products(left, right.transpose(2, 3), dtype, out if total is None else None)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total

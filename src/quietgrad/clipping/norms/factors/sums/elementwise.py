@@ -28,14 +28,13 @@ def sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     lines = x.reshape(b, -1, length, n)
     count = lines.shape[1]
     side = min(length, SIDE_BY_SIDE) if count == 1 else length
-    total: Tensor | None = None
-    for line in lines.unbind(1):
-        for part in line.split(side, dim=1):
-            if total is None:
-                total = part.to(dtype, copy=True)
-            else:
-                total[:, : part.shape[1]].add_(part)
-    assert total is not None
+    first, *others = [part for line in lines.unbind(1) for part in line.split(side, dim=1)]
+    if others and first.dtype == others[0].dtype == dtype and first.shape == others[0].shape:
+        total = first + others.pop(0)
+    else:
+        total = first.to(dtype, copy=True)
+    for part in others:
+        total[:, : part.shape[1]].add_(part)
     return add_in_pairs(total)
 
 

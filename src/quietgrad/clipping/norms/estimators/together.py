@@ -1,0 +1,132 @@
+"""Ghost norms of several parameters at once: Gram matrices of few positions wait for each other.
+
+A ghost norm of a short text is two small products and some thirty operations on a few numbers each,
+once a parameter and micro-batch. Of Gram matrices that lie side by side those are made once.
+Memory: ``ENTRIES`` numbers an example for either factor.
+Shape legend: m parameters that wait, b examples, x parameters and examples together, t positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.norms.estimators import ghost
+from quietgrad.clipping.norms.factors import DenseFactors
+from quietgrad.clipping.norms.factors.products import gram_products
+from quietgrad.clipping.norms.factors.rows import norms_from_squares, sums_over_positions
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
+from quietgrad.clipping.norms.rounding import Measured, NormSums, gamma
+from quietgrad.clipping.norms.spread import spread_from
+
+# Of one example's Gram matrices that wait, on either side. Of one example: how many parameters are
+# measured together must not depend on how many examples there are.
+ENTRIES = 2**14
+
+
+class Waiting(NamedTuple):
+    """One parameter whose Gram matrices are formed."""
+
+    group: int
+    entries: int
+    errors: ghost.Errors
+    longest: int  # of the rows of either factor
+
+
+@dataclass
+class Together:
+    """Parameters of one micro-batch whose Gram matrices wait. Private.
+
+    Attributes:
+        scratch: where they lie.
+        sums: what norms are added to.
+    """
+
+    scratch: Scratch
+    sums: NormSums
+    _waiting: list[Waiting] = field(default_factory=list, repr=False)
+    _room: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _before: tuple[Tensor, int] | None = field(default=None, repr=False)
+
+    def takes(self, use: DenseFactors) -> bool:
+        """Whether ghost norms of a parameter's one use may wait: where positions are few."""
+        s = use.sizes
+        return s.g == 1 and s.t > 1 and 2 * s.t * s.t <= ENTRIES
+
+    def add(self, group: int, entries: int, use: DenseFactors, dtype: torch.dtype) -> None:
+        """Forms one parameter's Gram matrices, and measures those that wait where that is due.
+
+        Args:
+            group: of the parameter's norms.
+            entries: of the parameter.
+            use: its one use.
+            dtype: of the norms.
+        """
+        s = use.sizes
+        most, shape = ENTRIES // (s.t * s.t), (s.b, s.t, s.t)
+        if self._room is not None and (
+            self._room[0].shape[1:] != shape or self._room[0].dtype != dtype
+        ):
+            self.measure()
+        if self._room is None:
+            like = torch.empty(0, dtype=dtype, device=use.like.device)
+            self._room = (
+                self.scratch.take("right Gram matrices", (most, *shape), like),
+                self.scratch.take("left Gram matrices", (most, *shape), like),
+            )
+        number = len(self._waiting)
+        right, left = (side[number] for side in self._room)
+        x = use.right_bgtd
+        if number and self._before is not None and _same(*self._before, x):
+            right.copy_(self._room[0][number - 1])  # queries, keys and values
+        else:
+            gram_products(x, x, dtype, right.unsqueeze(1))
+        gram_products(use.left_bgtp, use.left_bgtp, dtype, left.unsqueeze(1))
+        self._before = (x, x._version)
+        errors = ghost.errors_of([use], dtype)
+        self._waiting.append(Waiting(group, entries, errors, max(s.p, s.d)))
+        if number + 1 == most:
+            self.measure()
+
+    def measure(self) -> None:
+        """Adds the norms of all that wait, which then wait no more."""
+        waiting, room = self._waiting, self._room
+        self._waiting, self._room, self._before = [], None, None
+        if not waiting or room is None:
+            return
+        right, left = (side[: len(waiting)].flatten(0, 1) for side in room)
+        found = _measured(right, left, waiting)
+        each = zip(*(x.unflatten(0, (len(waiting), -1)) for x in vars(found).values()), strict=True)
+        for one, (squared, slack, margin) in zip(waiting, each, strict=True):
+            self.sums.add(one.group, Measured(squared, slack, margin), one.entries)
+
+
+def _measured(right_xtt: Tensor, left_xtt: Tensor, waiting: Sequence[Waiting]) -> Measured:
+    (x, t, _), dtype = right_xtt.shape, right_xtt.dtype
+    longest = max(one.longest for one in waiting)
+    squares = [gram.diagonal(dim1=1, dim2=2) for gram in (right_xtt, left_xtt)]
+    norms = norms_from_squares(torch.stack(squares), longest)
+    sums = ghost.sums_at_once(right_xtt, left_xtt, norms)
+    spread = spread_from(*sums_over_positions(norms.unsqueeze(2)), longest, dtype)
+    of_right, of_left, lost = (
+        sums.new_tensor(some).repeat_interleave(x // len(waiting))
+        for some in zip(
+            *((e.of_right, e.of_left, e.lost) for e in (one.errors for one in waiting)), strict=True
+        )
+    )
+    errors = ghost.Errors(of_right, of_left, waiting[0].errors.of_products, lost)
+    margin = spread.norm.mul_(gamma(t, right_xtt, dtype))
+    return Measured(sums[0].clamp_min(0), ghost.slack_of(sums, spread, errors), margin)
+
+
+def _same(one: Tensor, version: int, two: Tensor) -> bool:
+    """Whether two factors are one, and not written into since it had that version."""
+    return (
+        one.data_ptr() == two.data_ptr()
+        and two._version == one._version == version
+        and (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype)
+    )

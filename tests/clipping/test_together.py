@@ -1,0 +1,103 @@
+"""Ghost norms that wait for each other are those that each parameter has alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.norms.estimators import together
+from quietgrad.clipping.norms.estimators.ghost import ghost_norms
+from quietgrad.clipping.norms.estimators.together import Together
+from quietgrad.clipping.norms.factors import DenseFactors
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
+from quietgrad.clipping.norms.rounding import NormSums
+
+
+def factors(b: int, t: int, p: int, d: int, right: Tensor | None = None) -> DenseFactors:
+    return DenseFactors(
+        torch.randn(b, 1, t, p), torch.randn(b, 1, t, d) if right is None else right
+    )
+
+
+def several(b: int, t: int) -> list[DenseFactors]:
+    """Of several widths, three with one input."""
+    shared = torch.randn(b, 1, t, 24)
+    return [
+        factors(b, t, 8, 24),
+        *(factors(b, t, p, 24, shared) for p in (24, 24, 7)),
+        factors(b, t, 1100, 24),
+        factors(b, t, 24, 1100),
+    ]
+
+
+def sums_of(uses: list[DenseFactors], groups: list[int], dtype: torch.dtype) -> NormSums:
+    sums = NormSums.empty(1 + max(groups), uses[0].sizes.b, torch.device("cpu"))
+    some = Together(Scratch(), sums)
+    for group, use in zip(groups, uses, strict=True):
+        assert some.takes(use)
+        some.add(group, 5, use, dtype)
+    some.measure()
+    some.measure()  # nothing is left
+    return sums
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("t", [2, 31, 64, 90])
+def test_the_same_norms_and_bounds_as_alone(t: int, dtype: torch.dtype) -> None:
+    """Each parameter in a group of its own: squared norms alike but for their last digits, bounds
+    no smaller, and hardly larger (the longest row of all that wait counts for each).
+    """
+    torch.manual_seed(0)
+    uses = several(4, t) * 3
+    sums = sums_of(uses, list(range(len(uses))), dtype)
+    assert sums.entries == [5] * len(uses)
+    for group, use in enumerate(uses):
+        alone = ghost_norms([use], dtype)
+        assert torch.allclose(sums.squared[group], alone.squared, rtol=1e-12, atol=0)
+        for found, known in (
+            (sums.slack[group], alone.slack),
+            (sums.margin_squared[group], alone.margin**2),
+        ):
+            assert bool((found >= known * (1 - 1e-6)).all())
+            assert bool((found <= known * 1.01).all())
+
+
+def test_groups_get_their_own_and_parameters_add_up() -> None:
+    torch.manual_seed(0)
+    uses = several(3, 5)
+    sums = sums_of(uses, [0, 1, 0, 1, 0, 1], torch.float32)
+    for group in (0, 1):
+        alone = sum(ghost_norms([use], torch.float32).squared for use in uses[group::2])
+        assert torch.allclose(sums.squared[group], alone, rtol=1e-12, atol=0)
+
+
+def test_micro_batches_of_other_sizes_do_not_meet() -> None:
+    """Lengths that change in the middle are measured before."""
+    torch.manual_seed(0)
+    uses = [factors(3, 4, 8, 6), factors(3, 9, 8, 6), factors(3, 4, 8, 6)]
+    sums = sums_of(uses, [0, 1, 2], torch.float32)
+    for group, use in enumerate(uses):
+        assert torch.equal(sums.squared[group], ghost_norms([use], torch.float32).squared)
+
+
+def test_an_input_that_was_written_into_is_not_taken_for_the_one_before() -> None:
+    torch.manual_seed(0)
+    first = factors(2, 3, 4, 5)
+    sums = NormSums.empty(2, 2, torch.device("cpu"))
+    some = Together(Scratch(), sums)
+    some.add(0, 1, first, torch.float32)
+    before = ghost_norms([first], torch.float32).squared
+    first.right_bgtd.mul_(3.0)
+    some.add(1, 1, first, torch.float32)
+    some.measure()
+    assert torch.allclose(sums.squared[0], before)
+    assert torch.allclose(sums.squared[1], 9 * before)
+
+
+def test_long_texts_maps_in_groups_and_single_positions_do_not_wait() -> None:
+    some = Together(Scratch(), NormSums.empty(1, 2, torch.device("cpu")))
+    assert some.takes(factors(2, 90, 3, 3)) and together.ENTRIES < 2 * 91**2
+    assert not some.takes(factors(2, 91, 3, 3))
+    assert not some.takes(factors(2, 1, 3, 3))
+    assert not some.takes(DenseFactors(torch.randn(2, 2, 4, 3), torch.randn(2, 2, 4, 3)))
