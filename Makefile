@@ -24,8 +24,8 @@ demo: setup ## train with the default recipe; ARGS="..." is passed on to `quietg
 # once, not by both workers; in the order of the files, so that no long one is left to the end.
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-test: setup lint typecheck ## lint, types and all tests but the slow ones, with a quarter of the drawn examples
-	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not slow"
+test: setup lint typecheck ## lint, types and all tests but the long ones, with a quarter of the drawn examples
+	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not slow and not long"
 
 test-all: setup lint typecheck docs package ## lint, types, the site, the packages and all tests
 	$(PYTEST)

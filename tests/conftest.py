@@ -6,9 +6,12 @@ for entropy its own (entropy.py).
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # No test needs a model hub, and where there is no route to one every attempt would wait for its
@@ -28,6 +31,7 @@ TIMES = int(
     os.environ.get("HYPOTHESIS_TIMES", "20")
 )  # how many times the examples of an ordinary run a campaign tries
 SHARE, FEWEST = 4, 5  # a quick run tries one in so many examples, and at least so many
+LONG = 1.5  # seconds that a test may have taken (times.json) to be in a quick run
 
 # No file of failed examples either: what one run found must not decide what another tries.
 settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=40)
@@ -87,6 +91,7 @@ def set_apart() -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" is asked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     leave_cases_of_grids(items)
+    mark_long(items)
     if PROFILE != "ci":
         change_numbers_of_examples(items)
 
@@ -106,6 +111,20 @@ def leave_cases_of_grids(items: list[pytest.Item]) -> None:
         for i, item in enumerate(alike):
             if i not in run:
                 item.add_marker(pytest.mark.slow(why))
+
+
+def mark_long(items: list[pytest.Item]) -> None:
+    """What took ``LONG`` seconds when the suite was timed (``scripts/test_times.py``), but for what
+    catches a broken mechanism of the list.
+    """
+    here = Path(__file__).parent
+    times = json.loads((here / "times.json").read_text(encoding="utf-8"))
+    broken = (here.parent / "docs" / "attacks" / "broken.md").read_text(encoding="utf-8")
+    catching = set(re.findall(r"\btest_\w+\b(?!\.py)", broken))
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        if times.get(item.nodeid, 0.0) >= LONG and name not in catching:
+            item.add_marker(pytest.mark.long)
 
 
 def change_numbers_of_examples(items: list[pytest.Item]) -> None:

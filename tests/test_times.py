@@ -1,0 +1,52 @@
+"""Which tests a quick run leaves out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.a.test_b" name="test_c[1]" file="tests/a/test_b.py" time="2.04" />
+<testcase classname="tests.a.test_b.TestD" name="test_e" file="tests/a/test_b.py" time="1.5" />
+<testcase classname="tests.a.test_b" name="test_f" file="tests/a/test_b.py" time="0.9" />
+</testsuite></testsuites>"""
+
+
+def test_a_report_becomes_the_list_of_long_tests(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "tests").mkdir()
+    script, report = tmp_path / "scripts" / "test_times.py", tmp_path / "times.xml"
+    script.write_bytes((ROOT / "scripts" / "test_times.py").read_bytes())
+    report.write_text(REPORT)
+    done = subprocess.run(
+        [sys.executable, str(script), str(report)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("2 tests")
+    assert json.loads((tmp_path / "tests" / "times.json").read_text()) == {
+        "tests/a/test_b.py::TestD::test_e": 1.5,
+        "tests/a/test_b.py::test_c[1]": 2.0,
+    }
+
+
+def test_every_listed_test_is_in_a_file_that_exists() -> None:
+    times = json.loads((ROOT / "tests" / "times.json").read_text(encoding="utf-8"))
+    assert len(times) > 30
+    gone = {
+        name.partition("::")[0] for name in times if not (ROOT / name.partition("::")[0]).exists()
+    }
+    assert gone == set()
+
+
+def test_long_tests_are_marked_but_for_those_that_catch_a_broken_mechanism(
+    request: object,
+) -> None:
+    collect = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "long"]
+    found = subprocess.run(
+        [*collect, "tests/auditing", "tests/accounting"],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    ).stdout  # fmt: skip
+    assert "::test_" in found
+    assert "test_too_little_noise_is_refuted" not in found
