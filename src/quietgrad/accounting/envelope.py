@@ -5,7 +5,7 @@ R = sketched / true squared norm = alpha + sum_j lambda_j chi2_j(k)/k with alpha
 1. An envelope is the distribution function of a stochastic lower bound Y of R: F_Y(x) >= P(R <= x)
    for every x, alpha and lambda.
 Sources: DP-SGD-RC, Theorem 5.1 and Algorithms 3 and 4, with errata E5, E6 and E10 (docs/errata.md);
-docs/privacy/sketches.md.
+docs/privacy/sketches.md; below one docs/hutchpp_envelope/below_one.md.
 """
 
 from __future__ import annotations
