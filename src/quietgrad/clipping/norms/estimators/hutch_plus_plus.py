@@ -27,7 +27,7 @@ from quietgrad.clipping.norms.estimators.sketches import (
     worst_mean,
 )
 from quietgrad.clipping.norms.factors import MatrixFactors, OneHotFactors, Unfolded
-from quietgrad.clipping.norms.factors.sums.columns import sums_over_columns, thin_product
+from quietgrad.clipping.norms.factors.sums.columns import EVEN, sums_over_columns, thin_product
 from quietgrad.clipping.norms.factors.sums.positions import add_over_positions
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import (
@@ -79,16 +79,18 @@ def hutch_plus_plus_norms(
     if exact is not None:
         return exact
     # Each block of a grouped convolution gets a basis of its own; the squared norms of blocks add
-    # up. Drawn one after the other, so that one only is held.
+    # up. Both sketches in one pass over the factors, which costs more than their products.
     project = project_rows if s.p >= s.d else project_columns
     columns = min(sketch_dim, s.p, s.d)
-    probe = drawn(projections.gaussian(name, "range", max(s.p, s.d), columns), some[0], dtype)
-    range_bgsk = project(some, probe, dtype).transpose(2, 3)
+    probes = (
+        projections.gaussian(name, "range", max(s.p, s.d), columns),
+        projections.gaussian(name, "tail", max(s.p, s.d), sketch_dim),
+    )
+    both = torch.cat([drawn(probe, some[0], dtype) for probe in probes], dim=1)
+    range_bgks, tail = project(some, both, dtype, scratch).split([columns, sketch_dim], dim=2)
+    del probes, both
+    range_bgsk, tail = range_bgks.transpose(2, 3), tail.contiguous()
     basis_bgsk, triangle_bgkk = torch.linalg.qr(range_bgsk)
-    del probe
-    probe = drawn(projections.gaussian(name, "tail", max(s.p, s.d), sketch_dim), some[0], dtype)
-    tail = project(some, probe, dtype)
-    del probe
     # What of Q^T Y is wrong stays within the span of Q, where it adds to the norm; what the second
     # product loses does not.
     lost = _thin_error(columns, tail, dtype) * squared_norms(tail).sqrt()
@@ -181,6 +183,9 @@ def _head_norms(uses: Sequence[Unfolded], basis_bgsk: Tensor, dtype: torch.dtype
         return _squared_by_block(
             (project_columns if tall else project_rows)(uses, basis_bgsk, dtype)
         )
+    odd = -basis_bgsk.shape[3] % EVEN  # columns of zeros: a library's products of few are slow
+    if odd and not basis_bgsk.is_cuda:
+        basis_bgsk = torch.nn.functional.pad(basis_bgsk, (0, odd))
     smalls = [
         thin_product(use.right_bgtd, basis_bgsk, dtype)
         if tall
