@@ -48,11 +48,17 @@ def total(clipper: Clipper, model: nn.Module, batch: Pair, step: int = 0) -> Ten
 
 
 def contribution(clipper: Clipper, model: nn.Module, batch: Pair) -> float:
-    """Of the last record, in units of C, beside one whose gradient is zero."""
+    """Of the last record, in units of C, beside one whose gradient is zero: at a release that the
+    guard looks at, or at another, whichever is more.
+    """
     x, g = batch
     other = (torch.zeros_like(x[-1:]), torch.zeros_like(g[-1:]))
     both = tuple(torch.cat(pair) for pair in zip(other, (x[-1:], g[-1:]), strict=True))
-    return float(total(clipper, model, both).norm()) / clipper.max_grad_norm
+    bound, most = clipper.bind(model, given_gradients), 0.0
+    for step in (0, UNGUARDED):
+        sums = bound.clip(both, Projections(KEY, 0), step=step).gradients.values()
+        most = max(most, float(torch.cat([g.double().flatten() for g in sums]).norm()))
+    return most / clipper.max_grad_norm
 
 
 def linear(x: Tensor, g: Tensor) -> nn.Linear:
