@@ -70,7 +70,7 @@ class Spread:
     def _watched(self) -> list[Any]:
         """Hooks that note what stands in the graph for parameters that were not seen yet."""
         missing = {
-            name: (module, local)
+            name: (module, local, p)
             for path, module in self.model.named_modules()
             for local, p in module._parameters.items()
             if p is not None
@@ -81,9 +81,10 @@ class Spread:
             return []
 
         def note(module: nn.Module, args: Any) -> None:
-            for name, (owner, local) in list(missing.items()):
+            for name, (owner, local, at_rest) in list(missing.items()):
                 found = owner._parameters[local]
-                if found is not None and not is_spread(found):
+                # Of what is cut beside it stands a DTensor, too: of fewer ranks.
+                if found is not None and found is not at_rest:
                     self.whole[name] = found
                     del missing[name]
 
