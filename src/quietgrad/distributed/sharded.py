@@ -90,14 +90,14 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | CutCompany |
     spread: Any = next((p for p in model.parameters() if is_spread(p)), None)
     if isinstance(team, CutRanks) or _is_cut_at_all(model):
         ranks = _require_cut(team, model)
-        group = _group_of_axis(model, ranks.neighbours)
-        expected = Expected(known=group)
+        group = _group_over(model, ranks.neighbours)
+        expected = Expected(known=ranks.neighbours)
         cutters = Cutters(ranks, group, spread.device_mesh.device_type, expected)
         if is_cut(model):
             with silent(expected):
                 yield cutters
             return
-        shards = _group_of_axis(model, ranks.across)
+        shards = _group_over(model, ranks.across)
         with silent(expected), gathers_expected(model, expected):
             yield ShardedCompany(ranks, shards, expected, cutters)
         return
@@ -121,7 +121,7 @@ def _is_cut_at_all(model: nn.Module) -> bool:
     return is_cut(model) or is_cut_and_sharded(model)
 
 
-def _group_of_axis(model: nn.Module, ranks: tuple[int, ...]) -> Any:
+def _group_over(model: nn.Module, ranks: tuple[int, ...]) -> Any:
     """The group that parameters are spread over along their meshes' dimension of these ranks.
 
     Raises:
@@ -133,7 +133,8 @@ def _group_of_axis(model: nn.Module, ranks: tuple[int, ...]) -> Any:
         if axis is not None:
             return spread.device_mesh.get_group(axis)
     raise ValueError(
-        f"no parameter is spread over the ranks {list(ranks)}, as the run was started for; {REMEDY}"
+        f"no parameter is spread over ranks {list(ranks)}; the run has {dist.get_world_size()} "
+        f"ranks, and those that share records are neighbours: {REMEDY}"
     )
 
 
