@@ -17,7 +17,7 @@ class Company(Protocol):
 
     @property
     def size(self) -> int:
-        """How many shards there are of what a rank forms."""
+        """How many ranks, or groups of ranks that share records: as many shards."""
         ...
 
     def told(self, place: str, number: int, facts: str = "") -> list[int]:
