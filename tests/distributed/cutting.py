@@ -150,9 +150,12 @@ def cut(
     return found
 
 
-def llama(folder: Path, ranks: int, adapters: bool = False, tied: bool = False) -> nn.Module:
-    """transformers' Llama in miniature, cut by its own plan where there are several ranks; with
-    LoRA where asked. One process writes the weights that all read.
+def llama(
+    folder: Path, ranks: int, adapters: bool = False, tied: bool = False, groups: int = 1
+) -> nn.Module:
+    """transformers' Llama in miniature, cut by its own plan where there are several ranks, and
+    sharded over groups of so many; with LoRA where asked. One process writes the weights that all
+    read.
     """
     hf = pytest.importorskip("transformers")
     path = folder / f"llama{tied}"
@@ -171,7 +174,7 @@ def llama(folder: Path, ranks: int, adapters: bool = False, tied: bool = False) 
         model = hf.LlamaForCausalLM(config).double()
         model.save_pretrained(path)
     else:
-        plan = hf.distributed.DistributedConfig(tp_size=ranks)
+        plan = hf.distributed.DistributedConfig(tp_size=ranks, fsdp_size=groups)
         model = hf.LlamaForCausalLM.from_pretrained(
             path, distributed_config=plan, dtype=torch.float64
         )

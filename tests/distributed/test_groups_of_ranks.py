@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed.cutting import PLANS, cut, model_named
+from distributed.cutting import PLANS, cut, llama, model_named
 from distributed.sharding import next_words, texts, whole
 from distributed.test_equality import VARIANTS
 from distributed.world import RECORDS, loss, on_ranks, plan_of, records_of
@@ -147,6 +147,25 @@ def test_releases_of_groups_are_those_of_one_process_up_to_a_unit(
                 assert equal, (name, what)
     # Among these were steps in which a group had no record and another had some.
     assert empty or names == WORDS
+
+
+def of_transformers(rank: int, ranks: int, folder: str) -> Tensor:
+    """Releases of a Llama that transformers itself shards and cuts."""
+    both = ranks > 1
+    model = llama(Path(folder), TOGETHER if both else 1, groups=2 if both else 1)
+    releases = []
+    with plan_of(bands=2).start(tensor_parallel=TOGETHER if both else 1) as run:
+        for batch in run.loader(texts(RECORDS), steps=2, physical_batch_size=3):
+            releases.append(whole(run.backward(model, next_words, batch).gradients))
+            model.zero_grad()
+    return torch.stack(releases)
+
+
+def test_a_llama_that_transformers_shards_and_cuts(tmp_path: Path) -> None:
+    alone = of_transformers(0, 1, str(tmp_path))
+    for found in on_ranks(4, tmp_path / "ranks", of_transformers, 4, str(tmp_path)):
+        assert isinstance(found, Tensor), found
+        assert float((found - alone).abs().max()) <= 4 * unit_of(1.0, 10)
 
 
 def part_of_a_run(

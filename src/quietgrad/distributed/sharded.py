@@ -156,8 +156,8 @@ def _require_cut(team: Team, model: nn.Module) -> CutRanks:
         raise ValueError(
             f"the run was started with tensor_parallel={team.together}, and the model is "
             f"{'sharded by fully_shard' if is_fully_sharded(model) else 'whole on every rank'}, "
-            "its layers not cut; cut it by parallelize_module, before fully_shard, or start the "
-            "run without tensor_parallel (docs/tensor_parallel.md)"
+            "its layers not cut; cut it by parallelize_module, then give all of it to fully_shard "
+            "or none, or start the run without tensor_parallel (docs/tensor_parallel.md)"
         )
     return team
 
