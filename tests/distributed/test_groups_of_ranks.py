@@ -40,7 +40,7 @@ MODELS = {
     "words": "words",
     "words, tied": "tied",
     "words, checkpointed": "checkpointed",
-    "words, hutch": "words",
+    "words, hutch++": "words",
 }
 CHANGES: dict[str, dict[str, Any]] = {
     **{name: v for name, v in VARIANTS.items() if name not in ("low rank", "wrapped")},
@@ -50,7 +50,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "words": {},
     "words, tied": {"bands": 2},
     "words, checkpointed": {},
-    "words, hutch": {"estimator": "hutch", "sketch_dim": 4},
+    "words, hutch++": {"estimator": "hutch++", "sketch_dim": 8},
 }
 
 
