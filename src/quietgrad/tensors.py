@@ -144,6 +144,84 @@ def spread_like(shard: Tensor, parameter: Tensor) -> Tensor:
         )
 
 
+class Block(NamedTuple):
+    """What a process holds of a tensor that is spread over ranks.
+
+    Attributes:
+        start: of its entries, in each dimension.
+        shape: how many there are.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def block_at(
+    shape: torch.Size,
+    placements: tuple[Any, ...],
+    mesh: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> Block:
+    """The block of one place of a mesh. The last dimension of the mesh cuts first, as torch.chunk
+    cuts: ``fully_shard`` shards what tensor parallel plans have cut.
+
+    Args:
+        shape: of the whole tensor.
+        placements: one for each dimension of the mesh.
+        mesh: its sizes.
+        coordinate: the place.
+    """
+    start, held = [0] * len(shape), list(shape)
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if placement.is_replicate():
+            continue
+        dim = placement.dim % len(shape)
+        each = -(-held[dim] // mesh[axis])
+        skipped = min(coordinate[axis] * each, held[dim])
+        start[dim] += skipped
+        held[dim] = min(each, held[dim] - skipped)
+    return Block(tuple(start), tuple(held))
+
+
+def block_of(tensor: Tensor) -> Block:
+    """The block of a DTensor that this process holds.
+
+    Raises:
+        ValueError: where torch places it elsewhere, or what is here has another shape.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    like: Any = tensor
+    mesh, placements = like.device_mesh, tuple(like.placements)
+    known = {"Shard", "_StridedShard", "Replicate"}
+    if all(type(placement).__name__ in known for placement in placements):
+        found = block_at(like.shape, placements, tuple(mesh.shape), tuple(mesh.get_coordinate()))
+        shape, start = compute_local_shape_and_global_offset(like.shape, mesh, placements)
+        same = tuple(shape) == found.shape and (start == found.start or 0 in found.shape)
+        if same and tuple(local_of(tensor).shape) == found.shape:
+            return found
+    raise ValueError(
+        f"a tensor of shape {tuple(tensor.shape)} is spread over ranks as {placements}, which is "
+        "not how fully_shard and tensor parallel plans cut it into blocks; give it a first "
+        "dimension that every rank of the mesh has a part of, or freeze it (requires_grad_(False))"
+    )
+
+
+def axis_of(tensor: Tensor, ranks: tuple[int, ...]) -> int | None:
+    """Along which dimension of its mesh a DTensor is spread over just these ranks, in their order;
+    None where along none.
+    """
+    from torch.distributed import get_process_group_ranks
+
+    like: Any = tensor
+    mesh = like.device_mesh
+    for axis in range(mesh.ndim):
+        if tuple(get_process_group_ranks(mesh.get_group(axis))) == ranks:
+            return axis
+    return None
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Norms and sums are accumulated in float32 at least."""
     return dtype if dtype == torch.float64 else torch.float32

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from distributed.sharding import LENGTH, WIDTH, WORDS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -124,19 +125,37 @@ def model_named(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     return model.to(dtype)
 
 
-def cut(model: nn.Module, plan: dict[str, Any]) -> nn.Module:
-    """The model, its layers cut over all ranks; tied weights are tied again."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def cut(
+    model: nn.Module,
+    plan: dict[str, Any],
+    together: int | None = None,
+    sharded: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """The model, its layers cut over groups of so many neighbours, or over all ranks; tied weights
+    are tied again. Where asked, its rows are sharded over the groups.
+    """
+    size = dist.get_world_size()
+    together = size if together is None else together
+    mesh = init_device_mesh("cpu", (size // together, together), mesh_dim_names=("dp", "tp"))
     tied = isinstance(model, Words) and model.head.weight is model.words.weight
-    found: nn.Module = parallelize_module(model, mesh, plan)
+    found: nn.Module = parallelize_module(model, mesh["tp"], plan)
     if tied:
         found.head.weight = found.words.weight  # type: ignore[union-attr]
+    if sharded:
+        for part in () if tied else found.children():
+            if any(True for _ in part.parameters()):
+                fully_shard(part, mesh=mesh["dp"], **options)
+        fully_shard(found, mesh=mesh["dp"], **options)
     return found
 
 
-def llama(folder: Path, ranks: int, adapters: bool = False, tied: bool = False) -> nn.Module:
-    """transformers' Llama in miniature, cut by its own plan where there are several ranks; with
-    LoRA where asked. One process writes the weights that all read.
+def llama(
+    folder: Path, ranks: int, adapters: bool = False, tied: bool = False, groups: int = 1
+) -> nn.Module:
+    """transformers' Llama in miniature, cut by its own plan where there are several ranks, and
+    sharded over groups of so many; with LoRA where asked. One process writes the weights that all
+    read.
     """
     hf = pytest.importorskip("transformers")
     path = folder / f"llama{tied}"
@@ -155,7 +174,7 @@ def llama(folder: Path, ranks: int, adapters: bool = False, tied: bool = False) 
         model = hf.LlamaForCausalLM(config).double()
         model.save_pretrained(path)
     else:
-        plan = hf.distributed.DistributedConfig(tp_size=ranks)
+        plan = hf.distributed.DistributedConfig(tp_size=ranks, fsdp_size=groups)
         model = hf.LlamaForCausalLM.from_pretrained(
             path, distributed_config=plan, dtype=torch.float64
         )

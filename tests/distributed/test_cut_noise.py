@@ -17,7 +17,7 @@ from distributed.world import on_ranks, plan_of, records_of
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from quietgrad.distributed.cut import CutRanks
+from quietgrad.distributed.cut.ranks import CutRanks
 from quietgrad.noise.sources import of_stretches
 from quietgrad.noise.sources.keyed import KeyedSource
 from quietgrad.noise.sources.of_stretches import OfStretches

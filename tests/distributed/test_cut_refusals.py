@@ -18,7 +18,6 @@ from distributed.test_sharded_refusals import hearing
 from distributed.world import loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -232,9 +231,6 @@ def refused(rank: int) -> dict[str, tuple[str, int]]:
     found["loss parallel"] = attempt(
         double(Positions(), spread), lambda m, b: over_positions(lambda x: m(x).to_local(), b)
     )
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shards", "parts"))
-    both = parallelize_module(model_named("bottleneck"), mesh["parts"], PLAN)
-    found["sharded and cut"] = attempt(fully_shard(both, mesh=mesh["shards"]))
     part = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
     found["a part of the ranks"] = attempt(
         parallelize_module(model_named("bottleneck"), part, PLAN)
@@ -289,7 +285,6 @@ EXPECTED = {
     "sequence": "layer 'norm' lies on the ranks as copies (sequence parallel)",
     "sequence, norm frozen": "has other positions at its input than at its output",
     "loss parallel": "returns a DTensor (use_local_output=False)",
-    "sharded and cut": "sharded by fully_shard; cut it by parallelize_module alone",
     "a part of the ranks": "the run has 2 ranks",
     "other order": "the ranks differ in micro-batch",
     "users apart": "the ranks differ in micro-batch",

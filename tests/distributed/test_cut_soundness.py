@@ -16,7 +16,7 @@ from distributed.world import RECORDS, loss, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 
 from quietgrad.clipping.capture.cut import Cut
-from quietgrad.clipping.cut.bound import CutClipper
+from quietgrad.clipping.cut import sharing
 from quietgrad.clipping.engines.summing import unit_of
 from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.rounding import Norms, NormSums
@@ -82,7 +82,7 @@ def norm_of_this_part_alone(rank: int) -> list[Tensor]:
 
 
 def norm_of_one_part_everywhere(rank: int) -> list[Tensor]:
-    CutClipper._added = lambda self, values: self.company.of_each(values)[0]  # type: ignore
+    sharing.added = lambda values_n, company: company.of_each(values_n)[0]
     return neighbours(rank)
 
 

@@ -136,7 +136,7 @@ def refused(rank: int) -> dict[str, tuple[str, int]]:
 def test_what_cannot_be_sharded_is_refused_on_all_ranks(tmp_path: Path) -> None:
     expected = {
         "tensor parallel": "start it with plan.start(..., tensor_parallel=2)",
-        "one layer alone": "not by fully_shard (tensor parallel beside it is not supported)",
+        "one layer alone": "but not by fully_shard, as others are",
         "hybrid": "hybrid sharding",
         "columns": "another dimension than the first",
         "part of the ranks": "the run has 2 ranks",

@@ -20,7 +20,8 @@ from quietgrad.clipping.capture.examples import COMBINED, Combined
 from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.cut.bound import CutClipper
-from quietgrad.clipping.cut.refusals import is_cut
+from quietgrad.clipping.cut.refusals import is_cut, is_cut_and_sharded
+from quietgrad.clipping.cut.sharded import CutShardedClipper
 from quietgrad.clipping.engines.thresholds import SCALINGS, Groups, Scaling, require_groups
 from quietgrad.clipping.engines.work import ENGINES, Engine
 from quietgrad.clipping.layer_overrides import (
@@ -156,6 +157,8 @@ class Clipper:
         kind: type[BoundClipper] = BoundClipper
         if is_cut(model):
             kind = CutClipper
+        elif is_cut_and_sharded(model):
+            kind = CutShardedClipper
         elif is_fully_sharded(model):
             kind = ShardedClipper
         bound = kind(self, model, per_example_loss)

@@ -7,7 +7,7 @@ import pickle
 import random
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from quietgrad.tensors import Batch, is_spread, local_of, tensors_of
 
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 2**22  # entries
+MOST_FACTS = 8
 LOOKED_AT = 64  # records of a data set that ranks compare
 
 
@@ -29,30 +30,52 @@ def digest(*parts: object) -> str:
     return hashlib.blake2b(told.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
 
 
+def message(well: bool, place: str, facts: Mapping[str, str], examples: int) -> Tensor:
+    """What a rank tells the others, of one size whatever it is."""
+    assert len(facts) <= MOST_FACTS
+    told = [_number(value) for value in facts.values()]
+    head = [int(well), _number(place), examples]
+    return torch.tensor([*head, *told, *[0] * (MOST_FACTS - len(told))], dtype=torch.int64)
+
+
+def _number(text: str) -> int:
+    """A digest of text as a signed number of 64 bits."""
+    hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "little", signed=True)
+
+
 def versions() -> str:
     """Of what the numbers of a rank depend on."""
     own = getattr(sys.modules["quietgrad"], "__version__", "")
     return digest(torch.__version__, np.__version__, own)
 
 
-def weights_digest(model: nn.Module) -> str:
-    """Of all parameters, frozen ones too: names, shapes, types and bits. Cost: a pass over them."""
-    told = hashlib.blake2b(digest_size=8)
+def weights_digest(model: nn.Module, told: Callable[[Tensor], bool] | None = None) -> str:
+    """Of all parameters, frozen ones too: names, shapes, types and bits. Cost: a pass over them.
+
+    Args:
+        model: the user's.
+        told: of which parameters the bits are told; None: of those that every rank holds.
+    """
+    chosen = is_everywhere if told is None else told
+    digested = hashlib.blake2b(digest_size=8)
     for name, p in model.named_parameters():
-        told.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\0".encode())
-        if is_spread(p) and not _is_copied(p):
-            continue  # there is one copy of it, a part on each rank
+        digested.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\0".encode())
+        if not chosen(p):
+            continue
         here = local_of(p)
         width = WIDTHS.get(here.element_size())
         plain = type(here) in (Tensor, nn.Parameter)
         if plain and width is not None:  # else a library's own layout
             for part in here.detach().contiguous().view(-1).view(width).split(CHUNK):
-                told.update(_bits(part))
-    return told.hexdigest()
+                digested.update(_bits(part))
+    return digested.hexdigest()
 
 
-def _is_copied(parameter: Any) -> bool:
-    return all(placement.is_replicate() for placement in parameter.placements)
+def is_everywhere(parameter: Tensor) -> bool:
+    """Whether every rank holds a copy of it."""
+    spread: Any = parameter
+    return not is_spread(parameter) or all(p.is_replicate() for p in spread.placements)
 
 
 def _bits(part: Tensor) -> bytes:

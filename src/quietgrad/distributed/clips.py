@@ -11,11 +11,12 @@ from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.cut.bound import CutClipper
 from quietgrad.clipping.cut.company import CutCompany
+from quietgrad.clipping.cut.sharded import CutShardedClipper
 from quietgrad.clipping.engines.summing import Summing
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.sharded.bound import ShardedClipper
 from quietgrad.clipping.sharded.company import Company
-from quietgrad.distributed.sharded import clipping_on
+from quietgrad.distributed.sharded import ShardedCompany, clipping_on
 from quietgrad.distributed.team import Team
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import Batch
@@ -47,6 +48,7 @@ def clip_parts(
         bound.company = cast(CutCompany, company)
     elif company is not None:
         assert isinstance(bound, ShardedClipper)
+        _share(bound, company)
         company = cast(Company, company)
         drawn = Projections(key, release)
         return stamped(bound.clip_together(parts, drawn, release, summing, company))
@@ -64,9 +66,17 @@ def clip_parts(
 
 def check_public(team: Team, bound: BoundClipper, model: nn.Module, public: Batch) -> None:
     """``BoundClipper.check``, where a model is cut in the company of the other ranks."""
-    if not isinstance(bound, CutClipper):
+    if not isinstance(bound, CutClipper | CutShardedClipper):
         bound.check(public)
         return
     with clipping_on(team, model) as company:
-        bound.company = cast(CutCompany, company)
+        if isinstance(bound, CutClipper):
+            bound.company = cast(CutCompany, company)
+        _share(bound, company)
         bound.check(public)
+
+
+def _share(bound: BoundClipper, company: Company | CutCompany | None) -> None:
+    if isinstance(bound, CutShardedClipper):
+        assert isinstance(company, ShardedCompany)
+        bound.sharing = company.sharing

@@ -13,7 +13,6 @@ After either no rank releases anything any more.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -24,22 +23,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
-from quietgrad.distributed.alike import records_digest, weights_digest
-from quietgrad.distributed.exchange import gathered, owners_of, sums_of_owner
+from quietgrad.distributed.alike import message, records_digest, weights_digest
+from quietgrad.distributed.circles import Circle, Circles
 from quietgrad.distributed.matrices import changed_whole
 from quietgrad.distributed.team import Denoise, Facts
 from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.randomness import RandomKey
-from quietgrad.tensors import is_spread
+from quietgrad.tensors import Block, block_at, is_spread
 
-MOST_FACTS = 8
 WORD_BYTES = 2048
+ALL = "all"  # the circle of all ranks
 FIRST = 0  # the rank that keeps ledger and secrets, and draws the numbers beside the gradients
 PATIENCE = timedelta(seconds=60)  # of a rank that stops, until it has told the others
 
 REMEDIES = {
     "weights": "start every rank from the same weights (the same checkpoint, or the same "
     "torch.manual_seed before the model is made), and let all step alike",
+    "weights of cut layers": "start ranks that hold the same part of a layer from the same weights",
+    "sharded weights": "start ranks that share records from the same weights",
     "parameters": "give every rank the same model, with the same trainable parameters, cut by one "
     "plan where it is cut, in one dtype and on one kind of device",
     "shares": "make the same loader on every rank, with the same physical_batch_size",
@@ -61,9 +62,14 @@ REMEDIES = {
 class Ranks:
     """This process as one rank of a run; see ``Team``.
 
+    Attributes:
+        named: digests of weights that are compared.
+
     Raises:
         RuntimeError: where the group has one rank only, or gloo is missing.
     """
+
+    named: tuple[str, ...] = ("weights",)
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -75,15 +81,22 @@ class Ranks:
         self._control: Any = dist.new_group(backend="gloo")
         self._groups: dict[str, Any] = {"cpu": self._control}
         self._stopped: str | None = None
-        self._owner: dict[str, int] = {}
-        self._entries: dict[str, int] = {}
-        self._weights = ""
+        self._circles = self._all_circles()
+        self._weights: dict[str, str] = {}
         self._looked = -1  # the release whose weights were looked at last
 
     @property
     def share(self) -> tuple[int, int]:
         """Every rank has records of its own."""
         return self.rank, self.size
+
+    @property
+    def _counting(self) -> range:
+        """Ranks whose numbers beside the gradients count: of each share one."""
+        return range(self.size)
+
+    def form(self) -> None:
+        """Groups of some ranks, once it is known that all are of one mind about the run."""
 
     def require(self) -> None:
         """Raises RuntimeError where the group is another one, or a rank has stopped."""
@@ -125,14 +138,26 @@ class Ranks:
         if self._stopped is not None:
             return
         self._stopped = "this rank stopped after an error of its own"
-        mine = _message(False, "", {}, 0)
+        self._tell()
+
+    def _tell(self) -> None:
+        """The others that this rank has stopped, wherever they meet it next."""
+        mine = message(False, "", {}, 0)
         told = [torch.empty_like(mine) for _ in range(self.size)]
         with contextlib.suppress(Exception):  # they may be gone
             dist.all_gather(told, mine, group=self._control, async_op=True).wait(PATIENCE)
 
     def look_at(self, model: nn.Module, release: int) -> None:
         if self._looked != release:
-            self._looked, self._weights = release, weights_digest(model)
+            self._looked, self._weights = release, self._digests(model)
+
+    def _digests(self, model: nn.Module) -> dict[str, str]:
+        """Of the weights, by what is compared."""
+        return {"weights": weights_digest(model)}
+
+    def _compared(self, name: str) -> list[list[int]]:
+        """Which ranks have to say the same of a fact."""
+        return [list(range(self.size))]
 
     def same_records(self, dataset: Any, key: RandomKey, block: int) -> None:
         """Compares digests of some records.
@@ -156,17 +181,24 @@ class Ranks:
     def agreed(self, place: str, facts: Facts, examples: int) -> list[int]:
         """``agree``, with the number of each rank in their order."""
         self.require()
-        told = {**facts, "weights": self._weights}
-        self._weights = ""
-        mine = _message(True, place, told, examples)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
+        # Without a digest an empty word: numbers of facts are the same on all ranks.
+        told = {**facts, **(self._weights or dict.fromkeys(self.named, ""))}
+        self._weights = {}
+        return self._said_alike(place, told, examples, list(range(self.size)), self._control)
+
+    def _said_alike(
+        self, place: str, told: Facts, examples: int, ranks: list[int], group: Any
+    ) -> list[int]:
+        """What these ranks, a group, say at one place; the number of each."""
+        mine = message(True, place, told, examples)
+        found = [torch.empty_like(mine) for _ in ranks]
         with self.lost():
-            dist.all_gather(found, mine, group=self._control)
+            dist.all_gather(found, mine, group=group)
         table = torch.stack(found)
         stopped = (table[:, 0] == 0).nonzero().flatten().tolist()
         if stopped:
             raise self._stop(
-                f"rank {stopped[0]} stopped after an error of its own, which it has shown"
+                f"rank {ranks[stopped[0]]} stopped after an error of its own, which it has shown"
             )
         if not _alike(table[:, 1]):
             raise self._stop(
@@ -174,7 +206,9 @@ class Ranks:
                 "let all ranks make the same calls of the run, also with an empty share"
             )
         for i, name in enumerate(told):
-            if not _alike(table[:, 3 + i]):
+            of_rank = dict(zip(ranks, table[:, 3 + i].tolist(), strict=True))
+            compared = ([of_rank.get(r) for r in some] for some in self._compared(name))
+            if any(len({value for value in some if value is not None}) > 1 for some in compared):
                 raise self._stop(f"the ranks differ in {name}: {REMEDIES[name]}")
         numbers: list[int] = table[:, 2].tolist()
         return numbers
@@ -212,27 +246,18 @@ class Ranks:
             dist.all_gather_object(found, value, group=self._control)
         return found
 
+    def _all_circles(self) -> Circles:
+        """Every rank holds all that is not spread over them."""
+        everybody = Circle(self.rank, self.size, self._group)
+        return Circles({ALL: everybody}, lambda t: None if is_spread(t) else ALL)
+
     def owned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        entries = {name: t.numel() for name, t in tensors.items() if not is_spread(t)}
-        if entries != self._entries:
-            self._entries, self._owner = entries, owners_of(entries, self.size)
-        # Of what is spread, every rank draws for its own shard.
-        return {
-            name: t
-            for name, t in tensors.items()
-            if name not in self._owner or self._owner[name] == self.rank
-        }
+        return self._circles.owned(tensors)
 
     def summed(self, clipped: ClippedSum, beside: tuple[str, ...]) -> ClippedSum:
-        mine = self.owned(clipped.gradients)
-        held = {name: g for name, g in clipped.gradients.items() if name in self._owner}
         with self.lost():
-            whole = dict(mine)
-            if held:
-                group = self._group(held)
-                whole |= sums_of_owner(held, self._owner, self.rank, self.size, group)
-            numbers = self._side_sums(clipped.private.beside, beside)
-        sums = {name: whole[name] for name in mine}
+            sums = self._circles.summed(clipped.gradients)
+        numbers = self._side_sums(clipped.private.beside, beside)
         return ClippedSum(sums, clipped.claim, PrivateCounts(beside=numbers))
 
     def _side_sums(self, own: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -247,22 +272,22 @@ class Ranks:
         dist.gather(mine, received if self.rank == FIRST else None, FIRST, group=self._control)
         if self.rank != FIRST:
             return {}
-        total = received[0].clone()
-        for other in received[1:]:
+        total, *others = [received[r].clone() for r in self._counting]
+        for other in others:
             total += other
         return dict(zip(names, total.unbind(), strict=True))
 
     def gathered(
         self, noisy: NoisySum, like: Mapping[str, Tensor], beside: tuple[str, ...]
     ) -> NoisySum:
-        whole = self._gathered(noisy.gradients, like)
         with self.lost():
+            whole = self._circles.gathered(noisy.gradients, like)
             numbers = self.from_first(dict(noisy.beside)) if beside else {}
         return replace(noisy, gradients=whole, beside=numbers)
 
     def denoised(self, denoise: Denoise, noisy: NoisySum, model: nn.Module) -> NoisySum:
         owned = self.owned(noisy.gradients)
-        held = {name: g for name, g in owned.items() if name in self._owner}
+        held = self._circles.held(ALL, owned)
         done = denoise(replace(noisy, gradients=held), model)
         # What has one dimension is no matrix, whatever the rule.
         spread = {n: g for n, g in noisy.gradients.items() if is_spread(g) and g.dim() > 1}
@@ -270,27 +295,24 @@ class Ranks:
         def change(name: str, g: Tensor) -> Tensor:
             return denoise(replace(noisy, gradients={name: g}), model).gradients[name]
 
-        made = owned | done.gradients
-        if spread:
-            with self.lost():
-                made |= changed_whole(spread, change, self.rank, self.size, self._group(spread))
-        return replace(done, gradients=self._gathered(made, noisy.gradients))
-
-    def _gathered(
-        self, made: Mapping[str, Tensor], like: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """What owners made of their parameters, and what is spread as it is here."""
-        held = {name: g for name, g in like.items() if name in self._owner}
-        if not held:
-            return {name: made[name] for name in like}
+        made = dict(noisy.gradients) | done.gradients
         with self.lost():
-            group = self._group(held)
-            whole = gathered(made, held, self._owner, self.rank, self.size, group)
-        return {name: whole[name] if name in whole else made[name] for name in like}
+            if spread:
+                group = self._group(spread)
+                made |= changed_whole(spread, change, self.rank, self.size, group, self._block)
+            whole = self._circles.gathered(made, noisy.gradients, ALL)
+        return replace(done, gradients=whole)
+
+    def _block(self, tensor: Tensor, rank: int) -> Block:
+        """What a rank holds of a tensor that is spread."""
+        like: Any = tensor
+        return block_at(like.shape, like.placements, tuple(like.device_mesh.shape), (rank,))
 
     def _group(self, tensors: Mapping[str, Tensor]) -> Any:
         """A group whose backend moves tensors of this kind of device; all ranks come here alike."""
-        kind = next(iter(tensors.values())).device.type
+        return self._group_of(next(iter(tensors.values())).device.type)
+
+    def _group_of(self, kind: str) -> Any:
         if kind not in self._groups:
             self._groups[kind] = dist.new_group()
         return self._groups[kind]
@@ -322,19 +344,6 @@ class Ranks:
                 f"rank {self.rank} lost another rank, which ended or cannot be reached "
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
             ) from error
-
-
-def _message(well: bool, place: str, facts: Facts, examples: int) -> Tensor:
-    assert len(facts) <= MOST_FACTS
-    told = [_number(value) for value in facts.values()]
-    head = [int(well), _number(place), examples]
-    return torch.tensor([*head, *told, *[0] * (MOST_FACTS - len(told))], dtype=torch.int64)
-
-
-def _number(text: str) -> int:
-    """A digest of text as a signed number of 64 bits."""
-    hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(hashed, "little", signed=True)
 
 
 def _alike(values: Tensor) -> bool:

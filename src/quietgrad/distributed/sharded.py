@@ -1,5 +1,5 @@
 """The ranks of a run whose model is spread over them, as clipping meets them: sharded by
-``fully_shard``, or cut by tensor parallel plans (``cut``).
+``fully_shard``, cut by tensor parallel plans (``cut``), or both.
 
 The operations that meet other ranks while records are clipped are known: fully_shard's gathers and
 the library's own. They are counted, so that any other (of a loss that hears from other ranks) is
@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from quietgrad.clipping.capture.spread import sharding_modules
 from quietgrad.clipping.cut.company import CutCompany
-from quietgrad.clipping.cut.refusals import is_cut
+from quietgrad.clipping.cut.refusals import REMEDY, is_cut, is_cut_and_sharded
 from quietgrad.clipping.sharded.company import Arriving, Company
 from quietgrad.clipping.sharded.refusals import is_fully_sharded
-from quietgrad.distributed.cut import CutRanks, Cutters
+from quietgrad.distributed.cut.company import Cutters
+from quietgrad.distributed.cut.ranks import CutRanks
 from quietgrad.distributed.ranks import Ranks
 from quietgrad.distributed.team import Team
 from quietgrad.distributed.wrapping import Expected, silent, unused
-from quietgrad.tensors import Batch, is_spread, map_tensors
+from quietgrad.tensors import Batch, axis_of, is_spread, map_tensors
 
 # torch 2.13 gave it another name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -37,17 +38,19 @@ class ShardedCompany:
 
     Attributes:
         ranks: of the run.
-        mesh: that parameters are sharded on.
+        group: of those that parameters are sharded over.
         expected: operations that are the library's own.
+        sharing: the ranks that share records, where layers are cut over them.
     """
 
     ranks: Ranks
-    mesh: Any
+    group: Any
     expected: Expected
+    sharing: Cutters | None = None
 
     @property
     def size(self) -> int:
-        return self.ranks.size
+        return self.ranks.share[1]
 
     def told(self, place: str, number: int, facts: str = "") -> list[int]:
         with self.expected.operations():
@@ -61,8 +64,7 @@ class ShardedCompany:
         # Zeros: what does not arrive is then no other tensor's memory.
         own = sums_wn.new_zeros(sums_wn.shape[1])
         with self.expected.operations(), self.ranks.lost():
-            group = self.mesh.get_group()
-            on_its_way = _reduce_scatter(own, sums_wn.view(-1), group=group, async_op=True)
+            on_its_way = _reduce_scatter(own, sums_wn.view(-1), group=self.group, async_op=True)
 
         def arrived() -> Tensor:
             with self.ranks.lost():
@@ -86,12 +88,18 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | CutCompany |
             told so, or the other way round; and at the end, where the loss met other ranks.
     """
     spread: Any = next((p for p in model.parameters() if is_spread(p)), None)
-    if isinstance(team, CutRanks) or is_cut(model):
+    if isinstance(team, CutRanks) or _is_cut_at_all(model):
         ranks = _require_cut(team, model)
-        mesh = spread.device_mesh
-        expected = Expected(known=mesh.get_group() if mesh.ndim == 1 else None)
-        with silent(expected):
-            yield Cutters(ranks, mesh, expected)
+        group = _group_over(model, ranks.neighbours)
+        expected = Expected(known=ranks.neighbours)
+        cutters = Cutters(ranks, group, spread.device_mesh.device_type, expected)
+        if is_cut(model):
+            with silent(expected):
+                yield cutters
+            return
+        shards = _group_over(model, ranks.across)
+        with silent(expected), gathers_expected(model, expected):
+            yield ShardedCompany(ranks, shards, expected, cutters)
         return
     if not is_fully_sharded(model):
         with unused(model), silent():
@@ -103,15 +111,37 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | CutCompany |
             "all ranks of the mesh (init_process_group, then plan.start on each), or leave "
             "fully_shard out on one process"
         )
-    expected, sharded_on = Expected(), spread.device_mesh
+    # Of another mesh than one over all ranks the clipper says by name that it is refused.
+    expected, group = Expected(), spread.device_mesh.get_group(0)
     with silent(expected), gathers_expected(model, expected):
-        yield ShardedCompany(team, sharded_on, expected)
+        yield ShardedCompany(team, group, expected)
+
+
+def _is_cut_at_all(model: nn.Module) -> bool:
+    return is_cut(model) or is_cut_and_sharded(model)
+
+
+def _group_over(model: nn.Module, ranks: tuple[int, ...]) -> Any:
+    """The group that parameters are spread over along their meshes' dimension of these ranks.
+
+    Raises:
+        ValueError: where there is none.
+    """
+    for p in model.parameters():
+        spread: Any = p
+        axis = axis_of(p, ranks) if is_spread(p) else None
+        if axis is not None:
+            return spread.device_mesh.get_group(axis)
+    raise ValueError(
+        f"no parameter is spread over ranks {list(ranks)}; the run has {dist.get_world_size()} "
+        f"ranks, and those that share records are neighbours: {REMEDY}"
+    )
 
 
 def _require_cut(team: Team, model: nn.Module) -> CutRanks:
+    both = is_cut_and_sharded(model)
     if not isinstance(team, CutRanks):
-        cut: Any = next(p for p in model.parameters() if is_spread(p))
-        size = cut.device_mesh.size()
+        size = max(_cut_over(p) for p in model.parameters() if is_spread(p))
         if size == 1:
             raise ValueError(
                 "the model is cut on a mesh of one rank (tensor parallel), where it is whole: "
@@ -122,14 +152,19 @@ def _require_cut(team: Team, model: nn.Module) -> CutRanks:
             "records that lie on one rank each; start it with plan.start(..., "
             f"tensor_parallel={size}), on all ranks of the mesh (docs/tensor_parallel.md)"
         )
-    if not is_cut(model):
+    if not both and not is_cut(model):
         raise ValueError(
-            f"the run was started with tensor_parallel={team.size}, and the model is "
-            f"{'sharded by fully_shard' if is_fully_sharded(model) else 'whole on every rank'}; "
-            "cut it by parallelize_module alone, or start the run without tensor_parallel "
-            "(docs/tensor_parallel.md)"
+            f"the run was started with tensor_parallel={team.together}, and the model is "
+            f"{'sharded by fully_shard' if is_fully_sharded(model) else 'whole on every rank'}, "
+            "its layers not cut; cut it by parallelize_module, then give all of it to fully_shard "
+            "or none, or start the run without tensor_parallel (docs/tensor_parallel.md)"
         )
     return team
+
+
+def _cut_over(parameter: Any) -> int:
+    """How many ranks a layer is cut over: the last dimension of a mesh of two."""
+    return int(parameter.device_mesh.size(parameter.device_mesh.ndim - 1))
 
 
 def public_records_of(team: Team, model: nn.Module, records: Batch) -> Batch:
@@ -141,7 +176,7 @@ def public_records_of(team: Team, model: nn.Module, records: Batch) -> Batch:
         ValueError: where a model is cut in a run that was not told so, or the other way round: it
             would be bound as what it is no longer when it is cut later.
     """
-    if isinstance(team, CutRanks) or is_cut(model):
+    if isinstance(team, CutRanks) or _is_cut_at_all(model):
         _require_cut(team, model)
     if not is_fully_sharded(model) or not isinstance(team, Ranks):
         return records

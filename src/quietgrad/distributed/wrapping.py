@@ -53,12 +53,13 @@ class Expected:
 
     Attributes:
         count: how many there were.
-        known: a group whose operations are not counted: where its ranks run the same records, what
-            a model hears there is of these, and the guard sees it.
+        known: ranks whose groups' operations are not counted: where just these run the same
+            records, what a model hears there is of these, and the guard sees it. (Two meshes of the
+            same ranks count as one, and a tensor may name either.)
     """
 
     count: int = 0
-    known: object = None
+    known: tuple[int, ...] = ()
 
     @contextlib.contextmanager
     def operations(self) -> Iterator[None]:
@@ -97,15 +98,15 @@ def silent(expected: Expected | None = None) -> Iterator[None]:
         )
 
 
-def _operations(known: object = None) -> int:
-    """How many operations this process has started, on all groups of several ranks but a known
-    one.
+def _operations(known: tuple[int, ...]) -> int:
+    """How many operations this process has started, on all groups of several ranks but those of
+    just the known ones.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     started = 0
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group.size() > 1 and group is not known:
+        if group.size() > 1 and tuple(sorted(dist.get_process_group_ranks(group))) != known:
             for device in group._device_types:
                 with contextlib.suppress(RuntimeError):  # a backend that does not count
                     backend: Any = group._get_backend(device)

@@ -249,8 +249,9 @@ class PrivacyPlan(StepByStep):
                 the seed. Remove it when the run has ended, and never publish it.
             resume: True goes on with a ledger and never creates one; False begins one and never
                 goes on; None does what fits.
-            tensor_parallel: how many ranks hold every record together, each with a part of every
-                layer (``parallelize_module``): all ranks, or 1 (docs/tensor_parallel.md).
+            tensor_parallel: how many neighbouring ranks hold every record together, each with a
+                part of every layer (``parallelize_module``): a divisor of the number of ranks
+                (docs/tensor_parallel.md).
 
         Raises:
             ValueError: if the ledger was written by a different mechanism, is in use, damaged,

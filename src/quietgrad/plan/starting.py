@@ -17,7 +17,7 @@ import torch.distributed as dist
 from quietgrad.checks import require_int
 from quietgrad.clipping.soundness.processes import refuse_launcher
 from quietgrad.distributed.alike import digest, versions
-from quietgrad.distributed.cut import CutRanks
+from quietgrad.distributed.cut.ranks import CutRanks
 from quietgrad.distributed.ranks import FIRST, Ranks
 from quietgrad.distributed.team import Alone, Team
 from quietgrad.keyring import KeyRing, Session, rows_path
@@ -99,11 +99,11 @@ def start_run(
     """See ``PrivacyPlan.start``."""
     require_run_to_extend(plan.extensions, ledger)
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    _require_all_ranks(tensor_parallel, size)
+    _require_divisor(tensor_parallel, size)
     secret = None if keys is None else Path(keys)
     if size > 1:
         refuse_launcher(group_size=size)
-        ranks = Ranks() if tensor_parallel == 1 else CutRanks()
+        ranks = Ranks() if tensor_parallel == 1 else CutRanks(tensor_parallel)
         found = _started_together(plan, ledger, secret, resume, ranks)
         return _run(plan, found, None, ranks)
     refuse_launcher()
@@ -113,13 +113,13 @@ def start_run(
     )
 
 
-def _require_all_ranks(tensor_parallel: int, size: int) -> None:
+def _require_divisor(tensor_parallel: int, size: int) -> None:
     require_int("tensor_parallel", tensor_parallel)
-    if tensor_parallel not in (1, size):
+    if tensor_parallel < 1 or size % tensor_parallel:
         raise ValueError(
-            f"tensor_parallel={tensor_parallel} with {size} ranks: a record lies on one rank (1) "
-            f"or on all of them ({size}); tensor parallel beside data parallel or fully_shard is "
-            "not supported (docs/tensor_parallel.md)"
+            f"tensor_parallel={tensor_parallel} with {size} ranks: so many ranks share a record, "
+            "and all ranks are in groups of so many; give a divisor of the number of ranks, 1 for "
+            "records that lie on one rank each (docs/tensor_parallel.md)"
         )
 
 
@@ -202,6 +202,7 @@ def _started_together(
 ) -> Started:
     """The first rank starts; the others get its roots, and nothing to write with."""
     _require_alike(ranks.all_said(_facts(plan, ledger, secret, resume, ranks)))
+    ranks.form()
     found: Started | None = None
     error: BaseException | None = None
     if ranks.rank == FIRST:
@@ -280,7 +281,7 @@ def _facts(
         ),
         "seed": "" if plan.seed is None else digest(key_of_seed(plan.seed).root.hex()),
         "files": digest(ledger is None, secret is None, resume),
-        "ranks": digest(type(ranks).__name__),
+        "ranks": digest(type(ranks).__name__, ranks.share[1]),
     }
 
 

@@ -29,7 +29,7 @@ RUNS: Mapping[str, str] = MappingProxyType(
     {
         "replicas": "runs today",
         "sharded": "runs today, in loops of your own",
-        "sharded, tensor parallel": "on paper: each runs alone, not both together",
+        "sharded, tensor parallel": "runs today, in loops of your own",
     }
 )
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quietgrad.clipping.norms.cost import Cost
+from quietgrad.distributed.alike import MOST_FACTS
 from quietgrad.distributed.exchange import owners_of
-from quietgrad.distributed.ranks import MOST_FACTS, WORD_BYTES
+from quietgrad.distributed.ranks import WORD_BYTES
 from quietgrad.scaling.memory import WIDE, Job, item_of, sizes_of
 from quietgrad.scaling.paper import Paper
 

@@ -25,9 +25,10 @@ from quietgrad.clipping.capture.escapes import (
     several_inputs,
 )
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, Site
+from quietgrad.clipping.capture.spread import put_inside
 from quietgrad.clipping.capture.units import first_dimension
 from quietgrad.clipping.norms.rules import batched_dims, kept_input
-from quietgrad.tensors import Autocast, map_tensors, plain_type
+from quietgrad.tensors import Autocast, map_tensors
 
 
 @dataclass(frozen=True)
@@ -171,10 +172,8 @@ def captured(
             expand = _expander(site, recording, batch_size, layout.shared)
             record = _recorder(site, recording, batch_size, layout.shared)
             handles.append(site.module.register_forward_pre_hook(expand, with_kwargs=True))
-            # Inside what fully_shard does: the backward pass then gathers before it delivers.
-            inside = plain_type(site.module) is not type(site.module)
-            hooked = site.module.register_forward_hook
-            handles.append(hooked(record, with_kwargs=True, prepend=inside))
+            handles.append(site.module.register_forward_hook(record, with_kwargs=True))
+            put_inside(site.module, handles[-1].id)
         if attach_all:
             handles += attach_frozen(layout, root)
         yield recording

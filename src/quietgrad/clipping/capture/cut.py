@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from quietgrad.clipping.norms.factors import Contribution, OneHotFactors
 from quietgrad.clipping.norms.rules import Rule, embedding_rule, linear_rule
-from quietgrad.tensors import is_spread, local_of, received
+from quietgrad.tensors import axis_of, is_spread, local_of, received
 
 REMEDY = (
     "cut nn.Linear and nn.Embedding by torch's ColwiseParallel and RowwiseParallel (or "
@@ -58,13 +58,17 @@ class Cut:
     """How a model is cut, as one of its ranks has it.
 
     Attributes:
-        rank, size: of this process among those that share records.
-        owner: name -> the rank that counts it, of trainable parameters that all ranks hold whole.
+        ranks: of the process group, those that share records, in order.
+        rank: which of them this process is.
+        owner: name -> which of them counts it, of trainable parameters that all of them hold whole,
+            or in the same shards.
+        shapes: name -> shape of what is formed here of a trainable parameter's gradient.
     """
 
+    ranks: tuple[int, ...]
     rank: int
-    size: int
     owner: dict[str, int]
+    shapes: dict[str, torch.Size]
 
     def counts(self, name: str) -> bool:
         """Whether this rank measures and adds a parameter's gradients, or its part of them."""
@@ -83,9 +87,12 @@ class Cut:
         if rule is None:
             raise refused(layer, f"is a {type(module).__name__}, which has no rule of its own")
         own: dict[str, Any] = {n: p for n, p in module._parameters.items() if p is not None}
-        cut = {name: piece for name, p in own.items() if (piece := piece_of(p, name)) is not None}
+        found = {name: piece_of(p, name, self.ranks) for name, p in own.items()}
+        cut = {name: piece for name, piece in found.items() if piece is not None}
         if not cut:
-            if rule is not linear_rule and any(is_spread(p) for p in own.values()):
+            if rule is not linear_rule and any(
+                is_spread(p) and axis_of(p, self.ranks) is not None for p in own.values()
+            ):
                 raise refused(layer, "lies on the ranks as copies (sequence parallel)")
             return functools.partial(_whole, rule, layer)
         weight = cut.get("weight")
@@ -98,31 +105,48 @@ class Cut:
         raise refused(layer, f"is a {type(module).__name__}, which is cut")
 
 
-def piece_of(parameter: Tensor, name: str) -> Piece | None:
-    """This rank's part; None of what every rank holds whole.
+def piece_of(parameter: Tensor, name: str, ranks: tuple[int, ...]) -> Piece | None:
+    """This rank's part; None of what all of these ranks hold alike.
+
+    Args:
+        parameter: at rest. Beside the cut its rows may be sharded over other ranks.
+        name: of the parameter.
+        ranks: those that share records.
 
     Raises:
-        ValueError: for placements other than one shard, by rows or columns, on one dimension.
+        ValueError: for placements other than one shard, by rows or columns, over these ranks.
     """
-    if not is_spread(parameter):
+    axis = axis_of(parameter, ranks) if is_spread(parameter) else None
+    if axis is None:
         return None
     p: Any = parameter
-    if len(p.placements) == 1 and p.placements[0].is_replicate():
+    placement, mesh = p.placements[axis], p.device_mesh
+    if placement.is_replicate():
         return None
     how = f"parameter {name!r} is spread over ranks as {tuple(p.placements)}"
-    if len(p.placements) != 1 or type(p.placements[0]).__name__ != "Shard":
+    if type(placement).__name__ != "Shard":
         raise ValueError(f"{how}, which is not supported; {REMEDY}")
-    dim = p.placements[0].dim % p.dim()
-    whole, mesh = p.shape[dim], p.device_mesh
-    each = -(-whole // mesh.size())  # as torch.chunk cuts
-    start = min(mesh.get_local_rank() * each, whole)
+    dim, size = placement.dim % p.dim(), len(ranks)
+    whole = p.shape[dim]
+    each = -(-whole // size)  # as torch.chunk cuts
+    start = min(mesh.get_local_rank(axis) * each, whole)
     stop = min(start + each, whole)
-    if dim > 1 or local_of(p).shape[dim] != stop - start or whole <= each * (mesh.size() - 1):
+    held = local_of(p).shape[dim]
+    sharded = mesh.ndim > 1 and dim == 0  # whose rows are cut once more
+    if dim > 1 or (held != stop - start and not sharded) or whole <= each * (size - 1):
         raise ValueError(
             f"{how}, shape {tuple(p.shape)}: only matrices of which every rank has some rows or "
             f"some columns are supported; {REMEDY}"
         )
     return Piece(dim, start, stop, whole)
+
+
+def shape_here(parameter: Tensor, piece: Piece | None) -> torch.Size:
+    """Of what is formed here of a parameter's gradient."""
+    shape = list(parameter.shape)
+    if piece is not None:
+        shape[piece.dim] = piece.stop - piece.start
+    return torch.Size(shape)
 
 
 def refused(layer: str, why: str) -> ValueError:

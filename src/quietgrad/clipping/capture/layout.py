@@ -91,14 +91,13 @@ class Layout:
 
     def shape_of(self, name: str) -> torch.Size:
         """Of what is formed here of a parameter's gradient."""
-        parameter = self.parameters[name]
-        return parameter.shape if self.cut is None else local_of(parameter).shape
+        return self.parameters[name].shape if self.cut is None else self.cut.shapes[name]
 
     def here(self, name: str, gradient: Tensor | None) -> Tensor | None:
         """What is here of a gradient of autograd's; where layers are cut, all ranks ask alike."""
         if gradient is None or self.cut is None or not is_spread(gradient):
             return gradient
-        like: Any = self.parameters[name]
+        like: Any = self.in_graph(name)
         spread: Any = gradient
         with torch.no_grad():
             return received(local_of(spread.redistribute(placements=like.placements)))

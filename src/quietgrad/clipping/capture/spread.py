@@ -32,6 +32,22 @@ def sharding_modules(model: nn.Module) -> list[Any]:
     ]
 
 
+def put_inside(module: nn.Module, hook: int) -> None:
+    """Lets a forward hook that was registered last run before what ``fully_shard`` does, so that
+    the backward pass gathers before it meets the hook's node; after hooks that were there before,
+    as those are that give a cut layer's output its layout. The order of others stays.
+    """
+    hooks: Any = module._forward_hooks
+    names = {key: getattr(found, "__qualname__", "") for key, found in hooks.items()}
+    gathering = next((k for k, name in names.items() if name == "FSDPState._post_forward"), None)
+    if gathering is None:
+        return
+    keys = list(hooks)
+    for key in keys[keys.index(gathering) :]:
+        if key != hook:
+            hooks.move_to_end(key)
+
+
 def _put_away(model: nn.Module) -> None:
     """All parameters at rest. Only where a pass began can it be told to forget about it; other
     modules refuse by an error.
@@ -70,7 +86,7 @@ class Spread:
     def _watched(self) -> list[Any]:
         """Hooks that note what stands in the graph for parameters that were not seen yet."""
         missing = {
-            name: (module, local)
+            name: (module, local, p)
             for path, module in self.model.named_modules()
             for local, p in module._parameters.items()
             if p is not None
@@ -81,9 +97,10 @@ class Spread:
             return []
 
         def note(module: nn.Module, args: Any) -> None:
-            for name, (owner, local) in list(missing.items()):
+            for name, (owner, local, at_rest) in list(missing.items()):
                 found = owner._parameters[local]
-                if found is not None and not is_spread(found):
+                # Of what is cut beside it stands a DTensor, too: of fewer ranks.
+                if found is not None and found is not at_rest:
                     self.whole[name] = found
                     del missing[name]
 

@@ -14,31 +14,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from functools import reduce
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from quietgrad.clipping.bound import BoundClipper
-from quietgrad.clipping.capture.cut import Cut, piece_of
+from quietgrad.clipping.capture.cut import piece_of
 from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.examples import Examples
 from quietgrad.clipping.capture.layout import Layout, layout_of
 from quietgrad.clipping.clipped_sum import ClippedSum
 from quietgrad.clipping.cut.company import CutCompany
 from quietgrad.clipping.cut.refusals import refuse_what_is_not_cut
+from quietgrad.clipping.cut.sharing import cut_of, how_cut, over_ranks, require_whole_gradients
 from quietgrad.clipping.engines.accumulator import zero_sum
 from quietgrad.clipping.engines.summing import Summing
 from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.planner.execution import ExecutionChoice
-from quietgrad.clipping.soundness.mixing import are_same_gradients
 from quietgrad.clipping.soundness.processes import refuse_wrapped_model
 from quietgrad.clipping.soundness.records import take
 from quietgrad.clipping.soundness.subject import Subject
-from quietgrad.tensors import Batch, is_spread, local_of, spread_like, trainable_parameters
+from quietgrad.tensors import Batch, local_of, spread_like
 
 Result = TypeVar("Result")
 
@@ -66,13 +64,8 @@ class CutClipper(BoundClipper):
             sum on one rank and zeros on the others. Private.
         """
         if self.company is not None:
-            self.company.require_same_records(batch, self._how_cut())
+            self.company.require_same_records(batch, how_cut(self.model))
         return super().clip(batch, projections, step, summing)
-
-    def _how_cut(self) -> str:
-        """Which parameters are trained, and which dimension of each is cut."""
-        trained: dict[str, Any] = dict(trainable_parameters(self.model))
-        return repr([(n, p.placements if is_spread(p) else None) for n, p in trained.items()])
 
     def norms(
         self, batch: Batch, projections: Projections | None = None, step: int | None = None
@@ -86,7 +79,7 @@ class CutClipper(BoundClipper):
         if company is None:
             refuse_wrapped_model(self.model)
             return
-        refuse_what_is_not_cut(self.model, company.size)
+        refuse_what_is_not_cut(self.model, company.ranks)
         if self.clipper.engine == "one-example":
             raise ValueError(
                 "engine='one-example' with layers that are cut over ranks (tensor parallel): only "
@@ -107,23 +100,12 @@ class CutClipper(BoundClipper):
 
     def _layout(self) -> Layout:
         self._require_known()
-        company = self.company
-        assert company is not None
-        whole = {
-            name: p.numel()
-            for name, p in trainable_parameters(self.model).items()
-            if piece_of(p, name) is None
-        }
-        cut = Cut(company.rank, company.size, company.owners(whole))
-        return layout_of(self.model, self._shared, cut=cut)
+        assert self.company is not None
+        return layout_of(self.model, self._shared, cut=cut_of(self.model, self.company))
 
     def _work(self, layout: Layout, projections: Projections | None) -> Work:
-        work = super()._work(layout, projections)
-        return replace(work, over_ranks=lambda sums: sums.of_all(self._added))
-
-    def _added(self, values_n: Tensor) -> Tensor:
         assert self.company is not None
-        return reduce(torch.add, self.company.of_each(values_n))
+        return over_ranks(super()._work(layout, projections), self.company)
 
     def _any_of(self, said: bool) -> bool:
         assert self.company is not None
@@ -142,36 +124,12 @@ class CutClipper(BoundClipper):
         self.company.require_same("guard", f"{chosen.physical_batch_size} {early}")
         if early and batch.groups.rows:
             records = batch.rows if self._guard.public is None else self._guard.public
-            self._require_whole_gradients(subject, take(records, [0]))
+            require_whole_gradients(subject, take(records, [0]), self.company)
         return chosen
 
-    def _require_whole_gradients(self, subject: Subject, one: Batch) -> None:
-        """That what every rank holds whole has its whole gradient on every rank, and not the part
-        that comes from some heads or some positions.
-
-        Raises:
-            ValueError: on all ranks, naming the parameter.
-        """
-        assert self.company is not None and subject.layout.cut is not None
-        names = list(subject.layout.parameters)
-        prints = subject.plain_prints(one)
-        each = self.company.of_each(prints.flatten()).cpu().unflatten(1, prints.shape)
-        tolerance = subject.tolerance(subject.losses(one)).factor
-        for name in subject.layout.cut.owner:
-            row = names.index(name)
-            of_first = each[0][row : row + 1]
-            if not all(
-                are_same_gradients(of_first, other[row : row + 1], tolerance) for other in each[1:]
-            ):
-                raise ValueError(
-                    f"parameter {name!r} is whole on every rank, and its gradient differs between "
-                    "ranks: it acts on a part of the features or of the positions (a norm of "
-                    "single heads, sequence parallel, context parallel); keep what it acts on "
-                    "whole, cut it by ColwiseParallel or RowwiseParallel, or freeze it "
-                    "(requires_grad_(False)); docs/tensor_parallel.md"
-                )
-
     def _made(self, name: str, parameter: Tensor, found: Tensor | None) -> Tensor:
+        assert self.company is not None
         here = local_of(parameter)
         own = zero_sum(here) if found is None else found
-        return own if piece_of(parameter, name) is None else spread_like(own, parameter)
+        whole = piece_of(parameter, name, self.company.ranks) is None
+        return own if whole else spread_like(own, parameter)

@@ -13,14 +13,24 @@ from quietgrad.tensors import Batch
 
 
 class CutCompany(Protocol):
-    """The ranks of a run that share its records. Every method is called by all of them, in the same
-    order.
+    """The ranks of a run that share this one's records. Every method is called by all of them, in
+    the same order.
     """
 
     @property
-    def rank(self) -> int: ...
+    def ranks(self) -> tuple[int, ...]:
+        """Of the process group, in order."""
+        ...
+
     @property
-    def size(self) -> int: ...
+    def across(self) -> tuple[int, ...]:
+        """Of the process group, those that hold the same part as this one for other records, and
+        this one; in order.
+        """
+        ...
+
+    @property
+    def rank(self) -> int: ...
     def owners(self, entries: Mapping[str, int]) -> dict[str, int]:
         """Name -> the rank that counts a parameter which all hold whole; needs no other rank."""
         ...

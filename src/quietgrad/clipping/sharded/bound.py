@@ -89,7 +89,7 @@ class ShardedClipper(BoundClipper):
             ValueError: as ``BoundClipper.clip``; for what only one example at a time could clip,
                 and for parameters that are spread otherwise than by ``fully_shard``.
         """
-        refuse_what_is_not_fully_sharded(self.model, company.size)
+        self._require_known_to(company)
         if self.clipper.engine == "one-example":
             raise ValueError(
                 "engine='one-example' with parameters that are sharded by fully_shard: only "
@@ -102,7 +102,8 @@ class ShardedClipper(BoundClipper):
         work = replace(self._work(layout, projections), twice=is_guarded(step), most_kept=MOST_KEPT)
         apart = summing.apart(layout.parameters.values())
         spread = {name: p for name, p in layout.parameters.items() if is_spread(p)}
-        sums = ScatteredSums(company, dict(spread), summing.unit if apart else 0.0)
+        shapes = {name: layout.shape_of(name) for name in spread}
+        sums = ScatteredSums(company, dict(spread), summing.unit if apart else 0.0, shapes)
         plain: Sums = {}
         counts = PrivateCounts()
         try:
@@ -129,6 +130,16 @@ class ShardedClipper(BoundClipper):
             for name, p in layout.parameters.items()
         }
         return ClippedSum(gradients, self.clipper.claim, counts)
+
+    def _require_known_to(self, company: Company) -> None:
+        """That the model is one that is clipped here."""
+        refuse_what_is_not_fully_sharded(self.model, company.size)
+
+    def _has_in_this_round(self, own: Examples | None) -> None:
+        """Told of this rank's micro-batch before any rank makes a pass."""
+
+    def _was_examined(self, subject: Subject, records: Batch) -> None:
+        """Told of the records that the guard has looked at, by all ranks."""
 
     def _passed(
         self,
@@ -176,6 +187,7 @@ class ShardedClipper(BoundClipper):
         """
         while True:
             own = next((e for part in parts if len(e := self.examples_of(part))), None)
+            self._has_in_this_round(own)
             rows = company.told("micro-batch", 0 if own is None else batch_size_of(own.rows))
             if not any(rows):
                 return
@@ -210,6 +222,7 @@ class ShardedClipper(BoundClipper):
         if not due:
             return asked
         together = self._guard.examine(subject, shared, size, step, True, mine, any_of)
+        self._was_examined(subject, shared)
         company.told("guard", 0, f"together {together}")
         return asked if together else 1
 

@@ -16,7 +16,10 @@ class Company(Protocol):
     """
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """How many ranks, or groups of ranks that share records: as many shards."""
+        ...
+
     def told(self, place: str, number: int, facts: str = "") -> list[int]:
         """A number of each rank, in the order of the ranks; ``facts`` have to be the same on all.
 

@@ -46,14 +46,12 @@ def refuse_what_is_not_fully_sharded(model: nn.Module, ranks: int) -> None:
         how = f"parameter {name!r} is spread over ranks as {placements} on a mesh {mesh.shape}"
         if id(parameter) not in gathered:
             raise ValueError(
-                f"{how}, but not by fully_shard (tensor parallel beside it is not supported); "
-                f"{REMEDY}"
+                f"{how}, but not by fully_shard, as others are; where layers are cut over other "
+                "ranks, give the whole model to fully_shard, and tensor_parallel to plan.start "
+                f"(docs/tensor_parallel.md); otherwise {REMEDY}"
             )
         if mesh.ndim != 1 or len(placements) != 1:
-            raise ValueError(
-                f"{how}: hybrid sharding, and fully_shard together with tensor parallelism, are "
-                f"not supported; {REMEDY}"
-            )
+            raise ValueError(f"{how}: hybrid sharding is not supported; {REMEDY}")
         placement = placements[0]
         if not placement.is_shard() or placement.dim != 0:
             raise ValueError(

@@ -2,12 +2,14 @@
 the bucket that will be sent, and dropped, so that no process holds a whole model's gradient. While
 a full bucket is on its way the next one is filled.
 
-A parameter is sharded as ``fully_shard`` does it: rank r has rows r c to (r + 1) c - 1 of its first
-dimension, c = ceil(rows / ranks); the last ranks may have fewer, or none.
+A parameter, or this rank's part of it, is sharded as ``fully_shard`` does it: rank r has rows r c
+to (r + 1) c - 1 of its first dimension, c = ceil(rows / ranks); the last ranks may have fewer, or
+none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,13 +46,16 @@ class Bucket(NamedTuple):
         return next(reversed(self.widths))
 
 
-def buckets_of(parameters: dict[str, Tensor], ranks: int) -> list[Bucket]:
+def buckets_of(
+    parameters: dict[str, Tensor], ranks: int, shapes: Mapping[str, torch.Size] | None = None
+) -> list[Bucket]:
     """Cut where the dtype changes, or a bucket is full; a larger parameter has one of its own."""
     found: list[Bucket] = []
     held = 0
     for name, p in parameters.items():
         dtype = accumulation_dtype(p.dtype)
-        width = rows_of_each(p.shape[0], ranks) * p.shape[1:].numel()
+        shape = p.shape if shapes is None else shapes[name]
+        width = rows_of_each(shape[0], ranks) * shape[1:].numel()
         size = ranks * width * dtype.itemsize
         if not found or held + size > BUCKET_BYTES or found[-1].dtype != dtype:
             found.append(Bucket({}, dtype))
@@ -68,19 +73,21 @@ class ScatteredSums:
         company: the ranks.
         parameters: name -> sharded parameter, in an order that is the same on all ranks.
         unit: what sums of micro-batches are brought to multiples of; 0 leaves them as they are.
+        shapes: name -> shape of the sums that are scattered; None: of the parameters.
         shards: name -> this rank's shard of the sum so far.
     """
 
     company: Company
     parameters: dict[str, Tensor]
     unit: float = 0.0
+    shapes: Mapping[str, torch.Size] | None = None
     shards: Sums = field(default_factory=dict)
     _place: dict[str, tuple[Bucket, int]] = field(default_factory=dict)
     _filling: Tensor | None = None
     _away: tuple[Bucket, Arriving] | None = None
 
     def __post_init__(self) -> None:
-        for bucket in buckets_of(self.parameters, self.company.size):
+        for bucket in buckets_of(self.parameters, self.company.size, self.shapes):
             offset = 0
             for name, width in bucket.widths.items():
                 self._place[name] = bucket, offset

@@ -129,7 +129,7 @@ def _same_gradients(subject: Subject, one: Batch, reentrant: bool) -> bool:
     limit = LARGEST_DIFFERENCE_IN_HALF_PRECISION if half else LARGEST_DIFFERENCE
     for name, gradient in zip(layout.parameters, found, strict=False):
         if gradient is not None:
-            differences.take(name, layout.here(name, gradient))
+            differences.take(name, gradient)
     size = differences.size
     for name, error in differences.of_all().items():
         if not math.isfinite(error + size):
@@ -159,7 +159,7 @@ class _Differences:
 
     def take(self, name: str, gradient: Tensor | None) -> None:
         """Compares one parameter's; None is the gradient of what the loss does not depend on."""
-        parameter = self.layout.parameters[name]
+        parameter, gradient = self.layout.parameters[name], self.layout.here(name, gradient)
         dtype = accumulation_dtype(parameter.dtype)
         uses = self.captured.pop(name, [])
         self.half = self.half or _is_half({name: uses})

@@ -147,7 +147,7 @@ class Subject:
         prints = dict.fromkeys(self.layout.parameters, _print(None))
 
         def take(name: str, gradient: Tensor) -> None:
-            prints[name] = _print(gradient)
+            prints[name] = _print(self.layout.here(name, gradient))
 
         with self.layout.running(), seeded(self.devices), torch.enable_grad():
             with uncompiled(self.model):

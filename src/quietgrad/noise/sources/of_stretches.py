@@ -24,7 +24,7 @@ class OfStretches:
     Attributes:
         source: of the numbers.
         places: parameter name -> its part; parameters without one are held whole. Columns cost the
-            draws of the whole matrix.
+            draws of whole rows.
     """
 
     source: NoiseSource
@@ -54,9 +54,9 @@ class OfStretches:
         """What the whole matrix has there: whole rows are drawn, some at a time, and cut."""
         rows = max(1, AT_ONCE // place.width)
         parts = []
-        for start in range(0, like.shape[0], rows):
+        for start in range(0, max(like.shape[0], 1), rows):
             some = like.new_empty(min(rows, like.shape[0] - start), place.width)
-            at = Stretch(start * place.width, place.whole)
+            at = Stretch((place.first + start) * place.width, place.whole)
             drawn = self.source.stretch(some, key, step, name, at, scale)
             parts.append(drawn[:, place.start : place.stop])
         return torch.cat(parts)

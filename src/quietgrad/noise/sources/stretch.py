@@ -18,15 +18,18 @@ class Stretch(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Some columns of a matrix, as a process holds them that does not hold the whole.
+    """Some columns of a matrix, or of some of its rows, as a process holds them that does not hold
+    the whole.
 
     Attributes:
         start, stop: which columns.
         width: how many there are.
         whole: entries of the parameter.
+        first: which row is the first.
     """
 
     start: int
     stop: int
     width: int
     whole: int
+    first: int = 0

@@ -1,0 +1,1 @@
+"""Runs whose ranks share records, and hold a part of every layer each."""
