@@ -112,8 +112,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Draw]] = {
     "halves": (Halves, numbers(10, 8)),
 }
 WAYS = ("float32", "bfloat16", "autocast")
-# PyTorch's recurrent routines in bfloat16 round otherwise than their parts, or beside other records:
-# where the loss is as small beside its terms as here, they are refused.
+# PyTorch's recurrent routines in bfloat16 round otherwise than their parts, or beside other
+# records: where the loss is as small beside its terms as here, they are refused.
 REFUSED = {("lstm", "bfloat16"), ("gru", "bfloat16"), ("gru", "autocast")}
 
 
