@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from attacks.contract import RECORDS, at, loss, model_of, plan_of
+from attacks.contract import RECORDS, at, loss, model_of, opened, plan_of
 from quietgrad import PrivacyConfig
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.plan.seeds import require_secret_seed
@@ -291,3 +291,12 @@ def test_clipping_norms_beyond_float32_are_refused(clip: float) -> None:
         PrivacyConfig(
             noise_multiplier=1.0, max_grad_norm=clip, expected_batch_size=6, steps=2
         ).build(60)
+
+
+def test_a_run_s_plan_is_not_replaced() -> None:
+    """Before: epsilon was that of the new plan, and the noise that of the old one."""
+    private, indices = opened()
+    private.release(private.clip(model_of(), loss, at(indices)))
+    with pytest.raises(AttributeError):
+        private.plan = plan_of(noise_multiplier=50.0)  # type: ignore[misc]
+    assert private.plan.event.after(1) == plan_of().event.after(1)

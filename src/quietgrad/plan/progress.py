@@ -12,10 +12,15 @@ from quietgrad.plan.planned import Planned
 class TellsProgress:
     """How many releases were made, which epoch and phase it is, and what was spent."""
 
-    plan: Planned
+    _plan: Planned
     _released: int
     _given_up: bool
     _spent: tuple[int, float]
+
+    @property
+    def plan(self) -> Planned:
+        """What the run carries out, and what its epsilon is of: the same to its end."""
+        return self._plan
 
     @property
     def released(self) -> int:

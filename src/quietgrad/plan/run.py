@@ -61,7 +61,7 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
     ) -> None:
         super().__init__()
         self._team: Team = Alone() if team is None else team
-        self.plan = plan
+        self._plan = plan
         self._session = session
         self._writer = writer
         self._released = released
