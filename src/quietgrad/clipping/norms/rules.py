@@ -57,6 +57,7 @@ def _affine(
     sizes = tuple(x.shape[1:-1]) if x.dim() > 3 else ()
     out: dict[str, Contribution] = {}
     if "weight" in wanted:
+        a_bgtd, g_bgtp = _of_some_position(a_bgtd), _of_some_position(g_bgtp)
         factors = (a_bgtd, g_bgtp) if transposed else (g_bgtp, a_bgtd)
         out["weight"] = DenseFactors(*factors, sizes)
     if "bias" in wanted:
@@ -64,6 +65,11 @@ def _affine(
             sum_of_rows(grad.unsqueeze(1), accumulation_dtype(grad.dtype))
         )
     return out
+
+
+def _of_some_position(factor_bgtn: Tensor) -> Tensor:
+    """Where texts are all empty, one position of zeros: sums over none have no place to begin."""
+    return factor_bgtn if factor_bgtn.shape[2] else F.pad(factor_bgtn, (0, 0, 0, 1))
 
 
 def stacked_linear_rule(
@@ -89,6 +95,8 @@ def embedding_rule(
     b = ids.shape[0]
     ids_bt = ids.reshape(b, -1)
     g_btd = grad.reshape(b, ids_bt.shape[1], grad.shape[-1])
+    if not ids_bt.shape[1]:
+        ids_bt, g_btd = F.pad(ids_bt, (0, 1)), F.pad(g_btd, (0, 0, 0, 1))
     if module.padding_idx is not None:
         g_btd = g_btd * (ids_bt != module.padding_idx).unsqueeze(-1)
     return {"weight": OneHotFactors(ids_bt, g_btd.unsqueeze(1), module.num_embeddings)}
