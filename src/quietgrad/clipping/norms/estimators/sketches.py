@@ -119,8 +119,10 @@ class OwnRounding(NamedTuple):
         if isinstance(self.of_norm, float) and self.of_norm == 0.0:
             return measured  # whose slack may be infinite
         share = self.of_norm * (2.0 + self.of_norm)
-        slack = measured.slack + (measured.squared + measured.slack) * share
-        return Measured(measured.squared, slack, measured.margin)
+        more = (measured.squared + measured.slack) * share
+        if isinstance(share, Tensor):
+            more = torch.where(share > 0, more, 0.0)
+        return Measured(measured.squared, measured.slack + more, measured.margin)
 
 
 def own_rounding(uses: Sequence[MatrixFactors], like: Tensor, dtype: torch.dtype) -> OwnRounding:
@@ -135,13 +137,37 @@ def own_rounding(uses: Sequence[MatrixFactors], like: Tensor, dtype: torch.dtype
     native = [use for use in uses if use.sizes.taps]
     if not native:
         return OwnRounding(gamma(_own_additions(uses), like, dtype), 0.0)
-    positions = sum(native_additions(use) for use in native)
     if len(uses) == 1:
-        half = gamma(positions / 2, like, dtype)
+        half = gamma(native_additions(native[0]) / 2, like, dtype)
         return OwnRounding(half, half)
+    return _of_several(uses, native, like, dtype)
+
+
+def _of_several(
+    uses: Sequence[MatrixFactors],
+    native: Sequence[MatrixFactors],
+    like: Tensor,
+    dtype: torch.dtype,
+) -> OwnRounding:
+    """``own_rounding`` of several uses, convolutions among them: of those in which a record has a
+    gradient, whatever others have. Only in one: as if there were no other.
+    """
     dense = [use for use in uses if not use.sizes.taps]
-    more = _own_additions(dense) if dense else 0.0
-    return OwnRounding(gamma(positions + len(uses) + more, like, dtype), 0.0)
+    positions = torch.stack([_holds(use) * native_additions(use) for use in native]).sum(0)
+    of_dense = torch.stack([_holds(use) for use in dense]).any(0) if dense else False
+    more = of_dense * _own_additions(dense) if dense else 0.0
+    held = torch.stack([_holds(use) for use in uses]).sum(0)
+    several = torch.exp2(torch.ceil(torch.log2(positions.clamp_min(1.0)))) + held + more
+    half = gamma(positions.clamp_min(STEADY_POSITIONS) / 2, like, dtype)
+    alone = held < 2
+    return OwnRounding(
+        torch.where(alone, half, gamma(several, like, dtype)), torch.where(alone, half, 0.0)
+    )
+
+
+def _holds(use: MatrixFactors) -> Tensor:
+    """[b] whether a use holds anything of a record: else it adds exact zeros."""
+    return use.alive().flatten(1).any(1)
 
 
 def native_additions(use: MatrixFactors) -> float | Tensor:
@@ -187,10 +213,12 @@ def head_margin(
     return gamma(additions, like, dtype) + position_gamma(uses, like, dtype)
 
 
-def position_gamma(uses: Sequence[MatrixFactors], like: Tensor, dtype: torch.dtype) -> float:
-    """Of sums over positions."""
+def position_gamma(
+    uses: Sequence[MatrixFactors], like: Tensor, dtype: torch.dtype
+) -> float | Tensor:
+    """Of sums over positions. One number, or [b]."""
     positions = sum(use.sizes.t for use in uses)
-    return gamma(additions_over_positions(positions) + len(uses), like, dtype)
+    return gamma(additions_over_positions(positions) + _uses_of_each(uses), like, dtype)
 
 
 def _uses_of_each(uses: Sequence[MatrixFactors]) -> float | Tensor:
@@ -200,7 +228,7 @@ def _uses_of_each(uses: Sequence[MatrixFactors]) -> float | Tensor:
     """
     if len(uses) <= FEW_USES:
         return float(FEW_USES)
-    count = torch.stack([use.alive().flatten(1).any(1) for use in uses]).sum(0, dtype=torch.float64)
+    count = torch.stack([_holds(use) for use in uses]).sum(0, dtype=torch.float64)
     return torch.exp2(torch.ceil(torch.log2(count.clamp_min(FEW_USES))))
 
 
