@@ -56,6 +56,16 @@ def gradients_of_its_own(site: Site) -> NotCaptured:
     )
 
 
+def measured_otherwise(parameter: str) -> NotCaptured:
+    """Of a parameter that a module uses in another way than before, beside sketches."""
+    return NotCaptured(
+        f"parameter {parameter!r} is used by its module in another way than before (under autocast "
+        "and without, bags in rows and by offsets), so its sketched norm would be another number: "
+        "which way it is must not follow from a batch; use a module of its own for each way, "
+        "freeze the parameter, or use an exact estimator"
+    )
+
+
 def never_called(parameter: str) -> NotCaptured:
     """Of a parameter that acts without a call of its module."""
     return NotCaptured(

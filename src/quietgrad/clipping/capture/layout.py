@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,9 +53,12 @@ class SharedInputs:
 
     Attributes:
         known: (site, structure of its arguments, place among them).
+        ways: parameter name -> in how many blocks its modules use it, 0 for gradients that are
+            formed (``engines/ways.py``).
     """
 
     known: set[tuple[str, str, int]] = field(default_factory=set)
+    ways: dict[str, int] = field(default_factory=dict)
 
     def places(
         self, site: str, leaves: Sequence[object], spec: object, examples: int
@@ -88,6 +92,15 @@ class Layout:
     shared: SharedInputs = field(default_factory=SharedInputs)
     spread: Spread | None = None
     cut: Cut | None = None
+
+    @cached_property
+    def owners(self) -> dict[str, list[Site]]:
+        """Parameter name -> the modules that use it."""
+        owners: dict[str, list[Site]] = {}
+        for site in self.sites:
+            for name in site.parameters.values():
+                owners.setdefault(name, []).append(site)
+        return owners
 
     def shape_of(self, name: str) -> torch.Size:
         """Of what is formed here of a parameter's gradient."""

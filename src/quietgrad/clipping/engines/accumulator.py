@@ -25,6 +25,7 @@ from quietgrad.clipping.engines.untouched import (
     require_untouched,
     versions_of,
 )
+from quietgrad.clipping.engines.ways import in_one_way, small_gradients
 from quietgrad.clipping.norms.choice import ESTIMATOR_OF, Policy
 from quietgrad.clipping.norms.cost import Sketch, cost_of
 from quietgrad.clipping.norms.estimators.materialized import kept_gradients, materialized_gradients
@@ -55,9 +56,9 @@ from quietgrad.tensors import accumulation_dtype, full_precision
 
 Sums = dict[str, Tensor]
 
-# Entries of a parameter's gradient up to which its norm waits for others', and of all that wait. Of
-# one example: how they are added up must not depend on how many examples there are.
-SMALL, TOGETHER = 2**13, 2**14
+# Entries of all that wait for each other. Of one example: how they are added up must not depend on
+# how many examples there are.
+TOGETHER = 2**14
 
 
 # In memory of their own: nobody else writes into it.
@@ -167,9 +168,11 @@ class Accumulator:
 
     def _settle(self, name: str) -> None:
         uses = self._waiting.pop(name)
+        if self.policy_of(name).steady:
+            uses = in_one_way(self.layout, name, uses)
         entries = self.layout.shape_of(name).numel()
         dtype = accumulation_dtype(self.layout.parameters[name].dtype)
-        small = None if self.twice else _small_gradients(uses)
+        small = None if self.twice else small_gradients(uses)
         measured: Measured | None = None
         few = self._alone_and_few(name, uses)
         kept: list[Kept]
@@ -325,14 +328,6 @@ class Accumulator:
             for use in kept:
                 known = use if left_out is None else use.without(left_out)
                 sums[name] = known.weighted_sum(row, shape, dtype, sums.get(name))
-
-
-def _small_gradients(uses: list[Contribution]) -> DirectGradients | None:
-    """Of a parameter that has one use and few entries."""
-    use = uses[0]
-    if len(uses) > 1 or not isinstance(use, DirectGradients) or use.values_bn.shape[1] > SMALL:
-        return None
-    return use
 
 
 def contributions_of(use: Use, rows: int, recording: Recording | None) -> dict[str, Contribution]:
