@@ -60,13 +60,20 @@ class Layer(nn.Module):
         return one + two
 
 
-def moved(model: nn.Module, width: int, entries: int, estimator: str, left: float = 0.0) -> float:
+def moved(
+    model: nn.Module,
+    width: int,
+    entries: int,
+    estimator: str,
+    left: float = 0.0,
+    huge: float = HUGE,
+) -> float:
     """How far, in clipping norms, the sum over a crowd of copies is moved by a record that adds in
     the second use what it takes in the first, but for a share ``left``; beyond what it adds by
     itself.
     """
     record = torch.zeros(1, POSITIONS, width)
-    record[0, 0] = HUGE
+    record[0, 0] = huge
     copies = torch.full((CROWD, POSITIONS, width), 0.6 / (2 * POSITIONS * math.sqrt(entries)))
     alone = {"one": record, "two": -record * (1 - left)}
     crowd = {"one": copies, "two": copies}
@@ -94,6 +101,26 @@ def test_a_table_that_is_read_at_every_position() -> None:
 @pytest.mark.parametrize("columns, rows", [(4, 4), (256, 2), (32, 32)])
 def test_a_layer_that_is_used_twice(columns: int, rows: int) -> None:
     assert moved(Layer(columns, rows), rows, columns * rows, "hutch") < 1e-4  # up to 16 C before
+
+
+@pytest.mark.parametrize("columns, rows", [(4, 4), (32, 32)])
+def test_a_layer_that_is_used_twice_under_exact_norms(columns: int, rows: int) -> None:
+    """Partial sums far above what it adds, of a record that is not shortened: 0.3 C before."""
+    entries = columns * rows
+    huge = 2.0**14 / math.sqrt(entries)
+    assert moved(Layer(columns, rows), rows, entries, "ghost64", huge=huge) < 1e-3
+
+
+@pytest.mark.parametrize("huge", [2.0**6, 2.0**7, 2.0**8])
+def test_what_stays_in_the_product_under_exact_norms(huge: float) -> None:
+    assert moved(Layer(4, 4), 4, 16, "ghost64", huge=huge) < 0.02
+
+
+def test_a_record_of_small_norm_left_in_the_product_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rounding, "APART", math.inf)
+    assert moved(Layer(4, 4), 4, 16, "ghost64", huge=2.0**12) > 0.1
 
 
 @pytest.mark.parametrize("left", [2.0**-7, 2.0**-8, 2.0**-9])

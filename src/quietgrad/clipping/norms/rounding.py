@@ -46,7 +46,7 @@ SHARE = 2.0**-10
 # its length, so that a record would round otherwise where it is padded to a longer one.
 LONGEST_CHAIN = 128
 
-# Of C: beside sketches, a record whose rounding may be more is formed apart from its micro-batch.
+# Of C: a record whose rounding may be more is formed apart from its micro-batch.
 # Its partial sums are far above C, and what others add to them within one product would round as
 # coarsely (62 C in an embedding that is used twice).
 APART = 2.0**-5
@@ -228,7 +228,7 @@ class Norms:
 
     def doubtful(self, limits: Tensor, stability: float) -> Tensor:
         """[b] whether the enlarged norm of some group is no upper bound, and a gradient that must
-        be shortened depends on it.
+        be shortened depends on it; or rounding may be more than ``APART`` of what it may add.
 
         Args:
             limits: [groups] clipping norms.
@@ -240,7 +240,8 @@ class Norms:
             if stability
             else torch.maximum(self.enlarged, limits.unsqueeze(1))
         )
-        return ~((self.certified <= known) & self.certified.isfinite()).all(dim=0)
+        small = self.certified - self.estimate <= APART * known
+        return ~((self.certified <= known) & small & self.certified.isfinite()).all(dim=0)
 
     def apart(self, factors: Tensor, limits: Tensor) -> Tensor:
         """[b] whether rounding may be more than ``APART`` of what some group allows.
