@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,17 @@ from quietgrad.clipping.soundness.fingerprints import Factors
 from quietgrad.clipping.soundness.held_still import EXTREMES, CommonRandomness, Level
 from quietgrad.clipping.soundness.records import are_different, spread, take
 from quietgrad.clipping.soundness.subject import Subject, Tolerance
-from quietgrad.tensors import Batch, batch_size_of
+from quietgrad.tensors import Batch, batch_size_of, map_tensors
 
 # Examples of the first look and of each later one; of them, so many also by what their gradients
 # are made of.
 FIRST = 8
 LATER = 3
 LOOKED_AT = 3
+
+# Times which a loud example's layers give: enough for a common scale to be seen, and not so much
+# that deep models without normalisation overflow.
+LOUD = 16.0
 
 
 MIXES = (
@@ -89,6 +94,8 @@ def require_each_alone(subject: Subject, records: Batch, size: int, thorough: bo
         if len(places) < 2 or not are_different(few):
             return False
         decided = _compare(subject, records, places, size, thorough)
+        if decided and thorough:
+            _require_deaf(subject, take(few, sorted({0, 1, len(places) - 1})))
     for level in EXTREMES if still.used and decided else ():
         decided = _compare_at(level, subject, records, places, size) and decided
     _require_no_gradient_between(subject, few, thorough)
@@ -96,6 +103,40 @@ def require_each_alone(subject: Subject, records: Batch, size: int, thorough: bo
         with _evaluation(subject.model), CommonRandomness():
             _compare(subject, records, places, size, thorough)
     return decided
+
+
+def _require_deaf(subject: Subject, few: Batch) -> None:
+    """The first examples' numbers stay when the last one is loud in every layer, or no number: a
+    largest value of the batch, a batch that is skipped where a loss is not finite.
+
+    Shapes are the same, so hardly anything rounds otherwise. No number is tried on a processor
+    alone: on a GPU a kernel that checks its input ends the process.
+    """
+    last = batch_size_of(few) - 1
+    quiet = subject.look(few)
+    known = subject.tolerance(quiet.losses)
+    tolerance = replace(known, factor=10 * known.again)
+    ones = torch.ones(last + 1, device=quiet.losses.device)
+    tried = [(few, LOUD)]
+    if not ones.is_cuda and subject.layout.spread is None and subject.layout.cut is None:
+        tried += [(few, math.nan), (map_tensors(few, _without_number), 1.0)]
+    for records, loud in tried:
+        times = torch.cat([ones[:last], loud * ones[last:]])
+        try:
+            beside = subject.look(records, times=times)
+        except Exception:  # it may check its numbers, or look them up
+            continue
+        one, other = quiet.losses[:last], beside.losses[:last]
+        if not close(one, other, 10 * known.again, 10 * known.again):
+            raise Mixes(MIXES.format("its value beside one that is loud, or no number"))
+        _require_same_factors(quiet.factors, beside.factors, 0, tolerance)
+
+
+def _without_number(t: Tensor) -> Tensor:
+    """The last record of no number; whole numbers stay."""
+    if not t.is_floating_point():
+        return t
+    return torch.cat([t[:-1], torch.full_like(t[-1:], math.nan)])
 
 
 def _compare_at(

@@ -4,8 +4,10 @@ numbers every time, with or without what per-example gradients are made of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,9 +98,20 @@ class Subject:
         self.seeds.add(torch.default_generator.initial_seed())
         self.seeds |= {torch.cuda.default_generators[i].initial_seed() for i in self.devices}
 
-    def look(self, batch: Batch, wanted: Sequence[int] | None = None, salt: int = 0) -> Look:
-        """One forward and one backward pass under capture; ``wanted``: of the sum of these
-        examples' losses only.
+    def look(
+        self,
+        batch: Batch,
+        wanted: Sequence[int] | None = None,
+        salt: int = 0,
+        times: Tensor | None = None,
+    ) -> Look:
+        """One forward and one backward pass under capture.
+
+        Args:
+            batch: a few examples.
+            wanted: of the sum of these examples' losses only.
+            salt: of the random numbers.
+            times: [examples] what each layer's output is multiplied by; None for one.
         """
 
         def run(reentrant: bool) -> Look:
@@ -115,7 +128,8 @@ class Subject:
             passes = forward_captured(
                 self.model, self.layout, self.per_example_loss, batch, receive, reentrant
             )
-            with seeded(self.devices, salt), passes as (losses, recording):
+            louder = contextlib.nullcontext() if times is None else louder_layers(self, times)
+            with seeded(self.devices, salt), louder, passes as (losses, recording):
                 chosen = losses if wanted is None else losses[list(wanted)]
                 visit_captured_calls(chosen, recording, self.layout)
             return Look(losses.detach(), found)
@@ -163,6 +177,29 @@ class Subject:
         if self.half or dtypes & set(HALVES) or torch.is_autocast_enabled():
             return _TOLERANCES["half"]
         return _TOLERANCES["double" if dtypes == {torch.float64} else "single"]
+
+
+@contextlib.contextmanager
+def louder_layers(subject: Subject, times_b: Tensor) -> Iterator[None]:
+    """Inside, outputs of trainable layers that have a rule, whose first dimension is the example,
+    are multiplied by a number for each example.
+    """
+
+    def multiply(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        if not output.dim() or len(output) != len(times_b):
+            return None
+        times = times_b.to(output.dtype).view(-1, *[1] * (output.dim() - 1))
+        return torch.where(times == 1, output, output * times)
+
+    sites = [site for site in subject.layout.sites if site.rule is not None]
+    handles = [site.module.register_forward_hook(multiply) for site in sites]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _print(gradient: Tensor | None) -> Tensor:
