@@ -224,7 +224,7 @@ def test_public_records_are_examined_when_the_clipper_is_bound() -> None:
     bound = Clipper(1.0, physical_batch_size=RECORDS).bind(small(), watching, guard_batch=public)
     seen.clear()
     bound.clip(records(), step=1)  # a guarded step
-    private = [x for x in seen if not torch.isin(x, public["x"]).all()]
+    private = [x for x in seen if not torch.isin(x[1:], public["x"]).all()]  # but for louder ones
     assert (
         len(seen) > 1 and len(private) == 1
     )  # the pass that clips, and no other, saw private records

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from quietgrad.tensors import Batch, map_tensors, tensors_of
 
+# Far enough for a common scale of 16 bits to change by more than the tolerances.
+LOUDER = 1024.0
+
 
 def are_different(records: Batch) -> bool:
     """Whether they are more than copies of one record, which would show nothing."""
@@ -49,6 +52,28 @@ def _varied(t: Tensor, j: int, examples: int) -> Tensor:
         return t
     moved = t.roll(j, dims=t.dim() - 1) if t.dim() > 1 else t
     return moved * (1 - j / (2 * examples)) if t.is_floating_point() else moved
+
+
+def with_first_louder(records: Batch) -> Batch | None:
+    """The records, the first of them far outside the others' range; None where it has no numbers
+    that could be. Whole numbers stay: they may be words, classes, masks.
+
+    On a GPU it takes the ends of that range: a model that looks its numbers up in a table would end
+    the process there.
+    """
+    made = map_tensors(records, lambda t: torch.cat([_louder(t), t[1:]]))
+    pairs = zip(tensors_of(made), tensors_of(records), strict=True)
+    return made if any(bool((new[0] != old[0]).any()) for new, old in pairs) else None
+
+
+def _louder(t: Tensor) -> Tensor:
+    first = t[:1]
+    if not t.is_floating_point() or not first.numel():
+        return first
+    loud = first * LOUDER
+    if t.is_cuda:
+        loud = torch.where(first < t.float().mean(), t.amin(), t.amax())
+    return torch.where(first == first.round(), first, loud)
 
 
 def _is_mask(t: Tensor) -> bool:
