@@ -32,6 +32,7 @@ from quietgrad.clipping.engines.work import Engine, Work
 from quietgrad.clipping.norms.cost import modelled_throughput
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
+from quietgrad.clipping.one_at_a_time import one_at_a_time
 from quietgrad.clipping.planner.execution import ExecutionChoice, choose_execution, free_bytes
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
 from quietgrad.clipping.soundness.guard import Guard, is_guarded
@@ -77,6 +78,7 @@ class BoundClipper:
         self._not_captured: dict[frozenset[str], str] = {}
         self._calls = 0
 
+    @one_at_a_time
     def check(self, public_batch: Batch) -> None:
         """Runs the guard now, on records that need no protection; from here on it examines these in
         place of private ones.
@@ -101,6 +103,7 @@ class BoundClipper:
         with self._prepared(public, 0, always=True):
             pass
 
+    @one_at_a_time
     def clip(
         self,
         batch: Batch,
@@ -171,6 +174,7 @@ class BoundClipper:
         """Whether a process says so, of those that make every pass together."""
         return said
 
+    @one_at_a_time
     def norms(
         self, batch: Batch, projections: Projections | None = None, step: int | None = None
     ) -> Tensor:
@@ -200,6 +204,7 @@ class BoundClipper:
             else like.new_zeros(0)
         )
 
+    @one_at_a_time
     def execution_choice(self, batch: Batch) -> ExecutionChoice:
         """Engine and micro-batch size for a batch like this one; nothing is clipped."""
         examples = self.examples_of(batch)

@@ -31,6 +31,7 @@ from quietgrad.clipping.engines.accumulator import Sums, zero_sum
 from quietgrad.clipping.engines.summing import Summing
 from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.one_at_a_time import one_at_a_time
 from quietgrad.clipping.planner.execution import ExecutionChoice
 from quietgrad.clipping.sharded.company import Company
 from quietgrad.clipping.sharded.passes import add_scattered, keep_company
@@ -63,6 +64,7 @@ class ShardedClipper(BoundClipper):
     _spread: Spread | None = None
     _stand_in: Batch | None = None
 
+    @one_at_a_time
     def clip_together(
         self,
         parts: Iterator[Batch],
