@@ -118,6 +118,16 @@ def local_of(tensor: Tensor) -> Tensor:
     return held
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    """All of a tensor. Where it is spread over ranks, all of them come here in the same order."""
+    if not is_spread(tensor):
+        return tensor
+    spread: Any = tensor
+    with torch.no_grad():
+        found: Tensor = spread.full_tensor()
+    return found
+
+
 def received(tensor: Tensor) -> Tensor:
     """A plain tensor of what may still be on its way from other ranks."""
     if type(tensor).__name__ != "AsyncCollectiveTensor":

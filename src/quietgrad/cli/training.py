@@ -138,7 +138,7 @@ def run_train(
         TimeRemainingColumn(elapsed_when_finished=False),
         TextColumn("{task.fields[spent]}"),
     )
-    if config.training.cache_frozen_layers and _has_frozen_layers(prepared):
+    if config.training.caches and _has_frozen_layers(prepared):
         target.print(
             "Before the first step, frozen layers whose states can be kept run once over the "
             "records; no privacy is spent by that."

@@ -129,7 +129,7 @@ class Prepared:
         """States of the training records (or others) below the lowest trainable part, computed
         once; None where that does not apply or is switched off. ``told`` as of ``Task.cache``.
         """
-        if not self.config.training.cache_frozen_layers:
+        if not self.config.training.caches:
             return None
         wanted = self.train if records is None else records
         told = told if self.combined is None else unheard  # how many records users have is private

@@ -8,11 +8,11 @@ import contextlib
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quietgrad.averaging import ExponentialAverage
 from quietgrad.beside import PrivateEstimate
@@ -21,7 +21,6 @@ from quietgrad.distributed.together import Together
 from quietgrad.durable import write_whole
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.seeds import root_key
-from quietgrad.tensors import trainable_parameters
 from quietgrad.training.evaluation import Evaluator
 from quietgrad.training.files.checkpoint import restore_checkpoint, save_checkpoint
 from quietgrad.training.files.noise_state import (
@@ -34,7 +33,8 @@ from quietgrad.training.files.run_dir import RunDir, environment
 from quietgrad.training.optimizers import build_optimizer, step_on_release
 from quietgrad.training.prepare import Prepared
 from quietgrad.training.result import ShownEpsilon, result_of, trained_on
-from quietgrad.training.tasks.loaded import parameter_digest
+from quietgrad.training.sharding.model import shards_of
+from quietgrad.training.tasks.loaded import parameter_digest, require_movement
 from quietgrad.training.tasks.records import Told, spread, unheard
 
 # Validation records that the clipper's guard examines.
@@ -161,10 +161,9 @@ def train(
             if stopping and done < prepared.steps:
                 return Outcome(result_of(prepared, run_dir, done, None), True, made)
         loop.save(done)
-        _require_movement(classifier, before, made)
-        if not together.first:
-            return Outcome({}, False, made)
-        forget_keys(run_dir)
+        require_movement(classifier, before, made)
+        if together.first:
+            forget_keys(run_dir)
         return Outcome(loop.finish(done), False, made)
 
 
@@ -173,9 +172,13 @@ class _Loop:
 
     def __init__(self, prepared: Prepared, run_dir: RunDir, together: Together, told: Told) -> None:
         self.prepared = prepared
+        self.together = together
         self.writes = together.first
         self.run_dir = run_dir
         self.model = prepared.model.classifier
+        self.sharded = shards_of(prepared, together)
+        # Passes through a sharded model are made by all.
+        self.evaluates = self.writes or self.sharded is not None
         # With a frozen lower part, training and evaluation start from cached states.
         self.cache = prepared.prefix_cache(told=told)
         self.evaluator = Evaluator(prepared, cached=self.cache is not None)
@@ -211,7 +214,7 @@ class _Loop:
 
     def evaluate_on_schedule(self, done: int, private: PrivateRun | None) -> float | None:
         every = self.prepared.config.training.eval_every
-        if not self.writes or not every or (done % every and done != self.prepared.steps):
+        if not self.evaluates or not every or (done % every and done != self.prepared.steps):
             return None
         key = self.prepared.metric.key
         score = self.evaluator.between_steps()
@@ -231,22 +234,32 @@ class _Loop:
                 record["unit"] = "user"
             if self.prepared.config.data.public:
                 record["data_declared_public"] = True
-        self.run_dir.append_metrics(record)
+        if self.writes:
+            self.run_dir.append_metrics(record)
         return score
 
     def save(self, done: int) -> None:
-        if self.writes:
-            save_checkpoint(self.run_dir, self.model, self.optimizer, done, self.average)
+        if self.evaluates:
+            given = (self.model, self.optimizer, done, self.average)
+            save_checkpoint(self.run_dir, *given, writes=self.writes)
 
     def restore(self, say: Callable[[str], None]) -> int:
         return restore_checkpoint(self.run_dir, self.model, self.optimizer, say, self.average)
 
     def finish(self, done: int) -> dict[str, Any]:
+        """Scores, saves, and says how it went; on the first process."""
+        if not self.evaluates:
+            return {}
         prepared, run_dir = self.prepared, self.run_dir
         averaged = self.choose_weights()
         scores = self.evaluator.final_scores()
+        model = prepared.model
+        if self.sharded is not None:
+            model = replace(model, classifier=self.sharded.whole(self.writes))
+        if not self.writes:
+            return {}
         with run_dir.new_model() as folder:
-            prepared.task.save(prepared.model, folder, trained_on(prepared, done))
+            prepared.task.save(model, folder, trained_on(prepared, done))
         result = result_of(prepared, run_dir, done, scores)
         if self.average is not None:
             result["weights"] = "averaged" if averaged else "last"
@@ -262,6 +275,8 @@ class _Loop:
         last = self.evaluator.on_validation()
         with self.average.applied():
             better = self.evaluator.on_validation() >= last
+        if self.sharded is not None:  # on other machines the last bits may differ
+            better = self.together.of_first(better)
         if better:
             self.average.write()
         return better
@@ -299,24 +314,6 @@ def _plain_batches(prepared: Prepared, done: int) -> Iterator[Any]:
     key = root_key(prepared.config.training.seed)
     for step in range(done, prepared.steps):
         yield prepared.sampler.at(prepared.course.at(step).sample_rate).batch(key, step)
-
-
-def _require_movement(classifier: nn.Module, before: dict[str, Tensor], steps: int) -> None:
-    """Training that moves nothing, or moves what is frozen, must not look like success."""
-    after = parameter_digest(classifier)
-    moved = {name for name, digest in after.items() if not torch.equal(digest, before[name])}
-    trainable = set(trainable_parameters(classifier))
-    if steps and not moved & trainable:
-        raise RuntimeError(
-            f"after {steps} steps no trainable tensor has moved; check learning rates and the "
-            "optimiser's parameters"
-        )
-    wrong = sorted(moved - trainable)
-    if wrong:
-        raise RuntimeError(
-            f"the frozen tensor {wrong[0]!r} has moved during training ({len(wrong)} of them); "
-            "something writes to it outside the optimiser"
-        )
 
 
 @dataclass

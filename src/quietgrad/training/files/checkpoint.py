@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quietgrad.averaging import ExponentialAverage
 from quietgrad.durable import is_intact_archive, replacing
-from quietgrad.tensors import trainable_parameters
+from quietgrad.tensors import map_tensors, trainable_parameters, whole_of
 from quietgrad.training.files.run_dir import RunDir
+from quietgrad.training.sharding.state import spread_as, spread_optimizer_state
 
 # What torch.load raises for files that are empty, cut off, overwritten or of something else.
 _DAMAGED = (
@@ -39,20 +40,33 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     done: int,
     average: ExponentialAverage | None = None,
+    writes: bool = True,
 ) -> None:
     """Saves the state after ``done`` steps, on disk before the call returns; the newest so far
     becomes the previous one.
 
+    Args:
+        run_dir, model, optimizer, done, average: of the run.
+        writes: whether this process does. Where parameters are sharded all call, because all gather
+            them, one tensor at a time; who does not write keeps none.
+
     Raises:
         RuntimeError: if it cannot be written; both checkpoints are as they were.
     """
+
+    def whole(t: Tensor) -> Tensor:
+        found = whole_of(t).detach()
+        return found.cpu() if writes else found.new_empty(0)
+
     state = {
         "step": done,
-        "trainable": {name: p.detach().cpu() for name, p in trainable_parameters(model).items()},
-        "fixed_head": {name: p.detach().cpu() for name, p in _fixed_head(model).items()},
-        "optimizer": optimizer.state_dict(),
-        **({} if average is None else {"average": average.state_dict()}),
+        "trainable": {name: whole(p) for name, p in trainable_parameters(model).items()},
+        "fixed_head": {name: whole(p) for name, p in _fixed_head(model).items()},
+        "optimizer": map_tensors(optimizer.state_dict(), whole),
+        **({} if average is None else {"average": map_tensors(average.state_dict(), whole)}),
     }
+    if not writes:
+        return
     try:
         with replacing(run_dir.checkpoint, previous=run_dir.previous_checkpoint) as file:
             torch.save(state, file)
@@ -101,7 +115,9 @@ def restore_checkpoint(
         )
     _put_back(state, model, optimizer)
     if average is not None:
-        average.load_state_dict(state["average"])
+        kept, places = state["average"], trainable_parameters(model)
+        shards = {name: spread_as(value, places[name]) for name, value in kept["averages"].items()}
+        average.load_state_dict({**kept, "averages": shards})
     return int(state["step"])
 
 
@@ -126,11 +142,12 @@ def _put_back(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Op
         )
     with torch.no_grad():
         for name, value in state["trainable"].items():
-            parameters[name].copy_(value)
+            parameters[name].copy_(spread_as(value, parameters[name]))
         for name, value in state.get("fixed_head", {}).items():
-            _fixed_head(model)[name].copy_(value)
+            place = _fixed_head(model)[name]
+            place.copy_(spread_as(value, place))
     try:
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(spread_optimizer_state(state["optimizer"], optimizer))
     except (KeyError, ValueError) as error:
         raise ValueError(
             "resume with a changed optimiser: its state is not that of the checkpoint; use the "

@@ -96,6 +96,13 @@ class TrainConfig:
                 "model.public_head_steps, model.random_head); use model.tune = 'lora' or 'full'"
             )
 
+        if self.training.sharded and self.momentum_rule is not None:
+            raise ValueError(
+                "training.sharded=true with a denoising of the first moment, which needs whole "
+                "releases; use a rule that denoises the gradient (docs/denoising.md), or leave "
+                "sharded out, and every process holds the whole model"
+            )
+
     @property
     def gradient_rule(self) -> GradientRule | None:
         """What is made of a release; None where denoising acts elsewhere or not at all."""

@@ -18,6 +18,7 @@ FREE = {
     "training.device",
     "training.precision",
     "training.cache_frozen_layers",
+    "training.sharded",
     "optimizer.learning_rate",
     "optimizer.head_learning_rate",
     "optimizer.weight_decay",

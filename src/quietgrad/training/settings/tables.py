@@ -301,7 +301,10 @@ class TrainingTable:
         averaging: decay of an exponential average of the weights, such as 0.97 (0: none); free in
             privacy. The average is what is saved, where validation records prefer it.
         cache_frozen_layers: run frozen lower layers once per record instead of once per step, where
-            the architecture allows.
+            the architecture allows, and ``sharded`` is off.
+        sharded: of several processes (torchrun, --nproc) each holds a shard of every parameter, and
+            not the whole model (docs/fully_sharded.md); on one process it has no effect but that
+            frozen layers are not cached.
         seed: reproducible sampling, noise and initialisation; the guarantee then holds only if it
             stays secret and starts one run. Unless data.public: a string of at least 32 hexadecimal
             digits drawn at random, or a whole number of at least 2^127.
@@ -319,6 +322,7 @@ class TrainingTable:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     averaging: Amount = 0.0
     cache_frozen_layers: bool = True
+    sharded: bool = False
     seed: int | str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -329,3 +333,10 @@ class TrainingTable:
                 f"averaging={self.averaging!r} never takes in a step; use a number below 1, such "
                 "as 0.97, or 0 for no average"
             )
+
+    @property
+    def caches(self) -> bool:
+        """Whether frozen lower layers run once per record: what is cached goes on in a part of the
+        model, which is not sharded by itself.
+        """
+        return self.cache_frozen_layers and not self.sharded

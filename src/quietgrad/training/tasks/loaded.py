@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from quietgrad.tensors import trainable_parameters, whole_of
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import KEY, Record, stamp_weights
 
@@ -102,9 +103,39 @@ def trainable_count(model: nn.Module) -> int:
 
 
 def parameter_digest(model: nn.Module) -> dict[str, Tensor]:
-    """A small fingerprint of every parameter: enough to see whether it moved."""
+    """A small fingerprint of every parameter: enough to see whether it moved. Where they are
+    sharded, all ranks call.
+    """
+    found = {}
     with torch.no_grad():
-        return {
-            name: torch.stack([p.double().sum(), p.double().pow(2).sum()])
-            for name, p in model.named_parameters()
-        }
+        for name, p in model.named_parameters():
+            whole = whole_of(p).double()
+            found[name] = torch.stack([whole.sum(), whole.pow(2).sum()])
+    return found
+
+
+def require_movement(classifier: nn.Module, before: dict[str, Tensor], steps: int) -> None:
+    """Training that moves nothing, or moves what is frozen, must not look like success.
+
+    Args:
+        classifier: after training.
+        before: its ``parameter_digest`` before that.
+        steps: how many there were.
+
+    Raises:
+        RuntimeError: naming what did not move, or should not have.
+    """
+    after = parameter_digest(classifier)
+    moved = {name for name, digest in after.items() if not torch.equal(digest, before[name])}
+    trainable = set(trainable_parameters(classifier))
+    if steps and not moved & trainable:
+        raise RuntimeError(
+            f"after {steps} steps no trainable tensor has moved; check learning rates and the "
+            "optimiser's parameters"
+        )
+    wrong = sorted(moved - trainable)
+    if wrong:
+        raise RuntimeError(
+            f"the frozen tensor {wrong[0]!r} has moved during training ({len(wrong)} of them); "
+            "something writes to it outside the optimiser"
+        )
