@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from quietgrad.distributed.together import Together
-from quietgrad.tensors import is_spread, whole_of
+from quietgrad.tensors import whole_of
 from quietgrad.training.prepare import Prepared
 
 
@@ -56,7 +56,7 @@ def shards_of(prepared: Prepared, together: Together) -> ShardedModel | None:
 
 def sharded(model: nn.Module, device: str) -> ShardedModel:
     """Shards a model in place, over all ranks of the process group: blocks of layers one by one,
-    what is left of a transformer together (its embedding may be its output layer), then the rest.
+    and together what is left (an embedding may be the output layer).
 
     Args:
         model: whole, alike on all ranks.
@@ -72,20 +72,22 @@ def sharded(model: nn.Module, device: str) -> ShardedModel:
         "mesh": init_device_mesh(device, (dist.get_world_size(),)),
         "reshard_after_forward": True,
     }
-    transformer = _transformer_of(model)
-    for block in _blocks_of(transformer):
+    outermost = _outermost(model)
+    for block in _blocks_of(outermost):
         fully_shard(block, **options)
-    for part in (transformer, model):
-        if not all(map(is_spread, part.parameters())):
-            fully_shard(part, **options)
+    fully_shard(outermost, **options)
     return ShardedModel(model, outline)
 
 
-def _transformer_of(model: nn.Module) -> nn.Module:
-    """What generates text is called by itself, and not through the wrappers around it."""
-    encoder: Any = getattr(model, "encoder", model)
-    found: nn.Module = encoder.get_base_model() if hasattr(encoder, "get_base_model") else encoder
-    return found
+def _outermost(model: nn.Module) -> nn.Module:
+    """A transformer that has all parameters, as it is called by itself, and not through what is
+    around it, when it writes text; else the model. (fully_shard changes a module's class, by which
+    transformers finds out whether to give a head the states of all layers.)
+    """
+    inner: Any = getattr(model, "encoder", model)
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    held = {id(p) for p in inner.parameters()}
+    return inner if all(id(p) in held for p in model.parameters()) else model
 
 
 def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:
