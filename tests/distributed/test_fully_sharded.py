@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from quietgrad.averaging import ExponentialAverage
+from quietgrad.clipping.capture.spread import sharding_modules
 
 pytestmark = pytest.mark.distributed
 
@@ -155,3 +156,28 @@ def test_ways_of_sharding_and_mixed_precision(tmp_path: Path) -> None:
         torch.testing.assert_close(found["half"], two[0]["half"], rtol=0, atol=2e-5)
         error = float((found["half"] - alone).norm() / alone.norm())
         assert 1e-4 < error < 5e-2
+
+
+def evaluated(rank: int, between: bool) -> Tensor:
+    model = sharded(language())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with plan_of(steps=3).start() as run:
+        for batch in run.loader(texts(RECORDS), steps=3, physical_batch_size=3):
+            run.backward(model, next_words, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            if between:
+                with torch.no_grad():
+                    model(texts(1)[0]["ids"][None, :-1])
+    for module in sharding_modules(model):
+        module.reshard()
+    return whole(model.named_parameters())
+
+
+def test_an_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
+    """No backward pass follows it, so the outermost module's parameters stay gathered."""
+    with_it, without = (
+        on_ranks(2, tmp_path / str(between), evaluated, between) for between in (True, False)
+    )
+    for one, other in zip(with_it, without, strict=True):
+        assert isinstance(one, Tensor) and torch.equal(one, other), one

@@ -44,9 +44,7 @@ def on_a_rank(rank: int, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str
         prepared = prepare(config_of(values))
         run_dir = open_run_dir(values["training.run_dir"], False)
         together.of_first(None)  # none has begun to write
-        outcome = runner.train(
-            prepared, run_dir, False, lambda progress: None, together=together
-        )
+        outcome = runner.train(prepared, run_dir, False, lambda progress: None, together=together)
         assert bool(outcome.result) == (rank == 0)
         together.of_first(None)
         parameters = list(prepared.model.classifier.parameters())

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quietgrad.clipping.capture.spread import sharding_modules
+from quietgrad.clipping.capture.spread import put_away, sharding_modules
 from quietgrad.clipping.cut.company import CutCompany
 from quietgrad.clipping.cut.refusals import REMEDY, is_cut, is_cut_and_sharded
 from quietgrad.clipping.sharded.company import Arriving, Company
@@ -87,6 +87,7 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | CutCompany |
         ValueError: where a model is sharded in a run on one process, or cut in a run that was not
             told so, or the other way round; and at the end, where the loss met other ranks.
     """
+    put_away(model)  # an evaluation leaves the outermost module's parameters gathered
     spread: Any = next((p for p in model.parameters() if is_spread(p)), None)
     if isinstance(team, CutRanks) or _is_cut_at_all(model):
         ranks = _require_cut(team, model)
@@ -176,6 +177,7 @@ def public_records_of(team: Team, model: nn.Module, records: Batch) -> Batch:
         ValueError: where a model is cut in a run that was not told so, or the other way round: it
             would be bound as what it is no longer when it is cut later.
     """
+    put_away(model)
     if isinstance(team, CutRanks) or _is_cut_at_all(model):
         _require_cut(team, model)
     if not is_fully_sharded(model) or not isinstance(team, Ranks):

@@ -48,12 +48,13 @@ def put_inside(module: nn.Module, hook: int) -> None:
             hooks.move_to_end(key)
 
 
-def _put_away(model: nn.Module) -> None:
-    """All parameters at rest. Only where a pass began can it be told to forget about it; other
-    modules refuse by an error.
+def put_away(model: nn.Module) -> None:
+    """All parameters at rest, whatever pass was made last. Only where passes begin can they be told
+    to forget about one; before a first pass there is nothing to put away.
     """
     for module in sharding_modules(model):
-        with contextlib.suppress(RuntimeError):
+        # A torch without this is refused by name (TOO_OLD).
+        if module._get_fsdp_state()._is_root and hasattr(module, "reset_iter_state"):
             module.reset_iter_state()
 
 
@@ -81,7 +82,7 @@ class Spread:
         finally:
             for handle in handles:
                 handle.remove()
-            _put_away(self.model)
+            put_away(self.model)
 
     def _watched(self) -> list[Any]:
         """Hooks that note what stands in the graph for parameters that were not seen yet."""
