@@ -4,19 +4,16 @@ it saves is whole.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from distributed.test_command import STEPS, on_processes, started, table
-from safetensors.torch import load_file
+from distributed.test_command import STEPS, on_processes, table
 
 from quietgrad.ledger import read_ledger
 
 pytestmark = pytest.mark.distributed
-WORDS = ["rain", "snow", "wind", "sun", "cold", "warm", "dry", "wet"]
 
 
 def ended(told: list[str]) -> bool:
