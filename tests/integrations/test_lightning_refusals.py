@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, callbacks
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning_modules import ADVICE, PRIVACY, Small, loader, records, saving, trainer
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
@@ -63,9 +63,11 @@ def test_settings_of_the_trainer(tmp_path: Path, changes: dict[str, Any], said: 
 def test_strategies_that_are_not_replicas(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"strategy='ddp_spawn'.*use strategy=\"ddp\""):
         refuse_trainer(trainer(tmp_path, strategy="ddp_spawn", devices=2))
-    sharded: Any = SimpleNamespace(world_size=2, strategy=FSDPStrategy())
-    with pytest.raises(ValueError, match=r"2 devices and FSDPStrategy.*use strategy=\"ddp\""):
-        refuse_trainer(sharded)
+    for strategy in (FSDPStrategy(), ModelParallelStrategy()):
+        sharded: Any = SimpleNamespace(world_size=2, strategy=strategy)
+        said = rf"2 devices and {type(strategy).__name__}.*use strategy=\"ddp\".*training\.sharded"
+        with pytest.raises(ValueError, match=said):
+            refuse_trainer(sharded)
 
 
 def test_a_gradient_scaler(tmp_path: Path) -> None:

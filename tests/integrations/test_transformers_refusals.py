@@ -100,6 +100,13 @@ def test_settings_of_other_machines_and_versions(name: str, value: Any, tmp_path
         refuse_arguments(SimpleNamespace(**(alone | {name: value})))
 
 
+def test_a_launcher_that_shards_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = SimpleNamespace(n_gpu=1, report_to=[])
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP.*training\.sharded=true"):
+        refuse_arguments(alone)
+
+
 def test_padding_in_front_is_refused(tmp_path: Path) -> None:
     words = tokenizer()
     words.padding_side = "left"

@@ -19,7 +19,11 @@ from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.reporting import without_system_metrics
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
-REPLICAS = 'use strategy="ddp", which keeps the whole model in every process, or devices=1'
+REPLICAS = (
+    'use strategy="ddp", which keeps the whole model in every process, or devices=1; '
+    "quietgrad train (training.sharded=true) and loops of your own shard models "
+    "(docs/fully_sharded.md)"
+)
 HALF = "use 32-true or bf16-mixed"
 
 

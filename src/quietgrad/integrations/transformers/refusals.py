@@ -13,6 +13,10 @@ from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.reporting import without_system_metrics
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
+SHARDED = (
+    "shard it by quietgrad train (training.sharded=true), or in a loop of your own "
+    "(docs/fully_sharded.md)"
+)
 REPLICAS = "keep the whole model in every process (torchrun, or accelerate launch --multi_gpu)"
 
 # Argument -> (whether its value is refused, why, what to do). Missing arguments are not refused.
@@ -63,8 +67,9 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "deepspeed": (bool, "it clips and reduces gradients itself", REPLICAS),
     "fsdp": (
         bool,
-        "Trainer would shard the model before the private run knows of it",
-        f"{REPLICAS}, or shard it in a loop of your own (docs/fully_sharded.md)",
+        "accelerate would shard the model inside train(), which was not tried with private steps "
+        "(its version 1 has no gradients of single records)",
+        f"{REPLICAS}, or {SHARDED}",
     ),
     "parallelism_config": (bool, "a record would be spread over processes", REPLICAS),
     "use_liger_kernel": (
@@ -140,6 +145,11 @@ def refuse_arguments(args: Any) -> None:
         value = getattr(args, name, None)
         if hasattr(args, name) and refused(value):
             raise ValueError(f"args.{name}={_shown(value)}: {why}; {remedy}")
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
+        raise ValueError(
+            "ACCELERATE_USE_FSDP is set (accelerate launch --use_fsdp, or its configuration): "
+            f"{ARGUMENTS['fsdp'][1]}; {ARGUMENTS['fsdp'][2]}"
+        )
     loss = getattr(args, "loss_type", "nll")
     if isinstance(loss, str) and loss != "nll":  # a list is DPOConfig's, whose trainer judges it
         raise ValueError(
