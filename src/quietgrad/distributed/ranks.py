@@ -34,7 +34,7 @@ from quietgrad.tensors import Block, block_at, is_spread
 WORD_BYTES = 2048
 ALL = "all"  # the circle of all ranks
 FIRST = 0  # the rank that keeps ledger and secrets, and draws the numbers beside the gradients
-PATIENCE = timedelta(seconds=60)  # of a rank that stops, until it has told the others
+PATIENCE = timedelta(seconds=20)  # of a rank that stops, until it has told the others
 
 REMEDIES = {
     "weights": "start every rank from the same weights (the same checkpoint, or the same "
