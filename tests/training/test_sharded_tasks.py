@@ -55,11 +55,22 @@ def on_a_rank(rank: int, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str
     return held
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("head", "answers by lora"),
+        pytest.param(
+            ("lora", "full", "answers"),
+            marks=pytest.mark.slow("three kinds of runs, each on two processes and on one"),
+        ),
+    ],
+)
 def test_tasks_of_texts_train_on_shards_as_on_one_process(
-    settings: dict[str, Any], tiny_llama: Path, tmp_path: Path
+    names: tuple[str, ...], settings: dict[str, Any], tiny_llama: Path, tmp_path: Path
 ) -> None:
     cases = {}
-    for name, changed in CASES.items():
+    for name in names:
+        changed = CASES[name]
         model = {"model.name": str(tiny_llama)} if "task.kind" in changed else {}
         cases[name] = settings | model | ALL | changed
         cases[name]["training.run_dir"] = str(tmp_path / name / "of two")

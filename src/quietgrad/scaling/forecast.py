@@ -28,7 +28,7 @@ TENSOR = 8  # devices that share a record, where a way has that
 RUNS: Mapping[str, str] = MappingProxyType(
     {
         "replicas": "runs today",
-        "sharded": "runs today, in loops of your own",
+        "sharded": "runs today, by training.sharded or in loops of your own",
         "sharded, tensor parallel": "runs today, in loops of your own",
     }
 )
