@@ -42,7 +42,7 @@ def small(folder: str) -> dict[str, Any]:
 def test_ways_say_whether_they_run(small: dict[str, Any]) -> None:
     ways = {way["way"]: way for way in small["ways"]}
     assert ways["replicas"]["runs"] == "runs today" and ways["replicas"]["fits"]
-    assert ways["sharded"]["runs"].startswith("runs today, in loops")
+    assert ways["sharded"]["runs"].startswith("runs today, by training.sharded")
     for way in ways.values():
         most = sum(way["resident_bytes"].values()) + max(way["phase_bytes"].values())
         assert way["peak_bytes"] == most
