@@ -341,12 +341,39 @@ def test_secure_mode_draws_from_a_cryptographic_stream() -> None:
         ({"grad_sample_mode": "ghost_fsdp"}, "grad_sample_mode"),
         ({"noise_multiplier": 0.0}, "noise_multiplier"),
         ({"max_grad_norm": [1.0, 2.0]}, "per_layer"),
-        ({"target_unclipped_quantile": 0.5}, "target_unclipped_quantile"),
+        ({"target_unclipped_quantile": 0.5}, "target_unclipped_quantile is refused: it sets"),
+        ({"normalize_clipping": True}, "normalize_clipping is no argument"),
     ],
 )
 def test_refused_settings(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made(**options)
+
+
+def test_strict_is_taken_and_lets_nothing_through() -> None:
+    train(*made(strict=False)[1:])
+    mixing = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    with pytest.raises(UnsupportedModuleError, match="BatchNorm"):
+        made(model=mixing, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "remedy", "other"),
+    [
+        ("sum", r"\.sum\(\)\), or leave", "or pass"),
+        ("mean", "or pass loss_reduction='sum'", "or leave"),
+    ],
+)
+def test_a_loss_that_is_no_such_reduction_names_a_remedy_that_is_open(
+    reduction: str, remedy: str, other: str
+) -> None:
+    _, model, optimizer, loader = made(data_loader=data(60, 60), loss_reduction=reduction)
+    features, labels = next(iter(loader))
+    losses = F.cross_entropy(model(features), labels, reduction="none")
+    (losses.mean() if reduction == "sum" else losses.sum()).backward()
+    with pytest.raises(ValueError, match=remedy) as caught:
+        optimizer.step()
+    assert other not in str(caught.value)
 
 
 def test_refused_loaders_models_and_optimisers() -> None:

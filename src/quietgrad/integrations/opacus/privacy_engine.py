@@ -18,7 +18,12 @@ from quietgrad.integrations.opacus.criterion import PerSequence
 from quietgrad.integrations.opacus.data_loader import DPDataLoader
 from quietgrad.integrations.opacus.grad_sample import AttachedModule, GradSampleModule
 from quietgrad.integrations.opacus.optimizers import DPOptimizer
-from quietgrad.integrations.opacus.settings import Releases, clipping_of, require_mode
+from quietgrad.integrations.opacus.settings import (
+    Releases,
+    clipping_of,
+    require_known,
+    require_mode,
+)
 from quietgrad.integrations.opacus.source import BatchSource
 from quietgrad.integrations.opacus.validators.module_validator import ModuleValidator
 from quietgrad.plan.process import BoundToProcess
@@ -87,6 +92,7 @@ class PrivacyEngine(BoundToProcess):
             wrap_model: False: the given model is trained, called as before; in place of a model
                 comes what ends that by ``cleanup()``.
             rand_on_empty: not needed.
+            **kwargs: strict, which changes nothing: layers that mix records are always refused.
 
         Returns:
             (model, optimizer, data_loader), or with "ghost" (model, optimizer, criterion,
@@ -104,11 +110,7 @@ class PrivacyEngine(BoundToProcess):
                 "record has a coin of its own, and shuffled batches are another mechanism, whose "
                 "epsilon may be several times as large; leave poisson_sampling=True"
             )
-        if kwargs:
-            raise ValueError(
-                f"{sorted(kwargs)[0]} is not an argument here; leave it out (adaptive clipping is "
-                "refused, see clipping)"
-            )
+        require_known(kwargs)
         if noise_generator is not None:
             warnings.warn(
                 "noise_generator is not used: noise comes from Quietgrad's own streams, seeded by "

@@ -5,7 +5,7 @@ noise and the sampling of a plan, and the accountant composes what was released.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,13 @@ from quietgrad.plan.plan import PrivacyPlan
 
 CLIPPINGS = ("flat", "per_layer")
 MODES = ("hooks", "ghost", "functorch", "ew")
+ADAPTIVE = (
+    "target_unclipped_quantile",
+    "clipbound_learning_rate",
+    "min_clipbound",
+    "max_clipbound",
+    "unclipped_num_std",
+)
 
 
 @dataclass
@@ -91,6 +98,23 @@ def clipping_of(
             f"number for each of the {len(names)} trainable parameters"
         )
     return math.hypot(*norms), dict(zip(names, norms, strict=True))
+
+
+def require_known(arguments: Collection[str]) -> None:
+    """Checks what Opacus passes on to its wrappers.
+
+    Raises:
+        ValueError: naming the argument and the remedy.
+    """
+    for name in sorted(set(arguments) - {"strict"}):
+        if name in ADAPTIVE:
+            raise ValueError(
+                f"{name} is refused: it sets Opacus' adaptive clipping, whose threshold follows "
+                "the share of clipped records; leave it out, and see clipping='adaptive'"
+            )
+        raise ValueError(
+            f"{name} is no argument of make_private that changes anything here; leave it out"
+        )
 
 
 def require_mode(grad_sample_mode: str) -> None:

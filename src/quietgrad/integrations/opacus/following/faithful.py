@@ -102,11 +102,16 @@ def _agree(losses: Tensor, total: Tensor, loss_reduction: str) -> bool:
 def _mixes(loss_reduction: str, why: Exception | None) -> ValueError:
     # An error of torch's own may quote the batch's size: its kind alone is said.
     kind = "" if why is None else f" (on a single record it raised {type(why).__name__})"
+    remedy = (
+        "average the losses of the records (reduction='none', each record's own average, then "
+        ".mean()), or pass loss_reduction='sum' for a sum of them"
+        if loss_reduction == "mean"
+        else "add up the losses of the records (reduction='none', each record's own average, then "
+        ".sum()), or leave loss_reduction='sum' out for a mean of them"
+    )
     return ValueError(
         f"the loss is not the {loss_reduction} over records of a loss of each record alone{kind}: "
         "class weights or ignored targets in a mean, batch statistics, a division by the number of "
         "records, or random functions of the loop's own (F.dropout) make one record's gradient "
-        "depend on the others; average the losses of the records (reduction='none', each record's "
-        "own average, then .mean()), or pass loss_reduction='sum' for a sum of them; drop out "
-        "inside the model"
+        f"depend on the others; {remedy}; drop out inside the model"
     )
