@@ -116,6 +116,7 @@ def test_a_look_up_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("some-org/some-model", True),
         ("bert-base-cased", True),
+        ("image:some-org/some-model", True),
         ("packaged:minilm", False),
         ("table:mlp", False),
         ("tests", False),  # a folder
@@ -147,6 +148,19 @@ def test_a_hub_that_nobody_reaches_is_one_line(
     )  # fmt: skip
     assert code == 2 and err.count("\n") == 1 and "cannot be reached" in err, err
     assert "Retry" not in out + err and not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("image:some-org/some-model", "is no folder here"), ("image:./nowhere", "no such folder")],
+)
+def test_a_model_of_images_is_named_as_it_was_given(
+    name: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(hub.OFFLINE)
+    monkeypatch.setattr(hub, "reachable", lambda endpoint: False)
+    with pytest.raises(ValueError, match=f"model.name='{name}'.*{why}"):
+        hub.require_model("model.name", name)
 
 
 @pytest.mark.slow("a process that imports torch and asks a real address; in process before")

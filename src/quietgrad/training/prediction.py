@@ -9,7 +9,6 @@ from quietgrad.training.files.run_dir import RunDir
 from quietgrad.training.precision import device_of, precision_context
 from quietgrad.training.settings.config import load_config
 from quietgrad.training.sources.hub import require_model
-from quietgrad.training.tasks.images.models import HUGGING_FACE
 from quietgrad.training.tasks.predictions import Predictions
 from quietgrad.training.tasks.registry import kind_of
 
@@ -28,7 +27,7 @@ def predict(run_dir: Path, file: Path) -> Predictions:
     run = finished_run(run_dir)
     config = load_config(run.config)
     device = device_of(config.training.device)
-    require_model("model.name", config.model.name.removeprefix(HUGGING_FACE))
+    require_model("model.name", config.model.name)
     with precision_context(config, device):
         return kind_of(config).predict(config, run.model, file, device)
 

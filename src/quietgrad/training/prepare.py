@@ -42,7 +42,6 @@ from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.settings.noise import check_spectrum
 from quietgrad.training.settings.planned import build_plan, plan_of_batches
 from quietgrad.training.sources.hub import require_model
-from quietgrad.training.tasks.images.models import HUGGING_FACE
 from quietgrad.training.tasks.images.public_weights import check_public_weights
 from quietgrad.training.tasks.loaded import LoadedModel, trainable_count
 from quietgrad.training.tasks.metrics import MEAN_AUC, Metric, dividing
@@ -218,7 +217,7 @@ def prepare(
     device = device_of(config.training.device)
     why_tune = why_it_trains(config)
     config = with_what_trains(config)
-    require_model("model.name", config.model.name.removeprefix(HUGGING_FACE))
+    require_model("model.name", config.model.name)
     say(f"reading {config.data.source}")
     task = load_task(config)
     if task.record_owner is not None and len(set(task.record_owner)) < 2:

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 ENDPOINT = "https://huggingface.co"
+HUGGING_FACE = "image:"  # before the folder or hub name of a model of images
 PATIENCE = 1.5  # seconds for name and connection
 DESCRIPTIONS = ("config.json", "adapter_config.json")
 OFFLINE = "HF_HUB_OFFLINE"
@@ -28,26 +29,27 @@ def require_model(option: str, name: str) -> None:
 
     Args:
         option: such as "model.name".
-        name: folder, packaged name, or name on the hub.
+        name: folder, packaged name, or name on the hub; of images too.
 
     Raises:
         ValueError: for a path that leads nowhere, or to no model; if the hub cannot be reached and
             nothing of the model is kept here.
     """
-    _require_folder(option, name)
-    if not is_hub_name(name) or not go_offline_unless_reachable():
+    place = name.removeprefix(HUGGING_FACE)
+    _require_folder(option, name, place)
+    if not is_hub_name(place) or not go_offline_unless_reachable():
         return
     import huggingface_hub
 
-    if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+    if not isinstance(huggingface_hub.try_to_load_from_cache(place, "config.json"), str):
         raise ValueError(
             f"{option}={name!r} is no folder here, and Hugging Face's hub cannot be reached; name "
             "a folder that holds the model, or one of the packaged models"
         )
 
 
-def _require_folder(option: str, name: str) -> None:
-    path = Path(name).expanduser()
+def _require_folder(option: str, name: str, place: str) -> None:
+    path = Path(place).expanduser()
     if path.is_dir():
         held = any((path / file).is_file() for file in DESCRIPTIONS) or any(path.glob("*.gguf"))
         if not held:
@@ -55,7 +57,7 @@ def _require_folder(option: str, name: str) -> None:
                 f"{option}={name!r} cannot be loaded: the folder holds no model (no "
                 f"{DESCRIPTIONS[0]})"
             )
-    elif name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+    elif place.startswith(("/", "./", "../", "~")) or place.count("/") > 1:
         raise ValueError(f"{option}={name!r} cannot be loaded: no such folder")
 
 

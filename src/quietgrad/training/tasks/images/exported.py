@@ -15,7 +15,8 @@ from torch import nn
 
 from quietgrad.training.files.card import write_card
 from quietgrad.training.files.provenance import Record, stamp_weights
-from quietgrad.training.tasks.images.models import HUGGING_FACE, PretrainedImageClassifier
+from quietgrad.training.sources.hub import HUGGING_FACE
+from quietgrad.training.tasks.images.models import PretrainedImageClassifier
 from quietgrad.training.tasks.loaded import EXPORTED, WEIGHTS_FILE, LoadedModel, merged
 
 AGREEMENT = 1e-4  # of logits, relative to the largest

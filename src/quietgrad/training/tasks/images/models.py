@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad.checks import nearest
+from quietgrad.training.sources.hub import HUGGING_FACE
 from quietgrad.training.tasks.loaded import Tuning
 from quietgrad.training.tasks.text.models import quiet_loading
 
 SMALL_CNN = "cnn:groupnorm"
 VGG = "vgg:groupnorm"
 RANDOM_FEATURES = "features:random"
-HUGGING_FACE = "image:"
 IMAGE_MODELS = (SMALL_CNN, VGG, RANDOM_FEATURES)
 GROUPS = 8
 FEATURES = 2048
