@@ -45,6 +45,17 @@ def test_check_shows_every_broken_row_with_its_line(quietgrad: Run, tmp_path: Pa
     assert facts["labels"] == {"good": 2, "Good": 1, "bad": 1} and len(facts["rare"]) == 3
 
 
+def test_a_file_of_which_no_row_can_be_read_is_not_offered_to_be_left_out(
+    quietgrad: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "latin.csv"
+    path.write_bytes(b"text,label\n" + b"caf\xe9 au lait,good\n" * 3)
+    code, out, _ = quietgrad("check", path)
+    assert code == 1 and "not UTF-8" in out and "line 4: bytes" in out
+    assert "No row can be read: mend the file" in out and "leaves out" not in out
+    assert "no column looks like a label" not in out
+
+
 def test_check_prints_all_of_many_rows(quietgrad: Run, tmp_path: Path) -> None:
     file = tmp_path / "many.csv"
     file.write_text("text,label\n" + "a,b,c\n" * 300)

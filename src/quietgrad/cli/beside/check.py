@@ -63,7 +63,7 @@ def run_check(path: Path, text: str, label: str, as_json: bool) -> None:
 
 def _of_file(path: Path, text: str, label: str) -> Inspection:
     found, rows = read_for_owner(path)
-    if rows is None:
+    if rows is None or not found.records:  # of nothing that can be read, nothing is guessed
         return found
     try:
         guessed = guess(found.columns, text, label, str(path))
@@ -137,7 +137,12 @@ def _print_file(target: Console, found: Inspection) -> None:
     _print_rows(target, "rows that cannot be read", found.broken)
     _print_rows(target, "rows that lack something", found.gaps)
     _print_notes(target, found.notes)
-    if found.broken or found.gaps:
+    if found.broken and not found.records:
+        target.print(
+            "No row can be read: mend the file; data.skip_bad = true would leave nothing.",
+            soft_wrap=True,
+        )
+    elif found.broken or found.gaps:
         target.print(
             "Mend these rows, or set data.skip_bad = true, which leaves out every such row.",
             soft_wrap=True,
