@@ -200,9 +200,7 @@ def test_a_shuffled_loader_without_batches_is_refused() -> None:
     # True epsilon 24 at a printed 1.17: every record took part in every epoch.
     private, x = plan_of().start(), torch.randperm(RECORDS)
     for step in (private.step, lambda *batch: private.release(private.clip(*batch))):
-        with pytest.raises(
-            RuntimeError, match=r"there is no open batch.*loop over run\.batches\(\)"
-        ):
+        with pytest.raises(RuntimeError, match=r"there is no open batch.*loop over run\.loader"):
             step(model_of(), loss, at(x[:12]))
     assert private.released == 0
 

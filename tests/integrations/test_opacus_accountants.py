@@ -12,12 +12,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants.analysis import rdp as analysis
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from quietgrad.accounting import epsilon
+from quietgrad.accounting.renyi.epsilon import RENYI_ORDERS
 from quietgrad.checks import SettingsWarning
+from quietgrad.events import PoissonGaussian
 from quietgrad.integrations.opacus import PrivacyEngine
 from quietgrad.integrations.opacus.accountants import create_accountant
+from quietgrad.integrations.opacus.accountants.analysis import rdp
 from quietgrad.integrations.opacus.accountants.utils import get_noise_multiplier
 from quietgrad.integrations.opacus.schedulers import ExponentialNoise
 
@@ -183,3 +188,26 @@ def test_a_checkpoint_of_another_process_is_added_as_it_says() -> None:
     own = counted.state_dict() | {"history": [(1.0, 0.1, 9)]}
     counted.load_state_dict(own)
     assert counted.history == [(1.0, 0.1, 9)]
+
+
+@pytest.mark.parametrize(("sigma", "q", "steps"), [(1.0, 0.01, 100), (0.7, 0.2, 30), (2.0, 1.0, 5)])
+def test_divergences_by_hand_are_opacus_own(sigma: float, q: float, steps: int) -> None:
+    asked = {"q": q, "noise_multiplier": sigma, "steps": steps}
+    orders = list(RENYI_ORDERS)
+    ours = rdp.compute_rdp(**asked, orders=orders)
+    theirs = analysis.compute_rdp(**asked, orders=orders)
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert rdp.compute_rdp(**asked, orders=8.0) == pytest.approx(
+        analysis.compute_rdp(**asked, orders=8.0), rel=1e-6
+    )
+    found = rdp.get_privacy_spent(orders=orders, rdp=ours, delta=DELTA)
+    told = analysis.get_privacy_spent(orders=orders, rdp=theirs, delta=DELTA)
+    assert found == pytest.approx(told, rel=1e-6)
+    assert found[0] >= epsilon(PoissonGaussian(sigma, q, steps), DELTA)
+
+
+def test_divergences_by_hand_want_an_order_each() -> None:
+    with pytest.raises(ValueError, match=r"orders has 2 numbers and rdp 1"):
+        rdp.get_privacy_spent(orders=[2.0, 3.0], rdp=[0.1], delta=DELTA)
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        rdp.compute_rdp(q=0.1, noise_multiplier=0.0, steps=1, orders=[2.0])

@@ -311,6 +311,7 @@ def test_what_is_not_offered_says_so() -> None:
     from quietgrad.integrations.opacus.distributed import (
         DifferentiallyPrivateDistributedDataParallel,
     )
+    from quietgrad.integrations.opacus.grad_sample import utils
     from quietgrad.integrations.opacus.lightning import DPLightningDataModule
     from quietgrad.integrations.opacus.optimizers import DPOptimizerFastGradientClipping
     from quietgrad.integrations.opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
@@ -330,6 +331,7 @@ def test_what_is_not_offered_says_so() -> None:
     ):
         with pytest.raises(ValueError, match=r"docs/|make_private"):
             refused()
+    assert utils.register_grad_sampler is register_grad_sampler
     accountant = RDPAccountant()
     accountant.step(noise_multiplier=1.0, sample_rate=0.1)
     epsilon, order = accountant.get_privacy_spent(delta=DELTA)

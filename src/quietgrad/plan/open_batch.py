@@ -27,9 +27,9 @@ def require_open(batch: OpenBatch | None, released: int, steps: int, closed: boo
         )
     if batch is None:
         raise RuntimeError(
-            "there is no open batch: every release needs the batch that batches() gave for it, "
-            "or the sampling rate accounted for is not the one that ran; loop over "
-            "run.batches() and clip the records at its indices"
+            "there is no open batch: every release needs the batch that the run drew for it, or "
+            "the sampling rate accounted for is not the one that ran; loop over "
+            "run.loader(dataset), or over run.batches() and clip the records at its indices"
         )
     if batch.release != released:
         raise RuntimeError(

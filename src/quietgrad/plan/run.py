@@ -103,9 +103,9 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
                 )
             if self._released == index:
                 raise RuntimeError(
-                    "the last batch was not released; call step() (or release()) for every batch, "
-                    "also an empty one: "
-                    "which batches are skipped would depend on the data"
+                    "the last batch was not released; call run.backward (or run.release) for "
+                    "every batch, also an empty one: which batches are skipped would depend on "
+                    "the data"
                 )
 
     def loader(

@@ -21,6 +21,7 @@ from quietgrad.integrations.opacus.optimizers import DPOptimizer
 from quietgrad.integrations.opacus.settings import (
     Releases,
     clipping_of,
+    require_clipping,
     require_known,
     require_mode,
 )
@@ -110,6 +111,7 @@ class PrivacyEngine(BoundToProcess):
                 "record has a coin of its own, and shuffled batches are another mechanism, whose "
                 "epsilon may be several times as large; leave poisson_sampling=True"
             )
+        require_clipping(clipping)  # adaptive clipping has arguments of its own
         require_known(kwargs)
         if noise_generator is not None:
             warnings.warn(

@@ -80,15 +80,7 @@ def clipping_of(
     Raises:
         ValueError: for adaptive and unknown clipping, and for another number of norms.
     """
-    if clipping == "adaptive":
-        raise ValueError(
-            "clipping='adaptive' is refused: its threshold follows the share of clipped records, "
-            "whose noise is not in this accountant; use clipping='flat', with max_grad_norm set "
-            "on public data, a scheduler of quietgrad.integrations.opacus.schedulers, or "
-            "quietgrad.beside.AdaptiveClipping in a loop of docs/loops.md"
-        )
-    if clipping not in CLIPPINGS:
-        raise ValueError(f"clipping={clipping!r} is unknown; use one of {', '.join(CLIPPINGS)}")
+    require_clipping(clipping)
     if isinstance(max_grad_norm, int | float):
         return float(max_grad_norm), "whole" if clipping == "flat" else "layer"
     norms = [float(c) for c in max_grad_norm]
@@ -115,6 +107,21 @@ def require_known(arguments: Collection[str]) -> None:
         raise ValueError(
             f"{name} is no argument of make_private that changes anything here; leave it out"
         )
+
+
+def require_clipping(clipping: str) -> None:
+    """Raises:
+    ValueError: for adaptive and unknown clipping.
+    """
+    if clipping == "adaptive":
+        raise ValueError(
+            "clipping='adaptive' is refused: its threshold follows the share of clipped records, "
+            "whose noise is not in this accountant; use clipping='flat', with max_grad_norm set "
+            "on public data, a scheduler of quietgrad.integrations.opacus.schedulers, or "
+            "quietgrad.beside.AdaptiveClipping in a loop of docs/loops.md"
+        )
+    if clipping not in CLIPPINGS:
+        raise ValueError(f"clipping={clipping!r} is unknown; use one of {', '.join(CLIPPINGS)}")
 
 
 def require_mode(grad_sample_mode: str) -> None:

@@ -113,9 +113,10 @@ class BatchSource(BoundToProcess):
         if len(waiting) == len(self.optimizers) and waiting and not empty:
             raise RuntimeError(
                 "optimizer.step() was not called for the last batch; call it for every batch "
-                "of the loader: which batches are skipped would depend on the data (to look "
-                "at records without training, call model.eval() before the loop begins, or "
-                "loop over a DataLoader of your own)"
+                "of the loader: which batches are skipped would depend on the data (a batch that "
+                "does not fit the memory is cut by BatchMemoryManager, a larger one is asked for "
+                "by the DataLoader's batch_size; to look at records without training, call "
+                "model.eval() before the loop begins, or loop over a DataLoader of your own)"
             )
         for optimizer in self.optimizers:
             if optimizer.stepped or len(waiting) == len(self.optimizers):

@@ -15,6 +15,7 @@ HOOKS = (
     "_save",
     "_save_checkpoint",
     "_save_rng_state",
+    "create_model_card",
     "evaluate",
     "floating_point_ops",
     "get_total_train_batch_size",

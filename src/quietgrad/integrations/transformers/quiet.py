@@ -15,6 +15,7 @@ from quietgrad.integrations.stepping import ReleasedGradients
 from quietgrad.integrations.transformers.loading import EpochLoader
 from quietgrad.integrations.transformers.session import TrainerSession
 from quietgrad.plan import PrivacyPlan
+from quietgrad.training.files.card import CARD
 
 # Computed from training records and not noised, or a norm that says nothing once they are clipped
 # one by one: in no log, no TrainOutput, no trainer_state.json.
@@ -129,6 +130,11 @@ class QuietTrainer(Trainer):
         """Saved weights say what they were trained on."""
         super()._save(output_dir, *args, **options)
         self._session.stamp(Path(output_dir or self._session.files.path))
+
+    def create_model_card(self, *args: Any, **options: Any) -> None:
+        """As Trainer's and TRL's, with the guarantee: Trainer's says nothing of it."""
+        super().create_model_card(*args, **options)
+        self._session.describe(self._session.files.path / CARD)
 
     def push_to_hub(self, *args: Any, **options: Any) -> Any:
         """As Trainer's, once nothing in the directory is secret.

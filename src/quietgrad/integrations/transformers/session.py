@@ -22,6 +22,7 @@ from quietgrad.events import unit_of
 from quietgrad.integrations.reporting import shown_epsilon, spent_name
 from quietgrad.ledger import holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
+from quietgrad.training.files.card import CARD, add_privacy, is_blank
 from quietgrad.training.files.noise_state import NoiseKeeper, forget_keys, start_private
 from quietgrad.training.files.provenance import (
     FILE,
@@ -266,14 +267,26 @@ class TrainerSession:
         """Saved weights say what they were trained on and how; public facts alone. Nothing before a
         first release.
         """
-        ready = self._together.first and folder.is_dir()
-        if not ready or self.run is None or not self.run.released:
+        record = self._record()
+        if record is None or not folder.is_dir():
             return
-        done = Trained(self._name, self.plan, self.started_from, self.run.released)
-        record = done.record()
         beside = json.dumps({KEY: record}, indent=2) + "\n"
         write_whole(folder / FILE, beside.encode())
         stamp_weights(folder, record)
+        if is_blank(folder / CARD):
+            add_privacy(folder / CARD, record)
+
+    def describe(self, card: Path) -> None:
+        """A model card says what is guaranteed, once something was released."""
+        record = self._record()
+        if record is not None and card.is_file():
+            add_privacy(card, record)
+
+    def _record(self) -> Record | None:
+        """Of the run so far, for the process that writes."""
+        if not self._together.first or self.run is None or not self.run.released:
+            return None
+        return Trained(self._name, self.plan, self.started_from, self.run.released).record()
 
     def shown(self) -> dict[str, Any]:
         """What a line of the log says of privacy: epsilon so far, rounded up, and what was released

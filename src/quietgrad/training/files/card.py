@@ -13,6 +13,10 @@ from quietgrad.events import RELATIONS, unit_of
 from quietgrad.training.files.provenance import Record
 
 CARD = "README.md"
+TITLE = "# Trained with differential privacy"
+# Around what this library says in a card of another one, so that it can be said anew.
+BEGIN, END = "<!-- privacy, by quietgrad -->", "<!-- end of privacy, by quietgrad -->"
+BLANK = "# Model Card for Model ID"  # how peft's template begins, which says nothing below it
 HOW = {
     "lora": "LoRA adapters and the head were trained, all else is the base model's",
     "full": "the model's weights were fine-tuned",
@@ -47,13 +51,13 @@ def write_card(
     head = ["---", f"library_name: {library}", "tags:", "- differential-privacy", "- quietgrad"]
     if not local and ":" not in base:
         head.append(f"base_model: {base}")
-    title = "Trained with differential privacy" if record["private"] else "Trained without privacy"
+    title = TITLE if record["private"] else "# Trained without privacy"
     few = ", ".join(f"`{name}`" for name in labels[:SHOWN_LABELS])
     more = f" and {len(labels) - SHOWN_LABELS} more" if len(labels) > SHOWN_LABELS else ""
     lines = [
         *head,
         "---",
-        f"# {title}",
+        title,
         "",
         f"Base model: `{shown}`; {HOW.get(tune, tune)}.",
         *([f"Labels: {few}{more}."] if labels else []),
@@ -68,6 +72,32 @@ def write_card(
         "",
     ]
     (folder / CARD).write_text("\n".join(lines), encoding="utf-8")
+
+
+def add_privacy(card: Path, record: Record) -> None:
+    """Puts the guarantee at the end of a card that another library wrote, in place of what an
+    earlier call put there. peft's template, which says nothing, gives way to it.
+
+    Args:
+        card: a README.md that is there.
+        record: what the weights were trained on (``provenance``).
+    """
+    before, _, rest = card.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2].strip()
+    if BLANK in before:
+        before = before.partition(BLANK)[0] + TITLE
+    parts = [before.rstrip(), "\n".join([BEGIN, "## Privacy", "", *privacy_lines(record), END])]
+    card.write_text("\n\n".join(filter(None, [*parts, after])) + "\n", encoding="utf-8")
+
+
+def is_blank(card: Path) -> bool:
+    """Whether a file is a card that another library left without a word on what it describes, or
+    one that this library has added to.
+    """
+    if not card.is_file():
+        return False
+    text = card.read_text(encoding="utf-8")
+    return BLANK in text or BEGIN in text
 
 
 def privacy_lines(record: Record) -> list[str]:
