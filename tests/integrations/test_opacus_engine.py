@@ -195,9 +195,8 @@ def test_recurrent_models_run_on_empty_batches() -> None:
 def test_a_batch_that_is_skipped_is_refused() -> None:
     *_, loader = made()
     loader.source.indices = lambda number: np.arange(3)
-    with pytest.raises(
-        RuntimeError, match=r"was not called for the last batch.*BatchMemoryManager"
-    ):
+    said = r"was not called for the last batch.*BatchMemoryManager"
+    with pytest.raises(RuntimeError, match=said):
         for _ in loader:
             pass
 

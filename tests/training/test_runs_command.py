@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tiny_runs import interrupt_at, train
 
 from quietgrad.accounting import epsilon_report
-from quietgrad.cli.beside.runs import _cells, run_of
+from quietgrad.cli.beside.runs import Run as Listed
+from quietgrad.cli.beside.runs import _cells, print_runs, run_of
 from quietgrad.ledger import read_ledger
 
 Run = Callable[..., tuple[int, str, str]]
@@ -60,6 +63,22 @@ def test_runs_and_what_they_have_spent(quietgrad: Run, settings, tmp_path: Path)
     assert damaged["status"] == "ledger damaged" and damaged["epsilon"] is None
     # One run by itself.
     assert list(listed(quietgrad, tmp_path / "plain")) == ["plain"]
+
+
+def test_a_name_is_read_where_the_table_is_narrow() -> None:
+    """Before: beside columns that may not wrap it was cut to nothing, in 80 letters of a pipe."""
+    row = Listed("runs/stopped", "tables", "unfinished", 53, 400, True, 0.3319, 2e-3, "add-remove",
+              False, False, 0.727, "validation accuracy", 0.0)  # fmt: skip
+    long = replace(row, name="deeper/" + "a-name-of-letters-" * 3, data_declared_public=True)
+    for width in (80, 100):
+        narrow = Console(width=width, file=io.StringIO())
+        print_runs(narrow, [row, long])
+        out = narrow.file.getvalue()
+        assert "stopped" in out and "deeper" in out and "0.3319" in out and "0.727 val." in out
+        assert all(len(line) <= width for line in out.splitlines())
+    wide = Console(width=200, file=io.StringIO())
+    print_runs(wide, [row])
+    assert "runs/stopped" in wide.file.getvalue() and "written" in wide.file.getvalue()
 
 
 def test_an_epsilon_of_the_list_says_what_it_is_of(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from quietgrad.accounting import epsilon_report
@@ -19,6 +20,8 @@ from quietgrad.durable import whole_lines
 from quietgrad.events import per_unit
 from quietgrad.ledger import LEDGER_NAME, planned_course, read_ledger
 
+COLUMNS = ("run", "task", "status", "steps", "epsilon", "delta", "score", "written")
+ROOM = {"run": 12, "epsilon": 8}  # letters of these that are not folded
 DEEPEST = 3  # folders below the one that is named
 CONFIG, RESULT, METRICS, CHECKPOINT = "config.toml", "result.json", "metrics.jsonl", "checkpoint.pt"
 FINISHED, UNFINISHED, DAMAGED = "finished", "unfinished", "ledger damaged"
@@ -74,18 +77,33 @@ def run_runs(folder: Path, as_json: bool) -> None:
     if not found:
         target.print(f"no runs in {folder}", markup=False)
         return
-    table = Table(pad_edge=False)
-    table.add_column("run", style="bold", overflow="fold")
-    for name in ("task", "status", "steps", "epsilon", "delta", "score", "written"):
-        right = name in ("steps", "epsilon", "delta", "score")
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
-    for run in found:
-        table.add_row(*(cell.replace("[", r"\[") for cell in _cells(run)))
-    target.print(table)
+    print_runs(target, found)
     if any(run.status == UNFINISHED for run in found):
         target.print(
             "Go on with one: quietgrad train --resume --set training.run_dir=RUN", markup=False
         )
+
+
+def print_runs(target: Console, found: Sequence[Run]) -> None:
+    """A table of runs. Where it is too wide, the last column goes, and names keep their room."""
+    rows = [tuple(_cells(run)) for run in found]
+    names = COLUMNS
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    if sum(widths) + 3 * len(widths) > target.width:
+        names = names[:-1]
+    table = Table(pad_edge=False)
+    for name, width in zip(names, widths, strict=False):
+        table.add_column(
+            name,
+            style="bold" if name == "run" else None,
+            justify="right" if name in ("steps", "epsilon", "delta", "score") else "left",
+            no_wrap=name not in ROOM,
+            overflow="fold",
+            min_width=min(width, ROOM.get(name, width)),
+        )
+    for row in rows:
+        table.add_row(*(cell.replace("[", r"\[") for cell in row[: len(names)]))
+    target.print(table)
 
 
 def run_folders(folder: Path) -> Iterator[Path]:

@@ -266,7 +266,7 @@ def require_target(report: EpsilonReport, target: float | None, new: float | Non
         require_positive("target_epsilon", new)
     limit = target if new is None else new
     if limit is not None and not report.epsilon <= limit:
-        remedy = "allow it by target_epsilon=, or add fewer steps"
+        remedy = "allow it by target_epsilon= (--extend-to-epsilon), or add fewer steps"
         top = f"the plan's target of {limit:g}" if new is None else f"target_epsilon={new!r}"
         raise ValueError(
             f"with the extension epsilon is {report.epsilon:.6g} in all, above {top}; {remedy}"

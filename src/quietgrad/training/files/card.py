@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.events import RELATIONS, unit_of
+from quietgrad.report.run.statement import AT_RANDOM
 from quietgrad.training.files.provenance import Record
 
 CARD = "README.md"
@@ -33,6 +34,7 @@ def write_card(
     labels: Sequence[str],
     loading: str,
     library: str = "transformers",
+    weights: str = "",
 ) -> None:
     """Writes ``README.md``, over one that another library put there.
 
@@ -45,6 +47,8 @@ def write_card(
         labels: names; none for a language model.
         loading: how the folder is loaded, in Markdown.
         library: that loads it.
+        weights: a file that one of this library's models began with; without one, some of them
+            begin at random, and no base model has seen anything.
     """
     local = Path(base).exists()
     shown = Path(base).name if local else base
@@ -52,6 +56,10 @@ def write_card(
     if not local and ":" not in base:
         head.append(f"base_model: {base}")
     title = TITLE if record["private"] else "# Trained without privacy"
+    at_random = base.startswith(AT_RANDOM) and not weights
+    trained = HOW.get(tune, tune)
+    if tune == "lora" and not labels:
+        trained = "LoRA adapters were trained, all else is the base model's"
     few = ", ".join(f"`{name}`" for name in labels[:SHOWN_LABELS])
     more = f" and {len(labels) - SHOWN_LABELS} more" if len(labels) > SHOWN_LABELS else ""
     lines = [
@@ -59,7 +67,9 @@ def write_card(
         "---",
         title,
         "",
-        f"Base model: `{shown}`; {HOW.get(tune, tune)}.",
+        f"Model: `{shown}`, which begins at random; {trained}."
+        if at_random
+        else f"Base model: `{shown}`; {trained}.",
         *([f"Labels: {few}{more}."] if labels else []),
         "",
         "## Loading",
@@ -68,7 +78,7 @@ def write_card(
         "",
         "## Privacy",
         "",
-        *privacy_lines(record),
+        *privacy_lines(record, pretrained=not at_random),
         "",
     ]
     (folder / CARD).write_text("\n".join(lines), encoding="utf-8")
@@ -100,8 +110,13 @@ def is_blank(card: Path) -> bool:
     return BLANK in text or BEGIN in text
 
 
-def privacy_lines(record: Record) -> list[str]:
-    """The guarantee in words, of public facts alone."""
+def privacy_lines(record: Record, pretrained: bool = True) -> list[str]:
+    """The guarantee in words, of public facts alone.
+
+    Args:
+        record: what the weights were trained on (``provenance``).
+        pretrained: whether they began with those of a base model.
+    """
     lines = [f"- Trained on: {json.dumps(record['data'], ensure_ascii=False)}."]
     if record["private"]:
         unit = unit_of(record["neighbouring"])
@@ -139,7 +154,8 @@ def privacy_lines(record: Record) -> list[str]:
             other = "further choices made by looking at other runs"
         lines.append(
             f"- Not covered: validation and test records, which were declared public; {other} on "
-            f"the same records, whose epsilons add; a {unit} that the base model had already seen."
+            "the same records, whose epsilons add"
+            + (f"; a {unit} that the base model had already seen." if pretrained else ".")
         )
     else:
         lines.append("- No guarantee: this run had no privacy, so the weights hold its records.")

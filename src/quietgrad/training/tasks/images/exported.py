@@ -66,7 +66,8 @@ def export_images(
     if whole is not None:
         own = f"{_by_transformers(f'RUN_DIR/model/{EXPORTED}', form)}\n\n{own}"
     library = "transformers" if whole is not None else "quietgrad"
-    write_card(folder, trained_on, base, model.tune, labels, own, library)
+    weights = model.weights
+    write_card(folder, trained_on, base, model.tune, labels, own, library, weights)
 
 
 def _whole(
