@@ -22,7 +22,7 @@ def card(folder: Path, base: str, tune: str, labels: tuple[str, ...], **options:
 def test_what_begins_at_random_has_no_base_model(tmp_path: Path, base: str) -> None:
     said = card(tmp_path, base, "full", ("a", "b"))
     assert "base model" not in said.lower() and f"`{base}`, which begins at random" in said
-    assert "whose epsilons add." in said and "(epsilon, delta) = (2.0, 1e-5)" in said
+    assert "whose epsilons add." in said and "over all 10 steps" in said
 
 
 def test_what_begins_with_weights_has_one(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def run_runs(folder: Path, as_json: bool) -> None:
 def print_runs(target: Console, found: Sequence[Run]) -> None:
     """A table of runs. Where it is too wide, the last column goes, and names keep their room."""
     rows = [tuple(_cells(run)) for run in found]
-    names = COLUMNS
+    names: tuple[str, ...] = COLUMNS
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     if sum(widths) + 3 * len(widths) > target.width:
         names = names[:-1]

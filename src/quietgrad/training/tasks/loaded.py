@@ -56,6 +56,7 @@ class LoadedModel:
         name: what the config asked for.
         tune: which parameters train.
         head: kind of head; "generate" for a causal language model.
+        weights: a file that one of this library's models began with; "" for none.
     """
 
     classifier: nn.Module
@@ -63,6 +64,7 @@ class LoadedModel:
     name: str
     tune: Tune
     head: HeadKind | Literal["generate"]
+    weights: str = ""
 
 
 def save_weights(

@@ -66,8 +66,7 @@ def export_images(
     if whole is not None:
         own = f"{_by_transformers(f'RUN_DIR/model/{EXPORTED}', form)}\n\n{own}"
     library = "transformers" if whole is not None else "quietgrad"
-    weights = model.weights
-    write_card(folder, trained_on, base, model.tune, labels, own, library, weights)
+    write_card(folder, trained_on, base, model.tune, labels, own, library, model.weights)
 
 
 def _whole(

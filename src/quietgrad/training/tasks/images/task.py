@@ -120,7 +120,7 @@ class ImagesTask(Task):
         classifier = load_image_classifier(
             table.name, self.form, len(self.label_names), table.tuning, table.weights
         )
-        model = LoadedModel(classifier, None, table.name, table.tuning.how, "mean")
+        model = LoadedModel(classifier, None, table.name, table.tuning.how, "mean", table.weights)
         parts = (self.splits.train, self.splits.validation, self.splits.test)
         return ready(config, model, device), parts
 
