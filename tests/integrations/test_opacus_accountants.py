@@ -211,3 +211,17 @@ def test_divergences_by_hand_want_an_order_each() -> None:
         rdp.get_privacy_spent(orders=[2.0, 3.0], rdp=[0.1], delta=DELTA)
     with pytest.raises(ValueError, match="noise_multiplier"):
         rdp.compute_rdp(q=0.1, noise_multiplier=0.0, steps=1, orders=[2.0])
+
+
+@pytest.mark.parametrize("orders", [[0.5], [1.0, 2.0], []])
+def test_orders_without_a_divergence_are_refused_in_analysis(orders: list[float]) -> None:
+    with pytest.raises(ValueError, match="orders"):
+        rdp.compute_rdp(q=0.1, noise_multiplier=1.0, steps=3, orders=orders)
+    with pytest.raises(ValueError, match="orders"):
+        rdp.get_privacy_spent(orders=orders, rdp=[0.1] * len(orders), delta=DELTA)
+
+
+def test_no_divergence_is_negative_and_no_epsilon() -> None:
+    with pytest.raises(ValueError, match="rdp"):
+        rdp.get_privacy_spent(orders=[2.0], rdp=[-0.1], delta=DELTA)
+    assert rdp.get_privacy_spent(orders=[2.0], rdp=[0.0], delta=0.9)[0] == 0.0

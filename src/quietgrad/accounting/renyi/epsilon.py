@@ -42,7 +42,7 @@ def renyi_epsilon(
         ValueError: for another event, delta or order.
     """
     require_delta("delta", delta)
-    _require_orders(orders)
+    require_orders(orders)
     phases = event.events if isinstance(event, EventSequence) else (event,)
     for phase in phases:
         if isinstance(phase.clipping, RandomizedClipping):
@@ -63,13 +63,21 @@ def renyi_epsilon(
             phase.steps * renyi_divergence(phase.noise_multiplier, phase.sample_rate, order)
             for phase in merged
         )
-        found = spent + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
+        found = epsilon_at_order(spent, order, delta)
         if found < best:
             best, best_order = found, order
     return max(best, epsilon(event, delta)), best_order
 
 
-def _require_orders(orders: Sequence[float]) -> None:
+def epsilon_at_order(divergence: float, order: float, delta: float) -> float:
+    """Epsilon from one divergence (Canonne, Kamath and Steinke 2020, proposition 12)."""
+    return divergence + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
+
+
+def require_orders(orders: Sequence[float]) -> None:
+    """Raises:
+    ValueError: for none, or for orders that divergences are not computed at.
+    """
     if not len(orders):
         raise ValueError("orders is empty; give Renyi orders above 1, or leave it out")
     for order in orders:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from quietgrad.accounting.renyi.epsilon import epsilon_at_order, require_orders
 from quietgrad.accounting.renyi.moments import renyi_divergence
 from quietgrad.checks import require_delta
 from quietgrad.events import PoissonGaussian
@@ -29,6 +29,7 @@ def compute_rdp(
     """
     PoissonGaussian(noise_multiplier, q, steps)  # judges them
     several = np.atleast_1d(np.asarray(orders, dtype=float))
+    require_orders(several.tolist())
     found = steps * np.array([renyi_divergence(noise_multiplier, q, float(a)) for a in several])
     return float(found[0]) if np.ndim(orders) == 0 else found
 
@@ -36,8 +37,7 @@ def compute_rdp(
 def get_privacy_spent(
     *, orders: Sequence[float] | float, rdp: Any, delta: float
 ) -> tuple[float, float]:
-    """The smallest epsilon that the divergences give (Canonne, Kamath and Steinke 2020, proposition
-    12).
+    """The smallest epsilon that the divergences give.
 
     Args:
         orders: above 1; one or several.
@@ -48,7 +48,8 @@ def get_privacy_spent(
         (epsilon, the order that gave it).
 
     Raises:
-        ValueError: for orders and divergences of different numbers.
+        ValueError: for orders and divergences of different numbers, divergences below 0, orders or
+            a delta out of their range.
     """
     require_delta("delta", delta)
     several, spent = np.atleast_1d(orders).astype(float), np.atleast_1d(rdp).astype(float)
@@ -56,5 +57,9 @@ def get_privacy_spent(
         raise ValueError(
             f"orders has {len(several)} numbers and rdp {len(spent)}; give a divergence an order"
         )
+    require_orders(several.tolist())
+    if not bool((spent >= 0).all()):
+        raise ValueError(f"rdp={rdp!r} must be divergences of 0 or more; take compute_rdp's")
     pairs = zip(several.tolist(), spent.tolist(), strict=True)
-    return min((d + math.log1p(-1 / a) - math.log(a * delta) / (a - 1), a) for a, d in pairs)
+    found, order = min((epsilon_at_order(d, a, delta), a) for a, d in pairs)
+    return max(found, 0.0), order
