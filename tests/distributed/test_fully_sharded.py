@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed.runs import four_steps
 from distributed.sharding import language, llama, next_words, sharded, texts, whole
 from distributed.test_equality import VARIANTS, adapted
 from distributed.world import RECORDS, loss, model_of, on_ranks, plan_of, records_of
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from quietgrad.averaging import ExponentialAverage
 from quietgrad.clipping.capture.spread import sharding_modules
 
 pytestmark = pytest.mark.distributed
@@ -44,43 +44,22 @@ def made(name: str) -> nn.Module:
 
 def trained(name: str, ranks: int) -> dict[str, Any]:
     """Four steps: what was released, and what became of the weights."""
-    changes = dict(SHARDED[name])
     words = name.startswith(("language", "llama"))
     model = made(name)
     apart = name == "language, blocks alone"
     if ranks > 1:
         sharded(model, blocks_alone=apart)
-    owner = None
-    if name == "users":
-        owner = [i // 3 for i in range(RECORDS)]
-        changes["expected_batch_size"] = 5
-    plan = plan_of(owner=owner, **changes)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    average = ExponentialAverage(model, 0.9)
-    released, beside, shares = [], [], []
-    with plan.start() as run:
-        records = texts(RECORDS) if words else records_of()
-        for batch in run.loader(records, steps=4, physical_batch_size=3):
-            noisy = run.backward(model, next_words if words else loss, batch)
-            shares.append(run._open.examples)
-            for name_of, p in model.named_parameters():
-                spread = ranks > 1 and (not apart or name_of.startswith("blocks"))
-                assert isinstance(p, DTensor) == spread
-                assert (p.grad is not None) == p.requires_grad
-                assert p.grad is None or isinstance(p.grad, DTensor) == spread
-            optimizer.step()
-            average.update()
-            released.append(whole(noisy.gradients))
-            beside.append(sorted(noisy.beside.items()))
-        spent = run.epsilon()
-    return {
-        "released": torch.stack(released),
-        "beside": beside,
-        "weights": whole(model.named_parameters()),
-        "average": whole(average.state_dict()["averages"]),
-        "epsilon": spent,
-        "shares": shares,
-    }
+
+    def look() -> None:
+        for name_of, p in model.named_parameters():
+            spread = ranks > 1 and (not apart or name_of.startswith("blocks"))
+            assert isinstance(p, DTensor) == spread
+            assert (p.grad is not None) == p.requires_grad
+            assert p.grad is None or isinstance(p.grad, DTensor) == spread
+
+    records = texts(RECORDS) if words else records_of()
+    what, changes = (next_words if words else loss), SHARDED[name]
+    return four_steps(model, records, what, changes, name == "users", before_step=look)
 
 
 def all_of(rank: int, ranks: int, names: tuple[str, ...]) -> dict[str, Any]:
@@ -104,7 +83,7 @@ def test_releases_are_those_of_one_process_to_the_bit(
         for of_rank in found:
             assert isinstance(of_rank, dict), of_rank
             for what, value in alone[name].items():
-                if what == "shares":
+                if what == "held":
                     continue
                 if name == "denoised" and what != "released":
                     # A stack of fewer matrices may be multiplied in another order.
@@ -113,8 +92,8 @@ def test_releases_are_those_of_one_process_to_the_bit(
                     assert torch.equal(of_rank[name][what], value), (name, what)
                 else:
                     assert of_rank[name][what] == value, (name, what)
-        shares = torch.tensor([of_rank[name]["shares"] for of_rank in found])
-        assert shares.sum(0).tolist() == alone[name]["shares"]
+        shares = torch.tensor([of_rank[name]["held"] for of_rank in found])
+        assert shares.sum(0).tolist() == alone[name]["held"]
         empty = empty or bool(((shares == 0).any(0) & (shares.sum(0) > 0)).any())
     # Among these were steps in which a rank had no record and another had some.
     assert empty

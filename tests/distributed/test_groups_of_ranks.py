@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from distributed.cutting import PLANS, cut, llama, model_named
+from distributed.runs import four_steps, part_of_a_run
 from distributed.sharding import next_words, texts, whole
 from distributed.test_equality import VARIANTS
 from distributed.world import RECORDS, loss, on_ranks, plan_of, records_of
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from quietgrad.averaging import ExponentialAverage
 from quietgrad.clipping.engines.summing import unit_of
 from quietgrad.ledger import read_ledger
 from quietgrad.tensors import block_of
@@ -56,40 +54,15 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 def trained(name: str, ranks: int, sharded: bool) -> dict[str, Any]:
     """Four steps: what was released, and what became of the weights."""
-    changes = dict(CHANGES[name])
     kind = MODELS.get(name, "bottleneck")
     model = model_named(kind)
     if ranks > 1:
         cut(model, PLANS[kind], TOGETHER, sharded)
-    owner = None
-    if name == "users":
-        owner = [i // 3 for i in range(RECORDS)]
-        changes["expected_batch_size"] = 5
-    plan = plan_of(owner=owner, **changes)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(trainable, lr=0.05, foreach=False)
-    average = ExponentialAverage(model, 0.9)
     words = name.startswith("words")
-    released, beside, held = [], [], []
-    with plan.start(tensor_parallel=TOGETHER if ranks > 1 else 1) as run:
-        records = texts(RECORDS) if words else records_of()
-        for batch in run.loader(records, steps=4, physical_batch_size=3):
-            noisy = run.backward(model, next_words if words else loss, batch)
-            held.append(run._open.examples)
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update()
-            released.append(whole(noisy.gradients))
-            beside.append(sorted(noisy.beside.items()))
-        spent = run.epsilon()
-    return {
-        "released": torch.stack(released),
-        "beside": beside,
-        "weights": whole(model.named_parameters()),
-        "average": whole(average.state_dict()["averages"]),
-        "epsilon": spent,
-        "held": held,
-    }
+    records = texts(RECORDS) if words else records_of()
+    together = TOGETHER if ranks > 1 else 1
+    what = next_words if words else loss
+    return four_steps(model, records, what, CHANGES[name], name == "users", together)
 
 
 def all_of(rank: int, ranks: int, sharded: bool, names: tuple[str, ...]) -> dict[str, Any]:
@@ -168,61 +141,30 @@ def test_a_llama_that_transformers_shards_and_cuts(tmp_path: Path) -> None:
         assert float((found - alone).abs().max()) <= 4 * unit_of(1.0, 10)
 
 
-def part_of_a_run(
+def part(
     rank: int, ranks: int, together: int, sharded: bool, folder: str, until: int
 ) -> dict[str, Any]:
-    """Goes on from the folder's newest checkpoint, where there is one, to a release; and saves."""
     model = model_named("bottleneck")
     if ranks > 1:
         cut(model, PLANS["bottleneck"], together, sharded)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
-    average = ExponentialAverage(model, 0.9)
-    for path in sorted(Path(folder).glob("checkpoint*"))[-1:]:
-        weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments, "average": average.state_dict()}
-        dcp.load(state, checkpoint_id=str(path), no_dist=ranks == 1)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        average.load_state_dict(state["average"])
-    plan = plan_of(steps=4, bands=3)
-    with plan.start(
-        Path(folder, "ledger.jsonl"), Path(folder, "keys.json"), tensor_parallel=together
-    ) as run:
-        steps = until - run.released
-        for batch in run.loader(records_of(), steps=steps, physical_batch_size=3):
-            run.backward(model, loss, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update()
-            if run.released == until:
-                break
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "average": average.state_dict()}
-    dcp.save(state, checkpoint_id=f"{folder}/checkpoint{until}", no_dist=ranks == 1)
-    return {
-        "weights": whole(model.named_parameters()),
-        "average": whole(average.state_dict()["averages"]),
-    }
+    plan, place = plan_of(steps=4, bands=3), Path(folder)
+    return part_of_a_run(model, records_of(), loss, plan, place, until, ranks, together)
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "copied"])
 def test_a_checkpoint_of_groups_goes_on_elsewhere(sharded: bool, tmp_path: Path) -> None:
     """Two and two ranks, one process, two ranks, and two and two again."""
     (tmp_path / "alone").mkdir()
-    alone = part_of_a_run(0, 1, 1, False, str(tmp_path / "alone"), 4)
+    alone = part(0, 1, 1, False, str(tmp_path / "alone"), 4)
     folder = tmp_path / "moving"
     folder.mkdir()
     ways = ((4, 2, sharded, 1), (1, 1, False, 2), (2, 2, False, 3), (4, 2, sharded, 4))
     for ranks, together, shards, until in ways:
         told = (ranks, together, shards, str(folder), until)
         if ranks == 1:
-            found = [part_of_a_run(0, *told)]
+            found = [part(0, *told)]
         else:
-            found = on_ranks(ranks, tmp_path / f"ranks{until}", part_of_a_run, *told)
+            found = on_ranks(ranks, tmp_path / f"ranks{until}", part, *told)
         assert all(isinstance(of_rank, dict) for of_rank in found), found
     for of_rank in found:
         for what, value in alone.items():

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from distributed.sharding import language, next_words, sharded, texts, whole
+from distributed.runs import part_of_a_run
+from distributed.sharding import language, next_words, sharded, texts
 from distributed.world import RECORDS, on_ranks, plan_of
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from quietgrad.averaging import ExponentialAverage
 from quietgrad.ledger import read_ledger
 
 pytestmark = [
@@ -26,39 +24,11 @@ STEPS = 6
 
 
 def part(rank: int, ranks: int, folder: str, until: int) -> dict[str, Any]:
-    """Goes on from the folder's newest checkpoint, where there is one, to a release; and saves."""
     model = language()
     if ranks > 1:
         sharded(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    average = ExponentialAverage(model, 0.9)
-    for path in sorted(Path(folder).glob("checkpoint*"))[-1:]:
-        weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments, "average": average.state_dict()}
-        dcp.load(state, checkpoint_id=str(path), no_dist=ranks == 1)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        average.load_state_dict(state["average"])
-    plan = plan_of(steps=STEPS, bands=3)
-    with plan.start(Path(folder, "ledger.jsonl"), Path(folder, "keys.json")) as run:
-        steps = until - run.released
-        for batch in run.loader(texts(RECORDS), steps=steps, physical_batch_size=3):
-            run.backward(model, next_words, batch)
-            optimizer.step()
-            average.update()
-            if run.released == until:
-                break
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "average": average.state_dict()}
-    dcp.save(state, checkpoint_id=f"{folder}/checkpoint{until}", no_dist=ranks == 1)
-    return {
-        "weights": whole(model.named_parameters()),
-        "average": whole(average.state_dict()["averages"]),
-    }
+    plan, place = plan_of(steps=STEPS, bands=3), Path(folder)
+    return part_of_a_run(model, texts(RECORDS), next_words, plan, place, until, ranks)
 
 
 def test_a_checkpoint_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:

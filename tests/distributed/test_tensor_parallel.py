@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from distributed.cutting import PLANS, cut, llama, model_named
+from distributed.runs import four_steps
 from distributed.sharding import next_words, texts, whole
 from distributed.test_equality import VARIANTS
 from distributed.world import RECORDS, loss, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quietgrad.averaging import ExponentialAverage
 from quietgrad.clipping.engines.summing import unit_of
 from quietgrad.clipping.norms.rounding import Norms, NormSums
 
@@ -54,37 +54,12 @@ def made(model: str, ranks: int, folder: str) -> nn.Module:
 def trained(name: str, ranks: int, folder: str) -> dict[str, Any]:
     """Four steps: what was released, and what became of the weights."""
     kind, given = CUT[name]
-    changes = dict(given)
     words = kind not in ("bottleneck", "adapted")
     model = made(kind, ranks, folder)
     assert any(isinstance(p, DTensor) for p in model.parameters()) == (ranks > 1)
-    owner = None
-    if name == "users":
-        owner = [i // 3 for i in range(RECORDS)]
-        changes["expected_batch_size"] = 5
-    plan = plan_of(owner=owner, **changes)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    average = ExponentialAverage(model, 0.9)
-    released, beside, held = [], [], []
-    with plan.start(tensor_parallel=ranks) as run:
-        records = texts(RECORDS) if words else records_of()
-        for batch in run.loader(records, steps=4, physical_batch_size=3):
-            noisy = run.backward(model, next_words if words else loss, batch)
-            held.append(run._open.examples)
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update()
-            released.append(whole(noisy.gradients))
-            beside.append(sorted(noisy.beside.items()))
-        spent = run.epsilon()
-    return {
-        "released": torch.stack(released),
-        "beside": beside,
-        "weights": whole(model.named_parameters()),
-        "average": whole(average.state_dict()["averages"]),
-        "epsilon": spent,
-        "held": held,
-    }
+    records = texts(RECORDS) if words else records_of()
+    what = next_words if words else loss
+    return four_steps(model, records, what, given, name == "users", ranks)
 
 
 def all_of(rank: int, ranks: int, folder: str, names: tuple[str, ...]) -> dict[str, Any]:
