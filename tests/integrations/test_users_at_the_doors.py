@@ -214,7 +214,7 @@ def test_settings_for_users_without_owners_are_refused(tmp_path: Path) -> None:
 def test_opacus_refuses() -> None:
     model = torch.nn.Linear(3, 2)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 3)), 4)
-    with pytest.raises((TypeError, ValueError), match="record_owner is not an argument here"):
+    with pytest.raises((TypeError, ValueError), match="record_owner is no argument of"):
         PrivacyEngine().make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), 0.1),

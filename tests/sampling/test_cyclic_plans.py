@@ -217,7 +217,7 @@ def test_a_release_needs_the_batch_of_its_turn() -> None:
     # A batch of the caller's own could hold a record that took part a step before.
     run = plan_of().start()
     nothing = run.contribution({"w": torch.zeros(0, 2)}, 0)
-    with pytest.raises(RuntimeError, match=r"needs the batch that batches\(\) gave for it"):
+    with pytest.raises(RuntimeError, match="needs the batch that the run drew for it"):
         run.release(nothing)
     examples = len(next(run.batches()))
     nothing = run.contribution({"w": torch.zeros(examples, 2)}, examples)

@@ -200,6 +200,8 @@ class Comparison:
             tree["data"].pop("skip_bad")
         if not tree["training"]["averaging"]:  # as before there were averages
             tree["training"].pop("averaging")
+        if not tree["training"]["sharded"]:
+            tree["training"].pop("sharded")
         settings: list[Any] = [tree, self.table.eval_every, self.table.eval_records]
         if self.table.distinct:
             settings.append("distinct")

@@ -14,17 +14,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.soundness.fingerprints import Factors
 from quietgrad.clipping.soundness.held_still import EXTREMES, CommonRandomness, Level
+from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.clipping.soundness.records import are_different, spread, take, with_first_louder
 from quietgrad.clipping.soundness.subject import Subject, Tolerance
 from quietgrad.tensors import Batch, batch_size_of, map_tensors
+
+T = TypeVar("T")
 
 # Examples of the first look and of each later one; of them, so many also by what their gradients
 # are made of.
@@ -122,9 +127,8 @@ def _require_deaf(subject: Subject, few: Batch) -> None:
         tried += [(few, math.nan), (map_tensors(few, _without_number), 1.0)]
     for records, loud in tried:
         times = torch.cat([ones[:last], loud * ones[last:]])
-        try:
-            beside = subject.look(records, times=times)
-        except Exception:  # it may check its numbers, or look them up
+        beside = _of_made_up(subject, partial(subject.look, records, times=times))
+        if beside is None:
             continue
         one, other = quiet.losses[:last], beside.losses[:last]
         if not close(one, other, 10 * known.again, 10 * known.again):
@@ -212,7 +216,7 @@ def _compare(
                 one = take(records, [others[end - n]])
                 yield company[end : end + 1], subject.losses(one)
         loud = with_first_louder(few)
-        losses = None if loud is None else _losses_if_any(subject, loud)
+        losses = None if loud is None else _of_made_up(subject, partial(subject.losses, loud))
         if losses is not None:  # what follows from the largest number of a batch: a common scale
             yield losses[1:], alone[1:]
 
@@ -230,12 +234,17 @@ def _compare(
     return True
 
 
-def _losses_if_any(subject: Subject, records: Batch) -> Tensor | None:
-    """None where the model cannot run with numbers so far out: it may check or look them up."""
+def _of_made_up(subject: Subject, look: Callable[[], T]) -> T | None:
+    """What numbers far out give, and nothing of them stays: a mean that is kept would be no number
+    from then on. None where the model cannot run with them: it may check or look them up.
+    """
+    before = Snapshot(subject.model, subject.per_example_loss)
     try:
-        return subject.losses(records)
+        return look()
     except Exception:
         return None
+    finally:
+        before.put_back()
 
 
 def _require_same_again(again: Tensor, before: Tensor, tolerance: Tolerance) -> None:
