@@ -345,23 +345,52 @@ def test_bounds_by_row_are_no_less_than_sums_over_pairs(
     assert scale != 1e4 or bool((by_row[1:] / scale < true)[:, :4].all())
 
 
-@pytest.mark.parametrize("margin", [tail_margin, head_margin])
-def test_a_sketch_s_margin_counts_columns_and_positions(margin) -> None:
+@pytest.mark.parametrize("margin, paired", [(tail_margin, True), (head_margin, False)])
+def test_a_sketch_s_margin_counts_columns_and_positions(margin, paired: bool) -> None:
     """Mutants: one of the two left out. Roundings of random data are a thousandth of the bound, so
     no error that is drawn shows it; what rounding may do in the worst case is what is counted.
     """
-    sums, unit = sums_over_columns(4096), 2.0**-24
+    sums, unit = sums_over_columns(4096, paired), 2.0**-24
+    assert sums.stretches == 64
+    # In pairs: 32 additions, whose norms add up to sqrt(32) of the row's where all are equal, 16
+    # and so on.
+    across = sum(2.0 ** (n / 2) for n in range(6)) if paired else 64
 
     def of(positions: int) -> float:
         ones = torch.ones(2, 1, positions, 2)
         found = margin((DenseFactors(ones, ones),), sums, 16, ones, torch.float32)
         return float(torch.as_tensor(found).max())
 
-    columns = sums.within * math.sqrt(sums.stretches) + sums.stretches
+    columns = sums.within * math.sqrt(sums.stretches) + across
     assert of(8) >= unit * (columns + POSITIONS)
     assert of(200_000) >= unit * (columns + POSITIONS + levels(200_000 // POSITIONS))
     assert additions_over_positions(2**21) == additions_over_positions(1)
     assert additions_over_positions(2**40) == POSITIONS + 35
+
+
+@pytest.mark.parametrize("stretches", [1, 2, 3, 5, 12, 16, 37, 64])
+def test_what_additions_of_stretches_give_is_at_most_what_is_counted(stretches: int) -> None:
+    """Norms of all sums in pairs, of rows drawn and of a row whose stretches are all the same; the
+    latter reaches the bound where their number is a power of two. One after the other is more.
+    """
+    sums = sums_over_columns(64 * stretches)
+    counted, most = sums.across()
+    drawn = torch.Generator().manual_seed(5)
+    rows = torch.randn(64, stretches, dtype=torch.float64, generator=drawn).pow(3)
+    rows[0] = 1.0
+    rows[1:], rows[1, 0] = rows[1:].abs(), 1e6
+    seen = torch.zeros(64, dtype=torch.float64)
+    parts, depth = list(rows.square().T), 0
+    while len(parts) > 1:
+        pairs = [sum(parts[i : i + 2]) for i in range(0, len(parts), 2)]
+        added = len(parts) // 2
+        seen += torch.stack(pairs[:added]).sqrt().sum(0)
+        parts, depth = pairs, depth + 1
+    share = seen / rows.norm(dim=1)
+    assert (share <= counted * (1 + 1e-12)).all() and depth == most == levels(stretches)
+    if stretches & (stretches - 1) == 0:
+        assert float(share[0]) >= counted * (1 - 1e-12)
+    assert stretches < 3 or counted < sums_over_columns(64 * stretches, paired=False).across()[0]
 
 
 def test_what_the_sum_is_off_by_counts_for_sketches_that_come_out_too_long() -> None:

@@ -46,17 +46,20 @@ def test_a_weighted_mean_s_bound_is_the_expected_shortfall_at_that_level(k: int)
     assert found <= worst_mean(k) <= 1.002 * found
 
 
-@pytest.mark.parametrize("sums", [Sums(1, 1, 1), Sums(64, 64, 1), Sums(768, 64, 12)])
+@pytest.mark.parametrize(
+    "sums", [Sums(1, 1, 1), Sums(64, 64, 1), Sums(768, 64, 12), Sums(4096, 64, 64, paired=True)]
+)
 @pytest.mark.parametrize("k", [2, 8, 32])
 def test_a_row_whose_first_entry_is_all_of_it_exceeds_the_bound_as_seldom(
     k: int, sums: Sums
 ) -> None:
-    """What is added up is (c + m + 1) |P_1| then, P_1 a row of the projection: chi(k) / sqrt(k),
-    whose quantile is known.
+    """What is added up is (c + v + 1) |P_1| then, v the additions of sums that hold that entry, P_1
+    a row of the projection: chi(k) / sqrt(k), whose quantile is known.
     """
     one = torch.ones(1, 1, 1, 1)
     uses, like, dtype = [DenseFactors(one, one)], one, torch.float32
     positions = worst_mean(k) * position_gamma(uses, like, dtype)
     columns = float(tail_margin(uses, sums, k, like, dtype)) - positions
     quantile = float(stats.chi.isf(math.exp(-LOG_FAILURE), k)) / math.sqrt(k)
-    assert columns >= gamma((sums.within + sums.stretches + 1) * quantile, like, dtype)
+    across = 6 if sums.paired else sums.stretches
+    assert columns >= gamma((sums.within + across + 1) * quantile, like, dtype)

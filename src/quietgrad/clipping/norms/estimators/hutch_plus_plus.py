@@ -41,7 +41,7 @@ from quietgrad.clipping.norms.spread import Spread, spread_of
 from quietgrad.events import HIDDEN_SHARE
 
 HEAD_ROWS = 2048  # of the head of Hutch++ that are formed at once
-GRAM_ROWS = 32  # of the basis that are added up in the working precision
+GRAM_ENTRIES = 128 * 1024  # of bases whose products are formed at once, in float64
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,11 @@ def hutch_plus_plus_norms(
     spread = spread_of(uses, dtype)
     # The head's basis is orthonormal but for what is found, and no more random than the data. Head
     # and tail are orthogonal: so are their errors.
-    shorter, longer = (sums_over_columns(side(s.p, s.d)) for side in (min, max))
+    shorter = sums_over_columns(min(s.p, s.d), paired=False)
+    longer = sums_over_columns(max(s.p, s.d))
     head = head_margin(some, shorter, columns, tail, dtype)
     margin = (head**2 + tail_margin(some, longer, sketch_dim, tail, dtype) ** 2) ** 0.5
-    slack = _skewed(basis_bgsk, dtype) * squared
+    slack = _skewed(basis_bgsk) * squared
     if columns < min(s.p, s.d):  # else the basis spans everything
         seen = tail_margin(some, longer, columns, tail, dtype)
         hidden = _hidden(some, range_bgsk, basis_bgsk, triangle_bgkk, spread, seen, dtype)
@@ -158,16 +159,19 @@ def _thin_error(k: int, like: Tensor, dtype: torch.dtype) -> float:
     return 1.1 * math.sqrt(k) * gamma(k, like, dtype)
 
 
-def _skewed(basis_bgsk: Tensor, dtype: torch.dtype) -> Tensor:
+def _skewed(basis_bgsk: Tensor) -> Tensor:
     """[b] by what share ||M Q||^2 may be below that of an orthonormal basis of the same span: twice
     ||Q^T Q - I||_F, which is found, plus the rounding of finding it.
     """
-    b, g, _, k = basis_bgsk.shape
-    gram = -torch.eye(k, dtype=torch.float64, device=basis_bgsk.device).repeat(b, g, 1, 1)
-    for rows in basis_bgsk.split(GRAM_ROWS, dim=2):
-        gram.add_(rows.transpose(2, 3) @ rows)
-    found = gram.square().sum((2, 3)).amax(1).sqrt() + k * gamma(GRAM_ROWS, basis_bgsk, dtype)
-    return torch.where(found < 0.5, 2.0 * found, torch.inf)
+    _, g, s, k = basis_bgsk.shape
+    one = torch.eye(k, dtype=torch.float64, device=basis_bgsk.device)
+    found = []
+    for some in basis_bgsk.split(max(1, GRAM_ENTRIES // (g * s * k))):
+        basis = some.double()
+        off = (basis.transpose(2, 3) @ basis).sub_(one)
+        found.append(off.square().sum((2, 3)).amax(1).sqrt())
+    most = torch.cat(found) + k * gamma(s, basis_bgsk, torch.float64)
+    return torch.where(most < 0.5, 2.0 * most, torch.inf)
 
 
 def _squared_by_block(values: Tensor) -> Tensor:

@@ -6,12 +6,16 @@ sketches. Sketches are accumulated in float32 at least. Their ``margin`` covers 
 is at most u times the sum, over all additions, of what they give (any order). In a row of n
 entries, cut into m sums of c, with a projection P that knows nothing of the data,
 
-    sum over additions of |P^T g_v| <= (c sqrt(m) + m + sqrt(n)) |g| in the mean,
+    sum over additions of |P^T g_v| <= (c sqrt(m) + w + sqrt(n)) |g| in the mean,
 
 g_v the part of the row g that has been added: c additions within each sum, whose |g_v| are roots of
-squares that add up, m of the sums, and one rounding a product. That sum of norms is a Lipschitz
-function of sqrt(k) P, whose entries are standard normal, with constant (c + m + 1) |g| / sqrt(k),
-so it exceeds its mean by sqrt(2 * 55.3 / k) (c + m + 1) |g| with probability 1e-24 at most
+squares that add up, those of the sums, and one rounding a product. The m sums are added up in
+pairs: the additions of a level give parts of the row that share nothing, so that its n norms add up
+to sqrt(n) |g| at most, and w is the sum of sqrt(n) over all v = ceil(log2(m)) levels (``Sums``; one
+after the other, w = v = m). That sum of norms is a Lipschitz function of sqrt(k) P, whose entries
+are standard normal, with constant (c + v + 1) |g| / sqrt(k) (within a level, and over sums, the
+parts' projections share nothing), so it exceeds its mean by
+sqrt(2 * 55.3 / k) (c + v + 1) |g| with probability 1e-24 at most
 (Gaussian concentration: Boucheron, Lugosi and Massart, Concentration Inequalities, theorem 5.6).
 
 Positions add up in |a_t| |g_t|, that is in the spread S: a partial sum over positions is at most
@@ -197,8 +201,9 @@ def tail_margin(
     """Of a Gaussian sketch, in units of the spread; ``sums``: of the dimension that is projected.
     One number, or [b].
     """
-    mean = sums.within * math.sqrt(sums.stretches) + sums.stretches + math.sqrt(sums.entries)
-    excess = math.sqrt(2.0 * LOG_FAILURE / sketch_dim) * (sums.within + sums.stretches + 1)
+    norms, most = sums.across()
+    mean = sums.within * math.sqrt(sums.stretches) + norms + math.sqrt(sums.entries)
+    excess = math.sqrt(2.0 * LOG_FAILURE / sketch_dim) * (sums.within + most + 1)
     columns = gamma(mean + excess, like, dtype)
     return columns + worst_mean(sketch_dim) * position_gamma(uses, like, dtype)
 
@@ -209,7 +214,8 @@ def head_margin(
     """Of a sketch with an orthonormal basis of so many columns, in units of the spread: any part of
     it has norm one at most, whatever it knows of the data. One number, or [b].
     """
-    additions = sums.within * math.sqrt(sums.stretches) + sums.stretches + math.sqrt(columns)
+    norms, _ = sums.across()
+    additions = sums.within * math.sqrt(sums.stretches) + norms + math.sqrt(columns)
     return gamma(additions, like, dtype) + position_gamma(uses, like, dtype)
 
 

@@ -38,7 +38,7 @@ def sums_over_patches(
     if not together or together[-1] * geometry.taps < FEWEST:
         return None
     s = together[-1]
-    return Sums(channels * geometry.taps, s * geometry.taps, channels // s)
+    return Sums(channels * geometry.taps, s * geometry.taps, channels // s, paired=True)
 
 
 def patch_product(x: Tensor, geometry: Geometry, sums: Sums, projection_dk: Tensor) -> Tensor:

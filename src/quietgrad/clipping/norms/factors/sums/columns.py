@@ -6,13 +6,14 @@ Shape legend: b examples, g blocks, t positions, n long dimension, k projections
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.products import AT_ONCE, block_products
-from quietgrad.clipping.norms.factors.sums.pairs import add_in_pairs
+from quietgrad.clipping.norms.factors.sums.pairs import add_in_pairs, levels
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 
 COLUMNS = 64
@@ -33,17 +34,35 @@ IN_CACHE = 512 * 1024
 
 class Sums(NamedTuple):
     """How a row times a projection is added up: ``entries`` columns, in ``stretches`` sums of
-    ``within`` columns at most, which are then added up.
+    ``within`` columns at most, which are then added up: in pairs (``add_in_pairs``) where
+    ``paired``, else one after the other.
     """
 
     entries: int
     within: int
     stretches: int
+    paired: bool = False
+
+    def across(self) -> tuple[float, float]:
+        """Additions of stretches, weighted by what they give as a share of the row: by its norm,
+        and by that norm where all of the row is in one stretch.
+
+        The n additions of one level of a sum in pairs give n parts of the row, the squares of whose
+        norms add up to the row's at most: their norms to sqrt(n) times its norm at most. One after
+        the other, each may give the whole.
+        """
+        if not self.paired:
+            return float(self.stretches), float(self.stretches)
+        parts, norms = self.stretches, 0.0
+        while parts > 1:
+            norms += math.sqrt(parts // 2)
+            parts -= parts // 2
+        return norms, float(levels(self.stretches))
 
 
-def sums_over_columns(columns: int) -> Sums:
-    """Of ``thin_product``."""
-    return Sums(columns, min(columns, COLUMNS), -(-columns // COLUMNS))
+def sums_over_columns(columns: int, paired: bool = True) -> Sums:
+    """Of ``thin_product``; ``paired`` where the projection is the same for all examples."""
+    return Sums(columns, min(columns, COLUMNS), -(-columns // COLUMNS), paired)
 
 
 def thin_product(
