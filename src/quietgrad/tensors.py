@@ -64,7 +64,9 @@ def batch_size_of(batch: Batch) -> int:
         raise ValueError(
             "batch holds tensors with different first dimensions; every tensor's first dimension "
             "must be the "
-            "example (close constants over the loss function instead of passing them in the batch)"
+            "example (close constants over the loss function instead of passing them in the batch; "
+            "flat ids and offsets of an EmbeddingBag: quietgrad.loading.Bags.from_offsets in "
+            "collate_fn, and its flat() in the loss)"
         )
     return sizes.pop()
 

@@ -135,3 +135,16 @@ def test_large_tables_cost_no_gradient_of_their_size_for_every_example() -> None
     choice = Policy("exact", 32, MODELLED_PROCESSOR).choose(cost_of([found]))
     # Materialized ones are measured row by row, of the rows that are read.
     assert choice.estimator in ("ghost", "materialized") and not choice.kept
+
+
+def test_weighted_bags_without_a_word() -> None:
+    """A batch of one record of no words: there is no weight either."""
+
+    def weighted_words(model: nn.EmbeddingBag, ids: Tensor) -> Tensor:
+        words = ids[ids > 0]
+        lengths = (ids > 0).sum(1)
+        starts = lengths.cumsum(0) - lengths
+        return model(words, starts, per_sample_weights=1.0 + words / WORDS)
+
+    batch = {"x": torch.zeros(2, LENGTH, dtype=torch.long), "y": torch.tensor([0, 2])}
+    assert_equal_to_oracle(Bags(weighted_words, mode="sum"), cross_entropy, batch)

@@ -114,6 +114,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stop: int, valid
     assert not (tmp_path / "secrets.json").exists()
 
 
+class Told(Callback):
+    """What callbacks are given of a step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, i: int) -> None:
+        self.losses.append(float(out["loss"]))
+
+
+def test_callbacks_are_given_no_loss(tmp_path: Path) -> None:
+    """Zero would be taken for one."""
+    told = Told()
+    trainer(tmp_path, callbacks=[told], limit_val_batches=0).fit(Small(), loader(8))
+    assert len(told.losses) == STEPS and all(loss != loss for loss in told.losses)
+
+
 def test_steps_lost_in_a_crash_are_spent(tmp_path: Path) -> None:
     changes = saving(tmp_path, every=3)
     changes["callbacks"].insert(0, StopAt(5, crash=True))

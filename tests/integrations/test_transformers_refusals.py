@@ -22,6 +22,7 @@ from private_trainers import (
 )
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithPadding, Trainer
+from transformers.integrations.neftune import activate_neftune
 
 from quietgrad import PrivacyConfig
 from quietgrad.denoising import PersistentAmplification, SpectralAdamW
@@ -143,6 +144,19 @@ def test_arguments_that_were_changed_later_are_refused_too(tmp_path: Path) -> No
     assert not (tmp_path / "ledger.jsonl").exists()
 
 
+def test_neftune_is_refused_however_it_is_switched_on(tmp_path: Path) -> None:
+    """Its hook is silent in evaluation, where padding is looked at."""
+    trained = trainer(tmp_path)
+    trained.neftune_noise_alpha = 5.0
+    with pytest.raises(ValueError, match=r"on the trainer: .*longest record.*take it off"):
+        trained.train()
+    trained.neftune_noise_alpha = None
+    activate_neftune(trained.model, 5.0, trained.accelerator)
+    with pytest.raises(ValueError, match=r"on a layer of the model: .*longest record"):
+        trained.train()
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
 def test_gradients_are_not_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_WATCH", "gradients")
     args = SimpleNamespace(n_gpu=1, report_to=["wandb"])
@@ -172,6 +186,16 @@ def test_an_optimiser_that_steps_on_releases_is_refused(tmp_path: Path) -> None:
             model, arguments(tmp_path), train_dataset=records(), privacy=PRIVACY,
             optimizers=(optimizer, None),
         )  # fmt: skip
+
+
+def test_an_optimiser_that_asks_for_several_gradients_a_step_is_refused(tmp_path: Path) -> None:
+    model = classifier()
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    for given in ({"optimizers": (lbfgs, None)}, {"optimizer_cls_and_kwargs": (type(lbfgs), {})}):
+        with pytest.raises(TypeError, match=r"LBFGS asks for.*steps once a gradient"):
+            PrivateTrainer(
+                model, arguments(tmp_path), train_dataset=records(), privacy=PRIVACY, **given
+            )
 
 
 def test_a_run_is_neither_begun_twice_nor_gone_on_with_unasked(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipper import Clipper
+from quietgrad.clipping.soundness.refusals import refuse_calling_loop
 
 
 @dataclass
@@ -31,12 +32,17 @@ class Bindings:
     _bound: list[BoundClipper] = field(default_factory=list)
 
     def of(self, model: nn.Module, per_example_loss: PerExampleLoss) -> BoundClipper:
-        """The pair's bound clipper."""
+        """The pair's bound clipper.
+
+        Raises:
+            ValueError: where a new pair's training loop has what cannot step on releases.
+        """
         for i, known in enumerate(self._bound):
             if known.model is model and same_function(known.per_example_loss, per_example_loss):
                 self._bound.append(self._bound.pop(i))
                 known.per_example_loss, known.clipper = per_example_loss, self.clipper
                 return known
+        refuse_calling_loop(model)
         self._bound = [*self._bound[1 - self.most :], self.clipper.bind(model, per_example_loss)]
         return self._bound[-1]
 

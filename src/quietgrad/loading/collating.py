@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -30,10 +30,14 @@ class Collating:
     Args:
         collate_fn: of the script.
         batch_dim: the records' dimension.
+        as_rows: what it returns as one row a record, where it is something else.
     """
 
-    def __init__(self, collate_fn: Any, batch_dim: int = 0) -> None:
+    def __init__(
+        self, collate_fn: Any, batch_dim: int = 0, as_rows: Callable[[Any], Any] | None = None
+    ) -> None:
         self.collate_fn = collate_fn
+        self._as_rows = as_rows
         self._batch_dim = batch_dim
         self._count = 0
 
@@ -93,8 +97,9 @@ class Collating:
                 break
 
     def _rows(self, records: list[Any]) -> list[Tensor]:
-        with as_before(_NO_MODEL, self.collate_fn), _same_numbers():
+        with as_before(_NO_MODEL, self.collate_fn), same_numbers():
             made = self.collate_fn(copy.deepcopy(records))
+            made = made if self._as_rows is None else self._as_rows(made)
         found = [t for t in tensors_of(_plain(made)) if t.dim()]
         return [t.movedim(self.dim(t), 0) for t in found]
 
@@ -115,7 +120,7 @@ def _same(first: list[Tensor], second: list[Tensor], except_row: int | None = No
 
 
 @contextmanager
-def _same_numbers() -> Iterator[None]:
+def same_numbers() -> Iterator[None]:
     """Each time the same random numbers; the generators go on as if nothing had been drawn."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:

@@ -4,6 +4,12 @@ starts.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -63,6 +69,50 @@ def refuse_cross_example_layers(model: nn.Module) -> None:
                     f"layer {name!r} ({type(module).__name__}) has sparse=True; noise is dense: "
                     "build it with sparse=False"
                 )
+
+
+def refuse_calling_loop(model: nn.Module) -> None:
+    """Refuses loops that would step otherwise than once a release, or scale what was released, by
+    what the functions that called the library name. For the message: both are stopped later too, by
+    errors of torch's own, when a release was made in vain. No guarantee rests on it.
+
+    Args:
+        model: the one that is to be clipped.
+
+    Raises:
+        ValueError: naming what was met, and the remedy.
+    """
+    own = {id(p) for p in model.parameters()}
+    for thing in _named_by_callers(sys._getframe(1)):
+        if isinstance(thing, torch.optim.LBFGS) and any(
+            id(p) in own for group in thing.param_groups for p in group["params"]
+        ):
+            raise ValueError(
+                "optimizer is LBFGS, which asks for the gradient of a batch several times a step, "
+                "and every one would be a release; use an optimiser that steps once a gradient "
+                "(torch.optim.AdamW, SGD)"
+            )
+        if isinstance(thing, torch.amp.GradScaler) and thing.is_enabled():
+            raise ValueError(
+                "the training loop has a GradScaler, which would divide what was released by a "
+                "scale that it never had: gradients are clipped to max_grad_norm, and do not "
+                "vanish; leave it out, call optimizer.step(), and use torch.autocast with bfloat16 "
+                "inside the loss (a GradScaler of another model: put that loop into a function of "
+                "its own)"
+            )
+
+
+def _named_by_callers(frame: FrameType | None) -> Iterator[Any]:
+    """Values of the names in the code of functions that are running, but for the library's own."""
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__", "")).startswith("quietgrad."):
+            code, held = frame.f_code, frame.f_locals
+            for name in {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}:
+                thing = held.get(name, frame.f_globals.get(name))
+                yield thing
+                if type(thing).__module__.startswith("accelerate."):  # holds both, where asked to
+                    yield from (getattr(thing, "scaler", None), getattr(thing, "optimizer", None))
+        frame = frame.f_back
 
 
 def replace_batch_norm(model: nn.Module, groups: int = 16) -> nn.Module:

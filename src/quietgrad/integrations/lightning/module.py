@@ -121,10 +121,11 @@ class PrivateLightningModule(LightningModule):
         """Nothing yet: the Trainer empties ``.grad`` between this and ``backward``.
 
         Returns:
-            Zero: nothing of the loss leaves the step.
+            No number: nothing of the loss leaves the step, and a callback that shows what it is
+            given as ``outputs["loss"]`` shows none.
         """
         self._batch = batch
-        return torch.zeros((), device=self.device)
+        return torch.full((), torch.nan, device=self.device)
 
     def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
         """One private step up to the optimiser's."""

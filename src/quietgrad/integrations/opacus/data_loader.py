@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
-from quietgrad.integrations.opacus.collating import CollateRows
+from quietgrad.integrations.opacus.collating import BagPlaces, CollateRows
 from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.integrations.opacus.source import BatchSource, Indices
 from quietgrad.tensors import map_tensors
@@ -63,6 +63,7 @@ class DPDataLoader(DataLoader[Any]):
         if not isinstance(collate, CollateRows):
             dim = 0 if source.batch_first else 1
             collate = CollateRows(collate, data_loader.dataset, dim)
+        self._bags = collate.bags
         self.source = source
         self._batches = PoissonBatches(source, most)
         super().__init__(
@@ -120,18 +121,18 @@ class DPDataLoader(DataLoader[Any]):
                 records = next(reader)
                 if not training:  # a look at records: nothing is released of it
                     look = Tape(len(part), source.batch_first)
-                    records = look.enter(records)
+                    records = look.enter(records, self._bags)
                     source.close(look)
                     yield records
                     continue
                 tape = source.open(number, len(part), i == 0, i + 1 == len(parts))
-                _require_rows(records, tape)
-                yield tape.enter(records)
+                _require_rows(records, tape, self._bags)
+                yield tape.enter(records, self._bags)
         if training:
             source.finish()
 
 
-def _require_rows(records: Any, tape: Tape) -> None:
+def _require_rows(records: Any, tape: Tape, places: BagPlaces | None) -> None:
     def one(t: Any) -> Any:
         # This dimension and no other: one that is as long by chance would make records of its own.
         dim = 0 if tape.batch_first or t.dim() < 2 else 1
@@ -139,8 +140,10 @@ def _require_rows(records: Any, tape: Tape) -> None:
             raise ValueError(
                 f"collate_fn returned a tensor without one row a record in dimension {dim}; keep "
                 "every record, also a bad one, and put what is common to all of them into the "
-                "model or the loop (records in dimension 1: make_private(batch_first=False))"
+                "model or the loop (records in dimension 1: make_private(batch_first=False); words "
+                "of an EmbeddingBag: flat ids in one tensor, and offsets that begin at 0 and say "
+                "where each record's begin, or ids padded to one row a record and padding_idx=)"
             )
         return t
 
-    map_tensors(records, one)
+    map_tensors(records if places is None else places.as_rows(records), one)

@@ -24,6 +24,7 @@ from quietgrad.integrations.opacus.settings import (
     require_clipping,
     require_known,
     require_mode,
+    require_optimizer,
 )
 from quietgrad.integrations.opacus.source import BatchSource
 from quietgrad.integrations.opacus.validators.module_validator import ModuleValidator
@@ -120,7 +121,7 @@ class PrivacyEngine(BoundToProcess):
                 SettingsWarning,
                 stacklevel=2,
             )
-        _require_own_parameters(module, optimizer)
+        require_optimizer(module, optimizer)
         inner = module._module if isinstance(module, GradSampleModule) else module
         self.validate(module=inner, optimizer=optimizer, data_loader=data_loader)
         source = self._source(data_loader, batch_first)
@@ -314,15 +315,6 @@ class PrivacyEngine(BoundToProcess):
             if part is not None and state:
                 part.load_state_dict(state)
         return found
-
-
-def _require_own_parameters(module: nn.Module, optimizer: optim.Optimizer) -> None:
-    own = {id(p) for p in module.parameters()}
-    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError(
-            "optimizer holds parameters that are not the module's; build it from "
-            "module.parameters(), after layers were replaced and moved to their device"
-        )
 
 
 def _require_loader(data_loader: DataLoader[Any]) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn, optim
+
 from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.noise.methods import IndependentNoise
 from quietgrad.plan.config import PrivacyConfig
@@ -133,4 +135,22 @@ def require_mode(grad_sample_mode: str) -> None:
             f"grad_sample_mode={grad_sample_mode!r} is not offered; use one of {', '.join(MODES)}: "
             "they all run Quietgrad's clipper, which chooses by itself; several processes are "
             "refused"
+        )
+
+
+def require_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Raises:
+    ValueError: for an optimiser of other parameters, or one whose step is several releases.
+    """
+    if isinstance(optimizer, optim.LBFGS):
+        raise ValueError(
+            "optimizer is LBFGS, which asks for the gradient of a batch several times a step, and "
+            "every one would be a release; use an optimiser that steps once a gradient "
+            "(torch.optim.AdamW, SGD)"
+        )
+    own = {id(p) for p in module.parameters()}
+    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "optimizer holds parameters that are not the module's; build it from "
+            "module.parameters(), after layers were replaced and moved to their device"
         )

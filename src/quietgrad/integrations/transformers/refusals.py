@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
+from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.reporting import without_system_metrics
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
@@ -169,6 +171,48 @@ def refuse_arguments(args: Any) -> None:
             "use WANDB_WATCH=parameters"
         )
     without_system_metrics()
+
+
+def refuse_before_training(trainer: Any) -> None:
+    """Arguments once more, which may have been changed since; and NEFTune where it was switched on
+    past them: its hook acts in training alone, where no look at padding would find it.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    refuse_arguments(trainer.args)
+    noisy = [m for m in trainer.model.modules() if hasattr(m, "neftune_noise_alpha")]
+    if noisy or getattr(trainer, "neftune_noise_alpha", None) is not None:
+        where = "a layer of the model" if noisy else "the trainer"
+        raise ValueError(
+            f"neftune_noise_alpha is set on {where}: {ARGUMENTS['neftune_noise_alpha'][1]}; "
+            "take it off (deactivate_neftune, trainer.neftune_noise_alpha = None)"
+        )
+
+
+def refuse_optimizer(options: dict[str, Any]) -> None:
+    """Refuses optimisers that Trainer's loop cannot step.
+
+    Args:
+        options: what the trainer is made with.
+
+    Raises:
+        TypeError: naming the optimiser, and the remedy.
+    """
+    made = (options.get("optimizers") or (None,))[0]
+    kind = (options.get("optimizer_cls_and_kwargs") or (type(made),))[0]
+    if not isinstance(kind, type):
+        return
+    if issubclass(kind, SpectralAdamW | SpectralSGD):
+        raise TypeError(
+            "optimizers: Trainer calls optimizer.step(), and this one steps on the release "
+            "itself; give PrivacyConfig(denoising=), which denoises what is written to .grad"
+        )
+    if issubclass(kind, torch.optim.LBFGS):
+        raise TypeError(
+            "optimizers: LBFGS asks for the gradient of a batch several times a step, and every "
+            "one would be a release; use an optimiser that steps once a gradient (AdamW, SGD)"
+        )
 
 
 def _shown(value: Any) -> str:

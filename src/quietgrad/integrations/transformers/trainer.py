@@ -21,7 +21,6 @@ from transformers.trainer_utils import TrainOutput
 import quietgrad.integrations.transformers.refusals as refusals
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.soundness.kept.lazily import as_before
-from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.stepping import ReleasedGradients, keyed_generators
 from quietgrad.integrations.transformers.collating import TOGETHER, Looking, rounding
@@ -90,11 +89,7 @@ class PrivateTrainer(QuietTrainer):
         self._owners.refuse_shared(eval_dataset)
         if args is not None:
             refusals.refuse_arguments(args)
-        if isinstance(options.get("optimizers", (None,))[0], SpectralAdamW | SpectralSGD):
-            raise TypeError(
-                "optimizers: Trainer calls optimizer.step(), and this one steps on the release "
-                "itself; give PrivacyConfig(denoising=), which denoises what is written to .grad"
-            )
+        refusals.refuse_optimizer(options)
         super().__init__(
             model=model,
             args=args,
@@ -172,7 +167,7 @@ class PrivateTrainer(QuietTrainer):
         Raises:
             ValueError: what ``TrainerSession.open`` refuses, and arguments changed since.
         """
-        refusals.refuse_arguments(self.args)
+        refusals.refuse_before_training(self)
         if trial is not None:
             raise ValueError(NO_SEARCH)
         self._session.starts_from(self.model, self._bare_model())

@@ -51,7 +51,9 @@ def embedding_bag(
         inside_bt = steps < lengths
         places = torch.where(inside_bt, starts.unsqueeze(1) + steps, 0)
         ids_bt = input[places] if len(input) else places
-        shares_bt = None if per_sample_weights is None else per_sample_weights[places]
+        shares_bt = per_sample_weights
+        if shares_bt is not None and len(input):  # of no words there are no shares either
+            shares_bt = shares_bt[places]
     if padding_idx is not None:
         inside_bt = inside_bt & (ids_bt != padding_idx)
     rows_btd = maps.embedding(ids_bt.long(), weight)
@@ -59,7 +61,7 @@ def embedding_bag(
         seen = rows_btd.masked_fill(~inside_bt.unsqueeze(2), -math.inf).max(dim=1).values
         return seen.masked_fill(~inside_bt.any(dim=1, keepdim=True), 0.0)
     counted_bt = inside_bt.to(rows_btd.dtype)
-    if shares_bt is not None:
+    if shares_bt is not None and shares_bt.numel():
         counted_bt = torch.where(inside_bt, shares_bt, 0.0)
     if mode == "mean":
         counted_bt = counted_bt / inside_bt.sum(dim=1, keepdim=True).clamp_min(1)

@@ -62,6 +62,8 @@ class Node:
         in_place: whether it wrote into its first argument.
         module: the wrapped model of a ``CALL`` or ``LOOK``.
         inputs: of those two, the tensors that the tape knows, in the order of their ``Ref``.
+        bags: of a ``LEAF``, "flat" where its values are the ids of bags and their lengths;
+            "offsets" or "ends", where they are lengths alone; else empty.
     """
 
     what: Any
@@ -72,6 +74,7 @@ class Node:
     in_place: bool = False
     module: Any = None
     inputs: tuple[Tensor, ...] = ()
+    bags: str = ""
 
 
 def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:

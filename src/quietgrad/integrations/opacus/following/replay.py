@@ -21,11 +21,21 @@ from quietgrad.integrations.opacus.following.values import (
     AVERAGED,
     WHOLE,
     Batched,
+    Flat,
     Numbers,
+    Offsets,
     Records,
     Value,
     rows_of,
 )
+from quietgrad.loading.bags import Bags
+
+
+def _bags_of(kind: str, place: int, records: Records) -> Value:
+    """What entered at a node as flat ids or as offsets, of the records that are asked for."""
+    if kind == "flat":
+        return Flat(Bags(records[f"{place}.0"], records[f"{place}.1"]))
+    return Offsets(records[f"{place}.0"], kind == "ends")
 
 
 @dataclass
@@ -121,7 +131,9 @@ class Program:
             node = self.tape.nodes[place]
             step = Step(self.tape, self._is_rows, place, node, records, values, count)
             made: list[Value]
-            if node.what in (LEAF, LOOK):
+            if node.bags:
+                made = [_bags_of(node.bags, place, records)]
+            elif node.what in (LEAF, LOOK):
                 if node.what == LOOK and seen:
                     step.require_inputs()
                 # What is not one row a record has no rows: it cannot be used.
@@ -144,7 +156,7 @@ class Program:
         total: Tensor | None = None
         for ref in self.losses:
             value = values[ref]
-            if isinstance(value, Batched):
+            if isinstance(value, Batched | Flat | Offsets):
                 value = rows_of(value)
             one = (
                 value.tensor

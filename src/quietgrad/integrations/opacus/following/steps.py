@@ -22,8 +22,10 @@ from quietgrad.integrations.opacus.following.values import (
     SHAPES,
     SQUEEZES,
     Batched,
+    Flat,
     NotAlone,
     Numbers,
+    Offsets,
     Records,
     Rows,
     Value,
@@ -129,7 +131,10 @@ class Step:
                 args_i = (args_i[0].clone(), *args_i[1:])
             result = function(*args_i, **kwargs_i)
             values.append(leaves(args_i[0] if self.node.in_place else result, Tensor))
-        return [list(each) for each in zip(*values, strict=True)]
+        refs = leaves((self.node.args, self.node.kwargs), Ref)
+        given = next((v for ref in refs if isinstance(v := self.values[ref], Flat)), None)
+        made: list[Rows] = [list(each) for each in zip(*values, strict=True)]
+        return [rows if given is None else given.again(rows) for rows in made]
 
     def _keeps_records(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether squeeze() left the records' dimension alone: there were several."""
@@ -157,6 +162,8 @@ class Step:
             return self._averaged()
         if node.what in CASTS and len(leaves((node.args, node.kwargs), (Ref, Const))) == 1:
             value = self.values.get(node.args[0])
+            if isinstance(value, Flat | Offsets):
+                return [value.cast(lambda t: node.what(t, *node.args[1:], **node.kwargs))]
             if isinstance(value, Batched):
                 return [Batched(node.what(value.tensor, *node.args[1:], **node.kwargs), value.dim)]
         if node.what not in ARITHMETIC or node.kwargs:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quietgrad.integrations.opacus.collating import BagPlaces
 from quietgrad.integrations.opacus.following.draws import Draws, has_equal_rows
 from quietgrad.integrations.opacus.following.hollow import (
     OF_SHAPES,
@@ -53,6 +54,7 @@ class Tape:
         self.read_at: int | None = None
         self.copied_at: int | None = None
         self.is_open = True
+        self.has_bags = False  # flat ids and offsets, which have no row a record
         self.draws = Draws() if records > 1 else None
 
     def close(self) -> None:
@@ -69,9 +71,30 @@ class Tape:
             del places[1]
         return next((d for d in places if d < t.dim() and t.shape[d] == self.records), None)
 
-    def enter(self, records: Any) -> Any:
-        """Records as the loop is to see them."""
-        return mapped(records, Tensor, lambda t: self._made(LEAF, (), {}, t))
+    def enter(self, records: Any, places: BagPlaces | None = None) -> Any:
+        """Records as the loop is to see them.
+
+        Args:
+            records: of the micro-batch.
+            places: where they are flat ids of bags, and offsets.
+        """
+        if places is None:
+            return mapped(records, Tensor, lambda t: self._made(LEAF, (), {}, t))
+        self.has_bags = True
+        bags, kinds = places.bags(records), iter(places.kinds(records))
+        lengths = next(b.lengths for b in bags if b is not None)
+        own = iter(bags)
+
+        def one(t: Tensor) -> Traced:
+            kind, bag = next(kinds), next(own)
+            if not kind:
+                made: Traced = self._made(LEAF, (), {}, t)
+                return made
+            values = (lengths,) if bag is None else (bag.ids, bag.lengths)
+            self.nodes.append(Node(LEAF, (), {}, values, (0,) * len(values), bags=kind))
+            return Traced.of(t, self, Ref(len(self.nodes) - 1, 0))
+
+        return mapped(records, Tensor, one)
 
     def was_read(self, in_bulk: bool) -> None:
         """Values left the tape."""

@@ -97,7 +97,8 @@ class GradSampleModule(nn.Module):
                 return self._module(*plain_args, **plain_kwargs)
             return self._looked(tape, args, kwargs, outer)
         made_up = outer and not of_records
-        if not any(tape.rows_dim(t, only_its_own=made_up) is not None for t in inputs):
+        rows = any(tape.rows_dim(t, only_its_own=made_up) is not None for t in inputs)
+        if not rows and not (of_records and tape.has_bags):
             if outer:  # images of a generator, in a number of their own
                 return self._frozen(plain_args, plain_kwargs)
             raise RuntimeError(

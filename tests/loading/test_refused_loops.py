@@ -1,0 +1,131 @@
+"""Loops that would step otherwise than once a release are refused by name, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from quietgrad import PrivacyConfig
+from quietgrad.integrations.opacus import PrivacyEngine
+
+pytestmark = pytest.mark.usefixtures("examined_once")
+
+DATA = TensorDataset(torch.randn(60, 4), torch.arange(60) % 2)
+PLAN = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=10, steps=3).build(len(DATA))
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def with_closure(run: Any, model: nn.Module, loader: Any, other: nn.Module) -> None:
+    optimizer = torch.optim.LBFGS(model.parameters())
+    for batch in loader:
+        optimizer.step(lambda: run.backward(model, loss, batch))  # noqa: B023
+
+
+def without_closure(run: Any, model: nn.Module, loader: Any, other: nn.Module) -> None:
+    optimizer = torch.optim.LBFGS(model.parameters())
+    for batch in loader:
+        run.backward(model, loss, batch)
+        optimizer.step()
+
+
+def by_a_scaler(run: Any, model: nn.Module, loader: Any, other: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    for batch in loader:
+        run.backward(model, loss, batch)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def with_a_scaled_loss(run: Any, model: nn.Module, loader: Any, other: nn.Module) -> None:
+    """Nothing else would stop it: steps are 65536 times too small."""
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters())
+    for batch in loader:
+        run.backward(model, lambda m, b: scaler.scale(loss(m, b)), batch)
+        scaler.step(optimizer)
+
+
+def in_a_function_of_its_own(run: Any, model: nn.Module, loader: Any, other: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(batch: Any) -> None:
+        run.backward(model, loss, batch)
+
+    for batch in loader:
+        step(batch)
+        scaler.update()
+
+
+class Prepared(SimpleNamespace):
+    """As ``accelerate`` prepares an optimiser."""
+
+    __module__ = "accelerate.optimizer"
+
+
+def prepared(run: Any, model: nn.Module, loader: Any, other: nn.Module) -> None:
+    optimizer = Prepared(optimizer=torch.optim.LBFGS(model.parameters()), scaler=None)
+    for batch in loader:
+        run.backward(model, loss, batch)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        (with_closure, r"optimizer is LBFGS.*AdamW"),
+        (without_closure, r"optimizer is LBFGS.*AdamW"),
+        (prepared, r"optimizer is LBFGS.*AdamW"),
+        (by_a_scaler, r"has a GradScaler.*leave it out"),
+        (with_a_scaled_loss, r"has a GradScaler.*leave it out"),
+        (in_a_function_of_its_own, r"has a GradScaler.*leave it out"),
+    ],
+)
+def test_a_loop_that_cannot_step_on_releases_is_refused(
+    loop: Callable[..., None], said: str
+) -> None:
+    model = nn.Linear(4, 2)
+    with PLAN.start() as run:
+        with pytest.raises(ValueError, match=said):
+            loop(run, model, run.loader(DATA), nn.Linear(4, 2))
+        assert run.released == 0 and model.weight.grad is None
+
+
+def of_another_model(run: Any, model: nn.Module, loader: Any, other: nn.Module) -> None:
+    lbfgs = torch.optim.LBFGS(other.parameters())
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for batch in loader:
+        run.backward(model, loss, batch)
+        scaler.step(optimizer)
+        scaler.update()
+    assert lbfgs.param_groups
+
+
+def test_a_scaler_that_does_nothing_and_another_models_optimiser_are_not() -> None:
+    with PLAN.start() as run:
+        of_another_model(run, nn.Linear(4, 2), run.loader(DATA, steps=3), nn.Linear(4, 2))
+        assert run.released == 3
+
+
+def test_an_opacus_script_with_lbfgs_is_refused() -> None:
+    model = nn.Linear(4, 2)
+    engine = PrivacyEngine()
+    with pytest.raises(ValueError, match=r"optimizer is LBFGS.*AdamW"):
+        engine.make_private(
+            module=model,
+            optimizer=torch.optim.LBFGS(model.parameters()),
+            data_loader=DataLoader(DATA, batch_size=10),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
