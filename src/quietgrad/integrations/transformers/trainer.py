@@ -28,8 +28,9 @@ from quietgrad.integrations.transformers.collating import TOGETHER, Looking, rou
 from quietgrad.integrations.transformers.hooks import require_hooks
 from quietgrad.integrations.transformers.loading import EpochLoader
 from quietgrad.integrations.transformers.losses import record_loss_of
-from quietgrad.integrations.transformers.quiet import NO_SEARCH, QuietTrainer
+from quietgrad.integrations.transformers.quiet import NO_SEARCH
 from quietgrad.integrations.transformers.session import TrainerSession
+from quietgrad.integrations.transformers.sharding import ShardingTrainer
 from quietgrad.loading.batches import LoadedBatch
 from quietgrad.loading.loader import PrivateLoader
 from quietgrad.plan import PrivacyConfig, PrivacyPlan, PrivateRun
@@ -39,7 +40,7 @@ from quietgrad.training.tasks.records import spread
 GUARDED_RECORDS = 32  # of the evaluation data, for the clipper's guard
 
 
-class PrivateTrainer(QuietTrainer):
+class PrivateTrainer(ShardingTrainer):
     """``transformers.Trainer`` that trains privately: ``privacy=`` says how.
 
     What Trainer does with public things is Trainer's: callbacks, schedulers, evaluation,
