@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.reporting import without_system_metrics
-from quietgrad.integrations.transformers.sharding import refuse_sharding
+from quietgrad.integrations.transformers.sharding import plugin_of
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
 REPLICAS = (
@@ -150,7 +150,7 @@ def refuse_arguments(args: Any) -> None:
             raise ValueError(
                 f"{name} is set (accelerate launch, or its configuration): {why}; {remedy}"
             )
-    refuse_sharding(args)
+    plugin_of(args)
     loss = getattr(args, "loss_type", "nll")
     if isinstance(loss, str) and loss != "nll":  # a list is DPOConfig's, whose trainer judges it
         raise ValueError(

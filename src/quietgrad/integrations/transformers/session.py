@@ -252,6 +252,14 @@ class TrainerSession:
                 return Checkpoint(folder, int(mark["releases"]))
         return None
 
+    def look_seed(self) -> int:
+        """Secret, of looks at a few records: one for all processes, as those that hold shards of a
+        model make every pass together.
+        """
+        assert self.run is not None
+        seed: int = self.together.of_first(self.run.model_seed())
+        return seed
+
     def mark(self, folder: Path, releases: int) -> None:
         """Writes into a checkpoint of which run it is, and how many releases its weights have
         seen.

@@ -1,8 +1,8 @@
 """A private Trainer whose model accelerate shards: its FSDP plugin in version 2, ``fully_shard``.
 
-accelerate shards the model inside ``train()`` and gives the optimiser the shards; the run clips such
-a model as it clips any that is sharded over all ranks (docs/fully_sharded.md). Here is what stands
-around that: that all ranks begin alike, what is saved, and which settings are refused.
+accelerate shards the model inside ``train()`` and gives the optimiser the shards; the run clips it
+as any model that is sharded over all ranks (docs/fully_sharded.md). Here is what stands around
+that: ranks begin alike, parameters are put away, the whole model is saved, settings are refused.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ class ShardingTrainer(QuietTrainer):
         """accelerate leaves its plugin out on processors, where every process would go on with the
         whole model; here the processes of a group shard it there, too.
         """
+        plugin = plugin_of(self.args)
         super().create_accelerator_and_postprocess()
         state: Any = self.accelerator.state
-        if state.distributed_type == DistributedType.MULTI_CPU:
-            plugin = plugin_of(self.args)
-            if plugin is not None:
-                _shard_on_processors(state, plugin)
-                self.is_fsdp_enabled = True
+        if plugin is not None and state.distributed_type == DistributedType.MULTI_CPU:
+            _shard_on_processors(state, plugin)
+            self.is_fsdp_enabled = True
         if self.is_fsdp_enabled:
             refuse_plugin(state.fsdp_plugin)
             _refuse_compiling(state)
@@ -53,15 +52,30 @@ class ShardingTrainer(QuietTrainer):
         is. (Of replicas, DistributedDataParallel sends the first one's to all.)
         """
         if self.is_fsdp_enabled:
-            plugin = self.accelerator.state.fsdp_plugin
-            put_away(self.model)
+            plugin, model = self._plugin, self._rested()
             if not plugin.cpu_ram_efficient_loading:  # else the first one's are sent
                 self._session.together.require_same(
-                    "the model's weights", weights_digest(self.model), ALIKE
+                    "the model's weights", weights_digest(model), ALIKE
                 )
-            leave_embeddings(plugin, self.model)
+            leave_embeddings(plugin, model)
+            # By this transformers knows that ranks have to write texts of one length together.
+            for known in (model, self._bare_model()):
+                known._is_fsdp_managed_module = True
         found: tuple[Any, Any] = super()._prepare_for_training(*args, **options)
         return found
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Then parameters are put away: no backward pass does it, and as they were gathered they
+        would be old after the next step, and unknown to the optimiser's state.
+        """
+        found = super().evaluation_loop(*args, **options)
+        self._rested()
+        return found
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        """Of parameters at rest, whatever a callback has done with the model."""
+        self._rested()
+        super()._save_checkpoint(*args, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Raises:
@@ -69,11 +83,12 @@ class ShardingTrainer(QuietTrainer):
         """
         place = Path(resume_from_checkpoint)
         saved = next((how for name, how in SAVED.items() if (place / name).exists()), "")
-        asked = self._saves() if self.is_fsdp_enabled else ""
+        asked = self._saves
         if saved != asked:
             raise ValueError(
                 f"cannot resume: {place.name} was saved {_how(saved)}, and this trainer runs "
-                f"{_how(asked)}, which reads other files; go on as the run was begun"
+                f"{_how(asked)}, which reads other files; {_as(saved)} (the number of processes "
+                "may be another)"
             )
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -81,51 +96,64 @@ class ShardingTrainer(QuietTrainer):
         """As Trainer's; and the whole model also where checkpoints hold shards, of which Trainer's
         would save nothing. All processes call it.
         """
-        if not self.is_fsdp_enabled or self._saves() == FULL:
+        if not self._saves or self._saves == FULL:
             super().save_model(output_dir, _internal_call)
             return
+        place = Path(output_dir or str(self.args.output_dir))
         if not _internal_call:
-            self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
-        elif self.args.should_save:  # a checkpoint
-            make_folder(Path(output_dir or self.args.output_dir))
-            self._session.stamp(Path(output_dir or self.args.output_dir))
+            self._save(str(place), state_dict=self.accelerator.get_state_dict(self._rested()))
+        elif self.args.should_save:  # a checkpoint, which Trainer fills
+            make_folder(place)
+            self._session.stamp(place)
 
+    @property
+    def _plugin(self) -> Any:
+        return self.accelerator.state.fsdp_plugin
+
+    @property
     def _saves(self) -> str:
-        """How checkpoints are saved: the plugin's state_dict_type."""
-        return str(self.accelerator.state.fsdp_plugin.state_dict_type.name)
+        """How checkpoints are saved: the plugin's ``state_dict_type``; empty without it."""
+        return str(self._plugin.state_dict_type.name) if self.is_fsdp_enabled else ""
+
+    def _bare_model(self) -> Any:
+        """Without adapters and wrappers."""
+        bare = self.accelerator.unwrap_model(self.model)
+        return bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+
+    def _rested(self) -> Any:
+        """The model, its parameters at rest."""
+        model: Any = self.model
+        put_away(model)
+        return model
 
 
 def plugin_of(args: Any) -> Any:
-    """accelerate's plugin as the arguments ask for it, or else the launcher; None without one."""
-    given = getattr(args, "fsdp_plugin_args", None)
-    if given is not None:
-        return FullyShardedDataParallelPlugin(**given)
-    launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    return FullyShardedDataParallelPlugin() if launched else None
-
-
-def refuse_sharding(args: Any) -> None:
-    """Refuses settings of fully sharded training that cannot be private, or were not tried.
+    """accelerate's plugin as the arguments ask for it, or else the launcher; None without one.
 
     Raises:
-        ValueError: with the remedy.
+        ValueError: for settings that cannot be private, or were not tried, with the remedy.
     """
+    given = getattr(args, "fsdp_plugin_args", None)
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     config = getattr(args, "fsdp_config", None)
     if isinstance(config, dict) and config.get("xla"):
-        raise ValueError("fsdp_config['xla'] is sharding by torch_xla, which is not offered; leave it out")
-    plugin = plugin_of(args)
-    if plugin is not None:
-        refuse_plugin(plugin)
+        raise ValueError("fsdp_config['xla'] is torch_xla's, which is not offered; leave it out")
+    if given is None and not launched:
+        return None
+    version = (given or {}).get("fsdp_version") or os.environ.get("FSDP_VERSION", "1")
+    if int(version) != 2:
+        raise ValueError(
+            f"FSDP's version {version} has no gradients of single records, as it makes one flat "
+            'tensor of many parameters; set fsdp=True and fsdp_config={"fsdp_version": 2}, or '
+            "start by accelerate launch --use_fsdp --fsdp_version 2 (FSDP_VERSION=2)"
+        )
+    plugin = FullyShardedDataParallelPlugin(**(given or {}))
+    refuse_plugin(plugin)
+    return plugin
 
 
 def refuse_plugin(plugin: Any) -> None:
-    """As ``refuse_sharding``, of the plugin itself."""
-    if plugin.fsdp_version != 2:
-        raise ValueError(
-            f"FSDP in version {plugin.fsdp_version} has no gradients of single records: its "
-            'parameters are flattened together; ask for version 2: fsdp_config={"fsdp_version": '
-            "2}, or accelerate launch --fsdp_version 2 (FSDP_VERSION=2)"
-        )
+    """As ``plugin_of``, of a plugin of version 2."""
     if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
         raise ValueError(
             "FSDP's cpu_offload: parameters would wait on another device than the model's, where "
@@ -179,3 +207,8 @@ def leave_embeddings(plugin: Any, model: nn.Module) -> None:
 
 def _how(saved: str) -> str:
     return f"with FSDP's state_dict_type={saved!r}" if saved else "without FSDP"
+
+
+def _as(saved: str) -> str:
+    settings = f'{{"fsdp_version": 2, "state_dict_type": "{saved}"}}'
+    return f"set fsdp=True and fsdp_config={settings}" if saved else "leave fsdp out"

@@ -140,11 +140,6 @@ class PrivateTrainer(ShardingTrainer):
             )
         return self._given_loss
 
-    def _bare_model(self) -> Any:
-        """Without adapters and wrappers."""
-        bare = self.accelerator.unwrap_model(self.model)
-        return bare.get_base_model() if hasattr(bare, "get_base_model") else bare
-
     @property
     def _run(self) -> PrivateRun:
         run = self._session.run
@@ -326,7 +321,7 @@ class PrivateTrainer(ShardingTrainer):
         labelled = set(self.label_names) <= set(collate(few[:1]))
         if labelled and len(few) > 1 and self.args.per_device_train_batch_size > 1:
             plain = self._not_compiled(model)
-            looking = Looking(plain, collate, few, self._run.model_seed())
+            looking = Looking(plain, collate, few, self._session.look_seed())
             if not looking.refuse_mixing():
                 narrow = self.args.mixed_precision != "no"
                 with as_before(plain, self._loss):
@@ -346,6 +341,4 @@ class PrivateTrainer(ShardingTrainer):
 
 
 class PrivateSeq2SeqTrainer(PrivateTrainer, Seq2SeqTrainer):
-    """``transformers.Seq2SeqTrainer`` that trains privately: evaluation may generate. See
-    ``PrivateTrainer``.
-    """
+    """``transformers.Seq2SeqTrainer``, private; evaluation may generate. See ``PrivateTrainer``."""
