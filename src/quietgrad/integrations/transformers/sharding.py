@@ -20,6 +20,7 @@ from quietgrad.clipping.capture.spread import put_away
 from quietgrad.distributed.alike import weights_digest
 from quietgrad.durable import make_folder
 from quietgrad.integrations.transformers.quiet import QuietTrainer
+from quietgrad.tensors import is_spread, local_of
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 # What a checkpoint holds beside the model -> how its weights were saved.
@@ -58,6 +59,13 @@ class ShardingTrainer(QuietTrainer):
                     "the model's weights", weights_digest(model), ALIKE
                 )
             leave_embeddings(plugin, model)
+            refuse_tables(model)
+            if self._session.together.any_of(_are_alike_empty(model)):
+                raise ValueError(
+                    "the model is sharded already, over more ranks than some parameters have rows, "
+                    "and accelerate tells parameters by their memory; make the model and the "
+                    "trainer anew, and go on by resume_from_checkpoint=True"
+                )
             # By this transformers knows that ranks have to write texts of one length together.
             for known in (model, self._bare_model()):
                 known._is_fsdp_managed_module = True
@@ -203,6 +211,30 @@ def leave_embeddings(plugin: Any, model: nn.Module) -> None:
     embedding = find()
     around = {type(m).__name__ for m in model.modules() if any(c is embedding for c in m.modules())}
     plugin.transformer_cls_names_to_wrap = [name for name in layers if name not in around]
+
+
+def refuse_tables(model: nn.Module) -> None:
+    """Refuses an embedding that more than the input and the output layer use.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    ends = [getattr(model, f"get_{end}put_embeddings", lambda: None)() for end in ("in", "out")]
+    table = getattr(ends[0], "weight", None)
+    for name, module in model.named_modules():
+        if table is not None and module not in ends and module._parameters.get("weight") is table:
+            raise ValueError(
+                f"FSDP: {name!r} uses the table of the input embedding, too, and accelerate shards "
+                "that with the output layer alone, which torch refuses; keep the whole model in "
+                "every process (torchrun, or accelerate launch --multi_gpu), or shard it in a loop "
+                "of your own (docs/fully_sharded.md)"
+            )
+
+
+def _are_alike_empty(model: nn.Module) -> bool:
+    """Whether this rank holds nothing of two or more parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad and is_spread(p)]
+    return sum(local_of(p).numel() == 0 for p in trained) > 1
 
 
 def _how(saved: str) -> str:
