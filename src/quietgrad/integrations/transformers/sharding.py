@@ -171,7 +171,8 @@ def refuse_plugin(plugin: Any) -> None:
         raise ValueError(
             "FSDP's activation_checkpointing renames the parameters, by whose names noise is "
             "drawn, and draws other dropout masks when it runs layers again; leave it out of "
-            "fsdp_config, and set gradient_checkpointing=True among the training arguments"
+            "fsdp_config, and set activation_checkpointing=True (gradient_checkpointing=True in "
+            "older versions) among the training arguments"
         )
 
 
