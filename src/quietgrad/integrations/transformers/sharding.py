@@ -42,11 +42,11 @@ class ShardingTrainer(QuietTrainer):
         super().create_accelerator_and_postprocess()
         state: Any = self.accelerator.state
         if plugin is not None and state.distributed_type == DistributedType.MULTI_CPU:
-            _shard_on_processors(state, plugin)
+            shard_on_processors(state, plugin)
             self.is_fsdp_enabled = True
         if self.is_fsdp_enabled:
             refuse_plugin(state.fsdp_plugin)
-            _refuse_compiling(state)
+            refuse_compiling(state)
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> tuple[Any, Any]:
         """Before accelerate shards: a shard of other weights than the others' would be taken as it
@@ -176,7 +176,7 @@ def refuse_plugin(plugin: Any) -> None:
         )
 
 
-def _refuse_compiling(state: Any) -> None:
+def refuse_compiling(state: Any) -> None:
     backend = state.dynamo_plugin.backend
     if getattr(backend, "value", backend) not in ("NO", None):
         raise ValueError(
@@ -185,7 +185,7 @@ def _refuse_compiling(state: Any) -> None:
         )
 
 
-def _shard_on_processors(state: Any, plugin: Any) -> None:
+def shard_on_processors(state: Any, plugin: Any) -> None:
     """Tells accelerate's state what it is told where there are GPUs."""
     if torch.accelerator.is_available():
         raise ValueError(
