@@ -324,16 +324,21 @@ def test_texts_of_other_lengths_are_written_together(tmp_path: Path) -> None:
     assert isinstance(first, list) and first == second and len(set(first)) > 1, first
 
 
-def test_half_precision_and_checkpointing_run(tmp_path: Path) -> None:
+def test_half_precision_and_checkpointing_run_as_a_launcher_asks(tmp_path: Path) -> None:
     def run() -> Any:
+        os.environ |= {  # accelerate launch --use_fsdp --fsdp_version 2 ...
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        }
         done = made(
-            str(tmp_path / "run"), language().float(), bf16=True, activation_checkpointing=True,
-            **sharding(cpu_ram_efficient_loading=True),
-        )  # fmt: skip
+            str(tmp_path / "run"), language().float(), bf16=True, activation_checkpointing=True
+        )
         done.train()
-        return done.state.global_step
+        return done.state.global_step, outcome(done)["all spread"]
 
-    assert on_processes(2, tmp_path / "a", run) == [STEPS, STEPS]
+    assert on_processes(2, tmp_path / "a", run) == [(STEPS, True)] * 2
 
 
 def test_a_table_in_many_places_is_refused(tmp_path: Path) -> None:
