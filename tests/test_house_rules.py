@@ -91,7 +91,7 @@ ROOMS["training"] = (
 ROOMS["comparing"] = (set(ROOMS) - {"research"}, {"numpy", "torch", "optuna"})
 ROOMS["integrations"] = (
     set(ROOMS) - {"research", "comparing"},
-    {"lightning", "numpy", "torch", "transformers", "trl"},
+    {"accelerate", "lightning", "numpy", "torch", "transformers", "trl"},
 )
 ROOMS["cli"] = (set(ROOMS) - {"research"}, {"typer", "rich"})
 

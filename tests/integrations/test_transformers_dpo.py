@@ -205,6 +205,7 @@ def test_what_the_reference_thinks_of_a_record_follows_from_it_alone(
         ({"ld_alpha": 0.5}, "ld_alpha"),
         ({"f_divergence_type": "js_divergence"}, "f_divergence_type"),
         ({"sync_ref_model": True}, "sync_ref_model"),
+        ({"fsdp": True}, "DPOTrainer makes its reference from"),
         ({"padding_free": True}, "padding_free"),
         ({"activation_offloading": True}, "activation_offloading"),
         ({"gradient_accumulation_steps": 2}, "expected_batch_size"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DynamoBackend
 from private_trainers import (
     PRIVACY,
     StopAt,
@@ -30,6 +31,11 @@ from quietgrad.integrations.transformers import PrivateTrainer
 from quietgrad.integrations.transformers.hooks import HOOKS, require_hooks
 from quietgrad.integrations.transformers.quiet import QuietTrainer
 from quietgrad.integrations.transformers.refusals import refuse_arguments
+from quietgrad.integrations.transformers.sharding import (
+    ShardingTrainer,
+    refuse_compiling,
+    shard_on_processors,
+)
 
 pytestmark = pytest.mark.usefixtures("examined_once")
 
@@ -84,7 +90,6 @@ def test_what_cannot_be_private_is_refused(
     [
         ("fp16", True),  # not every machine lets TrainingArguments have it
         ("deepspeed", {"zero_optimization": {}}),
-        ("fsdp", "full_shard"),
         ("parallelism_config", object()),
         ("group_by_length", True),
         ("packing", True),
@@ -101,11 +106,59 @@ def test_settings_of_other_machines_and_versions(name: str, value: Any, tmp_path
         refuse_arguments(SimpleNamespace(**(alone | {name: value})))
 
 
-def test_a_launcher_that_shards_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = SimpleNamespace(n_gpu=1, report_to=[])
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP.*training\.sharded=true"):
-        refuse_arguments(alone)
+ALONE = SimpleNamespace(n_gpu=1, report_to=[])
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("ACCELERATE_USE_FSDP", r"FSDP's version 1.*fsdp_version 2"),
+        ("ACCELERATE_USE_DEEPSPEED", r"ACCELERATE_USE_DEEPSPEED.*fsdp_version"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", r"ACCELERATE_USE_PARALLELISM_CONFIG.*fsdp_version"),
+    ],
+)
+def test_what_a_launcher_asks_for_is_refused(
+    name: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    refuse_arguments(ALONE)
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(ValueError, match=why):
+        refuse_arguments(ALONE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"fsdp_version": 1}, "FSDP's version 1.*fsdp_version"),
+        ({"cpu_offload": True}, "cpu_offload.*leave it out"),
+        ({"activation_checkpointing": True}, "activation_checkpointing.*training arguments"),
+        ({"xla": True}, "xla.*leave it out"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_settings_of_sharding_are_refused(
+    settings: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FSDP_CPU_RAM_EFFICIENT_LOADING", "ACCELERATE_USE_FSDP"):
+        monkeypatch.setenv(name, "false")  # what the arguments set is put back
+    refuse_arguments(arguments(tmp_path, fsdp=True, fsdp_config={"fsdp_version": 2}))
+    asked = arguments(tmp_path, fsdp=True, fsdp_config={"fsdp_version": 2, **settings})
+    with pytest.raises(ValueError, match=why):
+        refuse_arguments(asked)
+
+
+def test_sharding_is_refused_where_the_model_would_be_compiled_or_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
+    refuse_compiling(state)
+    state.dynamo_plugin.backend = DynamoBackend.INDUCTOR
+    with pytest.raises(ValueError, match="torch_compile=False"):
+        refuse_compiling(state)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="use_cpu=True"):
+        shard_on_processors(state, None)
 
 
 def test_padding_in_front_is_refused(tmp_path: Path) -> None:
@@ -231,7 +284,8 @@ def test_a_trainer_that_works_otherwise_is_refused() -> None:
 
     with pytest.raises(ImportError, match=r"no Trainer\._clip_grad_norm"):
         require_hooks(Older)
-    ours = vars(PrivateTrainer).keys() | vars(QuietTrainer).keys()
+    kinds = (PrivateTrainer, ShardingTrainer, QuietTrainer)
+    ours = {name for kind in kinds for name in vars(kind)}
     replaced = {name for name in ours if name in dir(Trainer) and not name.startswith("__")}
     public = {"train", "push_to_hub", "hyperparameter_search", "call_model_init"}
     assert replaced - public == set(HOOKS)

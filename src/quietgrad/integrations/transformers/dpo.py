@@ -16,6 +16,7 @@ from trl import DPOTrainer
 
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.integrations.transformers.sft import no_records_in_warnings
+from quietgrad.integrations.transformers.sharding import plugin_of
 from quietgrad.integrations.transformers.trainer import PrivateTrainer
 from quietgrad.plan import PrivacyConfig
 from quietgrad.tensors import Batch
@@ -235,6 +236,12 @@ def _refuse(args: Any, data_collator: Any, options: dict[str, Any]) -> None:
         )
     if "per_example_loss" in options:
         raise ValueError("per_example_loss: the loss is args.loss_type's; leave it out")
+    if plugin_of(args) is not None:
+        raise ValueError(
+            "FSDP: DPOTrainer makes its reference from the model's name again, and asks it before "
+            "the model is sharded; leave fsdp out, and keep the whole model in every process "
+            "(torchrun, or accelerate launch --multi_gpu)"
+        )
     names = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
     unknown = [name for name in names if name not in LOSSES]
     if unknown:

@@ -13,13 +13,18 @@ from torch.utils.data import IterableDataset
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.reporting import without_system_metrics
+from quietgrad.integrations.transformers.sharding import plugin_of
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
-SHARDED = (
-    "shard it by quietgrad train (training.sharded=true), or in a loop of your own "
-    "(docs/fully_sharded.md)"
+REPLICAS = (
+    "keep the whole model in every process (torchrun, or accelerate launch --multi_gpu), or shard "
+    'it by fsdp=True with fsdp_config={"fsdp_version": 2} (docs/fully_sharded.md)'
 )
-REPLICAS = "keep the whole model in every process (torchrun, or accelerate launch --multi_gpu)"
+# What a launcher says in the environment -> the argument that says the same.
+LAUNCHED = {
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
 
 # Argument -> (whether its value is refused, why, what to do). Missing arguments are not refused.
 ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
@@ -67,12 +72,6 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
         "leave it out",
     ),
     "deepspeed": (bool, "it clips and reduces gradients itself", REPLICAS),
-    "fsdp": (
-        bool,
-        "accelerate would shard the model inside train(), which was not tried with private steps "
-        "(its version 1 has no gradients of single records)",
-        f"{REPLICAS}, or {SHARDED}",
-    ),
     "parallelism_config": (bool, "a record would be spread over processes", REPLICAS),
     "use_liger_kernel": (
         bool,
@@ -147,11 +146,13 @@ def refuse_arguments(args: Any) -> None:
         value = getattr(args, name, None)
         if hasattr(args, name) and refused(value):
             raise ValueError(f"args.{name}={_shown(value)}: {why}; {remedy}")
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
-        raise ValueError(
-            "ACCELERATE_USE_FSDP is set (accelerate launch --use_fsdp, or its configuration): "
-            f"{ARGUMENTS['fsdp'][1]}; {ARGUMENTS['fsdp'][2]}"
-        )
+    for name, argument in LAUNCHED.items():
+        if os.environ.get(name, "false").lower() in ("true", "1"):
+            _, why, remedy = ARGUMENTS[argument]
+            raise ValueError(
+                f"{name} is set (accelerate launch, or its configuration): {why}; {remedy}"
+            )
+    plugin_of(args)
     loss = getattr(args, "loss_type", "nll")
     if isinstance(loss, str) and loss != "nll":  # a list is DPOConfig's, whose trainer judges it
         raise ValueError(

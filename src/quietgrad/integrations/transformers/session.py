@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from quietgrad.accounting import epsilon_report
+from quietgrad.clipping.capture.spread import put_away
 from quietgrad.distributed.together import Together, here
 from quietgrad.durable import make_folder, write_whole
 from quietgrad.events import unit_of
@@ -90,6 +91,7 @@ class TrainerSession:
         run: None before the first start.
         started_from: records of the outputs of earlier runs that the weights are from.
         resumed: the checkpoint that the run went on from, if any.
+        together: the processes of the run.
     """
 
     def __init__(self, plan: PrivacyPlan, output_dir: str, accept_start: str = "") -> None:
@@ -101,7 +103,7 @@ class TrainerSession:
         self.run: PrivateRun | None = None
         self.resumed: Checkpoint | None = None
         self._keeper = NoiseKeeper(None)
-        self._together = Together()
+        self.together = Together()
         self._name = ""
 
     def starts_from(self, model: Any, bare: Any) -> tuple[Record, ...]:
@@ -125,6 +127,7 @@ class TrainerSession:
                 .replace("model.accept_start = ", "accept_start=")
             )
             raise ValueError(said) from None
+        put_away(model)  # else parameters that an evaluation left gathered are not those trained
         held = {id(t): t for p in model.parameters() if (t := _TRAINED.get(p)) is not None}
         here = self._run_here() if held else ""
         records = tuple(t.record() for t in held.values() if t.run != here)
@@ -167,20 +170,20 @@ class TrainerSession:
                 is; a checkpoint of another run; a ledger that holds fewer releases than it; and
                 what ``PrivacyPlan.start`` refuses.
         """
-        self._together = here()
+        self.together = here()
         with contextlib.ExitStack() as held:
             # The first process alone locks, looks and, at the end, removes what is secret.
-            self._together.by_first(lambda: self._take(held, resume))
-            writes = self._together.first
+            self.together.by_first(lambda: self._take(held, resume))
+            writes = self.together.first
             with start_private(self.plan, self.files, resume is not False, writes) as run:
-                self._name = self._together.by_first(
+                self._name = self.together.by_first(
                     lambda: read_ledger(self.files.ledger).sessions[0].name
                 )
                 self.run, self._keeper = run, NoiseKeeper(run)
                 self.resumed = (
                     None
                     if resume is False
-                    else self._together.by_first(lambda: self._checkpoint(resume))
+                    else self.together.by_first(lambda: self._checkpoint(resume))
                 )
                 yield None if self.resumed is None else str(self.resumed.path)
                 if writes and run.released >= self.plan.steps:
@@ -249,11 +252,19 @@ class TrainerSession:
                 return Checkpoint(folder, int(mark["releases"]))
         return None
 
+    def look_seed(self) -> int:
+        """Secret, of looks at a few records: one for all processes, as those that hold shards of a
+        model make every pass together.
+        """
+        assert self.run is not None
+        seed: int = self.together.of_first(self.run.model_seed())
+        return seed
+
     def mark(self, folder: Path, releases: int) -> None:
         """Writes into a checkpoint of which run it is, and how many releases its weights have
         seen.
         """
-        if not self._together.first:
+        if not self.together.first:
             return
         make_folder(folder)
         mark = {"run": self._name, "releases": releases}
@@ -284,7 +295,7 @@ class TrainerSession:
 
     def _record(self) -> Record | None:
         """Of the run so far, for the process that writes."""
-        if not self._together.first or self.run is None or not self.run.released:
+        if not self.together.first or self.run is None or not self.run.released:
             return None
         return Trained(self._name, self.plan, self.started_from, self.run.released).record()
 

@@ -27,8 +27,9 @@ from quietgrad.integrations.transformers.collating import TOGETHER, Looking, rou
 from quietgrad.integrations.transformers.hooks import require_hooks
 from quietgrad.integrations.transformers.loading import EpochLoader
 from quietgrad.integrations.transformers.losses import record_loss_of
-from quietgrad.integrations.transformers.quiet import NO_SEARCH, QuietTrainer
+from quietgrad.integrations.transformers.quiet import NO_SEARCH
 from quietgrad.integrations.transformers.session import TrainerSession
+from quietgrad.integrations.transformers.sharding import ShardingTrainer
 from quietgrad.loading.batches import LoadedBatch
 from quietgrad.loading.loader import PrivateLoader
 from quietgrad.plan import PrivacyConfig, PrivacyPlan, PrivateRun
@@ -38,7 +39,7 @@ from quietgrad.training.tasks.records import spread
 GUARDED_RECORDS = 32  # of the evaluation data, for the clipper's guard
 
 
-class PrivateTrainer(QuietTrainer):
+class PrivateTrainer(ShardingTrainer):
     """``transformers.Trainer`` that trains privately: ``privacy=`` says how.
 
     What Trainer does with public things is Trainer's: callbacks, schedulers, evaluation,
@@ -133,11 +134,6 @@ class PrivateTrainer(QuietTrainer):
                 "it 0, and smooth there"
             )
         return self._given_loss
-
-    def _bare_model(self) -> Any:
-        """Without adapters and wrappers."""
-        bare = self.accelerator.unwrap_model(self.model)
-        return bare.get_base_model() if hasattr(bare, "get_base_model") else bare
 
     @property
     def _run(self) -> PrivateRun:
@@ -320,7 +316,7 @@ class PrivateTrainer(QuietTrainer):
         labelled = set(self.label_names) <= set(collate(few[:1]))
         if labelled and len(few) > 1 and self.args.per_device_train_batch_size > 1:
             plain = self._not_compiled(model)
-            looking = Looking(plain, collate, few, self._run.model_seed())
+            looking = Looking(plain, collate, few, self._session.look_seed())
             if not looking.refuse_mixing():
                 narrow = self.args.mixed_precision != "no"
                 with as_before(plain, self._loss):
@@ -340,6 +336,4 @@ class PrivateTrainer(QuietTrainer):
 
 
 class PrivateSeq2SeqTrainer(PrivateTrainer, Seq2SeqTrainer):
-    """``transformers.Seq2SeqTrainer`` that trains privately: evaluation may generate. See
-    ``PrivateTrainer``.
-    """
+    """``transformers.Seq2SeqTrainer``, private; evaluation may generate. See ``PrivateTrainer``."""

@@ -1,0 +1,247 @@
+"""A private Trainer whose model accelerate shards: its FSDP plugin in version 2, ``fully_shard``.
+
+accelerate shards the model inside ``train()`` and gives the optimiser the shards; the run clips it
+as any model that is sharded over all ranks (docs/fully_sharded.md). Here is what stands around
+that: ranks begin alike, parameters are put away, the whole model is saved, settings are refused.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+
+from quietgrad.clipping.capture.spread import put_away
+from quietgrad.distributed.alike import weights_digest
+from quietgrad.durable import make_folder
+from quietgrad.integrations.transformers.quiet import QuietTrainer
+from quietgrad.tensors import is_spread, local_of
+
+FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+# What a checkpoint holds beside the model -> how its weights were saved.
+SAVED = {"pytorch_model_fsdp.bin": FULL, "pytorch_model_fsdp_0": SHARDED}
+ALIKE = (
+    "call transformers.set_seed, or torch.manual_seed, with one number on all ranks before the "
+    "model, its new head or its adapters are made, or load them from one file"
+)
+
+
+class ShardingTrainer(QuietTrainer):
+    """``QuietTrainer`` under accelerate's FSDP plugin, where that is asked for."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """accelerate leaves its plugin out on processors, where every process would go on with the
+        whole model; here the processes of a group shard it there, too.
+        """
+        plugin = plugin_of(self.args)
+        super().create_accelerator_and_postprocess()
+        state: Any = self.accelerator.state
+        if plugin is not None and state.distributed_type == DistributedType.MULTI_CPU:
+            shard_on_processors(state, plugin)
+            self.is_fsdp_enabled = True
+        if self.is_fsdp_enabled:
+            refuse_plugin(state.fsdp_plugin)
+            refuse_compiling(state)
+
+    def _prepare_for_training(self, *args: Any, **options: Any) -> tuple[Any, Any]:
+        """Before accelerate shards: a shard of other weights than the others' would be taken as it
+        is. (Of replicas, DistributedDataParallel sends the first one's to all.)
+        """
+        if self.is_fsdp_enabled:
+            plugin, model = self._plugin, self._rested()
+            if not plugin.cpu_ram_efficient_loading:  # else the first one's are sent
+                self._session.together.require_same(
+                    "the model's weights", weights_digest(model), ALIKE
+                )
+            leave_embeddings(plugin, model)
+            refuse_tables(model)
+            if self._session.together.any_of(_are_alike_empty(model)):
+                raise ValueError(
+                    "the model is sharded already, over more ranks than some parameters have rows, "
+                    "and accelerate tells parameters by their memory; make the model and the "
+                    "trainer anew, and go on by resume_from_checkpoint=True"
+                )
+            # By this transformers knows that ranks have to write texts of one length together.
+            for known in (model, self._bare_model()):
+                known._is_fsdp_managed_module = True
+        found: tuple[Any, Any] = super()._prepare_for_training(*args, **options)
+        return found
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Then parameters are put away: no backward pass does it, and as they were gathered they
+        would be old after the next step, and unknown to the optimiser's state.
+        """
+        found = super().evaluation_loop(*args, **options)
+        self._rested()
+        return found
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        """Of parameters at rest, whatever a callback has done with the model."""
+        self._rested()
+        super()._save_checkpoint(*args, **options)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Raises:
+        ValueError: for a checkpoint that was saved otherwise than this trainer saves.
+        """
+        place = Path(resume_from_checkpoint)
+        saved = next((how for name, how in SAVED.items() if (place / name).exists()), "")
+        asked = self._saves
+        if saved != asked:
+            raise ValueError(
+                f"cannot resume: {place.name} was saved {_how(saved)}, and this trainer runs "
+                f"{_how(asked)}, which reads other files; {_as(saved)} (the number of processes "
+                "may be another)"
+            )
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's; and the whole model also where checkpoints hold shards, of which Trainer's
+        would save nothing. All processes call it.
+        """
+        if not self._saves or self._saves == FULL:
+            super().save_model(output_dir, _internal_call)
+            return
+        place = Path(output_dir or str(self.args.output_dir))
+        if not _internal_call:
+            self._save(str(place), state_dict=self.accelerator.get_state_dict(self._rested()))
+        elif self.args.should_save:  # a checkpoint, which Trainer fills
+            make_folder(place)
+            self._session.stamp(place)
+
+    @property
+    def _plugin(self) -> Any:
+        return self.accelerator.state.fsdp_plugin
+
+    @property
+    def _saves(self) -> str:
+        """How checkpoints are saved: the plugin's ``state_dict_type``; empty without it."""
+        return str(self._plugin.state_dict_type.name) if self.is_fsdp_enabled else ""
+
+    def _bare_model(self) -> Any:
+        """Without adapters and wrappers."""
+        bare = self.accelerator.unwrap_model(self.model)
+        return bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+
+    def _rested(self) -> Any:
+        """The model, its parameters at rest."""
+        model: Any = self.model
+        put_away(model)
+        return model
+
+
+def plugin_of(args: Any) -> Any:
+    """accelerate's plugin as the arguments ask for it, or else the launcher; None without one.
+
+    Raises:
+        ValueError: for settings that cannot be private, or were not tried, with the remedy.
+    """
+    given = getattr(args, "fsdp_plugin_args", None)
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    config = getattr(args, "fsdp_config", None)
+    if isinstance(config, dict) and config.get("xla"):
+        raise ValueError("fsdp_config['xla'] is torch_xla's, which is not offered; leave it out")
+    if given is None and not launched:
+        return None
+    version = (given or {}).get("fsdp_version") or os.environ.get("FSDP_VERSION", "1")
+    if int(version) != 2:
+        raise ValueError(
+            f"FSDP's version {version} has no gradients of single records, as it makes one flat "
+            'tensor of many parameters; set fsdp=True and fsdp_config={"fsdp_version": 2}, or '
+            "start by accelerate launch --use_fsdp --fsdp_version 2 (FSDP_VERSION=2)"
+        )
+    plugin = FullyShardedDataParallelPlugin(**(given or {}))
+    refuse_plugin(plugin)
+    return plugin
+
+
+def refuse_plugin(plugin: Any) -> None:
+    """As ``plugin_of``, of a plugin of version 2."""
+    if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
+        raise ValueError(
+            "FSDP's cpu_offload: parameters would wait on another device than the model's, where "
+            'they cannot be clipped; leave it out of fsdp_config (and "offload" out of fsdp)'
+        )
+    if plugin.activation_checkpointing:
+        raise ValueError(
+            "FSDP's activation_checkpointing renames the parameters, by whose names noise is "
+            "drawn, and draws other dropout masks when it runs layers again; leave it out of "
+            "fsdp_config, and set activation_checkpointing=True (gradient_checkpointing=True in "
+            "older versions) among the training arguments"
+        )
+
+
+def refuse_compiling(state: Any) -> None:
+    backend = state.dynamo_plugin.backend
+    if getattr(backend, "value", backend) not in ("NO", None):
+        raise ValueError(
+            "torch_compile with FSDP: accelerate would shard the compiled model, and records are "
+            "clipped uncompiled; set torch_compile=False (ACCELERATE_DYNAMO_BACKEND=no)"
+        )
+
+
+def shard_on_processors(state: Any, plugin: Any) -> None:
+    """Tells accelerate's state what it is told where there are GPUs."""
+    if torch.accelerator.is_available():
+        raise ValueError(
+            "args.use_cpu=True with FSDP, where there is an accelerator: fully_shard would move "
+            "the model to it; leave use_cpu out, or hide the accelerator (CUDA_VISIBLE_DEVICES=)"
+        )
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    state.fsdp_plugin = plugin
+    state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def leave_embeddings(plugin: Any, model: nn.Module) -> None:
+    """Leaves the layers around the embedding to what is sharded together, where the user names no
+    layers to shard by themselves. accelerate 1.15 shards the embedding on its own, also where it
+    has sharded what is around it before (``BertEmbeddings`` is among the layers that transformers
+    does not split), and torch refuses that.
+    """
+    layers = getattr(model, "_no_split_modules", None)
+    find = getattr(model, "get_input_embeddings", None)
+    if plugin.transformer_cls_names_to_wrap is not None or not layers or find is None:
+        return
+    embedding = find()
+    around = {type(m).__name__ for m in model.modules() if any(c is embedding for c in m.modules())}
+    plugin.transformer_cls_names_to_wrap = [name for name in layers if name not in around]
+
+
+def refuse_tables(model: nn.Module) -> None:
+    """Refuses an embedding that more than the input and the output layer use.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    ends = [getattr(model, f"get_{end}put_embeddings", lambda: None)() for end in ("in", "out")]
+    table = getattr(ends[0], "weight", None)
+    for name, module in model.named_modules():
+        if table is not None and module not in ends and module._parameters.get("weight") is table:
+            raise ValueError(
+                f"FSDP: {name!r} uses the table of the input embedding, too, and accelerate shards "
+                "that with the output layer alone, which torch refuses; keep the whole model in "
+                "every process (torchrun, or accelerate launch --multi_gpu), or shard it in a loop "
+                "of your own (docs/fully_sharded.md)"
+            )
+
+
+def _are_alike_empty(model: nn.Module) -> bool:
+    """Whether this rank holds nothing of two or more parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad and is_spread(p)]
+    return sum(local_of(p).numel() == 0 for p in trained) > 1
+
+
+def _how(saved: str) -> str:
+    return f"with FSDP's state_dict_type={saved!r}" if saved else "without FSDP"
+
+
+def _as(saved: str) -> str:
+    settings = f'{{"fsdp_version": 2, "state_dict_type": "{saved}"}}'
+    return f"set fsdp=True and fsdp_config={settings}" if saved else "leave fsdp out"
