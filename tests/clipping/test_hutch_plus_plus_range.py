@@ -155,3 +155,33 @@ def test_a_basis_of_everything_leaves_nothing_to_estimate() -> None:
     norm = (g.double().mT @ a.double()).flatten(1).norm(dim=1)
     assert torch.allclose(measured.squared.sqrt(), norm, rtol=1e-5)
     assert torch.all(certified(measured) >= norm)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize(
+    ("t", "p", "d", "k"),
+    [(129, 100, 70, 7), (33, 512, 512, 32), (33, 768, 768, 32), (5, 30, 90, 3)],
+)
+def test_a_record_has_the_same_bits_in_any_company(
+    t: int, p: int, d: int, k: int, threads: int
+) -> None:
+    """Its estimate and what it may be wrong by. Mutants: matrices that lie where they come; products
+    of a whole basis, which two threads divide where an example is the only one.
+    """
+    source = torch.Generator().manual_seed(0)
+    g, a = (torch.randn(7, 1, t, n, generator=source) for n in (p, d))
+    drawn = Projections(RandomKey.from_seed(0))
+
+    def measured(some: slice) -> Tensor:
+        use = DenseFactors(g[some].clone(), a[some].clone())
+        found = hutch_plus_plus_norms([use], "w", k, drawn, torch.float32)
+        return torch.stack([found.squared, found.slack, found.margin])
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = measured(slice(7))
+        for first, last in (*((i, i + 1) for i in range(7)), (0, 2), (2, 5), (3, 7)):
+            assert torch.equal(measured(slice(first, last)), together[:, first:last]), first
+    finally:
+        torch.set_num_threads(before)

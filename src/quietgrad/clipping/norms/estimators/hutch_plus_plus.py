@@ -41,7 +41,9 @@ from quietgrad.clipping.norms.spread import Spread, spread_of
 from quietgrad.events import HIDDEN_SHARE
 
 HEAD_ROWS = 2048  # of the head of Hutch++ that are formed at once
-GRAM_ENTRIES = 128 * 1024  # of bases whose products are formed at once, in float64
+# Rows of the basis whose products are formed at once, in float64: so few that no library divides
+# them among its threads, which would follow from how many examples there are.
+GRAM_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -87,15 +89,16 @@ def hutch_plus_plus_norms(
         projections.gaussian(name, "tail", max(s.p, s.d), sketch_dim),
     )
     both = torch.cat([drawn(probe, some[0], dtype) for probe in probes], dim=1)
-    range_bgks, tail = project(some, both, dtype, scratch).split([columns, sketch_dim], dim=2)
-    del probes, both
+    sketches, rows = _even(project(some, both, dtype, scratch)), min(s.p, s.d)
+    range_bgks, tail = sketches.split([columns, sketch_dim], dim=2)
+    del probes, both, sketches
     range_bgsk, tail = range_bgks.transpose(2, 3), tail.contiguous()
     basis_bgsk, triangle_bgkk = torch.linalg.qr(range_bgsk)
     # What of Q^T Y is wrong stays within the span of Q, where it adds to the norm; what the second
     # product loses does not.
     lost = _thin_error(columns, tail, dtype) * squared_norms(tail).sqrt()
     tail.sub_((tail @ basis_bgsk) @ basis_bgsk.transpose(2, 3))
-    squared_bg = _squared_by_block(tail) + _head_norms(some, basis_bgsk, dtype)
+    squared_bg = _squared_by_block(tail) + _head_norms(some, basis_bgsk[:, :, :rows], dtype)
     squared = squared_bg.sum(1)
     spread = spread_of(uses, dtype)
     # The head's basis is orthonormal but for what is found, and no more random than the data. Head
@@ -111,6 +114,15 @@ def hutch_plus_plus_norms(
         slack += ((hidden / HIDDEN_SHARE).square_() - squared_bg).clamp_min_(0).sum(1)
     measured = sketched(squared, uses, spread, margin, sketch_dim, dtype, slack)
     return Measured(measured.squared, measured.slack, measured.margin + lost)
+
+
+def _even(sketches_bgks: Tensor) -> Tensor:
+    """With zeros at the ends of rows, on a processor. Where a matrix begins in memory, and so a
+    record's place in its batch, shows in the rounding of a library's factorisation and products;
+    this way all begin alike.
+    """
+    odd = 0 if sketches_bgks.is_cuda else -sketches_bgks.shape[3] % EVEN
+    return torch.nn.functional.pad(sketches_bgks, (0, odd)) if odd else sketches_bgks
 
 
 def _hidden(
@@ -163,15 +175,13 @@ def _skewed(basis_bgsk: Tensor) -> Tensor:
     """[b] by what share ||M Q||^2 may be below that of an orthonormal basis of the same span: twice
     ||Q^T Q - I||_F, which is found, plus the rounding of finding it.
     """
-    _, g, s, k = basis_bgsk.shape
-    one = torch.eye(k, dtype=torch.float64, device=basis_bgsk.device)
-    found = []
-    for some in basis_bgsk.split(max(1, GRAM_ENTRIES // (g * s * k))):
-        basis = some.double()
-        off = (basis.transpose(2, 3) @ basis).sub_(one)
-        found.append(off.square().sum((2, 3)).amax(1).sqrt())
-    most = torch.cat(found) + k * gamma(s, basis_bgsk, torch.float64)
-    return torch.where(most < 0.5, 2.0 * most, torch.inf)
+    b, g, s, k = basis_bgsk.shape
+    gram = -torch.eye(k, dtype=torch.float64, device=basis_bgsk.device).repeat(b, g, 1, 1)
+    for some in basis_bgsk.split(GRAM_ROWS, dim=2):
+        rows = some.double()
+        gram.add_(rows.transpose(2, 3) @ rows)
+    found = gram.square().sum((2, 3)).amax(1).sqrt() + k * gamma(s, basis_bgsk, torch.float64)
+    return torch.where(found < 0.5, 2.0 * found, torch.inf)
 
 
 def _squared_by_block(values: Tensor) -> Tensor:
