@@ -66,9 +66,6 @@ class ShardingTrainer(QuietTrainer):
                     "and accelerate tells parameters by their memory; make the model and the "
                     "trainer anew, and go on by resume_from_checkpoint=True"
                 )
-            # By this transformers knows that ranks have to write texts of one length together.
-            for known in (model, self._bare_model()):
-                known._is_fsdp_managed_module = True
         found: tuple[Any, Any] = super()._prepare_for_training(*args, **options)
         return found
 
