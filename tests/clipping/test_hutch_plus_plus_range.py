@@ -80,7 +80,9 @@ def truth(g: Tensor, a: Tensor, basis: Tensor, k: int, step: int) -> tuple[Tenso
     m = m if g.shape[3] >= a.shape[3] else m.mT  # [2, longer, shorter]
     source = Projections(KEY, step)
     s, p = (source.gaussian("w", role, m.shape[1], k).double() for role in ("range", "tail"))
-    q = torch.linalg.qr(basis[:, 0].double()).Q
+    own, beyond = basis[:, 0, : m.shape[2]], basis[:, 0, m.shape[2] :]
+    assert not beyond.any()  # rows of zeros, by which all matrices begin alike
+    q = torch.linalg.qr(own.double()).Q
     rest = m.mT - q @ (q.mT @ m.mT)
     hidden = math.sqrt(k) * (rest @ s).norm(dim=(1, 2))
     squared = (m @ q).square().sum((1, 2)) + (rest @ p).square().sum((1, 2))
@@ -165,8 +167,8 @@ def test_a_basis_of_everything_leaves_nothing_to_estimate() -> None:
 def test_a_record_has_the_same_bits_in_any_company(
     t: int, p: int, d: int, k: int, threads: int
 ) -> None:
-    """Its estimate and what it may be wrong by. Mutants: matrices that lie where they come; products
-    of a whole basis, which two threads divide where an example is the only one.
+    """Its estimate and what it may be wrong by. Mutants: matrices that lie where they come;
+    products of a whole basis, which two threads divide where an example is the only one.
     """
     source = torch.Generator().manual_seed(0)
     g, a = (torch.randn(7, 1, t, n, generator=source) for n in (p, d))

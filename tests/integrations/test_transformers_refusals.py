@@ -125,6 +125,9 @@ def test_what_a_launcher_asks_for_is_refused(
     monkeypatch.setenv(name, "true")
     with pytest.raises(ValueError, match=why):
         refuse_arguments(ALONE)
+    monkeypatch.setenv(name, "1")  # which accelerate takes for no
+    with pytest.raises(ValueError, match=name):
+        refuse_arguments(ALONE)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,13 @@ def plugin_of(args: Any) -> Any:
         ValueError: for settings that cannot be private, or were not tried, with the remedy.
     """
     given = getattr(args, "fsdp_plugin_args", None)
-    launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    said = os.environ.get("ACCELERATE_USE_FSDP", "false").lower()
+    launched = said == "true"
+    if said in ("1", "y", "yes", "t", "on"):
+        raise ValueError(
+            f"ACCELERATE_USE_FSDP={said}: transformers reads it as true, and accelerate, which "
+            "would shard the model, does not; set it to true, or unset it"
+        )
     config = getattr(args, "fsdp_config", None)
     if isinstance(config, dict) and config.get("xla"):
         raise ValueError("fsdp_config['xla'] is torch_xla's, which is not offered; leave it out")
