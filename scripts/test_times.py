@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile -o junit_family=xunit1 --junitxml=times.xml
     python scripts/test_times.py times.xml
 
-``tests/times.json`` then holds the seconds of every test that took one or more, with its fixtures.
+``tests/times.json`` then holds the seconds of every test that took ``LEAST`` or more, with its fixtures.
 ``tests/conftest.py`` marks those of at least ``LONG`` seconds. Only what is long beside others
 matters: a slower machine would choose nearly the same.
 """  # noqa: E501
@@ -16,7 +16,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 TIMES = Path(__file__).parents[1] / "tests" / "times.json"
-LEAST = 1.0  # seconds
+LEAST = 0.8  # seconds
 
 
 def times_of(report: Path) -> dict[str, float]:
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("report", type=Path, help="what pytest wrote")
     times = times_of(parser.parse_args().report)
     TIMES.write_text(json.dumps(times, indent=0) + "\n", encoding="utf-8")
-    print(f"{len(times)} tests of a second or more, {sum(times.values()):.0f} s in all")
+    print(f"{len(times)} tests of {LEAST} s or more, {sum(times.values()):.0f} s in all")
 
 
 if __name__ == "__main__":
