@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.a.test_b" name="test_c[1]" file="tests/a/test_b.py" time="2.04" />
 <testcase classname="tests.a.test_b.TestD" name="test_e" file="tests/a/test_b.py" time="1.5" />
-<testcase classname="tests.a.test_b" name="test_f" file="tests/a/test_b.py" time="0.9" />
+<testcase classname="tests.a.test_b" name="test_f" file="tests/a/test_b.py" time="0.7" />
 </testsuite></testsuites>"""
 
 
