@@ -430,7 +430,7 @@ def test_a_cancelling_crowd_is_not_revealed_by_one_record_more() -> None:
 
 def _no_slack(self: rounding.NormSums) -> Norms:
     estimate = self.squared.clamp_min(0).sqrt()
-    return Norms(estimate, estimate, estimate)
+    return Norms(estimate, estimate, estimate, torch.zeros_like(estimate))
 
 
 def test_without_certified_bounds_the_attack_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.engines import accumulator
-from quietgrad.clipping.norms import rules
+from quietgrad.clipping.norms import rounding, rules
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import ConvolutionFactors, Geometry, dense
 from quietgrad.clipping.norms.factors.extents import ByExtent, by_extent, extents_of
@@ -23,6 +23,14 @@ from quietgrad.clipping.norms.factors.sums.elementwise import sum_of_few, sum_of
 from quietgrad.randomness import RandomKey
 
 CROWD, LIMIT = 24, 1e-3
+
+
+@pytest.fixture(autouse=True)
+def nothing_but_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such records are shortened to next to nothing (``rounding.OF_SPREAD``). Here they are not."""
+    monkeypatch.setattr(rounding, "OF_SPREAD", 0.0)
+
+
 ESTIMATORS = ["auto", "materialized", "ghost", "hutch", "hutch++"]
 
 

@@ -1,7 +1,6 @@
 """What a model itself rounds otherwise beside a longer text, before clipping sees it: a softmax
 over more keys is added up in another order. Where a record's positions cancel, a sketch's margin
-keeps that small; an exact norm, which divides by what is left, does not (docs/privacy/clipping.md,
-what remains).
+keeps that small, and beside exact norms what no norm is taken to be below (``rounding.OF_SPREAD``).
 """
 
 from __future__ import annotations
@@ -65,9 +64,25 @@ def sum_of(longer: int, estimator: str) -> Tensor:
 
 @pytest.mark.parametrize("estimator", ["hutch", "hutch++"])
 def test_a_sketchs_margin_covers_what_attention_rounds(estimator: str) -> None:
-    """Under exact norms 27 C, under sketches 0.009 C with 40 texts."""
+    """0.009 C with 40 texts."""
     moved = sum_of(131, estimator) - sum_of(0, estimator)
     assert float(moved.norm()) < 0.05
+
+
+@pytest.mark.parametrize("estimator", ["auto", "materialized", "ghost", "ghost64"])
+def test_exact_norms_divide_by_more_than_attention_rounds(estimator: str) -> None:
+    """Before: 27 C with 40 texts."""
+    moved = sum_of(131, estimator) - sum_of(0, estimator)
+    assert float(moved.norm()) < 0.05
+
+
+@pytest.mark.parametrize("estimator", ["auto", "ghost"])
+def test_divided_by_what_is_left_it_is_seen(
+    estimator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounding, "OF_SPREAD", 0.0)
+    moved = sum_of(131, estimator) - sum_of(0, estimator)
+    assert float(moved.norm()) > 1.0
 
 
 def test_without_a_margin_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def only_the_last_use(self, name, uses):
 
 def squared_norm_as_norm(self):
     right = RIGHT_FINISH(self)
-    return Norms(right.estimate**2, right.enlarged**2, right.certified**2)
+    return Norms(right.estimate**2, right.own**2, right.certified**2, right.least)
 
 
 def norms_added_up(self, name, uses):

@@ -73,5 +73,4 @@ def _kept_once(kept: Callable[..., tuple[Measured, Kept]], held: Held, known: Kn
 
 
 def _zeros(like: Tensor) -> Measured:
-    zeros = like.new_zeros(3, len(like), dtype=torch.float64)
-    return Measured(zeros[0], zeros[1], zeros[2])
+    return Measured(*like.new_zeros(4, len(like), dtype=torch.float64))

@@ -28,7 +28,7 @@ from quietgrad.clipping.engines.untouched import (
 from quietgrad.clipping.engines.ways import in_one_way, small_gradients
 from quietgrad.clipping.norms.choice import ESTIMATOR_OF, Policy
 from quietgrad.clipping.norms.cost import Sketch, cost_of
-from quietgrad.clipping.norms.estimators.materialized import kept_gradients, materialized_gradients
+from quietgrad.clipping.norms.estimators.materialized import added_up, kept_gradients
 from quietgrad.clipping.norms.estimators.projections import Projections, block_of
 from quietgrad.clipping.norms.estimators.sketches import steady
 from quietgrad.clipping.norms.estimators.together import Together
@@ -50,6 +50,7 @@ from quietgrad.clipping.norms.rounding import (
     Norms,
     NormSums,
     direct,
+    least_of,
     of_this_process,
 )
 from quietgrad.tensors import accumulation_dtype, full_precision
@@ -186,7 +187,7 @@ class Accumulator:
             self.sums.add(self.group_of(name), measured, entries)
         else:
             kept = [small]
-            self._wait(self.group_of(name), small.values_bn.to(dtype))
+            self._wait(self.group_of(name), small.values_bn.to(dtype), small.spread_b)
         if self.keep:
             # A use of a tied parameter may arrive after the others were settled only if calls were
             # miscounted.
@@ -217,15 +218,8 @@ class Accumulator:
             # One parameter seen by a rule and by the fallback, or cut into blocks of rows in one
             # call and not in another (attention to itself and to something else): add before taking
             # the norm.
-            total: Tensor | None = None
-            for use in uses:
-                if isinstance(use, DirectGradients):
-                    values = use.values_bn.to(dtype)
-                else:
-                    values = materialized_gradients([use], dtype).values_bn
-                total = values if total is None else total + values
-            assert total is not None
-            return direct(total), [DirectGradients(total)]
+            total = added_up(uses, dtype)
+            return direct(total.values_bn, total.spread_b), [total]
         parts = by_extent(matrices)
         if parts is not None:
             return self._measure_parts(name, parts, dtype)
@@ -235,13 +229,16 @@ class Accumulator:
         self, name: str, parts: list[Part], dtype: torch.dtype
     ) -> tuple[Measured, list[Kept]]:
         """Examples of one size at a time."""
-        whole = Measured(*self.sums.squared.new_zeros(3, self.sums.squared.shape[1]))
+        zeros = self.sums.squared.new_zeros(4, self.sums.squared.shape[1])
+        whole, least = Measured(*zeros), zeros[3]
         kept: list[tuple[Tensor, tuple[Kept, ...]]] = []
         for numbers, matrices in parts:
             measured, some = self._measure_matrices(name, matrices, dtype)
             whole.squared[numbers] = measured.squared
             whole.slack[numbers] = measured.slack
             whole.margin[numbers] = measured.margin
+            if measured.least is not None:
+                least[numbers] = measured.least
             kept.append((numbers, tuple(some)))
         return whole, [ByExtent(tuple(kept))]
 
@@ -271,8 +268,10 @@ class Accumulator:
             return policy
         return replace(policy, may_keep=False)
 
-    def _wait(self, group: int, values_bn: Tensor) -> None:
+    def _wait(self, group: int, values_bn: Tensor, spread_b: Tensor | None) -> None:
         """Biases and scales are many and small: they are measured together."""
+        if spread_b is not None:
+            self.sums.add_least(group, least_of(spread_b, values_bn.dtype))
         waiting = self._small.setdefault((group, values_bn.dtype), [])
         waiting.append(values_bn)
         if sum(values.shape[1] for values in waiting) > TOGETHER:

@@ -77,7 +77,8 @@ def add_by_bookkeeping(work: Work, batch: Examples, sums: Sums) -> Observed:
     with torch.no_grad():
         shares = shares_of(work, accumulator)
         for i in shares.alone:
-            shares.divisors[:, i : i + 1] = _add_measured(work, accumulator.gradient_of(i), sums)
+            least, gradient = shares.least[:, i : i + 1], accumulator.gradient_of(i)
+            shares.divisors[:, i : i + 1] = _add_measured(work, gradient, least, sums)
         for i, factors in shares.apart.items():
             _add_gradient(work, accumulator.gradient_of(i), factors, sums)
         accumulator.add_weighted(sums, shares.factors, shares.left_out)
@@ -90,6 +91,7 @@ class Shares:
 
     Attributes:
         divisors: [groups, b] what norms are divided by; of examples taken alone, to be filled in.
+        least: [groups, b] what those taken alone are divided by at least.
         factors: [groups, b] clip factors; 0 for examples taken alone or formed apart.
         left_out: [b] examples that add nothing to the weighted sum; None for none.
         alone: numbers of the examples that are measured and added each by itself.
@@ -97,6 +99,7 @@ class Shares:
     """
 
     divisors: Tensor
+    least: Tensor
     factors: Tensor
     left_out: Tensor | None
     alone: list[int]
@@ -112,21 +115,23 @@ def shares_of(work: Work, accumulator: Accumulator) -> Shares:
         apart = norms.apart(factors, work.limits)
         left_out = apart | ~divisors.isfinite().all(dim=0)
         if not bool(left_out.any()):
-            return Shares(divisors, factors, None, [], {})
+            return Shares(divisors, norms.least, factors, None, [], {})
         each = {i: factors[:, i].tolist() for i in torch.nonzero(apart).flatten().tolist()}
-        return Shares(divisors, factors.masked_fill(apart, 0.0), left_out, [], each)
+        rest = factors.masked_fill(apart, 0.0)
+        return Shares(divisors, norms.least, rest, left_out, [], each)
     alone = work.doubtful(norms)
     if alone is None:
-        return Shares(divisors, factors, None, [], {})
+        return Shares(divisors, norms.least, factors, None, [], {})
     numbers = torch.nonzero(alone).flatten().tolist()
-    return Shares(divisors, factors.masked_fill(alone, 0.0), alone, numbers, {})
+    rest = factors.masked_fill(alone, 0.0)
+    return Shares(divisors, norms.least, rest, alone, numbers, {})
 
 
-def _add_measured(work: Work, gradient: dict[str, Tensor], sums: Sums) -> Tensor:
-    """Adds one example's gradient, which is nobody else's, clipped by its own norm; returns
-    [groups, 1] what it was divided by.
+def _add_measured(work: Work, gradient: dict[str, Tensor], least: Tensor, sums: Sums) -> Tensor:
+    """Adds one example's gradient, which is nobody else's, clipped by its own norm, or by ``least``
+    where that is more; returns [groups, 1] what it was divided by.
     """
-    norms = norms_of_one(work, gradient)
+    norms = norms_of_one(work, gradient).above(least)
     finite = norms.enlarged.isfinite().all(dim=0)
     if bool(finite):
         factors = clip_factors(norms.enlarged, work.limits, work.scaling)[:, 0].tolist()

@@ -73,7 +73,7 @@ def _addresses(
 
 def norms_of_one(work: Work, gradients: Mapping[str, Tensor | None], divisor: int = 1) -> Norms:
     """[groups, 1] norms of one example's gradient, given as a sum that is divided by so many.
-    Private.
+    Of what it is a sum of nothing is known: no norm is too small to divide. Private.
     """
     return norms_of_each(work, gradients.items(), divisor)
 

@@ -20,6 +20,10 @@ below it may become zero).
              errs by gamma(t) S
     floor    of a norm: squares of entries below sqrt(eta) may have become zero
 
+    least    of a norm: a model rounds too, and otherwise beside a longer record (attention's
+             softmax over more keys). A few roundings of each factor move M by a few u S, whatever
+             is left of M. Where exact norms divide, no norm below ``OF_SPREAD`` u S does
+
 All norms are divided by (1 + SHARE) estimates, so that a contribution is the same function of its
 record whichever way it was measured: a bound that depended on the way would make it depend on who
 else is in the batch, through the choice of the way. Where ``cert`` is above that, the example is
@@ -29,7 +33,7 @@ doubtful and is measured again as its own gradient (``bookkeeping``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import overload
 
 import torch
@@ -45,6 +49,11 @@ SHARE = 2.0**-10
 # any length. No more than 128: libraries add up a longer block in parts of a size that follows from
 # its length, so that a record would round otherwise where it is padded to a longer one.
 LONGEST_CHAIN = 128
+
+# In units of u S: no exact norm below that divides. A record whose positions cancel by more than a
+# factor of 8192 in float32 is shortened further, and what the model's own rounding may do to it
+# stays below a thousandth of C.
+OF_SPREAD = 2.0**11
 
 # Of C: a record whose rounding may be more is formed apart from its micro-batch.
 # Its partial sums are far above C, and what others add to them within one product would round as
@@ -81,11 +90,14 @@ class Measured:
         slack: [b] float64, at most so much do the squared norms exceed ``squared``.
         margin: [b] float64, norm of the difference between what was measured and what the sum will
             hold; 0 where the same numbers serve both.
+        least: [b] float64, ``OF_SPREAD`` u S; None for sketches, whose margins are larger, and for
+            gradients that came formed.
     """
 
     squared: Tensor
     slack: Tensor
     margin: Tensor
+    least: Tensor | None = None
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -142,14 +154,19 @@ def norm_gamma(like: Tensor, dtype: torch.dtype) -> float:
     return 2.0 * gamma(SQUARES_AT_ONCE, like, dtype)
 
 
-def direct(values_bn: Tensor) -> Measured:
+def least_of(spread_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b] what gradients of that spread are divided by at least."""
+    return spread_b * (OF_SPREAD * unit_roundoff(dtype))
+
+
+def direct(values_bn: Tensor, spread_b: Tensor | None = None) -> Measured:
     """Gradients that are kept as they were measured: nothing but the rounding
-    of their own squares.
+    of their own squares; ``spread_b``: of what they are sums of, where that is known.
     """
-    squared = squared_norms(values_bn)
-    return Measured(
-        squared, norm_gamma(values_bn, values_bn.dtype) * squared, torch.zeros_like(squared)
-    )
+    squared, dtype = squared_norms(values_bn), values_bn.dtype
+    least = None if spread_b is None else least_of(spread_b, dtype)
+    slack = norm_gamma(values_bn, dtype) * squared
+    return Measured(squared, slack, torch.zeros_like(squared), least)
 
 
 @dataclass
@@ -161,30 +178,38 @@ class NormSums:
         squared, slack: [groups, b] float64, see ``Measured``.
         margin_squared: [groups, b] float64; parameters are orthogonal, so their margins add up in
             squares.
+        least_squared: [groups, b] float64, likewise.
         entries: for each group, entries of the gradients, for the floor.
     """
 
     squared: Tensor
     slack: Tensor
     margin_squared: Tensor
+    least_squared: Tensor
     entries: list[int]
-    _rows: list[tuple[Tensor, Tensor, Tensor]] = field(init=False, repr=False)
+    _rows: list[tuple[Tensor, ...]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        each = zip(self.squared, self.slack, self.margin_squared, strict=True)
+        each = zip(self.squared, self.slack, self.margin_squared, self.least_squared, strict=True)
         self._rows = list(each)  # views, made once: every parameter adds to them
 
     @classmethod
     def empty(cls, groups: int, examples: int, device: torch.device) -> NormSums:
-        zeros = torch.zeros(3, groups, examples, dtype=torch.float64, device=device)
-        return cls(zeros[0], zeros[1], zeros[2], [0] * groups)
+        zeros = torch.zeros(4, groups, examples, dtype=torch.float64, device=device)
+        return cls(zeros[0], zeros[1], zeros[2], zeros[3], [0] * groups)
 
     def add(self, group: int, measured: Measured, entries: int) -> None:
-        squared, slack, margin_squared = self._rows[group]
+        squared, slack, margin_squared, least_squared = self._rows[group]
         squared.add_(measured.squared)
         slack.add_(measured.slack)
         margin_squared.addcmul_(measured.margin, measured.margin)
+        if measured.least is not None:
+            least_squared.addcmul_(measured.least, measured.least)
         self.entries[group] += entries
+
+    def add_least(self, group: int, least_b: Tensor) -> None:
+        """Of gradients whose norms are added later."""
+        self._rows[group][3].addcmul_(least_b, least_b)
 
     def of_all(self, added: Callable[[Tensor], Tensor]) -> NormSums:
         """Of all ranks that hold a part of each gradient: parts are orthogonal, so that squares,
@@ -193,18 +218,18 @@ class NormSums:
         Args:
             added: a vector of numbers to the sum of the ranks', the same to the bit on all.
         """
-        own = torch.stack([self.squared, self.slack, self.margin_squared])
+        own = torch.stack([self.squared, self.slack, self.margin_squared, self.least_squared])
         found = added(torch.cat([own.flatten(), own.new_tensor(self.entries)]))
-        squared, slack, margin_squared = found[: own.numel()].view(own.shape)
         entries = [int(n) for n in found[own.numel() :].tolist()]
-        return NormSums(squared, slack, margin_squared, entries)
+        squared, slack, margin_squared, least_squared = found[: own.numel()].view(own.shape)
+        return NormSums(squared, slack, margin_squared, least_squared, entries)
 
     def norms(self) -> Norms:
         floor = (self.squared.new_tensor(self.entries) * SMALLEST_NORMAL).sqrt().unsqueeze(1)
         estimate = self.squared.clamp_min(0).sqrt()
         estimate = torch.where(estimate > LARGEST_NORM, torch.inf, estimate)
         cert = (self.squared + self.slack).clamp_min(0).sqrt() + self.margin_squared.sqrt() + floor
-        return Norms(estimate, estimate * (1.0 + SHARE) + floor, cert)
+        return Norms(estimate, estimate * (1.0 + SHARE) + floor, cert, self.least_squared.sqrt())
 
 
 def of_this_process(sums: NormSums) -> NormSums:
@@ -218,30 +243,39 @@ class Norms:
 
     Attributes:
         estimate: the best estimate.
-        enlarged: what exactly measured gradients are divided by.
+        own: the estimate enlarged, an upper bound of ordinary gradients' norms.
         certified: an upper bound of the norm of what the sum will hold, rounding included.
+        least: what is divided by at least.
     """
 
     estimate: Tensor
-    enlarged: Tensor
+    own: Tensor
     certified: Tensor
+    least: Tensor
+
+    @property
+    def enlarged(self) -> Tensor:
+        """What exactly measured gradients are divided by."""
+        return torch.maximum(self.own, self.least)
+
+    def above(self, least: Tensor) -> Norms:
+        """The same of gradients that are formed, of which ``least`` was known before."""
+        return replace(self, least=torch.maximum(self.least, least))
 
     def doubtful(self, limits: Tensor, stability: float) -> Tensor:
         """[b] whether the enlarged norm of some group is no upper bound, and a gradient that must
-        be shortened depends on it; or rounding may be more than ``APART`` of what it may add.
+        be shortened depends on it; or rounding may be more than ``APART`` of what it may add; or
+        ``least`` decides what it adds.
 
         Args:
             limits: [groups] clipping norms.
             stability: added to norms before they divide (automatic clipping); 0 where gradients
                 below the limit stay as they are.
         """
-        known = (
-            self.enlarged + stability
-            if stability
-            else torch.maximum(self.enlarged, limits.unsqueeze(1))
-        )
+        known = self.own + stability if stability else torch.maximum(self.own, limits.unsqueeze(1))
         small = self.certified - self.estimate <= APART * known
-        return ~((self.certified <= known) & small & self.certified.isfinite()).all(dim=0)
+        plain = (self.certified <= known) & small & (self.least <= known)
+        return ~(plain & self.certified.isfinite()).all(dim=0)
 
     def apart(self, factors: Tensor, limits: Tensor) -> Tensor:
         """[b] whether rounding may be more than ``APART`` of what some group allows.
@@ -257,4 +291,4 @@ class Norms:
         """[groups, b] the larger of the two: sound whatever the data, and without a jump. For
         sketches, which are not measured again.
         """
-        return torch.maximum(self.enlarged, self.certified)
+        return torch.maximum(self.own, self.certified)

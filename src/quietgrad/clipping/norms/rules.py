@@ -9,6 +9,7 @@ without a rule go through ``fallback``.
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any
@@ -27,7 +28,11 @@ from quietgrad.clipping.norms.factors import (
     OneHotFactors,
 )
 from quietgrad.clipping.norms.factors.extents import sum_by_extent
-from quietgrad.clipping.norms.factors.sums.elementwise import sum_of_rows
+from quietgrad.clipping.norms.factors.sums.elementwise import (
+    spread_of_channels,
+    spread_of_rows,
+    sum_of_rows,
+)
 from quietgrad.tensors import accumulation_dtype, is_spread, local_of, plain_type
 
 # The module is of the rule's own type.
@@ -61,10 +66,14 @@ def _affine(
         factors = (a_bgtd, g_bgtp) if transposed else (g_bgtp, a_bgtd)
         out["weight"] = DenseFactors(*factors, sizes)
     if "bias" in wanted:
-        out["bias"] = DirectGradients(
-            sum_of_rows(grad.unsqueeze(1), accumulation_dtype(grad.dtype))
-        )
+        out["bias"] = _added_up(grad.unsqueeze(1))
     return out
+
+
+def _added_up(x: Tensor) -> DirectGradients:
+    """[b, ..., n] -> [b, n], over all dimensions between."""
+    dtype = accumulation_dtype(x.dtype)
+    return DirectGradients(sum_of_rows(x, dtype), spread_of_rows(x, dtype))
 
 
 def _of_some_position(factor_bgtn: Tensor) -> Tensor:
@@ -184,12 +193,11 @@ def _scale_and_shift_last(
 ) -> dict[str, Contribution]:
     positions = grad.shape[1 : grad.dim() - dims]
     shape = (len(grad), *(positions or (1,)), grad.shape[grad.dim() - dims :].numel())
-    dtype = accumulation_dtype(grad.dtype)
     out: dict[str, Contribution] = {}
     if "weight" in wanted:
-        out["weight"] = DirectGradients(sum_of_rows((normalised * grad).reshape(shape), dtype))
+        out["weight"] = _added_up((normalised * grad).reshape(shape))
     if "bias" in wanted:
-        out["bias"] = DirectGradients(sum_of_rows(grad.reshape(shape), dtype))
+        out["bias"] = _added_up(grad.reshape(shape))
     return out
 
 
@@ -222,8 +230,13 @@ def _native_group_norm(
         1, b * channels, positions, b * groups, [False, "weight" in wanted, "bias" in wanted],
     )  # fmt: skip
     found = {"weight": weight, "bias": bias}
+    # The length of a channel's normalised values is at most that of its group's, all of length 1.
+    spread = torch.linalg.vector_norm(grad.view(b, -1), dim=1).double()
+    spread *= math.sqrt(positions * channels / groups)
     return {
-        name: DirectGradients(found[name].view(b, channels)) for name in found if name in wanted
+        name: DirectGradients(found[name].view(b, channels), spread)
+        for name in found
+        if name in wanted
     }
 
 
@@ -238,9 +251,9 @@ def _scale_and_shift_channels(
 ) -> dict[str, Contribution]:
     out: dict[str, Contribution] = {}
     if "weight" in wanted:
-        out["weight"] = DirectGradients(_sum_of_channels(normalised * grad))
+        out["weight"] = _of_channels(normalised * grad)
     if "bias" in wanted:
-        out["bias"] = DirectGradients(_sum_of_channels(grad))
+        out["bias"] = _of_channels(grad)
     return out
 
 
@@ -266,14 +279,15 @@ def convolution_rule(
         )
         out["weight"] = ConvolutionFactors(x, grad, geometry)
     if "bias" in wanted:
-        out["bias"] = DirectGradients(_sum_of_channels(grad))
+        out["bias"] = _of_channels(grad)
     return out
 
 
-def _sum_of_channels(x: Tensor) -> Tensor:
+def _of_channels(x: Tensor) -> DirectGradients:
     """[b, channels, *positions] -> [b, channels]"""
     dtype = accumulation_dtype(x.dtype)
-    return sum_by_extent(x, range(2, x.dim()), lambda some: some.flatten(2).sum(2, dtype=dtype))
+    summed = sum_by_extent(x, range(2, x.dim()), lambda some: some.flatten(2).sum(2, dtype=dtype))
+    return DirectGradients(summed, spread_of_channels(x, dtype))
 
 
 _RULES: dict[type[nn.Module], Rule] = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors import MatrixFactors
-from quietgrad.clipping.norms.rounding import gamma, smallest_normal
+from quietgrad.clipping.norms.rounding import gamma, least_of, smallest_normal
 
 ROUNDING = 1.001  # of the spread's own sums
 
@@ -69,8 +69,11 @@ def spread_from(total_bg: Tensor, sums_2bg: Tensor, entries: int, dtype: torch.d
     return Spread(by_block.square().sum(1), lost, by_block)
 
 
-def margin_of(
-    uses: Sequence[MatrixFactors], spread: Spread, terms: float, dtype: torch.dtype
-) -> Tensor:
-    """[b] what products over positions may be off by: gamma of that many terms times the spread."""
-    return spread.norm.mul_(gamma(terms, uses[0].like, dtype))
+def margin_and_least(
+    spread: Spread, terms: float, like: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """[b] what products over positions may be off by, gamma of that many terms times the spread;
+    and what is divided by at least.
+    """
+    norm = spread.norm
+    return norm * gamma(terms, like, dtype), least_of(norm, dtype)

@@ -71,7 +71,7 @@ def _measured_alone(
         for name in accumulator.kept:
             yield name, accumulator.gradient_at(name, example)
 
-    norms = norms_of_each(work, each())
+    norms = norms_of_each(work, each()).above(shares.least[:, example : example + 1])
     shares.divisors[:, example : example + 1] = norms.enlarged
     if not bool(norms.enlarged.isfinite().all()):
         return None

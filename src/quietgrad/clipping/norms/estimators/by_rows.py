@@ -15,9 +15,11 @@ from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS, MatrixFactors, OneH
 from quietgrad.clipping.norms.rounding import (
     MOST_COUNTED,
     Measured,
+    least_of,
     norm_gamma,
     squared_norms,
 )
+from quietgrad.clipping.norms.spread import spread_of
 
 
 def norms_by_rows(
@@ -43,7 +45,8 @@ def norms_by_rows(
     squared, error = torch.cat(squares), torch.cat(errors)
     # What is measured and what the sum will hold are two roundings of the same additions.
     margin = error.mul_(1.0 + MOST_COUNTED)
-    return Measured(squared, norm_gamma(squared, dtype) * squared, margin)
+    least = least_of(spread_of([some], dtype).norm, dtype)
+    return Measured(squared, norm_gamma(squared, dtype) * squared, margin, least)
 
 
 def _together(uses: Sequence[OneHotFactors]) -> OneHotFactors | None:

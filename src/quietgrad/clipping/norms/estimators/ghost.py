@@ -22,7 +22,7 @@ from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS, MatrixFactors, Unfo
 from quietgrad.clipping.norms.factors.products import gram_chain, gram_products
 from quietgrad.clipping.norms.factors.rows import at_least
 from quietgrad.clipping.norms.rounding import Measured, gamma, smallest_normal
-from quietgrad.clipping.norms.spread import Spread, margin_of, spread_of
+from quietgrad.clipping.norms.spread import Spread, margin_and_least, spread_of
 
 FEW_POSITIONS = 256  # up to which sums over pairs of positions are bounded by row
 PRODUCTS_AT_ONCE = 512  # of a ghost norm's inner product that are added up in the working precision
@@ -120,7 +120,8 @@ def _measured_by_ghost(
     """From [3, b] sums over pairs of positions, see ``_sums``."""
     positions = sum(use.sizes.t for use in uses)
     slack = slack_of(sums, spread, errors_of(uses, dtype))
-    return Measured(sums[0].clamp_min(0), slack, margin_of(uses, spread, positions, dtype))
+    margin, least = margin_and_least(spread, positions, uses[0].like, dtype)
+    return Measured(sums[0].clamp_min(0), slack, margin, least)
 
 
 def slack_of(sums: Tensor, spread: Spread, errors: Errors) -> Tensor:

@@ -20,7 +20,7 @@ from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
 from quietgrad.clipping.norms.estimators.ghost import Ghost, ghost_norms
 from quietgrad.clipping.norms.factors import MatrixFactors
 from quietgrad.clipping.norms.rounding import Measured
-from quietgrad.clipping.norms.spread import margin_of, spread_of
+from quietgrad.clipping.norms.spread import margin_and_least, spread_of
 
 GHOST = Ghost()
 OVER_FLOAT32 = 2.0  # time and memory of the same product in float64
@@ -40,5 +40,5 @@ class Ghost64:
     def norms(self, uses: Sequence[MatrixFactors], sketch: Sketch, dtype: torch.dtype) -> Measured:
         exact = ghost_norms(uses, torch.float64)
         positions = sum(use.sizes.t for use in uses)
-        margin = margin_of(uses, spread_of(uses, dtype), positions, dtype)
-        return Measured(exact.squared, exact.slack, margin)
+        margin, least = margin_and_least(spread_of(uses, dtype), positions, uses[0].like, dtype)
+        return Measured(exact.squared, exact.slack, margin, least)

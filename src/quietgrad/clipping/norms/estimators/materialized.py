@@ -19,14 +19,21 @@ from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
 from quietgrad.clipping.norms.estimators.by_rows import norms_by_rows
 from quietgrad.clipping.norms.factors import (
     BLOCK_ELEMENTS,
+    Contribution,
     DirectGradients,
     Kept,
     ListedGradients,
     MatrixFactors,
     Unfolded,
 )
-from quietgrad.clipping.norms.rounding import Measured, direct, norm_gamma, squared_norms
-from quietgrad.clipping.norms.spread import margin_of, spread_of
+from quietgrad.clipping.norms.rounding import (
+    Measured,
+    direct,
+    least_of,
+    norm_gamma,
+    squared_norms,
+)
+from quietgrad.clipping.norms.spread import margin_and_least, spread_of
 
 CACHE_OVER_MEMORY = 4.0  # speed of copies within a processor's cache over that of memory
 CALLS_PER_PIECE = 3  # routines called for each piece of a convolution's per-example gradients
@@ -64,17 +71,18 @@ def kept_gradients(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> tuple[M
     """Norms of one parameter's per-example gradients, and the gradients, to be summed by their
     weights.
     """
-    pieces = _pieces(uses, dtype)
+    pieces, spread = _pieces(uses, dtype), spread_of(uses, dtype).norm
     if pieces is None:
         whole = materialized_gradients(uses, dtype)
-        return direct(whole.values_bn), whole
+        return direct(whole.values_bn, spread), whole
     some, squares = [], []
     for gradients in pieces:
         some.append(gradients)
         squares.append(squared_norms(gradients))  # at once: they still lie in the processor's cache
     squared = torch.cat(squares)
     slack = norm_gamma(uses[0].like, dtype) * squared
-    return Measured(squared, slack, torch.zeros_like(squared)), ListedGradients(tuple(some))
+    none = torch.zeros_like(squared)
+    return Measured(squared, slack, none, least_of(spread, dtype)), ListedGradients(tuple(some))
 
 
 def _pieces(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> Iterator[Tensor] | None:
@@ -101,6 +109,20 @@ def materialized_gradients(uses: Sequence[MatrixFactors], dtype: torch.dtype) ->
     return DirectGradients(total)
 
 
+def added_up(uses: Sequence[Contribution], dtype: torch.dtype) -> DirectGradients:
+    """Per-example gradients of a parameter whose uses are of several kinds: memory b g p d."""
+    total, total_spread = torch.zeros((), dtype=dtype), torch.zeros((), dtype=torch.float64)
+    for use in uses:
+        if isinstance(use, DirectGradients):
+            values, spread = use.values_bn.to(dtype), use.spread_b
+        else:
+            values = materialized_gradients([use], dtype).values_bn
+            spread = spread_of([use], dtype).norm
+        total = total + values
+        total_spread = total_spread if spread is None else total_spread + spread
+    return DirectGradients(total, total_spread.expand(len(total)))
+
+
 def materialized_norms(
     uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int = BLOCK_ELEMENTS
 ) -> Measured:
@@ -115,8 +137,8 @@ def materialized_norms(
         squared = torch.cat([squared_norms(gradients) for gradients in pieces])
     # What is measured and what the sum will hold are two roundings of the same product.
     terms = 2 * sum(use.additions for use in uses)
-    margin = margin_of(uses, spread_of(uses, dtype), terms, dtype)
-    return Measured(squared, norm_gamma(squared, dtype) * squared, margin)
+    margin, least = margin_and_least(spread_of(uses, dtype), terms, uses[0].like, dtype)
+    return Measured(squared, norm_gamma(squared, dtype) * squared, margin, least)
 
 
 def _squares_in_blocks(

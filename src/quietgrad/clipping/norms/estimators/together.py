@@ -20,8 +20,8 @@ from quietgrad.clipping.norms.factors import DenseFactors
 from quietgrad.clipping.norms.factors.products import gram_products
 from quietgrad.clipping.norms.factors.rows import norms_from_squares, sums_over_positions
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
-from quietgrad.clipping.norms.rounding import Measured, NormSums, gamma
-from quietgrad.clipping.norms.spread import spread_from
+from quietgrad.clipping.norms.rounding import Measured, NormSums
+from quietgrad.clipping.norms.spread import margin_and_least, spread_from
 
 # Of one example's Gram matrices that wait, on either side. Of one example: how many parameters are
 # measured together must not depend on how many examples there are.
@@ -101,8 +101,8 @@ class Together:
         right, left = (side[: len(waiting)].flatten(0, 1) for side in room)
         found = _measured(right, left, waiting)
         each = zip(*(x.unflatten(0, (len(waiting), -1)) for x in vars(found).values()), strict=True)
-        for one, (squared, slack, margin) in zip(waiting, each, strict=True):
-            self.sums.add(one.group, Measured(squared, slack, margin), one.entries)
+        for one, measured in zip(waiting, each, strict=True):
+            self.sums.add(one.group, Measured(*measured), one.entries)
 
 
 def _measured(right_xtt: Tensor, left_xtt: Tensor, waiting: Sequence[Waiting]) -> Measured:
@@ -119,8 +119,8 @@ def _measured(right_xtt: Tensor, left_xtt: Tensor, waiting: Sequence[Waiting]) -
         )
     )
     errors = ghost.Errors(of_right, of_left, waiting[0].errors.of_products, lost)
-    margin = spread.norm.mul_(gamma(t, right_xtt, dtype))
-    return Measured(sums[0].clamp_min(0), ghost.slack_of(sums, spread, errors), margin)
+    margin, least = margin_and_least(spread, t, right_xtt, dtype)
+    return Measured(sums[0].clamp_min(0), ghost.slack_of(sums, spread, errors), margin, least)
 
 
 def _same(one: Tensor, version: int, two: Tensor) -> bool:

@@ -18,16 +18,24 @@ from quietgrad.clipping.norms.factors.sums.pairs import InPairs
 
 @dataclass(frozen=True)
 class DirectGradients:
-    """[b, n] per-example gradients (biases, normalisation weights, fallback)."""
+    """[b, n] per-example gradients (biases, normalisation weights, fallback).
+
+    ``spread_b``: [b] float64 sums of the norms of what they are sums of, where that is known: no
+    exact norm divides that rounding in those could have made.
+    """
 
     values_bn: Tensor
+    spread_b: Tensor | None = None
 
     def examples(self, span: slice) -> DirectGradients:
         return DirectGradients(self.values_bn[span])
 
     def merged(self, groups: RowGroups) -> DirectGradients:
         """From one gradient a row of the batch to one an example: the sum over its rows."""
-        return DirectGradients(groups.totals(self.values_bn))
+        spread = self.spread_b
+        if spread is not None:
+            spread = groups.totals(spread.unsqueeze(1))[:, 0]
+        return DirectGradients(groups.totals(self.values_bn), spread)
 
     def without(self, dropped_b: Tensor) -> DirectGradients:
         return DirectGradients(zeroed(self.values_bn, dropped_b))

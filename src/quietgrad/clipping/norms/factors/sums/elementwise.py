@@ -38,6 +38,18 @@ def sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return add_in_pairs(total)
 
 
+def spread_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, ..., n] -> [b] float64 sums of the norms of what ``sum_of_rows`` adds up."""
+    norms = torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
+    return norms.flatten(1).sum(1, dtype=torch.float64)
+
+
+def spread_of_channels(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, channels, *positions] -> [b] float64 norm of the channels' sums of absolute values."""
+    sums = torch.linalg.vector_norm(x.flatten(2), ord=1, dim=2, dtype=dtype)
+    return torch.linalg.vector_norm(sums, dim=1, dtype=torch.float64)
+
+
 def sum_of_few(x_bkn: Tensor) -> Tensor:
     """[b, k, n] -> [b, n]: one after the other, so that zeros at the end change nothing."""
     total = x_bkn[:, 0].clone()
