@@ -120,6 +120,7 @@ def test_a_record_of_small_norm_left_in_the_product_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rounding, "APART", math.inf)
+    monkeypatch.setattr(rounding, "OF_SPREAD", 0.0)
     assert moved(Layer(4, 4), 4, 16, "ghost64", huge=2.0**12) > 0.1
 
 
