@@ -22,11 +22,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from quietgrad.clipping.soundness.company.rule_gradients import own_rules
 from quietgrad.clipping.soundness.fingerprints import Factors
 from quietgrad.clipping.soundness.held_still import EXTREMES, CommonRandomness, Level
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.clipping.soundness.records import are_different, spread, take, with_first_louder
-from quietgrad.clipping.soundness.subject import Subject, Tolerance
+from quietgrad.clipping.soundness.subject import Look, Subject, Tolerance
 from quietgrad.tensors import Batch, batch_size_of, map_tensors
 
 T = TypeVar("T")
@@ -48,6 +49,11 @@ MIXES = (
     "exists; contrastive losses and batch statistics cannot be trained privately per example: use "
     "a loss of each example alone, or make the "
     "group of examples that belong together one record"
+)
+RULE = (
+    "the layer rule that was added for a layer of this model gives a gradient of {!r} (layer {!r}) "
+    "that depends on other examples of the batch, so that one record would change what others add; "
+    "make row i of example i alone (add_layer_rule)"
 )
 _KEEPS = (
     "the loss of one example was another one after other examples had gone through the model, with "
@@ -133,7 +139,7 @@ def _require_deaf(subject: Subject, few: Batch) -> None:
         one, other = quiet.losses[:last], beside.losses[:last]
         if not close(one, other, 10 * known.again, 10 * known.again):
             raise Mixes(MIXES.format("its value beside one that is loud, or no number"))
-        _require_same_factors(quiet.factors, beside.factors, 0, tolerance)
+        _require_same(quiet, beside, 0, tolerance)
 
 
 def _without_number(t: Tensor) -> Tensor:
@@ -196,20 +202,20 @@ def _compare(
             seen = subject.look(take(few, order))
             yield seen.losses, alone[order]
             for row, look in enumerate(looks):
-                _require_same_factors(look.factors, seen.factors, order.index(row), tolerance)
+                _require_same(look, seen, order.index(row), tolerance)
         # Records may be copies of each other: what counts each text once drops one of them.
         twice = [*forward[:-1], 0]
         copies = subject.look(take(few, twice))
         yield copies.losses, alone[twice]
         for row in (0, n - 1):
-            _require_same_factors(looks[0].factors, copies.factors, row, tolerance)
+            _require_same(looks[0], copies, row, tolerance)
         for order in (forward[::2], forward[1::2]) if thorough else ():
             yield subject.losses(take(few, order)), alone[order]
         others = [row for row in range(batch_size_of(records)) if row not in places][
             : max(size - n, 0)
         ]
         if others:
-            company = subject.losses(take(records, [*places, *others]))
+            company = _losses_of_many(subject, take(records, [*places, *others]), looks, tolerance)
             yield company[:n], alone
             # Mining drops those at the ends, which a few of many may miss.
             for end in {int(company.argmin()), int(company.argmax())} - set(forward):
@@ -232,6 +238,20 @@ def _compare(
         raise Mixes(MIXES.format("its value with and without the others"))
     _require_same_again(subject.losses(first), alone[:1], tolerance)
     return True
+
+
+def _losses_of_many(
+    subject: Subject, many: Batch, looks: list[Look], tolerance: Tolerance
+) -> Tensor:
+    """Of the micro-batch as it will run, and where a rule of the user's may count its examples what
+    it gives those that were looked at alone, which come first.
+    """
+    if not own_rules(subject.layout):
+        return subject.losses(many)
+    seen = subject.look(many)
+    for row, look in enumerate(looks):
+        _require_same(look, seen, row, tolerance)
+    return seen.losses
 
 
 def _of_made_up(subject: Subject, look: Callable[[], T]) -> T | None:
@@ -263,6 +283,15 @@ def _require_no_gradient_between(subject: Subject, few: Batch, thorough: bool) -
             own, other = float(factors.reach[wanted].max()), float(factors.reach[others].max())
             if other > 1e-6 * own:
                 raise Mixes(MIXES.format(f"its gradient at layer {name!r}"))
+
+
+def _require_same(alone: Look, company: Look, row: int, tolerance: Tolerance) -> None:
+    """What the gradient of the first example of one pass is made of, against one of another."""
+    _require_same_factors(alone.factors, company.factors, row, tolerance)
+    for key, one in alone.own.items():
+        other = company.own.get(key)
+        if other and not one.is_row_of(other, row, tolerance.factor, tolerance.again):
+            raise Mixes(RULE.format(key[2], key[0]))
 
 
 def _require_same_factors(
