@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quietgrad.clipping.soundness.checking import require_capture
+from quietgrad.clipping.soundness.company.differences import Mixes
 from quietgrad.clipping.soundness.company.rule_padding import require_rules_ignore_padding
 from quietgrad.clipping.soundness.kept.lazily import (
     AnyOf,
@@ -25,7 +26,6 @@ from quietgrad.clipping.soundness.kept.lazily import (
 from quietgrad.clipping.soundness.mixing import (
     FIRST,
     LATER,
-    Mixes,
     require_each_alone,
     require_no_memory,
 )
