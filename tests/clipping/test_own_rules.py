@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quietgrad.clipping import DenseFactors, DirectGradients, add_layer_rule
+from quietgrad.clipping import DenseFactors, DirectGradients, add_layer_rule, sum_over_positions
 from quietgrad.clipping.norms import rules
 from quietgrad.clipping.verify import verify_clipping
 
@@ -34,7 +34,7 @@ def right(module: Gate, x: Tensor, grad: Tensor, wanted: Any) -> dict[str, Any]:
     if "w" in wanted:
         found["w"] = DenseFactors(grad.unsqueeze(1), x.unsqueeze(1))
     if "s" in wanted:
-        found["s"] = DirectGradients((x * grad).sum(1))
+        found["s"] = DirectGradients(sum_over_positions(x * grad))
     return found
 
 

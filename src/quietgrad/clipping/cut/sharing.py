@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quietgrad.clipping.capture.cut import Cut, piece_of, shape_here
 from quietgrad.clipping.cut.company import CutCompany
 from quietgrad.clipping.engines.work import Work
-from quietgrad.clipping.soundness.mixing import are_same_gradients
+from quietgrad.clipping.soundness.company.differences import are_same_gradients
 from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.tensors import Batch, is_spread, trainable_parameters
 

@@ -7,7 +7,9 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from quietgrad.clipping.norms.checked_rule import CheckedRule
 from quietgrad.clipping.norms.factors import Contribution, DenseFactors, DirectGradients
+from quietgrad.clipping.norms.padded_rules import moved_by_padding
 from quietgrad.clipping.norms.rules import _RULES, Rule, rule_for
 
 TOLERANCE = 1e-4  # relative, of a float64 copy: far above rounding, far below a wrong formula
@@ -19,7 +21,9 @@ def add_layer_rule(rule: Rule, module: nn.Module, x: Tensor) -> None:
     Before that the rule is tried on a float64 copy of ``module``: all examples of ``x`` together,
     and each alone, against one backward pass an example. A wrong formula would give wrong
     gradients; one that mixes examples would break the guarantee. What is tried is ``x`` alone, so
-    it should be as varied as what the layer will see. The guard of a run looks at one record again.
+    it should be as varied as what the layer will see. It is tried on made-up records too, whose
+    positions cancel: padding may change no bit of them (``sum_over_positions``). The guard of a run
+    looks at the rule again, in that model, in its types and on its records.
 
     Args:
         rule: (module, input, gradient at its output, names of the parameters wanted) -> own
@@ -31,7 +35,7 @@ def add_layer_rule(rule: Rule, module: nn.Module, x: Tensor) -> None:
     Raises:
         TypeError: if ``module`` is none, or has no parameter, or the rule gives something else.
         ValueError: for a kind that has a rule, too few examples, or a rule that is not autograd's
-            gradient, or says something else of an example in company.
+            gradient, says something else of an example in company, or of one that is padded longer.
     """
     if not isinstance(module, nn.Module) or not list(module.parameters(recurse=False)):
         raise TypeError(
@@ -49,7 +53,37 @@ def add_layer_rule(rule: Rule, module: nn.Module, x: Tensor) -> None:
             "rule is tried on them together and alone"
         )
     _require_like_autograd(rule, module, x)
-    _RULES[kind] = rule
+    checked = CheckedRule(rule)
+    require_same_however_padded(checked, module, x)
+    _RULES[kind] = checked
+
+
+def require_same_however_padded(rule: CheckedRule, module: nn.Module, x: Tensor) -> None:
+    """Refuses a rule that gives a record of this shape other bits where it is padded longer.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    copied = copy.deepcopy(module).eval()
+    wanted = tuple(name for name, _ in copied.named_parameters(recurse=False))
+    like = next(copied.parameters(recurse=False))
+    x = x.detach().to(like.device, like.dtype) if x.is_floating_point() else x
+    with torch.no_grad():
+        grad = copied(x)
+    name = moved_by_padding(rule, copied, x, grad, wanted)
+    if name is not None:
+        raise other_bits(type(module).__name__, name)
+
+
+def other_bits(kind: str, name: str) -> ValueError:
+    """Of a rule whose sums follow from a record's padding."""
+    return ValueError(
+        f"the layer rule of {kind} gives a record another gradient of {name!r} where it is padded "
+        "longer, so one long record would change what others add: torch adds up positions in "
+        "another order then; add them up by quietgrad.clipping.sum_over_positions, one dimension "
+        "after the other where several are summed, or give DenseFactors, with their sizes (height, "
+        "width) where positions are a map"
+    )
 
 
 def _require_like_autograd(rule: Rule, module: nn.Module, x: Tensor) -> None:

@@ -94,21 +94,21 @@ def factors_of(use: Use, examples: int) -> Factors | None:
 
 def _prints(gradient: Tensor, x: Tensor | None) -> tuple[Tensor | None, ...]:
     """Of a few examples: sums and norms of the gradient, those of the input, and the reach."""
-    wide = _wide(gradient)
-    reach = wide.new_zeros(len(wide))
-    if wide.numel():
-        reach = torch.linalg.vector_norm(wide.reshape(len(wide), -1), ord=math.inf, dim=1)
-    sums, norms = _signed_sums(wide)
+    g = wide(gradient)
+    reach = g.new_zeros(len(g))
+    if g.numel():
+        reach = torch.linalg.vector_norm(g.reshape(len(g), -1), ord=math.inf, dim=1)
+    sums, norms = _signed_sums(g)
     if x is None:
         return sums, norms, None, torch.ones_like(norms), reach
-    known = _wide(x)
+    known = wide(x)
     # Positions without a gradient (padding) add nothing, whatever stands there; nor do those where
     # it is rounding (a first token under a causal mask). The weight rises with the gradient, since
     # rounding must not decide whether a position counts.
     if gradient.dim() > 2 and x.shape == gradient.shape[:-1]:
-        known = known * _weights(wide, gradient.dtype)
+        known = known * _weights(g, gradient.dtype)
     elif gradient.dim() > 2 and x.shape[:-1] == gradient.shape[:-1]:
-        known = known * _weights(wide, gradient.dtype).unsqueeze(-1)
+        known = known * _weights(g, gradient.dtype).unsqueeze(-1)
     return sums, norms, *_signed_sums(known), reach
 
 
@@ -137,5 +137,6 @@ def _signed_sums(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("t,btd->bd", signs, x_btd), torch.linalg.vector_norm(x_btd, dim=(1, 2))
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """In float64 where the device has it."""
     return x.detach().to(torch.float32 if x.device.type == "mps" else torch.float64)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quietgrad.clipping.soundness.checking import require_capture
+from quietgrad.clipping.soundness.company.differences import Mixes
+from quietgrad.clipping.soundness.company.rule_padding import require_rules_ignore_padding
 from quietgrad.clipping.soundness.kept.lazily import (
     AnyOf,
     Places,
@@ -24,7 +26,6 @@ from quietgrad.clipping.soundness.kept.lazily import (
 from quietgrad.clipping.soundness.mixing import (
     FIRST,
     LATER,
-    Mixes,
     require_each_alone,
     require_no_memory,
 )
@@ -192,6 +193,8 @@ class Guard:
         else:
             decided = require_each_alone(subject, records, size, thorough=not known.together)
             known.together = size if decided else 0
+        if captures and not known.remembers_nothing:  # last, so that what reads others is named
+            require_rules_ignore_padding(subject, take(records, [0]))
         known.remembers_nothing = True
         known.last_step = step
         return size == 1 or known.together > 0

@@ -22,11 +22,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from quietgrad.clipping.soundness.fingerprints import Factors
+from quietgrad.clipping.soundness.company.differences import (
+    MIXES,
+    Mixes,
+    are_same_gradients,
+    close,
+    require_same,
+)
+from quietgrad.clipping.soundness.company.experts import require_room_for_all
+from quietgrad.clipping.soundness.company.lengths import require_lengths_apart
+from quietgrad.clipping.soundness.company.rule_gradients import own_rules
 from quietgrad.clipping.soundness.held_still import EXTREMES, CommonRandomness, Level
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.clipping.soundness.records import are_different, spread, take, with_first_louder
-from quietgrad.clipping.soundness.subject import Subject, Tolerance
+from quietgrad.clipping.soundness.subject import Look, Subject, Tolerance
 from quietgrad.tensors import Batch, batch_size_of, map_tensors
 
 T = TypeVar("T")
@@ -42,13 +51,6 @@ LOOKED_AT = 3
 LOUD = 16.0
 
 
-MIXES = (
-    "the loss of one example depends on other examples of the batch, on their number or on their "
-    "order (seen in {}), so no per-example gradient "
-    "exists; contrastive losses and batch statistics cannot be trained privately per example: use "
-    "a loss of each example alone, or make the "
-    "group of examples that belong together one record"
-)
 _KEEPS = (
     "the loss of one example was another one after other examples had gone through the model, with "
     "the same weights and random numbers: model or loss "
@@ -56,10 +58,6 @@ _KEEPS = (
     "record's contribution depends on other "
     "records; keep nothing between calls, and draw from torch's default generator"
 )
-
-
-class Mixes(ValueError):
-    """The loss of one example depends on others."""
 
 
 def require_no_memory(subject: Subject, batch: Batch) -> None:
@@ -99,8 +97,12 @@ def require_each_alone(subject: Subject, records: Batch, size: int, thorough: bo
         if len(places) < 2 or not are_different(few):
             return False
         decided = _compare(subject, records, places, size, thorough)
+        if decided:
+            require_lengths_apart(subject, few, thorough)
         if decided and thorough:
             _require_deaf(subject, take(few, sorted({0, 1, len(places) - 1})))
+            others = _others(records, places, size)
+            require_room_for_all(subject, few, take(records, [*places, *others]))
     for level in EXTREMES if still.used and decided else ():
         decided = _compare_at(level, subject, records, places, size) and decided
     _require_no_gradient_between(subject, few, thorough)
@@ -133,7 +135,7 @@ def _require_deaf(subject: Subject, few: Batch) -> None:
         one, other = quiet.losses[:last], beside.losses[:last]
         if not close(one, other, 10 * known.again, 10 * known.again):
             raise Mixes(MIXES.format("its value beside one that is loud, or no number"))
-        _require_same_factors(quiet.factors, beside.factors, 0, tolerance)
+        require_same(quiet, beside, 0, tolerance)
 
 
 def _without_number(t: Tensor) -> Tensor:
@@ -196,20 +198,18 @@ def _compare(
             seen = subject.look(take(few, order))
             yield seen.losses, alone[order]
             for row, look in enumerate(looks):
-                _require_same_factors(look.factors, seen.factors, order.index(row), tolerance)
+                require_same(look, seen, order.index(row), tolerance)
         # Records may be copies of each other: what counts each text once drops one of them.
         twice = [*forward[:-1], 0]
         copies = subject.look(take(few, twice))
         yield copies.losses, alone[twice]
         for row in (0, n - 1):
-            _require_same_factors(looks[0].factors, copies.factors, row, tolerance)
+            require_same(looks[0], copies, row, tolerance)
         for order in (forward[::2], forward[1::2]) if thorough else ():
             yield subject.losses(take(few, order)), alone[order]
-        others = [row for row in range(batch_size_of(records)) if row not in places][
-            : max(size - n, 0)
-        ]
+        others = _others(records, places, size)
         if others:
-            company = subject.losses(take(records, [*places, *others]))
+            company = _losses_of_many(subject, take(records, [*places, *others]), looks, tolerance)
             yield company[:n], alone
             # Mining drops those at the ends, which a few of many may miss.
             for end in {int(company.argmin()), int(company.argmax())} - set(forward):
@@ -232,6 +232,26 @@ def _compare(
         raise Mixes(MIXES.format("its value with and without the others"))
     _require_same_again(subject.losses(first), alone[:1], tolerance)
     return True
+
+
+def _others(records: Batch, places: list[int], size: int) -> list[int]:
+    """Places of records that make up a micro-batch together with these."""
+    rest = [row for row in range(batch_size_of(records)) if row not in places]
+    return rest[: max(size - len(places), 0)]
+
+
+def _losses_of_many(
+    subject: Subject, many: Batch, looks: list[Look], tolerance: Tolerance
+) -> Tensor:
+    """Of the micro-batch as it will run, and where a rule of the user's may count its examples what
+    it gives those that were looked at alone, which come first.
+    """
+    if not own_rules(subject.layout):
+        return subject.losses(many)
+    seen = subject.look(many)
+    for row, look in enumerate(looks):
+        require_same(look, seen, row, tolerance)
+    return seen.losses
 
 
 def _of_made_up(subject: Subject, look: Callable[[], T]) -> T | None:
@@ -263,35 +283,6 @@ def _require_no_gradient_between(subject: Subject, few: Batch, thorough: bool) -
             own, other = float(factors.reach[wanted].max()), float(factors.reach[others].max())
             if other > 1e-6 * own:
                 raise Mixes(MIXES.format(f"its gradient at layer {name!r}"))
-
-
-def _require_same_factors(
-    alone: dict[tuple[str, int], Factors],
-    company: dict[tuple[str, int], Factors],
-    row: int,
-    tolerance: Tolerance,
-) -> None:
-    # Each layer by its own size: with groups, a layer of small gradients is clipped on its own and
-    # counts as much as any. Rounding is all there is of gradients that vanish (keys under a softmax
-    # over one position), and it is of the size of what they are a difference of.
-    norms = (float(factors.gradient_norms[0]) for factors in alone.values())
-    floor = tolerance.vanishing * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
-    for key, one in alone.items():
-        if key in company and not one.is_row_of(company[key], row, tolerance.factor, floor):
-            raise Mixes(MIXES.format(f"what its gradient at layer {key[0]!r} is made of"))
-
-
-def close(a: Tensor, b: Tensor, relative: float, absolute: float) -> bool:
-    """Whether numbers agree; two that are no number do."""
-    return torch.allclose(a.double(), b.double(), rtol=relative, atol=absolute, equal_nan=True)
-
-
-def are_same_gradients(one: Tensor, other: Tensor, relative: float) -> bool:
-    """Whether ``Subject.plain_prints`` are of one gradient: each parameter's by its own norm."""
-    if not bool((one.isfinite() == other.isfinite()).all()):
-        return False
-    room = relative * torch.nan_to_num(one[:, :1]) + 1e-20
-    return bool(((one - other).nan_to_num().abs() <= room).all())
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def _varied(t: Tensor, j: int, examples: int) -> Tensor:
     """[1, ...] the j-th variation: positions rolled, and floating-point numbers shrunk a little; j
     = 0 is the record itself.
     """
-    if j == 0 or t.dtype == torch.bool or _is_mask(t):
+    if j == 0 or t.dtype == torch.bool or is_mask(t):
         return t
     moved = t.roll(j, dims=t.dim() - 1) if t.dim() > 1 else t
     return moved * (1 - j / (2 * examples)) if t.is_floating_point() else moved
@@ -76,7 +76,7 @@ def _louder(t: Tensor) -> Tensor:
     return torch.where(first == first.round(), first, loud)
 
 
-def _is_mask(t: Tensor) -> bool:
+def is_mask(t: Tensor) -> bool:
     return bool(((t == 0) | (t == 1)).all())
 
 

@@ -25,6 +25,12 @@ from quietgrad.clipping.capture.backward import (
 from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.layout import Layout, in_graph
 from quietgrad.clipping.capture.spread import each_gradient
+from quietgrad.clipping.soundness.company.rule_gradients import (
+    Key,
+    RuleGradients,
+    own_rules,
+    rule_gradients,
+)
 from quietgrad.clipping.soundness.fingerprints import HALVES, Factors, factors_of
 from quietgrad.clipping.soundness.held_still import seeded
 from quietgrad.tensors import Batch, batch_size_of
@@ -116,6 +122,7 @@ class Subject:
 
         def run(reentrant: bool) -> Look:
             found: dict[tuple[str, int], Factors] = {}
+            own: dict[Key, RuleGradients] = {}
             calls: dict[str, int] = {}
             n = batch_size_of(batch)
 
@@ -124,6 +131,8 @@ class Subject:
                 factors = factors_of(use, n)
                 if factors is not None:
                     found[use.site.name, number] = factors
+                for name, gradients in rule_gradients(use):
+                    own[use.site.name, number, name] = gradients
 
             passes = forward_captured(
                 self.model, self.layout, self.per_example_loss, batch, receive, reentrant
@@ -132,7 +141,7 @@ class Subject:
             with seeded(self.devices, salt), louder, passes as (losses, recording):
                 chosen = losses if wanted is None else losses[list(wanted)]
                 visit_captured_calls(chosen, recording, self.layout)
-            return Look(losses.detach(), found)
+            return Look(losses.detach(), found, own)
 
         look = with_any_checkpointing(self.checkpointing, run)
         self.half = self.half or any(factors.half for factors in look.factors.values())
@@ -140,8 +149,15 @@ class Subject:
 
     def plain_prints(self, one: Batch) -> Tensor:
         """[parameters, 2] norm, and sum with alternating signs, of one example's gradient by plain
-        autograd.
+        autograd; and of what rules of the user's give, which may keep something too.
         """
+        plain = self._autograd_prints(one)
+        if not own_rules(self.layout):
+            return plain
+        given = [gradients.print_of(0) for gradients in self.look(one).own.values()]
+        return torch.cat([plain, *given])
+
+    def _autograd_prints(self, one: Batch) -> Tensor:
         if self.layout.spread is not None:
             return self._prints_one_by_one(one)
 
@@ -220,7 +236,9 @@ class Look:
     Attributes:
         losses: [examples].
         factors: (layer, number of its call) -> what its per-example gradients are made of.
+        own: (layer, number of its call, parameter) -> what a rule of the user's gives.
     """
 
     losses: Tensor
     factors: dict[tuple[str, int], Factors]
+    own: dict[Key, RuleGradients]

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from quietgrad.clipping.soundness.company.differences import Mixes, are_same_gradients, close
 from quietgrad.clipping.soundness.held_still import CommonRandomness, noting_seeds
 from quietgrad.clipping.soundness.kept.snapshot import Contents, Snapshot, contents, differing
-from quietgrad.clipping.soundness.mixing import Mixes, are_same_gradients, close
 from quietgrad.clipping.soundness.records import blank, differing_rows, take, with_companions
 from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quietgrad.clipping.norms.checked_rule import added_rules
 from quietgrad.clipping.soundness.kept.holders import (
     ABSENT,
     MUTABLE,
@@ -72,12 +73,14 @@ class Found:
 
 
 def reachable(model: nn.Module, loss: Any) -> Iterator[Found]:
-    """Everything that the two can reach, once each. Their order is the same for the same state.
+    """Everything that the two can reach, and rules that a user added for layers of the model, once
+    each. Their order is the same for the same state.
 
     Of the model's own parameters and buffers the attributes alone: ``unchanged`` watches the rest.
     """
     own = {id(t) for t in (*model.parameters(), *model.buffers())}
     waiting = deque([Found("per_example_loss", loss), Found("model", model)])
+    waiting.extend(Found("a layer rule", rule) for rule in added_rules(model))
     waiting.extend(
         Found("a hook of all modules", value)
         for name, value in vars(torch.nn.modules.module).items()

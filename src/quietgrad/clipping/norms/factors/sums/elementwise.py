@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.sums.pairs import add_in_pairs
+from quietgrad.tensors import accumulation_dtype
 
 SIDE_BY_SIDE = 8  # neighbouring positions of a text
 
@@ -48,6 +49,29 @@ def spread_of_channels(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[b, channels, *positions] -> [b] float64 norm of the channels' sums of absolute values."""
     sums = torch.linalg.vector_norm(x.flatten(2), ord=1, dim=2, dtype=dtype)
     return torch.linalg.vector_norm(sums, dim=1, dtype=torch.float64)
+
+
+def sum_over_positions(x: Tensor) -> Tensor:
+    """The sum over positions for a layer rule: the same bits for an example however many zeros
+    stand behind its positions, and whatever stands beside it. ``x.sum(1)`` is not.
+
+    Args:
+        x: [examples, ..., n], positions between; a map's lines are those of the last but one
+            dimension. Two dimensions have no positions. Private where the gradient is.
+
+    Returns:
+        [examples, n], in float32 (float64 of float64).
+
+    Raises:
+        ValueError: for fewer than two dimensions.
+    """
+    if x.dim() < 2:
+        raise ValueError(
+            f"x has {x.dim()} dimensions where [examples, positions, n] is summed over positions; "
+            "give one number an example as [examples, positions, 1]"
+        )
+    dtype = accumulation_dtype(x.dtype)
+    return x.to(dtype) if x.dim() == 2 else sum_of_rows(x, dtype)
 
 
 def sum_of_few(x_bkn: Tensor) -> Tensor:

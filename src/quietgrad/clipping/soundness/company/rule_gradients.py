@@ -1,0 +1,111 @@
+"""What a user's layer rules make of each example: compared alone and in company, as losses and
+factors are.
+
+A rule of the library's own reads one example at a time and is tested for it. One that somebody else
+wrote may read others where nobody looked when it was added: in training mode, in float32, among
+more examples, of a record that it kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.capture.capture import Use, input_of
+from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.norms.checked_rule import CheckedRule
+from quietgrad.clipping.norms.factors import Contribution, DenseFactors, DirectGradients
+from quietgrad.clipping.soundness.fingerprints import wide
+from quietgrad.tensors import full_precision
+
+Key = tuple[str, int, str]  # layer, number of its call, the layer's name of the parameter
+
+
+@dataclass(frozen=True)
+class RuleGradients:
+    """What a rule gives of one parameter in one call, in a few numbers an example. Private.
+
+    Attributes:
+        kind: as what, which decides how norms are taken.
+        parts: each [examples, n]: the gradients, or products of factored ones with signs.
+        room: [examples] what rounding of the layer's input and output gradient, which are as large
+            as this together, may come to where positions cancel.
+    """
+
+    kind: str
+    parts: tuple[Tensor, ...]
+    room: Tensor
+
+    def is_row_of(self, other: RuleGradients, row: int, tolerance: float, share: float) -> bool:
+        """Whether the first example is example ``row`` of another pass.
+
+        Args:
+            other: of the other pass.
+            row: place there.
+            tolerance: relative to the size of each part.
+            share: of ``room`` by which it may differ besides.
+        """
+        if self.kind != other.kind:
+            return False
+        least = share * float(torch.minimum(self.room[0], other.room[row]).nan_to_num())
+        for one, others in zip(self.parts, other.parts, strict=True):
+            mine, its = one[0], others[row]
+            if mine.shape != its.shape or not torch.equal(mine.isfinite(), its.isfinite()):
+                return False
+            size, moved = mine.nan_to_num().norm(), (mine - its).nan_to_num().norm()
+            if float(moved) > tolerance * float(size) + least:
+                return False
+        return True
+
+    def print_of(self, row: int) -> Tensor:
+        """[parts, 2] as ``Subject.plain_prints`` are."""
+        rows = [part[row] for part in self.parts]
+        return torch.stack(
+            [torch.stack([x.norm(), x[::2].sum() - x[1::2].sum()]) for x in rows]
+        ).cpu().double()  # fmt: skip
+
+
+def own_rules(layout: Layout) -> list[CheckedRule]:
+    """The rules of a model's layers that a user added."""
+    found = [site.rule for site in layout.sites if isinstance(site.rule, CheckedRule)]
+    return list({id(rule.rule): rule for rule in found}.values())
+
+
+def rule_gradients(use: Use) -> Iterator[tuple[str, RuleGradients]]:
+    """The layer's name of each parameter, and what its rule gives, where a user added the rule."""
+    rule = use.site.rule
+    if not isinstance(rule, CheckedRule) or 0 not in use.output_gradients:
+        return
+    x, grad = input_of(use), use.output_gradients[0]
+    found = rule(use.site.module, x, grad, use.site.parameters)
+    with torch.no_grad(), full_precision():
+        room = _norms(grad) * (_norms(x) if x.is_floating_point() else 1.0)
+        for name, given in found.items():
+            yield name, RuleGradients(_kind(given), _parts(given), room)
+
+
+def _kind(given: Contribution) -> str:
+    return f"{type(given).__name__} {given.sizes.g if isinstance(given, DenseFactors) else ''}"
+
+
+def _parts(given: Contribution) -> tuple[Tensor, ...]:
+    if isinstance(given, DirectGradients):
+        return (wide(given.values_bn),)
+    assert isinstance(given, DenseFactors)
+    # left^T right times signs, from both sides: a product with each factor, and no gradient formed
+    left, right = wide(given.left_bgtp), wide(given.right_bgtd)
+    rows = left.mT @ (right @ _signs(right)).unsqueeze(-1)
+    columns = right.mT @ (left @ _signs(left)).unsqueeze(-1)
+    return rows.flatten(1), columns.flatten(1)
+
+
+def _signs(x: Tensor) -> Tensor:
+    places = torch.arange(x.shape[-1], device=x.device)
+    return ((places * 2654435761) >> 13 & 1).to(x.dtype) * 2 - 1
+
+
+def _norms(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(wide(x).flatten(1), dim=1)
