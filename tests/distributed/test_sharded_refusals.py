@@ -4,6 +4,7 @@ is released.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from distributed.cutting import PLANS, cut, model_named
 from distributed.sharding import language, next_words, sharded, texts
-from distributed.world import loss, model_of, on_ranks, plan_of, records_of
+from distributed.world import SECONDS, loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -155,6 +157,57 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks(tmp_path: Path) -> None:
             assert text in found[name][0] and found[name][1] == 0, (name, found[name])
         # What says so much is not just anything that is sharded.
         assert found["sound"] == ("", 2)
+
+
+def new_at_every_step(model: nn.Module, rank: int, tensor_parallel: int = 1) -> tuple[str, int]:
+    """The second rank's loss is a new one at every step, of what it reads: a scale that its loop
+    makes. The first rank's is made once.
+    """
+    scales = {"made once": torch.ones(())}
+    with plan_of(sample_rate=0.5, expected_batch_size=None).start(
+        tensor_parallel=tensor_parallel
+    ) as run:
+        try:
+            for batch in run.loader(records_of(), steps=3, physical_batch_size=8):
+                if rank:
+                    scales["made once"] = torch.ones(())
+                run.backward(model, scaled_by(scales["made once"]), batch)
+        except (ValueError, RuntimeError) as error:
+            return str(error), run.released
+        return "", run.released
+
+
+def scaled_by(scale: Tensor) -> Loss:
+    return lambda model, batch: loss(model, batch) * scale
+
+
+def a_new_loss_on_one_rank(rank: int) -> list[tuple[str, int]]:
+    found = [new_at_every_step(sharded(model_of()), rank)]
+    cut_up = cut(model_named("bottleneck"), PLANS["bottleneck"])
+    found.append(new_at_every_step(cut_up, rank, tensor_parallel=2))
+    # In another mode than the others', which another look would follow from too.
+    model = sharded(model_of())
+    with plan_of(sample_rate=0.5, expected_batch_size=None).start() as run:
+        try:
+            for batch in run.loader(records_of(), steps=3, physical_batch_size=8):
+                model.train(not (rank and run.released))
+                run.backward(model, loss, batch)
+        except RuntimeError as error:
+            found.append((str(error), run.released))
+    # One that is new on all ranks is looked at by all of them at every step.
+    found.append(new_at_every_step(sharded(model_of()), 1))
+    return found
+
+
+def test_a_loss_that_is_new_on_one_rank_alone_is_refused_on_all_at_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    for *refusals, sound in on_ranks(2, tmp_path, a_new_loss_on_one_rank):
+        assert len(refusals) == 3
+        for message, released in refusals:
+            assert "the ranks differ in loss" in message and released == 1, message
+            assert "made once before the loop, on every rank" in message
+        assert sound == ("", 3)
+    assert time.monotonic() - began < SECONDS  # nobody waited for the group's timeout
 
 
 def one_process(rank: int, folder: str) -> tuple[str, int]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
-from quietgrad.distributed.alike import message, records_digest, weights_digest
+from quietgrad.distributed.alike import REMEDIES, message, records_digest, weights_digest
 from quietgrad.distributed.circles import Circle, Circles
 from quietgrad.distributed.matrices import changed_whole
 from quietgrad.distributed.team import Denoise, Facts
@@ -35,28 +35,6 @@ WORD_BYTES = 2048
 ALL = "all"  # the circle of all ranks
 FIRST = 0  # the rank that keeps ledger and secrets, and draws the numbers beside the gradients
 PATIENCE = timedelta(seconds=20)  # of a rank that stops, until it has told the others
-
-REMEDIES = {
-    "weights": "start every rank from the same weights (the same checkpoint, or the same "
-    "torch.manual_seed before the model is made), and let all step alike",
-    "weights of cut layers": "start ranks that hold the same part of a layer from the same weights",
-    "sharded weights": "start ranks that share records from the same weights",
-    "parameters": "give every rank the same model, with the same trainable parameters, cut by one "
-    "plan where it is cut, in one dtype and on one kind of device",
-    "shares": "make the same loader on every rank, with the same physical_batch_size",
-    "claim": "build the same plan on every rank",
-    "drawing": "use one kind of device and the same versions of numpy and torch everywhere",
-    "session": "start the run on all ranks together, once",
-    "records": "give every rank the whole data set, in the same order, with no sampler and no "
-    "shuffling of its own; shares are the run's",
-    "passes": "use one kind of device and the same versions of numpy and torch everywhere: ranks "
-    "whose parameters are sharded make the same passes",
-    "micro-batch": "ranks that hold parts of one model run the same records: make batches alike on "
-    "all of them (the run's loader, and a collate_fn that draws no random numbers of its own, or "
-    "from generators that are seeded alike)",
-    "reading": "let a record be the same whenever it is read, and augment in collate_fn: records "
-    "that change from reading to reading cannot be compared between ranks",
-}
 
 
 class Ranks:

@@ -52,9 +52,9 @@ class ShardedCompany:
     def size(self) -> int:
         return self.ranks.share[1]
 
-    def told(self, place: str, number: int, facts: str = "") -> list[int]:
+    def told(self, place: str, number: int, facts: str = "", of: str = "passes") -> list[int]:
         with self.expected.operations():
-            return self.ranks.agreed(place, {"passes": facts}, number)
+            return self.ranks.agreed(place, {of: facts}, number)
 
     def given_by(self, rank: int, value: Any) -> Any:
         with self.expected.operations():
