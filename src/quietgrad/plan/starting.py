@@ -17,7 +17,7 @@ from quietgrad.checks import require_int
 from quietgrad.clipping.soundness.processes import refuse_launcher
 from quietgrad.distributed.alike import digest, versions
 from quietgrad.distributed.cut.ranks import CutRanks
-from quietgrad.distributed.launcher.restarts import begun_before, counted
+from quietgrad.distributed.groups.restarts import begun_before, counted
 from quietgrad.distributed.ranks import FIRST, Ranks
 from quietgrad.distributed.team import Alone, Team
 from quietgrad.keyring import KeyRing, Session, rows_path
