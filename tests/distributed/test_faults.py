@@ -201,18 +201,6 @@ def begun_without_a_ledger(rank: int, alone: bool = False) -> list[str]:
     return found
 
 
-@pytest.fixture
-def agents(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
-    """The store of torchrun's agents, which lives on when processes are started again."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "one"}
-    place |= {"TORCHELASTIC_RESTART_COUNT": "0"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    return store
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_restart_that_nobody_counted_is_found_out(
     size: int, agents: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
