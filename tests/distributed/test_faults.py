@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from distributed.world import _enter, flat, loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from quietgrad.distributed.ranks import Ranks
 from quietgrad.ledger import read_ledger
 from quietgrad.noise.sources.keyed import KeyedSource
+from quietgrad.plan import starting
 
 pytestmark = pytest.mark.distributed
 
@@ -155,9 +157,9 @@ def test_the_secret_is_kept_by_the_first_rank_alone(tmp_path: Path) -> None:
     assert json.loads(kept.read_text())["sessions"][0]["root"] == first[0]
 
 
-def after_a_restart(rank: int, folder: str) -> list[str]:
-    """Starts in processes that torchrun has started before."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+def after_a_restart(rank: int, folder: str, counting: int) -> list[str]:
+    """Starts in processes that torchrun has started before; one rank's agent counted it."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(rank == counting))
     found = []
     for ledger, resume in ((None, None), ("new.jsonl", None), ("new.jsonl", False)):
         try:
@@ -172,11 +174,49 @@ def after_a_restart(rank: int, folder: str) -> list[str]:
     return found
 
 
-def test_after_a_restart_a_run_does_not_forget_what_was_released(tmp_path: Path) -> None:
-    for none, lost, anew in on_ranks(2, tmp_path, after_a_restart, str(tmp_path)):
+@pytest.mark.parametrize("counting", [0, 1])
+def test_after_a_restart_a_run_does_not_forget_what_was_released(
+    counting: int, tmp_path: Path
+) -> None:
+    for found in on_ranks(2, tmp_path, after_a_restart, str(tmp_path), counting):
+        assert len(found) == 3, found
+        none, lost, anew = found
         for message in (none, lost):
             assert "torchrun has restarted these processes 1 times" in message
         assert anew == ""
+
+
+def begun_without_a_ledger(rank: int, alone: bool = False) -> list[str]:
+    """Two runs one after the other, as in a script that torchrun started: what became of them."""
+    if alone:
+        starting.counted = lambda: 0  # type: ignore[assignment]
+        starting.begun_before = lambda what: False
+    found = []
+    for _ in range(2):
+        try:
+            with plan_of().start() as run:
+                found.append(f"after {run.released} releases")
+        except (ValueError, RuntimeError) as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_restart_that_nobody_counted_is_found_out(
+    size: int, agents: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    anew = [["after 0 releases"] * 2] * size
+    first = on_ranks(size, tmp_path / "1", begun_without_a_ledger)
+    assert first == anew, first
+    for found in on_ranks(size, tmp_path / "2", begun_without_a_ledger):
+        for message in found:
+            assert "torchrun has restarted these processes after a run had begun" in message
+    # Mutant: without the mark, the second start would forget the first one's releases.
+    mutant = on_ranks(size, tmp_path / "3", begun_without_a_ledger, True)
+    assert mutant == anew
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another job, in the same store")
+    other = on_ranks(size, tmp_path / "4", begun_without_a_ledger)
+    assert other == anew
 
 
 def other_ledger(rank: int, folder: str) -> str:

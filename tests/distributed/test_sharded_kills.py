@@ -16,10 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-from quietgrad.distributed import together
 
 pytestmark = pytest.mark.distributed
 
@@ -119,24 +116,3 @@ def test_what_is_broken_is_seen(broken: str) -> None:
     breaks, said = BROKEN[broken]
     found = KILLS.problems(breaks(sound()), CASE, end_of)
     assert any(said in text for text in found), found
-
-
-def test_after_a_restart_ranks_do_not_read_where_those_before_listened(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agents.set("rank 0", "an address of before")
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port)}
-    place |= {"RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
-    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    found = together._place_of_this_start()
-    assert (found["rank"], found["world_size"]) == (1, 2)
-    assert not found["store"].check(["rank 0"])
-    # Agents of several machines count restarts each for itself: their ranks would not meet.
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert together._place_of_this_start() == {}
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert together._place_of_this_start() == {}

@@ -4,6 +4,7 @@ is released.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from distributed.cutting import PLANS, cut, model_named
 from distributed.sharding import language, next_words, sharded, texts
-from distributed.world import loss, model_of, on_ranks, plan_of, records_of
+from distributed.world import SECONDS, loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -157,6 +159,57 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks(tmp_path: Path) -> None:
         assert found["sound"] == ("", 2)
 
 
+def new_at_every_step(model: nn.Module, rank: int, tensor_parallel: int = 1) -> tuple[str, int]:
+    """The second rank's loss is a new one at every step, of what it reads: a scale that its loop
+    makes. The first rank's is made once.
+    """
+    scales = {"made once": torch.ones(())}
+    with plan_of(sample_rate=0.5, expected_batch_size=None).start(
+        tensor_parallel=tensor_parallel
+    ) as run:
+        try:
+            for batch in run.loader(records_of(), steps=3, physical_batch_size=8):
+                if rank:
+                    scales["made once"] = torch.ones(())
+                run.backward(model, scaled_by(scales["made once"]), batch)
+        except (ValueError, RuntimeError) as error:
+            return str(error), run.released
+        return "", run.released
+
+
+def scaled_by(scale: Tensor) -> Loss:
+    return lambda model, batch: loss(model, batch) * scale
+
+
+def a_new_loss_on_one_rank(rank: int) -> list[tuple[str, int]]:
+    found = [new_at_every_step(sharded(model_of()), rank)]
+    cut_up = cut(model_named("bottleneck"), PLANS["bottleneck"])
+    found.append(new_at_every_step(cut_up, rank, tensor_parallel=2))
+    # In another mode than the others', which another look would follow from too.
+    model = sharded(model_of())
+    with plan_of(sample_rate=0.5, expected_batch_size=None).start() as run:
+        try:
+            for batch in run.loader(records_of(), steps=3, physical_batch_size=8):
+                model.train(not (rank and run.released))
+                run.backward(model, loss, batch)
+        except RuntimeError as error:
+            found.append((str(error), run.released))
+    # One that is new on all ranks is looked at by all of them at every step.
+    found.append(new_at_every_step(sharded(model_of()), 1))
+    return found
+
+
+def test_a_loss_that_is_new_on_one_rank_alone_is_refused_on_all_at_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    for *refusals, sound in on_ranks(2, tmp_path, a_new_loss_on_one_rank):
+        assert len(refusals) == 3
+        for message, released in refusals:
+            assert "the ranks differ in loss" in message and released == 1, message
+            assert "made once before the loop, on every rank" in message
+        assert sound == ("", 3)
+    assert time.monotonic() - began < SECONDS  # nobody waited for the group's timeout
+
+
 def one_process(rank: int, folder: str) -> tuple[str, int]:
     dist.init_process_group(
         "gloo",
@@ -173,23 +226,50 @@ def test_a_sharded_model_on_one_process_is_refused(tmp_path: Path) -> None:
     assert "this run has one process" in message and released == 0
 
 
-def own_error(rank: int, folder: str) -> None:
-    """The second rank's loss fails in the second step, in the middle of a pass."""
+def own_error(rank: int, folder: str, kind: str, patience: float, closing: bool = True) -> str:
+    """The second rank's loss fails in the second step, in the middle of a pass; its process lives
+    on, and says whether the first one ended meanwhile.
+    """
     ranks.PATIENCE = timedelta(seconds=1)
-    model = sharded(model_of())
-    with plan_of().start(Path(folder, "ledger.jsonl")) as run:
+    if not closing:
+        ranks.close_connections = lambda: None
+    model, together, ended = sharded(model_of()), 1, Path(folder, "ended")
+    if kind == "cut":
+        model, together = cut(model_named("bottleneck"), PLANS["bottleneck"]), 2
 
-        def failing(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-            if rank and run.released:
-                raise KeyError("a record that the loss does not know")
-            return loss(module, batch)
+    def train() -> None:
+        with plan_of().start(Path(folder, "ledger.jsonl"), tensor_parallel=together) as run:
 
-        for batch in run.loader(records_of(), steps=3, physical_batch_size=3):
-            run.backward(model, failing, batch)
+            def failing(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+                if rank and run.released:
+                    raise KeyError("a record that the loss does not know")
+                return loss(module, batch)
+
+            for batch in run.loader(records_of(), steps=3, physical_batch_size=3):
+                run.backward(model, failing, batch)
+
+    try:
+        train()
+    except KeyError as error:
+        until = time.monotonic() + patience
+        while time.monotonic() < until and not ended.exists():
+            time.sleep(0.05)
+        dist.destroy_process_group()  # as loops do at their end
+        return f"{error}, and the other one {'ended' if ended.exists() else 'waits'}"
+    except RuntimeError as error:
+        ended.touch()
+        return str(error)
+    return ""
 
 
-def test_a_rank_that_fails_in_a_pass_stops_the_others(tmp_path: Path) -> None:
-    first, second = on_ranks(2, tmp_path, own_error, str(tmp_path))
-    assert "a record that the loss does not know" in second
-    assert "Error" in first
+@pytest.mark.parametrize("kind", ["sharded", "cut"])
+def test_a_rank_that_fails_in_a_pass_stops_the_others(kind: str, tmp_path: Path) -> None:
+    first, second = on_ranks(2, tmp_path, own_error, str(tmp_path), kind, SECONDS / 2)
+    assert second == "'a record that the loss does not know', and the other one ended"
+    assert "rank 0 lost another rank, which failed" in first
     assert read_ledger(tmp_path / "ledger.jsonl").releases == 1
+
+
+def test_without_closing_its_connections_a_rank_that_fails_is_waited_for(tmp_path: Path) -> None:
+    _, second = on_ranks(2, tmp_path, own_error, str(tmp_path), "sharded", 4.0, False)
+    assert second.endswith("and the other one waits")

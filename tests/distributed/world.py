@@ -72,7 +72,7 @@ def _enter(rank: int, size: int, folder: str, work: Callable[..., Any], extra: A
             )
         found = work(rank, *extra)
         if size > 1:  # what is on its way to others arrives before this process ends
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, ValueError):  # no group any more
                 dist.barrier()
     except Exception as error:
         Path(folder, f"traceback{rank}.txt").write_text(traceback.format_exc())

@@ -66,7 +66,7 @@ def run_train(
         start_processes(processes, sys.argv[1:])
     together = _meet(config)
     if together.size > 1:
-        resume = _resumes(config, resume)
+        resume = together.of_first(_resumes(config, resume, together))
         config = _config_to_run(config_path, overrides, resume)
     if not together.first:
         target = Console(quiet=True)
@@ -237,11 +237,12 @@ def _meet(config: TrainConfig) -> Together:
     return meet(device_of(config.training.device).type)
 
 
-def _resumes(config: TrainConfig, resume: bool) -> bool:
+def _resumes(config: TrainConfig, resume: bool, together: Together) -> bool:
     """After a restart by torchrun a run goes on, where there is one, as with --resume."""
     from quietgrad.training.files.run_dir import RunDir
 
-    return resume or (restarted() and holds_records(RunDir(Path(config.training.run_dir)).ledger))
+    again = restarted(together)
+    return resume or (again and holds_records(RunDir(Path(config.training.run_dir)).ledger))
 
 
 def _in_words(prepared: Prepared, result: dict[str, Any]) -> dict[str, str]:

@@ -23,6 +23,32 @@ CHUNK = 2**22  # entries
 MOST_FACTS = 8
 LOOKED_AT = 64  # records of a data set that ranks compare
 
+# What is compared at an agreement, and what to do where it differs.
+REMEDIES = {
+    "weights": "start every rank from the same weights (the same checkpoint, or the same "
+    "torch.manual_seed before the model is made), and let all step alike",
+    "weights of cut layers": "start ranks that hold the same part of a layer from the same weights",
+    "sharded weights": "start ranks that share records from the same weights",
+    "parameters": "give every rank the same model, with the same trainable parameters, cut by one "
+    "plan where it is cut, in one dtype and on one kind of device",
+    "shares": "make the same loader on every rank, with the same physical_batch_size",
+    "claim": "build the same plan on every rank",
+    "drawing": "use one kind of device and the same versions of numpy and torch everywhere",
+    "session": "start the run on all ranks together, once",
+    "records": "give every rank the whole data set, in the same order, with no sampler and no "
+    "shuffling of its own; shares are the run's",
+    "passes": "use one kind of device and the same versions of numpy and torch everywhere: ranks "
+    "whose parameters are sharded make the same passes",
+    "loss": "give run.backward one and the same function at every step, made once before the loop, "
+    "on every rank (where it is a new one on some ranks alone, those would look at it anew, and "
+    "wait for the others), and let all ranks call train(), eval() and requires_grad_() alike",
+    "micro-batch": "ranks that hold parts of one model run the same records: make batches alike on "
+    "all of them (the run's loader, and a collate_fn that draws no random numbers of its own, or "
+    "from generators that are seeded alike)",
+    "reading": "let a record be the same whenever it is read, and augment in collate_fn: records "
+    "that change from reading to reading cannot be compared between ranks",
+}
+
 
 def digest(*parts: object) -> str:
     """16 hexadecimal digits of texts and of what ``repr`` says of the rest."""

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
-from quietgrad.distributed.alike import message, records_digest, weights_digest
+from quietgrad.distributed.alike import REMEDIES, message, records_digest, weights_digest
 from quietgrad.distributed.circles import Circle, Circles
+from quietgrad.distributed.groups.leaving import close_connections
 from quietgrad.distributed.matrices import changed_whole
 from quietgrad.distributed.team import Denoise, Facts
 from quietgrad.noise.noisy_sum import NoisySum
@@ -35,28 +36,7 @@ WORD_BYTES = 2048
 ALL = "all"  # the circle of all ranks
 FIRST = 0  # the rank that keeps ledger and secrets, and draws the numbers beside the gradients
 PATIENCE = timedelta(seconds=20)  # of a rank that stops, until it has told the others
-
-REMEDIES = {
-    "weights": "start every rank from the same weights (the same checkpoint, or the same "
-    "torch.manual_seed before the model is made), and let all step alike",
-    "weights of cut layers": "start ranks that hold the same part of a layer from the same weights",
-    "sharded weights": "start ranks that share records from the same weights",
-    "parameters": "give every rank the same model, with the same trainable parameters, cut by one "
-    "plan where it is cut, in one dtype and on one kind of device",
-    "shares": "make the same loader on every rank, with the same physical_batch_size",
-    "claim": "build the same plan on every rank",
-    "drawing": "use one kind of device and the same versions of numpy and torch everywhere",
-    "session": "start the run on all ranks together, once",
-    "records": "give every rank the whole data set, in the same order, with no sampler and no "
-    "shuffling of its own; shares are the run's",
-    "passes": "use one kind of device and the same versions of numpy and torch everywhere: ranks "
-    "whose parameters are sharded make the same passes",
-    "micro-batch": "ranks that hold parts of one model run the same records: make batches alike on "
-    "all of them (the run's loader, and a collate_fn that draws no random numbers of its own, or "
-    "from generators that are seeded alike)",
-    "reading": "let a record be the same whenever it is read, and augment in collate_fn: records "
-    "that change from reading to reading cannot be compared between ranks",
-}
+PATIENCE_IN_PASSES = timedelta(seconds=5)  # where the others wait for it in passes of a model
 
 
 class Ranks:
@@ -64,6 +44,7 @@ class Ranks:
 
     Attributes:
         named: digests of weights that are compared.
+        in_passes: whether ranks wait for each other in passes of a model, and hear nothing there.
 
     Raises:
         RuntimeError: where the group has one rank only, or gloo is missing.
@@ -81,6 +62,7 @@ class Ranks:
         self._control: Any = dist.new_group(backend="gloo")
         self._groups: dict[str, Any] = {"cpu": self._control}
         self._stopped: str | None = None
+        self.in_passes = False
         self._circles = self._all_circles()
         self._weights: dict[str, str] = {}
         self._looked = -1  # the release whose weights were looked at last
@@ -121,8 +103,11 @@ class Ranks:
     def stopping_all(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            own = self._stopped is None
             self.stop()
+            if own and _of_a_backend(error):  # in the middle of a pass, which another one left
+                raise self._lost_another(error) from error
             raise
 
     @contextlib.contextmanager
@@ -138,14 +123,19 @@ class Ranks:
         if self._stopped is not None:
             return
         self._stopped = "this rank stopped after an error of its own"
-        self._tell()
+        if not self._tell() and self.in_passes:
+            close_connections()
 
-    def _tell(self) -> None:
-        """The others that this rank has stopped, wherever they meet it next."""
+    def _tell(self) -> bool:
+        """The others that this rank has stopped, wherever they meet it next; whether they heard."""
         mine = message(False, "", {}, 0)
         told = [torch.empty_like(mine) for _ in range(self.size)]
-        with contextlib.suppress(Exception):  # they may be gone
-            dist.all_gather(told, mine, group=self._control, async_op=True).wait(PATIENCE)
+        patience = min(PATIENCE, PATIENCE_IN_PASSES) if self.in_passes else PATIENCE
+        try:
+            dist.all_gather(told, mine, group=self._control, async_op=True).wait(patience)
+        except Exception:  # they may be gone, or elsewhere
+            return False
+        return True
 
     def look_at(self, model: nn.Module, release: int) -> None:
         if self._looked != release:
@@ -340,10 +330,20 @@ class Ranks:
         except RuntimeError as error:
             if self._stopped is not None:
                 raise
-            raise self._stop(
-                f"rank {self.rank} lost another rank, which ended or cannot be reached "
-                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-            ) from error
+            raise self._lost_another(error) from error
+
+    def _lost_another(self, error: BaseException) -> RuntimeError:
+        return self._stop(
+            f"rank {self.rank} lost another rank, which failed, ended or cannot be reached "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        )
+
+
+def _of_a_backend(error: BaseException) -> bool:
+    """Whether an operation with other ranks failed; gloo has no class of its own for it."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    )
 
 
 def _alike(values: Tensor) -> bool:

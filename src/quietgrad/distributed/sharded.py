@@ -52,9 +52,9 @@ class ShardedCompany:
     def size(self) -> int:
         return self.ranks.share[1]
 
-    def told(self, place: str, number: int, facts: str = "") -> list[int]:
+    def told(self, place: str, number: int, facts: str = "", of: str = "passes") -> list[int]:
         with self.expected.operations():
-            return self.ranks.agreed(place, {"passes": facts}, number)
+            return self.ranks.agreed(place, {of: facts}, number)
 
     def given_by(self, rank: int, value: Any) -> Any:
         with self.expected.operations():
@@ -89,6 +89,8 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | CutCompany |
     """
     put_away(model)  # an evaluation leaves the outermost module's parameters gathered
     spread: Any = next((p for p in model.parameters() if is_spread(p)), None)
+    if spread is not None and isinstance(team, Ranks):
+        team.in_passes = True
     if isinstance(team, CutRanks) or _is_cut_at_all(model):
         ranks = _require_cut(team, model)
         group = _group_over(model, ranks.neighbours)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from quietgrad.distributed.alike import digest
+from quietgrad.distributed.groups.meeting import place_of_this_start
+from quietgrad.distributed.groups.restarts import begun_before, counted
 
 
 class Together:
@@ -83,20 +85,28 @@ def launched(environment: Mapping[str, str] | None = None) -> bool:
     return size.isdigit() and int(size) > 1 and "RANK" in known and "MASTER_ADDR" in known
 
 
-def restarted() -> bool:
-    """Whether torchrun has started these processes before."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+def restarted(together: Together) -> bool:
+    """Whether torchrun has started these processes before, as far as any of them can tell."""
+    return together.any_of(bool(counted()) or (together.first and begun_before("a command")))
 
 
 def meet(device: str) -> Together:
-    """Joins the group of the launcher: NCCL for GPUs, one each, and gloo for processors."""
+    """Joins the group of the launcher: NCCL for GPUs, one each, and gloo for processors. After a
+    restart, too, whose ranks would otherwise look for those of before.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Raises:
+        RuntimeError: where a rank does not come.
+    """
     if not launched():
         return Together()
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, **_place_of_this_start())
+        dist.init_process_group(backend, **place_of_this_start())
     return Together(dist.get_rank(), dist.get_world_size())
 
 
@@ -105,24 +115,6 @@ def here() -> Together:
     if not (dist.is_available() and dist.is_initialized()):
         return Together()
     return Together(dist.get_rank(), dist.get_world_size())
-
-
-def _place_of_this_start() -> dict[str, Any]:
-    """Where the ranks meet after a restart: in a part of torchrun's store that is this start's own.
-
-    torch 2.13 takes the agent's store as it is, in the belief that it is new with every start. It
-    still says where the ranks before listened, and one that reads that waits minutes for a process
-    that is gone, and fails (pytorch issue 135712). On one machine alone: agents of several count
-    restarts each for itself.
-    """
-    known = os.environ
-    own_machine = known.get("GROUP_WORLD_SIZE") == "1"
-    if not restarted() or not own_machine or known.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    size = int(known["WORLD_SIZE"])
-    agents = dist.TCPStore(known["MASTER_ADDR"], int(known["MASTER_PORT"]), size, is_master=False)
-    own = dist.PrefixStore(f"start {known['TORCHELASTIC_RESTART_COUNT']}", agents)
-    return {"store": own, "rank": int(known["RANK"]), "world_size": size}
 
 
 def leave() -> None:

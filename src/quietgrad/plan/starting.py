@@ -6,7 +6,6 @@ secret file, and its roots are theirs. What has to be the same everywhere is com
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from quietgrad.checks import require_int
 from quietgrad.clipping.soundness.processes import refuse_launcher
 from quietgrad.distributed.alike import digest, versions
 from quietgrad.distributed.cut.ranks import CutRanks
+from quietgrad.distributed.groups.restarts import begun_before, counted
 from quietgrad.distributed.ranks import FIRST, Ranks
 from quietgrad.distributed.team import Alone, Team
 from quietgrad.keyring import KeyRing, Session, rows_path
@@ -107,6 +107,7 @@ def start_run(
         found = _started_together(plan, ledger, secret, resume, ranks)
         return _run(plan, found, None, ranks)
     refuse_launcher()
+    _require_known_past(ledger, resume, counted())
     found = _started(plan, ledger, secret, resume)
     return _run(
         plan, found, None if secret is None or ledger is None else rows_path(secret), Alone()
@@ -201,13 +202,16 @@ def _started_together(
     ranks: Ranks,
 ) -> Started:
     """The first rank starts; the others get its roots, and nothing to write with."""
-    _require_alike(ranks.all_said(_facts(plan, ledger, secret, resume, ranks)))
+    told_by_rank = ranks.all_said((_facts(plan, ledger, secret, resume, ranks), counted()))
+    _require_alike([facts for facts, _ in told_by_rank])
+    # Agents of several machines count restarts each for itself.
+    restarts = max(count for _, count in told_by_rank)
     ranks.form()
     found: Started | None = None
     error: BaseException | None = None
     if ranks.rank == FIRST:
         try:
-            _require_known_past(ledger, resume)
+            _require_known_past(ledger, resume, restarts)
             found = _started(plan, ledger, secret, resume)
         except BaseException as raised:
             error = raised
@@ -295,14 +299,15 @@ def _require_alike(told: list[dict[str, str]]) -> None:
                 )
 
 
-def _require_known_past(ledger: str | Path | None, resume: bool | None) -> None:
+def _require_known_past(ledger: str | Path | None, resume: bool | None, restarts: int) -> None:
     """After a restart by torchrun, a run that finds no ledger would forget what was released."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts in ("", "0") or resume is False:
+    again = begun_before("a run")  # asked by every start: later ones find its mark
+    if not (restarts or again) or resume is False:
         return
     if ledger is None or not holds_records(Path(ledger)):
+        times = f"{restarts} times" if restarts else "after a run had begun"
         raise ValueError(
-            f"torchrun has restarted these processes {restarts} times, and there is no ledger at "
+            f"torchrun has restarted these processes {times}, and there is no ledger at "
             f"ledger={None if ledger is None else str(ledger)!r} that says what was released "
             "before; give plan.start a ledger on a disk that every machine sees, or, where nothing "
             "was released, resume=False"

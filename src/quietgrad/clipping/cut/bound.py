@@ -64,7 +64,8 @@ class CutClipper(BoundClipper):
             sum on one rank and zeros on the others. Private.
         """
         if self.company is not None:
-            self.company.require_same_records(batch, how_cut(self.model))
+            known = self._guard.told_of(self.model)
+            self.company.require_same_records(batch, how_cut(self.model), known)
         return super().clip(batch, projections, step, summing)
 
     def norms(

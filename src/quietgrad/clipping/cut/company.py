@@ -35,9 +35,10 @@ class CutCompany(Protocol):
         """Name -> the rank that counts a parameter which all hold whole; needs no other rank."""
         ...
 
-    def require_same_records(self, batch: Batch, parameters: str) -> None:
+    def require_same_records(self, batch: Batch, parameters: str, loss: str) -> None:
         """That all ranks are about to run the same records, in the same order, and train the same
-        parameters, cut in the same way: each would else count what another counts too.
+        parameters, cut in the same way: each would else count what another counts too. And that
+        they know the same of the loss: each would else look at it alone.
 
         Raises:
             RuntimeError: on all ranks where they are not.

@@ -59,7 +59,8 @@ class CutShardedClipper(ShardedClipper):
         given: Any = ()
         if own is not None:
             given = own.records if own.sizes is None else UserBatch(own.records, own.sizes)
-        self._shared_with().require_same_records(given, how_cut(self.model))
+        known = self._guard.told_of(self.model)
+        self._shared_with().require_same_records(given, how_cut(self.model), known)
 
     def _was_examined(self, subject: Subject, records: Batch) -> None:
         require_whole_gradients(subject, take(records, [0]), self._shared_with())

@@ -190,7 +190,9 @@ class ShardedClipper(BoundClipper):
         while True:
             own = next((e for part in parts if len(e := self.examples_of(part))), None)
             self._has_in_this_round(own)
-            rows = company.told("micro-batch", 0 if own is None else batch_size_of(own.rows))
+            count = 0 if own is None else batch_size_of(own.rows)
+            known = f"{self._guard.told_of(self.model)} {self._stand_in is None}"
+            rows = company.told("micro-batch", count, known, of="loss")
             if not any(rows):
                 return
             yield own, rows

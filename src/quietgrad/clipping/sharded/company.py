@@ -20,8 +20,9 @@ class Company(Protocol):
         """How many ranks, or groups of ranks that share records: as many shards."""
         ...
 
-    def told(self, place: str, number: int, facts: str = "") -> list[int]:
-        """A number of each rank, in the order of the ranks; ``facts`` have to be the same on all.
+    def told(self, place: str, number: int, facts: str = "", of: str = "passes") -> list[int]:
+        """A number of each rank, in the order of the ranks; ``facts``, of the passes or of the
+        loss, have to be the same on all.
 
         Raises:
             RuntimeError: on all ranks where they are at different places, or say different things.

@@ -9,7 +9,7 @@ docs/clipping/guard.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -32,7 +32,7 @@ from quietgrad.clipping.soundness.mixing import (
 from quietgrad.clipping.soundness.records import spread, take, with_companions
 from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged
-from quietgrad.tensors import Batch, batch_size_of
+from quietgrad.tensors import Batch, batch_size_of, trainable_parameters
 
 # After the powers of two, every so many releases: the average cost of a look vanishes beside the
 # training (docs/clipping/guard.md, "Cost").
@@ -86,6 +86,14 @@ class Guard:
         """Of the trainable parameters and modes as they are now."""
         key = (frozenset(subject.layout.parameters), _modes(subject.model))
         return self._verdicts.setdefault(key, _Verdict())
+
+    def told_of(self, model: nn.Module) -> str:
+        """What is known of the pair, in a word: ranks that make all passes together look when it is
+        the same on all of them.
+        """
+        key = (frozenset(trainable_parameters(model)), _modes(model))
+        known = self._verdicts.get(key, _Verdict())
+        return repr((self.public is None, replace(known, kept=known.kept and ())))
 
     def begin(
         self, subject: Subject, batch: Batch, own: Batch | None = None, any_of: AnyOf = bool

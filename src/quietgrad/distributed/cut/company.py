@@ -49,8 +49,8 @@ class Cutters:
     def owners(self, entries: Mapping[str, int]) -> dict[str, int]:
         return owners_of(entries, len(self.ranks))
 
-    def require_same_records(self, batch: Batch, parameters: str) -> None:
-        facts = {"micro-batch": batch_digest(batch), "parameters": parameters}
+    def require_same_records(self, batch: Batch, parameters: str, loss: str) -> None:
+        facts = {"micro-batch": batch_digest(batch), "parameters": parameters, "loss": loss}
         self._require_same("micro-batch", facts)
 
     def require_same(self, place: str, said: str) -> None:

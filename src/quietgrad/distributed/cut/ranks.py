@@ -96,7 +96,7 @@ class CutRanks(Ranks):
                 self._tell()
             raise
 
-    def _tell(self) -> None:
+    def _tell(self) -> bool:
         """To neighbours, who may be in the middle of a share, and to all."""
         mine = message(False, "", {}, 0)
         told = [torch.empty_like(mine) for _ in self.neighbours]
@@ -104,7 +104,7 @@ class CutRanks(Ranks):
             if len(self.across) > 1:
                 group = self._group_among(WITHIN, "cpu")
                 dist.all_gather(told, mine, group=group, async_op=True)
-        super()._tell()
+        return super()._tell()
 
     def _digests(self, model: nn.Module) -> dict[str, str]:
         circle = self._circle_of

@@ -1,0 +1,36 @@
+"""How a process that failed alone leaves its groups, so that nobody waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SHORTLY = timedelta(milliseconds=10)
+NEVER_SENT = 2**20  # a tag of no message
+
+
+def close_connections() -> None:
+    """Closes this process' connections in all process groups: operations that others have begun
+    there fail at once, as if it had ended, and what this process has left open ends too (the
+    interpreter, or ``destroy_process_group``, would wait for it until the group's timeout).
+
+    gloo has no operation for it, but closes a group's connections where a wait for a message ends
+    by its own, short timeout. NCCL has ``abort``, which ends what runs on this device. Others' NCCL
+    kernels do not notice; their processes do, since ranks meet through gloo before each
+    micro-batch, raise there, and are ended by their launcher.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.size() < 2:
+            continue
+        for kind in {"cpu", *(device.type for device in group._device_types)}:
+            with contextlib.suppress(Exception):
+                backend: Any = group._get_backend(torch.device(kind))
+                if "nccl" in backend.name():
+                    backend.abort()
+                else:
+                    other = int(group.rank() == 0)
+                    backend.recv([torch.zeros(1)], other, NEVER_SENT).wait(SHORTLY)
