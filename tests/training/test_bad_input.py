@@ -71,7 +71,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"model.max_length": 25}, "exceeds the 24 positions"),
     ({"model.max_length": 2}, "leaves no room for a text"),
     ({"model.name": "/nowhere/model"}, "no such folder"),
-    ({"model.name": "no-such-org/no-such-model"}, "cannot be loaded"),
+    ({"model.name": "no-such-org/no-such-model"}, "is no folder here"),
     (
         {"task.kind": "generate", "model.tune": "full", "task.max_answer_length": 4},
         "needs a causal language model",
