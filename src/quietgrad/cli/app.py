@@ -165,6 +165,7 @@ def compare(
 
     Example: quietgrad compare recipes/denoising.toml --html comparison.html
     """
+    announce("compare", as_json or only_report)
     look_early(config)
     from quietgrad.cli.compare import run_accounted, run_compare
 
@@ -205,6 +206,7 @@ def audit(
 
     Example: quietgrad audit people.toml --canaries 200
     """
+    announce("audit", as_json)
     look_early(config, overrides or [])
     from quietgrad.cli.audit import run_audit
 
