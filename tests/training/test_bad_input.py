@@ -38,7 +38,7 @@ FILES = {
     "jsonl": ("a.jsonl", JSONL + '{"text": "a"', "quietgrad check"),
     "list": ("a.jsonl", "[" + JSONL.strip().replace("\n", ",\n") + "]", "name it .json"),
     "lines": ("a.json", JSONL, "name it .jsonl"),
-    "commas": ("a.tsv", GOOD, "save it with tabs"),
+    "names-alone": ("a.csv", "text,label\n", "column names, and none below it"),
     "no-text": ("a.csv", "text,label\n" + ",good\n,bad\n" * 60, "no cell in the column"),
     "number-texts": ("a.jsonl", '{"text": 5, "label": "a"}\n' * 60, "no cell in the column"),
     "fractions": ("a.csv", with_labels(lambda i: f"{i % 12 * 0.37:.2f}"), "with fractions"),

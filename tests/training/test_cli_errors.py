@@ -294,13 +294,6 @@ def test_a_refused_run_leaves_no_folder(
     assert mine.is_dir()  # it was there before
 
 
-def test_a_file_with_another_separator(quietgrad: Run, settings, write_config, tmp_path) -> None:
-    file = tmp_path / "semicolons.csv"
-    file.write_text("text;label\nlovely film;good\n")
-    config = write_config(settings | {"data.source": str(file)})
-    assert_one_error(quietgrad("train", config), "single column", "separated by ';'", "commas")
-
-
 def test_labels_that_are_numbers(quietgrad: Run, settings, write_config, tmp_path) -> None:
     records = [(text, f"{i * 0.37:.3f}") for i, (text, _) in enumerate(labelled_texts(200))]
     file = write_records(tmp_path / "numbers.csv", records)
