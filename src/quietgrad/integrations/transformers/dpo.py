@@ -18,7 +18,7 @@ from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.integrations.transformers.sft import no_records_in_warnings
 from quietgrad.integrations.transformers.sharding import plugin_of
 from quietgrad.integrations.transformers.trainer import PrivateTrainer
-from quietgrad.plan import PrivacyConfig
+from quietgrad.plan import PrivacyConfig, PrivacyPlan
 from quietgrad.tensors import Batch
 
 PAIRED = ("input_ids", "attention_mask", "completion_mask")
@@ -145,7 +145,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         *,
-        privacy: PrivacyConfig,
+        privacy: PrivacyConfig | PrivacyPlan,
         record_owner: str | Iterable[Any] | None = None,
         accept_start: str = "",
         **options: Any,
