@@ -142,6 +142,13 @@ def test_smoothing_is_trainers_for_one_record(name: str) -> None:
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    model, _, labels = model_and_batch("classes")
+    with pytest.raises(ValueError, match="is a share of the target"):
+        record_loss_of(model, labels, share)
+
+
 def test_a_record_without_a_learnt_token_contributes_zero() -> None:
     model, batch, labels = model_and_batch("causal")
     batch["labels"][2] = -100

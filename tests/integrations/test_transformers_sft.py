@@ -23,6 +23,7 @@ from private_trainers import (
     tokenizer,
 )
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import LabelSmoother
 
 pytest.importorskip("trl", reason="needs the extra trl")
 
@@ -172,3 +173,31 @@ def test_no_record_is_quoted_in_a_warning(tmp_path: Path, caplog: pytest.LogCapt
         sft(tmp_path, train_dataset=Dataset.from_list(joined))
     lines = [line.getMessage() for line in caplog.records if "prefix" in line.getMessage()]
     assert lines and all("'b'" not in line and "not shown" in line for line in lines)
+
+
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
+def test_labels_are_smoothed_within_a_record(tmp_path: Path) -> None:
+    """TRL smooths a batch as a whole, in which long records take weight from short ones; that is
+    what its evaluation of public records says.
+    """
+    share = 0.2
+    trained = sft(
+        tmp_path,
+        label_smoothing_factor=share,
+        max_length=None,
+        eval_dataset=pairs(10, "a f "),
+        eval_strategy="no",
+    )
+    rows = [trained.train_dataset[i] for i in (0, 1, 4, 8)]
+    together = trained._loss(trained.model, trained.data_collator(rows))
+    smoother = LabelSmoother(share)
+    for row, found in zip(rows, together, strict=True):
+        batch = trained.data_collator([row])
+        labels = batch["labels"]
+        outputs = trained.model(input_ids=batch["input_ids"])
+        torch.testing.assert_close(found, smoother(outputs, labels, shift_labels=True))
+        torch.testing.assert_close(found, trained._loss(trained.model, batch)[0])
+    assert not torch.allclose(together[0], sft(tmp_path / "plain")._loss(
+        trained.model, trained.data_collator(rows))[0])  # fmt: skip
+    trained.train()
+    assert trained.evaluate()["eval_loss"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from quietgrad.accounting import RunCount, epsilon, selected_epsilon
+from quietgrad.cli.progress import still
+from quietgrad.cli.progress.lines import Lines
 from quietgrad.comparing import accounted
 from quietgrad.comparing.accounted import candidates_of, folder_of
 from quietgrad.comparing.runner import ComparisonRunner
@@ -94,6 +97,28 @@ def test_the_best_run_is_released_and_nothing_else(
     code, out, _ = quietgrad("compare", path, "--accounted", "--report")
     assert code == 0 and len(of_three) == 3
     assert "best setting" in out and "those that lost" in out
+
+
+def test_nothing_tells_how_many_runs_there_are(
+    quietgrad: Any, write: Write, of_three: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Progress would, and so would lines that say how long they last."""
+    monkeypatch.setattr(Lines, "EVERY", 0.0)
+    monkeypatch.setattr(still, "EVERY", 0.1)
+    fit = ComparisonRunner.fit
+
+    def slow(self: ComparisonRunner, *given: Any, **more: Any) -> Any:
+        time.sleep(0.3)
+        return fit(self, *given, **more)
+
+    monkeypatch.setattr(ComparisonRunner, "fit", slow)
+    code, out, _ = quietgrad("compare", write(), "--accounted")
+    lines = [line for line in out.splitlines() if not line.startswith("still ")]
+    assert code == 0 and [line.split()[0] for line in lines[:6]] == [
+        "quietgrad", "reading", "calibrating", "loading", "preparing", "calibrating"
+    ]  # fmt: skip
+    assert lines[6].startswith("epsilon = ") and lines[7].startswith("The best of")
+    assert not [line for line in out[out.index("epsilon = ") :].splitlines() if "still" in line]
 
 
 def test_the_plans_that_run_are_within_the_target(

@@ -126,7 +126,8 @@ def test_the_hub_is_asked_for_names_of_the_hub_alone(
     name: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    calls = []
+    monkeypatch.delenv(hub.OFFLINE)
+    calls: list[int] = []
     monkeypatch.setattr(hub, "go_offline_unless_reachable", lambda: calls.append(1))
     if name == "tests":
         with pytest.raises(ValueError, match="the folder holds no model"):
@@ -161,6 +162,65 @@ def test_a_model_of_images_is_named_as_it_was_given(
     monkeypatch.setattr(hub, "reachable", lambda endpoint: False)
     with pytest.raises(ValueError, match=f"model.name='{name}'.*{why}"):
         hub.require_model("model.name", name)
+
+
+def test_what_is_kept_of_the_hub_is_used_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "data"))
+    # As somebody sets it: nobody is asked, and what is not kept is refused as it is without it.
+    monkeypatch.setenv(hub.OFFLINE, "yes")
+    monkeypatch.setattr(hub, "reachable", lambda endpoint: pytest.fail("was asked"))
+    with pytest.raises(ValueError, match="cannot be reached; name a folder"):
+        hub.require_model("model.name", "org/model")
+    (tmp_path / "hub/models--org--model").mkdir(parents=True)
+    with pytest.raises(ValueError, match="cannot be reached; name a folder"):
+        hub.require_model("model.name", "org/model")  # nothing came before the line was cut
+    kept = {"adapter_config.json": "a path"}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda _, file: kept.get(file))
+    hub.require_model("model.name", "org/model")
+    with pytest.raises(ValueError, match=r"data.source='org/MyData:en' is no file.*a \.csv"):
+        hub.require_data("data.source", "org/MyData:en")
+    (tmp_path / "data/org___my_data").mkdir(parents=True)
+    hub.require_data("data.source", "org/MyData:en")
+
+
+@pytest.mark.parametrize(
+    ("command", "setting", "message"),
+    [
+        ("train", "model.name=some-org/some-model", " is no folder here"),
+        ("plan", "source=some-org/some-data:en", " is no file and no folder"),
+        ("audit", "data.source=nowhere.csv", ": no such file"),
+        ("train", "model.name=./nowhere", " cannot be loaded: no such folder"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused_before_torch_is_loaded(
+    command: str, setting: str, message: str, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # closed again: nobody answers there
+    clean = {k: v for k, v in os.environ.items() if k not in (*hub.PROXIES, hub.OFFLINE)}
+    arguments = [command, "--set", setting]
+    code = (
+        "import sys\n"
+        f"sys.argv = ['quietgrad', *{arguments!r}]\n"
+        "from quietgrad.cli import main\n"
+        "try:\n    main()\n"
+        "finally:\n    assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=clean | {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    key, _, name = setting.partition("=")
+    assert f"{key}={name!r}{message}" in done.stderr
 
 
 @pytest.mark.slow("a process that imports torch and asks a real address; in process before")

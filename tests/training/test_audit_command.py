@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from quietgrad.cli.progress.lines import Lines
+
 Run = Callable[..., tuple[int, str, str]]
 Write = Callable[[dict[str, Any]], Path]
 
@@ -103,3 +105,17 @@ def test_what_it_refuses(
 ) -> None:
     code, _, err = quietgrad("audit", config, *arguments)
     assert code != 0 and message in err
+
+
+def test_it_says_how_far_it_is_without_a_terminal(
+    quietgrad: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lines, "EVERY", 0.0)
+    code, out, err = quietgrad("audit", config, "--canaries", 16, "--figure", tmp_path / "a.png")
+    assert code == 0 and err == ""
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[:5]] == [
+        "quietgrad", "reading", "calibrating", "loading", "looking"
+    ]  # fmt: skip
+    far = [line for line in lines if line.startswith("training with canaries, step ")]
+    assert len(far) == 3 and far[0].endswith("step 2/4, about 1 min left")

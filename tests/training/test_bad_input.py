@@ -38,7 +38,7 @@ FILES = {
     "jsonl": ("a.jsonl", JSONL + '{"text": "a"', "quietgrad check"),
     "list": ("a.jsonl", "[" + JSONL.strip().replace("\n", ",\n") + "]", "name it .json"),
     "lines": ("a.json", JSONL, "name it .jsonl"),
-    "commas": ("a.tsv", GOOD, "save it with tabs"),
+    "names-alone": ("a.csv", "text,label\n", "column names, and none below it"),
     "no-text": ("a.csv", "text,label\n" + ",good\n,bad\n" * 60, "no cell in the column"),
     "number-texts": ("a.jsonl", '{"text": 5, "label": "a"}\n' * 60, "no cell in the column"),
     "fractions": ("a.csv", with_labels(lambda i: f"{i % 12 * 0.37:.2f}"), "with fractions"),
@@ -71,7 +71,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"model.max_length": 25}, "exceeds the 24 positions"),
     ({"model.max_length": 2}, "leaves no room for a text"),
     ({"model.name": "/nowhere/model"}, "no such folder"),
-    ({"model.name": "no-such-org/no-such-model"}, "cannot be loaded"),
+    ({"model.name": "no-such-org/no-such-model"}, "is no folder here"),
     (
         {"task.kind": "generate", "model.tune": "full", "task.max_answer_length": 4},
         "needs a causal language model",

@@ -233,3 +233,67 @@ def test_init_of_a_broken_file(quietgrad: Run, tmp_path: Path) -> None:
     assert code == 2 and "quietgrad check" in err and "--skip-bad" in err and not config.exists()
     assert quietgrad("init", file, "-o", config, "--skip-bad")[0] == 0
     assert load_config(config, ()).data.skip_bad is True
+
+
+# Labels, separators, marks in names
+
+AGES = [str(17 + 3 * (i % 30)) for i in range(len(TEXTS))]
+
+
+@pytest.mark.parametrize(
+    ("labels", "refused"),
+    [
+        (AGES, "are 30 different numbers"),
+        ([str(1000 + i) for i in range(len(TEXTS))], "are 120 different numbers"),
+        (NUMBERS, "numbers with fractions"),
+        (NAMES, "names or numbers, not classes"),
+        ([str(i % 2) for i in range(len(TEXTS))], ""),
+        ([str(1 + i % 5) for i in range(len(TEXTS))], ""),
+        ([str(i % 10 / 2) for i in range(len(TEXTS))], ""),  # half stars
+        ([str(i % 26) for i in range(len(TEXTS))], ""),  # classes, counted
+    ],
+    ids=["ages", "incomes", "fractions", "names", "two", "stars", "half-stars", "counted"],
+)
+def test_a_column_of_measurements_is_no_label(
+    labels: list[str], refused: str, quietgrad: Run, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "a.csv", {"job": CLASSES, "value": NUMBERS, "label": labels})
+    config = tmp_path / "a.toml"
+    code, _, err = quietgrad("init", file, "--label", "label", "-o", config)
+    assert (code == 2) == bool(refused) and refused in err and err.count("\n") <= 1
+    assert config.exists() != bool(refused)
+    assert refused in " ".join(quietgrad("check", file, "--label", "label")[1].split())
+
+
+def test_semicolons_from_check_to_predictions(
+    quietgrad: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    columns = {"age": AGES, "rate": [n.replace(".", ",") for n in NUMBERS], "job": CLASSES}
+    rows = [";".join(columns), *map(";".join, zip(*columns.values(), strict=True))]
+    Path("people # 1.csv").write_text("\n".join(rows) + "\n")
+    code, out, _ = quietgrad("check", "people # 1.csv")
+    assert code == 0 and "semicolon" in out
+    assert quietgrad("init", "people # 1.csv", "--label", "job")[0] == 0
+    assert "# its columns are separated by a semicolon" in Path("config.toml").read_text()
+    few = ["--set", "training.steps=2", "--set", "training.run_dir=run"]
+    code, out, err = quietgrad("train", "config.toml", *few)
+    assert (
+        (code, err) == (0, "") and "column 'rate' of" in out and "holds numbers with commas" in out
+    )
+    assert quietgrad("predict", "run", "people # 1.csv", "--output", "out.csv")[0] == 0
+    assert len(Path("out.csv").read_text().splitlines()) == len(rows)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_column_names_alone_are_no_records(name: str, quietgrad: Run, tmp_path: Path) -> None:
+    file = tmp_path / name
+    if name == "a.csv":
+        file.write_text("text,label\n")
+    else:
+        pandas = pytest.importorskip("pandas")
+        pandas.DataFrame({"text": [], "label": []}).to_parquet(file)
+    code, out, _ = quietgrad("check", file)
+    assert code == 1 and "holds no records" in out and "Every row" not in out
+    code, _, err = quietgrad("init", file, "-o", tmp_path / "a.toml")
+    assert code == 2 and "holds no records" in err and err.count("\n") == 1

@@ -294,26 +294,8 @@ def test_a_refused_run_leaves_no_folder(
     assert mine.is_dir()  # it was there before
 
 
-def test_a_file_with_another_separator(quietgrad: Run, settings, write_config, tmp_path) -> None:
-    file = tmp_path / "semicolons.csv"
-    file.write_text("text;label\nlovely film;good\n")
-    config = write_config(settings | {"data.source": str(file)})
-    assert_one_error(quietgrad("train", config), "single column", "separated by ';'", "commas")
-
-
 def test_labels_that_are_numbers(quietgrad: Run, settings, write_config, tmp_path) -> None:
     records = [(text, f"{i * 0.37:.3f}") for i, (text, _) in enumerate(labelled_texts(200))]
     file = write_records(tmp_path / "numbers.csv", records)
     config = write_config(settings | {"data.source": str(file)})
     assert_one_error(quietgrad("train", config), "different labels", "data.label")
-
-
-def test_progress_without_a_terminal(
-    quietgrad: Run, settings, write_config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from quietgrad.cli import training
-
-    monkeypatch.setattr(training.Lines, "EVERY", 0.0)
-    code, out, _ = quietgrad("train", write_config(settings | {"training.eval_every": 0}))
-    lines = [line for line in out.splitlines() if line.endswith("min left")]
-    assert code == 0 and len(lines) == 5 and lines[0].startswith("step 2/6: epsilon ")

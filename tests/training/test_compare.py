@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from quietgrad.cli.progress.lines import Lines
 from quietgrad.comparing.comparison import best_rate, open_runs, read_results
 from quietgrad.comparing.runner import ComparisonRunner
 from quietgrad.comparing.table import Run, load_comparison
@@ -76,6 +77,20 @@ def test_from_runs_to_table_and_figure(quietgrad: Any, write_comparison: WriteCo
     before = comparison.results.read_bytes()
     assert quietgrad("compare", path, "--json")[0] == 0
     assert comparison.results.read_bytes() == before
+
+
+def test_it_says_how_far_it_is_without_a_terminal(
+    quietgrad: Any, write_comparison: WriteComparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lines, "EVERY", 0.0)
+    path = write_comparison(epsilons=[2.0], seeds=1, tuning_seeds=1, learning_rates=[1e-3])
+    code, out, err = quietgrad("compare", path)
+    lines = out.splitlines()
+    assert code == 0 and err == "" and lines[1].startswith("reading ")
+    assert [line for line in lines if line.startswith("comparing, step ")] == [
+        f"comparing, step {step}/8 (run {1 + (step > 4)} of 2), about 1 min left"
+        for step in range(2, 9)
+    ]
 
 
 def test_two_shards_make_each_run_once(quietgrad: Any, write_comparison: WriteComparison) -> None:

@@ -11,12 +11,8 @@ from typing import Any
 
 import pytest
 
-from quietgrad.training.settings.config import (
-    TrainConfig,
-    config_from,
-    default_config_path,
-    load_config,
-)
+from quietgrad.training.settings.config import TrainConfig, config_from, load_config
+from quietgrad.training.settings.overrides import default_config_path
 
 TABLES = [f.name for f in dataclasses.fields(TrainConfig)]
 

@@ -8,7 +8,8 @@ import pytest
 
 from quietgrad.comparing.comparison import read_results
 from quietgrad.comparing.table import load_comparison
-from quietgrad.training.settings.config import load_config, read_toml
+from quietgrad.training.settings.config import load_config
+from quietgrad.training.settings.overrides import read_toml
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))

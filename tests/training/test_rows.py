@@ -85,6 +85,29 @@ def test_long_cells_and_empty_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "separator", "cells"),
+    [
+        ("a.csv", "text;label\na,b;c\n", ";", ["a,b", "c"]),
+        ("a.csv", '"my; text";label\n"a;b";c\n', ";", ["a;b", "c"]),
+        ("a.csv", "\ntext\tlabel\na;b\tc\n", "\t", ["a;b", "c"]),
+        ("a.tsv", "text,label\na\tb,c\n", ",", ["a\tb", "c"]),
+        ("a.csv", "text|label\na|c\n", "|", ["a", "c"]),
+        # Two names by the usual one are two, whatever else is in them, and whatever rows look like.
+        ("a.csv", "text;x;y,label\na;b;c,d\n", ",", ["a;b;c", "d"]),
+        ("a.csv", "text,label\na;b,c;d\n", ",", ["a;b", "c;d"]),
+        ("a.csv", "text\na;b\n", ",", ["a;b"]),
+        ("a.csv", '"text;label"\na;b\n', ",", ["a;b"]),
+    ],
+)
+def test_column_names_say_what_stands_between_cells(
+    name: str, content: str, separator: str, cells: list[str], tmp_path: Path
+) -> None:
+    found = read(tmp_path / name, content)
+    assert found.separator == separator and not found.bad
+    assert [values[0] for values in found.columns.values()] == cells
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.csv", b"", "it is empty"),
@@ -95,9 +118,8 @@ def test_long_cells_and_empty_names(tmp_path: Path) -> None:
         ("a.jsonl", b"\x1f\x8brest", "gzip"),
         ("a.csv", b"PAR1rest", "name it .parquet"),
         ("a.csv", b"t\xe9xt,label\na,b\n", "column names"),
-        ("a.csv", b"text;label\na;b\n", "separated by ';'"),
-        ("a.csv", b"text\tlabel\na\tb\n", "name it .tsv"),
-        ("a.tsv", b"text,label\na,b\n", "separated by ','"),
+        ("a.csv", b"text,label\n", "column names, and none below"),
+        ("a.csv", b"text;label\n\n", "column names, and none below"),
         ("a.csv", b"text,text\na,b\n", "two columns named 'text'"),
         ("a.csv", b'text,label\na,b\n"c,d\ne,f\n', "not closed"),
         ("a.csv", b'"text,label\na,b\n', "column names"),

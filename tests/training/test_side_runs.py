@@ -14,7 +14,8 @@ from tiny_runs import interrupt_at, train, weights
 
 from quietgrad.beside import AdaptiveClipping, TrainingLoss
 from quietgrad.ledger import read_ledger
-from quietgrad.training.settings.config import TrainConfig, config_from, read_toml
+from quietgrad.training.settings.config import TrainConfig, config_from
+from quietgrad.training.settings.overrides import read_toml
 from quietgrad.training.settings.resume import require_same_settings
 
 BOTH = {

@@ -19,6 +19,7 @@ from quietgrad.cli.beside.planning import (
     plan,
 )
 from quietgrad.cli.output import announce, hush_libraries, one_line, paragraphs
+from quietgrad.training.sources.early import look_early
 
 app = typer.Typer(
     help="Differentially private training in PyTorch, with every epsilon an upper bound.\n\n"
@@ -66,6 +67,7 @@ def train(
     Example: quietgrad train people.toml --set target_epsilon=3
     """
     announce("train", as_json)
+    look_early(config, overrides or [])
     from quietgrad.cli.training import run_train
 
     extend = extend_steps, extend_epochs, extend_to
@@ -102,6 +104,8 @@ def predict(
 
     Example: quietgrad predict runs/first new.csv --output predictions.csv
     """
+    if (run_dir / "config.toml").is_file():
+        look_early(run_dir / "config.toml", data=False)
     from quietgrad.cli.predict import run_predict
 
     run_predict(run_dir, file, output, each, as_json)
@@ -117,6 +121,7 @@ def spectrum(
 
     Example: quietgrad spectrum recipes/noisecurve.toml
     """
+    look_early(config, overrides or [])
     from quietgrad.cli.spectrum import run_spectrum
 
     run_spectrum(config, overrides or [], as_json)
@@ -160,6 +165,8 @@ def compare(
 
     Example: quietgrad compare recipes/denoising.toml --html comparison.html
     """
+    announce("compare", as_json or only_report)
+    look_early(config)
     from quietgrad.cli.compare import run_accounted, run_compare
 
     if accounted:
@@ -199,6 +206,8 @@ def audit(
 
     Example: quietgrad audit people.toml --canaries 200
     """
+    announce("audit", as_json)
+    look_early(config, overrides or [])
     from quietgrad.cli.audit import run_audit
 
     run_audit(config, overrides or [], kind, canaries, confidence, figure, as_json)

@@ -6,10 +6,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from quietgrad.checks import require_word
 from quietgrad.cli.output import console, print_json, print_table, require_place
+from quietgrad.cli.progress.counted import Counted
 from quietgrad.events import RandomizedClipping
 from quietgrad.training.settings.config import load_config
 
@@ -39,21 +38,8 @@ def run_audit(
     from quietgrad.auditing.report import MEANING
     from quietgrad.training.audited_run import audited_run
 
-    columns = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=target, refresh_per_second=2) as bar:
-        task = bar.add_task("training with canaries", total=None)
-        run = audited_run(
-            config,
-            canaries,
-            kind,
-            confidence,
-            lambda done, steps: bar.update(task, completed=done, total=steps),
-        )
+    with Counted(target, "training with canaries") as shown:
+        run = audited_run(config, canaries, kind, confidence, shown.count, shown.say)
     report, plan = run.report, run.plan
     record: dict[str, Any] = report.to_json() | {
         "records": run.records,

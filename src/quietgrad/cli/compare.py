@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.output import console, print_json, print_table
+from quietgrad.cli.progress.counted import Counted
+from quietgrad.cli.progress.stages import stages
 from quietgrad.events import RELATIONS
 
 if TYPE_CHECKING:
@@ -46,7 +49,12 @@ def run_compare(
                 f"{record['seconds']:.0f} s; {left} more known"
             )
 
-        run_comparison(comparison, report, _shard(shard))
+        def progress(made: int, known: int, done: int, steps: int) -> None:
+            # Runs that have as many steps as this one, or nearly.
+            shown.count(made * steps + done, known * steps, f" (run {made + 1} of {known})")
+
+        with Counted(target, "comparing") as shown:
+            run_comparison(comparison, report, _shard(shard), shown.say, progress)
     results = read_results(comparison)
     missing = runs_left(comparison, results)
     protocols = protocols_of(comparison, results)
@@ -130,7 +138,17 @@ def run_accounted(path: Path, only_report: bool, shard: str, as_json: bool) -> N
             soft_wrap=True,
         )
 
-    result = read_choice(comparison) if only_report else choose(comparison, say)
+    if only_report:
+        result = read_choice(comparison)
+    else:
+        with contextlib.ExitStack() as before:
+            begins = before.enter_context(stages(target))
+
+            def ready(facts: dict[str, Any]) -> None:
+                before.close()  # from here on, how far it is would tell how many runs were drawn
+                say(facts)
+
+            result = choose(comparison, ready, begins)
     if result is None:
         raise ValueError(
             f"--report: nothing was released to {str(folder_of(comparison))!r} yet; leave "

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -100,20 +99,6 @@ def announce(command: str, as_json: bool) -> None:
         sys.stdout.flush()
 
 
-@contextlib.contextmanager
-def stages(target: Console) -> Iterator[Callable[[str], None]]:
-    """Says what begins: in one changing line on a terminal, else a line each; nothing on standard
-    error, which for programs holds errors alone.
-    """
-    if target.is_terminal:
-        with target.status("beginning") as status:
-            yield lambda stage: status.update(_escaped(stage))
-    elif target.stderr:
-        yield lambda stage: None
-    else:
-        yield lambda stage: target.print(stage, markup=False, soft_wrap=True)
-
-
 def hush_libraries() -> None:
     """Before other libraries are loaded: without their progress bars and notes, by their own
     switches; what the environment says already stays.
@@ -178,31 +163,3 @@ def one_line(command: Callable[P, R]) -> Callable[P, R]:
 def paragraphs(text: str) -> str:
     """One line a paragraph: the list of commands breaks lines itself, beside those of the text."""
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
-
-
-class Lines:
-    """Progress where there is no terminal for a bar: a line when half a minute has passed without
-    one.
-    """
-
-    EVERY = 30.0  # seconds
-
-    def __init__(self, target: Console, unit: str) -> None:
-        self._target, self._unit = target, unit
-        self._began = self._last = time.monotonic()
-        self._first: int | None = None
-
-    def show(self, done: int, total: int, more: str, said: bool = False) -> None:
-        """``said``: whether a line about this step is there already."""
-        now = time.monotonic()
-        if self._first is None:  # what comes before the first is not its time
-            self._first, self._began = done, now
-        if said:
-            self._last = now
-        if self._target.is_terminal or now - self._last < self.EVERY or done == self._first:
-            return
-        self._last = now
-        left = (now - self._began) / (done - self._first) * (total - done)
-        self._target.print(
-            f"{self._unit} {done}/{total}{more}, about {max(1, round(left / 60))} min left"
-        )

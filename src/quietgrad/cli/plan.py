@@ -20,6 +20,7 @@ from quietgrad.cli.output import (
     require_place,
 )
 from quietgrad.cli.prepared import noise_record, prepare_shown, print_guarantee
+from quietgrad.cli.progress.stages import stages
 from quietgrad.events import RELATIONS
 from quietgrad.ledger import planned_course, read_ledger
 from quietgrad.training.settings.config import TrainConfig, load_config
@@ -38,7 +39,9 @@ def run_plan(
     prepared = prepare_shown(config, target)
     from quietgrad.training.forecast import forecast
 
-    record = forecast(prepared) | {"settings": settings_record(prepared)}
+    with stages(target) as say:
+        say("timing a step on validation records")
+        record = forecast(prepared) | {"settings": settings_record(prepared)}
     warning = too_long(record)
     if warning is not None:
         record["warning"] = warning

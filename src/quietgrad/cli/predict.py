@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quietgrad.cli.output import console, fail, one_line, print_json
+from quietgrad.cli.progress.stages import stages
 
 if TYPE_CHECKING:
     from quietgrad.training.tasks.predictions import Predictions
@@ -32,7 +33,8 @@ def run_predict(
         fail(f"FILE={str(file)!r}: no such file or folder", 2)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     target = console(as_json)
-    with target.status("loading the model"):
+    with stages(target) as say:
+        say(f"reading {file} with the model of {run_dir}")
         from quietgrad.training.prediction import predict
 
         with warnings.catch_warnings():  # those of libraries are not for the user

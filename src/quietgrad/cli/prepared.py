@@ -14,7 +14,8 @@ from rich.console import Console
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.checks import SettingsWarning
 from quietgrad.cli.accounting import DECLARED_PUBLIC
-from quietgrad.cli.output import print_table, stages
+from quietgrad.cli.output import print_table
+from quietgrad.cli.progress.stages import stages
 from quietgrad.events import RELATIONS, RandomizedClipping, unit_of
 
 if TYPE_CHECKING:

@@ -10,21 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.beside.chosen import print_settings, settings_record
 from quietgrad.cli.beside.launch import start_processes
 from quietgrad.cli.output import (
-    Lines,
     console,
     fail,
     one_line,
@@ -34,8 +25,10 @@ from quietgrad.cli.output import (
     quiet_libraries,
 )
 from quietgrad.cli.prepared import prepare_shown, print_guarantee
+from quietgrad.cli.progress.stages import stages
+from quietgrad.cli.progress.training import TrainingProgress
 from quietgrad.distributed.together import Together, launched, leave, meet, restarted
-from quietgrad.events import RELATIONS, per_unit
+from quietgrad.events import RELATIONS
 from quietgrad.ledger import holds_records
 from quietgrad.training.settings.config import TrainConfig, load_config
 from quietgrad.training.settings.references import references_for
@@ -113,9 +106,13 @@ def run_train(
         from quietgrad.training.forecast import kept_forecast
         from quietgrad.training.prepare import verify_on_public_records
 
-        with on_public_records():
-            difference = None if prepared.plan is None else verify_on_public_records(prepared)
+        with on_public_records(), stages(target) as say:
+            difference = None
+            if prepared.plan is not None:
+                say("checking clipping on validation records")
+                difference = verify_on_public_records(prepared)
             # Before private records are in memory, whose peak would tell of them.
+            say("timing a step on validation records")
             expected = kept_forecast(prepared) if together.first else {}
     if prepared.plan is not None:
         target.print(
@@ -129,59 +126,16 @@ def run_train(
         )
     if prepared.reasons:
         print_settings(target, settings_record(prepared))
-    columns = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(elapsed_when_finished=False),
-        TextColumn("{task.fields[spent]}"),
-    )
     if config.training.caches and _has_frozen_layers(prepared):
         target.print(
             "Before the first step, frozen layers whose states can be kept run once over the "
             "records; no privacy is spent by that."
         )
-    with Progress(*columns, console=target, refresh_per_second=2) as bar:
-        before = bar.add_task("frozen layers", total=None, spent="", visible=False)
-        task = bar.add_task("training", total=prepared.steps, spent="")
-        score_text = ""
-        lines, records = Lines(target, "step"), Lines(target, "frozen layers, record")
-
-        def told(done: int, total: int) -> None:
-            bar.update(before, completed=done, total=total, visible=done < total)
-            records.show(done, total, "")
-
-        declared = " (data declared public)" if config.data.public else ""
-        if prepared.plan is not None:
-            declared = per_unit(prepared.plan.neighbouring) + declared
-
-        def report(progress: runner.Progress) -> None:
-            nonlocal score_text
-            loss_text = "" if progress.training_loss is None else f" | {progress.training_loss}"
-            if progress.score is not None:
-                score_text = f" | validation {prepared.metric.name} {progress.score:.3f}"
-                if not target.is_terminal:
-                    so_far = "not private"
-                    if prepared.plan is not None:
-                        so_far = f"epsilon spent {round_up(progress.epsilon, 4)}{declared}"
-                    target.print(
-                        f"step {progress.step}/{progress.steps}: {so_far}{score_text}{loss_text}"
-                    )
-            spent = (
-                f"epsilon {round_up(progress.epsilon, 4)}{declared}"
-                if prepared.plan is not None
-                else "not private"
-            )
-            bar.update(task, completed=progress.step, spent=spent + score_text + loss_text)
-            said = progress.score is not None
-            lines.show(progress.step, prepared.steps, f": {spent}{loss_text} spent", said)
-
+    with TrainingProgress(target, prepared) as shown:
         try:
             with quiet_libraries(target):
                 outcome: runner.Outcome | None = runner.train(
-                    prepared, run_dir, resume, report, _sayer(target), told, together
+                    prepared, run_dir, resume, shown.report, _sayer(target), shown.told, together
                 )
         except KeyboardInterrupt:
             outcome = None

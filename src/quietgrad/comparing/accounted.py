@@ -72,12 +72,17 @@ def read_choice(comparison: Comparison) -> Result | None:
     return result
 
 
-def choose(comparison: Comparison, say: Callable[[Result], None]) -> Result:
+def choose(
+    comparison: Comparison,
+    say: Callable[[Result], None],
+    begins: Callable[[str], None] = lambda stage: None,
+) -> Result:
     """Makes the runs that remain and releases the best one.
 
     Args:
         comparison: from ``load_comparison(path, accounted=True)``.
         say: called before the runs with what the whole guarantees.
+        begins: called with what begins before that, in a few words; of the runs nothing is said.
 
     Returns:
         What is released, also written to the folder with the model.
@@ -89,7 +94,7 @@ def choose(comparison: Comparison, say: Callable[[Result], None]) -> Result:
     folder = folder_of(comparison)
     saved = read_choice(comparison)
     if saved is None:
-        choice = _Choice(comparison, folder / TRIALS)  # what is refused leaves no folder
+        choice = _Choice(comparison, folder / TRIALS, begins)  # what is refused leaves no folder
         make_folder(folder)
         with RunDir(folder).locked():
             saved = read_choice(comparison) or choice.made(say)
@@ -107,11 +112,12 @@ class _Candidate:
 class _Choice:
     """A choice that is not released yet."""
 
-    def __init__(self, comparison: Comparison, path: Path) -> None:
+    def __init__(self, comparison: Comparison, path: Path, begins: Callable[[str], None]) -> None:
         self.comparison, self.path = comparison, path
         self.trials = Trials.load(path)
-        self.runner = ComparisonRunner(comparison, self.trials.start)
+        self.runner = ComparisonRunner(comparison, self.trials.start, begins)
         verify_on_public_records(self.runner.prepared)
+        begins("calibrating the noise of all settings together")
         self.candidates = self._calibrated()
         self.epsilon = self._whole(1.0)
         if not self.epsilon <= comparison.table.epsilons[0]:

@@ -22,6 +22,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,8 @@ def run_comparison(
     comparison: Comparison,
     report: Callable[[Run, dict[str, Any], int], None],
     shard: tuple[int, int] = (0, 1),
+    say: Callable[[str], None] = lambda stage: None,
+    progress: Callable[[int, int, int, int], None] = lambda *counts: None,
 ) -> None:
     """Makes the runs that remain and appends each to the results file.
 
@@ -156,8 +159,11 @@ def run_comparison(
             once. A process whose part of the grid is done does not wait for the
             others: rates are chosen once the whole grid is there, so start it again for the seeds
             that are left.
+        say: called with what begins before the first run, in a few words.
+        progress: called after every step with (runs made now, runs known of, steps of this one
+            made, all of them).
     """
-    work: Any = None
+    work, made = None, 0
     while True:
         todo = open_runs(comparison, read_results(comparison))
         mine = [run for run in todo if _share_of(comparison, run, shard[1]) == shard[0]]
@@ -165,9 +171,10 @@ def run_comparison(
             return
         for left, run in zip(range(len(mine) - 1, -1, -1), mine, strict=True):
             if work is None:
-                work = ComparisonRunner(comparison)
-            record = work.train(run)
+                work = ComparisonRunner(comparison, say=say)
+            record = work.train(run, partial(progress, made, made + left + 1))
             _append(comparison.results, record)
+            made += 1
             report(run, record, left)
 
 

@@ -34,18 +34,24 @@ from quietgrad.training.tasks.records import Records, distinct, spread
 class ComparisonRunner:
     """Data, model and cached states, shared by the runs of one process."""
 
-    def __init__(self, comparison: Comparison, seed: str | None = None) -> None:
+    def __init__(
+        self,
+        comparison: Comparison,
+        seed: str | None = None,
+        say: Callable[[str], None] = lambda stage: None,
+    ) -> None:
         """Prepares.
 
         Args:
             comparison: whose runs.
             seed: initialises the parameters of all runs, in place of the first run's; for records
                 that are private.
+            say: called with what begins now, in a few words.
         """
         # The same run in every process, whichever it makes first: its seed initialises the
         # parameters of all.
         config = comparison.config_of(comparison.first)
-        prepared = prepare(config if seed is None else seeded(config, seed))
+        prepared = prepare(config if seed is None else seeded(config, seed), say=say)
         for (
             variant
         ) in comparison.variants:  # before any run: a spectrum that is missing or does not fit
@@ -57,6 +63,7 @@ class ComparisonRunner:
             )
         self.prepared = prepared
         self.comparison = comparison
+        say("preparing what all runs share")
         self.caches = {
             name: prepared.prefix_cache(texts)
             for name, texts in (
@@ -78,8 +85,15 @@ class ComparisonRunner:
         self.scheduled = validation[spread(validation, every or len(validation))]
         self._mixings: dict[str, MixingMatrix] = {}
 
-    def train(self, run: Run) -> dict[str, Any]:
-        """One run from the initial parameters: its line of the results file."""
+    def train(
+        self, run: Run, progress: Callable[[int, int], None] = lambda done, steps: None
+    ) -> dict[str, Any]:
+        """One run from the initial parameters: its line of the results file.
+
+        Args:
+            run: which.
+            progress: called with (steps made, all of the run) after each.
+        """
         config = self.comparison.config_of(run)
         plan = self.plan(config)
         curve: list[tuple[int, float]] = []
@@ -87,6 +101,7 @@ class ComparisonRunner:
         def look(done: int, average: ExponentialAverage | None) -> None:
             if done % self.comparison.table.eval_every == 0 and done < plan.steps:
                 curve.append((done, self.validated(self.scheduled, average)[0]))
+            progress(done, plan.steps)
 
         started = time.monotonic()
         average = self.fit(config, plan, look)

@@ -18,7 +18,8 @@ from quietgrad.checks import nearest, require_at_least
 from quietgrad.comparing.search import RATE, SearchTable, Settings, search_table
 from quietgrad.records import Above0, Count, judge
 from quietgrad.training.derived.resolve import is_open, with_what_trains
-from quietgrad.training.settings.config import TrainConfig, config_from, read_toml
+from quietgrad.training.settings.config import TrainConfig, config_from
+from quietgrad.training.settings.overrides import read_toml
 from quietgrad.training.settings.reading import one
 
 # What a variant may change; the rest is prepared once for all runs.

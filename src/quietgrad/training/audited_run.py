@@ -53,6 +53,7 @@ def audited_run(
     kind: str,
     confidence: float,
     progress: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] = lambda stage: None,
 ) -> AuditedRun:
     """Trains as ``quietgrad train`` does, with ``canaries`` records more, and audits it. Writes
     nothing.
@@ -64,6 +65,7 @@ def audited_run(
             are protected, users who have one such record many times.
         confidence: of the bounds.
         progress: called with (releases made, all) after each.
+        say: called with what begins before that, in a few words.
 
     Raises:
         ValueError: for bad arguments, and for everything that ``quietgrad train`` refuses.
@@ -74,7 +76,7 @@ def audited_run(
     require_confidence(confidence)
     if not config.privacy.enabled:
         raise ValueError("privacy.enabled=false: there is no epsilon to audit; set it to true")
-    prepared = prepare(config)
+    prepared = prepare(config, say=say)
     config = prepared.config  # nothing of it is left out
     if kind == "input" and not prepared.task.classifies:
         raise ValueError(
@@ -87,6 +89,7 @@ def audited_run(
             "that input canaries are made from; use fewer"
         )
     plan = plan_with(canaries, config, prepared.task.record_ids, prepared.task.record_owner)
+    say("looking at the model before the first step")
     cache = prepared.prefix_cache()
     model: nn.Module = prepared.model.classifier if cache is None else cache.upper
     entries = sum(p.numel() for p in trainable_parameters(model).values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quietgrad.cli.output import console, one_line, print_json, print_table
+from quietgrad.cli.progress.stages import stages
 
 
 @one_line
@@ -13,7 +14,9 @@ def run_export(run_dir: Path, form: str | None, output: Path, as_json: bool) -> 
     from quietgrad.training.exporting.program import export_run, format_of
 
     form = format_of(output) if form is None else form
-    made = export_run(run_dir, form, output)
+    with stages(console(as_json)) as say:
+        say(f"exporting the model of {run_dir}")
+        made = export_run(run_dir, form, output)
     if as_json:
         print_json(made)
         return

@@ -66,16 +66,19 @@ def _of_file(source: Path, command: str, text: str, label: str, skip_bad: bool) 
     look = f"`quietgrad check {shlex.quote(str(source))}`"
     found, rows = read_for_owner(source)
     if rows is None:
-        raise ValueError(f"FILE={str(source)!r}: {found.failure.split(' (')[0]}; see {look}")
+        where = f"; see {look}" if "(" in found.failure else ""
+        raise ValueError(f"FILE={str(source)!r}: {found.failure.split(' (')[0]}{where}")
     guessed = guess(found.columns, text, label, str(source))
     texts = [n for n in (guessed.text, guessed.pair) if n and guessed.task == "text"]
     found = with_labels(found, rows, texts, [guessed.label], guessed.task != "answers", 1.0)
-    if len(found.labels) == 1 or any("fractions" in note for note in found.notes):
-        raise ValueError(f"FILE={str(source)!r}: {found.notes[0]}")
+    if found.unfit:
+        raise ValueError(f"FILE={str(source)!r}: {found.unfit}")
     if found.refused and not skip_bad:
         raise ValueError(
             f"FILE={str(source)!r} has rows that are broken, or lack a text or a label; {look} "
             "lists them: mend them, or add --skip-bad, which leaves them out"
         )
     usable = found.records - len(found.gaps)
-    return guessed.task, propose(str(source), usable, guessed, command, skip_bad)
+    usual = "tab" if source.suffix.lower() == ".tsv" else "comma"
+    other = "" if found.separator in ("", usual) else found.separator
+    return guessed.task, propose(str(source), usable, guessed, command, skip_bad, other)

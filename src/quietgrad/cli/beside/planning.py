@@ -10,6 +10,7 @@ import typer
 from quietgrad.cli import accounting
 from quietgrad.cli.beside.scaling import Options, run_devices
 from quietgrad.cli.output import announce, one_line
+from quietgrad.training.sources.early import look_early
 
 ConfigPath = Annotated[
     Path | None,
@@ -116,6 +117,7 @@ def plan(
 
         run_extension(config, overrides or [], figure, extend, as_json)
         return
+    look_early(config, overrides or [])
     from quietgrad.cli.plan import run_plan
 
     run_plan(config, overrides or [], figure, as_json)

@@ -18,7 +18,7 @@ from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.integrations.transformers.sft import no_records_in_warnings
 from quietgrad.integrations.transformers.sharding import plugin_of
 from quietgrad.integrations.transformers.trainer import PrivateTrainer
-from quietgrad.plan import PrivacyConfig
+from quietgrad.plan import PrivacyConfig, PrivacyPlan
 from quietgrad.tensors import Batch
 
 PAIRED = ("input_ids", "attention_mask", "completion_mask")
@@ -145,7 +145,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         *,
-        privacy: PrivacyConfig,
+        privacy: PrivacyConfig | PrivacyPlan,
         record_owner: str | Iterable[Any] | None = None,
         accept_start: str = "",
         **options: Any,
@@ -249,6 +249,7 @@ def _refuse(args: Any, data_collator: Any, options: dict[str, Any]) -> None:
             f"args.loss_type={unknown[0]!r} is a loss of the batch (aot sorts it, sft is a mean "
             f"over its tokens), or is not offered; use one of {', '.join(LOSSES)}"
         )
+    _refuse_smoothing(args, names)
     for name, default in (
         ("use_weighting", False),
         ("ld_alpha", None),
@@ -261,3 +262,27 @@ def _refuse(args: Any, data_collator: Any, options: dict[str, Any]) -> None:
                 f"args.{name}={value!r} is not offered: the reference is computed once, and the "
                 f"loss is DPO's of one record; leave it at {default!r}"
             )
+
+
+def _refuse_smoothing(args: Any, names: list[str]) -> None:
+    """TRL's DPOTrainer looks at neither where it has no effect.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if args.label_smoothing_factor:
+        raise ValueError(
+            f"args.label_smoothing_factor={args.label_smoothing_factor} has no effect on losses of "
+            'preferences; set it 0, and use loss_type="robust" with label_smoothing='
+        )
+    share = args.label_smoothing
+    if share and "robust" not in names:
+        raise ValueError(
+            f"args.label_smoothing={share} has no effect on loss_type={', '.join(names)}; set it "
+            '0, or use loss_type="robust"'
+        )
+    if not 0 <= share < 0.5:
+        raise ValueError(
+            f"args.label_smoothing={share} is the share of labels that are wrong; the robust loss "
+            "takes one of at least 0 and below 0.5"
+        )

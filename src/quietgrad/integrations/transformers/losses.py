@@ -69,8 +69,13 @@ def record_loss_of(bare: Any, labels: Sequence[str], smoothing: float) -> PerExa
 
     Raises:
         ValueError: for a model whose head has no loss here, or one that is not a cross entropy and
-            cannot be smoothed, with the remedy.
+            cannot be smoothed, or a share outside [0, 1), with the remedy.
     """
+    if not 0 <= smoothing < 1:
+        raise ValueError(
+            f"args.label_smoothing_factor={smoothing} is a share of the target; give one of at "
+            "least 0 and below 1, usually 0.1"
+        )
     head = _head_of(bare)
     name = type(bare).__name__
     if head is None:

@@ -14,7 +14,7 @@ from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.reporting import without_system_metrics
 from quietgrad.integrations.transformers.sharding import plugin_of
-from quietgrad.plan import PrivacyConfig, PrivacyPlan
+from quietgrad.plan import PrivacyPlan
 
 REPLICAS = (
     "keep the whole model in every process (torchrun, or accelerate launch --multi_gpu), or shard "
@@ -285,7 +285,7 @@ def refuse_collator(data_collator: Any) -> None:
         )
 
 
-def refuse_contradictions(args: Any, privacy: PrivacyConfig, plan: PrivacyPlan) -> None:
+def refuse_contradictions(args: Any, plan: PrivacyPlan) -> None:
     """Refuses numbers of ``TrainingArguments`` that say something else than the plan. What was left
     at its default says nothing.
 
@@ -295,16 +295,17 @@ def refuse_contradictions(args: Any, privacy: PrivacyConfig, plan: PrivacyPlan) 
     if args.max_steps > 0 and args.max_steps != plan.steps:
         raise ValueError(
             f"args.max_steps={args.max_steps}, and the plan has {plan.steps} steps, which its "
-            "noise was calibrated for; leave max_steps out, or give PrivacyConfig(steps=)"
+            "noise was calibrated for; leave max_steps out, or give PrivacyConfig(steps=), or a "
+            "plan that was extended(steps=)"
         )
     epochs, q = args.num_train_epochs, plan.sampler.sample_rate
     if epochs != _default(args, "num_train_epochs") and max(1, round(epochs / q)) != plan.steps:
         raise ValueError(
             f"args.num_train_epochs={epochs} would be {max(1, round(epochs / q))} steps, and the "
             f"plan has {plan.steps}, which its noise was calibrated for; leave num_train_epochs "
-            "out, or give PrivacyConfig(epochs=)"
+            "out, or give PrivacyConfig(epochs=), or a plan that was extended(epochs=)"
         )
-    norm, meant = args.max_grad_norm, (None, 0, 0.0, privacy.max_grad_norm)
+    norm, meant = args.max_grad_norm, (None, 0, 0.0, plan.max_grad_norm)
     if norm not in meant and norm != _default(args, "max_grad_norm"):
         raise ValueError(
             f"args.max_grad_norm={norm} clips a batch's gradient, which is clipped per record "

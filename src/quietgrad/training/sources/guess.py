@@ -15,6 +15,10 @@ from quietgrad.training.sources.rows import Rows
 
 Kind = Literal["text", "classes", "numbers", "words", "empty"]
 MOST_CLASSES = 50
+# More labels than these are measurements: numbers with fractions (fewer may be half stars), whole
+# ones that are not counted as classes are.
+MOST_FRACTIONS = 10
+MOST_NUMBERS = 20
 TEXT_WORDS = 4.0  # words a cell, on average
 LABELS = ("label", "labels", "class", "target", "category", "sentiment", "stars", "rating", "y")
 TEXTS = ("text", "review", "tweet", "sentence", "comment", "message", "body", "content", "abstract")
@@ -164,6 +168,17 @@ def _number(word: str) -> float | None:
 def counted(cells: Sequence[Any]) -> Counter[str]:
     """Label -> records; "" counts the empty cells."""
     return Counter(map(_word, cells))
+
+
+def measured(words: Sequence[str]) -> bool:
+    """Whether labels are more whole numbers than classes usually have, and not as classes are
+    counted: from 0 or 1 on, without gaps.
+    """
+    numbers = [_number(word) for word in words]
+    known = sorted(n for n in numbers if n is not None and n.is_integer())
+    if len(known) < len(numbers) or len(known) <= MOST_NUMBERS:
+        return False
+    return known[0] not in (0, 1) or known[-1] - known[0] >= len(known)
 
 
 def fractional(words: Sequence[str]) -> bool:

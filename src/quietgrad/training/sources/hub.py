@@ -17,6 +17,7 @@ HUGGING_FACE = "image:"  # before the folder or hub name of a model of images
 PATIENCE = 1.5  # seconds for name and connection
 DESCRIPTIONS = ("config.json", "adapter_config.json")
 OFFLINE = "HF_HUB_OFFLINE"
+TRUE = ("1", "ON", "YES", "TRUE")  # what the clients take for it
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -37,15 +38,66 @@ def require_model(option: str, name: str) -> None:
     """
     place = name.removeprefix(HUGGING_FACE)
     _require_folder(option, name, place)
-    if not is_hub_name(place) or not go_offline_unless_reachable():
-        return
-    import huggingface_hub
-
-    if not isinstance(huggingface_hub.try_to_load_from_cache(place, "config.json"), str):
+    if is_hub_name(place) and _out_of_reach() and not _keeps_model(place):
         raise ValueError(
             f"{option}={name!r} is no folder here, and Hugging Face's hub cannot be reached; name "
             "a folder that holds the model, or one of the packaged models"
         )
+
+
+def require_data(option: str, source: str) -> None:
+    """The same for a data set's name on the hub.
+
+    Args:
+        option: such as "data.source".
+        source: NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:SPLIT.
+
+    Raises:
+        ValueError: if the hub cannot be reached and nothing of the data set is kept here.
+    """
+    name = source.partition(":")[0]
+    if is_hub_name(name) and _out_of_reach() and not _keeps_data(name):
+        raise ValueError(
+            f"{option}={source!r} is no file and no folder here, and Hugging Face's hub cannot be "
+            "reached; name a .csv, .tsv, .jsonl, .json or .parquet file, or a folder of images"
+        )
+
+
+def _keeps_model(name: str) -> bool:
+    """Whether a model's description is kept; the client is loaded where there is a folder."""
+    if not (_cache("HF_HUB_CACHE", "hub") / f"models--{name.replace('/', '--')}").is_dir():
+        return False
+    import huggingface_hub
+
+    kept = (huggingface_hub.try_to_load_from_cache(name, file) for file in DESCRIPTIONS)
+    return any(isinstance(path, str) for path in kept)
+
+
+def _keeps_data(name: str) -> bool:
+    """Whether a folder of the cache could be the data set's, whose client spells names its way."""
+    folder = _cache("HF_DATASETS_CACHE", "datasets")
+    known = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return any(_letters(name) == _letters(other) for other in known)
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def _cache(variable: str, folder: str) -> Path:
+    """Where the hub's clients keep things, as they find it themselves."""
+    loaded = sys.modules.get("huggingface_hub.constants")
+    if loaded is not None and variable == "HF_HUB_CACHE":
+        return Path(loaded.HF_HUB_CACHE)
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{base}/huggingface"
+    return Path(os.path.expandvars(os.environ.get(variable) or f"{home}/{folder}")).expanduser()
+
+
+def _out_of_reach() -> bool:
+    """Whether the clients are offline, told so by the environment or now."""
+    said = os.environ.get(OFFLINE, "").upper() in TRUE
+    return said or go_offline_unless_reachable()
 
 
 def _require_folder(option: str, name: str, place: str) -> None:

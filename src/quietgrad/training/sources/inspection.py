@@ -6,12 +6,19 @@ All of it may be private; ``quietgrad check`` says so, and nothing else calls th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quietgrad.training.sources.guess import Column, counted, describe, fractional
+from quietgrad.training.sources.guess import (
+    MOST_FRACTIONS,
+    Column,
+    counted,
+    describe,
+    fractional,
+    measured,
+)
 from quietgrad.training.sources.rows import (
     FILES,
     NOT_UTF8,
@@ -39,6 +46,7 @@ class Inspection:
         labels: label -> records.
         rare: labels with few records.
         notes: what else their owner should know.
+        unfit: why the labels cannot be classes; "" where they can.
         encoding, separator: of the file.
         failure: why the file as a whole cannot be read; "" where it can.
     """
@@ -51,6 +59,7 @@ class Inspection:
     labels: dict[str, int] = field(default_factory=dict)
     rare: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unfit: str = ""
     encoding: str = ""
     separator: str = ""
     failure: str = ""
@@ -126,25 +135,33 @@ def with_labels(
     known = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
     rare = [word for word, count in known.items() if count * held_out < RARE]
     notes = []
-    if fractional(list(known)):
-        notes.append(
-            f"the labels in column {label!r} are numbers with fractions: each different number "
-            "would be a class of its own; make classes of them (low, high)"
-        )
-    elif len(known) > max(20, found.records // 4):
-        notes.append(
-            f"column {label!r} has {len(known)} different labels in {found.records} records: "
-            "names or numbers, not classes"
-        )
-    if len(known) == 1:
-        notes.append(f"every record has the label {next(iter(known))!r}: nothing can be learnt")
+    unfit = _no_classes(label, known, found.records)
     folded: dict[str, list[str]] = {}
     for word in known:
         folded.setdefault(word.casefold(), []).append(word)
     for words in folded.values():
         if len(words) > 1:
             notes.append(f"labels that differ in case alone: {', '.join(map(repr, words))}")
-    return replace(found, gaps=gaps, labels=known, rare=rare, notes=[*found.notes, *notes])
+    notes = [*found.notes, *([unfit] if unfit else []), *notes]
+    return replace(found, gaps=gaps, labels=known, rare=rare, notes=notes, unfit=unfit)
+
+
+def _no_classes(label: str, known: Mapping[str, int], records: int) -> str:
+    """Why labels (and how often each is there) are no classes to learn; "" where they are."""
+    words = list(known)
+    if len(words) == 1:
+        return f"every record has the label {words[0]!r}: nothing can be learnt"
+    each = "each different number would be a class of its own; make classes of them (low, high)"
+    if len(words) > MOST_FRACTIONS and fractional(words):
+        return f"the labels in column {label!r} are numbers with fractions: {each}"
+    if measured(words):
+        return f"the labels in column {label!r} are {len(words)} different numbers: {each}"
+    if len(words) > max(20, records // 4):
+        return (
+            f"column {label!r} has {len(words)} different labels in {records} records: names or "
+            "numbers, not classes"
+        )
+    return ""
 
 
 def _filled(cell: Any, text: bool) -> bool:

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 from quietgrad.training.sources.guess import Guess
 
 FEWEST = 40
+# A line with a comment behind its value, which may hold the mark of one.
+COMMENTED = re.compile(r'((?:[^"#]|"(?:[^"\\]|\\.)*")+) # (.*)')
 OWNER = '# user = "COLUMN"'
 EPSILON = {"text": 2.0, "table": 2.0, "answers": 3.0, "images": 3.0}
 
 
-def propose(path: str, records: int, guess: Guess, command: str, skip_bad: bool = False) -> str:
+def propose(
+    path: str,
+    records: int,
+    guess: Guess,
+    command: str,
+    skip_bad: bool = False,
+    separator: str = "",
+) -> str:
     """A TOML file with comments.
 
     Args:
@@ -25,6 +35,7 @@ def propose(path: str, records: int, guess: Guess, command: str, skip_bad: bool 
         guess: what is learnt.
         command: what was typed.
         skip_bad: for ``data.skip_bad``.
+        separator: what stands between columns, in a word, where it is not the usual one.
 
     Raises:
         ValueError: for too few records.
@@ -42,7 +53,7 @@ def propose(path: str, records: int, guess: Guess, command: str, skip_bad: bool 
         "settings KEY.",
         "",
         *_model(guess),
-        *_data(path, share, guess, skip_bad),
+        *_data(path, share, guess, skip_bad, separator),
         *_privacy(guess.task, train),
         *_training(),
     ]
@@ -108,8 +119,9 @@ def _model(guess: Guess) -> list[str]:
     ]
 
 
-def _data(path: str, share: float, guess: Guess, skip_bad: bool) -> list[str]:
-    lines = ["[data]", f"source = {_quoted(path)}"]
+def _data(path: str, share: float, guess: Guess, skip_bad: bool, separator: str) -> list[str]:
+    comment = f" # its columns are separated by a {separator}" if separator else ""
+    lines = ["[data]", f"source = {_quoted(path)}{comment}"]
     if guess.task == "text":
         lines.append(f"text = {_quoted(guess.text)}")
     if guess.pair:
@@ -162,9 +174,8 @@ def _aligned(lines: list[str]) -> str:
     """One file, comments behind keys one below the other."""
     found = []
     for line in lines:
-        key, mark, comment = line.partition(" # ")
-        behind = mark and not line.startswith("#")
-        found.append(f"{key.rstrip():<34}# {comment}" if behind else line)
+        parts = COMMENTED.fullmatch(line)
+        found.append(f"{parts[1].rstrip():<34}# {parts[2]}" if parts else line)
     return "\n".join(found) + "\n"
 
 

@@ -106,7 +106,7 @@ def read_rows(path: Path) -> Rows:
     marked = data.startswith(BYTE_ORDER_MARK)
     data = data.removeprefix(BYTE_ORDER_MARK)
     if suffix in (".csv", ".tsv"):
-        found = _table(data, "\t" if suffix == ".tsv" else ",", suffix)
+        found = _table(data, "\t" if suffix == ".tsv" else ",")
     elif suffix == ".jsonl":
         found = _json_lines(data)
     else:
@@ -114,9 +114,10 @@ def read_rows(path: Path) -> Rows:
     return Rows(found.columns, found.lines, found.bad, found.separator, marked)
 
 
-def _table(data: bytes, separator: str, suffix: str) -> Rows:
+def _table(data: bytes, usual: str) -> Rows:
     # What is not UTF-8 becomes lone surrogates, which no UTF-8 text holds.
-    lines = _Lines(data.decode("utf-8", "surrogateescape"))
+    text = data.decode("utf-8", "surrogateescape")
+    separator, lines = _separator(text, usual), _Lines(text)
     names: list[str] = []
     cells: list[list[str]] = []
     starts: list[int] = []
@@ -135,7 +136,7 @@ def _table(data: bytes, separator: str, suffix: str) -> Rows:
             if not names:
                 if wrong:
                     raise UnreadableFile(f"has {wrong} in its line of column names")
-                names = _names(row, separator, suffix)
+                names = _names(row)
             elif wrong == UNCLOSED:
                 raise UnreadableFile(
                     "has a quotation mark that is not closed, so its rows cannot be told apart",
@@ -149,6 +150,8 @@ def _table(data: bytes, separator: str, suffix: str) -> Rows:
                 starts.append(first)
     if not names:
         raise UnreadableFile("holds no records: it is empty")
+    if not cells and not bad:
+        raise UnreadableFile("holds no records: it has a line of column names, and none below it")
     columns = {name: [row[i] for row in cells] for i, name in enumerate(names)}
     return Rows(columns, starts, bad, separator)
 
@@ -202,24 +205,31 @@ def _any_length() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _names(header: list[str], separator: str, suffix: str) -> list[str]:
+def _separator(text: str, usual: str) -> str:
+    """What stands between cells: what the file's name says, or where its column names would be a
+    single one so, what makes the most of them. No row has a say in it.
+    """
+    lines = _Lines(text)
+    with _any_length():
+        for row in csv.reader(lines, delimiter=usual):
+            if row and "".join(row).strip():
+                break
+            lines.taken.clear()
+        if len(next(csv.reader(lines.taken, delimiter=usual), [])) > 1:
+            return usual
+        columns = {
+            separator: len(next(csv.reader(lines.taken, delimiter=separator), []))
+            for separator in (usual, *SEPARATORS)
+        }
+    return max(columns, key=columns.__getitem__)
+
+
+def _names(header: list[str]) -> list[str]:
     names = [name or f"Unnamed: {i}" for i, name in enumerate(header)]
-    if len(names) == 1:
-        other = next((s for s in SEPARATORS if s != separator and s in names[0]), None)
-        if other is not None:
-            remedy = "; name it .tsv" if other == "\t" else f"; save it with {_plural(separator)}"
-            raise UnreadableFile(
-                f"has a single column, {names[0]!r}: its columns are separated by {other!r}, where "
-                f"a {suffix} file has {_plural(separator)}{remedy}"
-            )
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise UnreadableFile(f"has two columns named {twice!r}; give each a name of its own")
     return names
-
-
-def _plural(separator: str) -> str:
-    return f"{SEPARATORS[separator]}s"
 
 
 def _json_lines(data: bytes) -> Rows:
@@ -311,5 +321,7 @@ def _parquet(path: Path) -> Rows:
         raise UnreadableFile("needs pandas and pyarrow: pip install 'quietgrad[hf]'") from None
     except (ValueError, OSError):  # its own words may quote what it read
         raise UnreadableFile("is not a Parquet file that can be read") from None
+    if not len(frame):
+        raise UnreadableFile("holds no records: it has names of columns alone")
     columns = {str(name): frame[name].tolist() for name in frame.columns}
     return Rows(columns, list(range(1, len(frame) + 1)))

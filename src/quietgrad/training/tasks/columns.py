@@ -15,7 +15,7 @@ import numpy as np
 
 from quietgrad.checks import nearest
 from quietgrad.sampling.users import identities_of
-from quietgrad.training.sources.hub import go_offline_unless_reachable
+from quietgrad.training.sources.hub import require_data
 from quietgrad.training.sources.rows import FILES, UnreadableFile, read_rows
 from quietgrad.training.tasks.packages import packaged_file
 
@@ -178,7 +178,7 @@ def read_file(
 
 
 def _read_hub(source: str) -> dict[str, list[Any]]:
-    go_offline_unless_reachable()
+    require_data("data.source", source)
     import datasets
 
     name, configuration, split = (*source.split(":"), "", "")[:3]

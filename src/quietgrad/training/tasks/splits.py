@@ -19,15 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quietgrad.checks import nearest
-from quietgrad.training.sources.guess import fractional
+from quietgrad.training.sources.guess import MOST_FRACTIONS, fractional
 
 # Label of a record whose loss is zero, or of a token that is not learnt; what torch's cross entropy
 # leaves out.
 IGNORED = -100
 # More labels than this, and than half of the public records, are no classes.
 MOST_LABELS = 20
-# More labels than this that are numbers with fractions are measurements; fewer may be half stars.
-MOST_FRACTIONS = 10
 _LINK = re.compile(r"https?://\S+|www\.\S+|@\w+")
 _OTHER = re.compile(r"[\W_]+")
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quietgrad.checks import nearest
+from quietgrad.checks import SettingsWarning, nearest
 from quietgrad.training.tasks.columns import (
     label_word,
     missing,
@@ -33,6 +35,7 @@ from quietgrad.training.tasks.columns import (
 from quietgrad.training.tasks.records import InOrder
 from quietgrad.training.tasks.splits import IGNORED
 
+COMMA = re.compile(r"[+-]?\d+,\d+")
 FARTHEST = 10.0  # standard deviations; one cell must not swamp all others of its row
 
 
@@ -172,6 +175,14 @@ class Encoding:
                 numbers[name] = (float(known.mean()), float(known.std()) or 1.0)
             else:
                 categories[name] = tuple(sorted(set(cells)))
+                if all(COMMA.fullmatch(c) or number_of(c) is not None for c in cells):
+                    warnings.warn(
+                        f"column {name!r} of {public[0].source!r} holds numbers with commas and is "
+                        "read as categories; write 3.14 in place of 3,14 to learn from it as "
+                        "numbers",
+                        SettingsWarning,
+                        stacklevel=2,
+                    )
         if not numbers and not categories:
             raise ValueError(
                 f"data.source={public[0].source!r}: validation and test rows have no cell beside "

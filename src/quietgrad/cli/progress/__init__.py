@@ -1,0 +1,1 @@
+"""What somebody who waits sees: stages, steps, and that something long still lasts."""

@@ -1,0 +1,109 @@
+"""A run while it trains: a bar on a terminal, lines elsewhere. Public facts only."""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from quietgrad.accounting.rounding import round_up
+from quietgrad.cli.progress.lines import Lines
+from quietgrad.cli.progress.stages import still_line
+from quietgrad.cli.progress.still import Still
+from quietgrad.events import per_unit
+
+if TYPE_CHECKING:
+    from quietgrad.training import runner
+    from quietgrad.training.prepare import Prepared
+
+LOOKING = "looking at the model before the first step"
+SAVING = "scoring and saving the model"
+
+
+def bar_on(target: Console, *more: TextColumn) -> Progress:
+    """A bar with what is done, the time it took, and the time left."""
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+        *more,
+        console=target,
+        refresh_per_second=2,
+    )
+
+
+class TrainingProgress:
+    """What ``runner.train`` reports, shown."""
+
+    def __init__(self, target: Console, prepared: Prepared) -> None:
+        self._target, self._metric, self._steps = target, prepared.metric.name, prepared.steps
+        self._private = prepared.plan is not None
+        self._declared = " (data declared public)" if prepared.config.data.public else ""
+        if prepared.plan is not None:
+            self._declared = per_unit(prepared.plan.neighbouring) + self._declared
+        self._score = ""
+        self._bar = bar_on(target, TextColumn("{task.fields[spent]}"))
+        self._before = self._bar.add_task("frozen layers", total=None, spent="", visible=False)
+        self._task = self._bar.add_task(LOOKING, total=prepared.steps, spent="")
+        self._lines = Lines(target, "step")
+        self._records = Lines(target, "frozen layers, record")
+        # A bar's own clock goes on.
+        self._still = Still((lambda *_: None) if target.is_terminal else still_line(target))
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> TrainingProgress:
+        self._stack.enter_context(self._bar)
+        self._stack.enter_context(self._still)
+        self._still.now(LOOKING)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def told(self, done: int, total: int) -> None:
+        """Records that frozen layers ran over."""
+        self._bar.update(self._before, completed=done, total=total, visible=done < total)
+        self._records.show(done, total, "")
+        self._still.now("running frozen layers" if done < total else LOOKING)
+
+    def report(self, progress: runner.Progress) -> None:
+        """After a step."""
+        loss = "" if progress.training_loss is None else f" | {progress.training_loss}"
+        epsilon = f"{round_up(progress.epsilon, 4)}{self._declared}" if self._private else ""
+        if progress.score is not None:
+            self._score = f" | validation {self._metric} {progress.score:.3f}"
+            if not self._target.is_terminal:
+                so_far = f"epsilon spent {epsilon}" if self._private else "not private"
+                self._target.print(
+                    f"step {progress.step}/{progress.steps}: {so_far}{self._score}{loss}"
+                )
+        spent = f"epsilon {epsilon}" if self._private else "not private"
+        ended = progress.step >= self._steps
+        self._bar.update(
+            self._task,
+            completed=progress.step,
+            description=SAVING if ended else "training",
+            spent=spent + self._score + loss,
+        )
+        said = progress.score is not None
+        more = f": {spent}{' spent' if self._private else ''}{loss}"
+        self._lines.show(progress.step, self._steps, more, said)
+        self._still.now(SAVING if ended else f"in step {progress.step + 1} of {self._steps}")

@@ -1,0 +1,110 @@
+"""What somebody who waits sees: stages, steps, and that something long still lasts."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from quietgrad.cli.progress import stages, still
+from quietgrad.cli.progress.lines import Lines
+from quietgrad.cli.progress.still import Still, duration
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def slowed(function: Any, seconds: float = 0.4) -> Any:
+    def slow(*given: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return function(*given, **options)
+
+    return slow
+
+
+def test_what_lasts_is_said_again_and_what_ends_soon_is_not() -> None:
+    said: list[tuple[str, float]] = []
+    with Still(lambda what, seconds: said.append((what, seconds)), 0.2) as lasting:
+        time.sleep(0.3)  # nothing has begun
+        lasting.now("one")
+        time.sleep(0.5)
+        for _ in range(6):
+            lasting.now("short")
+            time.sleep(0.05)
+        lasting.now("")
+        time.sleep(0.3)
+    assert [what for what, _ in said] == ["one", "one"]
+    assert 0.2 <= said[0][1] < said[1][1] < 0.6
+    count = len(said)
+    time.sleep(0.3)
+    assert len(said) == count  # the thread has ended with the block
+
+
+def test_seconds_become_minutes() -> None:
+    assert [duration(s) for s in (30.2, 119, 120, 600)] == ["30 s", "119 s", "2 min", "10 min"]
+
+
+def test_a_terminal_shows_how_long_a_stage_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "SECOND", 0.05)
+    written = io.StringIO()
+    target = Console(file=written, force_terminal=True, width=80)
+    with stages.stages(target) as say:
+        say("reading people[1].csv")
+        time.sleep(0.6)
+    assert "reading people[1].csv (" in written.getvalue()
+
+
+def test_programs_are_told_of_no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(still, "EVERY", 0.05)
+    written = io.StringIO()
+    with stages.stages(Console(stderr=True, file=written)) as say:
+        say("reading")
+        time.sleep(0.2)
+    assert written.getvalue() == ""
+
+
+def test_each_long_part_of_a_run_is_said_again(
+    quietgrad: Run, settings: Any, write_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quietgrad.training import forecast, prepare, runner
+
+    monkeypatch.setattr(still, "EVERY", 0.15)
+    monkeypatch.setattr(prepare, "load_task", slowed(prepare.load_task))
+    monkeypatch.setattr(forecast, "kept_forecast", slowed(forecast.kept_forecast))
+    monkeypatch.setattr(runner, "guard_on_public_records", slowed(runner.guard_on_public_records))
+    monkeypatch.setattr(runner._Loop, "step", slowed(runner._Loop.step))
+    monkeypatch.setattr(runner._Loop, "finish", slowed(runner._Loop.finish))
+    made = settings | {"training.eval_every": 0, "training.steps": 2}
+    code, out, err = quietgrad("train", write_config(made))
+    assert (code, err) == (0, "")
+    again = [line for line in out.splitlines() if line.startswith("still ")]
+    wanted = [
+        f"still reading {settings['data.source']}, 0 s",
+        "still timing a step on validation records, 0 s",
+        "still looking at the model before the first step, 0 s",
+        "still in step 2 of 2, 0 s",
+        "still scoring and saving the model, 0 s",
+    ]
+    assert [line for line in dict.fromkeys(again) if line in wanted] == wanted
+
+
+def test_progress_without_a_terminal(
+    quietgrad: Run,
+    settings: Any,
+    write_config: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Lines, "EVERY", 0.0)
+    config = write_config(settings | {"training.eval_every": 0})
+    code, out, _ = quietgrad("train", config)
+    lines = [line for line in out.splitlines() if line.endswith("min left")]
+    assert code == 0 and len(lines) == 5 and lines[0].startswith("step 2/6: epsilon ")
+    again = ("privacy.enabled=false", f"training.run_dir={tmp_path / 'other'}")
+    code, out, _ = quietgrad("train", config, *(word for one in again for word in ("--set", one)))
+    lines = [line for line in out.splitlines() if line.endswith("min left")]
+    assert code == 0 and lines[0].startswith("step 2/6: not private, about ")
