@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quietgrad.training.settings.config import TrainConfig, config_from, tomllib
+from quietgrad.training.settings.config import TrainConfig, config_from
+from quietgrad.training.settings.overrides import tomllib
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from quietgrad.training.settings.config import TrainConfig, config_from, tomllib
+from quietgrad.training.settings.config import TrainConfig, config_from
+from quietgrad.training.settings.overrides import tomllib
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOW_TO = sorted((DOCS / "howto").glob("*.md"))
