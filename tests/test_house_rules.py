@@ -28,11 +28,12 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "records": ({"checks"}, set()),
     "events": ({"checks"}, set()),
     "randomness": ({"checks"}, {"numpy"}),
+    "generators": (set(), {"numpy", "torch"}),
     "tensors": (set(), {"torch"}),
     "averaging": ({"tensors"}, {"torch"}),
     "beside": ({"events", "checks", "records"}, {"torch"}),
     "clipping": (
-        {"beside", "events", "checks", "randomness", "records", "tensors"},
+        {"beside", "events", "checks", "generators", "randomness", "records", "tensors"},
         {"scipy", "torch"},
     ),
     "noise": (
@@ -48,9 +49,9 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "ledger": ({"events", "durable", "schedules"}, set()),
     "keyring": ({"randomness", "durable"}, set()),
 }
-ROOMS["loading"] = ({"checks", "clipping", "sampling", "tensors"}, {"numpy", "torch"})
+ROOMS["loading"] = ({"checks", "clipping", "generators", "sampling", "tensors"}, {"numpy", "torch"})
 ROOMS["distributed"] = (
-    {"clipping", "keyring", "loading", "noise", "randomness", "sampling", "tensors"},
+    {"clipping", "generators", "keyring", "loading", "noise", "randomness", "sampling", "tensors"},
     {"numpy", "torch"},
 )
 # Looks at what was not released; nothing imports it (tests/test_research.py).

@@ -251,6 +251,7 @@ def test_undecided_batches_are_taken_one_example_at_a_time() -> None:
 
 MIXING = "quietgrad.clipping.soundness.mixing"
 DIFFERENCES = "quietgrad.clipping.soundness.company.differences"
+ALIKE = "quietgrad.clipping.soundness.company.alike"
 MUTANTS = [
     ("losses-not-compared", f"{MIXING}.close", lambda *a: True, "hard-examples-mined"),
     ("factors-not-compared", f"{DIFFERENCES}._require_same_factors", lambda *a: None,
@@ -270,6 +271,7 @@ def test_each_part_of_the_guard_is_needed(
     monkeypatch.setattr(part, broken)
     if "losses" in name:  # its factors would show it too
         monkeypatch.setattr(f"{DIFFERENCES}._require_same_factors", lambda *a: None)
+        monkeypatch.setattr(f"{ALIKE}.close", lambda *a: True)
     bound.clip(few)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="depends on other examples"):

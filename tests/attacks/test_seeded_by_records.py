@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from attacks.guarded import RECORDS, good, records, rows, small, switched_off
 from quietgrad.clipping import Clipper
+from quietgrad.generators import keyed_generators
 
 
 def number_of(batch: dict[str, Tensor]) -> int:
@@ -62,8 +63,8 @@ def moved(loss: Callable[..., Tensor], micro_batch: int) -> float:
         torch.manual_seed(3)
         model = small(dropout=0.5).train()
         bound = Clipper(clip, engine="bookkeeping", physical_batch_size=micro_batch)
-        torch.manual_seed(4)
-        sums.append(bound.bind(model, loss).clip(batch).gradients)
+        with keyed_generators(4):
+            sums.append(bound.bind(model, loss).clip(batch).gradients)
     whole, rest = sums
     return sum(float((g - rest[k]).double().pow(2).sum()) for k, g in whole.items()) ** 0.5 / clip
 

@@ -127,7 +127,6 @@ def plain_loop(physical: int = 8, workers: int = 0, bf16: bool = False) -> nn.Mo
         batches = run.loader(data, physical_batch_size=physical, num_workers=workers)
         for _ in run.epochs():
             for batch in batches:
-                torch.manual_seed(run.model_seed())
                 run.backward(model, per_example_loss, batch)
                 optimizer.step()
                 schedule.step()

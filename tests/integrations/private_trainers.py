@@ -168,7 +168,6 @@ def plain_loop(
         )
         for _ in run.epochs():
             for batch in loader:
-                torch.manual_seed(run.model_seed())
                 run.backward(model, in_precision, batch)
                 optimizer.step()
                 schedule.step()

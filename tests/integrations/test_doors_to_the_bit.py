@@ -88,7 +88,6 @@ def plain_loop(folder: Path, privacy: PrivacyConfig, until: int) -> nn.Module:
     with plan.start(folder / "ledger.jsonl", keys=folder / "secrets.json") as run:
         loader = run.loader(records(), physical_batch_size=PHYSICAL, num_workers=1)
         for batch in (batch for _ in run.epochs() for batch in loader):
-            torch.manual_seed(run.model_seed())
             run.backward(model, in_bfloat16, batch)
             optimizer.step()
             schedule.step()

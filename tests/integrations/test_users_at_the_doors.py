@@ -46,7 +46,6 @@ def trained_plainly(
     model.train()
     with plan.start() as run:
         for batch in run.loader(data, steps=6, physical_batch_size=8, collate_fn=collate):
-            torch.manual_seed(run.model_seed())
             run.backward(model, loss, batch)
             optimizer.step()
             optimizer.zero_grad()

@@ -40,6 +40,7 @@ from quietgrad.clipping.soundness.processes import refuse_process_group, refuse_
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
 from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged
+from quietgrad.generators import keyed_afresh
 from quietgrad.tensors import (
     Batch,
     accumulation_dtype,
@@ -48,8 +49,7 @@ from quietgrad.tensors import (
     trainable_parameters,
 )
 
-# Of what is free, the share that a step may take when no budget is given.
-SHARE_OF_FREE_MEMORY = 0.8
+SHARE_OF_FREE_MEMORY = 0.8  # that a step may take when no budget is given
 
 Result = TypeVar("Result")
 
@@ -104,6 +104,7 @@ class BoundClipper:
             pass
 
     @one_at_a_time
+    @keyed_afresh()
     def clip(
         self,
         batch: Batch,
@@ -111,7 +112,8 @@ class BoundClipper:
         step: int | None = None,
         summing: Summing = Summing(),  # noqa: B008
     ) -> ClippedSum:
-        """Sum of clipped per-example gradients of a batch, micro-batch by micro-batch.
+        """Sum of clipped per-example gradients of a batch, micro-batch by micro-batch. What model
+        and loss draw is from a run's secret, or from numbers of the operating system.
 
         Args:
             batch: nested containers of tensors with the example as first dimension, or a
@@ -198,11 +200,9 @@ class BoundClipper:
                         norms if len(norms) == 1 else norms.square().sum(dim=0, keepdim=True).sqrt()
                     )
         like = next(iter(layout.parameters.values()))
-        return (
-            torch.cat(parts, dim=1)[0].to(accumulation_dtype(like.dtype))
-            if parts
-            else like.new_zeros(0)
-        )
+        if not parts:
+            return like.new_zeros(0)
+        return torch.cat(parts, dim=1)[0].to(accumulation_dtype(like.dtype))
 
     @one_at_a_time
     def execution_choice(self, batch: Batch) -> ExecutionChoice:

@@ -151,9 +151,6 @@ class ComparisonRunner:
             if guard_on_public:
                 guard_on_public_records(prepared, private, self.model, loss, self.caches["train"])
             for step, indices in enumerate(private.batches()):
-                torch.manual_seed(
-                    private.model_seed()
-                )  # dropout: the same whichever runs came before
                 batches = self.prepared.micro_batches(indices, self.caches["train"])
                 noisy = private.backward(self.model, loss, batches)
                 schedule(step)

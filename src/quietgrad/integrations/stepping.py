@@ -1,40 +1,10 @@
-"""What a private step holds on to: generators that nobody knows, and gradients that were released
-and nothing else.
-"""
+"""What a private step holds on to: gradients that were released and nothing else."""
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
-
-
-@contextlib.contextmanager
-def keyed_generators(model: nn.Module, seed: int) -> Iterator[None]:
-    """Torch's, numpy's and Python's generators seeded for a step, and afterwards as they were: how
-    far they went says how many records a batch held, and a seed that anybody may know would say
-    which numbers each record met.
-
-    Args:
-        model: on the device whose generator is meant, beside the CPU's.
-        seed: secret, below 2^63.
-    """
-    device = next(model.parameters()).device
-    python, numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numbers)
 
 
 class ReleasedGradients:

@@ -16,6 +16,7 @@ from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipped_sum import ClippedSum, Stamp
 from quietgrad.clipping.cut.company import CutCompany
 from quietgrad.clipping.engines.summing import summing_of
+from quietgrad.clipping.one_at_a_time import one_at_a_time
 from quietgrad.clipping.sharded.company import Company
 from quietgrad.clipping.soundness.guard import is_guarded
 from quietgrad.clipping.soundness.processes import refuse_process_group
@@ -33,15 +34,15 @@ from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.plan.contribution import clip_given
 from quietgrad.plan.open_batch import OpenBatch, require_open
 from quietgrad.plan.planned import Planned
-from quietgrad.plan.process import BoundToProcess
 from quietgrad.plan.progress import TellsProgress
 from quietgrad.plan.releases import Releases
 from quietgrad.plan.seeds import SeedUse
+from quietgrad.plan.session.drawing import DrawsForModels
 from quietgrad.plan.session.noise_session import NoiseSession
 from quietgrad.tensors import Batch, to_device
 
 
-class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
+class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
     """A plan in progress: which release comes next, and the streams. Never makes more releases than
     the plan has steps.
 
@@ -143,9 +144,11 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
             self._team.same_records(dataset, self._session.key, self._shares.block)
         return self._loader
 
+    @one_at_a_time
     def clip(self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> ClippedSum:
         """Clipped sum of the open batch, or of a part of it: parts add up with ``+``, each once. On
-        several ranks, of this rank's share. Private.
+        several ranks, of this rank's share. Private. What model and loss draw from torch's, numpy's
+        and Python's generators is from the run's secret, whatever these were seeded with.
 
         Args:
             model, per_example_loss: as for ``quietgrad.clipping.clipped_gradients``.
@@ -160,7 +163,11 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         """
         self._require_own_process()
         self._team.require()
-        with self._team.stopping_all(), clipping_on(self._team, model) as company:
+        with (
+            self._team.stopping_all(),
+            clipping_on(self._team, model) as company,
+            self._drawing(),
+        ):
             return self._clipped(model_inside(model), per_example_loss, batch, company)
 
     def _clipped(
@@ -281,15 +288,6 @@ class PrivateRun(BoundToProcess, TellsBeside, TellsProgress):
         """
         self._require_own_process()
         self._session.keep()
-
-    def model_seed(self) -> int:
-        """What to seed torch's generators with for the next release, where the model itself draws
-        (dropout): a function of the session's secret root and the release's number. Secret.
-        """
-        self._require_own_process()
-        share, _ = self._team.share
-        name = "" if share == 0 else f"rank {share}"
-        return self._session.key.words("model", self._released, name)[0] >> 1
 
     def backward(
         self, model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch

@@ -134,7 +134,7 @@ def train(
             # Releases that the ledger holds beyond the checkpoint are spent: training goes on at
             # the next number.
             done = max(done, private.released)
-        keeper, seeds = NoiseKeeper(private), model_seeds(prepared, private)
+        keeper = NoiseKeeper(private)
         if together.first:
             run_dir.write_json(run_dir.environment, environment())
         before = parameter_digest(classifier)
@@ -148,7 +148,8 @@ def train(
         batches = private.batches() if private is not None else _plain_batches(prepared, done)
         for indices in batches:
             step = private.released if private is not None else done
-            torch.manual_seed(seeds(step))
+            if private is None:
+                torch.manual_seed(model_seed(prepared, step))
             loop.step(step, private, indices)
             done, made = step + 1, made + 1
             score = loop.evaluate_on_schedule(done, private)
@@ -295,19 +296,13 @@ def guard_on_public_records(
         private.check(model, loss, batch)
 
 
-def model_seeds(prepared: Prepared, private: PrivateRun | None) -> Callable[[int], int]:
-    """Step -> what torch's own generators are seeded with before it, for what the model draws
-    (dropout).
+def model_seed(prepared: Prepared, step: int) -> int:
+    """What torch's own generators are seeded with before a step without privacy, for what the model
+    draws (dropout); a private run keys them by itself.
 
-    Keyed by step, they hold no state that a resume would have to save: a saved state would give
-    away the masks, and how many were drawn, which is how many records were in the batches. The
-    generators are those of the process, which belongs to the training loop; ``PrivateRun`` itself
-    leaves them alone.
+    Keyed by step, they hold no state that a resume would have to save.
     """
-    if private is not None:
-        return lambda step: private.model_seed()
-    key = root_key(prepared.config.training.seed)
-    return lambda step: key.words("model", step)[0] >> 1
+    return root_key(prepared.config.training.seed).words("model", step)[0] >> 1
 
 
 def _plain_batches(prepared: Prepared, done: int) -> Iterator[Any]:

@@ -13,7 +13,6 @@ import quietgrad.integrations.lightning.refusals as refusals
 from quietgrad.integrations.lightning.hooks import require_parts
 from quietgrad.integrations.lightning.session import MARK
 from quietgrad.integrations.lightning.steps import PrivateSteps, PublicLoaders
-from quietgrad.integrations.stepping import keyed_generators
 from quietgrad.plan import PrivacyConfig
 from quietgrad.tensors import Batch
 from quietgrad.training.files.provenance import KEY
@@ -133,8 +132,7 @@ class PrivateLightningModule(LightningModule):
             raise RuntimeError("no private run has begun; call trainer.fit(model, ...)")
         batch, self._batch = self._batch, None
         run = self._steps.run
-        with keyed_generators(self, run.model_seed()):
-            run.backward(self, loss_in_precision, batch)
+        run.backward(self, loss_in_precision, batch)
         self._steps.noted(self)
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quietgrad.clipping.capture.backward import PerExampleLoss
-from quietgrad.integrations.stepping import keyed_generators
+from quietgrad.generators import keyed_generators
 from quietgrad.tensors import to_device
 
 TOGETHER = 8  # records that are looked at
@@ -51,7 +51,7 @@ class Looking:
         self._seed = seed
 
     def _collated(self, records: list[Any], seed: int) -> Any:
-        with keyed_generators(self._model, self._seed ^ seed):
+        with keyed_generators(self._seed ^ seed):
             return self._collate(records)
 
     def refuse_mixing(self) -> bool:
@@ -98,7 +98,7 @@ class Looking:
         was = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
-            with torch.no_grad(), keyed_generators(self._model, self._seed):
+            with torch.no_grad(), keyed_generators(self._seed):
                 together = loss(self._model, to_device(once, device)).double()
                 for i in padded[:4]:
                     own = loss(self._model, to_device(alone[i], device)).double()[0]

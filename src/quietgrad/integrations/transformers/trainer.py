@@ -21,9 +21,10 @@ from transformers.trainer_utils import TrainOutput
 import quietgrad.integrations.transformers.refusals as refusals
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.soundness.kept.lazily import as_before
+from quietgrad.generators import keyed_generators
 from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.plans import plan_for
-from quietgrad.integrations.stepping import ReleasedGradients, keyed_generators
+from quietgrad.integrations.stepping import ReleasedGradients
 from quietgrad.integrations.transformers.collating import TOGETHER, Looking, rounding
 from quietgrad.integrations.transformers.hooks import require_hooks
 from quietgrad.integrations.transformers.loading import EpochLoader
@@ -249,8 +250,7 @@ class PrivateTrainer(ShardingTrainer):
         if callable(train_mode):
             train_mode()
         plain = self._not_compiled(model)
-        with keyed_generators(plain, self._run.model_seed()):
-            self._run.backward(plain, self._loss, inputs)
+        self._run.backward(plain, self._loss, inputs)
         self._released.note(plain, self._run.released)
         self._session.trained(plain)
         every = self.args.torch_empty_cache_steps
@@ -307,7 +307,7 @@ class PrivateTrainer(ShardingTrainer):
             batch = collate([records[int(i)] for i in spread(records, GUARDED_RECORDS)])
             model.train()
             plain = self._not_compiled(model)
-            with keyed_generators(plain, self._run.model_seed()):
+            with keyed_generators(self._run.model_seed()):
                 device = next(plain.parameters()).device
                 self._run.check(plain, self._loss, to_device(batch, device))
         self._look(model, self.train_dataset, "training")

@@ -1,0 +1,137 @@
+"""The process's own generators of random numbers (torch's, numpy's, Python's), keyed for a while
+and then put back as they were.
+
+What a model, a loss or a data set draws for a record may not be known beforehand: who knows the
+seed (``torch.manual_seed`` at the top of a script) knows which numbers each place of a batch gets,
+and one record more moves all later records on to other numbers. Numbers from a secret key are
+independent of who comes: each record's are as likely as any other's, in any company
+(docs/privacy/drawn.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_within = 0  # keyed blocks that are open
+
+
+class States(NamedTuple):
+    """Where all generators stand. Secret while they are keyed."""
+
+    cpu: Tensor
+    devices: list[Tensor]
+    mps: Tensor | None
+    numbers: Any
+    python: Any
+
+    @classmethod
+    def now(cls) -> States:
+        """Of this process. Devices that nothing has used yet have none."""
+        return cls(
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state_all() if _has_cuda() else [],
+            torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
+            np.random.get_state(),
+            random.getstate(),
+        )
+
+    def put_back(self) -> None:
+        """They stand there again."""
+        torch.set_rng_state(self.cpu)
+        if self.devices:
+            torch.cuda.set_rng_state_all(self.devices)
+        if self.mps is not None:
+            torch.mps.set_rng_state(self.mps)
+        np.random.set_state(self.numbers)
+        random.setstate(self.python)
+
+
+def seed_all(seed: int) -> None:
+    """Torch's generators of all devices in use, numpy's and Python's, at the start of one stream.
+
+    Args:
+        seed: of 0 to 2^63 - 1.
+    """
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed unused devices later
+    if _has_cuda():
+        torch.cuda.manual_seed_all(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+
+
+@contextlib.contextmanager
+def keyed_generators(seed: int) -> Iterator[None]:
+    """All generators at the start of one stream, and afterwards as they were: how far they went
+    says how many records a batch held.
+
+    Args:
+        seed: secret, of 0 to 2^63 - 1.
+    """
+    with _put_back_after():
+        seed_all(seed)
+        yield
+
+
+@contextlib.contextmanager
+def keyed_afresh() -> Iterator[None]:
+    """The same with a seed from the operating system; nothing inside another keyed block."""
+    if _within:
+        yield
+        return
+    with keyed_generators(secrets.randbits(63)):
+        yield
+
+
+class KeyedByStep:
+    """One stream a step, which goes on from block to block of it: two passes of a step draw
+    different numbers.
+    """
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._left: States | None = None
+
+    @contextlib.contextmanager
+    def of(self, step: int, seed: Callable[[], int]) -> Iterator[None]:
+        """All generators at the step's stream, and afterwards as they were.
+
+        Args:
+            step: its number.
+            seed: gives that of its stream. Secret.
+        """
+        with _put_back_after():
+            if self._left is None or self._step != step:
+                seed_all(seed())
+            else:
+                self._left.put_back()
+            self._step = step
+            try:
+                yield
+            finally:
+                self._left = States.now()
+
+
+@contextlib.contextmanager
+def _put_back_after() -> Iterator[None]:
+    global _within
+    before = States.now()
+    _within += 1
+    try:
+        yield
+    finally:
+        _within -= 1
+        before.put_back()
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()

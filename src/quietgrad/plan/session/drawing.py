@@ -1,0 +1,41 @@
+"""What a model draws while records are clipped (dropout, random depth): from the run's secret, anew
+at every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from quietgrad.distributed.team import Team
+from quietgrad.generators import KeyedByStep
+from quietgrad.plan.process import BoundToProcess
+from quietgrad.plan.session.noise_session import NoiseSession
+
+
+class DrawsForModels(BoundToProcess):
+    """A run's seeds of the process's generators."""
+
+    _session: NoiseSession
+    _team: Team
+    _released: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._model_draws = KeyedByStep()
+
+    def model_seed(self) -> int:
+        """What ``clip`` seeds torch's, numpy's and Python's generators with for the next release,
+        where the model itself draws (dropout): a function of the session's secret root and the
+        release's number. Secret. They are put back after each call.
+        """
+        self._require_own_process()
+        share, _ = self._team.share
+        name = "" if share == 0 else f"rank {share}"
+        return self._session.key.words("model", self._released, name)[0] >> 1
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """For passes over records of the open batch: parts of it go on in one stream."""
+        with self._model_draws.of(self._released, self.model_seed):
+            yield
