@@ -4,6 +4,7 @@ texts of one length, which shows nothing; then comes one that is shorter, empty 
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -210,23 +211,46 @@ def test_records_are_shortened_in_every_form() -> None:
     assert longest({"x": torch.ones(3, 5) * 2, "image": batch["image"]}) == 0
 
 
-def test_where_nothing_is_a_position_no_pass_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images and numbers cost nothing."""
-    sizes: list[int] = []
+def passes(model: nn.Module, batch: Any, step: int) -> tuple[int, int]:
+    """How many examples went forward and backward; counted where the guard puts nothing back."""
+    forward: queue.Queue[int] = queue.Queue()
+    backward: queue.Queue[int] = queue.Queue()
 
     def counting(model: nn.Module, batch: Any) -> Tensor:
-        sizes.append(len(batch[0]))
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        forward.put(len(batch[1]))
+        found = F.cross_entropy(model(batch[0]).flatten(1), batch[1], reduction="none")
+        found.register_hook(lambda g: backward.put(len(g)))
+        return found
 
-    batch = torch.randn(8, 6) + 1.0, torch.arange(8) % 3
-    with_look, without = [], []
-    for found in (with_look, without):
-        sizes.clear()
-        torch.manual_seed(0)
-        Clipper(1.0, physical_batch_size=8).clip(nn.Linear(6, 3), counting, batch)
-        found.extend(sizes)
-        monkeypatch.setattr(mixing, "require_lengths_apart", lambda *arguments: None)
-    assert with_look == without
+    clipper = Clipper(1.0, engine="bookkeeping", physical_batch_size=32)
+    clipper.bind(model, counting).clip(batch, step=step)
+    return sum(forward.queue), sum(backward.queue)
+
+
+def images() -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 3))
+    return model, (torch.randn(32, 3, 8, 8), torch.arange(32) % 3)
+
+
+def words() -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Embedding(30, 2), nn.Flatten(), nn.Linear(32, 3))
+    return model, (torch.randint(1, 30, (32, 16)), torch.arange(32) % 3)
+
+
+def test_images_cost_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, batch = images()
+    before = passes(model, batch, 0)
+    monkeypatch.setattr(mixing, "require_lengths_apart", lambda *arguments: None)
+    assert passes(model, batch, 0) == before
+
+
+@pytest.mark.parametrize("make, forward, backward", [(images, 186, 93), (words, 191, 105)])
+def test_a_first_look_costs_what_the_page_says(make: Any, forward: int, backward: int) -> None:
+    """Of a step of 32 records, which are 32 of either (docs/clipping/guard.md, "Cost")."""
+    torch.manual_seed(0)
+    found = passes(*make(), 0)
+    assert found[0] <= forward and found[1] <= backward
 
 
 def test_the_guard_is_what_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
