@@ -66,6 +66,10 @@ def test_files(name: str, quietgrad: Run, settings, write_config, tmp_path: Path
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"data.text": "label"}, "is the column of the text too"),
     ({"data.labels": ["good", "good", "bad"]}, "has 'good' twice"),
+    ({"data.user": "label"}, "is data.label, too"),
+    ({"training.steps": 0}, "training.steps=0 is below 1"),
+    ({"training.steps": -1}, "training.steps=-1 is below 1"),
+    ({"training.expected_batch_size": 0}, "training.expected_batch_size=0 is below 1"),
     ({"model.dropout": 1.5}, "model.dropout=1.5"),
     ({"model.dropout": 1.0}, "leaves nothing of a layer"),
     ({"model.max_length": 25}, "exceeds the 24 positions"),
@@ -82,6 +86,17 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "part"), SETTINGS, ids=[p for _, p in SETTINGS])
 def test_settings(changes: dict, part: str, quietgrad: Run, settings, write_config) -> None:
     assert_refused(quietgrad("train", write_config(settings | changes)), part, settings)
+
+
+def test_files_and_folders_that_are_each_other(quietgrad: Run, csv_file, tmp_path) -> None:
+    (tmp_path / "config.toml").write_text("[training]\n")
+    for arguments, part in (
+        (("train", tmp_path), f"is a folder; name a TOML file, such as '{tmp_path}/config.toml'"),
+        (("plan", csv_file.parent), "is a folder; name a TOML file"),
+        (("predict", csv_file, csv_file), "is a file; name the directory of a run"),
+    ):
+        code, _, err = quietgrad(*arguments)
+        assert code == 2 and err.count("\n") == 1 and part in err
 
 
 def test_texts_may_be_as_long_as_the_positions(quietgrad: Run, settings, write_config) -> None:

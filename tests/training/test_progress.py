@@ -90,6 +90,8 @@ def test_each_long_part_of_a_run_is_said_again(
         "still scoring and saving the model, 0 s",
     ]
     assert [line for line in dict.fromkeys(again) if line in wanted] == wanted
+    bar = ("training ", "scoring and saving the model ")  # whose last state is none of the lines
+    assert not [line for line in out.splitlines() if line.startswith(bar)]
 
 
 def test_progress_without_a_terminal(

@@ -39,6 +39,10 @@ def finished_run(path: Path) -> RunDir:
         ValueError: if there is none, or its run has not ended.
     """
     run = RunDir(path)
+    if path.is_file():
+        raise ValueError(
+            f"RUN_DIR={str(path)!r} is a file; name the directory of a run (training.run_dir)"
+        )
     if not path.is_dir():
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(f"RUN_DIR={str(path)!r}: no such run directory{nearest(path.name, near)}")

@@ -31,7 +31,9 @@ SAVING = "scoring and saving the model"
 
 
 def bar_on(target: Console, *more: TextColumn) -> Progress:
-    """A bar with what is done, the time it took, and the time left."""
+    """A bar with what is done, the time it took, and the time left; on a terminal alone: elsewhere
+    there are lines.
+    """
     return Progress(
         TextColumn("[bold]{task.description}"),
         BarColumn(),
@@ -42,6 +44,7 @@ def bar_on(target: Console, *more: TextColumn) -> Progress:
         *more,
         console=target,
         refresh_per_second=2,
+        disable=not target.is_terminal,
     )
 
 
@@ -76,6 +79,7 @@ class TrainingProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._bar.update(self._task, description="training")  # the bar's last state stays
         self._stack.close()
 
     def told(self, done: int, total: int) -> None:

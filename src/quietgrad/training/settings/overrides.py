@@ -39,6 +39,10 @@ def read_toml(path: str | Path) -> Tree:
         ValueError: missing or malformed file.
     """
     file = Path(path)
+    if file.is_dir():
+        inside = file / "config.toml"
+        hint = f", such as {str(inside)!r}" if inside.is_file() else ""
+        raise ValueError(f"config={str(path)!r} is a folder; name a TOML file{hint}")
     if not file.is_file():
         raise ValueError(f"config={str(path)!r}: no such file")
     try:

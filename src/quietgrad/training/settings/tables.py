@@ -310,9 +310,9 @@ class TrainingTable:
             digits drawn at random, or a whole number of at least 2^127.
     """
 
-    expected_batch_size: int | None = None
-    steps: int | None = None
-    epochs: float | None = None
+    expected_batch_size: Count | None = None
+    steps: Count | None = None
+    epochs: Above0 | None = None
     hours: Above0 = 2.0
     eval_every: Whole = 10
     eval_records: Whole = 1000

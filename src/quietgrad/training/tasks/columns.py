@@ -97,7 +97,7 @@ def told_names(columns: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def owners_in(
-    columns: Mapping[str, Sequence[Any]], user: str, option: str, source: str
+    columns: Mapping[str, Sequence[Any]], user: str, option: str, source: str, label: str = ""
 ) -> tuple[bytes, ...] | None:
     """[n] what the owner of each record is known by; None where no column is named.
 
@@ -105,12 +105,18 @@ def owners_in(
         columns: of the records.
         user: name of the column (data.user).
         option, source: where the columns are from, for messages.
+        label: column of the classes, whose owners nobody's records would be.
 
     Raises:
         ValueError, TypeError: for a column that is not there, and a record without an owner.
     """
     if not user:
         return None
+    if user == label:
+        raise ValueError(
+            f"data.user={user!r} is data.label, too: every class would be one person; name the "
+            "column that tells people apart"
+        )
     if user not in columns:
         raise ValueError(
             f"data.user={user!r} is not a column of {option}={source!r}"

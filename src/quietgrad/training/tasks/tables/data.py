@@ -115,7 +115,7 @@ def load_rows(
             f"{source!r}{nearest(label_column, told_names(found))}"
         )
     found = without_gaps(found, [label_column], skip_bad)
-    owners = owners_in(found, user_column, option, source)
+    owners = owners_in(found, user_column, option, source, label_column)
     found.pop(user_column, None)
     labels = found.pop(label_column)
     if not labels:

@@ -114,7 +114,8 @@ def load_texts(
     texts = [text_column, *([second_column] if second_column else [])]
     columns = without_gaps(columns, [label_column], skip_bad, texts)
     found = _labelled(columns[text_column], columns[label_column], source)
-    found = replace(found, owners=owners_in(columns, user_column, option, source))
+    owners = owners_in(columns, user_column, option, source, label_column)
+    found = replace(found, owners=owners)
     if not second_column:
         return found
     seconds = [text if _is_text(text) else "" for text in columns[second_column]]
