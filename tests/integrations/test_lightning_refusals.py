@@ -63,11 +63,17 @@ def test_settings_of_the_trainer(tmp_path: Path, changes: dict[str, Any], said: 
 def test_strategies_that_are_not_replicas(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"strategy='ddp_spawn'.*use strategy=\"ddp\""):
         refuse_trainer(trainer(tmp_path, strategy="ddp_spawn", devices=2))
-    for strategy in (FSDPStrategy(), ModelParallelStrategy()):
-        sharded: Any = SimpleNamespace(world_size=2, strategy=strategy)
-        said = rf"2 devices and {type(strategy).__name__}.*use strategy=\"ddp\".*training\.sharded"
-        with pytest.raises(ValueError, match=said):
-            refuse_trainer(sharded)
+    sharded: Any = SimpleNamespace(world_size=2, strategy=FSDPStrategy())
+    said = r"2 devices and FSDPStrategy.*use strategy=\"ddp\".*ModelParallelStrategy"
+    with pytest.raises(ValueError, match=said):
+        refuse_trainer(sharded)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), ("auto", 1), (2, "auto")])
+def test_layers_that_are_cut(sizes: Any) -> None:
+    cut: Any = SimpleNamespace(world_size=2, strategy=ModelParallelStrategy(*sizes))
+    with pytest.raises(ValueError, match="give data_parallel_size=2, tensor_parallel_size=1"):
+        refuse_trainer(cut)
 
 
 def test_a_gradient_scaler(tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from lightning.pytorch import callbacks, profilers
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
@@ -20,9 +24,8 @@ from quietgrad.integrations.reporting import without_system_metrics
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
 REPLICAS = (
-    'use strategy="ddp", which keeps the whole model in every process, or devices=1; '
-    "quietgrad train (training.sharded=true) and loops of your own shard models "
-    "(docs/fully_sharded.md)"
+    'use strategy="ddp", which keeps the whole model in every process, devices=1, or '
+    "ModelParallelStrategy, whose fully_shard gives each a shard (docs/lightning.md)"
 )
 HALF = "use 32-true or bf16-mixed"
 
@@ -148,6 +151,8 @@ def refuse_trainer(trainer: Any) -> None:
                 f"Trainer(strategy={name!r}) trains in processes that end with fit, and what the "
                 f"run knows ends with them; {REPLICAS}"
             )
+    elif isinstance(strategy, ModelParallelStrategy):
+        refuse_cut(strategy, trainer.world_size)
     elif trainer.world_size != 1 or not isinstance(strategy, SingleDeviceStrategy):
         raise ValueError(
             f"Trainer with {trainer.world_size} devices and {type(strategy).__name__}: "
@@ -161,6 +166,23 @@ def refuse_trainer(trainer: Any) -> None:
         if any(isinstance(one, kind) for one in (*trainer.callbacks, trainer.profiler)):
             raise ValueError(f"{kind.__name__}: {why}; {remedy}")
     without_system_metrics()
+
+
+def refuse_cut(strategy: ModelParallelStrategy, world_size: int) -> None:
+    """Refuses layers that are cut over processes; shards over all of them are taken.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    size = strategy._data_parallel_size
+    if size == "auto" or int(size) != world_size or strategy._tensor_parallel_size not in (1, "1"):
+        raise ValueError(
+            f"ModelParallelStrategy(data_parallel_size={size!r}, "
+            f"tensor_parallel_size={strategy._tensor_parallel_size!r}) on {world_size} processes: "
+            "a private run shards parameters over all of them, and its layers are not cut; give "
+            f"data_parallel_size={world_size}, tensor_parallel_size=1, and "
+            'fully_shard(part, mesh=self.device_mesh["data_parallel"]) in configure_model'
+        )
 
 
 def refuse_module(module: Any, base: type) -> None:

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch.nn.parallel import DistributedDataParallel
 
 import quietgrad.integrations.lightning.refusals as refusals
+from quietgrad.clipping.capture.spread import put_away
 from quietgrad.events import unit_of
 from quietgrad.integrations.lightning.data import EpochLoader, training_data
 from quietgrad.integrations.lightning.progress import count_releases, move_schedules
@@ -127,7 +128,11 @@ class PrivateSteps(PublicLoaders):
         self._mark = checkpoint.get(MARK) or {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins the run, or goes on with it."""
+        """Begins the run, or goes on with it, where the checkpoint is loaded by now."""
+        if not trainer.strategy.restore_checkpoint_after_setup:
+            self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.session is not None and self._loader is not None
         refusals.refuse_optimizers(trainer.optimizers)
         refusals.refuse_module(pl_module, pl_module.private_base)  # type: ignore[arg-type]
@@ -163,10 +168,16 @@ class PrivateSteps(PublicLoaders):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts from where the ledger is."""
+        if trainer.strategy.restore_checkpoint_after_setup:  # of shards
+            self._begin(trainer, pl_module)
         if self.run.released:
             per_epoch = self.run.plan.sampler.steps_per_epoch
             move_schedules(trainer, self._seen, self.run.released, per_epoch)
             count_releases(trainer, self.run.released, per_epoch)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts shards away before anything is saved: no backward pass follows, which would."""
+        put_away(pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Epsilon, rounded up, where others log their loss, and what was released beside the
