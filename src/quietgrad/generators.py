@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 _within = 0  # keyed blocks that are open
 
@@ -119,6 +120,23 @@ class KeyedByStep:
                 yield
             finally:
                 self._left = States.now()
+
+
+class KeyedWorker:
+    """``worker_init_fn`` of torch's DataLoader: whatever the script's own seeds, the worker's
+    generators begin where torch let them begin, by the base seed of the loader's generator.
+
+    Args:
+        own: the script's, called first; None: it has none.
+    """
+
+    def __init__(self, own: Callable[[int], Any] | None) -> None:
+        self._own = own
+
+    def __call__(self, worker: int) -> None:
+        if self._own is not None:
+            self._own(worker)
+        seed_all(get_worker_info().seed & (2**63 - 1))  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager

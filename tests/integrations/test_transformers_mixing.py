@@ -117,7 +117,7 @@ def test_masks_do_not_follow_from_a_known_seed(workers: int, tmp_path: Path) -> 
     with trained.plan.start() as run:
         trained._session.run = run
         read: Any = trained._loader_of(1)._reader
-        assert read.generator.initial_seed() == run.model_seed() != trained.args.seed
+        assert read.generator.initial_seed() == run._read_seed() != trained.args.seed
     assert trained.train().global_step == 10
 
 

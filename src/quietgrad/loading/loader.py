@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from quietgrad.checks import SettingsWarning, require_at_least, require_int
 from quietgrad.clipping.clipper import Clipper
+from quietgrad.generators import KeyedByStep, KeyedWorker
 from quietgrad.loading.batches import LoadedBatch, MicroBatch
 from quietgrad.loading.draws import (
     CollateNumbered,
@@ -75,6 +77,7 @@ class PrivateLoader:
         physical_batch_size: int | None,
         collate_fn: Callable[[list[Any]], Batch] | None,
         options: dict[str, Any],
+        seed: Callable[[], int],
     ) -> None:
         _require_options(options)
         _require_dataset(dataset, run.plan.sampler)
@@ -87,6 +90,11 @@ class PrivateLoader:
         self._collate = default_collate if collate_fn is None else collate_fn
         self._dataset = dataset
         self._physical = PhysicalBatches(draws, size, clipper.views)
+        self._seed, self._reads = seed, KeyedByStep()
+        # Workers' seeds come from the generator, and the script's may be one that anybody knows.
+        options = options | {"generator": torch.Generator().manual_seed(seed())}
+        if options.get("num_workers"):
+            options["worker_init_fn"] = KeyedWorker(options.get("worker_init_fn"))
         self._reader: DataLoader[Any] = DataLoader(
             Numbered(dataset),
             batch_sampler=self._physical,
@@ -134,7 +142,8 @@ class PrivateLoader:
                     "another pass over the loader has begun, and this one is over: a batch is read "
                     "by one loop; go on with the newest"
                 )
-            rows, records = next(read)
+            with self._reads.of(release, self._seed):
+                rows, records = next(read)
             if rows != self._physical.rows_of(part):  # the message names none: they are private
                 raise RuntimeError(
                     "the records that were read are not those of the open batch; begin another "
@@ -152,7 +161,8 @@ class PrivateLoader:
     def _without_records(self) -> Batch:
         """What a batch of no records looks like: the first record's, cut to no rows."""
         if self._empty is None:
-            one = self._collate([self._dataset[0]] * self._views)
+            with self._reads.of(self._run.released, self._seed):
+                one = self._collate([self._dataset[0]] * self._views)
             self._empty = self._in_views(map_tensors(one, lambda t: t[:0]))
         return self._empty
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from quietgrad.beside.session import SideSession, TellsBeside
@@ -128,19 +127,19 @@ class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
             physical_batch_size: most records a forward pass; None takes the plan's, or 64.
             collate_fn: makes a micro-batch of records, one row each; what a record's row means may
                 not depend on the others (padding that the model masks is fine).
-            options: of DataLoader: ``num_workers``, ``pin_memory``, ``persistent_workers``, ...
+            options: of DataLoader: ``num_workers``, ``pin_memory``, ...; what is drawn in reading
+                is from the run's secret, beside a ``generator`` or workers' seeds too.
 
         Raises:
             TypeError: for streams, loaders, and options that the plan decides.
             ValueError: for another number of records than planned.
         """
-        # For workers' seeds: torch's own generator may be one that anybody knows.
-        options = {"generator": torch.Generator().manual_seed(self.model_seed()), **options}
         self._shares.block, self._draws = physical_batch_size or 1, Draws(self._shares)
         with self._team.stopping_all():
             self._loader = PrivateLoader(
-                self, self._draws, dataset, steps, physical_batch_size, collate_fn, options
-            )
+                self, self._draws, dataset, steps, physical_batch_size, collate_fn,
+                options, self._read_seed,
+            )  # fmt: skip
             self._team.same_records(dataset, self._session.key, self._shares.block)
         return self._loader
 

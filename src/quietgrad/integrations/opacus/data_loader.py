@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Sampler
 
+from quietgrad.generators import KeyedWorker
 from quietgrad.integrations.opacus.collating import BagPlaces, CollateRows
 from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.integrations.opacus.source import BatchSource, Indices
@@ -59,7 +61,9 @@ class DPDataLoader(DataLoader[Any]):
     def __init__(
         self, data_loader: DataLoader[Any], source: BatchSource, most: int | None = None
     ) -> None:
-        collate = data_loader.collate_fn
+        collate, begin = data_loader.collate_fn, data_loader.worker_init_fn
+        if data_loader.num_workers and not isinstance(begin, KeyedWorker):
+            begin = KeyedWorker(begin)
         if not isinstance(collate, CollateRows):
             dim = 0 if source.batch_first else 1
             collate = CollateRows(collate, data_loader.dataset, dim)
@@ -73,9 +77,9 @@ class DPDataLoader(DataLoader[Any]):
             num_workers=data_loader.num_workers,
             pin_memory=data_loader.pin_memory,
             timeout=data_loader.timeout,
-            worker_init_fn=data_loader.worker_init_fn,
+            worker_init_fn=begin,
             multiprocessing_context=data_loader.multiprocessing_context,
-            generator=data_loader.generator,
+            generator=torch.Generator().manual_seed(source.seed("workers")),
             prefetch_factor=data_loader.prefetch_factor,
             persistent_workers=data_loader.persistent_workers,
         )
@@ -109,6 +113,16 @@ class DPDataLoader(DataLoader[Any]):
         first = source.number if training else 0
         self._batches.steps = range(first, first + source.sampler.steps_per_epoch)
         reader = super().__iter__()
+        try:
+            yield from self._batches_of(reader, this_pass, training)
+        finally:
+            if source.passes == this_pass:
+                source.give_back()  # also where the loop breaks off
+        if training:
+            source.finish()
+
+    def _batches_of(self, reader: Iterator[Any], this_pass: int, training: bool) -> Iterator[Any]:
+        source = self.source
         for number in self._batches.steps:
             parts = self._batches.cut(source.indices(number))
             for i, part in enumerate(parts):
@@ -118,7 +132,8 @@ class DPDataLoader(DataLoader[Any]):
                         "and has taken the batches that come now; finish or leave one loop "
                         "before the next begins"
                     )
-                records = next(reader)
+                with source.reading(number):
+                    records = next(reader)
                 if not training:  # a look at records: nothing is released of it
                     look = Tape(len(part), source.batch_first)
                     records = look.enter(records, self._bags)
@@ -128,8 +143,6 @@ class DPDataLoader(DataLoader[Any]):
                 tape = source.open(number, len(part), i == 0, i + 1 == len(parts))
                 _require_rows(records, tape, self._bags)
                 yield tape.enter(records, self._bags)
-        if training:
-            source.finish()
 
 
 def _require_rows(records: Any, tape: Tape, places: BagPlaces | None) -> None:

@@ -4,11 +4,13 @@ optimisers that step on it and the accountant.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quietgrad.generators import KeyedByStep
 from quietgrad.integrations.opacus.accountants import OpenedBatch, QuietgradAccountant
 from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.plan.process import BoundToProcess
@@ -47,6 +49,8 @@ class BatchSource(BoundToProcess):
         self._key = RandomKey.from_entropy()
         self._number = 0
         self.passes = 0
+        self._reads, self._draws = KeyedByStep(), KeyedByStep()
+        self._drawing = contextlib.ExitStack()
 
     @property
     def training(self) -> bool:
@@ -63,6 +67,18 @@ class BatchSource(BoundToProcess):
         self._require_own_process()
         return self.sampler.indices(self._key, number)
 
+    def seed(self, what: str, number: int = 0) -> int:
+        """Of generators, for the pass that is on. Secret."""
+        return self._key.words("model", number, f"{what} {self.passes}")[0] >> 1
+
+    def reading(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """While records of a batch are read: generators from the source's secret."""
+        return self._reads.of(number, lambda: self.seed("reading", number))
+
+    def give_back(self) -> None:
+        """The script's generators, as they were when the micro-batch was opened."""
+        self._drawing.close()
+
     def open(self, number: int, records: int, is_first: bool, is_last: bool) -> Tape:
         """A micro-batch, the first of a new batch or a further one.
 
@@ -74,6 +90,8 @@ class BatchSource(BoundToProcess):
             self.opened = self.accountant.open(self.sampler.sample_rate)
             self._number = number
         self.is_last = is_last
+        # What the loop draws for its records: torch.manual_seed would say it beforehand.
+        self._drawing.enter_context(self._draws.of(number, lambda: self.seed("loop", number)))
         self.tape = Tape(records, self.batch_first)
         for optimizer in self.optimizers:
             optimizer.begin_micro_batch(is_first)
@@ -101,6 +119,7 @@ class BatchSource(BoundToProcess):
 
     def close(self, tape: Tape) -> None:
         """A micro-batch is over; what was read off it is remembered."""
+        self.give_back()
         for optimizer in self.optimizers:
             optimizer.remember(tape.read)
         tape.close()

@@ -29,9 +29,16 @@ class DrawsForModels(BoundToProcess):
         where the model itself draws (dropout): a function of the session's secret root and the
         release's number. Secret. They are put back after each call.
         """
+        return self._seed("")
+
+    def _read_seed(self) -> int:
+        """The same for records that are read for the next release."""
+        return self._seed("reading")
+
+    def _seed(self, what: str) -> int:
         self._require_own_process()
         share, _ = self._team.share
-        name = "" if share == 0 else f"rank {share}"
+        name = what if share == 0 else f"{what} rank {share}".strip()
         return self._session.key.words("model", self._released, name)[0] >> 1
 
     @contextlib.contextmanager
