@@ -252,7 +252,7 @@ def test_undecided_batches_are_taken_one_example_at_a_time() -> None:
 MIXING = "quietgrad.clipping.soundness.mixing"
 MUTANTS = [
     ("losses-not-compared", f"{MIXING}.close", lambda *a: True, "hard-examples-mined"),
-    ("factors-not-compared", f"{MIXING}._require_same_factors", lambda *a: None,
+    ("factors-not-compared", f"{MIXING}.require_same", lambda *a: None,
      "backward-pass-that-rescales"),
     ("first-batch-of-one-counts", "quietgrad.clipping.soundness.guard.with_companions",
      lambda *a: None, "contrastive-loss"),
@@ -267,8 +267,9 @@ def test_each_part_of_the_guard_is_needed(
     few = rows(records(), 0) if "one" in name else records()
     bound = Clipper(1.0, physical_batch_size=RECORDS).bind(chosen.model(), chosen.loss)
     monkeypatch.setattr(part, broken)
-    if "losses" in name:  # its factors would show it too
-        monkeypatch.setattr(f"{MIXING}._require_same_factors", lambda *a: None)
+    if "losses" in name:  # its factors would show it too, and a record many times
+        monkeypatch.setattr(f"{MIXING}.require_room_for_all", lambda *a: None)
+        monkeypatch.setattr(f"{MIXING}.require_same", lambda *a: None)
     bound.clip(few)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="depends on other examples"):
