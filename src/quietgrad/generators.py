@@ -5,7 +5,7 @@ What a model, a loss or a data set draws for a record may not be known beforehan
 seed (``torch.manual_seed`` at the top of a script) knows which numbers each place of a batch gets,
 and one record more moves all later records on to other numbers. Numbers from a secret key are
 independent of who comes: each record's are as likely as any other's, in any company
-(docs/privacy/drawn.md).
+(docs/privacy/contract.md).
 """
 
 from __future__ import annotations

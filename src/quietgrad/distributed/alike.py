@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import random
-import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.capture.examples import UserBatch
+from quietgrad.loading.reading import digest_of
 from quietgrad.randomness import RandomKey
 from quietgrad.tensors import Batch, is_spread, local_of, tensors_of
 
@@ -164,34 +163,4 @@ def _record_digest(dataset: Any, place: int, key: RandomKey) -> str:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
-    told = hashlib.blake2b(digest_size=16)
-    for part in _bytes_of(record):
-        told.update(struct.pack("<q", len(part)) + part)
-    return told.hexdigest()
-
-
-def _bytes_of(value: Any) -> Iterator[bytes]:
-    """A record as bytes: by contents where its kind is known, pickled otherwise."""
-    if isinstance(value, Tensor):
-        yield f"tensor {value.dtype} {tuple(value.shape)}".encode()
-        plain = value.detach().cpu().contiguous()
-        yield plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        yield f"array {value.dtype} {value.shape}".encode()
-        yield np.ascontiguousarray(value).tobytes()
-    elif isinstance(value, Mapping):
-        yield b"mapping"
-        for name in value:
-            yield repr(name).encode()
-            yield from _bytes_of(value[name])
-    elif isinstance(value, list | tuple):
-        yield f"sequence {len(value)}".encode()
-        for part in value:
-            yield from _bytes_of(part)
-    elif value is None or isinstance(value, str | bytes | int | float):
-        yield f"{type(value).__name__} {value!r}".encode("utf-8", "backslashreplace")
-    elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):  # PIL
-        yield f"image {value.mode} {value.size}".encode()
-        yield value.tobytes()
-    else:
-        yield pickle.dumps(value)
+    return digest_of(record).hex()

@@ -22,6 +22,7 @@ from quietgrad.loading.draws import (
     Numbered,
     PhysicalBatches,
 )
+from quietgrad.loading.reading import require_records_apart
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.sampling.users import UserIndices
 from quietgrad.tensors import Batch, batch_size_of, map_tensors
@@ -103,6 +104,7 @@ class PrivateLoader:
         )
         self.newest_pass: object = None  # whose micro-batches are clipped; no other's
         self._empty: Batch = None
+        self._looked_at = False
 
     def __len__(self) -> int:
         """Steps of the next pass."""
@@ -111,8 +113,12 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[LoadedBatch]:
         """Raises:
         RuntimeError: if a batch was not released before the next is asked for.
+        ValueError: before anything is read, where a record follows from what was read before it.
         """
         steps = len(self)
+        if not self._looked_at:
+            require_records_apart(self._dataset)
+            self._looked_at = True
         if not steps:
             warnings.warn(
                 f"all {self._run.plan.steps} releases of the plan are made, so this pass over the "

@@ -13,6 +13,7 @@ from quietgrad.generators import KeyedWorker
 from quietgrad.integrations.opacus.collating import BagPlaces, CollateRows
 from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.integrations.opacus.source import BatchSource, Indices
+from quietgrad.loading.reading import require_records_apart
 from quietgrad.tensors import map_tensors
 
 
@@ -68,6 +69,7 @@ class DPDataLoader(DataLoader[Any]):
             dim = 0 if source.batch_first else 1
             collate = CollateRows(collate, data_loader.dataset, dim)
         self._bags = collate.bags
+        self._looked_at = False
         self.source = source
         self._batches = PoissonBatches(source, most)
         super().__init__(
@@ -104,8 +106,12 @@ class DPDataLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Raises:
         RuntimeError: if a batch was not stepped on before the next is asked for.
+        ValueError: where a record follows from what was read before it.
         """
         source = self.source
+        if not self._looked_at:
+            require_records_apart(self.dataset)
+            self._looked_at = True
         source.abandon()
         source.passes += 1
         this_pass = source.passes

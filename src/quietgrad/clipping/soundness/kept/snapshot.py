@@ -100,6 +100,12 @@ class Snapshot:
             tensor.data = before
         return [place for place, held in self._held if not held.put_back()]
 
+    def put_back_generators(self) -> None:
+        """Puts back where generators of random numbers stood, and nothing else."""
+        for _, held in self._held:
+            if isinstance(held, HeldGenerator):
+                held.put_back()
+
     def sharing(self, records: Iterable[Tensor]) -> list[Found]:
         """Tensors that lie where these records lie."""
         places = {t.untyped_storage().data_ptr() for t in records if t.numel()}

@@ -1,0 +1,143 @@
+"""Whether a data set gives a record by itself, whatever was read before it.
+
+A running mean over what was read, a difference to the record before, or one buffer that every
+reading writes into: there a record changes what others add to the sum, and nothing that looks at a
+batch can see it. So before the first batch is read a few records are read one after the other.
+What this cannot see is in docs/privacy/data.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import secrets
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quietgrad.clipping.soundness.kept.snapshot import Snapshot
+from quietgrad.generators import keyed_generators, seed_all
+
+DEPENDS = (
+    "dataset gives another record after one record than after another (a running mean, a "
+    "difference to the record before, a cache of what was read): one record would change what "
+    "others add to the sum; let record i follow from record i alone, and compute such numbers "
+    "beforehand on public data"
+)
+WRITTEN_OVER = (
+    "dataset gives records in memory that its next reading writes over, so that one record would "
+    "take the place of another; return a copy (tensor.clone(), array.copy())"
+)
+
+
+def require_records_apart(dataset: Any) -> None:
+    """Reads a few records, each after one record and after another. Generators that the data set
+    draws from (torch's, numpy's, Python's and its own) stand alike before each, and everything
+    that was found of it is put back. Some twenty readings.
+
+    Args:
+        dataset: records by number; fewer than three are not looked at.
+
+    Raises:
+        ValueError: where a record depends on what was read before it. Says nothing of any record.
+    """
+    size = len(dataset)
+    if size < 3:
+        return
+    looks = [(0, 1, size - 1), (size - 1, 0, size // 2)]
+    seed = secrets.randbits(63)
+    with keyed_generators(seed):
+        reading = _Reading(dataset, seed)
+        try:
+            for place, one, other in looks:
+                reading.require_alike(place, one, other)
+        finally:
+            reading.before.put_back()
+
+
+class _Reading:
+    """A data set, and everything that it reaches, as it was before the first reading."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self.before = Snapshot(nn.Identity(), list(_wrapped(dataset)))
+
+    def require_alike(self, place: int, one: int, other: int) -> None:
+        """Raises:
+        ValueError: where the record at ``place`` is another after ``one`` than after ``other``.
+        """
+        found = self._after(one, place)
+        if found != self._after(one, place):
+            return  # drawn by means that cannot be put back: nothing can be compared
+        if found != self._after(other, place):
+            raise ValueError(DEPENDS)
+
+    def _after(self, earlier: int, place: int) -> bytes:
+        """The record at ``place``, read after another, as a digest."""
+        self.before.put_back()
+        first = self._read(earlier)
+        told = digest_of(first)
+        self.before.put_back_generators()
+        record = self._read(place)
+        # A memory map, or a table that all records lie in, is not written into.
+        if told != digest_of(first):
+            raise ValueError(WRITTEN_OVER)
+        return digest_of(record)
+
+    def _read(self, place: int) -> Any:
+        seed_all(self.seed)
+        return self.dataset[place]
+
+
+def _wrapped(dataset: Any) -> Iterator[Any]:
+    """A data set, and those that it is a part or a union of (Subset, ConcatDataset)."""
+    yield dataset
+    inner = [getattr(dataset, "dataset", None), *_several(getattr(dataset, "datasets", None))]
+    for one in inner:
+        if hasattr(one, "__getitem__"):
+            yield from _wrapped(one)
+
+
+def _several(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def digest_of(record: Any) -> bytes:
+    """Of everything that a record holds. Private."""
+    told = hashlib.blake2b(digest_size=16)
+    for part in bytes_of(record):
+        told.update(struct.pack("<q", len(part)) + part)
+    return told.digest()
+
+
+def bytes_of(value: Any) -> Iterator[bytes]:
+    """A record as bytes: by contents where its kind is known, pickled otherwise. Private."""
+    if isinstance(value, Tensor):
+        yield f"tensor {value.dtype} {tuple(value.shape)}".encode()
+        plain = value.detach().cpu().contiguous()
+        yield plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        yield f"array {value.dtype} {value.shape}".encode()
+        yield np.ascontiguousarray(value).tobytes()
+    elif isinstance(value, Mapping):
+        yield b"mapping"
+        for name in value:
+            yield repr(name).encode()
+            yield from bytes_of(value[name])
+    elif isinstance(value, list | tuple):
+        yield f"sequence {len(value)}".encode()
+        for part in value:
+            yield from bytes_of(part)
+    elif value is None or isinstance(value, str | bytes | int | float):
+        yield f"{type(value).__name__} {value!r}".encode("utf-8", "backslashreplace")
+    elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):  # PIL
+        yield f"image {value.mode} {value.size}".encode()
+        yield value.tobytes()
+    else:
+        yield pickle.dumps(value)
