@@ -28,7 +28,7 @@ def assert_one_error(outcome: tuple[int, str, str], *parts: str) -> None:
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_missing_configuration(command: str, quietgrad: Run, tmp_path: Path) -> None:
     assert_one_error(quietgrad(command, tmp_path / "none.toml"), "none.toml", "no such file")
-    assert_one_error(quietgrad(command, tmp_path), "no such file")
+    assert_one_error(quietgrad(command, tmp_path), "is a folder")
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])

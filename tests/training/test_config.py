@@ -58,8 +58,8 @@ def test_unknown_names_are_refused_with_the_nearest(tree: dict, message: str) ->
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("training.steps", "many", "a whole number, not a string"),
-        ("training.steps", 2.5, "a whole number; or leave it out"),
+        ("training.steps", "many", "a whole number of at least 1, not a string"),
+        ("training.steps", 2.5, "a whole number of at least 1; or leave it out"),
         ("training.steps", True, "a whole number"),
         ("privacy.target_epsilon", "two", "a number"),
         ("privacy.target_epsilon", True, "a number"),
@@ -169,7 +169,7 @@ def test_override_takes_the_place_of_its_alternative(
         ("trainig.steps=3", r"unknown table \[trainig\]; did you mean 'training'"),
         ("name=x", "unknown key 'name'; write one of model.name, optimizer.name"),
         ("steps", "'steps' is not of the form key=value"),
-        ("steps=many", "training.steps='many' must be a whole number, not a string"),
+        ("steps=many", "training.steps='many' must be a whole number of at least 1, not a string"),
     ],
 )
 def test_bad_overrides_are_refused(override: str, message: str) -> None:
@@ -180,7 +180,7 @@ def test_bad_overrides_are_refused(override: str, message: str) -> None:
 def test_missing_and_malformed_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere.toml'.*no such file"):
         load_config(tmp_path / "nowhere.toml")
-    with pytest.raises(ValueError, match="no such file"):
+    with pytest.raises(ValueError, match="is a folder"):
         load_config(tmp_path)
     with pytest.raises(ValueError, match="not valid TOML"):
         load_config(toml_file(tmp_path, "[model\n"))
