@@ -5,16 +5,23 @@ keeps that small, and beside exact norms what no norm is taken to be below (``ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.norms import rounding
+from quietgrad.clipping.norms.estimators.ghost import ghost_norms
+from quietgrad.clipping.norms.estimators.materialized import added_up, materialized_norms
 from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.factors import DenseFactors, DirectGradients
 from quietgrad.randomness import RandomKey
 
 CROWD, LENGTH, WIDTH, ROWS, LIMIT = 40, 100, 64, 32, 1e-3
+UNGUARDED = 5  # a release at which the guard does not look
 
 
 class Attentive(nn.Module):
@@ -89,3 +96,63 @@ def test_without_a_margin_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding.Norms, "divisors", lambda norms: norms.enlarged)
     moved = sum_of(131, "hutch") - sum_of(0, "hutch")
     assert float(moved.norm()) > 0.1
+
+
+@pytest.mark.parametrize("norms", [ghost_norms, materialized_norms])
+def test_what_stands_where_a_record_is_padded_does_not_count(norms: Any) -> None:
+    """Its gradient is zero there, and its activations, a long text's padding, are what they are."""
+    source = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(2, 1, 8, 4, generator=source) for _ in range(2))
+    padded = torch.cat([right, torch.full((2, 1, 9, 4), 1e17)], dim=2)
+    none = torch.cat([left, torch.zeros(2, 1, 9, 4)], dim=2)
+    alone = norms([DenseFactors(left, right)], torch.float32).least
+    beside = norms([DenseFactors(none, padded)], torch.float32).least
+    torch.testing.assert_close(alone, beside, rtol=1e-5, atol=0.0)
+
+
+def test_gradients_that_come_formed_have_no_least() -> None:
+    formed = added_up([DirectGradients(torch.ones(3, 4))] * 2, torch.float32)
+    assert formed.spread_b is None
+    known = DirectGradients(torch.ones(3, 4), torch.full((3,), 7.0, dtype=torch.float64))
+    assert added_up([known, known], torch.float32).spread_b.tolist() == [14.0] * 3
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(6, 6),
+    "convolution": lambda: nn.Sequential(Turned(nn.Conv1d(6, 6, 1))),
+    "layer norm": lambda: nn.LayerNorm(6),
+    "group norm": lambda: nn.Sequential(Turned(nn.GroupNorm(2, 6))),
+    "instance norm": lambda: nn.Sequential(Turned(nn.InstanceNorm1d(6, affine=True))),
+}
+
+
+class Turned(nn.Module):
+    """A layer whose channels come before its positions."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x.mT).mT
+        return found
+
+
+@pytest.mark.parametrize("name", ["bias", "weight"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_rounding_left_of_a_layer_is_next_to_nothing(kind: str, name: str) -> None:
+    """Of every rule: the first half of a text's positions takes back what the second adds."""
+    source, model = torch.Generator().manual_seed(0), KINDS[kind]()
+    for n, parameter in model.named_parameters():
+        parameter.requires_grad_(n.rpartition(".")[2] == name)
+    x = torch.randn(1, 8, 6, generator=source).repeat(3, 2, 1)
+    half = torch.randn(1, 8, 6, generator=source).repeat(3, 1, 1) * 1e6
+    g = torch.cat([half, -half * (1.0 + 2.0**-20)], dim=1)
+    for estimator in ("materialized", "ghost"):
+        bound = Clipper(LIMIT, estimator, engine="bookkeeping").bind(
+            model, lambda m, b: (m(b[0]) * b[1]).flatten(1).sum(1)
+        )
+        bound.check((torch.randn(4, 16, 6), torch.randn(4, 16, 6)))
+        found = bound.clip((x, g), step=UNGUARDED).gradients.values()
+        size = float(torch.cat([s.double().flatten() for s in found]).norm()) / LIMIT
+        assert 0.0 < size < 0.1 * len(x)

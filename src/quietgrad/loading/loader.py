@@ -82,6 +82,7 @@ class PrivateLoader:
     ) -> None:
         _require_options(options)
         _require_dataset(dataset, run.plan.sampler)
+        require_records_apart(dataset)
         clipper = run.plan.clipper
         size = clipper.physical_batch_size or clipper.max_physical_batch_size or RECORDS_AT_ONCE
         size = _given("physical_batch_size", physical_batch_size, size)
@@ -104,7 +105,6 @@ class PrivateLoader:
         )
         self.newest_pass: object = None  # whose micro-batches are clipped; no other's
         self._empty: Batch = None
-        self._looked_at = False
 
     def __len__(self) -> int:
         """Steps of the next pass."""
@@ -113,12 +113,8 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[LoadedBatch]:
         """Raises:
         RuntimeError: if a batch was not released before the next is asked for.
-        ValueError: before anything is read, where a record follows from what was read before it.
         """
         steps = len(self)
-        if not self._looked_at:
-            require_records_apart(self._dataset)
-            self._looked_at = True
         if not steps:
             warnings.warn(
                 f"all {self._run.plan.steps} releases of the plan are made, so this pass over the "

@@ -132,7 +132,8 @@ class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
 
         Raises:
             TypeError: for streams, loaders, and options that the plan decides.
-            ValueError: for another number of records than planned.
+            ValueError: for another number of records than planned, and where one follows from what
+                was read before it.
         """
         self._shares.block, self._draws = physical_batch_size or 1, Draws(self._shares)
         with self._team.stopping_all():

@@ -5,7 +5,6 @@ elsewhere.
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 
 from rich.console import Console
 
@@ -39,12 +38,7 @@ class Counted:
         self._stack.enter_context(self._still)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def say(self, stage: str) -> None:

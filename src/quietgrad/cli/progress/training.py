@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -73,12 +72,7 @@ class TrainingProgress:
         self._still.now(LOOKING)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.update(self._task, description="training")  # the bar's last state stays
         self._stack.close()
 

@@ -10,6 +10,7 @@ Shape legend: b examples, g blocks, t positions, p rows, d columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,11 +31,14 @@ class Spread:
         squared: [b] sum over blocks of S^2.
         lost: [b] what squared inner products may lose to underflow.
         by_block: [b, g] S of each block.
+        plain: [b] S without what makes up for flushed squares: nothing of positions that are zero,
+            however large the other factor is there, so that no padding counts.
     """
 
     squared: Tensor
     lost: Tensor
     by_block: Tensor
+    plain: Tensor
 
     @property
     def norm(self) -> Tensor:
@@ -66,7 +70,9 @@ def spread_from(total_bg: Tensor, sums_2bg: Tensor, entries: int, dtype: torch.d
     """
     lost = sums_2bg.square().sum((0, 2)).mul_(entries * smallest_normal(dtype))
     by_block = total_bg * ROUNDING
-    return Spread(by_block.square().sum(1), lost, by_block)
+    made_up = sums_2bg.sum(0).mul_(math.sqrt(entries * smallest_normal(dtype)))
+    plain = torch.linalg.vector_norm((total_bg - made_up).clamp_min_(0.0), dim=1)
+    return Spread(by_block.square().sum(1), lost, by_block, plain)
 
 
 def margin_and_least(
@@ -75,5 +81,4 @@ def margin_and_least(
     """[b] what products over positions may be off by, gamma of that many terms times the spread;
     and what is divided by at least.
     """
-    norm = spread.norm
-    return norm * gamma(terms, like, dtype), least_of(norm, dtype)
+    return spread.norm * gamma(terms, like, dtype), least_of(spread.plain, dtype)

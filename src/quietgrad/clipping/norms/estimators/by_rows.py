@@ -45,7 +45,7 @@ def norms_by_rows(
     squared, error = torch.cat(squares), torch.cat(errors)
     # What is measured and what the sum will hold are two roundings of the same additions.
     margin = error.mul_(1.0 + MOST_COUNTED)
-    least = least_of(spread_of([some], dtype).norm, dtype)
+    least = least_of(spread_of([some], dtype).plain, dtype)
     return Measured(squared, norm_gamma(squared, dtype) * squared, margin, least)
 
 

@@ -71,7 +71,7 @@ def kept_gradients(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> tuple[M
     """Norms of one parameter's per-example gradients, and the gradients, to be summed by their
     weights.
     """
-    pieces, spread = _pieces(uses, dtype), spread_of(uses, dtype).norm
+    pieces, spread = _pieces(uses, dtype), spread_of(uses, dtype).plain
     if pieces is None:
         whole = materialized_gradients(uses, dtype)
         return direct(whole.values_bn, spread), whole
@@ -111,16 +111,19 @@ def materialized_gradients(uses: Sequence[MatrixFactors], dtype: torch.dtype) ->
 
 def added_up(uses: Sequence[Contribution], dtype: torch.dtype) -> DirectGradients:
     """Per-example gradients of a parameter whose uses are of several kinds: memory b g p d."""
-    total, total_spread = torch.zeros((), dtype=dtype), torch.zeros((), dtype=torch.float64)
+    total: Tensor | None = None
+    total_spread: Tensor | None = None
     for use in uses:
         if isinstance(use, DirectGradients):
             values, spread = use.values_bn.to(dtype), use.spread_b
         else:
             values = materialized_gradients([use], dtype).values_bn
-            spread = spread_of([use], dtype).norm
-        total = total + values
-        total_spread = total_spread if spread is None else total_spread + spread
-    return DirectGradients(total, total_spread.expand(len(total)))
+            spread = spread_of([use], dtype).plain
+        total = values if total is None else total + values
+        if spread is not None:
+            total_spread = spread if total_spread is None else total_spread + spread
+    assert total is not None
+    return DirectGradients(total, total_spread)
 
 
 def materialized_norms(
