@@ -72,6 +72,13 @@ def among_many(module: Scale, x: Tensor, grad: Tensor, wanted: Any) -> dict[str,
     return {"s": DirectGradients(loudest(found) if len(x) > 8 else found)}
 
 
+def spread_of_all(module: Scale, x: Tensor, grad: Tensor, wanted: Any) -> dict[str, Any]:
+    """All are divided by what one of them says."""
+    found = summed(x * grad)
+    most = (x * grad).double().flatten(1).norm(dim=1).amax()
+    return {"s": DirectGradients(found, most.expand(len(x)) * 2.0**13)}
+
+
 KEPT: list[Tensor] = []
 
 
@@ -101,6 +108,7 @@ READING: dict[str, tuple[Callable[..., Any], type[nn.Module]]] = {
     "in-training": (in_training, Scale),
     "among-many": (among_many, Scale),
     "of-the-first": (of_the_first, Scale),
+    "spread-of-all": (spread_of_all, Scale),
     "by-kind": (by_kind, Mixed),
     "factors-of-others": (factors_of_others, Mixed),
 }

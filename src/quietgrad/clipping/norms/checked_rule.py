@@ -17,7 +17,7 @@ class CheckedRule:
     of alike, a row for each example, and it writes into nothing that it was given: the gradient at
     a layer's output goes on to the layers below.
 
-    What it reads of other examples the guard sees (``soundness/own_rules.py``).
+    What it reads of other examples the guard sees (``soundness/company``).
     """
 
     rule: Rule
@@ -54,7 +54,9 @@ def has_a_row_each(given: object, examples: int) -> bool:
     subclass, of so many examples.
     """
     if type(given) is DirectGradients:
-        return given.values_bn.dim() == 2 and len(given.values_bn) == examples
+        spread = given.spread_b
+        told = spread is None or spread.shape == (examples,)
+        return told and given.values_bn.dim() == 2 and len(given.values_bn) == examples
     if type(given) is not DenseFactors:
         return False
     left, right = given.left_bgtp, given.right_bgtd

@@ -88,12 +88,16 @@ def rule_gradients(use: Use) -> Iterator[tuple[str, RuleGradients]]:
 
 
 def _kind(given: Contribution) -> str:
-    return f"{type(given).__name__} {given.sizes.g if isinstance(given, DenseFactors) else ''}"
+    if isinstance(given, DenseFactors):
+        return f"factors {given.sizes.g}"
+    told = isinstance(given, DirectGradients) and given.spread_b is not None
+    return f"{type(given).__name__} {told}"
 
 
 def _parts(given: Contribution) -> tuple[Tensor, ...]:
     if isinstance(given, DirectGradients):
-        return (wide(given.values_bn),)
+        values, spread = wide(given.values_bn), given.spread_b
+        return (values,) if spread is None else (values, wide(spread.unsqueeze(1)))
     assert isinstance(given, DenseFactors)
     # left^T right times signs, from both sides: a product with each factor, and no gradient formed
     left, right = wide(given.left_bgtp), wide(given.right_bgtd)
