@@ -105,6 +105,13 @@ class OwnGenerator(Records):
         return self.x[i] + noise + float(self.numbers.random())
 
 
+class WithObjects(Records):
+    """What cannot be pickled beside numbers, for a collate_fn of its own."""
+
+    def __getitem__(self, i: int) -> Any:  # type: ignore[override]
+        return {"x": self.x[i], "words": (word for word in "a b")}
+
+
 class Cached(Records):
     """Reads each record once."""
 
@@ -132,6 +139,7 @@ APART: dict[str, Callable[[], Any]] = {
     "augmented": Augmented,
     "a generator of its own": OwnGenerator,
     "cached": Cached,
+    "with objects": WithObjects,
     "a part": lambda: Subset(Augmented(), range(5, 20)),
     "two records": lambda: Subset(Centred(), range(2)),
 }

@@ -117,7 +117,9 @@ def digest_of(record: Any) -> bytes:
 
 
 def bytes_of(value: Any) -> Iterator[bytes]:
-    """A record as bytes: by contents where its kind is known, pickled otherwise. Private."""
+    """A record as bytes: by contents where its kind is known, pickled otherwise, and of what cannot
+    be pickled the kind alone. Private.
+    """
     if isinstance(value, Tensor):
         yield f"tensor {value.dtype} {tuple(value.shape)}".encode()
         plain = value.detach().cpu().contiguous()
@@ -140,4 +142,7 @@ def bytes_of(value: Any) -> Iterator[bytes]:
         yield f"image {value.mode} {value.size}".encode()
         yield value.tobytes()
     else:
-        yield pickle.dumps(value)
+        try:
+            yield pickle.dumps(value)
+        except Exception:  # of a record's own objects: any
+            yield type(value).__qualname__.encode()
