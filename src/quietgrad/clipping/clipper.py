@@ -196,7 +196,7 @@ class Clipper:
         """Parameter name -> how its estimator is chosen."""
         speed = self.speed or modelled_throughput(next(iter(layout.parameters.values())).device)
         return policies_of(
-            layout.parameters,
+            {name: tuple(p.shape) for name, p in layout.parameters.items()},
             self.estimator,
             self.sketch_dim,
             cast(LayerOverrides, self.layers),

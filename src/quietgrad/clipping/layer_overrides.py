@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from quietgrad.checks import require_at_least, require_int, require_word
@@ -81,7 +81,7 @@ def claim_of(
 
 
 def policies_of(
-    names: Iterable[str],
+    shapes: Mapping[str, Sequence[int]],
     estimator: Estimator,
     sketch_dim: int,
     overrides: LayerOverrides,
@@ -89,24 +89,27 @@ def policies_of(
     may_keep: bool,
 ) -> dict[str, Policy]:
     """Parameter name -> how its estimator is chosen; the first override whose pattern matches
-    decides. Beside sketches all exact words mean formed gradients: norms are not measured again
-    there, so which way they are measured must not follow from a batch.
+    decides, and is taken literally; else narrow matrices are not sketched (``Policy.for_shape``).
+    ``shapes``: of whole parameters, also where ranks hold parts of them.
+
+    Beside sketches all exact words mean formed gradients: norms are not measured again there, so
+    which way they are measured must not follow from a batch.
 
     Raises:
         ValueError: for an override that matches no trainable parameter.
     """
-    names = list(names)
     words = (estimator, *(word for _, word, _ in overrides))
     steady = any(word in SKETCHES for word in words)
     policies = {}
     used = set()
-    for name in names:
+    for name, shape in shapes.items():
         override = next(
             (override for override in overrides if fnmatchcase(name, override[0])), None
         )
         used.add(override)
         word, k = (estimator, sketch_dim) if override is None else override[1:]
-        policies[name] = Policy(word, k, speed, may_keep=may_keep, steady=steady)
+        policy = Policy(word, k, speed, may_keep=may_keep, steady=steady)
+        policies[name] = policy.for_shape(shape) if override is None else policy
     unused = [override[0] for override in overrides if override not in used]
     if unused:
         raise ValueError(

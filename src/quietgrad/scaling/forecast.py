@@ -160,7 +160,7 @@ def _way(name: str, asked: Asked, paper_of: PaperOf) -> Way:
     if name == "replicas" and not asked.clipper.sketched:
         # Where exact norms are taken, a run may take one example at a time instead.
         held = sum(_memory(name, two, _job(asked, 2)).resident.values())
-        policies = {p.name: asked.policy() for p in two.trace.parameters}
+        policies = {p.name: asked.policy().for_shape(p.shape) for p in two.trace.parameters}
         how = choose_execution(
             two.trace,
             policies,

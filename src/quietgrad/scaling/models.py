@@ -218,7 +218,7 @@ def _grown(two: Paper, three: Paper, layers: int) -> Paper:
     traced = [p for p in a.parameters if block_of(p.name) < 0]
     for i in range(layers):
         traced += [
-            type(p)(_renamed(n, i), p.cost, p.gradient_entries, p.output_gradient_bytes)
+            type(p)(_renamed(n, i), p.cost, p.shape, p.output_gradient_bytes)
             for n, p in of_block.items()
         ]
     numbers = {

@@ -49,20 +49,21 @@ def norms_of(trace: ModelTrace, policy: Policy, examples: int, speed: Throughput
         examples: of the micro-batch.
         speed: of the device.
     """
-    found: dict[Cost, tuple[float, float, float, str]] = {}
+    found: dict[tuple[Cost, Policy], tuple[float, float, float, str]] = {}
     work = time = kept = 0.0
     ways: dict[str, int] = {}
     for parameter in trace.parameters:
         cost = parameter.cost_for(examples)
         if cost is None:
             continue
-        if cost not in found:
-            choice = policy.choose(cost)
+        known = cost, policy.for_shape(parameter.shape)
+        if known not in found:
+            choice = known[1].choose(cost)
             way = ESTIMATOR_OF[choice.estimator]
             spent = seconds(way, cost, choice.kept, choice.sketch_dim, speed)
             made = 0.0 if choice.kept else way.multiplications(cost, choice.sketch_dim)
-            found[cost] = made, spent, 4.0 * cost.gradient_entries * choice.kept, choice.estimator
-        made, spent, memory, name = found[cost]
+            found[known] = made, spent, 4.0 * cost.gradient_entries * choice.kept, choice.estimator
+        made, spent, memory, name = found[known]
         work, time, kept = work + made, time + spent, kept + memory
         ways[name] = ways.get(name, 0) + 1
     return Norms(work, time, kept, ways)

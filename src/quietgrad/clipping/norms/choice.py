@@ -13,8 +13,8 @@ methods, section 1), in multiplications and in memory traffic:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
@@ -30,6 +30,9 @@ Estimator = Literal["auto", "exact", "materialized", "ghost", "ghost64", "hutch"
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 SKETCHES: tuple[Estimator, ...] = ("hutch", "hutch++")
 DEFAULT_SKETCH_DIM = 32
+
+# Smaller matrices cost little whichever way: they are sketched where a sketch was asked for.
+LARGE_SIDE = 256
 
 # An estimator is one file, with its cost and its norms, and one line here.
 ESTIMATOR_OF: Mapping[str, NormEstimator] = {
@@ -81,6 +84,17 @@ class Policy:
     kept_entries: int = BLOCK_ELEMENTS
     may_keep: bool = True
     steady: bool = False
+
+    def for_shape(self, shape: Sequence[int]) -> Policy:
+        """For one parameter of that shape, of all ranks together: a matrix whose smaller side is at
+        most k (an adapter's of low rank) is formed, not sketched. Its gradient is no larger than
+        the sketch, costs fewer multiplications and has no variance; what is sketched follows from
+        shapes alone, so it is the same in every micro-batch.
+        """
+        narrow = len(shape) == 2 and min(shape) <= self.sketch_dim and max(shape) >= LARGE_SIDE
+        if self.estimator in SKETCHES and narrow:
+            return replace(self, estimator="materialized", steady=True)
+        return self
 
     def choose(self, cost: Cost) -> Choice:
         """The estimator for one parameter, all its uses together. Sketches are never chosen

@@ -86,7 +86,10 @@ def explain(
         one = 1 if engine == "one-example" else size
         guess = predicted(engine, one, shapes, kinds_of(shapes, policies), n, speed)
         alternatives.append(_row(guess, plain))
-    sketched = {name: replace(policy, estimator="hutch") for name, policy in policies.items()}
+    sketched = {
+        name: replace(policy, estimator="hutch").for_shape(layout.parameters[name].shape)
+        for name, policy in policies.items()
+    }
     exact = {name: replace(policy, estimator="exact") for name, policy in policies.items()}
     best, with_sketch = (
         predicted("bookkeeping", size, shapes, kinds_of(shapes, some), n, speed).seconds

@@ -8,6 +8,7 @@ which need not be a private one.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -41,14 +42,18 @@ class ParameterTrace:
         name: its name.
         cost: sizes for one example; None where per-example gradients are small or formed by the
             fallback.
-        gradient_entries: entries of the parameter.
+        shape: of the parameter.
         output_gradient_bytes: memory of the gradients at its layer's outputs, per example.
     """
 
     name: str
     cost: Cost | None
-    gradient_entries: int
+    shape: tuple[int, ...]
     output_gradient_bytes: int
+
+    @property
+    def gradient_entries(self) -> int:
+        return math.prod(self.shape)
 
     def cost_for(self, examples: int) -> Cost | None:
         """Sizes for a micro-batch."""
@@ -162,7 +167,7 @@ def _trace_plain(
     with meter.reading(model):
         gradients_of_batch(model, layout, per_example_loss, one, reentrant)
     parameters = tuple(
-        ParameterTrace(name, None, p.numel(), 0) for name, p in layout.parameters.items()
+        ParameterTrace(name, None, tuple(p.shape), 0) for name, p in layout.parameters.items()
     )
     work, saved = meter.multiplications, sum(meter.saved.values())
     return ModelTrace(
@@ -206,7 +211,7 @@ def _trace(
         uses = found.get(name)
         traces.append(
             ParameterTrace(
-                name, cost_of(uses) if uses else None, layout.parameters[name].numel(), size
+                name, cost_of(uses) if uses else None, tuple(layout.parameters[name].shape), size
             )
         )
     weight = sum(Materialized().multiplications(c, 1) for p in traces if (c := p.cost) is not None)
