@@ -224,6 +224,17 @@ def test_init_overwrites_nothing_and_refuses_in_one_line(quietgrad: Run, tmp_pat
     assert there.read_text() == "mine" and not (tmp_path / "b.toml").exists()
 
 
+def test_init_of_a_file_in_other_bytes(quietgrad: Run, tmp_path: Path) -> None:
+    """No row can be read, and that is what is wrong: not that no column looks like a label."""
+    file = tmp_path / "old.csv"
+    file.write_bytes(b"text,label\n" + b"caf\xe9 au lait,good\n" * 50)
+    for more in ([], ["--skip-bad"]):
+        code, _, err = quietgrad("init", file, "-o", tmp_path / "config.toml", *more)
+        assert code != 0 and "no row of it can be read; `quietgrad check" in err
+        assert "label" not in err
+    assert not (tmp_path / "config.toml").exists()
+
+
 def test_init_of_a_broken_file(quietgrad: Run, tmp_path: Path) -> None:
     file = write_records(tmp_path / "a.csv", labelled_texts())
     with file.open("a") as more:

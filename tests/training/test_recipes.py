@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,19 @@ def test_committed_results_are_of_the_recipe_beside_them(path: Path) -> None:
         return
     results = read_results(comparison)
     assert len(results) == len(comparison.results.read_text().splitlines())
+
+
+def test_defaults_on_an_unseen_task_are_as_the_note_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table of docs/notes/defaults_tested.md is what the committed runs say, and the rule is
+    within 1.5 points of what was searched for.
+    """
+    monkeypatch.syspath_prepend(str(FOLDER))
+    recipe = importlib.import_module("defaults_unseen")
+    recipe.report(recipe.RESULTS)
+    rows = capsys.readouterr().out.splitlines()
+    note = (FOLDER.parent / "docs" / "notes" / "defaults_tested.md").read_text(encoding="utf-8")
+    assert "\n".join(rows) in note
+    gaps = [float(row.split("|")[-2]) for row in rows if "| rule |" in row]
+    assert gaps and max(gaps) <= 1.5

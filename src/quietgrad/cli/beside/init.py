@@ -68,6 +68,8 @@ def _of_file(source: Path, command: str, text: str, label: str, skip_bad: bool) 
     if rows is None:
         where = f"; see {look}" if "(" in found.failure else ""
         raise ValueError(f"FILE={str(source)!r}: {found.failure.split(' (')[0]}{where}")
+    if found.broken and not found.records:  # of nothing that can be read, nothing is guessed
+        raise ValueError(f"FILE={str(source)!r}: no row of it can be read; {look} lists why")
     guessed = guess(found.columns, text, label, str(source))
     texts = [n for n in (guessed.text, guessed.pair) if n and guessed.task == "text"]
     found = with_labels(found, rows, texts, [guessed.label], guessed.task != "answers", 1.0)
