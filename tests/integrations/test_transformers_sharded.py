@@ -248,6 +248,42 @@ def test_the_best_model_is_what_is_evaluated(tmp_path: Path) -> None:
         assert found[2]
 
 
+def test_what_is_evaluated_before_training_is_the_whole_model(tmp_path: Path) -> None:
+    """accelerate shards a model together with its optimiser alone."""
+
+    def run(place: str, changes: dict[str, Any]) -> tuple[float, list[float], int, bool]:
+        done = made(str(tmp_path / place), bert(), **changes)
+        first = done.evaluate()["eval_loss"]
+        asked = done.predict(records(9, 2)).predictions
+        done.train()
+        return first, scores({"log": done.state.log_history}), len(asked), done.is_fsdp_enabled
+
+    ((first, seen, _, _),) = on_processes(1, tmp_path / "a", run, "one", {})
+    for found in on_processes(2, tmp_path / "b", run, "two", sharding()):
+        assert found[0] == pytest.approx(first, rel=1e-6), found
+        assert found[1] == pytest.approx(seen, rel=1e-6)
+        assert found[2:] == (9, True)
+
+
+def test_nothing_is_evaluated_with_weights_that_are_not_there_or_not_the_same(
+    tmp_path: Path,
+) -> None:
+    def unlike() -> Any:
+        done = made(str(tmp_path / "a"), bert(), **sharding())
+        with torch.no_grad():
+            next(done.model.parameters()).add_(int(os.environ["RANK"]))
+        done.evaluate()
+
+    def empty() -> Any:
+        done = made(str(tmp_path / "b"), bert(), **sharding(cpu_ram_efficient_loading=True))
+        done.evaluate()
+
+    for found in refusals(tmp_path / "c", unlike):
+        assert "the model's weights" in found
+    for found in refusals(tmp_path / "d", empty):
+        assert "evaluate() or predict() before train()" in found
+
+
 def test_a_trainer_goes_on_and_its_model_starts_no_other_run(tmp_path: Path) -> None:
     def run() -> Any:
         private = replace(PLAN, data_are_public=False, seed=None)

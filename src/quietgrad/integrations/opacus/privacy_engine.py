@@ -170,7 +170,7 @@ class PrivacyEngine(BoundToProcess):
             epochs: passes over the data loader; each is len(data_loader) steps. More passes spend
                 more, and ``get_epsilon`` says so.
             module, optimizer, criterion, data_loader, max_grad_norm, kwargs: as for
-                ``make_private``.
+                ``make_private``; ``epsilon_tolerance`` is accepted: the noise is exact.
 
         Raises:
             ValueError: as ``make_private``, and for a budget that no noise meets.
@@ -184,6 +184,7 @@ class PrivacyEngine(BoundToProcess):
             )
         _require_loader(data_loader)
         require_delta_for("target_delta", target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
+        kwargs.pop("epsilon_tolerance", None)  # of Opacus' search
         steps = epochs * len(data_loader)
         sigma = self.accountant.noise_for(
             target_epsilon, target_delta, 1 / len(data_loader), max(1, steps)

@@ -7,7 +7,9 @@ that: ranks begin alike, parameters are put away, the whole model is saved, sett
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import nn
 
 from quietgrad.clipping.capture.spread import put_away
 from quietgrad.distributed.alike import weights_digest
+from quietgrad.distributed.together import here
 from quietgrad.durable import make_folder
 from quietgrad.integrations.transformers.quiet import QuietTrainer
 from quietgrad.tensors import is_spread, local_of
@@ -73,9 +76,39 @@ class ShardingTrainer(QuietTrainer):
         """Then parameters are put away: no backward pass does it, and as they were gathered they
         would be old after the next step, and unknown to the optimiser's state.
         """
-        found = super().evaluation_loop(*args, **options)
+        with self._whole():
+            found = super().evaluation_loop(*args, **options)
         self._rested()
         return found
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Before training nothing is sharded yet, and accelerate, which shards a model with its
+        optimiser alone, ends an evaluation there: every process evaluates its part with the whole
+        model, which then is as before.
+
+        Raises:
+            ValueError: where a process holds other weights than the first, or none.
+        """
+        prepared: Any = self.accelerator._models
+        if not self.is_fsdp_enabled or len(prepared):
+            yield
+            return
+        if self._plugin.cpu_ram_efficient_loading and self.args.world_size > 1:
+            raise ValueError(
+                "evaluate() or predict() before train() with FSDP's cpu_ram_efficient_loading: "
+                "the first process alone holds the weights until train() sends them; leave it out "
+                "of fsdp_config, or train first"
+            )
+        model: Any = self.model
+        here().require_same("the model's weights", weights_digest(model), ALIKE)
+        rests = next(model.parameters()).device
+        prepared.append(model.to(self.args.device))
+        try:
+            yield
+        finally:
+            prepared.clear()
+            model.to(rests)
 
     def _save_checkpoint(self, *args: Any, **options: Any) -> None:
         """Of parameters at rest, whatever a callback has done with the model."""

@@ -64,6 +64,8 @@ class Node:
         inputs: of those two, the tensors that the tape knows, in the order of their ``Ref``.
         bags: of a ``LEAF``, "flat" where its values are the ids of bags and their lengths;
             "offsets" or "ends", where they are lengths alone; else empty.
+        tracks: whether gradients were tracked when it was called; it is called again alike.
+        flows: whether a gradient goes through it to its arguments.
     """
 
     what: Any
@@ -75,6 +77,8 @@ class Node:
     module: Any = None
     inputs: tuple[Tensor, ...] = ()
     bags: str = ""
+    tracks: bool = True
+    flows: bool = True
 
 
 def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:

@@ -68,6 +68,7 @@ class Program:
         called = [
             (
                 id(n.module) if n.what == CALL else n.what,
+                n.tracks,
                 tuple((begin[r.node], r.leaf) for r in leaves((n.args, n.kwargs), Ref)),
             )
             for _, n in nodes
@@ -151,7 +152,8 @@ class Program:
             elif node.what == CALL:
                 made = step.together(model)
             else:
-                made = step.fast() or step.one_by_one(node.what)
+                with torch.set_grad_enabled(node.tracks and torch.is_grad_enabled()):
+                    made = step.fast() or step.one_by_one(node.what)
             values.update((Ref(place, i), value) for i, value in enumerate(made))
         total: Tensor | None = None
         for ref in self.losses:

@@ -156,7 +156,11 @@ class Tape:
         if what == LEAF:  # the loop may write into its records, through numpy too
             kept = tuple(t.clone() for t in kept)
         rows = tuple(self.rows_dim(t) for t in tensors)
-        self.nodes.append(Node(what, args, kwargs, kept, rows, in_place, module, inputs))
+        tracks = torch.is_grad_enabled() or what in (CALL, LEAF, LOOK)
+        flows = what in (CALL, LEAF, LOOK) or any(t.requires_grad for t in tensors)
+        self.nodes.append(
+            Node(what, args, kwargs, kept, rows, in_place, module, inputs, "", tracks, flows)
+        )
         place = len(self.nodes) - 1
         if again is not None:
             again.ref = Ref(place, 0)
@@ -308,8 +312,10 @@ def _require_private_weights(tape: Tape, loss: Ref) -> None:
     """Raises:
     ValueError: where weights of something else would learn from records without noise.
     """
-    for place in {ref.node for ref in reachable(tape, loss)}:
+    for place in {ref.node for ref in reachable(tape, loss, by_gradient=True)}:
         node = tape.nodes[place]
+        if not node.flows:
+            continue  # a teacher under no_grad, or detached
         weights = leaves((node.args, node.kwargs), Const)
         if any(
             w.learns or (isinstance(w.tensor, nn.Parameter) and w.tensor.requires_grad)
@@ -323,8 +329,8 @@ def _require_private_weights(tape: Tape, loss: Ref) -> None:
             )
 
 
-def reachable(tape: Tape, ref: Ref) -> set[Ref]:
-    """All that a tensor was made of, itself too."""
+def reachable(tape: Tape, ref: Ref, by_gradient: bool = False) -> set[Ref]:
+    """All that a tensor was made of, itself too; or what its gradient meets."""
     found: set[Ref] = set()
     open_ends = [ref]
     while open_ends:
@@ -332,7 +338,8 @@ def reachable(tape: Tape, ref: Ref) -> set[Ref]:
         if one not in found:
             found.add(one)
             node = tape.nodes[one.node]
-            open_ends += leaves((node.args, node.kwargs), Ref)
+            if node.flows or not by_gradient:
+                open_ends += leaves((node.args, node.kwargs), Ref)
     return found
 
 

@@ -21,6 +21,7 @@ from quietgrad.integrations.opacus.following.constants import Constants
 from quietgrad.integrations.opacus.following.faithful import faithful_program
 from quietgrad.integrations.opacus.following.replay import Program
 from quietgrad.integrations.opacus.grad_sample import GradSampleModule
+from quietgrad.integrations.opacus.optimizers.not_offered import missing
 from quietgrad.integrations.opacus.settings import Releases
 from quietgrad.integrations.opacus.source import BatchSource
 from quietgrad.plan.process import BoundToProcess
@@ -102,7 +103,9 @@ class DPOptimizer(Optimizer):
         self.loss_reduction = loss_reduction
         self.expected_batch_size = source.sampler.dataset_size * source.sampler.sample_rate
         self.step_hook: Callable[[DPOptimizer], None] | None = None
+        self.secure_mode = releases.source == "secure"
         self.stepped = False
+        self._is_last_step_skipped = False  # scripts ask for it after a part of a batch
         self._steps_here = 0
         self._usual: int | None = None  # steps on a batch, once values were read off one
         self._wrapped = module
@@ -196,6 +199,7 @@ class DPOptimizer(Optimizer):
         self._wrapped.pending.clear()
         self._steps_here += 1
         self.stepped = True
+        self._is_last_step_skipped = not source.is_last
         if not source.is_last:
             return False
         self._release(mechanism.sums[slot])
@@ -329,6 +333,9 @@ class DPOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Into the wrapped optimiser."""
         self.original_optimizer.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing(name)
 
     def __repr__(self) -> str:
         return f"DPOptimizer({self.original_optimizer!r})"

@@ -67,16 +67,23 @@ class ModuleValidator:
         return not cls.validate(module)
 
     @classmethod
-    def fix(cls, module: nn.Module, **kwargs: Any) -> nn.Module:
+    def fix(cls, module: nn.Module, replace_bn_with_in: bool = False, **kwargs: Any) -> nn.Module:
         """A copy with GroupNorm for BatchNorm, and InstanceNorm without running statistics. Weights
         of the norms are kept. Recurrent and attention layers stay: they are clipped as they are.
 
+        Args:
+            module: the model.
+            replace_bn_with_in: InstanceNorm in place of GroupNorm.
+
         Raises:
-            TypeError: for options: Opacus' replace_bn_with_in is not offered.
+            TypeError: for other options.
         """
         if kwargs:
             raise TypeError(f"fix has no option {sorted(kwargs)[0]!r}; leave it out")
-        fixed = replace_batch_norm(_fixed_by_the_script(copy.deepcopy(module)), GROUPS)
+        fixed = _fixed_by_the_script(copy.deepcopy(module))
+        if replace_bn_with_in:
+            fixed = _with_instance_norm(fixed)
+        fixed = replace_batch_norm(fixed, GROUPS)
         for layer in fixed.modules():
             if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
                 layer.track_running_stats = False
@@ -94,6 +101,26 @@ class ModuleValidator:
         fixed = cls.fix(module, **kwargs)
         cls.validate(fixed, strict=True)
         return fixed
+
+
+INSTANCE_NORMS: dict[type[Any], type[Any]] = {
+    nn.BatchNorm1d: nn.InstanceNorm1d,
+    nn.BatchNorm2d: nn.InstanceNorm2d,
+    nn.BatchNorm3d: nn.InstanceNorm3d,
+}
+
+
+def _with_instance_norm(module: Any) -> Any:
+    kind = INSTANCE_NORMS.get(type(module))
+    if kind is not None:
+        norm = kind(module.num_features, eps=module.eps, affine=module.affine)
+        norm.train(module.training)
+        for name, p in module.named_parameters(recurse=False):
+            setattr(norm, name, p)
+        return norm
+    for name, layer in module.named_children():
+        setattr(module, name, _with_instance_norm(layer))
+    return module
 
 
 def _nothing(layer: nn.Module) -> list[UnsupportedModuleError]:
