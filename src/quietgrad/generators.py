@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-_within = 0  # keyed blocks that are open
-
 
 class States(NamedTuple):
     """Where all generators stand. Secret while they are keyed."""
@@ -53,6 +51,32 @@ class States(NamedTuple):
             torch.mps.set_rng_state(self.mps)
         np.random.set_state(self.numbers)
         random.setstate(self.python)
+
+
+class _Block:
+    """A keyed block that is open. One may end after others have begun: a loop that was broken off
+    ends when Python collects it, be it in the middle of another engine's draws.
+    """
+
+    def __init__(self) -> None:
+        self._before = States.now()
+        _open.append(self)
+
+    def reached(self) -> States:
+        """Where the generators stand in it: where the next one began."""
+        return States.now() if _open[-1] is self else _open[_open.index(self) + 1]._before
+
+    def end(self) -> None:
+        """The generators stand as before it, once those that were opened within it are over."""
+        place = _open.index(self)
+        del _open[place]
+        if place == len(_open):
+            self._before.put_back()
+        else:
+            _open[place]._before = self._before
+
+
+_open: list[_Block] = []  # the oldest first
 
 
 def seed_all(seed: int) -> None:
@@ -86,7 +110,7 @@ def keyed_generators(seed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def keyed_afresh() -> Iterator[None]:
     """The same with a seed from the operating system; nothing inside another keyed block."""
-    if _within:
+    if _open:
         yield
         return
     with keyed_generators(secrets.randbits(63)):
@@ -110,7 +134,7 @@ class KeyedByStep:
             step: its number.
             seed: gives that of its stream. Secret.
         """
-        with _put_back_after():
+        with _put_back_after() as block:
             if self._left is None or self._step != step:
                 seed_all(seed())
             else:
@@ -119,7 +143,7 @@ class KeyedByStep:
             try:
                 yield
             finally:
-                self._left = States.now()
+                self._left = block.reached()
 
 
 class KeyedWorker:
@@ -140,15 +164,12 @@ class KeyedWorker:
 
 
 @contextlib.contextmanager
-def _put_back_after() -> Iterator[None]:
-    global _within
-    before = States.now()
-    _within += 1
+def _put_back_after() -> Iterator[_Block]:
+    block = _Block()
     try:
-        yield
+        yield block
     finally:
-        _within -= 1
-        before.put_back()
+        block.end()
 
 
 def _has_cuda() -> bool:

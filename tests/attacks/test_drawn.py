@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attacks.guarded import good, records, rows, small
 from quietgrad.clipping import Clipper
-from quietgrad.generators import KeyedByStep
+from quietgrad.generators import KeyedByStep, keyed_generators
 from quietgrad.plan import PrivacyConfig, PrivateRun
 
 CLIP, SEED = 0.05, 4  # and what the script says: torch.manual_seed(4)
@@ -135,3 +135,26 @@ def test_what_a_failed_pass_drew_is_put_back_too() -> None:
     with pytest.raises(KeyError, match="labels"):
         bound.clip(records())
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_loop_that_ends_in_anothers_draws_leaves_them_alone() -> None:
+    """A loop that was broken off ends when Python collects it, be it while another engine draws for
+    its records: the script's own state was put under those draws.
+    """
+    torch.manual_seed(0)
+    own, left = torch.get_rng_state(), KeyedByStep()
+    broken_off = left.of(0, lambda: 1)
+    broken_off.__enter__()
+    first = torch.rand(3)
+    with keyed_generators(2):
+        found = [torch.rand(3)]
+        broken_off.__exit__(None, None, None)
+        found.append(torch.rand(3))
+    assert torch.equal(torch.get_rng_state(), own)
+    with keyed_generators(2):
+        assert torch.equal(torch.cat(found), torch.rand(6))
+    with left.of(0, lambda: 1):  # and its own stream goes on where it was
+        second = torch.rand(3)
+    with keyed_generators(1):
+        assert torch.equal(torch.cat([first, second]), torch.rand(6))
+    assert torch.equal(torch.get_rng_state(), own)

@@ -5,7 +5,6 @@ runs, or is refused in a line that names the remedy.
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import pytest
@@ -81,9 +80,6 @@ def test_batches_by_next_and_an_iterator_made_anew() -> None:
 
 
 def test_clients_with_an_engine_each_and_averaged_weights() -> None:
-    # Open: an earlier loop that Python collects while the guard looks puts torch's generators back
-    # as they were for it, and the guard takes that for a seeding by records.
-    gc.collect()
     clients = random_split(TensorDataset(X, Y), [20, 20, 20])
     shared, engines = net(), [PrivacyEngine() for _ in clients]
     for _ in range(2):
