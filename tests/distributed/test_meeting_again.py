@@ -75,9 +75,11 @@ def test_ranks_that_are_started_again_meet_each_other(
 def test_as_torch_meets_by_itself_ranks_look_for_those_of_before(
     agents: dist.TCPStore, tmp_path: Path
 ) -> None:
-    """The mutant; where a version of torch makes this fail, ``meeting.py`` can go."""
+    """The mutant; where a version of torch makes this fail, ``meeting.py`` can go. Whether ranks
+    miss each other is a race, which a loaded machine may decide otherwise once in a while.
+    """
     assert started(0, tmp_path, 1, own=False) == ["1 False"] * 2
-    assert started(1, tmp_path, 1, own=False) == []
+    assert any(started(start, tmp_path, 1, own=False) == [] for start in (1, 2, 3))
 
 
 def test_a_rank_that_does_not_come_is_named(
