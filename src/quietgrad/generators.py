@@ -58,7 +58,8 @@ class _Block:
     ends when Python collects it, be it in the middle of another engine's draws.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, with_the_scripts: bool) -> None:
+        self.with_the_scripts = with_the_scripts  # code, which may seed them anew
         self._before = States.now()
         _open.append(self)
 
@@ -109,8 +110,10 @@ def keyed_generators(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keyed_afresh() -> Iterator[None]:
-    """The same with a seed from the operating system; nothing inside another keyed block."""
-    if _open:
+    """The same with a seed from the operating system; nothing inside another keyed block, but for
+    one in which the script's own code runs: it may have seeded the generators since.
+    """
+    if _open and not _open[-1].with_the_scripts:
         yield
         return
     with keyed_generators(secrets.randbits(63)):
@@ -127,14 +130,17 @@ class KeyedByStep:
         self._left: States | None = None
 
     @contextlib.contextmanager
-    def of(self, step: int, seed: Callable[[], int]) -> Iterator[None]:
+    def of(
+        self, step: int, seed: Callable[[], int], with_the_scripts: bool = False
+    ) -> Iterator[None]:
         """All generators at the step's stream, and afterwards as they were.
 
         Args:
             step: its number.
             seed: gives that of its stream. Secret.
+            with_the_scripts: the block is open while code of the script runs.
         """
-        with _put_back_after() as block:
+        with _put_back_after(with_the_scripts) as block:
             if self._left is None or self._step != step:
                 seed_all(seed())
             else:
@@ -164,8 +170,8 @@ class KeyedWorker:
 
 
 @contextlib.contextmanager
-def _put_back_after() -> Iterator[_Block]:
-    block = _Block()
+def _put_back_after(with_the_scripts: bool = False) -> Iterator[_Block]:
+    block = _Block(with_the_scripts)
     try:
         yield block
     finally:

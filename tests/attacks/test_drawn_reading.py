@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -80,7 +80,7 @@ def by_the_loop(_: int) -> Tensor:
 
 def unkeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken mechanism: reading draws from what the script seeded."""
-    monkeypatch.setattr(KeyedByStep, "of", lambda *_: nullcontext())
+    monkeypatch.setattr(KeyedByStep, "of", lambda *_, **__: nullcontext())
     monkeypatch.setattr(KeyedWorker, "__call__", lambda self, worker: self._own(worker))
 
 
@@ -102,6 +102,45 @@ def test_unkeyed_the_scripts_seeds_say_what_is_drawn(
     unkeyed(monkeypatch)
     one = way(workers)
     assert bool(one.isfinite().all()) and torch.equal(one, way(workers))
+
+
+def kept_inputs() -> list[Tensor]:
+    """Which inputs dropout let through, of three steps whose loop begins with the script's seed."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
+    ones = DataLoader(cast(Any, list(torch.ones(2, 64))), batch_size=2)
+    made, optimizer, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=ones,
+        noise_multiplier=1e-4,
+        max_grad_norm=1.0,
+    )
+    found = []
+    for _ in range(3):
+        for records in loader:
+            seeded()
+            made(records).mean().backward()
+            optimizer.step()
+            found.append(made._module[1].weight.grad.flatten().abs() > 1e-3)
+            optimizer.zero_grad()
+    return found
+
+
+def test_a_seed_in_the_loop_does_not_say_what_records_meet() -> None:
+    """It lay in the keyed block of the loop, within which nothing was keyed again."""
+    first, second, third = kept_inputs()
+    assert 0 < int(first.sum()) < 64 and not torch.equal(first, second)
+    assert not torch.equal(second, third) and not torch.equal(first, third)
+
+
+def test_unkeyed_a_seed_in_the_loop_says_what_records_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The broken mechanism: a loop's block passes for one in which only the library draws."""
+    whole = KeyedByStep.of
+    monkeypatch.setattr(KeyedByStep, "of", lambda *given, **_: whole(*given))
+    first, second, third = kept_inputs()
+    assert torch.equal(first, second) and torch.equal(second, third)
 
 
 @pytest.mark.parametrize("broken_off", [True, False])

@@ -91,7 +91,8 @@ class BatchSource(BoundToProcess):
             self._number = number
         self.is_last = is_last
         # What the loop draws for its records: torch.manual_seed would say it beforehand.
-        self._drawing.enter_context(self._draws.of(number, lambda: self.seed("loop", number)))
+        keyed = self._draws.of(number, lambda: self.seed("loop", number), with_the_scripts=True)
+        self._drawing.enter_context(keyed)
         self.tape = Tape(records, self.batch_first)
         for optimizer in self.optimizers:
             optimizer.begin_micro_batch(is_first)
