@@ -416,7 +416,10 @@ def test_steps_that_are_no_release_are_refused() -> None:
         break
     for x, y in loader:
         penalty = sum(p.square().sum() for p in model.parameters())
-        (F.cross_entropy(model(x), y) + 0.1 * penalty).backward()
+        with pytest.raises(ValueError, match="for a penalty use weight_decay"):
+            (F.cross_entropy(model(x), y) + 0.1 * penalty).backward()
+        penalty.backward()
+        F.cross_entropy(model(x), y).backward()
         with pytest.raises(RuntimeError, match="not released"):
             optimizer.step()
         break

@@ -39,6 +39,8 @@ class Const:
         is_of_before: whether it was made of records of an earlier micro-batch, or otherwise of
             records in a way that cannot be computed again for one of them.
         learns: whether it is a weight of no private model.
+        learned_from: whether a gradient of it goes on to what it was made of: a weight's function,
+            or another model's output.
         by_place: whether its rows differ though the loop has drawn no random number for them.
     """
 
@@ -46,6 +48,7 @@ class Const:
     rows: int | None
     is_of_before: bool = False
     learns: bool = False
+    learned_from: bool = False
     by_place: bool = False
 
 

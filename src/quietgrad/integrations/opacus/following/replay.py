@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quietgrad.integrations.opacus.following.nodes import CALL, LEAF, LOOK, Const, Node, Ref, leaves
 from quietgrad.integrations.opacus.following.steps import Step
-from quietgrad.integrations.opacus.following.tracing import Tape, reachable
+from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.integrations.opacus.following.values import (
     AVERAGED,
     WHOLE,
@@ -28,6 +28,7 @@ from quietgrad.integrations.opacus.following.values import (
     Value,
     rows_of,
 )
+from quietgrad.integrations.opacus.following.weights import reachable
 from quietgrad.loading.bags import Bags
 
 
@@ -54,7 +55,7 @@ class Program:
     rows_are_constant: bool = False
 
     def __post_init__(self) -> None:
-        below = set().union(*(reachable(self.tape, ref) for ref in self.losses))
+        below = set().union(*(reachable(self.tape.nodes, ref) for ref in self.losses))
         self.used = below
         self.nodes = sorted({ref.node for ref in below})
 

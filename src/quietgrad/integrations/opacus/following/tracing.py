@@ -32,6 +32,7 @@ from quietgrad.integrations.opacus.following.nodes import (
     leaves,
     mapped,
 )
+from quietgrad.integrations.opacus.following.weights import modules_below, require_private_weights
 
 
 class Tape:
@@ -136,7 +137,9 @@ class Tape:
             rows = self.rows_dim(plain)
             by_place = self.draws is not None and rows is not None and not self.draws.any()
             by_place = by_place and not has_equal_rows(kept, rows)
-            return Const(kept, rows, isinstance(t, Traced), learns, by_place)
+            # What was made of earlier records is refused as that.
+            passes_on = plain.requires_grad and not plain.is_leaf and not isinstance(t, Traced)
+            return Const(kept, rows, isinstance(t, Traced), learns, passes_on, by_place)
 
         return mapped(value, Tensor, one)
 
@@ -290,8 +293,8 @@ def _backward(
 ) -> None:
     plain, tape = loss.plain, loss.tape
     if tape.is_open:
-        modules = modules_below(tape, loss.ref)
-        _require_private_weights(tape, loss.ref)
+        modules = modules_below(tape.nodes, loss.ref)
+        require_private_weights(tape.nodes, loss.ref)
         if modules and (gradient is not None or inputs is not None or plain.dim()):
             raise ValueError(
                 "backward() was called with gradient= or inputs=, or on more than one number; call "
@@ -306,44 +309,3 @@ def _backward(
             "model.train() before the loop, and backward() within the batch"
         )
     plain.backward(gradient, retain_graph, create_graph, inputs)
-
-
-def _require_private_weights(tape: Tape, loss: Ref) -> None:
-    """Raises:
-    ValueError: where weights of something else would learn from records without noise.
-    """
-    for place in {ref.node for ref in reachable(tape, loss, by_gradient=True)}:
-        node = tape.nodes[place]
-        if not node.flows:
-            continue  # a teacher under no_grad, or detached
-        weights = leaves((node.args, node.kwargs), Const)
-        if any(
-            w.learns or (isinstance(w.tensor, nn.Parameter) and w.tensor.requires_grad)
-            for w in weights
-        ):
-            raise ValueError(
-                "backward() would give weights outside the private model's own call a gradient "
-                "that has no noise (a head, a loss with weights, a second model, a submodule that "
-                "is called alone); put them into the module that make_private is given, and call "
-                "that, or detach() them"
-            )
-
-
-def reachable(tape: Tape, ref: Ref, by_gradient: bool = False) -> set[Ref]:
-    """All that a tensor was made of, itself too; or what its gradient meets."""
-    found: set[Ref] = set()
-    open_ends = [ref]
-    while open_ends:
-        one = open_ends.pop()
-        if one not in found:
-            found.add(one)
-            node = tape.nodes[one.node]
-            if node.flows or not by_gradient:
-                open_ends += leaves((node.args, node.kwargs), Ref)
-    return found
-
-
-def modules_below(tape: Tape, ref: Ref) -> list[Any]:
-    """Wrapped models whose outputs a tensor was made of, each once."""
-    nodes = (tape.nodes[one.node] for one in reachable(tape, ref))
-    return list({id(n.module): n.module for n in nodes if n.what == CALL}.values())
