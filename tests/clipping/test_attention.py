@@ -17,7 +17,7 @@ from quietgrad.clipping import Clipper
 from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.capture import fallback
 from quietgrad.clipping.capture.escapes import NotCaptured
-from quietgrad.clipping.engines import accumulator
+from quietgrad.clipping.engines import contributions
 from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.generators import keyed_generators
 
@@ -105,10 +105,10 @@ def batch_of() -> dict[str, Tensor]:
 
 @pytest.fixture(autouse=True)
 def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(use: Any, examples: int) -> Any:
+    def refuse(use: Any, examples: int, signs: Any) -> Any:
         raise AssertionError(f"{use.site.name} went through the fallback")
 
-    monkeypatch.setattr(accumulator, "fallback_contributions", refuse)
+    monkeypatch.setattr(contributions, "fallback_contributions", refuse)
     # Nor one example at a time. Looks of the guard take most of the time; it has its own tests, and
     # looks at these layers in the shared list of cases.
     monkeypatch.setattr(BoundClipper, "_falling_back", lambda self, work: work())
@@ -214,9 +214,9 @@ def test_weights_that_are_computed_go_another_way(monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     called = []
     monkeypatch.setattr(
-        accumulator,
+        contributions,
         "fallback_contributions",
-        lambda use, n: called.append(use) or fallback.fallback_contributions(use, n),
+        lambda use, n, signs: called.append(use) or fallback.fallback_contributions(use, n, signs),
     )
     model = Attends(itself)
     model.attention.out_proj = torch.nn.utils.parametrizations.weight_norm(model.attention.out_proj)

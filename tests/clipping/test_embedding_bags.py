@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.capture.escapes import NotCaptured
-from quietgrad.clipping.engines import accumulator
+from quietgrad.clipping.engines import contributions
 from quietgrad.clipping.norms.choice import Policy
 from quietgrad.clipping.norms.cost import MODELLED_PROCESSOR, cost_of
 from quietgrad.clipping.norms.rules import embedding_rule
@@ -80,10 +80,10 @@ def batch_of() -> dict[str, Tensor]:
 
 @pytest.fixture(autouse=True)
 def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(use: Any, examples: int) -> Any:
+    def refuse(use: Any, examples: int, signs: Any) -> Any:
         raise AssertionError(f"{use.site.name} went through the fallback")
 
-    monkeypatch.setattr(accumulator, "fallback_contributions", refuse)
+    monkeypatch.setattr(contributions, "fallback_contributions", refuse)
 
 
 @pytest.mark.parametrize("estimator", ["exact", "materialized", "ghost"])

@@ -21,7 +21,7 @@ from quietgrad.clipping.capture import fallback
 from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.routines import opening
 from quietgrad.clipping.capture.routines.recurrent import recurrent
-from quietgrad.clipping.engines import accumulator
+from quietgrad.clipping.engines import contributions
 from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.clipping.soundness.oracle import oracle_gradients
 from quietgrad.generators import keyed_generators
@@ -121,10 +121,10 @@ def batch_of(lengths: tuple[int, ...] = (3, 5, 1, 4)) -> dict[str, Tensor]:
 
 @pytest.fixture(autouse=True)
 def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(use: Any, examples: int) -> Any:
+    def refuse(use: Any, examples: int, signs: Any) -> Any:
         raise AssertionError(f"{use.site.name} went through the fallback")
 
-    monkeypatch.setattr(accumulator, "fallback_contributions", refuse)
+    monkeypatch.setattr(contributions, "fallback_contributions", refuse)
     # Nor one example at a time. Looks of the guard take most of the time; it has its own tests, and
     # looks at these layers in the shared list of cases.
     monkeypatch.setattr(BoundClipper, "_falling_back", lambda self, work: work())
@@ -279,7 +279,7 @@ class Subclass(nn.GRU):
 
 
 def test_unknown_forward_passes_go_through_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulator, "fallback_contributions", fallback.fallback_contributions)
+    monkeypatch.setattr(contributions, "fallback_contributions", fallback.fallback_contributions)
     model = Sequences("gru")
     model.rnn = Subclass(WIDTH, HIDDEN, batch_first=True)
     assert_captured(model, batch_of(), physical_batch_size=EXAMPLES)

@@ -69,11 +69,12 @@ def forward_captured(
     receive: Receiver | None,
     reentrant: bool,
     switch_off: bool = True,
+    lenient: bool = False,
 ) -> Iterator[tuple[Tensor, Recording]]:
     """Runs the forward pass; the hooks stay for the backward passes inside the block.
 
     Under reentrant checkpointing parameters are switched off, unless ``switch_off`` is False and
-    their own gradients are wanted too.
+    their own gradients are wanted too. ``lenient``: calls that cannot be captured are left out.
 
     Yields:
         ([examples] losses, the recording).
@@ -87,7 +88,7 @@ def forward_captured(
             stack.enter_context(_switched_off(layout))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(uncompiled(model))
-        recording = stack.enter_context(captured(layout, n, receive, attach_all=reentrant))
+        recording = stack.enter_context(captured(layout, n, receive, reentrant, lenient))
         stack.enter_context(routines_opened(layout, n, recording))
         try:
             losses = per_example_loss(model, batch)

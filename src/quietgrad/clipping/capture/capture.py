@@ -19,15 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quietgrad.clipping.capture.escapes import (
-    gradients_of_its_own,
-    no_example_dimension,
-    several_inputs,
-)
+from quietgrad.clipping.capture.call_shapes import give_outputs_examples, require_examples_first
+from quietgrad.clipping.capture.escapes import NotCaptured, gradients_of_its_own
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, Site
 from quietgrad.clipping.capture.spread import put_inside
 from quietgrad.clipping.capture.units import first_dimension
-from quietgrad.clipping.norms.rules import batched_dims, kept_input
+from quietgrad.clipping.norms.rules import kept_input
 from quietgrad.tensors import Autocast, map_tensors
 
 
@@ -69,6 +66,8 @@ class Recording:
         hidden: names of the modules that were called without a graph in the forward pass.
         opened: names of the modules whose last call was captured map by map (``routines``).
         paused: True while a module is called by the library itself.
+        lenient: calls that cannot be captured are left out, and nothing that runs is changed:
+            gradients are autograd's, and what is captured is for their spreads alone.
     """
 
     root: Tensor
@@ -80,6 +79,7 @@ class Recording:
     hidden: set[str] = field(default_factory=set)
     opened: set[str] = field(default_factory=set)
     paused: bool = False
+    lenient: bool = False
 
     def note_call(self, site: Site) -> None:
         """Counts a call of the forward pass."""
@@ -111,6 +111,8 @@ class Call:
 
     def deliver(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         if self.recording.in_forward:
+            if self.recording.lenient:
+                return
             raise gradients_of_its_own(self.site)
         each = zip(self.output_positions, gradients, strict=True)
         at_outputs = {place: g for place, g in each if g is not None}
@@ -150,7 +152,11 @@ class Identity(torch.autograd.Function):
 
 @contextmanager
 def captured(
-    layout: Layout, batch_size: int, receive: Receiver | None, attach_all: bool = False
+    layout: Layout,
+    batch_size: int,
+    receive: Receiver | None,
+    attach_all: bool = False,
+    lenient: bool = False,
 ) -> Iterator[Recording]:
     """Forward and backward passes inside the block deliver every call of the layout's modules to
     ``receive``.
@@ -165,7 +171,7 @@ def captured(
     """
     device = next(iter(layout.parameters.values())).device
     root = torch.zeros((), device=device, requires_grad=True)
-    recording = Recording(root, receive, attach_all=attach_all)
+    recording = Recording(root, receive, attach_all=attach_all, lenient=lenient)
     handles: list[torch.utils.hooks.RemovableHandle] = []
     try:
         for site in layout.sites:
@@ -226,7 +232,9 @@ def _expander(
     def expand(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if batch_size == 1 or is_off(recording) or not site.unit.examples_first(module, args):
+        if batch_size == 1 or is_off(recording) or recording.lenient:
+            return None
+        if not site.unit.examples_first(module, args):
             return None
         if site.rule is not None and args and first_dimension(args[0]) == batch_size:
             return None
@@ -254,6 +262,14 @@ def _recorder(
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
+        try:
+            return attached(args, kwargs, output)
+        except NotCaptured:
+            if not recording.lenient:
+                raise
+            return None
+
+    def attached(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if is_off(recording):
             _note_hidden(site, recording)
             return None
@@ -266,9 +282,9 @@ def _recorder(
         if not positions:
             return None
         if site.rule is not None:
-            _require_examples_first(site, args, kwargs, batch_size)
+            require_examples_first(site, args, kwargs, batch_size)
         else:
-            _give_outputs_examples(site, outputs, positions, recording, batch_size)
+            give_outputs_examples(site, outputs, positions, recording, batch_size)
         leaves, spec = _flattened(args, kwargs)
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         inputs = [kept_input(site.rule, site.parameters, leaves[i]) for i in places]
@@ -303,47 +319,3 @@ def _carries_gradient(leaf: Any, recording: Recording) -> bool:
     return isinstance(leaf, Tensor) and (
         leaf.requires_grad or (recording.attach_all and leaf.is_floating_point())
     )
-
-
-def _give_outputs_examples(
-    site: Site,
-    outputs: list[Any],
-    positions: tuple[int, ...],
-    recording: Recording,
-    batch_size: int,
-) -> None:
-    if batch_size == 1:
-        first = outputs[positions[0]]
-        if first.dim() == 0 or first.shape[0] != 1:
-            raise no_example_dimension(site, "returns a tensor")
-        return
-    if site.unit.state_dim:
-        return  # final states are [layers, examples, hidden]
-    for i in positions:
-        if outputs[i].dim() and outputs[i].shape[0] == 1:
-            outputs[i] = outputs[i].expand(batch_size, *outputs[i].shape[1:])
-            recording.expanded.add(site.name)
-
-
-def input_of(use: Use) -> Tensor:
-    """The one tensor input of a module that has a rule."""
-    return tensors_among(use.args, use.kwargs)[0]
-
-
-def tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that are tensors themselves."""
-    return [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-
-
-def _require_examples_first(
-    site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
-) -> None:
-    leaves = tensors_among(args, kwargs)
-    if len(leaves) > 1:  # offsets or weights of bags, a gate: rules read one
-        raise several_inputs(site)
-    if (
-        not leaves
-        or leaves[0].dim() < (batched_dims(site.module) or 1)
-        or leaves[0].shape[0] != batch_size
-    ):
-        raise no_example_dimension(site, "is called with an input")

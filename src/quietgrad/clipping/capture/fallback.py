@@ -2,8 +2,9 @@
 where that works.
 
 Serves bare ``nn.Parameter``s, custom normalisations, and attention and recurrent modules that are
-not torch's own (``routines``). Cost: one more forward and backward pass of that module, and memory
-for its per-example gradients, [examples, entries of its own parameters].
+not torch's own (``routines``). Cost: one more forward and backward pass of that module, another
+backward pass for the spread (``signs``), and memory for its per-example gradients, [examples,
+entries of its own parameters].
 """
 
 from __future__ import annotations
@@ -22,18 +23,26 @@ from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.escapes import NotCaptured, no_example_dimension
 from quietgrad.clipping.capture.units import first_dimension
 from quietgrad.clipping.norms.factors import DirectGradients
+from quietgrad.clipping.norms.signs import Signs
+from quietgrad.tensors import accumulation_dtype
+
+# Gradients and spreads, by parameter.
+Found = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 # What a child holds of the module's own parameters (a head's bias that its decoder adds) is the
 # child's use, which its own site counts; replaced here too, it would count twice.
 OWN = {"tie_weights": False}
 
 
-def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradients]:
+def fallback_contributions(
+    use: Use, batch_size: int, signs: Signs | None = None
+) -> dict[str, DirectGradients]:
     """Per-example gradients of the module's own trainable parameters.
 
     Args:
         use: the call, with the gradients at its outputs.
         batch_size: number of examples.
+        signs: of its outputs, for the gradients' spreads; None leaves those unknown.
 
     Returns:
         Local parameter name -> [batch_size, entries].
@@ -42,6 +51,22 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
         ValueError: if the module draws random numbers (its forward pass could not be repeated), or
             examples are not its first dimension.
     """
+    gradients, spreads = _found(use, batch_size, signs, formed=True)
+    return {
+        name: DirectGradients(g.reshape(batch_size, -1), spreads.get(name))
+        for name, g in gradients.items()
+    }
+
+
+def fallback_spreads(use: Use, batch_size: int, signs: Signs) -> dict[str, Tensor]:
+    """Local parameter name -> [batch_size] float64 spreads of the per-example gradients, which are
+    not formed themselves. Arguments and errors: ``fallback_contributions``.
+    """
+    return _found(use, batch_size, signs, formed=False)[1]
+
+
+def _found(use: Use, batch_size: int, signs: Signs | None, formed: bool) -> Found:
+    """Per-example gradients, where they are wanted, and their spreads, where there are signs."""
     module, output_gradients = use.site.module, use.output_gradients
     _refuse_randomness(use)
     if any(isinstance(x, PackedSequence) for x in use.args):
@@ -56,6 +81,13 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
     out_dims = [_output_example_dim(use, p, output_gradients[p], batch_size) for p in positions]
 
     cotangents = [output_gradients[p] for p in positions]
+    signed = (
+        None
+        if signs is None
+        else [
+            signs.times(output_gradients[p], p, d) for p, d in zip(positions, out_dims, strict=True)
+        ]
+    )
 
     def outputs_of_one(parameters: dict[str, Tensor], example_leaves: list[Any]) -> list[Tensor]:
         full = [
@@ -68,14 +100,19 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
         return [flat[p] for p in positions]
 
     def pulled_back(
-        example_leaves: list[Any], example_cotangents: list[Tensor]
-    ) -> dict[str, Tensor]:
+        example_leaves: list[Any],
+        example_cotangents: list[Tensor],
+        example_signed: list[Tensor] | None,
+    ) -> Found:
         pull_back = vjp(lambda parameters: outputs_of_one(parameters, example_leaves), own)[1]
-        return pull_back(
-            [c.unsqueeze(d) for c, d in zip(example_cotangents, out_dims, strict=True)]
-        )[0]
 
-    def by_autograd(i: int) -> list[Tensor]:
+        def pulled(at_outputs: list[Tensor]) -> dict[str, Tensor]:
+            return pull_back([c.unsqueeze(d) for c, d in zip(at_outputs, out_dims, strict=True)])[0]
+
+        spreads = {} if example_signed is None else _norms(pulled(example_signed))
+        return pulled(example_cotangents) if formed else {}, spreads
+
+    def by_autograd(i: int) -> Found:
         parameters = {name: p.clone().requires_grad_(True) for name, p in own.items()}
         example = [
             leaf if dim is None else leaf.select(dim, i)
@@ -83,12 +120,19 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
         ]
         with torch.enable_grad():
             outputs = outputs_of_one(parameters, example)
-        seeds = [c.select(d, i).unsqueeze(d) for c, d in zip(cotangents, out_dims, strict=True)]
-        found = torch.autograd.grad(outputs, list(parameters.values()), seeds, allow_unused=True)
-        return [
-            torch.zeros_like(p) if g is None else g
-            for p, g in zip(parameters.values(), found, strict=True)
-        ]
+
+        def pulled(at_outputs: list[Tensor], again: bool) -> dict[str, Tensor]:
+            seeds = [c.select(d, i).unsqueeze(d) for c, d in zip(at_outputs, out_dims, strict=True)]
+            found = torch.autograd.grad(
+                outputs, list(parameters.values()), seeds, allow_unused=True, retain_graph=again
+            )
+            return {
+                name: torch.zeros_like(p) if g is None else g
+                for (name, p), g in zip(parameters.items(), found, strict=True)
+            }
+
+        spreads = {} if signed is None else _norms(pulled(signed, formed))
+        return pulled(cotangents, False) if formed else {}, spreads
 
     if batch_size > 1 and all(dim is None for dim in in_dims):
         raise NotCaptured(
@@ -97,7 +141,7 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
             "gradients cannot be told apart; freeze its own parameters or pass it something with "
             "an example dimension"
         )
-    gradients: dict[str, Tensor] | None = None
+    found: Found | None = None
     if batch_size > 1 and use.site.unit.batches:
         # Operations without a batching rule raise, or warn and run one example after the other
         # inside vmap: right either way.
@@ -106,8 +150,9 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
                 "ignore", message="There is a performance drop", category=UserWarning
             )
             try:
-                gradients = vmap(pulled_back, in_dims=(in_dims, out_dims), randomness="error")(
-                    leaves, cotangents
+                dims = (in_dims, out_dims, None if signed is None else out_dims)
+                found = vmap(pulled_back, in_dims=dims, randomness="error")(
+                    leaves, cotangents, signed
                 )
             except (RuntimeError, NotImplementedError) as error:
                 if "random" in str(error):
@@ -118,12 +163,22 @@ def fallback_contributions(use: Use, batch_size: int) -> dict[str, DirectGradien
                         "these parameters, or move them into a "
                         "small module of their own"
                     ) from error
-    if gradients is None:
-        each = [
-            by_autograd(i) for i in range(batch_size)
-        ]  # one example after the other gives the same numbers
-        gradients = {name: torch.stack([e[j] for e in each]) for j, name in enumerate(own)}
-    return {name: DirectGradients(g.reshape(batch_size, -1)) for name, g in gradients.items()}
+    if found is None:  # one example after the other gives the same numbers
+        each = [by_autograd(i) for i in range(batch_size)]
+        gradients, spreads = (
+            {name: torch.stack([one[part][name] for one in each]) for name in each[0][part]}
+            for part in (0, 1)
+        )
+        found = gradients, spreads
+    return found
+
+
+def _norms(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of one example; what is beyond the range of the type counts as infinite."""
+    return {
+        name: torch.linalg.vector_norm(g, dtype=accumulation_dtype(g.dtype)).double()
+        for name, g in gradients.items()
+    }
 
 
 def _refuse_two_names(use: Use, wanted: set[str]) -> None:

@@ -16,9 +16,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.capture.capture import Recording, Use, input_of
-from quietgrad.clipping.capture.fallback import fallback_contributions
+from quietgrad.clipping.capture.capture import Recording, Use
 from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.engines.contributions import contributions_of
 from quietgrad.clipping.engines.untouched import (
     Versions,
     require_same_norms,
@@ -125,7 +125,7 @@ class Accumulator:
     def receive(self, use: Use) -> None:
         """Takes one call's inputs and output gradients; called from the backward pass."""
         # In the user's own precision: the fallback repeats the module's forward pass.
-        found = contributions_of(use, self.groups.rows, self.recording)
+        found = contributions_of(use, self.groups.rows, self.recording, self.projections)
         with full_precision():
             for name, contribution in found.items():
                 if self.layout.cut is not None and not self.layout.cut.counts(name):
@@ -327,18 +327,3 @@ class Accumulator:
             for use in kept:
                 known = use if left_out is None else use.without(left_out)
                 sums[name] = known.weighted_sum(row, shape, dtype, sums.get(name))
-
-
-def contributions_of(use: Use, rows: int, recording: Recording | None) -> dict[str, Contribution]:
-    """Parameter name -> per-example gradients of one call, by the module's
-    rule or by the fallback.
-    """
-    site = use.site
-    if site.rule is not None:
-        found = site.rule(site.module, input_of(use), use.output_gradients[0], site.parameters)
-    elif recording is None:
-        found = dict(fallback_contributions(use, rows))
-    else:
-        with recording.pause():
-            found = dict(fallback_contributions(use, rows))
-    return {site.parameters[local]: contribution for local, contribution in found.items()}

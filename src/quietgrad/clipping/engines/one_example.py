@@ -1,7 +1,8 @@
 """One example at a time through plain autograd: its gradient is the per-example gradient.
 
 Memory: one example's activations and one more gradient. Exact whatever the layers, and what is
-measured is what is added.
+measured is what is added. What it is a sum of is captured beside, for the least divisor
+(``spreads``).
 """
 
 from __future__ import annotations
@@ -9,28 +10,34 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from quietgrad.beside.values import Observed
-from quietgrad.clipping.capture.backward import gradients_of_batch, with_any_checkpointing
+from quietgrad.clipping.capture.backward import (
+    forward_captured,
+    gradients_of_batch,
+    plain_gradients,
+    with_any_checkpointing,
+)
 from quietgrad.clipping.capture.examples import Examples
 from quietgrad.clipping.engines.accumulator import Sums
+from quietgrad.clipping.engines.spreads import Spreads
 from quietgrad.clipping.engines.thresholds import clip_factors
 from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct
-from quietgrad.tensors import Batch, accumulation_dtype, tensors_of
+from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, tensors_of
 
 
 def add_one_by_one(work: Work, example: Examples, sums: Sums) -> Observed:
     """Adds one example's clipped gradient to ``sums``, if its norm is finite; returns its loss and
     norm, which are private.
     """
-    losses: list[Tensor] = []
-    gradients = gradients_of_one(work, example, losses)
+    gradients, spreads, loss = gradients_and_spreads(work, example)
     with torch.no_grad():
-        norms = norms_of_one(work, gradients, example.divisor)
+        norms = norms_of_each(work, gradients.items(), example.divisor, spreads)
         finite = norms.enlarged.isfinite().all(dim=0)
         if bool(finite):
             factors = clip_factors(norms.enlarged, work.limits, work.scaling)[:, 0].tolist()
@@ -53,7 +60,7 @@ def add_one_by_one(work: Work, example: Examples, sums: Sums) -> Observed:
                     factors[work.thresholds.group_of[name]] / example.divisor,
                     owned,
                 )
-        return work.observed(losses[0], norms.enlarged, example.groups)
+        return work.observed(loss, norms.enlarged, example.groups)
 
 
 def _addresses(
@@ -79,38 +86,66 @@ def norms_of_one(work: Work, gradients: Mapping[str, Tensor | None], divisor: in
 
 
 def norms_of_each(
-    work: Work, gradients: Iterable[tuple[str, Tensor | None]], divisor: int = 1
+    work: Work,
+    gradients: Iterable[tuple[str, Tensor | None]],
+    divisor: int = 1,
+    spreads: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Norms:
-    """``norms_of_one``, each parameter's gradient formed when it is asked for."""
+    """``norms_of_one``, each parameter's gradient formed when it is asked for.
+
+    ``spreads``: parameter name -> [rows] of what the sum is a sum of, where that is known.
+    """
     found = NormSums.empty(len(work.thresholds.values), 1, work.device)
     scale = float(divisor) ** -2
     for name, g in gradients:
         if g is not None:
-            one = direct(g.detach().to(accumulation_dtype(g.dtype)).reshape(1, -1))
-            measured = Measured(one.squared * scale, one.slack * scale, one.margin)
+            wide = g.detach().to(accumulation_dtype(g.dtype)).reshape(1, -1)
+            spread = spreads.get(name)
+            one = direct(wide, None if spread is None else spread.sum(0, keepdim=True))
+            least = None if one.least is None else one.least / divisor
+            measured = Measured(one.squared * scale, one.slack * scale, one.margin, least)
             found.add(work.thresholds.group_of[name], measured, g.numel())
     return work.over_ranks(found).norms()
 
 
-def gradients_of_one(
-    work: Work, example: Examples, losses: list[Tensor] | None = None
-) -> dict[str, Tensor | None]:
-    """Plain gradients of one example's loss, summed over its rows, whose losses go to ``losses``
-    as one tensor.
-    """
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        found = work.per_example_loss(model, batch)
-        if losses is not None and isinstance(found, Tensor):
-            losses[:] = [found.detach()]
-        return found
-
+def gradients_of_one(work: Work, example: Examples) -> dict[str, Tensor | None]:
+    """Plain gradients of one example's loss, summed over its rows."""
     return with_any_checkpointing(
         work.checkpointing,
         lambda reentrant: gradients_of_batch(
-            work.model, work.layout, loss_of, example.rows, reentrant
+            work.model, work.layout, work.per_example_loss, example.rows, reentrant
         ),
     )
+
+
+def gradients_and_spreads(
+    work: Work, example: Examples
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Tensor]:
+    """Plain gradients of one example's loss, summed over its rows; parameter name -> [rows] spreads
+    where they are known; and [rows] losses. All of it private.
+
+    Plain autograd computes the gradients. Calls of modules are captured beside, as many as can be:
+    which ones follows from the model and the example alone.
+    """
+
+    def run(reentrant: bool) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Tensor]:
+        spreads = Spreads(batch_size_of(example.rows), work.projections)
+        passes = forward_captured(
+            work.model,
+            work.layout,
+            work.per_example_loss,
+            example.rows,
+            spreads.receive,
+            reentrant,
+            switch_off=False,
+            lenient=True,
+        )
+        with passes as (losses, recording):
+            spreads.recording = recording
+            gradients = plain_gradients(losses.sum(), work.layout.parameters, reentrant)
+        return gradients, spreads.found, losses.detach()
+
+    return with_any_checkpointing(work.checkpointing, run)
 
 
 def add_scaled(

@@ -91,7 +91,7 @@ class Measured:
         margin: [b] float64, norm of the difference between what was measured and what the sum will
             hold; 0 where the same numbers serve both.
         least: [b] float64, ``OF_SPREAD`` u S; None for sketches, whose margins are larger, and for
-            gradients that came formed.
+            gradients of which nothing more is known.
     """
 
     squared: Tensor
@@ -288,7 +288,7 @@ class Norms:
         return (lost > APART * limits.unsqueeze(1)).any(dim=0)
 
     def divisors(self) -> Tensor:
-        """[groups, b] the larger of the two: sound whatever the data, and without a jump. For
+        """[groups, b] the largest of the three: sound whatever the data, and without a jump. For
         sketches, which are not measured again.
         """
-        return torch.maximum(self.own, self.certified)
+        return torch.maximum(self.enlarged, self.certified)

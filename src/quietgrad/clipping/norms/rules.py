@@ -66,12 +66,12 @@ def _affine(
         factors = (a_bgtd, g_bgtp) if transposed else (g_bgtp, a_bgtd)
         out["weight"] = DenseFactors(*factors, sizes)
     if "bias" in wanted:
-        out["bias"] = _added_up(grad.unsqueeze(1))
+        out["bias"] = added_up(grad.unsqueeze(1))
     return out
 
 
-def _added_up(x: Tensor) -> DirectGradients:
-    """[b, ..., n] -> [b, n], over all dimensions between."""
+def added_up(x: Tensor) -> DirectGradients:
+    """[b, ..., n] -> [b, n], over all dimensions between; with its spread."""
     dtype = accumulation_dtype(x.dtype)
     return DirectGradients(sum_of_rows(x, dtype), spread_of_rows(x, dtype))
 
@@ -79,20 +79,6 @@ def _added_up(x: Tensor) -> DirectGradients:
 def _of_some_position(factor_bgtn: Tensor) -> Tensor:
     """Where texts are all empty, one position of zeros: sums over none have no place to begin."""
     return factor_bgtn if factor_bgtn.shape[2] else F.pad(factor_bgtn, (0, 0, 0, 1))
-
-
-def stacked_linear_rule(
-    module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
-    """y_k = x_k W_k^T for blocks W_k of one weight's rows; [b, t, k, features]."""
-    return {"weight": DenseFactors(grad.transpose(1, 2), x.transpose(1, 2))}
-
-
-def repeated_rule(
-    module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
-    """The weight itself, once for every example."""
-    return {"weight": DirectGradients(grad.flatten(1))}
 
 
 def embedding_rule(
@@ -195,9 +181,9 @@ def _scale_and_shift_last(
     shape = (len(grad), *(positions or (1,)), grad.shape[grad.dim() - dims :].numel())
     out: dict[str, Contribution] = {}
     if "weight" in wanted:
-        out["weight"] = _added_up((normalised * grad).reshape(shape))
+        out["weight"] = added_up((normalised * grad).reshape(shape))
     if "bias" in wanted:
-        out["bias"] = _added_up(grad.reshape(shape))
+        out["bias"] = added_up(grad.reshape(shape))
     return out
 
 

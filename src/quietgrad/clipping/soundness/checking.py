@@ -28,7 +28,7 @@ from quietgrad.clipping.capture.capture import Recording, Use
 from quietgrad.clipping.capture.escapes import NotCaptured, never_called
 from quietgrad.clipping.capture.layout import Layout, in_graph
 from quietgrad.clipping.capture.spread import each_gradient
-from quietgrad.clipping.engines.accumulator import contributions_of
+from quietgrad.clipping.engines.contributions import contributions_of
 from quietgrad.clipping.norms.factors import Contribution
 from quietgrad.clipping.soundness.fingerprints import HALVES
 from quietgrad.clipping.soundness.held_still import seeded

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.capture.capture import Use, tensors_among
+from quietgrad.clipping.capture.call_shapes import tensors_among
+from quietgrad.clipping.capture.capture import Use
 
 HALVES = (torch.float16, torch.bfloat16)
 

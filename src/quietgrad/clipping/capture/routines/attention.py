@@ -103,14 +103,10 @@ def _projected(
         return maps.linear(query.transpose(0, 1), weight, bias).chunk(3, dim=2)
     inputs = [x.transpose(0, 1) for x in inputs_tbe]
     if weight is not None:
-        found = maps.stacked(inputs, weight)
-    else:
-        pairs = zip(inputs, separate, strict=True)
-        found = [maps.linear(x, own, None) for x, own in pairs if own is not None]
-    if bias is None:
-        return tuple(found)
-    parts = maps.repeated(bias).chunk(3, dim=2)
-    return tuple(x + part for x, part in zip(found, parts, strict=True))
+        return tuple(maps.stacked(inputs, weight, bias))
+    pairs = zip(inputs, separate, strict=True)
+    found = [maps.linear(x, own, None) for x, own in pairs if own is not None]
+    return tuple(found if bias is None else maps.shifted(found, bias))
 
 
 def _merged(

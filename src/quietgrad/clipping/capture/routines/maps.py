@@ -15,13 +15,12 @@ from torch import Tensor
 
 from quietgrad.clipping.capture.capture import Call, Identity, Recording
 from quietgrad.clipping.capture.layout import Site
-from quietgrad.clipping.norms.rules import (
-    Rule,
-    embedding_rule,
-    linear_rule,
+from quietgrad.clipping.norms.map_rules import (
     repeated_rule,
     stacked_linear_rule,
+    stacked_shift_rule,
 )
+from quietgrad.clipping.norms.rules import Rule, embedding_rule, linear_rule
 
 
 @dataclass(frozen=True)
@@ -66,18 +65,28 @@ class Maps:
             0, 1
         )
 
-    def stacked(self, xs_btd: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
-        """x_k W_k^T for equal blocks of rows W_k: one parameter, so one contribution.
+    def stacked(
+        self, xs_btd: Sequence[Tensor], weight: Tensor, bias: Tensor | None = None
+    ) -> list[Tensor]:
+        """x_k W_k^T + b_k for equal blocks of rows W_k: one parameter, so one contribution.
 
         Shorter inputs are filled up with zeros, which add nothing.
         """
-        longest = max(x.shape[1] for x in xs_btd)
-        inputs = [F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in xs_btd]
-        parts = zip(inputs, weight.chunk(len(xs_btd)), strict=True)
-        y_btkp = torch.stack([F.linear(x, part) for x, part in parts], dim=2)
+        inputs = _of_one_length(xs_btd)
+        k = len(xs_btd)
+        biases = [None] * k if bias is None else bias.chunk(k)
+        parts = zip(inputs, weight.chunk(k), biases, strict=True)
+        y_btkp = torch.stack([F.linear(x, part, b) for x, part, b in parts], dim=2)
         x_btkd = torch.stack(inputs, dim=2)
-        y_btkp = self._captured(y_btkp, x_btkd, stacked_linear_rule, weight)
-        return [y[:, : x.shape[1]] for x, y in zip(xs_btd, y_btkp.unbind(dim=2), strict=True)]
+        y_btkp = self._captured(y_btkp, x_btkd, stacked_linear_rule, weight, bias)
+        return _cut_back(y_btkp, xs_btd)
+
+    def shifted(self, xs_btp: Sequence[Tensor], bias: Tensor) -> list[Tensor]:
+        """x_k + b_k for equal blocks b_k: one parameter, so one contribution."""
+        x_btkp = torch.stack(_of_one_length(xs_btp), dim=2)
+        y_btkp = x_btkp + bias.view(len(xs_btp), -1)
+        x = x_btkp.new_zeros(self.examples, 1)
+        return _cut_back(self._captured(y_btkp, x, stacked_shift_rule, bias), xs_btp)
 
     def embedding(self, ids_bt: Tensor, weight: Tensor) -> Tensor:
         """[b, t, d] rows of a table."""
@@ -104,6 +113,15 @@ class Maps:
         call = Call(part, self.recording, (), (), None, (0,), frozenset())
         [attached] = Identity.apply(call, [x.detach()], self.recording.root, y)
         return attached
+
+
+def _of_one_length(xs_btn: Sequence[Tensor]) -> list[Tensor]:
+    longest = max(x.shape[1] for x in xs_btn)
+    return [F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in xs_btn]
+
+
+def _cut_back(y_btkn: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    return [y[:, : x.shape[1]] for x, y in zip(like, y_btkn.unbind(dim=2), strict=True)]
 
 
 class _Later(torch.autograd.Function):

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from quietgrad.clipping.capture.capture import Recording, is_off
+from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.layout import Layout, Site
 from quietgrad.clipping.capture.routines.attention import attention
 from quietgrad.clipping.capture.routines.bags import embedding_bag
@@ -103,7 +104,12 @@ class _Opened(TorchFunctionMode):
         answer = self.routines.get(func)
         if answer is None:
             return func(*args, **kwargs)
-        found = answer(self.maps, self.packed, args, kwargs)
+        try:
+            found = answer(self.maps, self.packed, args, kwargs)
+        except NotCaptured:
+            if not self.maps.recording.lenient:
+                raise
+            found = None
         if found is None:
             return func(*args, **kwargs)
         self.maps.recording.opened.add(self.maps.site.name)

@@ -63,6 +63,16 @@ class Projections:
             self._kept[name] = drawn
         return drawn
 
+    def signs(self, stream: str, count: int) -> Tensor:
+        """[count] float32 on the processor, each 1 or -1; of more of them the first are the same.
+
+        Args:
+            stream: no name that ``gaussian`` draws by.
+            count: how many.
+        """
+        source = self.key.generator("projection", self.step, stream)
+        return torch.from_numpy(source.random(count)).lt(0.5).float().mul_(2.0).sub_(1.0)
+
 
 def block_of(parameter: str) -> str:
     """The part of a model that a parameter is in, by its name: that of the last number in it

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.capture.capture import Use, input_of
+from quietgrad.clipping.capture.call_shapes import input_of
+from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.norms.checked_rule import CheckedRule
 from quietgrad.clipping.norms.factors import Contribution, DenseFactors, DirectGradients

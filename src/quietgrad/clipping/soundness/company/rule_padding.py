@@ -9,7 +9,8 @@ from quietgrad.clipping.capture.backward import (
     visit_captured_calls,
     with_any_checkpointing,
 )
-from quietgrad.clipping.capture.capture import Use, input_of
+from quietgrad.clipping.capture.call_shapes import input_of
+from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.norms.checked_rule import CheckedRule
 from quietgrad.clipping.norms.own_rules import other_bits
 from quietgrad.clipping.norms.padded_rules import moved_by_padding

@@ -1,0 +1,62 @@
+"""Where the examples are in what a captured module is called with, and returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from quietgrad.clipping.capture.escapes import no_example_dimension, several_inputs
+from quietgrad.clipping.capture.layout import Site
+from quietgrad.clipping.norms.rules import batched_dims
+
+if TYPE_CHECKING:
+    from quietgrad.clipping.capture.capture import Recording, Use
+
+
+def give_outputs_examples(
+    site: Site,
+    outputs: list[Any],
+    positions: tuple[int, ...],
+    recording: Recording,
+    batch_size: int,
+) -> None:
+    """Outputs of one value for all examples are expanded, so that every example gets its own."""
+    if batch_size == 1:
+        first = outputs[positions[0]]
+        if first.dim() == 0 or first.shape[0] != 1:
+            raise no_example_dimension(site, "returns a tensor")
+        return
+    if site.unit.state_dim:
+        return  # final states are [layers, examples, hidden]
+    for i in positions:
+        if outputs[i].dim() and outputs[i].shape[0] == 1:
+            if recording.lenient:
+                raise no_example_dimension(site, "returns a tensor")
+            outputs[i] = outputs[i].expand(batch_size, *outputs[i].shape[1:])
+            recording.expanded.add(site.name)
+
+
+def input_of(use: Use) -> Tensor:
+    """The one tensor input of a module that has a rule."""
+    return tensors_among(use.args, use.kwargs)[0]
+
+
+def tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that are tensors themselves."""
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+
+
+def require_examples_first(
+    site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int
+) -> None:
+    """Of a module that has a rule."""
+    leaves = tensors_among(args, kwargs)
+    if len(leaves) > 1:  # offsets or weights of bags, a gate: rules read one
+        raise several_inputs(site)
+    if (
+        not leaves
+        or leaves[0].dim() < (batched_dims(site.module) or 1)
+        or leaves[0].shape[0] != batch_size
+    ):
+        raise no_example_dimension(site, "is called with an input")

@@ -1,0 +1,41 @@
+"""What one example's plain gradient is a sum of, captured while autograd computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.capture.capture import Recording, Use
+from quietgrad.clipping.engines.contributions import spreads_of
+from quietgrad.clipping.norms.estimators.projections import Projections
+
+
+@dataclass
+class Spreads:
+    """Parameter name -> spreads of one example's gradient, added up over calls. Private.
+
+    Attributes:
+        rows: of the example.
+        projections: of the release, for the signs of modules without a rule.
+        recording: set once the losses are there.
+        found: parameter name -> [rows] float64.
+    """
+
+    rows: int
+    projections: Projections
+    recording: Recording | None = None
+    found: dict[str, Tensor] = field(default_factory=dict)
+
+    def receive(self, use: Use) -> None:
+        """One call; nothing of one that cannot be told apart, or whose module draws numbers."""
+        assert self.recording is not None
+        try:
+            with torch.no_grad():
+                spreads = spreads_of(use, self.rows, self.recording, self.projections)
+        except ValueError:  # NotCaptured is one
+            return
+        for name, spread in spreads.items():
+            known = self.found.get(name)
+            self.found[name] = spread if known is None else known + spread
