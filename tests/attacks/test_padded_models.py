@@ -110,7 +110,7 @@ def test_what_stands_where_a_record_is_padded_does_not_count(norms: Any) -> None
     torch.testing.assert_close(alone, beside, rtol=1e-5, atol=0.0)
 
 
-def test_gradients_that_come_formed_have_no_least() -> None:
+def test_formed_gradients_of_which_nothing_is_known_have_no_least() -> None:
     formed = added_up([DirectGradients(torch.ones(3, 4))] * 2, torch.float32)
     assert formed.spread_b is None
     known = DirectGradients(torch.ones(3, 4), torch.full((3,), 7.0, dtype=torch.float64))

@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from quietgrad.clipping.capture.capture import Recording, is_off
-from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.layout import Layout, Site
 from quietgrad.clipping.capture.routines.attention import attention
 from quietgrad.clipping.capture.routines.bags import embedding_bag
@@ -104,12 +103,7 @@ class _Opened(TorchFunctionMode):
         answer = self.routines.get(func)
         if answer is None:
             return func(*args, **kwargs)
-        try:
-            found = answer(self.maps, self.packed, args, kwargs)
-        except NotCaptured:
-            if not self.maps.recording.lenient:
-                raise
-            found = None
+        found = answer(self.maps, self.packed, args, kwargs)
         if found is None:
             return func(*args, **kwargs)
         self.maps.recording.opened.add(self.maps.site.name)
