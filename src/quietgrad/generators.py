@@ -92,7 +92,8 @@ def seed_all(seed: int) -> None:
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
     random.seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    # The two words alone would be Python's own stream once more.
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
 
 
 @contextlib.contextmanager

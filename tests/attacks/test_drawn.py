@@ -66,7 +66,8 @@ def apart(one: Sum, other: Sum) -> float:
 
 def unkeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken mechanism: the generators are left as the script seeded them."""
-    monkeypatch.setattr(PrivateRun, "_drawing", lambda self: nullcontext())
+    for keyed in ("_drawing", "_looping"):
+        monkeypatch.setattr(PrivateRun, keyed, lambda self: nullcontext())
     for place in ("_put_back_after", "seed_all"):
         monkeypatch.setattr(f"quietgrad.generators.{place}", lambda *_: nullcontext())
 
@@ -92,6 +93,50 @@ def test_with_the_scripts_seed_one_record_moves_what_all_others_meet(
     assert apart(way(loss, batch), way(loss, batch)) < 1e-6
     without_the_first = rows(batch, *range(1, len(batch["y"])))
     assert apart(way(loss, batch), way(loss, without_the_first)) > 2.0  # C is all that it may move
+
+
+def in_the_loop(dataset: list[int] | None) -> list[list[Any]]:
+    """What a loop draws at each of its steps, by ``run.batches()`` or by a loader."""
+    drawn: list[list[Any]] = []
+    with CONFIG.build(24).start() as run:
+        seeded()
+        for _ in run.batches() if dataset is None else run.loader(dataset, steps=3):
+            drawn.append([*torch.rand(2).tolist(), random.random(), np.random.rand()])
+            run._released += 1  # nothing of this is released
+    return drawn
+
+
+@pytest.mark.parametrize("dataset", [None, list(range(24))])
+def test_the_scripts_seed_does_not_say_what_a_loop_draws(dataset: list[int] | None) -> None:
+    """A crop of each record, or noise, before it is clipped."""
+    one, other = in_the_loop(dataset), in_the_loop(dataset)
+    assert len({number for step in (*one, *other) for number in step}) == 6 * 4
+    after = torch.rand(2), random.random(), np.random.rand()
+    seeded()
+    assert torch.equal(after[0], torch.rand(2))
+    assert after[1:] == (random.random(), np.random.rand())
+
+
+@pytest.mark.parametrize("dataset", [None, list(range(24))])
+def test_unkeyed_it_says_what_a_loop_draws(
+    dataset: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrivateRun, "_looping", lambda self: nullcontext())
+    assert in_the_loop(dataset) == in_the_loop(dataset)
+
+
+def test_what_a_loop_draws_is_the_same_again_by_seed() -> None:
+    plan = PrivacyConfig(
+        max_grad_norm=CLIP, noise_multiplier=1.0, expected_batch_size=12, steps=3,
+        data_are_public=True, seed=7,
+    ).build(24)  # fmt: skip
+    found = []
+    for _ in range(2):
+        with plan.start() as run:
+            next(run.batches())
+            with run._looping():
+                found.append(torch.rand(3))
+    assert torch.equal(*found)
 
 
 def test_parts_of_a_batch_and_steps_meet_other_numbers_and_the_scripts_go_on() -> None:

@@ -83,6 +83,8 @@ class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Index batches for the releases that remain, or for so many of them: arrays, with users
         ``UserIndices``. Every one must be released, an empty one too: skipping would reveal it.
+        What the loop draws from torch's, numpy's and Python's generators while a batch is open is
+        from the run's secret; afterwards they go on as they were.
 
         Raises:
             RuntimeError: if the previous batch was not released, or in another process than the
@@ -96,7 +98,8 @@ class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
             clipper = self._beside.clipper(self.plan.clipper_at(index))
             self._open = OpenBatch(index, len(indices), self._shares.whole(index), clipper.claim)
             self.bindings.clipper = clipper
-            yield indices
+            with self._looping():
+                yield indices
             if self._released > index + 1:
                 raise RuntimeError(
                     "another loop over this run's batches has gone on; loop over them once"

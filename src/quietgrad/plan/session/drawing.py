@@ -1,5 +1,5 @@
-"""What a model draws while records are clipped (dropout, random depth): from the run's secret, anew
-at every step.
+"""What a model draws while records are clipped (dropout, random depth), and the loop around it:
+from the run's secret, anew at every step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class DrawsForModels(BoundToProcess):
 
     def __init__(self) -> None:
         super().__init__()
-        self._model_draws = KeyedByStep()
+        self._model_draws, self._loop_draws = KeyedByStep(), KeyedByStep()
 
     def model_seed(self) -> int:
         """What ``clip`` seeds torch's, numpy's and Python's generators with for the next release,
@@ -46,3 +46,9 @@ class DrawsForModels(BoundToProcess):
         """For passes over records of the open batch: parts of it go on in one stream."""
         with self._model_draws.of(self._released, self.model_seed):
             yield
+
+    def _looping(self) -> contextlib.AbstractContextManager[None]:
+        """While a batch is open in a loop: what the loop itself draws for its records."""
+        return self._loop_draws.of(
+            self._released, lambda: self._seed("loop"), with_the_scripts=True
+        )
