@@ -146,7 +146,15 @@ class Identity(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.call.deliver(ctx.saved_tensors, gradients)
+        call: Call = ctx.call
+        try:
+            inputs = ctx.saved_tensors
+        except RuntimeError as error:
+            # Written into since: the module itself may not need them any more.
+            if not call.recording.lenient or "inplace" not in str(error):
+                raise
+        else:
+            call.deliver(inputs, gradients)
         return (None, None, None, *gradients)
 
 

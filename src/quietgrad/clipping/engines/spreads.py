@@ -29,13 +29,17 @@ class Spreads:
     found: dict[str, Tensor] = field(default_factory=dict)
 
     def receive(self, use: Use) -> None:
-        """One call; nothing of one that cannot be told apart, or whose module draws numbers."""
+        """One call; nothing of one that cannot be told apart, or whose module draws numbers or does
+        not run again.
+        """
         assert self.recording is not None
         try:
             with torch.no_grad():
                 spreads = spreads_of(use, self.rows, self.recording, self.projections)
-        except ValueError:  # NotCaptured is one
-            return
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            return  # plain autograd needs nothing of this
         for name, spread in spreads.items():
             known = self.found.get(name)
             self.found[name] = spread if known is None else known + spread

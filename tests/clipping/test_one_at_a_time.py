@@ -1,0 +1,129 @@
+"""Records taken one at a time: plain autograd decides, whatever is captured beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quietgrad.clipping import Clipper
+from quietgrad.clipping.engines import contributions
+from quietgrad.clipping.engines.one_example import gradients_and_spreads
+from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.factors import DenseFactors
+from quietgrad.clipping.norms.spread import spread_of
+
+
+class Shifts(nn.Module):
+    """Without a rule; autograd needs nothing of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+class WritesInto(nn.Module):
+    """What ``Shifts`` was given is written into before the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.shifts, self.out = nn.Linear(4, 6), Shifts(), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        shifted = self.shifts(h)
+        h.mul_(2.0)
+        found: Tensor = self.out(shifted.tanh() + h)
+        return found
+
+
+class BesideItsModule(nn.Module):
+    """A weight that is used without its module, and one of a module that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).tanh() @ self.head.weight.T
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("kind", [WritesInto, BesideItsModule])
+def test_what_cannot_be_captured_is_clipped_as_ever(kind: type[nn.Module]) -> None:
+    model, x = kind(), torch.randn(5, 3, 4)
+    found = Clipper(1e9, engine="one-example").bind(model, squares).clip(x, step=2).gradients
+    right = torch.autograd.grad(
+        squares(model, x).sum(), list(model.parameters()), allow_unused=True
+    )
+    for (name, p), g in zip(model.named_parameters(), right, strict=True):
+        torch.testing.assert_close(found[name], torch.zeros_like(p) if g is None else g)
+
+
+def work_and_example(model: nn.Module, x: Tensor) -> tuple[Any, Any]:
+    bound = Clipper(1.0, engine="one-example").bind(model, squares)
+    work = bound._work(bound._layout(), Projections.fresh())
+    [example] = list(bound.examples_of(x).parts(1))
+    return work, example
+
+
+def test_the_spread_is_that_of_the_factors() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 6, bias=False), torch.randn(1, 3, 4)
+    gradients, spreads, _ = gradients_and_spreads(*work_and_example(model, x))
+    g = 2 * model(x)
+    factors = DenseFactors(g.detach().unsqueeze(1), x.unsqueeze(1))
+    torch.testing.assert_close(spreads["weight"], spread_of([factors], torch.float32).plain)
+    weight = gradients["weight"]
+    assert weight is not None and float(spreads["weight"]) >= float(weight.norm())
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = 1.0 + self.layer(x) + self.layer(-x)  # nothing is left of it
+        return found
+
+
+def test_calls_of_one_weight_add_up() -> None:
+    model, x = Twice(), torch.randn(1, 3, 4)
+    gradients, spreads, _ = gradients_and_spreads(*work_and_example(model, x))
+    g = torch.full((1, 1, 3, 4), 2.0)
+    once = spread_of([DenseFactors(g, x.unsqueeze(1))], torch.float32).plain
+    weight = gradients["layer.weight"]
+    assert weight is not None and float(weight.norm()) < 1e-5
+    torch.testing.assert_close(spreads["layer.weight"], 2 * once)
+
+
+def test_a_module_that_does_not_run_again_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("once only")
+
+    monkeypatch.setattr(contributions, "fallback_spreads", fails)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), Shifts()), torch.randn(1, 3, 4)
+    gradients, spreads, _ = gradients_and_spreads(*work_and_example(model, x))
+    assert set(spreads) == {"0.weight", "0.bias"} and set(gradients) == set(spreads) | {"1.shift"}
+
+
+def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("all of it")
+
+    monkeypatch.setattr(contributions, "fallback_spreads", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients_and_spreads(*work_and_example(nn.Sequential(Shifts()), torch.randn(1, 3, 6)))
