@@ -259,7 +259,8 @@ class Accumulator:
             measured = ESTIMATOR_OF[choice.estimator].norms(matrices, sketch, dtype)
         if policy.steady and choice.estimator == "materialized":
             measured = steady(measured, matrices, dtype)
-        return measured, kept
+        # Beside sketches margins do what a least divisor does.
+        return replace(measured, least=None) if policy.steady else measured, kept
 
     def _policy_of(self, name: str) -> Policy:
         policy, entries = self.policy_of(name), self.layout.shape_of(name).numel()

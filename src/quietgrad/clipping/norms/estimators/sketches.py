@@ -96,11 +96,10 @@ def sketched(
 
 def steady(measured: Measured, uses: Sequence[MatrixFactors], dtype: torch.dtype) -> Measured:
     """What was measured of formed gradients, with a bound that follows from the record alone: not
-    from whether they were kept, nor from how long others are. In place of a least divisor, as for
-    sketches.
+    from whether they were kept, nor from how long others are.
     """
     if all(isinstance(use, OneHotFactors) for use in uses):
-        return Measured(measured.squared, measured.slack, measured.margin)
+        return measured
     # Once in what is measured, once in the sum.
     own = own_rounding(uses, uses[0].like, dtype)
     times = 1.0 + MOST_COUNTED
