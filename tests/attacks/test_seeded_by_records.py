@@ -85,9 +85,98 @@ def test_without_the_look_one_record_changes_the_numbers_of_all(
     assert moved(good, micro_batch) < 2.0 + 1e-5 < 2.5 < moved(loss, micro_batch)
 
 
-def test_a_seed_that_is_the_same_for_all_records_is_allowed() -> None:
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def dropping(batch: dict[str, Tensor], drawn: Tensor) -> dict[str, Tensor]:
+    """The batch with half of its numbers."""
+    return {**batch, "x": batch["x"] * (drawn < 0.5)}
+
+
+def inside(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    torch.manual_seed(0)
+    return good(model, batch)
+
+
+def forked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.random.fork_rng():
         torch.manual_seed(0)
         return good(model, batch)
+
+
+def made_anew(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    drawn = torch.rand(batch["x"].shape, generator=torch.Generator().manual_seed(0))
+    return good(model, dropping(batch, drawn))
+
+
+def numpys_inside(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    np.random.seed(0)
+    return good(model, dropping(batch, torch.from_numpy(np.random.rand(*batch["x"].shape))))
+
+
+TORCHS, NUMPYS, PYTHONS = torch.Generator(), np.random.default_rng(0), random.Random(0)
+
+
+def torchs_that_goes_on(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return good(model, dropping(batch, torch.rand(batch["x"].shape, generator=TORCHS)))
+
+
+def numpys_that_goes_on(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return good(model, dropping(batch, torch.from_numpy(NUMPYS.random(batch["x"].shape))))
+
+
+def pythons_that_goes_on(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    drawn = [PYTHONS.random() for _ in range(batch["x"].numel())]
+    return good(model, dropping(batch, torch.tensor(drawn).view_as(batch["x"])))
+
+
+def made_in_the_first_pass(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    if not hasattr(model, "draws"):
+        model.draws = np.random.default_rng(0)  # type: ignore[assignment]
+    drawn = model.draws.random(batch["x"].shape)  # type: ignore[operator]
+    return good(model, dropping(batch, torch.from_numpy(drawn)))
+
+
+KNOWN = [
+    inside, forked, made_anew, numpys_inside, torchs_that_goes_on, numpys_that_goes_on,
+    pythons_that_goes_on, made_in_the_first_pass,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("micro_batch", [1, RECORDS])
+@pytest.mark.parametrize("loss", KNOWN)
+def test_numbers_of_a_known_seed_are_refused(loss: Callable[..., Tensor], micro_batch: int) -> None:
+    clipper = Clipper(1.0, physical_batch_size=micro_batch)
+    with pytest.raises(ValueError, match="draw from torch's default generator"):
+        clipper.bind(small(dropout=0.5).train(), loss).clip(records())
+
+
+@pytest.mark.parametrize("loss", [inside, made_anew, numpys_that_goes_on])
+def test_without_the_look_one_record_moves_the_others_to_other_numbers(
+    loss: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switched_off(monkeypatch)
+    sums = []
+    for batch in (records(), rows(records(), *range(1, RECORDS))):
+        monkeypatch.setattr(f"{__name__}.NUMPYS", np.random.default_rng(0))
+        model = small(dropout=0.5).train()
+        bound = Clipper(0.05, physical_batch_size=RECORDS).bind(model, loss)
+        sums.append(bound.clip(batch).gradients)
+    whole, rest = sums
+    squares = [float((g - rest[name]).double().pow(2).sum()) for name, g in whole.items()]
+    assert sum(squares) ** 0.5 / 0.05 > 1.5  # C is all that one record may add
+
+
+def test_numbers_that_all_records_share_may_have_a_seed() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        own = torch.Generator().manual_seed(0)
+        drawn = torch.rand(batch["x"].shape[1], generator=own)  # one a feature
+        return good(model, dropping(batch, drawn))
+
+    Clipper(1.0, physical_batch_size=RECORDS).bind(small(dropout=0.5).train(), loss).clip(records())
+
+
+def test_the_default_generators_are_welcome() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        chosen = random.random() < 2.0 and np.random.rand() < 2.0
+        drawn = torch.rand(batch["x"].shape, generator=torch.default_generator)
+        return good(model, dropping(batch, drawn) if chosen else batch)
 
     Clipper(1.0, physical_batch_size=RECORDS).bind(small(dropout=0.5).train(), loss).clip(records())

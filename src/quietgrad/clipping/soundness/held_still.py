@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _SEED = 0x5EED
+MOST_SALT = 15  # that a pass is seeded with
+_OURS = [(_SEED + salt,) for salt in range(MOST_SALT + 1)]
 _FACTORIES = {"rand", "randn", "randint"}
 _LIKES = {"rand_like", "randn_like", "randint_like"}
 
@@ -42,6 +44,8 @@ class CommonRandomness(TorchDispatchMode):
         level: which of them.
         used: whether there was a random operation.
         seeds: of the generators that were asked, the default one among them.
+        known: shapes of what was drawn by a seed that is not the library's: of a generator that was
+            passed, or of the default one once it was seeded inside.
     """
 
     def __init__(self, level: Level = "usual") -> None:
@@ -49,6 +53,7 @@ class CommonRandomness(TorchDispatchMode):
         self.level = level
         self.used = False
         self.seeds: set[int] = set()
+        self.known: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -64,7 +69,10 @@ class CommonRandomness(TorchDispatchMode):
             return func(**(given | {"dropout_p": 0.0}))
         self.used = True
         given = kwargs.get("generator")
-        self.seeds.add((torch.default_generator if given is None else given).initial_seed())
+        seed = (torch.default_generator if given is None else given).initial_seed()
+        self.seeds.add(seed)
+        if not _SEED <= seed <= _SEED + MOST_SALT:
+            self.known.append(_shape_drawn(args))
         name = func._schema.name.removeprefix("aten::")
         kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
         if name == "native_dropout" and args[2] is not False:
@@ -162,6 +170,16 @@ class CommonRandomness(TorchDispatchMode):
         return torch.where(torch.arange(width, device=drawn.device) % 2 == 0, one, other)
 
 
+def _shape_drawn(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """The first size that is given, or tensor that is written into or like which is drawn."""
+    for value in args:
+        if isinstance(value, Tensor):
+            return tuple(value.shape)
+        if isinstance(value, list | tuple):
+            return tuple(value)
+    return tuple(value for value in args if isinstance(value, int))  # randperm(n)
+
+
 @functools.cache
 def _kind(func: Any) -> str:
     """Of an operation: "plain", "attention" or "random"; a fact about PyTorch,
@@ -190,8 +208,8 @@ def _seed_torch(seed: int, devices: list[int]) -> None:
 
 @contextlib.contextmanager
 def noting_seeds() -> Iterator[set[str]]:
-    """What Python's and numpy's own generators are seeded with inside, by name of their modules'
-    functions; torch's say it themselves.
+    """What Python's and numpy's own generators are seeded with inside, other than by ``seeded``;
+    torch's say it themselves.
     """
     noted: set[str] = set()
     with contextlib.ExitStack() as stack:
@@ -200,7 +218,8 @@ def noting_seeds() -> Iterator[set[str]]:
             right = module.seed
 
             def note(*args: Any, _right: Any = right, **kwargs: Any) -> Any:
-                noted.add(repr((args, kwargs)))
+                if args[:1] not in _OURS:
+                    noted.add(repr((args, kwargs)))
                 return _right(*args, **kwargs)
 
             module.seed = note

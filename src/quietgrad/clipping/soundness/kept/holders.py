@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -254,6 +255,10 @@ class HeldArray:
         return True
 
 
+def _pythons() -> Any:
+    return random.random.__self__  # type: ignore[attr-defined]
+
+
 class HeldGenerator:
     """The state of a random generator: torch's, Python's or numpy's."""
 
@@ -269,6 +274,15 @@ class HeldGenerator:
         if hasattr(self._generator, "bit_generator"):
             return self._generator.bit_generator.state
         return self._generator.get_state(legacy=False)
+
+    def is_default(self) -> bool:
+        """Whether it is one that the library keys."""
+        numpy = sys.modules.get("numpy")
+        numpys = None if numpy is None else numpy.random.mtrand._rand
+        return any(
+            self._generator is one
+            for one in (torch.default_generator, *torch.cuda.default_generators, _pythons(), numpys)
+        )
 
     def changed(self) -> bool:
         if isinstance(self._generator, torch.Generator):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from quietgrad.clipping.soundness.company.differences import Mixes, are_same_gradients, close
 from quietgrad.clipping.soundness.held_still import CommonRandomness, noting_seeds
+from quietgrad.clipping.soundness.kept.own_seeds import require_draws_of_the_run
 from quietgrad.clipping.soundness.kept.snapshot import Contents, Snapshot, contents, differing
 from quietgrad.clipping.soundness.records import blank, differing_rows, take, with_companions
 from quietgrad.clipping.soundness.subject import Subject
@@ -104,6 +105,7 @@ def _compare(
     others, left_by_other, other_seeds = _after(other, third, subject, still, before)
     if seeds != other_seeds:
         raise Mixes(_SEEDED)
+    require_draws_of_the_run(subject, one, still, before)
     places = tuple(differing(left, left_by_other))
     if passes.agree(others, subject):
         return places

@@ -106,6 +106,13 @@ class Snapshot:
             if isinstance(held, HeldGenerator):
                 held.put_back()
 
+    def moved_generators(self) -> list[str]:
+        """Names of generators of random numbers that do not stand where they stood; torch's,
+        numpy's and Python's own aside.
+        """
+        held = [(place, one) for place, one in self._held if isinstance(one, HeldGenerator)]
+        return [place for place, one in held if not one.is_default() and one.changed()]
+
     def sharing(self, records: Iterable[Tensor]) -> list[Found]:
         """Tensors that lie where these records lie."""
         places = {t.untyped_storage().data_ptr() for t in records if t.numel()}
