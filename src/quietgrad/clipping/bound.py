@@ -49,6 +49,7 @@ from quietgrad.tensors import (
     trainable_parameters,
 )
 
+TAKEN_ALONE = "undecided whether examples mix, or they would share random numbers"
 SHARE_OF_FREE_MEMORY = 0.8  # that a step may take when no budget is given
 
 Result = TypeVar("Result")
@@ -279,16 +280,13 @@ class BoundClipper:
             if alone
             else max(min(how.physical_batch_size * self.clipper.views, batch_size_of(rows)), 2)
         )
-        if not always and not self._guard.is_due(
-            subject, batch_size_of(rows), size, step, captures
-        ):
+        if always or self._guard.is_due(subject, batch_size_of(rows), size, step, captures):
+            together = self._guard.examine(subject, rows, size, step, captures, None, self._any_of)
+        else:
+            together = not self._guard.takes_alone(subject)
+        if together or how.physical_batch_size == 1:
             return how
-        together = self._guard.examine(subject, rows, size, step, captures, None, self._any_of)
-        return (
-            how
-            if together
-            else replace(how, physical_batch_size=1, why="undecided whether examples mix")
-        )
+        return replace(how, physical_batch_size=1, why=TAKEN_ALONE)
 
     def _choose(self, layout: Layout, batch: Examples) -> ExecutionChoice:
         settings = self.clipper

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -10,18 +10,17 @@ from quietgrad.clipping.capture.escapes import no_example_dimension, several_inp
 from quietgrad.clipping.capture.layout import Site
 from quietgrad.clipping.norms.rules import batched_dims
 
-if TYPE_CHECKING:
-    from quietgrad.clipping.capture.capture import Recording, Use
-
 
 def give_outputs_examples(
     site: Site,
     outputs: list[Any],
     positions: tuple[int, ...],
-    recording: Recording,
     batch_size: int,
+    expanded: set[str] | None,
 ) -> None:
-    """Outputs of one value for all examples are expanded, so that every example gets its own."""
+    """Outputs of one value for all examples are expanded, so that every example gets its own, and
+    the module's name is added to ``expanded``; None: they are not to be changed.
+    """
     if batch_size == 1:
         first = outputs[positions[0]]
         if first.dim() == 0 or first.shape[0] != 1:
@@ -31,15 +30,10 @@ def give_outputs_examples(
         return  # final states are [layers, examples, hidden]
     for i in positions:
         if outputs[i].dim() and outputs[i].shape[0] == 1:
-            if recording.lenient:
+            if expanded is None:
                 raise no_example_dimension(site, "returns a tensor")
             outputs[i] = outputs[i].expand(batch_size, *outputs[i].shape[1:])
-            recording.expanded.add(site.name)
-
-
-def input_of(use: Use) -> Tensor:
-    """The one tensor input of a module that has a rule."""
-    return tensors_among(use.args, use.kwargs)[0]
+            expanded.add(site.name)
 
 
 def tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -19,7 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quietgrad.clipping.capture.call_shapes import give_outputs_examples, require_examples_first
+from quietgrad.clipping.capture.call_shapes import (
+    give_outputs_examples,
+    require_examples_first,
+    tensors_among,
+)
 from quietgrad.clipping.capture.escapes import NotCaptured, gradients_of_its_own
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, Site
 from quietgrad.clipping.capture.spread import put_inside
@@ -47,6 +51,11 @@ class Use:
     output_gradients: dict[int, Tensor]
     shared: frozenset[int] = frozenset()
     autocast: Autocast | None = None
+
+    @property
+    def input(self) -> Tensor:
+        """The one tensor input of a module that has a rule."""
+        return tensors_among(self.args, self.kwargs)[0]
 
 
 Receiver = Callable[[Use], None]
@@ -292,7 +301,8 @@ def _recorder(
         if site.rule is not None:
             require_examples_first(site, args, kwargs, batch_size)
         else:
-            give_outputs_examples(site, outputs, positions, recording, batch_size)
+            expanded = None if recording.lenient else recording.expanded
+            give_outputs_examples(site, outputs, positions, batch_size, expanded)
         leaves, spec = _flattened(args, kwargs)
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         inputs = [kept_input(site.rule, site.parameters, leaves[i]) for i in places]

@@ -8,7 +8,6 @@ import contextlib
 
 from torch import Tensor
 
-from quietgrad.clipping.capture.call_shapes import input_of
 from quietgrad.clipping.capture.capture import Recording, Use
 from quietgrad.clipping.capture.fallback import fallback_contributions, fallback_spreads
 from quietgrad.clipping.norms.checked_rule import CheckedRule
@@ -68,7 +67,7 @@ def _spread(one: Contribution) -> Tensor | None:
 def _by_rule(use: Use, signs: Signs | None) -> dict[str, Contribution]:
     site = use.site
     assert site.rule is not None
-    x, gradient = input_of(use), use.output_gradients[0]
+    x, gradient = use.input, use.output_gradients[0]
     found = site.rule(site.module, x, gradient, site.parameters)
     if signs is None or not isinstance(site.rule, CheckedRule):
         return found

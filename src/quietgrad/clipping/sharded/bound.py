@@ -212,9 +212,10 @@ class ShardedClipper(BoundClipper):
         size = 1 if asked == 1 else max(most, 2)
         subject = self._subject(layout)
         due = self._guard.is_due(subject, rows[donor], size, step, captures=True)
+        usual = 1 if self._guard.takes_alone(subject) else asked
         begun = self._guard.has_begun(subject)
         if begun and not due and self._stand_in is not None:
-            return asked
+            return usual
         shared = self._shared_rows(own, donor, company)
         mine = () if own is None else own.rows
         any_of = _asking(company)
@@ -224,7 +225,7 @@ class ShardedClipper(BoundClipper):
         if self._stand_in is None:
             self._stand_in = map_tensors(slice_batch(shared, 0, 1), torch.clone)
         if not due:
-            return asked
+            return usual
         together = self._guard.examine(subject, shared, size, step, True, mine, any_of)
         self._was_examined(subject, shared)
         company.told("guard", 0, f"together {together}")

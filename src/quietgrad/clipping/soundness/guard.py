@@ -28,6 +28,7 @@ from quietgrad.clipping.soundness.mixing import (
     LATER,
     require_each_alone,
     require_no_memory,
+    share_numbers,
 )
 from quietgrad.clipping.soundness.records import spread, take, with_companions
 from quietgrad.clipping.soundness.subject import Subject
@@ -57,6 +58,8 @@ class _Verdict:
         remembers_nothing: whether it was seen that nothing is kept between calls.
         kept: names of places that keep something of records which nothing read when they were
             looked at; None before that.
+        shares_numbers: whether records that are taken together meet one random number, so that they
+            are taken one at a time.
         one_seen: whether a single record, alone and beside made-up ones, gave no reason to refuse.
         last_step, last_step_of_one: the release that was examined last, with several records and
             with one.
@@ -66,6 +69,7 @@ class _Verdict:
     captured: bool = False
     remembers_nothing: bool = False
     kept: Places | None = None
+    shares_numbers: bool = False
     one_seen: bool = False
     last_step: int | None = None
     last_step_of_one: int | None = None
@@ -143,10 +147,16 @@ class Guard:
             return guarded or not (known.remembers_nothing or known.one_seen)
         return (is_guarded(step) and step != known.last_step) or not known.remembers_nothing
 
+    def takes_alone(self, subject: Subject) -> bool:
+        """Whether it is decided that examples are taken one at a time."""
+        return self.verdict_of(subject).shares_numbers
+
     def _is_alone(self, count: int) -> bool:
         return count == 1 and self.public is None
 
     def _wants(self, known: _Verdict, size: int) -> bool:
+        if known.shares_numbers:
+            return False
         return not known.together or (self.public is None and size > known.together)
 
     def examine(
@@ -190,12 +200,17 @@ class Guard:
             first = take(records, [0])
             require_unread(subject, first, known.kept or (), any_of)
             require_no_other_records(subject, first, batch if own is None else own, any_of)
+        asked_alone = size == 1
+        if not asked_alone and not known.together and not known.shares_numbers:
+            known.shares_numbers = share_numbers(subject, records)
+        if known.shares_numbers:
+            size = 1
         if captures:
             known.captured = require_capture(subject, take(records, spread(count, at_most)))
         if count == 1:
             self._examine_one(subject, records, captures and size > 1)
             known.one_seen, known.last_step_of_one = True, step
-            return size == 1
+            return asked_alone
         if size == 1:
             require_no_memory(subject, take(records, spread(count, 3)))
         else:
@@ -205,7 +220,7 @@ class Guard:
             require_rules_ignore_padding(subject, take(records, [0]))
         known.remembers_nothing = True
         known.last_step = step
-        return size == 1 or known.together > 0
+        return asked_alone or known.together > 0
 
     def _examine_one(self, subject: Subject, one: Batch, together: bool) -> None:
         """One record and made-up ones: can refuse, but leaves the verdict open

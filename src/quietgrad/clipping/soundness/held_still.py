@@ -44,7 +44,8 @@ class CommonRandomness(TorchDispatchMode):
         level: which of them.
         used: whether there was a random operation.
         seeds: of the generators that were asked, the default one among them.
-        known: shapes of what was drawn by a seed that is not the library's: of a generator that was
+        shapes: of what was drawn, in order.
+        known: of those, what was drawn by a seed that is not the library's: of a generator that was
             passed, or of the default one once it was seeded inside.
     """
 
@@ -53,6 +54,7 @@ class CommonRandomness(TorchDispatchMode):
         self.level = level
         self.used = False
         self.seeds: set[int] = set()
+        self.shapes: list[tuple[int, ...]] = []
         self.known: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(
@@ -71,8 +73,9 @@ class CommonRandomness(TorchDispatchMode):
         given = kwargs.get("generator")
         seed = (torch.default_generator if given is None else given).initial_seed()
         self.seeds.add(seed)
+        self.shapes.append(_shape_drawn(args))
         if not _SEED <= seed <= _SEED + MOST_SALT:
-            self.known.append(_shape_drawn(args))
+            self.known.append(self.shapes[-1])
         name = func._schema.name.removeprefix("aten::")
         kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
         if name == "native_dropout" and args[2] is not False:

@@ -79,6 +79,20 @@ def require_no_memory(subject: Subject, batch: Batch) -> None:
         raise Mixes(_KEEPS)
 
 
+def share_numbers(subject: Subject, records: Batch) -> bool:
+    """Whether all records of a micro-batch meet one random number (a layer that is left out, a mask
+    of a weight): one record more brings others into another micro-batch, and to another number.
+    Taken alone, each has its own.
+    """
+    found = []
+    for rows in ([0], [0, 0]):
+        with CommonRandomness() as still:
+            subject.losses(take(records, rows))
+        found.append(still.shapes)
+    one, two = found
+    return len(one) == len(two) and any(a == b for a, b in zip(one, two, strict=True))
+
+
 def require_each_alone(subject: Subject, records: Batch, size: int, thorough: bool) -> bool:
     """Whether it could be decided that records do not mix, by a few of them: two, a few and
     ``size`` together.

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.capture.call_shapes import input_of
 from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.norms.checked_rule import CheckedRule
@@ -80,7 +79,7 @@ def rule_gradients(use: Use) -> Iterator[tuple[str, RuleGradients]]:
     rule = use.site.rule
     if not isinstance(rule, CheckedRule) or 0 not in use.output_gradients:
         return
-    x, grad = input_of(use), use.output_gradients[0]
+    x, grad = use.input, use.output_gradients[0]
     found = rule(use.site.module, x, grad, use.site.parameters)
     with torch.no_grad(), full_precision():
         room = _norms(grad) * (_norms(x) if x.is_floating_point() else 1.0)

@@ -9,7 +9,6 @@ from quietgrad.clipping.capture.backward import (
     visit_captured_calls,
     with_any_checkpointing,
 )
-from quietgrad.clipping.capture.call_shapes import input_of
 from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.norms.checked_rule import CheckedRule
 from quietgrad.clipping.norms.own_rules import other_bits
@@ -33,7 +32,7 @@ def require_rules_ignore_padding(subject: Subject, one: Batch) -> None:
         rule = use.site.rule
         if not isinstance(rule, CheckedRule) or 0 not in use.output_gradients:
             return
-        x, grad = input_of(use), use.output_gradients[0]
+        x, grad = use.input, use.output_gradients[0]
         known = id(rule.rule), x.shape[1:], x.dtype, grad.dtype, tuple(use.site.parameters)
         if known in seen:
             return
