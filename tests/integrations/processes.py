@@ -13,14 +13,19 @@ import torch
 import torch.distributed as dist
 
 
-def enter(
-    rank: int, size: int, port: int, folder: str, work: Callable[..., Any], more: Any
-) -> None:
-    """A process as torchrun starts it; what other tests have told accelerate is forgotten."""
+def forget_accelerate() -> None:
+    """What trainers before have told accelerate, which keeps it for the process."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def enter(
+    rank: int, size: int, port: int, folder: str, work: Callable[..., Any], more: Any
+) -> None:
+    """A process as torchrun starts it; what other tests have told accelerate is forgotten."""
+    forget_accelerate()
     torch.set_num_threads(1)
     known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -22,7 +22,7 @@ from private_trainers import (
     tokenizer,
     trainer,
 )
-from processes import on_processes
+from processes import forget_accelerate, on_processes
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -298,6 +298,26 @@ def test_a_trainer_goes_on_and_its_model_starts_no_other_run(tmp_path: Path) -> 
         assert "trained by another private run" in found
 
 
+def test_shards_without_a_row_are_trained_on_when_a_trainer_goes_on(
+    alone: Callable[[Any], Found], tmp_path: Path
+) -> None:
+    """Of three ranks the last has no row of what has two or four. accelerate tells parameters by
+    their memory, and such shards have none.
+    """
+
+    def run() -> tuple[Found, int]:
+        done = made(str(tmp_path / "run"), bert(), 2, **sharding())
+        done.train()
+        done.train(resume_from_checkpoint=True)
+        rows = [p.to_local().numel() for p in done.model.parameters()]
+        return outcome(done), rows.count(0)
+
+    found = on_processes(3, tmp_path / "a", run)
+    assert [empty for _, empty in found] == [0, 0, 3], found
+    for one, _ in found:
+        equal(one, alone(bert))
+
+
 def test_looks_draw_alike_on_all_ranks(tmp_path: Path) -> None:
     """Where one rank found that a collator draws, and another not, one would make passes alone."""
 
@@ -315,17 +335,6 @@ def test_looks_draw_alike_on_all_ranks(tmp_path: Path) -> None:
 
     first, second = refusals(tmp_path / "a", run)
     assert first.startswith("Seen: ") and first == second
-
-
-def test_shards_of_other_weights_are_refused(tmp_path: Path) -> None:
-    def run() -> Any:
-        model = language()
-        with torch.no_grad():
-            model.model.norm.weight.add_(int(os.environ["RANK"]))
-        made(str(tmp_path / "run"), model, **sharding()).train()
-
-    for found in refusals(tmp_path / "a", run):
-        assert "differ in the model's weights" in found and "set_seed" in found
 
 
 def test_texts_of_other_lengths_are_written_together(tmp_path: Path) -> None:
@@ -377,15 +386,54 @@ def test_half_precision_and_checkpointing_run_as_a_launcher_asks(tmp_path: Path)
     assert on_processes(2, tmp_path / "a", run) == [(STEPS, True)] * 2
 
 
-def test_a_table_in_many_places_is_refused(tmp_path: Path) -> None:
-    def run() -> Any:
-        config = T5Config(
-            vocab_size=12, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0
-        )
-        model = T5ForConditionalGeneration(config)
-        made(
-            str(tmp_path / "run"), model, eval_dataset=None, eval_strategy="no", **sharding()
-        ).train()
+def t5() -> Any:
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=12, dropout_rate=0.0, **sizes))
 
-    for found in refusals(tmp_path / "a", run):
-        assert "'encoder.embed_tokens' uses the table" in found
+
+def unlike() -> Any:
+    model = language()
+    with torch.no_grad():
+        model.model.norm.weight.add_(int(os.environ["RANK"]))
+    return model
+
+
+SIZE = {"auto_wrap_policy": "SIZE_BASED_WRAP"}
+UNSHARDABLE: list[tuple[Any, dict[str, Any], str]] = [
+    (t5, {}, "'encoder.embed_tokens' uses the table"),
+    (unlike, {}, "differ in the model's weights: call transformers.set_seed"),
+    (bert, SIZE | {"min_num_params": 3000}, "'bert' by itself: accelerate shards a layer inside"),
+    (bert, SIZE | {"min_num_params": 500}, "'bert.encoder.layer' by itself: torch cannot shard a"),
+    (language, {"transformer_layer_cls_to_wrap": ["Embedding"]}, "the other end of the model"),
+    (language, {"transformer_layer_cls_to_wrap": ["Nothing"]}, "layer class Nothing in the model"),
+]
+
+
+def test_what_accelerate_cannot_shard_is_refused_before_anything_is_recorded(
+    tmp_path: Path,
+) -> None:
+    def run() -> list[str]:
+        said = []
+        for number, (make, settings, _) in enumerate(UNSHARDABLE):
+            forget_accelerate()
+            place = tmp_path / f"run{number}"
+            quiet = {"eval_dataset": None, "eval_strategy": "no"}
+            try:
+                made(str(place), make(), **quiet, **sharding(**settings)).train()
+            except (ValueError, RuntimeError) as error:
+                said.append(f"{error} {list(place.glob('ledger*'))}")
+        return said
+
+    for found in on_processes(2, tmp_path / "a", run):
+        assert isinstance(found, list) and len(found) == len(UNSHARDABLE), found
+        for said, (_, _, text) in zip(found, UNSHARDABLE, strict=True):
+            assert text in said and said.endswith("[]"), said
+
+
+@pytest.mark.parametrize("least", [0, 10**6])
+def test_a_size_that_no_layer_exceeds_shards_the_rest_together(
+    least: int, alone: Callable[[Any], Found], tmp_path: Path
+) -> None:
+    settings = sharding(**SIZE, min_num_params=least)
+    for found in shards(2, tmp_path / "both", str(tmp_path / "two"), **settings):
+        equal(found, alone(language))

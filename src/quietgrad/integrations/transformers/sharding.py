@@ -8,6 +8,7 @@ that: ranks begin alike, parameters are put away, the whole model is saved, sett
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
 from torch import nn
 
 from quietgrad.clipping.capture.spread import put_away
@@ -23,7 +24,7 @@ from quietgrad.distributed.alike import weights_digest
 from quietgrad.distributed.together import here
 from quietgrad.durable import make_folder
 from quietgrad.integrations.transformers.quiet import QuietTrainer
-from quietgrad.tensors import is_spread, local_of
+from quietgrad.tensors import is_spread
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 # What a checkpoint holds beside the model -> how its weights were saved.
@@ -31,6 +32,11 @@ SAVED = {"pytorch_model_fsdp.bin": FULL, "pytorch_model_fsdp_0": SHARDED}
 ALIKE = (
     "call transformers.set_seed, or torch.manual_seed, with one number on all ranks before the "
     "model, its new head or its adapters are made, or load them from one file"
+)
+
+LAYERS = (
+    'give fsdp_config={"fsdp_version": 2} alone, which shards the layers that transformers names, '
+    "or name classes of layers of this model by transformer_layer_cls_to_wrap"
 )
 
 
@@ -51,26 +57,48 @@ class ShardingTrainer(QuietTrainer):
             refuse_plugin(state.fsdp_plugin)
             refuse_compiling(state)
 
-    def _prepare_for_training(self, *args: Any, **options: Any) -> tuple[Any, Any]:
-        """Before accelerate shards: a shard of other weights than the others' would be taken as it
-        is. (Of replicas, DistributedDataParallel sends the first one's to all.)
+    def _require_shardable(self) -> None:
+        """Before anything is recorded: that accelerate can shard this model, and that all ranks
+        hold the same one.
+
+        Raises:
+            ValueError, RuntimeError: with the remedy.
         """
-        if self.is_fsdp_enabled:
-            plugin, model = self._plugin, self._rested()
-            if not plugin.cpu_ram_efficient_loading:  # else the first one's are sent
-                self._session.together.require_same(
-                    "the model's weights", weights_digest(model), ALIKE
-                )
+        if not self.is_fsdp_enabled:
+            return
+        plugin, model = self._plugin, self._rested()
+        if not plugin.cpu_ram_efficient_loading:  # else the first one's are sent
+            # A shard of other weights than the others' would be taken as it is. (Of replicas,
+            # DistributedDataParallel sends the first one's to all.)
+            here().require_same("the model's weights", weights_digest(model), ALIKE)
+        refuse_tables(model)
+        if not any(is_spread(p) for p in model.parameters()):
             leave_embeddings(plugin, model)
-            refuse_tables(model)
-            if self._session.together.any_of(_are_alike_empty(model)):
-                raise ValueError(
-                    "the model is sharded already, over more ranks than some parameters have rows, "
-                    "and accelerate tells parameters by their memory; make the model and the "
-                    "trainer anew, and go on by resume_from_checkpoint=True"
-                )
+            refuse_layers(plugin, model)
+
+    def _prepare_for_training(self, *args: Any, **options: Any) -> tuple[Any, Any]:
+        """accelerate tells the optimiser's parameters by their memory. Of a model that an earlier
+        ``train()`` sharded, shards without a row have none, so they are kept here meanwhile.
+        """
+        if self.model_init is not None:  # the model was made a moment ago
+            self._require_shardable()
+        self._as_sharded: list[list[nn.Parameter]] | None = None
+        if self.is_fsdp_enabled and any(is_spread(p) for p in self._rested().parameters()):
+            made: Any = self.create_optimizer()
+            self._as_sharded = [list(group["params"]) for group in made.param_groups]
         found: tuple[Any, Any] = super()._prepare_for_training(*args, **options)
         return found
+
+    def create_scheduler(self, *args: Any, **options: Any) -> Any:
+        """Trainer makes it once accelerate is done with the optimiser, and loads a checkpoint into
+        both then.
+        """
+        kept, self._as_sharded = getattr(self, "_as_sharded", None), None
+        if kept is not None:
+            made: Any = self.optimizer
+            for group, parameters in zip(made.param_groups, kept, strict=True):
+                group["params"] = parameters
+        return super().create_scheduler(*args, **options)
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Then parameters are put away: no backward pass does it, and as they were gathered they
@@ -250,13 +278,57 @@ def leave_embeddings(plugin: Any, model: nn.Module) -> None:
     plugin.transformer_cls_names_to_wrap = [name for name in layers if name not in around]
 
 
+def refuse_layers(plugin: Any, model: nn.Module) -> None:
+    """Refuses layers that accelerate 1.15 picks to be sharded by themselves and torch cannot shard
+    so: lists of layers, and what is around the ends of the model, which accelerate shards besides.
+    ``plugin`` is told the model's layers.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    try:
+        plugin.set_auto_wrap_policy(model)
+    except ValueError as error:
+        raise ValueError(f"fsdp_config: {str(error).rstrip('.')}; {LAYERS}") from None
+    told = getattr(plugin.auto_wrap_policy, "keywords", {})
+    kinds, least = told.get("transformer_layer_cls", ()), told.get("min_num_params", math.inf)
+
+    def picked(layer: Any) -> bool:
+        return isinstance(layer, tuple(kinds)) or sum(p.numel() for p in layer.parameters()) > least
+
+    embedding, head = _ends(model)
+    norm = getattr(fsdp_utils, "_find_final_norm", lambda _: None)(model)
+    table = getattr(embedding, "weight", None)
+    tied = table is not None and getattr(head, "weight", None) is table
+    ends = [end for end in (embedding, norm, head) if end is not None and not picked(end)]
+    for name, layer in model.named_modules():
+        if layer is model or not picked(layer):
+            continue
+        if isinstance(layer, nn.ModuleList | nn.ModuleDict):
+            why = "torch cannot shard a list of layers"
+        elif tied and (layer is embedding or layer is head):
+            why = "it shares its weight with the other end of the model, which torch cannot part"
+        elif any(m is end for m in layer.modules() for end in ends):
+            why = "accelerate shards a layer inside it once more, which torch refuses"
+        else:
+            continue
+        how = "auto_wrap_policy" if least == math.inf else f"min_num_params={least}"
+        raise ValueError(f"FSDP's {how} shards {name!r} by itself: {why}; {LAYERS}")
+
+
+def _ends(model: nn.Module) -> tuple[Any, Any]:
+    """Embedding and head."""
+    found = [getattr(model, f"get_{end}put_embeddings", lambda: None)() for end in ("in", "out")]
+    return found[0], found[1]
+
+
 def refuse_tables(model: nn.Module) -> None:
     """Refuses an embedding that more than the input and the output layer use.
 
     Raises:
         ValueError: with the remedy.
     """
-    ends = [getattr(model, f"get_{end}put_embeddings", lambda: None)() for end in ("in", "out")]
+    ends = _ends(model)
     table = getattr(ends[0], "weight", None)
     for name, module in model.named_modules():
         if table is not None and module not in ends and module._parameters.get("weight") is table:
@@ -266,12 +338,6 @@ def refuse_tables(model: nn.Module) -> None:
                 "every process (torchrun, or accelerate launch --multi_gpu), or shard it in a loop "
                 "of your own (docs/fully_sharded.md)"
             )
-
-
-def _are_alike_empty(model: nn.Module) -> bool:
-    """Whether this rank holds nothing of two or more parameters."""
-    trained = [p for p in model.parameters() if p.requires_grad and is_spread(p)]
-    return sum(local_of(p).numel() == 0 for p in trained) > 1
 
 
 def _how(saved: str) -> str:

@@ -171,6 +171,7 @@ class PrivateTrainer(ShardingTrainer):
         if trial is not None:
             raise ValueError(NO_SEARCH)
         self._session.starts_from(self.model, self._bare_model())
+        self._require_shardable()
         with self._session.open(resume_from_checkpoint or False) as checkpoint:
             try:
                 done = super().train(checkpoint, None, ignore_keys_for_eval, **options)
