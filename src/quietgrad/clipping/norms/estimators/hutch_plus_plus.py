@@ -197,9 +197,6 @@ def _head_norms(uses: Sequence[Unfolded], basis_bgsk: Tensor, dtype: torch.dtype
         return _squared_by_block(
             (project_columns if tall else project_rows)(uses, basis_bgsk, dtype)
         )
-    odd = -basis_bgsk.shape[3] % EVEN  # columns of zeros: a library's products of few are slow
-    if odd and not basis_bgsk.is_cuda:
-        basis_bgsk = torch.nn.functional.pad(basis_bgsk, (0, odd))
     smalls = [
         thin_product(use.right_bgtd, basis_bgsk, dtype)
         if tall

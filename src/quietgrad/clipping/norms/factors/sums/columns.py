@@ -28,6 +28,11 @@ ROWS = 64
 # processor's library: rows of results have a multiple of so many entries.
 EVEN = 16
 
+# Products of few columns are formed transposed, filled up to so many: libraries are twice as slow
+# at the rest of a run of ``EVEN``. One example's rows stand in runs of ``EVEN`` then, since fewer
+# are another routine's, with another rounding.
+NARROW = 8
+
 # Entries of sums over columns that a processor forms at once (2 MiB in float32).
 IN_CACHE = 512 * 1024
 
@@ -84,14 +89,49 @@ def thin_product(
             made = _shared_product(factor.to(dtype), projection, scratch, name)
             scratch.remember(name, factor, projection, made)
         return made
+    return _product_of_each(factor, projection, dtype)
+
+
+def whole_columns(columns: int) -> int:
+    """So many columns are filled up to with zeros, on a processor."""
+    run = NARROW if columns <= NARROW else EVEN
+    return -(-columns // run) * run
+
+
+def _product_of_each(factor: Tensor, projection: Tensor, dtype: torch.dtype) -> Tensor:
+    """``thin_product`` with a projection for each example."""
+    t, k = factor.shape[2], projection.shape[3]
+    if factor.is_cuda:
+        return _sum_of_pieces(factor, projection, dtype)
+    odd, last = whole_columns(k) - k, t % EVEN
+    if odd:
+        projection = torch.nn.functional.pad(projection, (0, odd))
+    if k <= NARROW:
+        projection = projection.transpose(2, 3).contiguous().transpose(2, 3)
+    found = []
+    if t > last or not t:
+        found.append(_sum_of_pieces(factor[:, :, : t - last], projection, dtype))
+    if last:
+        rows = torch.nn.functional.pad(factor[:, :, t - last :], (0, 0, 0, EVEN - last))
+        found.append(_sum_of_pieces(rows, projection, dtype)[:, :, :last])
+    made = found[0] if len(found) == 1 else torch.cat(found, dim=2)
+    return made[..., :k]
+
+
+def _sum_of_pieces(factor: Tensor, projection: Tensor, dtype: torch.dtype) -> Tensor:
+    """``COLUMNS`` columns after the other; transposed, where few result."""
+    turned = not factor.is_cuda and projection.shape[3] <= NARROW
     total: Tensor | None = None
     for some, others in zip(
         factor.split(COLUMNS, dim=3), projection.split(COLUMNS, dim=2), strict=True
     ):
-        part = block_products(some, others, dtype)
+        if turned:
+            part = block_products(others.transpose(2, 3), some.transpose(2, 3), dtype)
+        else:
+            part = block_products(some, others, dtype)
         total = part if total is None else total.add_(part)
     assert total is not None
-    return total
+    return total.transpose(2, 3) if turned else total
 
 
 def _shared_product(factor: Tensor, projection: Tensor, scratch: Scratch, name: str) -> Tensor:
