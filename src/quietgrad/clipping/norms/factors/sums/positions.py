@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.products import AT_ONCE
-from quietgrad.clipping.norms.factors.sums.columns import EVEN, IN_CACHE
+from quietgrad.clipping.norms.factors.sums.columns import EVEN, IN_CACHE, whole_columns
 from quietgrad.clipping.norms.factors.sums.pairs import InPairs, add_in_pairs, levels
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 
 # Positions of a short sum, and of what is formed in one call. What is added to goes by ``add_``,
 # never as the third operand of a product: libraries begin their sums with it.
 POSITIONS, GROUP = 32, 512
+
+# Entries of the longer rows: products of two positions with fewer are so small that another routine
+# forms them, with another rounding.
+LEAST = 2 * EVEN
 
 # Short sums up to which adding one after the other is adding up in pairs.
 FEW = 3
@@ -44,7 +48,8 @@ def add_over_positions(
     n = long_bgtn.shape[3]
     small, long = small_bgtk.flatten(0, 1), long_bgtn.flatten(0, 1)
     if not small.is_cuda:
-        small, long = _even(small), _even(long)
+        small = _even(small, whole_columns(k))
+        long = _even(long, max(whole_columns(n), LEAST))
     scratch = scratch or Scratch()
     shape = (b * g, small.shape[2], long.shape[2])
     found = scratch.take("positions" if total is None else "more positions", shape, small)
@@ -58,13 +63,13 @@ def add_over_positions(
     return found if total is None else total.add_(found)
 
 
-def _even(rows: Tensor) -> Tensor:
-    """Rows of whole runs of ``EVEN`` entries, zeros at their ends, each beginning at such a run."""
-    odd = -rows.shape[-1] % EVEN
+def _even(rows: Tensor, entries: int) -> Tensor:
+    """Rows of so many entries, zeros at their ends, each beginning at a whole run of them."""
+    odd, run = entries - rows.shape[-1], min(entries, EVEN)
     if odd:
         return torch.nn.functional.pad(rows, (0, odd))
-    cut = any(stride % EVEN for stride in rows.stride()[:-1])
-    starts = rows.data_ptr() % (EVEN * rows.element_size())
+    cut = any(stride % run for stride in rows.stride()[:-1])
+    starts = rows.data_ptr() % (run * rows.element_size())
     return rows.clone(memory_format=torch.contiguous_format) if cut or starts else rows
 
 
