@@ -121,6 +121,11 @@ def require_at_most_one(given: Mapping[str, object], where: str = "") -> None:
         )
 
 
+def how_many(number: int, word: str) -> str:
+    """ "1 record", "2 records": a number before a word whose plural ends in s."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
 def listed(words: Iterable[str], last: str = "or") -> str:
     """'a', 'b or c' ... in one line."""
     *before, final = list(words)

@@ -33,7 +33,13 @@ def test_check_shows_every_broken_row_with_its_line(quietgrad: Run, tmp_path: Pa
     code, out, err = quietgrad("check", file, "--text", "text", "--label", "label")
     assert code == 1 and err == ""
     assert out.startswith("This output is private")
-    for line in ("line 5: 3 cells", "line 6: 1 cells", "line 8: no text", "line 9: no label"):
+    assert "2 rows that cannot be read:" in out and "2 rows without something:" in out
+    for line in (
+        "line 5: 3 cells",
+        "line 6: 1 cell in place of 2",
+        "line 8: no text",
+        "line 9: no label",
+    ):
         assert line in out
     assert "UTF-8" in out and "comma" in out and "differ in case alone" in out
     code, out, _ = quietgrad("check", file, "--text", "text", "--label", "label", "--json")
@@ -112,7 +118,7 @@ def test_check_of_pictures(quietgrad: Run, pictures: Path, tmp_path: Path) -> No
     damaged = next((copy / "train").rglob("*.png"))
     damaged.write_bytes(b"\x89PNG broken")
     code, out, _ = quietgrad("check", copy)
-    assert code == 1 and damaged.name in out and "1 images that cannot be opened" in out
+    assert code == 1 and damaged.name in out and "1 image that cannot be opened" in out
 
 
 # init

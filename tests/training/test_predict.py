@@ -102,6 +102,25 @@ def test_rows_of_tables(quietgrad: Any, tmp_path: Path) -> None:
     truth = [test.label_names[i] for i in test.labels]
     right = np.mean([a == b for a, b in zip(predicted, truth, strict=True)])
     assert right == pytest.approx(outcome.result["metrics"]["accuracy"])
+    odd = [rows[0] | {"age": "31,5"}, rows[1] | {"trade": "pilot"}, rows[2] | {"age": ""}]
+    file = write_rows(tmp_path / "odd.csv", odd)
+    code, said, err = quietgrad("predict", run_dir.path, file)
+    assert code == 0 and "3 of 3 records; all" in said, err
+    assert (
+        "column 'age': 1 cell with no number, such as '31,5', read as an empty cell: write 3.14 in "
+        "place of 3,14" in said
+    )
+    assert (
+        "column 'trade': 1 cell with no category that the model knows, such as 'pilot', read as "
+        '"others"' in said
+    )
+    assert said.count("note:") == 2
+    code, said, err = quietgrad("predict", run_dir.path, file, "--json")
+    assert code == 0 and len(json.loads(said)["notes"]) == 2, err
+    code, said, err = quietgrad(
+        "predict", run_dir.path, write_rows(tmp_path / "one.csv", [rows[0]]), "--output", out
+    )
+    assert code == 0 and "1 record written" in said and "note:" not in said, err
     del rows[0][names[0]]
     rows = [{k: v for k, v in row.items() if k != names[0]} | {names[0] + "s": 1} for row in rows]
     code, _, err = quietgrad("predict", run_dir.path, write_rows(tmp_path / "less.csv", rows))

@@ -36,7 +36,7 @@ def test_lines_are_those_of_the_file(end: str, tmp_path: Path) -> None:
     assert found.lines == [2, 6]
     assert places(found) == [(5, 5), (7, 9), (10, 10)]
     assert [row.reason for row in found.bad] == [
-        f"{n} cells, and there are 2 columns" for n in (3, 3, 1)
+        f"{n} in place of 2" for n in ("3 cells", "3 cells", "1 cell")
     ]
 
 

@@ -150,3 +150,17 @@ def test_phases_of_a_file_are_calibrated_together(settings: dict[str, Any]) -> N
     assert plan is not None and plan.phase_lengths == (2, 3) and 3.9 <= plan.epsilon <= 4.0
     with pytest.raises(ValueError, match="steps=6 with phases: each phase says its own"):
         prepare(config_of(settings | {"schedules.phases": phases}))
+
+
+def test_a_schedule_says_what_it_is_a_factor_on(settings: dict[str, Any]) -> None:
+    # Who writes --set batch_size=200 means the batch: the key without its table is the factor's.
+    open_sizes = {k: v for k, v in settings.items() if k != "training.expected_batch_size"}
+    with pytest.raises(ValueError, match=r"was training\.expected_batch_size=200 meant\?"):
+        prepare(config_of(open_sizes | {"schedules.batch_size": 200}))
+    with pytest.raises(
+        ValueError, match=r"schedules\.noise=.* needs training\.expected_batch_size"
+    ):
+        prepare(config_of(open_sizes | {"schedules.noise": 2.0}))
+    open_steps = {k: v for k, v in settings.items() if k != "training.steps"}
+    with pytest.raises(ValueError, match=r"needs training\.steps or training\.epochs"):
+        prepare(config_of(open_steps | {"schedules.noise": 2.0}))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quietgrad.checks import (
+    how_many,
     require_at_least,
     require_delta,
     require_delta_for,
@@ -161,10 +162,9 @@ def _from_ledger(path: Path, delta: float | None, expected: int | None, as_json:
     contents = read_ledger(path)
     if expected is not None and contents.releases < expected:
         raise ValueError(
-            f"ledger={str(path)!r} holds {contents.releases} releases, and --expect-releases says "
-            f"{expected}: the directory is an earlier state of the run, so its epsilon would be "
-            "too small; "
-            "restore the newest one"
+            f"ledger={str(path)!r} holds {how_many(contents.releases, 'release')}, and "
+            f"--expect-releases says {expected}: the directory is an earlier state of the run, so "
+            "its epsilon would be too small; restore the newest one"
         )
     at = contents.header.get("delta") if delta is None else delta
     if at is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.accounting.rounding import round_up, round_up_to
+from quietgrad.checks import how_many
 from quietgrad.cli.output import console, print_json, print_table
 from quietgrad.cli.progress.counted import Counted
 from quietgrad.cli.progress.stages import stages
@@ -79,7 +80,7 @@ def run_compare(
 
         ends = bool(comparison.table.eval_records)
         facts = [line for line in (guarantee, cost) if line]
-        missed = f"{missing} runs are missing." if missing else ""
+        missed = f"Missing: {how_many(missing, 'run')}." if missing else ""
         shares = comparison.table.shares
         page = comparison_page(
             comparison.table.title, tables, protocols, shares, facts, missed, ends
@@ -103,7 +104,9 @@ def run_compare(
         target.print(f"\n{name}\n", markup=False)
         target.print(markdown(table, comparison.table.shares, words), markup=False, soft_wrap=True)
     if missing:
-        target.print(f"\n{missing} runs are missing; the same command without --report makes them.")
+        target.print(
+            f"\nMissing: {how_many(missing, 'run')}; the same command without --report goes on."
+        )
     target.print(f"\n{guarantee}")
     if cost:
         target.print(f"\n{cost}", markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from quietgrad.accounting import RunCount, epsilon_report, selected_epsilon
 from quietgrad.accounting.rounding import round_up, round_up_to
+from quietgrad.checks import how_many
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.beside.chosen import print_settings, settings_record, too_long
 from quietgrad.cli.output import (
@@ -78,8 +79,9 @@ def run_plan(
             if record["cached_frozen_layers"]
             else "run at every step",
             "training time": f"{'at most about' if 'users' in record else 'about'} "
-            f"{_duration(record['predicted_seconds'])} for {prepared.steps} steps, evaluations not "
-            f"counted; {record['hours_allowed']:g} hours are allowed (training.hours)",
+            f"{_duration(record['predicted_seconds'])} for {how_many(prepared.steps, 'step')}, "
+            f"evaluations not counted; {record['hours_allowed']:g} hours are allowed "
+            "(training.hours)",
             "memory": f"about {record['predicted_memory_mib']:.0f} MiB for weights and a step",
             "trainable parameters": f"{record['trainable_parameters']:,} of "
             f"{record['parameters']:,}",
@@ -197,7 +199,7 @@ def _print_clipping(target: Console, record: dict[str, Any]) -> None:
         return
     rows: dict[str, str] = {}
     for layer in record["layers"]:
-        row = f"{layer['count']} parameters, {layer['estimator']}"
+        row = f"{how_many(layer['count'], 'parameter')}, {layer['estimator']}"
         if layer["kept"] and layer["estimator"] == "materialized":
             row += ", kept for the sum"
         if layer["multiplications"]:
@@ -206,14 +208,14 @@ def _print_clipping(target: Console, record: dict[str, Any]) -> None:
         rows[shape] = f"{rows[shape]}\n{row}" if shape in rows else row
     print_table(target, "Norm estimator by shape of parameter", rows)
     rows = {
-        "chosen": f"{record['engine']}; {record['physical_batch_size']} examples at a time "
-        f"({record['why']})"
+        "chosen": f"{record['engine']}; {how_many(record['physical_batch_size'], 'example')} "
+        f"at a time ({record['why']})"
     }
     for other in record["alternatives"]:
         rows[other["engine"]] = (
             f"{other['ratio']:.2f} times the non-private step, {other['mib']:,.0f} MiB over "
             "parameters and data, "
-            f"{other['physical_batch_size']} examples at a time"
+            f"{how_many(other['physical_batch_size'], 'example')} at a time"
         )
     plain = record["non_private"]
     rows["without privacy"] = (

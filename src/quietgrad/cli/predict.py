@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from quietgrad.checks import how_many
 from quietgrad.cli.output import console, fail, one_line, print_json
 from quietgrad.cli.progress.stages import stages
 
@@ -49,13 +50,17 @@ def run_predict(
     if output is None:
         _print_rows(target, found.columns(bool(each)))
         target.print(
-            f"{min(SHOWN_ROWS, len(found))} of {len(found)} records; all of them, with every "
-            f"column: quietgrad predict {run_dir} {file} --output predictions.csv",
+            f"{min(SHOWN_ROWS, len(found))} of {how_many(len(found), 'record')}; all of them, with "
+            f"every column: quietgrad predict {run_dir} {file} --output predictions.csv",
             soft_wrap=True,
             markup=False,
         )
     else:
-        target.print(f"{len(found)} records written to {output}", soft_wrap=True, markup=False)
+        target.print(
+            f"{how_many(len(found), 'record')} written to {output}", soft_wrap=True, markup=False
+        )
+    for note in found.notes:
+        target.print(f"[yellow]note:[/yellow] {_escaped(note)}", soft_wrap=True)
     if found.unread:
         target.print(
             f"Without a label: {found.unread} that could not be read (an empty text, a damaged "
@@ -85,6 +90,7 @@ def _record(
     found: Predictions, columns: Mapping[str, Sequence[Any]], output: Path | None
 ) -> dict[str, Any]:
     record: dict[str, Any] = {"records": len(found), "unread": found.unread}
+    record["notes"] = list(found.notes)
     if output is not None:
         return record | {"output": str(output), "columns": list(columns)}
     rows = zip(*columns.values(), strict=True)
@@ -112,4 +118,8 @@ def _short(cell: Any) -> str:
     text = f"{cell:.3f}" if isinstance(cell, float) else "" if cell is None else str(cell)
     text = " ".join(text.split())
     cut = text if len(text) <= SHOWN_LETTERS else text[: SHOWN_LETTERS - 3] + "..."
-    return cut.replace("[", r"\[")
+    return _escaped(cut)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from quietgrad.accounting.rounding import round_up, round_up_to
-from quietgrad.checks import SettingsWarning
+from quietgrad.checks import SettingsWarning, how_many
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.output import print_table
 from quietgrad.cli.progress.stages import stages
@@ -108,9 +108,8 @@ def _units(prepared: Prepared, plan: PrivacyPlan) -> str:
     if users is None:
         return f"{len(prepared.train)} {declared}"
     how = "drawn anew in every step" if users.choice == "fresh" else "always the same ones"
-    return (
-        f"{users.count} users, {declared}, at most {users.at_most} records of each a step ({how})"
-    )
+    most = how_many(users.at_most, "record")
+    return f"{users.count} users, {declared}, at most {most} of each a step ({how})"
 
 
 def _clipping_text(plan: PrivacyPlan) -> str:
@@ -133,7 +132,7 @@ def noise_rows(plan: PrivacyPlan) -> dict[str, str]:
     if plan.event.bands == 1 or mixing is None:
         rows = {
             "sampling": f"Poisson, rate {plan.sampler.sample_rate:.5f}, expected batch size "
-            f"{size:.0f}{of}, {plan.steps} steps",
+            f"{size:.0f}{of}, {how_many(plan.steps, 'step')}",
             "noise": f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping "
             "norm "
             f"{plan.max_grad_norm:g}, independent from step to step",
@@ -152,7 +151,8 @@ def noise_rows(plan: PrivacyPlan) -> dict[str, str]:
         f"{plan.dataset_size / event.bands:.0f} "
         f"{unit}s take turns, rate {event.participation_rate:.5f} within a part, expected "
         "batch size "
-        f"{size:.0f}{of}, {plan.steps} steps; a {unit} can be in {event.compositions} of them",
+        f"{size:.0f}{of}, {how_many(plan.steps, 'step')}; a {unit} can be in "
+        f"{event.compositions} of them",
         "noise": f"Gaussian, multiplier {round_up(plan.noise_multiplier, 4)} on the clipping norm "
         f"{plan.max_grad_norm:g}, correlated over {event.bands} bands ({mixing.family}) for "
         f"{mixing.workload}",

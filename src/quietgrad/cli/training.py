@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from quietgrad.accounting.rounding import round_up, round_up_to
+from quietgrad.checks import how_many
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.beside.chosen import print_settings, settings_record
 from quietgrad.cli.beside.launch import start_processes
@@ -236,7 +237,7 @@ def _count_to_keep(result: dict[str, Any]) -> str:
     if not result["private"]:
         return ""
     return (
-        f" (keep elsewhere: {result['steps']} releases; quietgrad epsilon --ledger "
+        f" (keep elsewhere: {how_many(result['steps'], 'release')}; quietgrad epsilon --ledger "
         f"{result['run_dir']} --expect-releases {result['steps']} refuses a directory rolled "
         "back)"
     )

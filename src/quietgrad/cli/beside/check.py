@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from quietgrad.checks import how_many
 from quietgrad.cli.output import console, one_line, print_json, print_table
 from quietgrad.training.sources.guess import guess
 from quietgrad.training.sources.inspection import RARE, Inspection, read_for_owner, with_labels
@@ -134,8 +135,8 @@ def _print_file(target: Console, found: Inspection) -> None:
         _print_columns(target, found)
     if found.labels:
         _print_labels(target, found.labels, found.rare)
-    _print_rows(target, "rows that cannot be read", found.broken)
-    _print_rows(target, "rows that lack something", found.gaps)
+    _print_rows(target, "", "that cannot be read", found.broken)
+    _print_rows(target, "", "without something", found.gaps)
     _print_notes(target, found.notes)
     if found.broken and not found.records:
         target.print(
@@ -174,9 +175,9 @@ def _print_labels(target: Console, labels: dict[str, int], rare: Sequence[str]) 
     target.print(table)
 
 
-def _print_rows(target: Console, title: str, rows: Sequence[BadRow]) -> None:
+def _print_rows(target: Console, of: str, which: str, rows: Sequence[BadRow]) -> None:
     if rows:
-        target.print(f"{len(rows)} {title}:")
+        target.print(f"{how_many(len(rows), 'row')}{of} {which}:")
     for row in rows:
         place = f"line {row.first}" if row.last == row.first else f"lines {row.first} to {row.last}"
         target.print(f"  {place}: {_plain(row.reason)}", soft_wrap=True)
@@ -189,7 +190,7 @@ def _print_notes(target: Console, notes: Sequence[str]) -> None:
 
 def _print_folder(target: Console, found: FolderInspection) -> None:
     counts: dict[str, Any] = {
-        part: f"{sum(labels.values())} images, {len(labels)} labels"
+        part: f"{how_many(sum(labels.values()), 'image')}, {how_many(len(labels), 'label')}"
         for part, labels in found.labels.items()
     }
     print_table(target, _plain(found.path), counts)
@@ -197,9 +198,9 @@ def _print_folder(target: Console, found: FolderInspection) -> None:
         target.print(f"{part}:")
         _print_labels(target, labels, ())
     for part, rows in found.broken.items():
-        _print_rows(target, f"rows of {part}.csv that cannot be read", rows)
+        _print_rows(target, f" of {part}.csv", "that cannot be read", rows)
     if found.damaged:
-        target.print(f"{len(found.damaged)} images that cannot be opened:")
+        target.print(f"{how_many(len(found.damaged), 'image')} that cannot be opened:")
     for name in found.damaged:
         target.print(f"  {_plain(name)}", soft_wrap=True)
     _print_notes(target, found.notes)

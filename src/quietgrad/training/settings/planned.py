@@ -10,6 +10,7 @@ from quietgrad.noise.methods import IndependentNoise
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.settings.noise import noise_of
+from quietgrad.training.settings.schedules import FACTORS, SchedulesTable
 
 
 def build_plan(
@@ -60,6 +61,7 @@ def privacy_config(
         plain: with independent noise and nothing beside it, for batches without privacy.
     """
     privacy, training = config.privacy, config.training
+    _require_sizes(config)
     return PrivacyConfig(
         target_epsilon=privacy.target_epsilon,
         target_delta=privacy.target_delta,
@@ -82,3 +84,19 @@ def privacy_config(
         seed=training.seed,
         data_are_public=config.data.public or plain,
     )
+
+
+def _require_sizes(config: TrainConfig) -> None:
+    """That what a schedule is a factor on is said; the rule for what is left out knows none."""
+    training, table = config.training, config.schedules
+    if table == SchedulesTable():
+        return
+    given = next((n for n in FACTORS if getattr(table, n) is not None), "phases")
+    why = f"schedules.{given}={getattr(table, given)!r}"
+    if training.expected_batch_size is None:
+        number = table.batch_size
+        if given == "batch_size" and isinstance(number, int | float):
+            why += f" (a factor; was training.expected_batch_size={number:g} meant?)"
+        raise ValueError(f"{why} needs training.expected_batch_size, which is left out; give it")
+    if given != "phases" and training.steps is None and training.epochs is None:
+        raise ValueError(f"{why} needs training.steps or training.epochs, and both are left out")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from quietgrad.checks import how_many
 from quietgrad.training.sources.guess import (
     MOST_FRACTIONS,
     Column,
@@ -89,7 +90,9 @@ def read_for_owner(path: Path) -> tuple[Inspection, Rows | None]:
         where = f" ({error.place})" if error.place else ""
         return Inspection(str(path), failure=f"it {error}{where}"), None
     other = sum(row.reason == NOT_UTF8 for row in rows.bad)
-    encoding = "UTF-8" if not other else f"not UTF-8 in {other} rows (save the file as UTF-8)"
+    encoding = (
+        "UTF-8" if not other else f"not UTF-8 in {how_many(other, 'row')} (save the file as UTF-8)"
+    )
     mark = " with a byte order mark" if rows.marked else ""
     found = Inspection(
         str(path),

@@ -10,6 +10,7 @@ import json
 import math
 import re
 
+from quietgrad.checks import how_many
 from quietgrad.training.sources.guess import Guess
 
 FEWEST = 40
@@ -42,8 +43,8 @@ def propose(
     """
     if records < FEWEST:
         raise ValueError(
-            f"FILE={path!r} has {records} records; with fewer than {FEWEST} nothing can be learnt "
-            "privately: add records"
+            f"FILE={path!r} has {how_many(records, 'record')}; with fewer than {FEWEST} nothing "
+            "can be learnt privately: add records"
         )
     share = 0.1 if records >= 2000 else 0.2
     train = round(records * (1 - 2 * share))

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quietgrad.checks import how_many
+
 FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # First bytes of files that are no tables of text, and what they are.
@@ -143,7 +145,7 @@ def _table(data: bytes, usual: str) -> Rows:
                     f"the row that begins in line {first}",
                 )
             elif wrong or len(row) != len(names):
-                reason = wrong or f"{len(row)} cells, and there are {len(names)} columns"
+                reason = wrong or f"{how_many(len(row), 'cell')} in place of {len(names)}"
                 bad.append(BadRow(first, reader.line_num, reason))
             else:
                 cells.append(row)

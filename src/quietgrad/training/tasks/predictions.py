@@ -31,12 +31,14 @@ class Predictions:
         found: column -> [n] what the model says; None where a record could not be read.
         probabilities: label -> [n]; empty where there are none.
         unread: records that could not be read: empty texts, damaged images.
+        notes: what of the input says less to the model than it says to a reader.
     """
 
     given: Mapping[str, Sequence[Any]]
     found: Mapping[str, Sequence[Any]]
     probabilities: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     unread: int = 0
+    notes: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(next(iter(self.found.values())))

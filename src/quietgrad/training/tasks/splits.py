@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from quietgrad.checks import nearest
+from quietgrad.checks import how_many, nearest
 from quietgrad.training.sources.guess import MOST_FRACTIONS, fractional
 
 # Label of a record whose loss is zero, or of a token that is not learnt; what torch's cross entropy
@@ -126,8 +126,8 @@ def split(texts: Texts, validation_fraction: float, test_fraction: float) -> Spl
 def _amount(texts: TextRecords) -> str:
     """For messages: of users' records the number is private."""
     if texts.owners is None:
-        return f"{len(texts)} records"
-    return f"records of {len(set(texts.owners))} users"
+        return how_many(len(texts), "record")
+    return f"records of {how_many(len(set(texts.owners)), 'user')}"
 
 
 def with_public_labels(splits: Splits[Labelled], given: Sequence[str] = ()) -> Splits[Labelled]:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quietgrad.checks import how_many
 from quietgrad.training.tasks.packages import packaged_file
 from quietgrad.training.tasks.records import InOrder
 from quietgrad.training.tasks.splits import IGNORED, Splits
@@ -160,8 +161,8 @@ def split_images(
     kept = ~seen & ~validation & ~public
     if not validation.any() or not kept.any():
         raise ValueError(
-            f"data.source={train.source!r} has {len(train)} records, too few for a training and a "
-            "validation part; those that equal a test record are left out of both"
+            f"data.source={train.source!r} has {how_many(len(train), 'record')}, too few for a "
+            "training and a validation part; those that equal a test record are left out of both"
         )
     if (np.asarray(train.labels)[validation].reshape(int(validation.sum()), -1) < 0).any():
         raise ValueError(

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quietgrad.checks import SettingsWarning, nearest
+from quietgrad.checks import SettingsWarning, how_many, nearest
 from quietgrad.training.tasks.columns import (
     label_word,
     missing,
@@ -216,6 +216,28 @@ class Encoding:
             place = {word: code for code, word in enumerate(known, 1)}
             codes[:, i] = [place.get(cell, 0) for cell in rows.columns[name]]
         return EncodedRows(values, codes, rows.labels)
+
+    def strange(self, rows: LabelledRows) -> list[str]:
+        """What cells are to the model where that is less than they say: one sentence a column. Of
+        new rows, which are the caller's own; never of training rows.
+        """
+        found = []
+        for name, cells in rows.columns.items():
+            if name in self.numbers:
+                odd = [cell for cell in cells if cell and number_of(cell) is None]
+                what, instead = "no number", "as an empty cell"
+                if odd and all(COMMA.fullmatch(cell) for cell in odd):
+                    instead += ": write 3.14 in place of 3,14"
+            else:
+                known = set(self.categories[name])
+                odd = [cell for cell in cells if cell and cell not in known]
+                what, instead = "no category that the model knows", 'as "others"'
+            if odd:
+                found.append(
+                    f"column {name!r}: {how_many(len(odd), 'cell')} with {what}, such as "
+                    f"{odd[0]!r}, read {instead}"
+                )
+        return found
 
     def to_json(self) -> dict[str, Any]:
         return {

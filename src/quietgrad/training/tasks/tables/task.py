@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,10 @@ class TablesTask(Task):
         encoding = _described(folder)[0]
         names = [*encoding.numbers, *encoding.categories]
         columns = read_new(file, dict.fromkeys(names, "every column of data.source"))
-        rows = encoding.encode(unlabelled_rows(columns, names, str(file)))
+        new = unlabelled_rows(columns, names, str(file))
         model, _, labels = load_saved_table(folder)
-        logits = outputs(model.to(device), rows, EVALUATION_BATCH, device)
-        return classified(columns, labels, logits)
+        logits = outputs(model.to(device), encoding.encode(new), EVALUATION_BATCH, device)
+        return replace(classified(columns, labels, logits), notes=encoding.strange(new))
 
     @classmethod
     def exportable(cls, config: TrainConfig, folder: Path) -> Exportable:
