@@ -86,6 +86,7 @@ def test_outlines_judge_as_the_records_do(name: str) -> None:
         ("[schedules]\nphases = [{steps = 'a'}]\n", ["training.steps=[3]"]),
         ("", ["trainning.steps=3"]),
         ("", ["stepps=3"]),
+        ("", ["source=some-org/some-data:en"]),  # of which table?
         ("", ["steps"]),
         ("", ["steps=3", "steps=4"]),
         ("", ["steps=3", "epochs=4"]),
