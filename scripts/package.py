@@ -26,7 +26,7 @@ DIST = ROOT / "dist"
 LOOK = """
 import importlib.resources, json, quietgrad
 files = importlib.resources.files("quietgrad")
-wanted = ["py.typed", "report/page.html", "training/references.json",
+wanted = ["py.typed", "report/page.html", "training/references.json", "training/settings/keys.json",
           "training/settings/default.toml", "training/tasks/text/modeling_pooled.py"]
 print(json.dumps({"where": quietgrad.__file__, "version": quietgrad.__version__,
                   "missing": [name for name in wanted if not files.joinpath(name).is_file()]}))

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal
@@ -53,6 +53,17 @@ Amount = Annotated[float, AtLeast(0, "use a number of at least 0")]
 Above0 = Annotated[float, Positive()]
 
 
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """Stands for a record whose module imports much, where values are judged and no record is made.
+
+    Attributes:
+        hints: what ``hints_of`` says of the record.
+    """
+
+    hints: Mapping[str, Any]
+
+
 def judge(record: Any) -> None:
     """For ``__post_init__``: every field is of its annotated type and within its bounds; whole
     numbers become floats where those are wanted, lists tuples.
@@ -71,6 +82,8 @@ def judge(record: Any) -> None:
 @functools.cache
 def hints_of(kind: Any) -> Mapping[str, Any]:
     """Field -> annotation, of those that a file can hold; none for what is no dataclass."""
+    if isinstance(kind, Outline):
+        return kind.hints
     if not dataclasses.is_dataclass(kind):
         return {}
     hints = typing.get_type_hints(kind, include_extras=True)
@@ -115,6 +128,50 @@ def described(hint: Any) -> str:
     )
 
 
+def plain(hint: Any) -> list[dict[str, Any]]:
+    """An annotation of a field that a file can hold, as JSON can hold it: its alternatives."""
+    return [
+        _plain(option) | ({"bounds": [_plain_bound(bound) for bound in bounds]} if bounds else {})
+        for option, bounds in _options(hint)
+    ]
+
+
+def hint_from(told: Sequence[Mapping[str, Any]]) -> Any:
+    """The annotation of which ``plain`` told this."""
+    either: Any = typing.Union
+    return either[tuple(_hint(alternative) for alternative in told)]
+
+
+def _plain(option: Any) -> dict[str, Any]:
+    if words := _words(option):
+        return {"words": list(words)}
+    kind = typing.get_origin(option)
+    if kind is None:
+        return {"type": next(name for name, known in SCALARS.items() if known is option)}
+    holder = next(name for name, known in HOLDERS.items() if known is kind)
+    return {"type": holder, "of": plain(typing.get_args(option)[kind is Mapping])}
+
+
+def _plain_bound(bound: Any) -> list[Any]:
+    return [bound.smallest, bound.remedy] if isinstance(bound, AtLeast) else []
+
+
+def _hint(told: Mapping[str, Any]) -> Any:
+    literal: Any = typing.Literal
+    annotated: Any = typing.Annotated
+    option: Any = SCALARS.get(told.get("type", ""))
+    if "words" in told:
+        option = literal[tuple(told["words"])]
+    elif option is None:
+        kind, of = HOLDERS[told["type"]], hint_from(told["of"])
+        option = kind[{list: of, tuple: (of, ...), Mapping: (str, of)}[kind]]
+    for bound in told.get("bounds", ()):
+        option = annotated[option, AtLeast(*bound) if bound else Positive()]
+    return option
+
+
+SCALARS = {"bool": bool, "int": int, "float": float, "str": str, "none": type(None)}
+HOLDERS: dict[str, Any] = {"list": list, "tuple": tuple, "mapping": Mapping}
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 _OTHER = object()  # not of the type
 

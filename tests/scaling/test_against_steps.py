@@ -67,7 +67,7 @@ def test_memory_and_traffic_of_replicas_are_as_planned(
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.slow("six steps of 135 million parameters on one and on two processes, many minutes")
+@pytest.mark.slow("five steps of 135 million parameters on one and on two processes, many minutes")
 @pytest.mark.parametrize("size", [1, 2])
 def test_memory_of_smollm2_is_as_planned(size: int, tmp_path: Path) -> None:
     require_as_planned(NAMED["smollm2-135m"], (size, 1, 1, 16, 1), "auto", tmp_path)

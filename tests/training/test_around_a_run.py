@@ -193,7 +193,7 @@ def test_what_is_kept_of_the_hub_is_used_offline(
     ("command", "setting", "message"),
     [
         ("train", "model.name=some-org/some-model", " is no folder here"),
-        ("plan", "source=some-org/some-data:en", " is no file and no folder"),
+        ("plan", "test_source=some-org/some-data:en", " is no file and no folder"),
         ("audit", "data.source=nowhere.csv", ": no such file"),
         ("train", "model.name=./nowhere", " cannot be loaded: no such folder"),
     ],

@@ -19,6 +19,7 @@ from quietgrad.cli.beside.planning import (
     plan,
 )
 from quietgrad.cli.output import announce, hush_libraries, one_line, paragraphs
+from quietgrad.training.settings.overrides import OF_COMPARISONS
 from quietgrad.training.sources.early import look_early
 
 app = typer.Typer(
@@ -121,7 +122,7 @@ def spectrum(
 
     Example: quietgrad spectrum recipes/noisecurve.toml
     """
-    look_early(config, overrides or [])
+    look_early(config, overrides or [], ignored=OF_COMPARISONS)
     from quietgrad.cli.spectrum import run_spectrum
 
     run_spectrum(config, overrides or [], as_json)
@@ -166,7 +167,7 @@ def compare(
     Example: quietgrad compare recipes/denoising.toml --html comparison.html
     """
     announce("compare", as_json or only_report)
-    look_early(config)
+    look_early(config, keys=False)
     from quietgrad.cli.compare import run_accounted, run_compare
 
     if accounted:

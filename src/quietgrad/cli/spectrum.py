@@ -7,12 +7,13 @@ from typing import Any
 
 from quietgrad.cli.output import console, print_json, print_table
 from quietgrad.training.settings.config import load_config
+from quietgrad.training.settings.overrides import OF_COMPARISONS
 
 
 def run_spectrum(config_path: Path | None, overrides: list[str], as_json: bool) -> None:
     """See ``quietgrad spectrum --help``."""
     target = console(as_json)
-    config = load_config(config_path, overrides, ignored=("comparison", "variants", "search"))
+    config = load_config(config_path, overrides, ignored=OF_COMPARISONS)
     from quietgrad.report.spectrum import spectrum_figure
     from quietgrad.training.spectrum_run import make_spectrum
 

@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from quietgrad.cli import accounting
+from quietgrad.training.settings.overrides import read_toml
+from quietgrad.training.sources.early import require_keys
 
 Text = Annotated[str, typer.Option("--text", metavar="COLUMN", help="Column of the text.")]
 Label = Annotated[str, typer.Option("--label", metavar="COLUMN", help="Column of the label.")]
@@ -107,6 +109,8 @@ def check(
 
     Example: quietgrad check people.csv
     """
+    if source.suffix.lower() == ".toml":
+        require_keys(read_toml(source))
     from quietgrad.cli.beside.check import run_check
 
     run_check(source, text, label, as_json)

@@ -108,6 +108,8 @@ def plan(
         *(checkpointing, dtype, efficiency),
     )
     if devices is not None:
+        if model is None:
+            look_early(config, overrides or [])
         run_devices(config, overrides or [], options, as_json)
         return
     options.require_none()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.beside import AdaptiveClipping, TrainingLoss
-from quietgrad.checks import nearest
 from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.denoising import GradientRule, MomentumRule
 from quietgrad.noise.methods import IndependentNoise, NoiseMethod
@@ -25,7 +24,7 @@ from quietgrad.training.settings.overrides import (
     read_toml,
     with_overrides,
 )
-from quietgrad.training.settings.reading import Table, one
+from quietgrad.training.settings.reading import Table, each_table, one
 from quietgrad.training.settings.schedules import SchedulesTable
 from quietgrad.training.settings.tables import (
     DataTable,
@@ -161,18 +160,7 @@ def load_config(
 
 def config_from(tree: Mapping[str, Any]) -> TrainConfig:
     """Builds the configuration from nested dictionaries, checking every name and type."""
-    built: dict[str, Any] = {}
-    for name, values in tree.items():
-        if name not in TABLES and not isinstance(values, Mapping):
-            raise ValueError(
-                f"key {name!r} stands outside of a table; put it below the name of its own, such "
-                "as [training]"
-            )
-        if name not in TABLES:
-            raise ValueError(f"unknown table [{name}]{nearest(name, TABLES)}")
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{name}={values!r} must be a table of keys")
-        built[name] = TABLES[name].read(name, values)
+    built = {name: table.read(name, values) for name, table, values in each_table(tree, TABLES)}
     return TrainConfig(**built)
 
 

@@ -25,6 +25,8 @@ Tree = dict[str, Any]
 
 # Of each pair, in its table, at most one is given.
 ALTERNATIVES = (("training", "steps", "epochs"), ("privacy", "target_epsilon", "noise_multiplier"))
+# Tables of a comparison that `quietgrad spectrum` passes over.
+OF_COMPARISONS = ("comparison", "variants", "search")
 
 
 def default_config_path() -> Path:

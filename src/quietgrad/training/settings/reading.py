@@ -1,15 +1,20 @@
 """A table of a configuration file is a frozen record of the library: which one, its keys, and the
 way there and back.
+
+The records' modules import torch, which takes seconds. ``keys.json`` beside this file, written by
+``scripts/keys.py``, says what their keys may hold, so that a wrong one is refused before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quietgrad.checks import listed, nearest
-from quietgrad.records import conformed, hints_of
+from quietgrad.records import Outline, conformed, hint_from, hints_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,19 @@ class Table:
         Raises:
             ValueError: naming key, value and remedy.
         """
+        kind, given = self.judged(table, values)
+        try:
+            return kind(**given)
+        except (TypeError, ValueError) as error:  # begins with the field's name
+            raise ValueError(f"{table}.{error}") from None
+
+    def judged(self, table: str, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """(kind of the record, its fields as they are annotated); what they say together is for the
+        record to judge.
+
+        Raises:
+            ValueError: naming key, value and remedy.
+        """
         given = dict(values)
         word = given.pop(self.key, None) if self.key else None
         if word is None:
@@ -48,10 +66,7 @@ class Table:
             if key not in hints:
                 raise ValueError(self._unknown(table, key, value, word))
             given[key] = conformed(f"{table}.{key}", value, hints[key])
-        try:
-            return kind(**given)
-        except (TypeError, ValueError) as error:  # begins with the field's name
-            raise ValueError(f"{table}.{error}") from None
+        return kind, given
 
     def written(self, record: Any) -> dict[str, Any]:
         """What reads back to the record; keys without a value are left out."""
@@ -76,3 +91,39 @@ class Table:
 def one(kind: type) -> Table:
     """A table that is always the same record."""
     return Table({"": kind})
+
+
+def each_table(
+    tree: Mapping[str, Any], tables: Mapping[str, Table]
+) -> Iterator[tuple[str, Table, Mapping[str, Any]]]:
+    """(name, what may stand there, what does) of a file's tables, one after the other.
+
+    Raises:
+        ValueError: for one that is unknown, or no table.
+    """
+    for name, values in tree.items():
+        if name not in tables and not isinstance(values, Mapping):
+            raise ValueError(
+                f"key {name!r} stands outside of a table; put it below the name of its own, such "
+                "as [training]"
+            )
+        if name not in tables:
+            raise ValueError(f"unknown table [{name}]{nearest(name, tables)}")
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{name}={values!r} must be a table of keys")
+        yield name, tables[name], values
+
+
+def outlined() -> dict[str, Table]:
+    """The tables of a training configuration, with outlines in place of the records."""
+    told = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
+    return {
+        name: Table(
+            {
+                word: Outline({key: hint_from(hint) for key, hint in hints.items()})
+                for word, hints in table["kinds"].items()
+            },
+            table["key"],
+        )
+        for name, table in told.items()
+    }
