@@ -72,7 +72,7 @@ def test_two_processes_of_shards_end_with_the_weights_of_one(tmp_path: Path) -> 
     assert not (tmp_path / "both" / "secrets.json").exists()
 
 
-def test_a_run_of_shards_goes_on_from_its_checkpoint_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_run_of_shards_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     (whole,) = on_processes(1, tmp_path / "a", trained, 1, str(tmp_path / "whole"))
     place = tmp_path / "both"
     on_processes(2, tmp_path / "s", trained, 2, str(place), "", 4)
