@@ -14,8 +14,9 @@ from quietgrad.clipping.norms.estimators import hutch_plus_plus
 from quietgrad.clipping.norms.estimators.hutch_plus_plus import hutch_plus_plus_norms
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import DenseFactors
-from quietgrad.clipping.norms.factors.sums.columns import thin_product
+from quietgrad.clipping.norms.factors.sums.columns import ROWS_EACH, thin_product
 from quietgrad.clipping.norms.factors.sums.positions import add_over_positions
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import Measured
 from quietgrad.events import HIDDEN_SHARE
 from quietgrad.randomness import RandomKey
@@ -199,7 +200,7 @@ def test_a_record_has_the_same_bits_in_any_company(
 
 
 @pytest.mark.parametrize("k", [3, 8, 20])
-@pytest.mark.parametrize("t", [1, 2, 7, 17, 34, 130])
+@pytest.mark.parametrize("t", [1, 2, 7, 17, 34, 250])
 def test_padding_changes_no_bit_of_the_head(t: int, k: int) -> None:
     """Products with a basis of a record's own, and over positions. Mutants: positions not filled up
     to whole runs; rows over positions of sixteen entries.
@@ -215,6 +216,26 @@ def test_padding_changes_no_bit_of_the_head(t: int, k: int) -> None:
             assert torch.equal(_head(*longer, basis), together), (p, d, extra)
             alone = (x[1:2].clone() for x in (*longer, basis))
             assert torch.equal(_head(*alone), together[1:2]), (p, d, extra)
+
+
+@pytest.mark.parametrize("n", [31, 70, 600])
+def test_products_find_the_norms_of_rows_to_the_bit(n: int) -> None:
+    """With a projection for all, and with one each, at lengths that are taken in either way; of
+    this factor as it is, not of one that was written into.
+    """
+    source = torch.Generator().manual_seed(n)
+    for t in (5, 100, 300, 1025):
+        rows = torch.randn(3, 1, t, n, generator=source)
+        basis, scratch = torch.randn(3, 1, n, 8, generator=source), Scratch()
+        thin_product(rows, basis[0, 0].contiguous(), torch.float32, scratch, "all")
+        thin_product(rows, basis, torch.float32, scratch, "each")
+        for name in ("all", "each") if t >= ROWS_EACH else ("all",):
+            found = scratch.norms_of(name, rows)
+            assert found is not None
+            assert torch.equal(found, torch.linalg.vector_norm(rows, dim=3))
+            assert scratch.norms_of(name, rows.clone()) is None
+        rows.mul_(2.0)
+        assert scratch.norms_of("all", rows) is None
 
 
 def _head(g: Tensor, a: Tensor, basis: Tensor) -> Tensor:

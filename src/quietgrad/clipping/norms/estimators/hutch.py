@@ -21,13 +21,13 @@ from quietgrad.clipping.norms.estimators.sketches import (
     project_columns,
     project_rows,
     sketched,
+    spread_beside,
     tail_margin,
 )
 from quietgrad.clipping.norms.factors import MatrixFactors
 from quietgrad.clipping.norms.factors.sums.columns import Sums, sums_over_columns
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import Measured, squared_norms
-from quietgrad.clipping.norms.spread import spread_of
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,13 @@ def hutch_norms(
     the larger one, so that the sketch is [smaller, k] for each example. Either has the same law.
     Tables that are only read are measured exactly.
     """
-    s = uses[0].sizes
+    s, own = uses[0].sizes, scratch is None
+    scratch = scratch or Scratch()
     sums = uses[0].column_sums(dtype) if s.taps else None
     if sums is not None:
         projection = drawn(projections.gaussian(name, "hutch", s.d, sketch_dim), uses[0], dtype)
         sketch = project_columns(uses, projection, dtype, scratch)
-        return _estimate(sketch, uses, uses, sums, sketch_dim, dtype)
+        return _estimate(sketch, uses, uses, sums, sketch_dim, dtype, scratch)
     some = [use.unfolded() for use in uses]
     exact = norms_by_rows(some, dtype)
     if exact is not None:
@@ -76,7 +77,9 @@ def hutch_norms(
     projection = drawn(projections.gaussian(name, "hutch", side, sketch_dim), uses[0], dtype)
     project = project_rows if s.p > s.d else project_columns
     sketch = project(some, projection, dtype, scratch)
-    return _estimate(sketch, uses, some, sums_over_columns(side), sketch_dim, dtype)
+    if own:
+        scratch.let_go()
+    return _estimate(sketch, uses, some, sums_over_columns(side), sketch_dim, dtype, scratch)
 
 
 def _estimate(
@@ -86,8 +89,9 @@ def _estimate(
     sums: Sums,
     sketch_dim: int,
     dtype: torch.dtype,
+    scratch: Scratch,
 ) -> Measured:
     """``some``: the uses as they were projected."""
     margin = tail_margin(some, sums, sketch_dim, sketch, dtype)
-    spread = spread_of(uses, dtype)
+    spread = spread_beside(uses, dtype, scratch)
     return sketched(squared_norms(sketch), uses, spread, margin, sketch_dim, dtype)

@@ -23,11 +23,12 @@ from quietgrad.clipping.norms.estimators.sketches import (
     project_columns,
     project_rows,
     sketched,
+    spread_beside,
     tail_margin,
     worst_mean,
 )
 from quietgrad.clipping.norms.factors import MatrixFactors, OneHotFactors, Unfolded
-from quietgrad.clipping.norms.factors.sums.columns import EVEN, sums_over_columns, thin_product
+from quietgrad.clipping.norms.factors.sums.columns import EVEN, sums_over_columns
 from quietgrad.clipping.norms.factors.sums.positions import add_over_positions
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import (
@@ -37,7 +38,7 @@ from quietgrad.clipping.norms.rounding import (
     smallest_normal,
     squared_norms,
 )
-from quietgrad.clipping.norms.spread import Spread, spread_of
+from quietgrad.clipping.norms.spread import Spread
 from quietgrad.events import HIDDEN_SHARE
 
 HEAD_ROWS = 2048  # of the head of Hutch++ that are formed at once
@@ -76,7 +77,8 @@ def hutch_plus_plus_norms(
     of M^T S it does not span (``_hidden``).
     """
     some = [use.unfolded() for use in uses]
-    s = some[0].sizes
+    s, own = some[0].sizes, scratch is None
+    scratch = scratch or Scratch()
     exact = norms_by_rows(some, dtype)
     if exact is not None:
         return exact
@@ -90,6 +92,8 @@ def hutch_plus_plus_norms(
     )
     both = torch.cat([drawn(probe, some[0], dtype) for probe in probes], dim=1)
     sketches, rows = _even(project(some, both, dtype, scratch)), min(s.p, s.d)
+    if own:
+        scratch.let_go()
     range_bgks, tail = sketches.split([columns, sketch_dim], dim=2)
     del probes, both, sketches
     range_bgsk, tail = range_bgks.transpose(2, 3), tail.contiguous()
@@ -98,9 +102,11 @@ def hutch_plus_plus_norms(
     # product loses does not.
     lost = _thin_error(columns, tail, dtype) * squared_norms(tail).sqrt()
     tail.sub_((tail @ basis_bgsk) @ basis_bgsk.transpose(2, 3))
-    squared_bg = _squared_by_block(tail) + _head_norms(some, basis_bgsk[:, :, :rows], dtype)
+    squared_bg = _squared_by_block(tail) + _head_norms(
+        some, basis_bgsk[:, :, :rows], dtype, scratch
+    )
     squared = squared_bg.sum(1)
-    spread = spread_of(uses, dtype)
+    spread = spread_beside(uses, dtype, scratch)
     # The head's basis is orthonormal but for what is found, and no more random than the data. Head
     # and tail are orthogonal: so are their errors.
     shorter = sums_over_columns(min(s.p, s.d), paired=False)
@@ -189,7 +195,9 @@ def _squared_by_block(values: Tensor) -> Tensor:
     return squared_norms(values.flatten(0, 1)).unflatten(0, values.shape[:2])
 
 
-def _head_norms(uses: Sequence[Unfolded], basis_bgsk: Tensor, dtype: torch.dtype) -> Tensor:
+def _head_norms(
+    uses: Sequence[Unfolded], basis_bgsk: Tensor, dtype: torch.dtype, scratch: Scratch
+) -> Tensor:
     """[b, g] ||M Q||^2 (M^T Q where p < d), a block of the larger dimension at a time."""
     s = uses[0].sizes
     tall = s.p >= s.d
@@ -198,9 +206,9 @@ def _head_norms(uses: Sequence[Unfolded], basis_bgsk: Tensor, dtype: torch.dtype
             (project_columns if tall else project_rows)(uses, basis_bgsk, dtype)
         )
     smalls = [
-        thin_product(use.right_bgtd, basis_bgsk, dtype)
+        use.right_product(basis_bgsk, dtype, scratch)
         if tall
-        else use.left_product(basis_bgsk, dtype)
+        else use.left_product(basis_bgsk, dtype, scratch)
         for use in uses
     ]
     squared = smalls[0].new_zeros(s.b, s.g, dtype=torch.float64)

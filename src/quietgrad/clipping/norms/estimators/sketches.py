@@ -47,7 +47,13 @@ import torch
 from scipy import special
 from torch import Tensor
 
-from quietgrad.clipping.norms.factors import MatrixFactors, OneHotFactors, Unfolded
+from quietgrad.clipping.norms.factors import (
+    DenseFactors,
+    MatrixFactors,
+    OneHotFactors,
+    Unfolded,
+)
+from quietgrad.clipping.norms.factors.rows import at_least, row_norms
 from quietgrad.clipping.norms.factors.sums.columns import Sums
 from quietgrad.clipping.norms.factors.sums.pairs import levels
 from quietgrad.clipping.norms.factors.sums.positions import (
@@ -108,6 +114,20 @@ def steady(measured: Measured, uses: Sequence[MatrixFactors], dtype: torch.dtype
         if isinstance(use, OneHotFactors):
             margin.add_(use.errors_by_rows(dtype), alpha=times)
     return own.beside(own.beside(Measured(measured.squared, measured.slack, margin)))
+
+
+def spread_beside(uses: Sequence[MatrixFactors], dtype: torch.dtype, scratch: Scratch) -> Spread:
+    """``spread_of``, with what a projection found of the norms of rows of a single dense use."""
+    use = uses[0]
+    if len(uses) > 1 or not isinstance(use, DenseFactors):
+        return spread_of(uses, dtype)
+    factors = {"right": use.right_bgtd, "left": use.left_bgtp}
+    found = {name: scratch.norms_of(name, factor) for name, factor in factors.items()}
+    each = [
+        row_norms(factors[name], dtype) if norms is None else norms for name, norms in found.items()
+    ]
+    norms = at_least(torch.stack(each), max(use.sizes.p, use.sizes.d))
+    return spread_of(uses, dtype, [norms.flatten(1, 2)])
 
 
 class OwnRounding(NamedTuple):

@@ -5,7 +5,7 @@ that is done in it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import ref
 
 import torch
@@ -45,9 +45,23 @@ class Scratch:
         made = self._made.get(name)
         return made.result if made is not None and made.is_of(factor, other) else None
 
-    def remember(self, name: str, factor: Tensor, other: Tensor, result: Tensor) -> None:
-        """That a result was made of two tensors; until the memory of that name is taken again."""
-        self._made[name] = _Product(ref(factor), factor._version, other, result)
+    def norms_of(self, name: str, factor: Tensor) -> Tensor | None:
+        """Norms of a factor's rows, if the last product of that name was made of it."""
+        made = self._made.get(name)
+        return made.norms if made is not None and made.is_of(factor) else None
+
+    def remember(
+        self, name: str, factor: Tensor, other: Tensor, result: Tensor, norms: Tensor | None = None
+    ) -> None:
+        """That a result was made of two tensors; until the memory of that name is taken again.
+        ``norms``: of the factor's rows, in memory that is taken with it.
+        """
+        self._made[name] = _Product(ref(factor), factor._version, other, result, norms)
+
+    def let_go(self) -> None:
+        """Of all memory but that of norms."""
+        self._kept.clear()
+        self._made = {name: replace(made, result=None) for name, made in self._made.items()}
 
 
 @dataclass(frozen=True)
@@ -59,13 +73,14 @@ class _Product:
     factor: ref[Tensor]
     version: int
     other: Tensor
-    result: Tensor
+    result: Tensor | None
+    norms: Tensor | None
 
-    def is_of(self, factor: Tensor, other: Tensor) -> bool:
+    def is_of(self, factor: Tensor, other: Tensor | None = None) -> bool:
         mine = self.factor()
         return (
             mine is not None
-            and other is self.other
+            and (other is None or other is self.other)
             and factor._version == self.version
             and factor.data_ptr() == mine.data_ptr()
             and (factor.shape, factor.stride(), factor.dtype, factor.device)
