@@ -58,8 +58,11 @@ def test_tables_price_bands_and_estimators(small: dict[str, Any]) -> None:
     assert rows[16]["rows_bytes"] == pytest.approx(15 * rows[2]["rows_bytes"])
     assert rows[16]["regenerate_seconds"] > rows[16]["rows_seconds"] > rows[1]["rows_seconds"]
     norms = {(row["estimator"], row["sketch_dim"]): row for row in small["estimators"]}
-    assert norms["hutch", 32]["seconds"] == pytest.approx(4 * norms["hutch", 8]["seconds"])
-    assert norms["hutch++", 8]["seconds"] == pytest.approx(3 * norms["hutch", 8]["seconds"])
+    # With m of multiplications at k = 8, and r of reading: m + r, 4 m + r, 3 m + 2 r.
+    few, many = norms["hutch", 8]["seconds"], norms["hutch", 32]["seconds"]
+    made = (many - few) / 3
+    assert 0 < made < few
+    assert norms["hutch++", 8]["seconds"] == pytest.approx(2 * few + made)
     # The planner weighs stated speeds, the table those of the device.
     assert norms["exact", None]["seconds"] <= 1.01 * norms["ghost", None]["seconds"]
     best = next(way for way in small["ways"] if way["way"] == small["best"])

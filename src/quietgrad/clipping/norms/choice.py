@@ -8,7 +8,7 @@ methods, section 1), in multiplications and in memory traffic:
     materialized        t p d                    likewise; row blocks bound the memory
     materialized, kept  3 p d entries of traffic the weighted product becomes a sum of p d entries:
                         nothing is computed twice
-    hutch, hutch++      t k (p + d), three times that
+    hutch, hutch++      t k (p + d), three times that; t (p + d) entries of traffic, twice that
 """
 
 from __future__ import annotations

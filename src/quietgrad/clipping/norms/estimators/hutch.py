@@ -40,7 +40,8 @@ class Hutch:
         )
 
     def traffic(self, cost: Cost, kept: bool, speed: Throughput) -> float:
-        return 0.0
+        """Both factors are read once: with few projections that takes as long as products."""
+        return float(cost.factor_entries)
 
     def norms(self, uses: Sequence[MatrixFactors], sketch: Sketch, dtype: torch.dtype) -> Measured:
         name, k, projections, scratch, block = sketch

@@ -75,8 +75,8 @@ class Sums(NamedTuple):
 
 
 def sums_over_columns(columns: int, paired: bool = True) -> Sums:
-    """Of ``thin_product``; ``paired`` where the projection is the same for all examples: else pieces
-    may be added one after the other, which is never less.
+    """Of ``thin_product``; ``paired`` where the projection is the same for all examples: others'
+    pieces may be added one after the other, which bounds pairs as well.
     """
     return Sums(columns, min(columns, COLUMNS), -(-columns // COLUMNS), paired)
 
