@@ -84,13 +84,15 @@ def share_numbers(subject: Subject, records: Batch) -> bool:
     of a weight): one record more brings others into another micro-batch, and to another number.
     Taken alone, each has its own.
     """
-    found = []
-    for rows in ([0], [0, 0]):
-        with CommonRandomness() as still:
-            subject.losses(take(records, rows))
-        found.append(still.shapes)
-    one, two = found
+    one = _shapes_drawn(subject, take(records, [0]))
+    two = _shapes_drawn(subject, take(records, [0, 0])) if one else one
     return len(one) == len(two) and any(a == b for a, b in zip(one, two, strict=True))
+
+
+def _shapes_drawn(subject: Subject, records: Batch) -> list[tuple[int, ...]]:
+    with CommonRandomness() as still:
+        subject.losses(records)
+    return still.shapes
 
 
 def require_each_alone(subject: Subject, records: Batch, size: int, thorough: bool) -> bool:
