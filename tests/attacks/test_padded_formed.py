@@ -6,7 +6,7 @@ and no norm below a share of that divides.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
 
 import pytest
@@ -20,7 +20,16 @@ from quietgrad.clipping.norms.factors import Contribution, DirectGradients
 from quietgrad.clipping.norms.own_rules import add_layer_rule
 from quietgrad.clipping.norms.rules import _RULES
 from quietgrad.randomness import RandomKey
-from tests.attacks.test_padded_models import CROWD, LENGTH, LIMIT, ROWS, UNGUARDED, WIDTH
+from tests.attacks.test_padded_models import (
+    CROWD,
+    LENGTH,
+    LIMIT,
+    ROWS,
+    UNGUARDED,
+    WIDTH,
+    Attentive,
+    last,
+)
 
 Engine = Literal["bookkeeping", "one-example"]
 
@@ -58,30 +67,6 @@ def diagonal() -> Iterator[None]:
     add_layer_rule(diagonal_rule, Diagonal(), torch.randn(3, 5, WIDTH))
     yield
     del _RULES[Diagonal]
-
-
-class Attentive(nn.Module):
-    """Frozen attention below the layer that is trained."""
-
-    def __init__(self, out: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, WIDTH).requires_grad_(False)
-        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True).requires_grad_(False)
-        self.out = out
-
-    def hidden(self, x: Tensor, padding: Tensor) -> Tensor:
-        h: Tensor = self.inner(x)
-        mixed: Tensor = self.attention(h, h, h, key_padding_mask=padding, need_weights=False)[0]
-        return h + mixed
-
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        out: Tensor = self.out(self.hidden(x, padding))
-        return out
-
-
-def made(kind: type[nn.Module]) -> Attentive:
-    torch.manual_seed(0)
-    return Attentive(nn.Linear(WIDTH, ROWS, bias=False) if kind is nn.Linear else kind())
 
 
 def output_gradients(model: Attentive, one: Tensor) -> Tensor:
@@ -130,22 +115,22 @@ def moved(model: Attentive, *how: Any) -> float:
 @pytest.mark.parametrize("estimator", ["auto", "hutch"])
 def test_a_longer_text_does_not_move_modules_without_a_rule(estimator: str) -> None:
     """Before: 42 C with 40 texts."""
-    assert moved(made(Scaled), estimator) < 0.05
+    assert moved(Attentive(Scaled), estimator) < 0.05
 
 
 @pytest.mark.parametrize("estimator", ["auto", "hutch"])
 @pytest.mark.usefixtures("diagonal")
 def test_a_longer_text_does_not_move_formed_gradients_of_own_rules(estimator: str) -> None:
-    assert moved(made(Diagonal), estimator) < 0.05
+    assert moved(Attentive(Diagonal), estimator) < 0.05
 
 
 @pytest.mark.parametrize("kind", [Scaled, Diagonal])
 @pytest.mark.usefixtures("diagonal")
 def test_divided_by_what_is_left_it_is_seen(
-    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+    kind: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounding, "OF_SPREAD", 0.0)
-    assert moved(made(kind)) > 1.0
+    assert moved(Attentive(kind)) > 1.0
 
 
 class Reading(nn.Module):
@@ -197,18 +182,18 @@ def test_a_bias_divided_by_what_is_left_is_seen(monkeypatch: pytest.MonkeyPatch)
     assert float((biases_of(131) - biases_of(0)).norm()) > 1.0
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, Scaled, Diagonal])
+@pytest.mark.parametrize("kind", [last, Scaled, Diagonal])
 @pytest.mark.usefixtures("diagonal")
 def test_a_longer_text_does_not_move_texts_that_are_taken_one_at_a_time(
-    kind: type[nn.Module],
+    kind: Callable[[], nn.Module],
 ) -> None:
-    assert moved(made(kind), "auto", "one-example") < 0.05
+    assert moved(Attentive(kind), "auto", "one-example") < 0.05
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, Scaled, Diagonal])
+@pytest.mark.parametrize("kind", [last, Scaled, Diagonal])
 @pytest.mark.usefixtures("diagonal")
 def test_one_at_a_time_divided_by_what_is_left_it_is_seen(
-    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+    kind: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounding, "OF_SPREAD", 0.0)
-    assert moved(made(kind), "auto", "one-example") > 1.0
+    assert moved(Attentive(kind), "auto", "one-example") > 1.0

@@ -24,15 +24,19 @@ CROWD, LENGTH, WIDTH, ROWS, LIMIT = 40, 100, 64, 32, 1e-3
 UNGUARDED = 5  # a release at which the guard does not look
 
 
+def last() -> nn.Module:
+    return nn.Linear(WIDTH, ROWS, bias=False)
+
+
 class Attentive(nn.Module):
     """Frozen attention below the layer that is trained."""
 
-    def __init__(self) -> None:
+    def __init__(self, out: Callable[[], nn.Module] = last) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.inner = nn.Linear(4, WIDTH).requires_grad_(False)
         self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True).requires_grad_(False)
-        self.out = nn.Linear(WIDTH, ROWS, bias=False)
+        self.out = out()
 
     def hidden(self, x: Tensor, padding: Tensor) -> Tensor:
         h: Tensor = self.inner(x)

@@ -23,7 +23,7 @@ from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.escapes import NotCaptured, no_example_dimension
 from quietgrad.clipping.capture.units import first_dimension
 from quietgrad.clipping.norms.factors import DirectGradients
-from quietgrad.clipping.norms.signs import Signs
+from quietgrad.clipping.norms.signs import OF_SQUARES, Signs
 from quietgrad.tensors import accumulation_dtype
 
 # Gradients and spreads, by parameter.
@@ -174,9 +174,11 @@ def _found(use: Use, batch_size: int, signs: Signs | None, formed: bool) -> Foun
 
 
 def _norms(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of one example; what is beyond the range of the type counts as infinite."""
+    """Spreads of one example, from signed gradients; what is beyond the range of the type counts as
+    infinite.
+    """
     return {
-        name: torch.linalg.vector_norm(g, dtype=accumulation_dtype(g.dtype)).double()
+        name: torch.linalg.vector_norm(g, dtype=accumulation_dtype(g.dtype)).double() * OF_SQUARES
         for name, g in gradients.items()
     }
 

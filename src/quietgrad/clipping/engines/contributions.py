@@ -14,7 +14,7 @@ from quietgrad.clipping.norms.checked_rule import CheckedRule
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import Contribution, DirectGradients
 from quietgrad.clipping.norms.rounding import squared_norms
-from quietgrad.clipping.norms.signs import Signs
+from quietgrad.clipping.norms.signs import OF_SQUARES, Signs
 from quietgrad.clipping.norms.spread import spread_of
 from quietgrad.tensors import accumulation_dtype, full_precision
 
@@ -89,4 +89,4 @@ def _with_spread(one: Contribution, signed: Contribution) -> Contribution:
     if values is None:
         return one
     wide = values.to(accumulation_dtype(values.dtype))
-    return DirectGradients(one.values_bn, squared_norms(wide).sqrt())
+    return DirectGradients(one.values_bn, squared_norms(wide).sqrt() * OF_SQUARES)

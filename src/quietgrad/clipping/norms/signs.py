@@ -5,11 +5,12 @@ output is a sum of, its terms' norms are not known either. But with independent 
 
     E |sum_o s_o J_o^T g_o|^2 = sum_o |J_o^T g_o|^2,
 
-whatever cancels in M. Signs are a product of one vector a dimension of the output: pairwise
-independent, which is all that the expectation needs, and the same for a record whether it is padded
-or not. They are drawn afresh for every release, in secret: no record can be made to cancel under
-them too. A parameter of few entries may come out small by chance (of one entry below a 64th in one
-of 80 cases).
+whatever cancels in M. The sum of the terms' norms is above the root of that, by the root of their
+number at most; rounding, which is independent from term to term, is of the size of the root. Signs
+are a product of one vector a dimension of the output: pairwise independent, which is all that the
+expectation needs, and the same for a record whether it is padded or not. They are drawn afresh for
+every release, in secret: no record can be made to cancel under them too. A parameter of few entries
+may come out small by chance (of one entry below a 64th in one of 80 cases).
 Cost: as another backward pass of the module.
 """
 
@@ -20,6 +21,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quietgrad.clipping.norms.estimators.projections import Projections
+
+# The spread in units of that root.
+OF_SQUARES = 4.0
 
 
 @dataclass(frozen=True)
