@@ -200,27 +200,24 @@ class Guard:
             first = take(records, [0])
             require_unread(subject, first, known.kept or (), any_of)
             require_no_other_records(subject, first, batch if own is None else own, any_of)
-        asked_alone = size == 1
-        if not asked_alone and not known.together and not known.shares_numbers:
+        if size > 1 and not known.together and not known.shares_numbers:
             known.shares_numbers = share_numbers(subject, records)
-        if known.shares_numbers:
-            size = 1
         if captures:
             known.captured = require_capture(subject, take(records, spread(count, at_most)))
         if count == 1:
             self._examine_one(subject, records, captures and size > 1)
             known.one_seen, known.last_step_of_one = True, step
-            return asked_alone
-        if size == 1:
+            return size == 1
+        if size == 1 or known.shares_numbers:
             require_no_memory(subject, take(records, spread(count, 3)))
-        else:
+        if size > 1:  # what mixes is refused, too, where it will be taken alone
             decided = require_each_alone(subject, records, size, thorough=not known.together)
             known.together = size if decided else 0
         if captures and not known.remembers_nothing:  # last, so that what reads others is named
             require_rules_ignore_padding(subject, take(records, [0]))
         known.remembers_nothing = True
         known.last_step = step
-        return asked_alone or known.together > 0
+        return size == 1 or (known.together > 0 and not known.shares_numbers)
 
     def _examine_one(self, subject: Subject, one: Batch, together: bool) -> None:
         """One record and made-up ones: can refuse, but leaves the verdict open
