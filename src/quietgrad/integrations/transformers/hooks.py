@@ -18,6 +18,7 @@ HOOKS = (
     "_save_rng_state",
     "create_accelerator_and_postprocess",
     "create_model_card",
+    "create_scheduler",
     "evaluate",
     "evaluation_loop",
     "floating_point_ops",
