@@ -16,7 +16,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 TIMES = Path(__file__).parents[1] / "tests" / "times.json"
-LEAST = 0.8  # seconds
+LEAST = 0.3  # seconds
 
 
 def times_of(report: Path) -> dict[str, float]:
@@ -29,7 +29,7 @@ def times_of(report: Path) -> dict[str, float]:
         classes = (case.get("classname") or "").split(".")[len(Path(file).with_suffix("").parts) :]
         name = "::".join([file, *classes, case.get("name") or ""])
         if seconds >= LEAST:
-            found[name] = round(seconds, 1)
+            found[name] = round(seconds, 2)
     return dict(sorted(found.items()))
 
 
