@@ -16,7 +16,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 TIMES = Path(__file__).parents[1] / "tests" / "times.json"
-LEAST = 0.3  # seconds
+LEAST = 0.25  # seconds
 
 
 def times_of(report: Path) -> dict[str, float]:

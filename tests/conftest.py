@@ -31,7 +31,7 @@ TIMES = int(
     os.environ.get("HYPOTHESIS_TIMES", "20")
 )  # how many times the examples of an ordinary run a campaign tries
 SHARE, FEWEST = 4, 5  # a quick run tries one in so many examples, and at least so many
-LONG = 0.3  # seconds that a test may have taken (times.json) to be in a quick run
+LONG = 0.25  # seconds that a test may have taken (times.json) to be in a quick run
 
 # No file of failed examples either: what one run found must not decide what another tries.
 settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=40)

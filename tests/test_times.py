@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.a.test_b" name="test_c[1]" file="tests/a/test_b.py" time="2.04" />
 <testcase classname="tests.a.test_b.TestD" name="test_e" file="tests/a/test_b.py" time="1.5" />
-<testcase classname="tests.a.test_b" name="test_f" file="tests/a/test_b.py" time="0.7" />
+<testcase classname="tests.a.test_b" name="test_f" file="tests/a/test_b.py" time="0.2" />
 </testsuite></testsuites>"""
 
 
@@ -27,7 +27,7 @@ def test_a_report_becomes_the_list_of_long_tests(tmp_path: Path) -> None:
     assert done.stdout.startswith("2 tests")
     assert json.loads((tmp_path / "tests" / "times.json").read_text()) == {
         "tests/a/test_b.py::TestD::test_e": 1.5,
-        "tests/a/test_b.py::test_c[1]": 2.0,
+        "tests/a/test_b.py::test_c[1]": 2.04,
     }
 
 
