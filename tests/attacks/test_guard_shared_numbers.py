@@ -6,6 +6,9 @@ taken one record at a time.
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,6 +34,15 @@ class Leaves(nn.Module):
             h = h + self.inner(h) * (torch.rand([]) < 0.5)
         if self.training and self.kind == "features":
             h = h * (torch.rand(8) < 0.5)
+        if self.training and self.kind == "pythons":
+            h = h + self.inner(h) * (random.random() < 0.5)
+        if self.training and self.kind == "numpys":
+            h = h + self.inner(h) * (np.random.rand() < 0.5)
+        if self.training and self.kind == "beside others":
+            h = h + self.inner(h) * (torch.rand([]) < 0.5)
+            h = torch.stack([row * (torch.rand(8) < 0.5) for row in h])
+        if self.kind == "row by row":
+            h = torch.stack([row * (torch.rand(8) < 0.5) for row in h])
         if self.kind == "each":
             h = h + self.inner(h) * (torch.rand(len(h), 1) < 0.5)
         if self.kind == "none":
@@ -58,12 +70,12 @@ def shares_of(kind: str, steps: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["layer", "features"])
+@pytest.mark.parametrize("kind", ["layer", "features", "pythons", "numpys", "beside others"])
 def test_records_that_would_share_a_number_are_taken_one_at_a_time(kind: str) -> None:
     assert shares_of(kind, [0, 2, 4, 7, 8]) == [1] * 5
 
 
-@pytest.mark.parametrize("kind", ["each", "none"])
+@pytest.mark.parametrize("kind", ["each", "none", "row by row"])
 def test_numbers_of_each_record_are_no_matter(kind: str) -> None:
     assert shares_of(kind, [0, 2, 4]) == [RECORDS] * 3
 

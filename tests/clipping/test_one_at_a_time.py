@@ -14,6 +14,7 @@ from quietgrad.clipping.engines.one_example import gradients_and_spreads
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import DenseFactors
 from quietgrad.clipping.norms.spread import spread_of
+from quietgrad.randomness import RandomKey
 
 
 class Shifts(nn.Module):
@@ -127,3 +128,43 @@ def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contributions, "fallback_spreads", fails)
     with pytest.raises(torch.OutOfMemoryError):
         gradients_and_spreads(*work_and_example(nn.Sequential(Shifts()), torch.randn(1, 3, 6)))
+
+
+class Shifting(nn.Module):
+    """Frozen but for a module without a rule, whose gradient is a sum over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = Shifts()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        found: Tensor = (self.shifts(batch * 0.0) * batch).sum((1, 2))
+        return found
+
+
+@pytest.mark.parametrize("kind", [Shifting, nn.Linear])
+@pytest.mark.parametrize("views", [1, 2])
+def test_engines_divide_records_that_cancel_by_the_same(kind: Any, views: int) -> None:
+    """Of a millionth that is left, known to some per cent: both shorten it to the same length."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(6, 1, bias=False) if kind is nn.Linear else Shifting()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if kind is nn.Linear:
+            return (model(batch)[..., 0] * 1e6).sum(1)
+        found: Tensor = model(batch * 1e6)
+        return found
+
+    half = torch.randn(3, views, 8, 6)
+    x = torch.cat([half, -half * (1.0 + 2.0**-19)], dim=2)
+    x = x[:, 0] if views == 1 else x
+    lengths = []
+    for engine in ("bookkeeping", "one-example"):
+        clipper = Clipper(1.0, engine=engine, views=views)  # type: ignore[arg-type]
+        bound = clipper.bind(model, loss)
+        bound.check(torch.randn_like(x))
+        drawn = Projections(RandomKey.from_seed(1), 5)
+        [found] = bound.clip(x[:1], drawn, step=5).gradients.values()
+        lengths.append(float(found.norm()))
+    assert 0.0 < lengths[0] < 0.9
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.1)

@@ -36,9 +36,11 @@ class Spreads:
         try:
             with torch.no_grad():
                 spreads = spreads_of(use, self.rows, self.recording, self.projections)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             raise
-        except Exception:
+        except Exception as error:
+            if "allocate" in str(error):  # torch's words for a processor's memory
+                raise
             return  # plain autograd needs nothing of this
         for name, spread in spreads.items():
             known = self.found.get(name)

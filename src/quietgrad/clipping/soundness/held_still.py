@@ -70,8 +70,7 @@ class CommonRandomness(TorchDispatchMode):
             self.used = self.used or bool(given.get("dropout_p"))
             return func(**(given | {"dropout_p": 0.0}))
         self.used = True
-        given = kwargs.get("generator")
-        seed = (torch.default_generator if given is None else given).initial_seed()
+        seed = _generator_asked(args, kwargs).initial_seed()
         self.seeds.add(seed)
         self.shapes.append(_shape_drawn(args))
         if not _SEED <= seed <= _SEED + MOST_SALT:
@@ -173,6 +172,19 @@ class CommonRandomness(TorchDispatchMode):
         return torch.where(torch.arange(width, device=drawn.device) % 2 == 0, one, other)
 
 
+def _generator_asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+    """The one that was passed, or the default one of the device that is drawn on."""
+    given = kwargs.get("generator")
+    if given is not None:
+        return given
+    like = next((value for value in args if isinstance(value, Tensor)), None)
+    device = torch.device(kwargs.get("device") or ("cpu" if like is None else like.device))
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
 def _shape_drawn(args: tuple[Any, ...]) -> tuple[int, ...]:
     """The first size that is given, or tensor that is written into or like which is drawn."""
     for value in args:
@@ -228,6 +240,15 @@ def noting_seeds() -> Iterator[set[str]]:
             module.seed = note
             stack.callback(setattr, module, "seed", right)
         yield noted
+
+
+def others_stand() -> tuple[Any, ...]:
+    """Where Python's and numpy's own generators stand."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    _, words, *rest = numpy.random.get_state()
+    return random.getstate(), words.tobytes(), *rest
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -32,7 +33,13 @@ from quietgrad.clipping.soundness.company.differences import (
 from quietgrad.clipping.soundness.company.experts import require_room_for_all
 from quietgrad.clipping.soundness.company.lengths import require_lengths_apart
 from quietgrad.clipping.soundness.company.rule_gradients import own_rules
-from quietgrad.clipping.soundness.held_still import EXTREMES, CommonRandomness, Level
+from quietgrad.clipping.soundness.held_still import (
+    EXTREMES,
+    CommonRandomness,
+    Level,
+    others_stand,
+    seeded,
+)
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.clipping.soundness.records import are_different, spread, take, with_first_louder
 from quietgrad.clipping.soundness.subject import Look, Subject, Tolerance
@@ -84,15 +91,22 @@ def share_numbers(subject: Subject, records: Batch) -> bool:
     of a weight): one record more brings others into another micro-batch, and to another number.
     Taken alone, each has its own.
     """
-    one = _shapes_drawn(subject, take(records, [0]))
-    two = _shapes_drawn(subject, take(records, [0, 0])) if one else one
-    return len(one) == len(two) and any(a == b for a, b in zip(one, two, strict=True))
+    one, ones_stand = _drawn(subject, take(records, [0]))
+    with seeded(subject.devices):
+        others = ones_stand != others_stand()
+    if not one and not others:
+        return False
+    two, twos_stand = _drawn(subject, take(records, [0, 0]))
+    # Of a record's own there are twice as many, or they have another shape.
+    shared = any(0 < two[shape] < 2 * count for shape, count in one.items())
+    return shared or (others and ones_stand == twos_stand)
 
 
-def _shapes_drawn(subject: Subject, records: Batch) -> list[tuple[int, ...]]:
+def _drawn(subject: Subject, records: Batch) -> tuple[Counter[tuple[int, ...]], object]:
+    """How often torch drew which shape, and where Python's and numpy's generators stand then."""
     with CommonRandomness() as still:
         subject.losses(records)
-    return still.shapes
+    return Counter(still.shapes), subject.others_stand
 
 
 def require_each_alone(subject: Subject, records: Batch, size: int, thorough: bool) -> bool:

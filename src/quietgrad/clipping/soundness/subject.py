@@ -32,7 +32,7 @@ from quietgrad.clipping.soundness.company.rule_gradients import (
     rule_gradients,
 )
 from quietgrad.clipping.soundness.fingerprints import HALVES, Factors, factors_of
-from quietgrad.clipping.soundness.held_still import seeded
+from quietgrad.clipping.soundness.held_still import others_stand, seeded
 from quietgrad.tensors import Batch, batch_size_of
 
 
@@ -72,6 +72,7 @@ class Subject:
     Attributes:
         half: whether half precision was seen inside (autocast); found out by passes under capture.
         seeds: of torch's default generators, as passes left them.
+        others_stand: where the last pass without a graph left Python's and numpy's.
     """
 
     model: nn.Module
@@ -80,6 +81,7 @@ class Subject:
     checkpointing: Checkpointing
     half: bool = False
     seeds: set[int] = field(default_factory=set)
+    others_stand: tuple[Any, ...] = ()
 
     @property
     def devices(self) -> list[int]:
@@ -97,6 +99,7 @@ class Subject:
         with running, seeded(self.devices, salt), torch.enable_grad(), uncompiled(self.model):
             losses = self.per_example_loss(self.model, batch)
             self._note_seeds()
+            self.others_stand = others_stand()
         require_per_example(losses, batch_size_of(batch))
         return losses.detach()
 
