@@ -22,7 +22,9 @@ demo: setup ## train with the default recipe; ARGS="..." is passed on to `quietg
 # OMP_NUM_THREADS: two workers that each start a thread per core would fight over the cores.
 # --dist loadfile: what the tests of a file share (cached functions, fixtures of a module) is made
 # once, not by both workers; in the order of the files, so that no long one is left to the end.
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# PYTHONDONTWRITEBYTECODE, if the environment sets it: each of the hundreds of processes that the
+# tests start would compile the package again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup lint typecheck ## lint, types and all tests but the long ones, with a quarter of the drawn examples
 	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not slow and not long"

@@ -240,7 +240,7 @@ def test_sketched_norms_that_are_accounted_for_as_exact_are_refuted() -> None:
     liar = replace(plan_of(estimator="hutch", sketch_dim=2, **SKETCHED).clipper)
     object.__setattr__(liar, "claim", exact.clipper.claim)
     assert audit_mechanism(
-        replace(exact, clipper=liar), runs=520, kind="input", confidence=0.8, seed=0
+        replace(exact, clipper=liar), runs=300, kind="input", confidence=0.8, seed=0
     ).refuted
 
 

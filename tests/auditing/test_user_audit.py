@@ -138,7 +138,7 @@ def test_the_wrong_way_is_refuted(wrong: str, monkeypatch: pytest.MonkeyPatch) -
     WRONG[wrong](monkeypatch)
     rate = 0.1 if "drawn" in wrong else 1.0
     plan = plan_of(sample_rate=rate)
-    runs = 400 if "drawn" in wrong else 200
+    runs = 400 if "drawn" in wrong else 120
     report = audit_mechanism(plan, stage(), kind="input", runs=runs, seed=0)
     assert report.refuted and "per user" in report.verdict
 
