@@ -5,6 +5,8 @@ on named parameters.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,8 +18,8 @@ Batch = Any
 
 
 def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    """Applies ``function`` to every tensor of nested mappings, tuples and lists; other leaves stay
-    as they are.
+    """Applies ``function`` to every tensor of nested mappings, tuples, lists and dataclasses; other
+    leaves stay as they are.
     """
     if isinstance(batch, Tensor):
         return function(batch)
@@ -32,7 +34,27 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
         return type(batch)(*(map_tensors(value, function) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(map_tensors(value, function) for value in batch)
-    return batch
+    return map_fields(batch, lambda value: map_tensors(value, function))
+
+
+def map_fields(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A dataclass with ``function`` of its fields; itself where none changes, or it is none."""
+    fields = fields_of(value)
+    mapped = {name: function(field) for name, field in fields.items()}
+    if all(mapped[name] is field for name, field in fields.items()):
+        return value
+    made = copy.copy(value)  # not its __init__, which may take or do something else
+    for name, field in mapped.items():
+        object.__setattr__(made, name, field)  # frozen ones too
+    return made
+
+
+def fields_of(value: object) -> dict[str, Any]:
+    """What a dataclass holds, by name; nothing of anything else."""
+    if isinstance(value, type) or not dataclasses.is_dataclass(value):
+        return {}
+    names = (field.name for field in dataclasses.fields(value))
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def tensors_of(batch: Batch) -> Iterator[Tensor]:
@@ -45,6 +67,8 @@ def tensors_of(batch: Batch) -> Iterator[Tensor]:
     elif isinstance(batch, list | tuple):
         for value in batch:
             yield from tensors_of(value)
+    else:
+        yield from tensors_of(list(fields_of(batch).values()))
 
 
 def batch_size_of(batch: Batch) -> int:
@@ -56,8 +80,8 @@ def batch_size_of(batch: Batch) -> int:
     sizes = {int(t.shape[0]) if t.dim() else -1 for t in tensors_of(batch)}
     if not sizes:
         raise ValueError(
-            "batch holds no tensor; pass tensors, or dicts and tuples of tensors, whose first "
-            "dimension is the example"
+            "batch holds no tensor; pass tensors, or dicts, tuples and dataclasses of tensors, "
+            "whose first dimension is the example"
         )
     if len(sizes) > 1 or -1 in sizes:
         # Not the sizes themselves: how many records a batch holds is private.

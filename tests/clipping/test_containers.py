@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError, dataclass, field
 from typing import Any
 
 import pytest
@@ -20,6 +21,22 @@ X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 1, 0])
 
 
+@dataclass
+class Written:
+    x: Tensor
+    y: Tensor
+    rows: int = field(init=False)  # not what __init__ takes
+
+    def __post_init__(self) -> None:
+        self.rows = len(self.x)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    inside: Written
+    name: str
+
+
 def encoding() -> Any:
     transformers = pytest.importorskip("transformers")
     return transformers.BatchEncoding({"x": X, "y": Y})
@@ -31,6 +48,8 @@ CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[Tensor, Ten
     "dict": (lambda: {"x": X, "y": Y}, lambda b: (b["x"], b["y"])),
     "ordered-dict": (lambda: OrderedDict(x=X, y=Y), lambda b: (b["x"], b["y"])),
     "namedtuple": (lambda: Pair(X, Y), lambda b: (b.x, b.y)),
+    "dataclass": (lambda: Written(X, Y), lambda b: (b.x, b.y)),
+    "frozen": (lambda: Frozen(Written(X, Y), "a"), lambda b: (b.inside.x, b.inside.y)),
     "nested": (lambda: {"in": [(X, "a word")], "y": Y, "n": 3}, lambda b: (b["in"][0][0], b["y"])),
     "batch-encoding": (encoding, lambda b: (b["x"], b["y"])),
     # The usual way to read a tokenizer's output.
@@ -79,3 +98,15 @@ def test_map_keeps_the_kinds_of_containers() -> None:
         isinstance(mapped, tuple) and isinstance(mapped[0], Pair) and isinstance(mapped[0].y, list)
     )
     assert torch.equal(mapped[1]["x"], X + 1)
+
+
+def test_a_dataclass_stays_one_and_is_not_written_into() -> None:
+    batch = Frozen(Written(X, Y), "a name")
+    part = slice_batch(batch, 1, 3)
+    assert isinstance(part, Frozen) and isinstance(part.inside, Written) and part.name == "a name"
+    assert batch_size_of(part) == 2 and part.inside.rows == 5  # nothing is made again
+    assert batch.inside.x is X
+    with pytest.raises(FrozenInstanceError):
+        part.name = "another"  # type: ignore[misc]
+    nothing = field()
+    assert map_tensors(nothing, lambda t: t + 1) is nothing and map_tensors(Written, len) is Written

@@ -5,6 +5,7 @@ runs, or is refused in a line that names the remedy.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -27,14 +28,16 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
-def private(model: nn.Module | None = None, data: Any = None, **options: Any) -> Any:
+def private(
+    model: nn.Module | None = None, data: Any = None, loaded: Any = None, **options: Any
+) -> Any:
     """(engine, model, optimiser, loader)."""
     model = net() if model is None else model
     engine = PrivacyEngine()
     made = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data or TensorDataset(X, Y), batch_size=20),
+        data_loader=loaded or DataLoader(data or TensorDataset(X, Y), batch_size=20),
         **({"noise_multiplier": 1.0, "max_grad_norm": 1.0} | options),
     )
     return (engine, *made)
@@ -62,6 +65,30 @@ def test_packed_texts() -> None:
         F.cross_entropy(model(x, n.cpu()), y).backward()
         optimizer.step()
     assert engine.accountant.history == [(1.0, 1 / 3, 3)]
+
+
+@dataclass
+class Rows:
+    x: Tensor
+    y: Tensor
+
+
+def test_batches_that_are_dataclasses() -> None:
+    def collate(rows: list[Any]) -> Rows:
+        return Rows(torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows]))
+
+    data = DataLoader(TensorDataset(X, Y), batch_size=60, collate_fn=collate)
+    model, plain = nn.Linear(5, 2), nn.Linear(5, 2)
+    plain.load_state_dict(model.state_dict())
+    _, model, optimizer, loader = private(
+        model, loaded=data, noise_multiplier=1e-6, max_grad_norm=100.0
+    )
+    for batch in loader:
+        F.cross_entropy(model(batch.x), batch.y).backward()
+        optimizer.step()
+    F.cross_entropy(plain(X), Y).backward()
+    assert plain.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad, plain.weight.grad, atol=1e-4, rtol=1e-2)
 
 
 def test_batches_by_next_and_an_iterator_made_anew() -> None:

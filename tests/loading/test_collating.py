@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,22 @@ def of_the_first_batch() -> Made:
     return collate
 
 
+@dataclass
+class Rows:
+    x: Tensor
+    y: Tensor
+
+    def __getitem__(self, i: int) -> Tensor:
+        return (self.x, self.y)[i]
+
+
+def mixed_in_a_dataclass() -> Made:
+    def collate(rows: list[Any]) -> Any:
+        return Rows(*mixup()(rows))
+
+    return collate
+
+
 def noisy() -> Made:
     """Noise of each record's own, from torch's generator."""
 
@@ -89,7 +106,7 @@ def padded() -> Made:
     return collate
 
 
-MIXING = [mixup, cut_from_the_first, of_the_batch, of_the_first_batch]
+MIXING = [mixup, mixed_in_a_dataclass, cut_from_the_first, of_the_batch, of_the_first_batch]
 
 
 def clipped(collate: Made | None, shift: float, size: int = N, workers: int = 0) -> dict[str, Any]:

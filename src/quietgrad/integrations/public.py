@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from quietgrad.tensors import fields_of
 from quietgrad.training.tasks.records import spread
 
 LOOKED_AT = 32
@@ -141,4 +142,6 @@ def _equal(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
+    if fields_of(one) and type(one) is type(other):
+        return _equal(fields_of(one), fields_of(other))
     return bool(one == other)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.generators import keyed_generators, seed_all
+from quietgrad.tensors import fields_of
 
 DEPENDS = (
     "dataset gives another record after one record than after another (a running mean, a "
@@ -136,6 +137,9 @@ def bytes_of(value: Any) -> Iterator[bytes]:
         yield f"sequence {len(value)}".encode()
         for part in value:
             yield from bytes_of(part)
+    elif fields_of(value):
+        yield type(value).__qualname__.encode()
+        yield from bytes_of(fields_of(value))
     elif value is None or isinstance(value, str | bytes | int | float):
         yield f"{type(value).__name__} {value!r}".encode("utf-8", "backslashreplace")
     elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):  # PIL

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from quietgrad.tensors import fields_of, map_fields
+
 CALL = "call"
 LEAF = "leaf"
 LOOK = "look"  # a call without gradients
@@ -85,7 +87,9 @@ class Node:
 
 
 def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """``function`` of every leaf of one of the kinds in nested mappings, lists, tuples, slices."""
+    """``function`` of every leaf of one of the kinds in nested mappings, lists, tuples, slices,
+    dataclasses.
+    """
     if isinstance(value, kinds):
         return function(value)
     if isinstance(value, Mapping):
@@ -107,7 +111,9 @@ def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any],
     if isinstance(value, slice):
         ends = (value.start, value.stop, value.step)
         return slice(*(mapped(v, kinds, function) for v in ends))
-    return value
+    if not leaves(list(fields_of(value).values()), kinds):
+        return value  # whatever else is a dataclass stays the one it is
+    return map_fields(value, lambda field: mapped(field, kinds, function))
 
 
 def int_of(x: float) -> float:
