@@ -71,14 +71,15 @@ def test_norms_and_sums_of_rows() -> None:
         )
 
 
-@pytest.mark.parametrize("mu", [0.05, 0.7, 3.0, 12.0])
+@pytest.mark.parametrize("mu", [0.05, 0.7, 3.0, 12.0, 50.0])
 def test_gaussian_differential_privacy_is_exact(mu: float) -> None:
-    for eps in (0.0, 0.3, 2.0, 40.0):
-        expected = theirs_gdp.delta_eps_mu(eps=eps, mu=mu)
+    for eps in (0.0, 0.3, 2.0, 40.0, 2000.0):
+        expected = theirs_gdp.delta_eps_mu(eps=eps, mu=mu) if eps < 500 else 0.0
         assert gdp.delta_eps_mu(eps=eps, mu=mu) == pytest.approx(expected, rel=1e-8, abs=1e-14)
     found = gdp.eps_from_mu(mu=mu, delta=1e-5)
     assert gdp.delta_eps_mu(eps=found, mu=mu) <= 1e-5  # rounded up
-    assert found == pytest.approx(epsilon(PoissonGaussian(1 / mu, 1.0, 1), 1e-5), rel=1e-3)
+    if mu < 20:  # Opacus looks up to 500
+        assert found == pytest.approx(theirs_gdp.eps_from_mu(mu=mu, delta=1e-5), rel=2e-3)
 
 
 def test_epsilon_of_subsampled_runs_is_a_bound() -> None:
@@ -95,9 +96,8 @@ def test_no_mu(mu: float) -> None:
         gdp.delta_eps_mu(eps=1.0, mu=mu)
 
 
-def test_a_mu_without_privacy() -> None:
-    with pytest.raises(ValueError, match=r"above 500"):
-        gdp.eps_from_mu(mu=100.0, delta=1e-5)
+def test_a_mu_without_privacy_and_one_with_a_delta_that_is_enough() -> None:
+    assert gdp.eps_from_mu(mu=100.0, delta=1e-5) > 5000
     with pytest.raises(ValueError, match="delta"):
         gdp.eps_from_mu(mu=1.0, delta=1.0)
     assert gdp.eps_from_mu(mu=1e-3, delta=0.5) == 0.0

@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import math
 
-from scipy.optimize import brentq
-from scipy.special import log_ndtr
+import torch
 
 from quietgrad.accounting import epsilon
 from quietgrad.checks import require_delta
 from quietgrad.events import PoissonGaussian
 from quietgrad.integrations.opacus.absent import absent
-
-_LARGEST = 500.0  # epsilon that is looked for
 
 _NO_BOUND = (
     "the mu of a subsampled run is a limit theorem's, and its epsilon may be too small; "
@@ -38,25 +35,22 @@ def delta_eps_mu(*, eps: float, mu: float) -> float:
         ValueError: where ``mu`` is not above 0.
     """
     _require_mu(mu)
-    first, second = log_ndtr(-eps / mu + mu / 2), eps + log_ndtr(-eps / mu - mu / 2)
-    return float(math.exp(first) * -math.expm1(min(0.0, second - first)))
+    near, far = eps / mu - mu / 2, eps / mu + mu / 2
+    # e^eps Phi(-far) without its factors, of which one overflows and the other vanishes.
+    scaled = torch.special.erfcx(torch.tensor(far / math.sqrt(2), dtype=torch.float64))
+    return max(0.0, math.erfc(near / math.sqrt(2)) - math.exp(-(near**2) / 2) * float(scaled)) / 2
 
 
 def eps_from_mu(*, mu: float, delta: float) -> float:
-    """epsilon of a mu-Gaussian mechanism at ``delta``; of a release with noise multiplier sigma on
-    all records, mu = 1 / sigma.
+    """epsilon of a mu-Gaussian mechanism at ``delta``, rounded up as all epsilons here are; of a
+    release with noise multiplier sigma on all records, mu = 1 / sigma.
 
     Raises:
-        ValueError: where ``mu`` is not above 0, ``delta`` not in (0, 1), or epsilon above 500.
+        ValueError: where ``mu`` is not above 0, or ``delta`` not in (0, 1).
     """
     _require_mu(mu)
     require_delta("delta", delta)
-    if delta_eps_mu(eps=0.0, mu=mu) <= delta:
-        return 0.0
-    if delta_eps_mu(eps=_LARGEST, mu=mu) > delta:
-        raise ValueError(f"mu={mu} has an epsilon above {_LARGEST:g} at delta={delta}; add noise")
-    found = brentq(lambda eps: delta_eps_mu(eps=eps, mu=mu) - delta, 0.0, _LARGEST, xtol=1e-12)
-    return float(found) * (1 + 1e-9) + 1e-9  # rounded up
+    return epsilon(PoissonGaussian(1 / mu, 1.0, 1), delta)
 
 
 def compute_eps_poisson(
