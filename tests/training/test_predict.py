@@ -129,6 +129,30 @@ def test_rows_of_tables(quietgrad: Any, tmp_path: Path) -> None:
     )
 
 
+def test_notes_on_a_wide_table_are_few_and_short(quietgrad: Any, tmp_path: Path) -> None:
+    """A note a column, with a whole cell in it, was a screen for each column of a wide table."""
+    names = [f"c{i}" for i in range(12)]
+    words = np.random.default_rng(3).choice(["a", "b"], (80, len(names)))
+    rows = [dict(zip(names, row, strict=True)) | {"y": "no"[i % 2]} for i, row in enumerate(words)]
+    _, _, run_dir = train(
+        {
+            "model.name": "table:linear", "model.tune": "full", "data.label": "y",
+            "data.source": str(write_rows(tmp_path / "wide.csv", rows)), "data.public": True,
+            "privacy.noise_multiplier": 1.0, "training.expected_batch_size": 20,
+            "training.steps": 1, "training.eval_every": 0, "training.precision": "float32",
+            "training.run_dir": str(tmp_path / "run"), "optimizer.learning_rate": 1e-2,
+        }
+    )  # fmt: skip
+    odd = [dict.fromkeys(names, "z" * 4000), dict.fromkeys(names, "a") | {"c7": "q"}]
+    file = write_rows(tmp_path / "odd.csv", odd)
+    code, said, err = quietgrad("predict", run_dir.path, file, "--output", tmp_path / "out.csv")
+    assert code == 0 and said.count("note: column") == 5 and len(said) < 1500, err
+    assert said.index("note: column 'c7': 2 cells") < said.index("note: column 'c0': 1 cell")
+    assert "note: and 7 columns more with such cells; --json lists them all" in said
+    code, said, err = quietgrad("predict", run_dir.path, file, "--json")
+    assert code == 0 and len(json.loads(said)["notes"]) == 12, err
+
+
 @pytest.mark.parametrize("model", ["cnn:groupnorm", "vit"])
 def test_a_folder_of_images(
     values: dict[str, Any], vit: Path, quietgrad: Any, tmp_path: Path, model: str

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SHOWN_ROWS = 10
 SHOWN_LETTERS = 60
+SHOWN_NOTES = 5
 
 
 @one_line
@@ -59,8 +60,14 @@ def run_predict(
         target.print(
             f"{how_many(len(found), 'record')} written to {output}", soft_wrap=True, markup=False
         )
-    for note in found.notes:
+    for note in found.notes[:SHOWN_NOTES]:
         target.print(f"[yellow]note:[/yellow] {_escaped(note)}", soft_wrap=True)
+    if (more := len(found.notes) - SHOWN_NOTES) > 0:
+        target.print(
+            f"[yellow]note:[/yellow] and {how_many(more, 'column')} more with such cells; --json "
+            "lists them all",
+            soft_wrap=True,
+        )
     if found.unread:
         target.print(
             f"Without a label: {found.unread} that could not be read (an empty text, a damaged "
