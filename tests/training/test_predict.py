@@ -77,6 +77,18 @@ def test_without_an_output_the_first_rows_are_shown(
     assert set(row) == {"text", "predicted", "x", "predicted_predicted", "probability"}
 
 
+def test_an_empty_text_alone_in_its_row_is_a_row(
+    settings: dict[str, Any], quietgrad: Any, tmp_path: Path
+) -> None:
+    """As csv and pandas write it; it was passed over, and later rows moved up by one."""
+    _, _, run_dir = train(settings | {"training.steps": 1, "training.eval_every": 0})
+    new, out = tmp_path / "new.csv", tmp_path / "out.csv"
+    new.write_text('text\na lovely film\n""\n\na dull plot\n')
+    code, said, err = quietgrad("predict", run_dir.path, new, "--output", out)
+    assert code == 0 and "3 records written" in said and "Without a label: 1 that" in said, err
+    assert [row["text"] for row in rows_of(out)] == ["a lovely film", "", "a dull plot"]
+
+
 def test_rows_of_tables(quietgrad: Any, tmp_path: Path) -> None:
     source = table(tmp_path / "people.csv")
     prepared, outcome, run_dir = train(
