@@ -61,6 +61,8 @@ def test_a_network_learns_a_table_and_can_be_used_afterwards(values: dict[str, A
     prepared, outcome, run_dir = train(values)
     accuracy = outcome.result["metrics"]["accuracy"]
     assert accuracy > 0.75
+    card = (run_dir.model / "README.md").read_text(encoding="utf-8")
+    assert "Without Quietgrad: what `quietgrad export RUN_DIR -o model.pt2` writes" in card
     classifier, encoding, labels = load_saved_table(run_dir.model)
     rows = load_rows(values["data.source"], "income")
     held = prepared.task.splits.test

@@ -25,6 +25,11 @@ HOW = {
     "head": "the head alone was trained",
 }
 SHOWN_LABELS = 20
+# Of a model that no other library has a class for.
+BY_TORCH_ALONE = (
+    "Without Quietgrad: what `quietgrad export RUN_DIR -o model.pt2` writes is called by torch "
+    "alone, or `-o model.onnx` by an ONNX runtime; label names are inside."
+)
 
 
 def write_card(

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from quietgrad.training.files.card import write_card
+from quietgrad.training.files.card import BY_TORCH_ALONE, write_card
 from quietgrad.training.files.provenance import Record, stamp_weights
 from quietgrad.training.sources.hub import HUGGING_FACE
 from quietgrad.training.tasks.images.models import PretrainedImageClassifier
@@ -61,7 +61,7 @@ def export_images(
         "`quietgrad.training.tasks.images.models` (`backbone.` or its own layers, and `head.`, a "
         f"linear layer), for pixels of shape {list(form)} between -1 and 1. "
         "With Quietgrad: `quietgrad predict RUN_DIR FOLDER`, or `load_image_classifier` with this "
-        "file as `weights`. It is no file of timm or torchvision."
+        f"file as `weights`. It is no file of timm or torchvision.\n\n{BY_TORCH_ALONE}"
     )
     if whole is not None:
         own = f"{_by_transformers(f'RUN_DIR/model/{EXPORTED}', form)}\n\n{own}"
