@@ -269,6 +269,7 @@ def test_people_with_several_rows_get_a_configuration_that_runs(
     assert code == 0 and "users whose they are" in out and " 45" in out
     assert quietgrad("init", "people.csv", "--user", "who")[0] == 0
     text = Path("config.toml").read_text()
+    assert text.startswith("# Written by `quietgrad init people.csv --user who`.")
     assert 'user = "who"' in text and "below 1 / (training users)" in text
     assert all(len(line) < 100 for line in text.splitlines())
     config = load_config(Path("config.toml"), ())

@@ -140,7 +140,8 @@ def test_from_a_file_to_a_model_that_names_the_unit(
     assert f": o{stands}" in card and "clipped per user" in card
     statement = run_dir.parent / "card.md"
     assert quietgrad("report", run_dir, "--card", statement)[0] == 0
-    assert f"O{stands}" in statement.read_text()
+    text = statement.read_text()  # it said "summed gradient" of a mean
+    assert f"O{stands}" in text and "Each user's mean gradient is cut to length 1" in text
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all(record["unit"] == "user" for record in metrics if "epsilon" in record)
 

@@ -42,7 +42,11 @@ def run_init(
         fail(f"--output={str(output)!r} must end in .toml: the configuration is a TOML file", 2)
     if not output.absolute().parent.is_dir():
         fail(f"--output={str(output)!r}: no such folder; make it, or name another place", 2)
-    command = f"quietgrad init {shlex.quote(str(source))}"
+    said = {"--text": text, "--label": label, "--user": user}
+    named = [word for pair in said.items() if pair[1] for word in pair]
+    command = shlex.join(
+        ["quietgrad", "init", str(source), *named, *(["--skip-bad"] if skip_bad else [])]
+    )
     if source.is_dir():
         if user:
             raise ValueError(

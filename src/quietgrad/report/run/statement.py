@@ -138,7 +138,10 @@ def _events(facts: RunFacts) -> list[dict[str, Any]]:
 
 def _clipping(facts: RunFacts, events: list[dict[str, Any]], unit: str) -> str:
     norm = facts.said.header.get("max_grad_norm")
-    whose = "gradient" if unit == "record" else "summed gradient"
+    whose = "gradient"
+    if unit == "user":
+        combined = facts.said.header.get("combined", facts.result.get("combined"))
+        whose = {"sum": "summed gradient", "mean": "mean gradient"}.get(str(combined), whose)
     bound = f"to length {norm:g}" if isinstance(norm, int | float) else "to a scheduled length"
     sketch = events[0].get("randomized_clipping")
     if sketch is None:

@@ -61,9 +61,11 @@ def export_images(
         "`quietgrad.training.tasks.images.models` (`backbone.` or its own layers, and `head.`, a "
         f"linear layer), for pixels of shape {list(form)} between -1 and 1. "
         "With Quietgrad: `quietgrad predict RUN_DIR FOLDER`, or `load_image_classifier` with this "
-        f"file as `weights`. It is no file of timm or torchvision.\n\n{BY_TORCH_ALONE}"
+        "file as `weights`. It is no file of timm or torchvision."
     )
-    if whole is not None:
+    if whole is None:
+        own += f"\n\n{BY_TORCH_ALONE}"
+    else:
         own = f"{_by_transformers(f'RUN_DIR/model/{EXPORTED}', form)}\n\n{own}"
     library = "transformers" if whole is not None else "quietgrad"
     write_card(folder, trained_on, base, model.tune, labels, own, library, model.weights)
