@@ -142,7 +142,9 @@ def test_rows_of_tables(quietgrad: Any, tmp_path: Path) -> None:
 
 
 def test_notes_on_a_wide_table_are_few_and_short(quietgrad: Any, tmp_path: Path) -> None:
-    """A note a column, with a whole cell in it, was a screen for each column of a wide table."""
+    """A note a column, with a whole cell in it, was a screen for each column of a wide table; and
+    what the model says was nowhere to be seen beside so many of the input's columns.
+    """
     names = [f"c{i}" for i in range(12)]
     words = np.random.default_rng(3).choice(["a", "b"], (80, len(names)))
     rows = [dict(zip(names, row, strict=True)) | {"y": "no"[i % 2]} for i, row in enumerate(words)]
@@ -155,6 +157,11 @@ def test_notes_on_a_wide_table_are_few_and_short(quietgrad: Any, tmp_path: Path)
             "training.run_dir": str(tmp_path / "run"), "optimizer.learning_rate": 1e-2,
         }
     )  # fmt: skip
+    code, said, err = quietgrad("predict", run_dir.path, write_rows(tmp_path / "new.csv", rows))
+    heads = next(line for line in said.splitlines() if line.startswith("┃")).split()
+    assert code == 0 and "predicted" in heads and heads[-1].startswith("probability"), err
+    assert "┃c0" in heads and "c11" not in heads and not any("…" in head for head in heads)
+    assert "of the 13 columns of FILE found no room here." in said
     odd = [dict.fromkeys(names, "z" * 4000), dict.fromkeys(names, "a") | {"c7": "q"}]
     file = write_rows(tmp_path / "odd.csv", odd)
     code, said, err = quietgrad("predict", run_dir.path, file, "--output", tmp_path / "out.csv")
