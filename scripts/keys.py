@@ -1,5 +1,5 @@
-"""Writes down what the keys of a configuration file may hold, for ``quietgrad train`` to refuse a
-wrong one before torch is loaded.
+"""Writes down what the keys of a configuration file may hold, for ``quietgrad train`` and
+``quietgrad compare`` to refuse a wrong one before torch is loaded.
 
     python scripts/keys.py
 
@@ -10,16 +10,28 @@ against them.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+from quietgrad.comparing import early
+from quietgrad.comparing.search import Range, SearchTable
+from quietgrad.comparing.table import AccountedTable, ComparisonTable
 from quietgrad.records import hints_of, plain
-from quietgrad.training.settings import config
+from quietgrad.training.settings.config import TABLES
+from quietgrad.training.settings.reading import OF_TRAINING, Table, one
 
-KEYS = Path(config.__file__).with_name("keys.json")
+# Of a comparison, beside those that all runs share; ``ranges`` is each [search.ranges."table.key"].
+OF_COMPARING = {
+    "comparison": one(ComparisonTable),
+    "accounted": one(AccountedTable),
+    "search": one(SearchTable),
+    "ranges": one(Range),
+}
+FILES: dict[Path, Mapping[str, Table]] = {OF_TRAINING: TABLES, early.KEYS: OF_COMPARING}
 
 
-def text_of_keys() -> str:
-    """The file's text: a key a line."""
+def text_of(tables: Mapping[str, Table]) -> str:
+    """A file's text: a key a line."""
     told = {
         name: {
             "key": table.key,
@@ -28,7 +40,7 @@ def text_of_keys() -> str:
                 for word, kind in table.kinds.items()
             },
         }
-        for name, table in config.TABLES.items()
+        for name, table in tables.items()
     }
     lines = json.dumps(told, indent=1)
     for table in told.values():
@@ -39,8 +51,9 @@ def text_of_keys() -> str:
 
 
 def main() -> None:
-    KEYS.write_text(text_of_keys(), encoding="utf-8")
-    print(f"{KEYS.name}: {len(config.TABLES)} tables")
+    for path, tables in FILES.items():
+        path.write_text(text_of(tables), encoding="utf-8")
+        print(f"{path}: {len(tables)} tables")
 
 
 if __name__ == "__main__":

@@ -93,7 +93,9 @@ def test_trainer_is_the_plain_loop_over_users(tmp_path: Path, given: str) -> Non
     assert trained.num_examples(trained.get_train_dataloader()) == len(set(OWNERS))
     trained.save_model(str(tmp_path / "model"))
     record = json.loads((tmp_path / "model" / "quietgrad.json").read_text())
-    assert "user" in record["quietgrad_trained_on"]["neighbouring"]
+    told = record["quietgrad_trained_on"]
+    assert "user" in told["neighbouring"] and told.items() >= trained.plan.told_users().items()
+    assert set(trained.plan.told_users()) == {"records_per_user", "combined", "choice"}
     written = "".join(p.read_text() for p in tmp_path.rglob("*.json*"))
     assert not re.search(r"user \d", written)  # nobody's name
 

@@ -44,6 +44,29 @@ def test_the_first_line_comes_before_torch() -> None:
     assert done.stderr.startswith("no torch yet") and "none.toml" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("predict", "reading x.csv with the model of none"),
+        ("export", "exporting the model of none"),
+    ],
+)
+def test_what_uses_a_run_says_so_before_torch(command: str, said: str, tmp_path: Path) -> None:
+    """Exporting said nothing until torch was there, three seconds of processor time later."""
+    (tmp_path / "x.csv").write_text("text\na lovely film\n")
+    where = ["x.csv"] if command == "predict" else ["-o", "x.pt2"]
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None  # importing it fails\n"
+        f"sys.argv = ['quietgrad', {command!r}, 'none', *{where!r}]\n"
+        "from quietgrad.cli import main; main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert said in done.stdout and "torch" in done.stderr, done.stderr
+
+
 def test_what_begins_is_said_without_a_terminal(quietgrad: Run, settings, write_config) -> None:
     config = write_config(settings | {"training.steps": 2})
     _, out, err = quietgrad("train", config)

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from tiny_runs import labelled_texts, write_records
 
+from quietgrad.sampling.users import Users
 from quietgrad.training.settings.config import load_config
 from quietgrad.training.sources.guess import describe, guess
+from quietgrad.training.sources.proposal import delta_for
 from quietgrad.training.sources.rows import read_rows
 
 Run = Callable[..., tuple[int, str, str]]
@@ -250,6 +252,83 @@ def test_init_of_a_broken_file(quietgrad: Run, tmp_path: Path) -> None:
     assert code == 2 and "quietgrad check" in err and "--skip-bad" in err and not config.exists()
     assert quietgrad("init", file, "-o", config, "--skip-bad")[0] == 0
     assert load_config(config, ()).data.skip_bad is True
+
+
+# Whose a row is
+
+OWNERS = [f"p{i % 45}" for i in range(len(TEXTS))]
+
+
+def test_people_with_several_rows_get_a_configuration_that_runs(
+    quietgrad: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    columns = {"age": NUMBERS, "who": OWNERS, "job": CLASSES, "income": CLASSES}
+    written(tmp_path / "people.csv", columns)
+    code, out, _ = quietgrad("check", "people.csv", "--user", "who")
+    assert code == 0 and "users whose they are" in out and " 45" in out
+    assert quietgrad("init", "people.csv", "--user", "who")[0] == 0
+    text = Path("config.toml").read_text()
+    assert text.startswith("# Written by `quietgrad init people.csv --user who`.")
+    assert 'user = "who"' in text and "below 1 / (training users)" in text
+    assert all(len(line) < 100 for line in text.splitlines())
+    config = load_config(Path("config.toml"), ())
+    assert config.data.user == "who" and config.data.label == "income"
+    assert config.users == Users()  # what it writes are the defaults, said
+    assert config.privacy.target_delta == delta_for(27)
+    few = ["--set", "training.steps=2", "--set", "training.run_dir=run"]
+    code, out, err = quietgrad("train", "config.toml", *few, "--json")
+    assert code == 0, err
+    assert json.loads(out)["neighbouring"] == "add-remove-user"
+    inputs = json.loads(Path("run/model/quietgrad.json").read_text())
+    assert "p1" not in json.dumps(inputs)  # nothing is learnt of whose a row is
+
+
+def test_rows_without_an_owner_are_listed_and_refused(quietgrad: Run, tmp_path: Path) -> None:
+    """Training refused them, and `check` said that every row could be read."""
+    owners = [*OWNERS]
+    owners[3], owners[7] = "", "nan"
+    file = written(tmp_path / "a.csv", {"age": NUMBERS, "who": owners, "income": CLASSES})
+    config = tmp_path / "a.toml"
+    code, _, err = quietgrad("init", file, "--user", "who", "-o", config)
+    assert code == 2 and "rows without an owner" in err and "quietgrad check" in err
+    assert err.count("\n") == 1 and not config.exists()
+    assert quietgrad("init", file, "-o", config)[0] == 0
+    config.write_text(config.read_text().replace('# user = "COLUMN"', 'user = "who"'))
+    for asked in ([file, "--user", "who"], [config]):
+        code, out, _ = quietgrad("check", *asked)
+        assert code == 1 and "2 rows without an owner:" in out
+        assert "line 5: no owner: column 'who' is empty" in out and "line 9: no owner" in out
+        assert "data.skip_bad leaves out none of them" in " ".join(out.split())
+        assert "Every row" not in out and "without something" not in out
+
+
+@pytest.mark.parametrize(
+    ("owners", "asked", "message"),
+    [
+        (OWNERS, ["--user", "whom"], "--user='whom' is not a column of"),
+        (OWNERS, ["--user", "job", "--label", "job"], "--user='job' is --label, too"),
+        ([f"p{i % 7}" for i in range(len(TEXTS))], ["--user", "who"], "are of 7 users; with fewer"),
+        (NUMBERS, ["--user", "who"], ""),
+        ([*OWNERS[1:], "1.2e+18"], ["--user", "who"], "floats so large that two numbers may be"),
+    ],
+    ids=["none", "label", "few", "numbers", "rounded"],
+)
+def test_owners_that_are_none(
+    owners: list[str], asked: list[str], message: str, quietgrad: Run, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "a.csv", {"age": NUMBERS, "who": owners, "job": CLASSES})
+    code, _, err = quietgrad("init", file, *asked, "-o", tmp_path / "a.toml")
+    assert (code == 2) == bool(message) and message in err and err.count("\n") <= 1
+
+
+def test_images_and_configurations_take_no_owners(
+    quietgrad: Run, pictures: Path, settings: dict, write_config, tmp_path: Path
+) -> None:
+    for command, source in (("init", pictures), ("check", pictures)):
+        code, _, err = quietgrad(command, source, "--user", "who")
+        assert code == 2 and err.startswith("error: --user='who'") and err.count("\n") == 1
+    assert quietgrad("check", write_config(settings), "--user", "who")[0] == 2
 
 
 # Labels, separators, marks in names

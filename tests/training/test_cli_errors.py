@@ -280,6 +280,39 @@ def test_an_interruption_says_whether_anything_was_released(tmp_path: Path) -> N
     assert f"--resume --set training.run_dir={tmp_path}" in _interrupted(run_dir)
 
 
+@pytest.mark.parametrize(
+    ("command", "stage", "said"),
+    [
+        ("train", "quietgrad.cli.training.prepare_shown", "before anything was released"),
+        ("train", "quietgrad.cli.training.print_guarantee", "before anything was released"),
+        ("plan", "quietgrad.cli.plan.prepare_shown", ""),
+        ("compare", "quietgrad.comparing.table.load_comparison", "the same command goes on"),
+    ],
+)
+def test_an_interruption_speaks_of_what_the_command_left(
+    command: str,
+    stage: str,
+    said: str,
+    quietgrad: Run,
+    settings,
+    write_config,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`plan` and `predict` spoke of a ledger, and so did runs that had released nothing."""
+
+    def stop(*arguments: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    config = write_config(settings | {"training.steps": 2})
+    if command == "compare":
+        config.write_text(config.read_text() + "[comparison]\n[variants.baseline]\n")
+    monkeypatch.setattr(stage, stop)
+    code, _, err = quietgrad(command, config)
+    assert code == 130 and err.count("\n") == 1 and err.startswith("error: interrupted")
+    assert said in err and "ledger" not in err
+    assert said or err == "error: interrupted\n"
+
+
 def test_a_refused_run_leaves_no_folder(
     quietgrad: Run, settings, write_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,20 @@ def test_bad_comparisons(
     assert message in " ".join(err.split())
 
 
+def test_a_page_that_cannot_be_written_is_refused_before_any_run(
+    quietgrad: Any, write_comparison: WriteComparison, tmp_path: Path
+) -> None:
+    """It was refused after the last run."""
+    path = write_comparison()
+    for html, said in (("page.pdf", "must end in .html"), ("none/page.html", "no such folder")):
+        code, _, err = quietgrad("compare", path, "--html", tmp_path / html)
+        assert code == 2 and err.startswith("error: --html=") and said in err
+    code, _, err = quietgrad("compare", path, "--accounted", "--html", tmp_path / "page.html")
+    assert code == 2 and "with --accounted" in err and err.count("\n") == 1
+    assert quietgrad("compare", path, "--shard", "2/2")[0] == 2
+    assert not load_comparison(path).results.exists()
+
+
 def test_a_single_run_is_no_comparison(quietgrad: Any, write_config: Any, settings: dict) -> None:
     code, _, err = quietgrad("compare", write_config(settings))
     assert code == 2 and "[comparison]" in err

@@ -294,4 +294,5 @@ def test_an_image_model_of_our_own_says_how_it_loads(values: dict[str, Any]) -> 
     _, _, run_dir = train(values | {"model.name": "cnn:groupnorm", "model.tune": "full"})
     card = (run_dir.model / "README.md").read_text()
     assert "state dict of `SmallCnn`" in card and "no file of timm or torchvision" in card
+    assert "Without Quietgrad: what `quietgrad export RUN_DIR -o model.pt2` writes" in card
     assert not (run_dir.model / "transformers").exists()

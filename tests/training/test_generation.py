@@ -22,6 +22,7 @@ from tiny_runs import (
     write_records,
 )
 
+from quietgrad.cli.progress.training import ending
 from quietgrad.training.prepare import prepare, verify_on_public_records
 from quietgrad.training.tasks import columns
 from quietgrad.training.tasks.answers.generation import (
@@ -147,6 +148,18 @@ def test_train_saves_a_model_that_loads(values, quietgrad, write_config, tune: s
     scores = answer_scores(model, again.test, 8, torch.device("cpu"))
     assert scores.perplexity == pytest.approx(result["metrics"]["perplexity"], rel=1e-4)
     assert tokenizer("the film")["input_ids"][0] == 1
+
+
+def test_who_waits_for_written_answers_hears_of_them(values: dict[str, Any]) -> None:
+    """Minutes of "scoring and saving the model" looked like a saving that hangs."""
+    for decoded, most, said in (
+        ("none", 3, "scoring and saving the model"),
+        ("rougeL", 3, "scoring by up to 3 answers that the model writes, and saving it"),
+        ("rougeL", 200, "answers that the model writes"),
+    ):
+        changed = {"task.decoded": decoded, "task.decoded_records": most}
+        prepared = prepare(config_of(values | changed))
+        assert said in ending(prepared) and "200" not in ending(prepared)
 
 
 def test_plan_and_words_for_people(values, quietgrad, write_config) -> None:

@@ -7,22 +7,37 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from quietgrad.comparing.early import require_comparison
+from quietgrad.comparing.table import load_comparison
 from quietgrad.records import described, hint_from, hints_of, plain
 from quietgrad.training.settings.config import TABLES, load_config
 from quietgrad.training.settings.overrides import OF_COMPARISONS, read_toml
-from quietgrad.training.settings.reading import Table, outlined
+from quietgrad.training.settings.reading import OF_TRAINING, Table, outlined
 from quietgrad.training.sources.early import look_early
 
 ROOT = Path(__file__).parents[2]
 VALUES = ("zzz", "", "1", "auto", -1, 0, 1, 1.5, float("nan"), 10**400, True, [], ["a"], [1.0], {},
           {"a": 1}, {"a": "b"}, [{"a": 1}], None)  # fmt: skip
 NO_HUB = ["model.name=packaged:minilm"]
+COMPARED = """[comparison]
+# more
+[variants.baseline]
+[data]
+public = true
+source = "people.csv"
+[model]
+name = "table:linear"
+[training]
+expected_batch_size = 20
+steps = 5
+"""
 
 
 def script() -> ModuleType:
@@ -35,10 +50,15 @@ def script() -> ModuleType:
 
 def test_what_is_written_down_is_what_the_records_say() -> None:
     keys = script()
-    assert keys.KEYS.read_text(encoding="utf-8") == keys.text_of_keys(), "run scripts/keys.py"
-    known = outlined()
-    assert list(known) == list(TABLES)
-    for name, table in TABLES.items():
+    for path, tables in keys.FILES.items():
+        assert path.read_text(encoding="utf-8") == keys.text_of(tables), "run scripts/keys.py"
+        require_outlined(outlined(path), tables)
+    assert keys.FILES[OF_TRAINING] is TABLES
+
+
+def require_outlined(known: Mapping[str, Table], tables: Mapping[str, Table]) -> None:
+    assert list(known) == list(tables)
+    for name, table in tables.items():
         assert known[name].key == table.key and list(known[name].kinds) == list(table.kinds)
         for word, kind in table.kinds.items():
             told, said = hints_of(known[name].kinds[word]), hints_of(kind)
@@ -107,6 +127,63 @@ def test_the_error_is_the_one_that_reading_gives(
     assert errors[0] == errors[1]
 
 
+@pytest.mark.parametrize(
+    ("comparison", "rest"),
+    [
+        ("", "[variants.odd]\nmodel.lora_rank = 4\n"),
+        ("", "[variants.odd]\nprivacy.target_epsilon = 4.0\n"),
+        ("", "[variants.odd]\nmethod = 'none'\n"),
+        ("", "[variants.odd]\ndenoising.metod = 'none'\n"),
+        ("", "[variants.odd]\ndenoising.method = 'nome'\n"),
+        ("", "[variants.odd]\ntraining.steps = 'a'\n"),
+        ("", "[trainning]\nsteps = 3\n"),
+        ("", "[clipping]\nestimator = 'gost'\n"),
+        ("speed = 3\n", ""),
+        ("seeds = 'a'\n", ""),
+        ("learning_rates = [0.0]\n", ""),
+        ("reference = 'plan'\n", ""),
+        ("", "[accounted]\nmeen = 3.0\n"),
+        ("", "[accounted]\nmean = 0.0\n"),
+        ("", "[search]\ntrial = 3\n"),
+        ("", "[search]\ntrials = 3\n[search.ranges.'optimizer.learning_rate']\nlow = 'a'\n"),
+        ("", "[search]\ntrials = 3\n[search.ranges.'optimizer.learning_rate']\nlo = 1\n"),
+    ],
+)
+def test_the_error_of_a_comparison_is_the_one_that_reading_gives(
+    comparison: str, rest: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "compared.toml"
+    path.write_text(COMPARED.replace("# more\n", comparison) + rest, encoding="utf-8")
+    errors = []
+    for read in (load_comparison, require_comparison):
+        with pytest.raises(ValueError) as error:
+            read(path)  # type: ignore[operator]
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[training]\nsteps = 3\n",
+        COMPARED.replace("true", "false"),
+        "comparison = 3\nvariants = 3\n",
+        "variants = 3\n[comparison]\n",
+        "comparison = 3\n[variants]\n",
+        COMPARED.replace("[variants.baseline]", "[variants]\nbaseline = 3"),
+        COMPARED.replace("# more\n", "figure = 'x.gif'\n"),
+        "accounted = 3\n" + COMPARED,
+    ],
+)
+def test_what_is_no_comparison_is_refused_in_one_line(
+    text: str, tmp_path: Path, quietgrad: Any
+) -> None:
+    path = tmp_path / "compared.toml"
+    path.write_text(text, encoding="utf-8")
+    code, _, err = quietgrad("compare", path)
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
+
+
 def test_recipes_and_the_default_pass() -> None:
     look_early(None, data=False)
     files = sorted((ROOT / "recipes").rglob("*.toml"))
@@ -114,6 +191,8 @@ def test_recipes_and_the_default_pass() -> None:
     for path in taken:
         tree = read_toml(path)
         look_early(path, NO_HUB, data=False, keys="variants" not in tree)
+        if "variants" in tree:
+            require_comparison(path)
         if "comparison" not in tree:
             look_early(path, NO_HUB, data=False, ignored=OF_COMPARISONS)
     assert len(taken) > 3
@@ -128,12 +207,16 @@ def test_recipes_and_the_default_pass() -> None:
         ("check", ["typo.toml"], "unknown key training.stepps; did you mean 'steps'"),
         ("audit", ["typo.toml"], "unknown key training.stepps; did you mean 'steps'"),
         ("spectrum", ["typo.toml"], "unknown key training.stepps; did you mean 'steps'"),
+        ("compare", ["compared.toml"], "unknown key denoising.metod; did you mean 'method'"),
+        ("compare", ["compared.toml", "--accounted"], "unknown key denoising.metod; did you"),
     ],
 )
 def test_it_is_refused_before_torch_is_loaded(
     command: str, arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "typo.toml").write_text("[training]\nstepps = 3\n", encoding="utf-8")
+    compared = COMPARED + "[variants.odd]\ndenoising.metod = 'none'\n"
+    (tmp_path / "compared.toml").write_text(compared, encoding="utf-8")
     code = (
         "import sys\n"
         f"sys.argv = ['quietgrad', {command!r}, *{arguments!r}]\n"

@@ -77,6 +77,18 @@ def test_without_an_output_the_first_rows_are_shown(
     assert set(row) == {"text", "predicted", "x", "predicted_predicted", "probability"}
 
 
+def test_an_empty_text_alone_in_its_row_is_a_row(
+    settings: dict[str, Any], quietgrad: Any, tmp_path: Path
+) -> None:
+    """As csv and pandas write it; it was passed over, and later rows moved up by one."""
+    _, _, run_dir = train(settings | {"training.steps": 1, "training.eval_every": 0})
+    new, out = tmp_path / "new.csv", tmp_path / "out.csv"
+    new.write_text('text\na lovely film\n""\n\na dull plot\n')
+    code, said, err = quietgrad("predict", run_dir.path, new, "--output", out)
+    assert code == 0 and "3 records written" in said and "Without a label: 1 that" in said, err
+    assert [row["text"] for row in rows_of(out)] == ["a lovely film", "", "a dull plot"]
+
+
 def test_rows_of_tables(quietgrad: Any, tmp_path: Path) -> None:
     source = table(tmp_path / "people.csv")
     prepared, outcome, run_dir = train(
@@ -127,6 +139,37 @@ def test_rows_of_tables(quietgrad: Any, tmp_path: Path) -> None:
     assert (
         code == 2 and f"no column {names[0]!r}" in err and f"did you mean {names[0] + 's'!r}" in err
     )
+
+
+def test_notes_on_a_wide_table_are_few_and_short(quietgrad: Any, tmp_path: Path) -> None:
+    """A note a column, with a whole cell in it, was a screen for each column of a wide table; and
+    what the model says was nowhere to be seen beside so many of the input's columns.
+    """
+    names = [f"c{i}" for i in range(12)]
+    words = np.random.default_rng(3).choice(["a", "b"], (80, len(names)))
+    rows = [dict(zip(names, row, strict=True)) | {"y": "no"[i % 2]} for i, row in enumerate(words)]
+    _, _, run_dir = train(
+        {
+            "model.name": "table:linear", "model.tune": "full", "data.label": "y",
+            "data.source": str(write_rows(tmp_path / "wide.csv", rows)), "data.public": True,
+            "privacy.noise_multiplier": 1.0, "training.expected_batch_size": 20,
+            "training.steps": 1, "training.eval_every": 0, "training.precision": "float32",
+            "training.run_dir": str(tmp_path / "run"), "optimizer.learning_rate": 1e-2,
+        }
+    )  # fmt: skip
+    code, said, err = quietgrad("predict", run_dir.path, write_rows(tmp_path / "new.csv", rows))
+    heads = next(line for line in said.splitlines() if line.startswith("┃")).split()
+    assert code == 0 and "predicted" in heads and heads[-1].startswith("probability"), err
+    assert "┃c0" in heads and "c11" not in heads and not any("…" in head for head in heads)
+    assert "of the 13 columns of FILE found no room here." in said
+    odd = [dict.fromkeys(names, "z" * 4000), dict.fromkeys(names, "a") | {"c7": "q"}]
+    file = write_rows(tmp_path / "odd.csv", odd)
+    code, said, err = quietgrad("predict", run_dir.path, file, "--output", tmp_path / "out.csv")
+    assert code == 0 and said.count("note: column") == 5 and len(said) < 1500, err
+    assert said.index("note: column 'c7': 2 cells") < said.index("note: column 'c0': 1 cell")
+    assert "note: and 7 columns more with such cells; --json lists them all" in said
+    code, said, err = quietgrad("predict", run_dir.path, file, "--json")
+    assert code == 0 and len(json.loads(said)["notes"]) == 12, err
 
 
 @pytest.mark.parametrize("model", ["cnn:groupnorm", "vit"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_runs import config_of, train
 
+from quietgrad.checks import SettingsWarning
 from quietgrad.clipping.verify import verify_clipping
 from quietgrad.training.prepare import prepare
 from quietgrad.training.tasks.registry import load_task
@@ -60,6 +61,8 @@ def test_a_network_learns_a_table_and_can_be_used_afterwards(values: dict[str, A
     prepared, outcome, run_dir = train(values)
     accuracy = outcome.result["metrics"]["accuracy"]
     assert accuracy > 0.75
+    card = (run_dir.model / "README.md").read_text(encoding="utf-8")
+    assert "Without Quietgrad: what `quietgrad export RUN_DIR -o model.pt2` writes" in card
     classifier, encoding, labels = load_saved_table(run_dir.model)
     rows = load_rows(values["data.source"], "income")
     held = prepared.task.splits.test
@@ -70,6 +73,17 @@ def test_a_network_learns_a_table_and_can_be_used_afterwards(values: dict[str, A
         logits = classifier(torch.from_numpy(encoded.numbers), torch.from_numpy(encoded.codes))
     truth = np.array([labels.index(held.label_names[i]) for i in held.labels])
     assert float((logits.argmax(1).numpy() == truth).mean()) == pytest.approx(accuracy)
+
+
+def test_columns_of_numbers_with_commas_share_one_warning() -> None:
+    cells = ("1,5", "2,5", "3")
+    rows = LabelledRows({f"c{i}": cells for i in range(30)}, np.zeros(3, np.int64), ("a",), "x.csv")
+    with pytest.warns(SettingsWarning) as warned:
+        Encoding.of([rows])
+    (warning,) = warned
+    assert str(warning.message).startswith(
+        "30 columns of 'x.csv', such as 'c0', hold numbers with commas and are read as categories"
+    )
 
 
 def test_clipping_of_a_table_agrees_with_the_oracle(values: dict[str, Any]) -> None:

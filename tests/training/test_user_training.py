@@ -14,6 +14,7 @@ from tiny_runs import config_of, interrupt_at, labelled_texts, train
 
 from quietgrad.clipping import UserBatch
 from quietgrad.randomness import RandomKey
+from quietgrad.report.words import what_stands_for_a_user
 from quietgrad.training import forecast
 from quietgrad.training.prepare import prepare
 from quietgrad.training.settings.config import TrainConfig
@@ -132,13 +133,33 @@ def test_from_a_file_to_a_model_that_names_the_unit(
     assert result["neighbouring"] == "add-remove-user" and result["records_per_user"] == 3
     assert result["users"] < PEOPLE and "train" not in result["records"]
     card = (run_dir / "model" / "README.md").read_text()
-    assert "one user of the training data" in card and "clipped per user" in card
+    stands = (
+        "ne user of the training data, with all records of that user: at most 3 of them are used "
+        "in a step, always the same ones, and the mean of their gradients is clipped."
+    )
+    assert f": o{stands}" in card and "clipped per user" in card
+    statement = run_dir.parent / "card.md"
+    assert quietgrad("report", run_dir, "--card", statement)[0] == 0
+    text = statement.read_text()  # it said "summed gradient" of a mean
+    assert f"O{stands}" in text and "Each user's mean gradient is cut to length 1" in text
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all(record["unit"] == "user" for record in metrics if "epsilon" in record)
 
     code, out, err = quietgrad("epsilon", "--ledger", run_dir)
     assert code == 0 and "one user, with all records" in re.sub(r"[\s│]+", " ", out)
     assert "person" not in (run_dir / "ledger.jsonl").read_text()
+
+
+def test_a_card_says_what_it_knows_of_what_stands_for_a_user() -> None:
+    facts = {"neighbouring": "add-remove-user", "records_per_user": 4, "choice": "fresh"}
+    whole = what_stands_for_a_user(facts | {"combined": "sum"})
+    assert "at most 4 of them" in whole and "drawn anew in every step" in whole
+    assert whole.endswith("the sum of their gradients is clipped")
+    # Of before there was more to say.
+    assert what_stands_for_a_user({"neighbouring": "add-remove-user"}) == (
+        ", with all records of that user"
+    )
+    assert what_stands_for_a_user({"neighbouring": "add-remove"}) == ""
 
 
 def test_epsilon_and_calibrate_name_the_unit(quietgrad: Any) -> None:

@@ -167,11 +167,14 @@ def compare(
     Example: quietgrad compare recipes/denoising.toml --html comparison.html
     """
     announce("compare", as_json or only_report)
+    from quietgrad.comparing.early import require_comparison
+
+    require_comparison(config, accounted)
     look_early(config, keys=False)
     from quietgrad.cli.compare import run_accounted, run_compare
 
     if accounted:
-        run_accounted(config, only_report, shard, as_json)
+        run_accounted(config, only_report, shard, html, as_json)
     else:
         run_compare(config, only_report, shard, html, as_json)
 

@@ -15,6 +15,7 @@ from quietgrad.cli.output import console, print_json, print_table
 from quietgrad.cli.progress.counted import Counted
 from quietgrad.cli.progress.stages import stages
 from quietgrad.events import RELATIONS
+from quietgrad.report.page import require_page_place, write_page
 
 if TYPE_CHECKING:
     from quietgrad.comparing.table import Comparison, Run
@@ -33,6 +34,9 @@ def run_compare(
     path: Path, only_report: bool, shard: str, html: Path | None, as_json: bool
 ) -> None:
     """See ``quietgrad compare --help``."""
+    part = _shard(shard)
+    if html is not None:
+        require_page_place(html)
     from quietgrad.comparing.comparison import read_results, run_comparison, runs_left
     from quietgrad.comparing.table import load_comparison
     from quietgrad.report.comparison import comparison_figure, markdown, rows
@@ -55,7 +59,7 @@ def run_compare(
             shown.count(made * steps + done, known * steps, f" (run {made + 1} of {known})")
 
         with Counted(target, "comparing") as shown:
-            run_comparison(comparison, report, _shard(shard), shown.say, progress)
+            run_comparison(comparison, report, part, shown.say, progress)
     results = read_results(comparison)
     missing = runs_left(comparison, results)
     protocols = protocols_of(comparison, results)
@@ -68,6 +72,7 @@ def run_compare(
     cost = cost_of_tuning(comparison)
     words = next((r["metric"] for r in results.values() if "metric" in r), "accuracy")
     if any(protocols.values()):
+        comparison.figure.parent.mkdir(parents=True, exist_ok=True)  # as that of the results is
         comparison_figure(
             {k: v for k, v in protocols.items() if v},
             comparison.table.title,
@@ -75,7 +80,6 @@ def run_compare(
             bool(comparison.table.eval_records),
         )
     if html is not None:
-        from quietgrad.report.page import write_page
         from quietgrad.report.sides import comparison_page
 
         ends = bool(comparison.table.eval_records)
@@ -116,16 +120,23 @@ def run_compare(
         target.print(f"Page: {html}", markup=False)
 
 
-def run_accounted(path: Path, only_report: bool, shard: str, as_json: bool) -> None:
+def run_accounted(
+    path: Path, only_report: bool, shard: str, html: Path | None, as_json: bool
+) -> None:
     """See ``quietgrad compare --help``."""
-    from quietgrad.comparing.accounted import choose, folder_of, read_choice
-    from quietgrad.comparing.table import load_comparison
-
+    if html is not None:
+        raise ValueError(
+            f"--html={str(html)!r} with --accounted: one run is released, and its page is of "
+            "`quietgrad report`; leave --html out"
+        )
     if shard != "0/1":
         raise ValueError(
             f"--shard {shard} with --accounted: the number of runs is one secret draw; leave "
             "--shard out"
         )
+    from quietgrad.comparing.accounted import choose, folder_of, read_choice
+    from quietgrad.comparing.table import load_comparison
+
     target = console(as_json)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     comparison = load_comparison(path, accounted=True)

@@ -23,6 +23,11 @@ from quietgrad.checks import SettingsWarning
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# Command -> what an interruption leaves; the others leave nothing.
+LEFT = {
+    "train": "; what a private run released until then is in its ledger",
+    "compare": "; runs that ended are kept, and the same command goes on",
+}
 CLASS_ROWS = 30
 MATRIX_COLUMNS = 8
 QUIET = {
@@ -147,13 +152,14 @@ def one_line(command: Callable[P, R]) -> Callable[P, R]:
     """Makes an interruption, or an error of the system (a full disk, a file that went away), one
     line that says what it was, before the command-line library makes "Aborted." of it.
     """
+    left = LEFT.get(command.__name__.removeprefix("run_"), "")
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
         except KeyboardInterrupt:
-            fail("interrupted; what a private run released until then is in its ledger", code=130)
+            fail(f"interrupted{left}", code=130)
         except (OSError, EOFError) as error:
             fail(f"{type(error).__name__}: {error}", code=1)
 

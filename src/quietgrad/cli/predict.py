@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SHOWN_ROWS = 10
 SHOWN_LETTERS = 60
+SHOWN_NOTES = 5
+LEAST_LETTERS = 14  # of a column that is shown
 
 
 @one_line
@@ -48,7 +50,7 @@ def run_predict(
         print_json(_record(found, columns, output))
         return
     if output is None:
-        _print_rows(target, found.columns(bool(each)))
+        _print_rows(target, found.columns(bool(each)), len(found.given))
         target.print(
             f"{min(SHOWN_ROWS, len(found))} of {how_many(len(found), 'record')}; all of them, with "
             f"every column: quietgrad predict {run_dir} {file} --output predictions.csv",
@@ -59,8 +61,14 @@ def run_predict(
         target.print(
             f"{how_many(len(found), 'record')} written to {output}", soft_wrap=True, markup=False
         )
-    for note in found.notes:
+    for note in found.notes[:SHOWN_NOTES]:
         target.print(f"[yellow]note:[/yellow] {_escaped(note)}", soft_wrap=True)
+    if (more := len(found.notes) - SHOWN_NOTES) > 0:
+        target.print(
+            f"[yellow]note:[/yellow] and {how_many(more, 'column')} more with such cells; --json "
+            "lists them all",
+            soft_wrap=True,
+        )
     if found.unread:
         target.print(
             f"Without a label: {found.unread} that could not be read (an empty text, a damaged "
@@ -105,13 +113,27 @@ def _plain(cell: Any) -> Any:
     return cell if cell is None or isinstance(cell, str | int | float | bool) else str(cell)
 
 
-def _print_rows(target: Console, columns: Mapping[str, Sequence[Any]]) -> None:
+def _print_rows(target: Console, columns: Mapping[str, Sequence[Any]], given: int) -> None:
+    """The first rows: of the ``given`` columns of the input those that find room, from the first
+    on, and all of the model's.
+    """
+    shown = {
+        name: [_short(name), *map(_short, cells[:SHOWN_ROWS])] for name, cells in columns.items()
+    }
+    room = {name: min(max(map(len, cells)), LEAST_LETTERS) + 3 for name, cells in shown.items()}
+    left = target.width - 1 - sum(list(room.values())[given:])
+    for i, name in enumerate(list(columns)[:given]):
+        left -= room[name]
+        if left < 0 and i:  # one of them says which record it is
+            del shown[name]
     table = Table(pad_edge=False)
-    for name in columns:
-        table.add_column(_short(name), overflow="ellipsis")
-    for row in list(zip(*columns.values(), strict=True))[:SHOWN_ROWS]:
-        table.add_row(*map(_short, row))
+    for name, *_ in shown.values():
+        table.add_column(name, overflow="ellipsis")
+    for row in list(zip(*shown.values(), strict=True))[1:]:
+        table.add_row(*row)
     target.print(table)
+    if absent := len(columns) - len(shown):
+        target.print(f"{absent} of the {given} columns of FILE found no room here.")
 
 
 def _short(cell: Any) -> str:

@@ -115,12 +115,12 @@ def _units(prepared: Prepared, plan: PrivacyPlan) -> str:
 def _clipping_text(plan: PrivacyPlan) -> str:
     claim = plan.clipper.claim.clipping
     combined = plan.clipper.combined
+    of = "" if combined is None else f", of the {combined} of a user's gradients"
     if not isinstance(claim, RandomizedClipping):
-        of = "" if combined is None else f", of the {combined} of a user's gradients"
         return f"exact per-example norms ({plan.clipper.estimator}){of}"
     return (
         f"randomized: {plan.clipper.estimator} with k = {claim.sketch_dim}, {claim.envelope} "
-        "envelope in the accountant"
+        f"envelope in the accountant{of}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,7 @@ def run_train(
             run_dir = stack.enter_context(removed_if_refused(config.training.run_dir, resume))
         else:
             run_dir = RunDir(Path(config.training.run_dir))
+        stack.enter_context(_told_if_interrupted(run_dir))
         if resume:
             config = with_kept_seed(config, run_dir)
             require_same_settings(without_seed(load_config(run_dir.config)), without_seed(config))
@@ -115,31 +116,22 @@ def run_train(
             # Before private records are in memory, whose peak would tell of them.
             say("timing a step on validation records")
             expected = kept_forecast(prepared) if together.first else {}
-    if prepared.plan is not None:
-        target.print(
-            "Clipping agrees with per-example autograd on validation records: relative difference "
-            f"{difference:.1e}."
-        )
-        print_guarantee(target, prepared, prepared.plan)
-    else:
-        target.print(
-            "[bold]Privacy is switched off:[/bold] this run is a reference, and not private."
-        )
-    if prepared.reasons:
-        print_settings(target, settings_record(prepared))
-    if config.training.caches and _has_frozen_layers(prepared):
-        target.print(
-            "Before the first step, frozen layers whose states can be kept run once over the "
-            "records; no privacy is spent by that."
-        )
-    with TrainingProgress(target, prepared) as shown:
-        try:
-            with quiet_libraries(target):
-                outcome: runner.Outcome | None = runner.train(
-                    prepared, run_dir, resume, shown.report, _sayer(target), shown.told, together
-                )
-        except KeyboardInterrupt:
-            outcome = None
+    with _told_if_interrupted(run_dir):
+        _print_beginning(target, prepared, difference)
+        with TrainingProgress(target, prepared) as shown:
+            try:
+                with quiet_libraries(target):
+                    outcome: runner.Outcome | None = runner.train(
+                        prepared,
+                        run_dir,
+                        resume,
+                        shown.report,
+                        _sayer(target),
+                        shown.told,
+                        together,
+                    )
+            except KeyboardInterrupt:
+                outcome = None
     together.of_first(None)  # the others stay until the last file is written
     leave()
     if not together.first:
@@ -166,6 +158,27 @@ def run_train(
     if as_json:
         print_json(result)
     _print_result(target, result | _in_words(prepared, result), known)
+
+
+def _print_beginning(target: Console, prepared: Prepared, difference: float | None) -> None:
+    """What is about to run; ``difference`` is that of clipping from autograd."""
+    if prepared.plan is not None:
+        target.print(
+            "Clipping agrees with per-example autograd on validation records: relative difference "
+            f"{difference:.1e}."
+        )
+        print_guarantee(target, prepared, prepared.plan)
+    else:
+        target.print(
+            "[bold]Privacy is switched off:[/bold] this run is a reference, and not private."
+        )
+    if prepared.reasons:
+        print_settings(target, settings_record(prepared))
+    if prepared.config.training.caches and _has_frozen_layers(prepared):
+        target.print(
+            "Before the first step, frozen layers whose states can be kept run once over the "
+            "records; no privacy is spent by that."
+        )
 
 
 def _meet(config: TrainConfig) -> Together:
@@ -212,6 +225,15 @@ def _in_words(prepared: Prepared, result: dict[str, Any]) -> dict[str, str]:
 
 def _has_frozen_layers(prepared: Prepared) -> bool:
     return not all(p.requires_grad for p in prepared.model.classifier.parameters())
+
+
+@contextlib.contextmanager
+def _told_if_interrupted(run_dir: RunDir) -> Iterator[None]:
+    """Before the steps, which stop by themselves with everything saved."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        fail(_interrupted(run_dir), code=130)
 
 
 def _interrupted(run_dir: RunDir) -> str:

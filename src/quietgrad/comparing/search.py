@@ -99,7 +99,8 @@ def search_table(values: dict[str, Any], variants: Sequence[str]) -> SearchTable
         raise ValueError(
             '[search] must be a table with trials and [search.ranges."table.key"] tables'
         )
-    values = {"trials": 0} | dict(values)
+    values = dict(values)
+    values.setdefault("trials", 0)  # the last: a misspelt key is named before one that is missing
     ranges: dict[str, Any] = values.pop("ranges", {})
     table = one(SearchTable).read("search", values)
     if RATE not in ranges:

@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quietgrad.accounting import RunCount
-from quietgrad.checks import nearest, require_at_least
+from quietgrad.checks import require_at_least
+from quietgrad.comparing.early import (
+    changed_by,
+    parts_of,
+    require_public,
+    require_reference,
+    require_varied,
+)
 from quietgrad.comparing.search import RATE, SearchTable, Settings, search_table
 from quietgrad.records import Above0, Count, judge
 from quietgrad.training.derived.resolve import is_open, with_what_trains
 from quietgrad.training.settings.config import TrainConfig, config_from
-from quietgrad.training.settings.overrides import read_toml
 from quietgrad.training.settings.reading import one
 
-# What a variant may change; the rest is prepared once for all runs.
-VARIED_TABLES = ("privacy", "clipping", "noise", "denoising", "optimizer", "users")
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": math.inf}
 HEAD_RATE = "optimizer.head_learning_rate"
-FIXED = ("privacy.target_epsilon", "privacy.noise_multiplier", "privacy.target_delta")
-VARIED_KEYS = ("training.expected_batch_size", "training.steps", "training.epochs")
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,7 @@ class Comparison:
 
     def config_of(self, run: Run) -> TrainConfig:
         """The whole configuration of one run."""
-        tree = {name: dict(values) for name, values in self.base.items()}
-        for name, value in (*self.variants[run.variant].items(), *run.settings):
-            table, _, key = name.partition(".")
-            tree.setdefault(table, {})[key] = value
+        tree = changed_by(self.base, (*self.variants[run.variant].items(), *run.settings))
         optimizer = tree.setdefault("optimizer", {})
         optimizer["learning_rate"] = run.rate
         if self.table.head_rate:
@@ -222,17 +221,11 @@ def load_comparison(path: str | Path, accounted: bool = False) -> Comparison:
         ValueError: missing or malformed file, unknown table or key, a variant or protocol that does
             not fit, naming it and the remedy.
     """
-    file, tree = Path(path), read_toml(path)
-    if "comparison" not in tree or "variants" not in tree:
-        raise ValueError(
-            f"config={str(file)!r} has no [comparison] or no [variants.NAME] table; `quietgrad "
-            "train` takes single runs"
-        )
-    given = tree.pop("comparison")
+    file, parts = Path(path), parts_of(path)
+    given, variants, tree = parts.comparison, parts.variants, parts.base
     table = one(ComparisonTable).read("comparison", given)
-    variants = {name: _flat(values) for name, values in tree.pop("variants").items()}
-    search = search_table(tree.pop("search"), list(variants)) if "search" in tree else None
-    counted = one(AccountedTable).read("accounted", tree.pop("accounted", {}))
+    search = None if parts.search is None else search_table(parts.search, list(variants))
+    counted = one(AccountedTable).read("accounted", parts.accounted)
     if accounted:
         _require_accountable(table, search)
     if search is not None and ("learning_rates" in given or "protocol_rate" in given):
@@ -240,37 +233,20 @@ def load_comparison(path: str | Path, accounted: bool = False) -> Comparison:
             "comparison.learning_rates and protocol_rate are a grid, and [search] takes its place; "
             "keep one of the two"
         )
-    if table.reference not in variants:
-        raise ValueError(
-            f"comparison.reference={table.reference!r} is no "
-            f"variant{nearest(table.reference, variants)}"
-        )
+    require_reference(table.reference, variants)
     if search is not None and table.head_rate and any(r.key == HEAD_RATE for r in search.ranges):
         raise ValueError(
             f'comparison.head_rate and search.ranges."{HEAD_RATE}" both set the head\'s rate; keep '
             "one"
         )
-    declared = tree.get("data", {})
-    public = isinstance(declared, dict) and declared.get("public") is True
-    if not public and not accounted:
-        raise ValueError(
-            f"config={str(file)!r}: a comparison makes many runs with known seeds on the same "
-            "records, which no single epsilon covers; compare on records that are public, and say "
-            "so with "
-            "data.public = true, or let --accounted draw the runs and pay for the choice"
-        )
+    if not accounted:
+        require_public(path, tree)
     found = Comparison(file, table, variants, tree, search, counted)
     for variant, changed in variants.items():
         ranges = search.ranges_of(variant) if search is not None else []
         named = [(f"variants.{variant}.{name}", name) for name in changed]
         for shown, name in named + [(f'search.ranges."{r.key}"', r.key) for r in ranges]:
-            varied = name.partition(".")[0] in VARIED_TABLES or name in VARIED_KEYS
-            if name in FIXED or not varied:
-                raise ValueError(
-                    f"{shown} cannot vary: data, model and cached states are shared by all runs; "
-                    "vary one of "
-                    f"{', '.join((*VARIED_TABLES, *VARIED_KEYS))}, or make a comparison of its own"
-                )
+            require_varied(shown, name)
         ends = {r.key: (*r.choices, *(() if r.choices else (r.low, r.high))) for r in ranges}
         least = {key: values[0] for key, values in ends.items()}
         # A proposal that no configuration takes would end the search each time it is started.
@@ -306,15 +282,3 @@ def _require_accountable(table: ComparisonTable, search: SearchTable | None) -> 
             f"comparison.epsilons={table.epsilons} with --accounted: one choice has one epsilon, "
             "of the whole; give one"
         )
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """{"denoising": {"method": "paper"}} to {"denoising.method": "paper"}."""
-    for table, keys in values.items():
-        if not isinstance(keys, dict):
-            raise ValueError(
-                f"variants: {table}={keys!r} must be a key of a table, such as denoising.method"
-            )
-    return {
-        f"{table}.{key}": value for table, keys in values.items() for key, value in keys.items()
-    }

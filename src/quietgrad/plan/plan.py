@@ -152,6 +152,17 @@ class PrivacyPlan(StepByStep):
         told = [side.to_json() for side in self.event.beside]
         return {"beside": told} if told else {}
 
+    def told_users(self) -> dict[str, object]:
+        """What stands for a user, as facts to write down; empty where records are protected."""
+        users = self.sampler.users
+        if users is None:
+            return {}
+        return {
+            "records_per_user": users.at_most,
+            "combined": self.clipper.combined,
+            "choice": users.choice,
+        }
+
     @property
     def noise_multiplier(self) -> float:
         return self.noise.noise_multiplier
@@ -282,13 +293,7 @@ class PrivacyPlan(StepByStep):
             "data_declared_public": self.data_are_public,
             "noise_source": self.noise.source.name,
         }
-        users = self.sampler.users
-        if users is not None:
-            facts |= {
-                "records_per_user": users.at_most,
-                "combined": self.clipper.combined,
-                "choice": users.choice,
-            }
+        facts |= self.told_users()
         return facts | ({"record_identity": self.record_identity} if cyclic else {})
 
     def require_same_mechanism(self, contents: LedgerContents) -> None:

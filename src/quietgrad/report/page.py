@@ -57,6 +57,16 @@ def write_page(path: str | Path, text: str) -> None:
     """Writes it whole or not at all.
 
     Raises:
+        ValueError: as ``require_page_place``.
+    """
+    require_page_place(path)
+    write_whole(Path(path), text.encode())
+
+
+def require_page_place(path: str | Path) -> None:
+    """Before any work: that a page can be written.
+
+    Raises:
         ValueError: for a name that does not end in .html, or a folder that is not there.
     """
     place = Path(path)
@@ -64,4 +74,3 @@ def write_page(path: str | Path, text: str) -> None:
         raise ValueError(f"--html={str(path)!r} must end in .html: the report is one page of HTML")
     if not place.absolute().parent.is_dir():
         raise ValueError(f"--html={str(path)!r}: no such folder; make it first")
-    write_whole(place, text.encode())

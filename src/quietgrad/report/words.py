@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from quietgrad.accounting import advantage
 from quietgrad.events import PrivacyEvent, unit_of
@@ -24,3 +26,23 @@ def in_words(event: PrivacyEvent, neighbouring: str) -> str:
         f"{unit} was there (a coin decided), is right at most {percent} times in 100; guessing "
         "is right 50 times"
     )
+
+
+def what_stands_for_a_user(facts: Mapping[str, Any]) -> str:
+    """What of a user's records is used and clipped, after "one user of the training data"; "" where
+    records are protected.
+
+    Args:
+        facts: the ledger's first line, a result, or what saved weights say of their training; those
+            written before there was more name ``neighbouring`` alone.
+    """
+    if unit_of(facts["neighbouring"]) != "user":
+        return ""
+    said = ", with all records of that user"
+    if most := facts.get("records_per_user"):
+        how = {"fixed": ", always the same ones", "fresh": ", drawn anew in every step"}
+        which = how.get(facts.get("choice", ""), "")
+        said += f": at most {most} of them are used in a step{which}"
+        if combined := facts.get("combined"):
+            said += f", and the {combined} of their gradients is clipped"
+    return said

@@ -216,7 +216,7 @@ def identities_of(owners: Iterable[Any], name: str = "record_owner") -> list[byt
     if isinstance(owners, str | bytes):
         raise TypeError(f"{name} is a single text; give one owner for every record, as a list")
     values: Sequence[Any] = owners.tolist() if hasattr(owners, "tolist") else list(owners)
-    if any(_is_missing(value) for value in values):
+    if any(is_missing(value) for value in values):
         raise ValueError(
             f"{name} has no owner for some record (None, NaN or an empty text, or such a word as "
             "'nan' that a tool wrote for one), and a record of "
@@ -239,7 +239,8 @@ def identities_of(owners: Iterable[Any], name: str = "record_owner") -> list[byt
     return [_identity(value) for value in values]
 
 
-def _is_missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
+    """Whether a cell names no owner: it is empty, or a word that a tool wrote for an empty one."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
         return True
     if isinstance(value, str):

@@ -27,6 +27,7 @@ def trained_on(prepared: Prepared, done: int) -> Record:
             "noise_multiplier": plan.noise_multiplier,
             "sample_rate": plan.sampler.sample_rate,
             "bands": plan.event.bands,
+            **plan.told_users(),
             **plan.told_beside(),
             **({} if plan.course is None else {"settings_change": True}),
         }
@@ -50,6 +51,8 @@ def facts_of(prepared: Prepared) -> dict[str, Any]:
     if prepared.combined is not None:
         facts["users"] = prepared.sampler.dataset_size
         facts["records_per_user"] = prepared.config.users.records_per_user
+        facts["combined"] = prepared.combined
+        facts["choice"] = prepared.config.users.choice
     if plan is not None:
         facts |= {
             "epsilon": plan.epsilon,

@@ -15,7 +15,13 @@ from rich.table import Table
 from quietgrad.checks import how_many
 from quietgrad.cli.output import console, one_line, print_json, print_table
 from quietgrad.training.sources.guess import guess
-from quietgrad.training.sources.inspection import RARE, Inspection, read_for_owner, with_labels
+from quietgrad.training.sources.inspection import (
+    RARE,
+    Inspection,
+    read_for_owner,
+    with_labels,
+    with_owners,
+)
 from quietgrad.training.sources.pictures import (
     FolderInspection,
     inspect_folder,
@@ -34,9 +40,14 @@ HELD_OUT = 0.2  # share that validates and tests, where no configuration says
 
 
 @one_line
-def run_check(path: Path, text: str, label: str, as_json: bool) -> None:
+def run_check(path: Path, text: str, label: str, user: str, as_json: bool) -> None:
     """See ``quietgrad check --help``."""
     target = console(as_json)
+    if user and (path.suffix.lower() == ".toml" or path.is_dir()):
+        raise ValueError(
+            f"--user={user!r} is for a file of records; a configuration says data.user, and images "
+            "have no owners: leave --user out"
+        )
     if path.suffix.lower() == ".toml":
         found = _of_config(path)
     elif path.is_dir():
@@ -47,7 +58,7 @@ def run_check(path: Path, text: str, label: str, as_json: bool) -> None:
             )
         found = [inspect_folder(path)]
     else:
-        found = [_of_file(path, text, label)]
+        found = [_of_file(path, text, label, user)]
     if as_json:
         files = [dataclasses.asdict(one) | {"refused": one.refused} for one in found]
         print_json({"private": PRIVATE, "files": files})
@@ -62,19 +73,20 @@ def run_check(path: Path, text: str, label: str, as_json: bool) -> None:
         sys.exit(1)
 
 
-def _of_file(path: Path, text: str, label: str) -> Inspection:
+def _of_file(path: Path, text: str, label: str, user: str) -> Inspection:
     found, rows = read_for_owner(path)
     if rows is None or not found.records:  # of nothing that can be read, nothing is guessed
         return found
     try:
-        guessed = guess(found.columns, text, label, str(path))
+        guessed = guess(found.columns, text, label, str(path), user)
     except ValueError as error:
-        if text or label:
+        if text or label or user:
             raise
         return dataclasses.replace(found, notes=[str(error)])
     texts = [n for n in (guessed.text, guessed.pair) if n and guessed.task == "text"]
     classes = guessed.task != "answers"
-    return with_labels(found, rows, texts, [guessed.label], classes, HELD_OUT)
+    found = with_labels(found, rows, texts, [guessed.label], classes, HELD_OUT)
+    return with_owners(found, rows, user) if user else found
 
 
 def _of_config(path: Path) -> list[Inspection | FolderInspection]:
@@ -109,14 +121,17 @@ def _with_columns_of(config: TrainConfig, path: Path) -> Inspection:
         labels = [f for _, f, _, _ in string.Formatter().parse(config.task.answer) if f]
     elif not config.model.name.startswith("table:"):
         texts = [name for name in (data.text, data.text_pair) if name]
-    absent = [name for name in [*texts, *labels] if name not in rows.columns]
+    wanted = [*texts, *labels, *([data.user] if data.user else [])]
+    absent = [name for name in wanted if name not in rows.columns]
     if absent or not labels:
         named = f"has no column {absent[0]!r}" if absent else "has no column of answers"
         columns = ", ".join(rows.columns)
-        note = f"{named}, which {'task.answer' if not classes else 'the configuration'} names; "
+        task = not classes and (not absent or absent[0] in labels)
+        note = f"{named}, which {'task.answer' if task else 'the configuration'} names; "
         return dataclasses.replace(found, notes=[f"{note}its columns are {columns}"])
     held_out = data.validation_fraction + (0 if data.test_source else data.test_fraction)
-    return with_labels(found, rows, texts, labels, classes, held_out)
+    found = with_labels(found, rows, texts, labels, classes, held_out)
+    return with_owners(found, rows, data.user) if data.user else found
 
 
 def _print_file(target: Console, found: Inspection) -> None:
@@ -124,6 +139,8 @@ def _print_file(target: Console, found: Inspection) -> None:
         "rows that can be read": str(found.records),
         "rows that cannot": str(len(found.broken)),
     }
+    if found.users:
+        facts["users whose they are"] = str(found.users)
     if found.encoding:
         facts["encoding"] = found.encoding
     if found.separator:
@@ -137,6 +154,7 @@ def _print_file(target: Console, found: Inspection) -> None:
         _print_labels(target, found.labels, found.rare)
     _print_rows(target, "", "that cannot be read", found.broken)
     _print_rows(target, "", "without something", found.gaps)
+    _print_rows(target, "", "without an owner", found.ownerless)
     _print_notes(target, found.notes)
     if found.broken and not found.records:
         target.print(
@@ -150,6 +168,12 @@ def _print_file(target: Console, found: Inspection) -> None:
         )
     elif not found.refused:
         target.print("Every row can be read.")
+    if found.ownerless:
+        target.print(
+            "Fill in whose rows those without an owner are, or take them out yourself: "
+            "data.skip_bad leaves out none of them.",
+            soft_wrap=True,
+        )
 
 
 def _print_columns(target: Console, found: Inspection) -> None:

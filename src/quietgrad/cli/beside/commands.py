@@ -15,6 +15,14 @@ from quietgrad.training.sources.early import require_keys
 
 Text = Annotated[str, typer.Option("--text", metavar="COLUMN", help="Column of the text.")]
 Label = Annotated[str, typer.Option("--label", metavar="COLUMN", help="Column of the label.")]
+User = Annotated[
+    str,
+    typer.Option(
+        "--user",
+        metavar="COLUMN",
+        help="Column that says whose a row is: people with several rows are protected whole.",
+    ),
+]
 
 
 def report(
@@ -101,6 +109,7 @@ def check(
     ],
     text: Text = "",
     label: Label = "",
+    user: User = "",
     as_json: accounting.AsJson = False,
 ) -> None:
     """Shows the owner of a file what training would refuse in it.
@@ -113,7 +122,7 @@ def check(
         require_keys(read_toml(source))
     from quietgrad.cli.beside.check import run_check
 
-    run_check(source, text, label, as_json)
+    run_check(source, text, label, user, as_json)
 
 
 def init(
@@ -129,6 +138,7 @@ def init(
     ] = Path("config.toml"),
     text: Text = "",
     label: Label = "",
+    user: User = "",
     skip_bad: Annotated[
         bool,
         typer.Option("--skip-bad", help="Leave out broken rows, and those that lack a label."),
@@ -143,7 +153,7 @@ def init(
     """
     from quietgrad.cli.beside.init import run_init
 
-    run_init(source, output, text, label, skip_bad, as_json)
+    run_init(source, output, text, label, user, skip_bad, as_json)
 
 
 def settings(

@@ -11,11 +11,11 @@ from quietgrad.cli.progress.stages import stages
 @one_line
 def run_export(run_dir: Path, form: str | None, output: Path, as_json: bool) -> None:
     """See ``quietgrad export --help``."""
-    from quietgrad.training.exporting.program import export_run, format_of
-
-    form = format_of(output) if form is None else form
     with stages(console(as_json)) as say:
-        say(f"exporting the model of {run_dir}")
+        say(f"exporting the model of {run_dir}")  # before torch is loaded
+        from quietgrad.training.exporting.program import export_run, format_of
+
+        form = format_of(output) if form is None else form
         made = export_run(run_dir, form, output)
     if as_json:
         print_json(made)

@@ -7,9 +7,15 @@ from pathlib import Path
 
 from quietgrad.cli.output import console, fail, one_line, print_json
 from quietgrad.training.sources.guess import guess
-from quietgrad.training.sources.inspection import read_for_owner, with_labels
+from quietgrad.training.sources.inspection import (
+    Inspection,
+    read_for_owner,
+    with_labels,
+    with_owners,
+)
 from quietgrad.training.sources.pictures import is_picture_folder
 from quietgrad.training.sources.proposal import propose, propose_images
+from quietgrad.training.sources.rows import Rows
 
 WHAT = {
     "text": "a classifier of texts",
@@ -21,7 +27,13 @@ WHAT = {
 
 @one_line
 def run_init(
-    source: Path, output: Path, text: str, label: str, skip_bad: bool, as_json: bool
+    source: Path,
+    output: Path,
+    text: str,
+    label: str,
+    user: str,
+    skip_bad: bool,
+    as_json: bool,
 ) -> None:
     """See ``quietgrad init --help``."""
     if output.exists():
@@ -30,11 +42,20 @@ def run_init(
         fail(f"--output={str(output)!r} must end in .toml: the configuration is a TOML file", 2)
     if not output.absolute().parent.is_dir():
         fail(f"--output={str(output)!r}: no such folder; make it, or name another place", 2)
-    command = f"quietgrad init {shlex.quote(str(source))}"
+    said = {"--text": text, "--label": label, "--user": user}
+    named = [word for pair in said.items() if pair[1] for word in pair]
+    command = shlex.join(
+        ["quietgrad", "init", str(source), *named, *(["--skip-bad"] if skip_bad else [])]
+    )
     if source.is_dir():
+        if user:
+            raise ValueError(
+                f"--user={user!r}: a folder of images names no owners, so each image is protected "
+                "by itself; leave --user out"
+            )
         task, written = "images", _of_folder(source, command, text, label)
     else:
-        task, written = _of_file(source, command, text, label, skip_bad)
+        task, written = _of_file(source, command, text, label, user, skip_bad)
     with open(output, "x", encoding="utf-8") as file:
         file.write(written)
     go_on = shlex.quote(str(output))
@@ -62,7 +83,9 @@ def _of_folder(source: Path, command: str, text: str, label: str) -> str:
     return propose_images(str(source), command, text or "file", label or "label")
 
 
-def _of_file(source: Path, command: str, text: str, label: str, skip_bad: bool) -> tuple[str, str]:
+def _of_file(
+    source: Path, command: str, text: str, label: str, user: str, skip_bad: bool
+) -> tuple[str, str]:
     look = f"`quietgrad check {shlex.quote(str(source))}`"
     found, rows = read_for_owner(source)
     if rows is None:
@@ -70,7 +93,7 @@ def _of_file(source: Path, command: str, text: str, label: str, skip_bad: bool) 
         raise ValueError(f"FILE={str(source)!r}: {found.failure.split(' (')[0]}{where}")
     if found.broken and not found.records:  # of nothing that can be read, nothing is guessed
         raise ValueError(f"FILE={str(source)!r}: no row of it can be read; {look} lists why")
-    guessed = guess(found.columns, text, label, str(source))
+    guessed = guess(found.columns, text, label, str(source), user)
     texts = [n for n in (guessed.text, guessed.pair) if n and guessed.task == "text"]
     found = with_labels(found, rows, texts, [guessed.label], guessed.task != "answers", 1.0)
     if found.unfit:
@@ -80,7 +103,25 @@ def _of_file(source: Path, command: str, text: str, label: str, skip_bad: bool) 
             f"FILE={str(source)!r} has rows that are broken, or lack a text or a label; {look} "
             "lists them: mend them, or add --skip-bad, which leaves them out"
         )
+    users = _users(found, rows, user, skip_bad) if user else 0
     usable = found.records - len(found.gaps)
     usual = "tab" if source.suffix.lower() == ".tsv" else "comma"
     other = "" if found.separator in ("", usual) else found.separator
-    return guessed.task, propose(str(source), usable, guessed, command, skip_bad, other)
+    return guessed.task, propose(
+        str(source), usable, guessed, command, skip_bad, other, user, users
+    )
+
+
+def _users(found: Inspection, rows: Rows, user: str, skip_bad: bool) -> int:
+    """How many people the rows are of; what training would refuse of the owners is refused."""
+    found = with_owners(found, rows, user)
+    left_out = {row.first for row in found.gaps} if skip_bad else set()
+    if found.unfit:
+        raise ValueError(f"--user={user!r}: {found.unfit}")
+    if any(row.first not in left_out for row in found.ownerless):
+        raise ValueError(
+            f"--user={user!r}: there are rows without an owner, which nothing would protect; "
+            f"`quietgrad check {shlex.quote(found.path)} --user {shlex.quote(user)}` lists them: "
+            "fill in whose they are, or take them out"
+        )
+    return found.users

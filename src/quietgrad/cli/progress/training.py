@@ -16,6 +16,7 @@ from rich.progress import (
 )
 
 from quietgrad.accounting.rounding import round_up
+from quietgrad.checks import how_many
 from quietgrad.cli.progress.lines import Lines
 from quietgrad.cli.progress.stages import still_line
 from quietgrad.cli.progress.still import Still
@@ -47,12 +48,21 @@ def bar_on(target: Console, *more: TextColumn) -> Progress:
     )
 
 
+def ending(prepared: Prepared) -> str:
+    """What comes after the last step, in words: writing answers token by token takes minutes."""
+    task = prepared.config.task
+    if task.kind != "generate" or task.decoded == "none":
+        return SAVING
+    answers = how_many(min(task.decoded_records, len(prepared.test)), "answer")
+    return f"scoring by up to {answers} that the model writes, and saving it"
+
+
 class TrainingProgress:
     """What ``runner.train`` reports, shown."""
 
     def __init__(self, target: Console, prepared: Prepared) -> None:
         self._target, self._metric, self._steps = target, prepared.metric.name, prepared.steps
-        self._private = prepared.plan is not None
+        self._private, self._ending = prepared.plan is not None, ending(prepared)
         self._declared = " (data declared public)" if prepared.config.data.public else ""
         if prepared.plan is not None:
             self._declared = per_unit(prepared.plan.neighbouring) + self._declared
@@ -98,10 +108,10 @@ class TrainingProgress:
         self._bar.update(
             self._task,
             completed=progress.step,
-            description=SAVING if ended else "training",
+            description=self._ending if ended else "training",
             spent=spent + self._score + loss,
         )
         said = progress.score is not None
         more = f": {spent}{' spent' if self._private else ''}{loss}"
         self._lines.show(progress.step, self._steps, more, said)
-        self._still.now(SAVING if ended else f"in step {progress.step + 1} of {self._steps}")
+        self._still.now(self._ending if ended else f"in step {progress.step + 1} of {self._steps}")

@@ -151,6 +151,7 @@ class Session:
             "delta": self.plan.delta,
             "steps": self.run.released,
             "neighbouring": self.plan.neighbouring,
+            **self.plan.told_users(),
             **self.plan.told_beside(),
         }
         made = provenance("train_dataset", facts, self.plan.data_are_public, self._started_from)

@@ -74,6 +74,7 @@ class Trained:
             "delta": self.plan.delta,
             "steps": self.releases,
             "neighbouring": self.plan.neighbouring,
+            **self.plan.told_users(),
             **self.plan.told_beside(),
         }
         return provenance("train_dataset", facts, self.plan.data_are_public, self.started_from)

@@ -10,7 +10,7 @@ from typing import Any
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.events import RELATIONS, EventSequence, PrivacyEvent, unit_of
 from quietgrad.report.run.facts import RunFacts
-from quietgrad.report.words import in_words
+from quietgrad.report.words import in_words, what_stands_for_a_user
 
 Row = tuple[str, str]
 SEEDS = {
@@ -52,7 +52,9 @@ def _rows(facts: RunFacts) -> Iterator[Row]:
         )
     if facts.event is not None:
         yield "What it means", f"Somebody {in_words(facts.event, facts.neighbouring)}."
-    yield "Unit of privacy", f"One {unit} of the training data" + _users(facts) + "."
+    told = {**facts.result, **header, "neighbouring": facts.neighbouring}
+    stands = what_stands_for_a_user(told)
+    yield "Unit of privacy", f"One {unit} of the training data{stands}."
     yield "Neighbouring data sets", f"{RELATIONS[facts.neighbouring]}."
     rate = _events(facts)
     size = header.get("dataset_size", facts.result.get("records", {}).get("train"))
@@ -124,13 +126,6 @@ def _claim(facts: RunFacts) -> str:
     )
 
 
-def _users(facts: RunFacts) -> str:
-    if facts.neighbouring != "add-remove-user":
-        return ""
-    most = facts.result.get("records_per_user")
-    return ", with all records" + (f" (at most {most} are used in a step)" if most else "")
-
-
 def _events(facts: RunFacts) -> list[dict[str, Any]]:
     """The JSON of each stretch of like steps."""
     event: PrivacyEvent | None = facts.event
@@ -143,7 +138,10 @@ def _events(facts: RunFacts) -> list[dict[str, Any]]:
 
 def _clipping(facts: RunFacts, events: list[dict[str, Any]], unit: str) -> str:
     norm = facts.said.header.get("max_grad_norm")
-    whose = "gradient" if unit == "record" else "summed gradient"
+    whose = "gradient"
+    if unit == "user":
+        combined = facts.said.header.get("combined", facts.result.get("combined"))
+        whose = {"sum": "summed gradient", "mean": "mean gradient"}.get(str(combined), whose)
     bound = f"to length {norm:g}" if isinstance(norm, int | float) else "to a scheduled length"
     sketch = events[0].get("randomized_clipping")
     if sketch is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.events import RELATIONS, unit_of
 from quietgrad.report.run.statement import AT_RANDOM
+from quietgrad.report.words import what_stands_for_a_user
 from quietgrad.training.files.provenance import Record
 
 CARD = "README.md"
@@ -24,6 +25,11 @@ HOW = {
     "head": "the head alone was trained",
 }
 SHOWN_LABELS = 20
+# Of a model that no other library has a class for.
+BY_TORCH_ALONE = (
+    "Without Quietgrad: what `quietgrad export RUN_DIR -o model.pt2` writes is called by torch "
+    "alone, or `-o model.onnx` by an ONNX runtime; label names are inside."
+)
 
 
 def write_card(
@@ -123,8 +129,8 @@ def privacy_lines(record: Record, pretrained: bool = True) -> list[str]:
         lines += [
             f"- (epsilon, delta) = ({round_up(record['epsilon'], 4)}, "
             f"{round_up_to(record['delta'], 3)}), an upper bound over all {record['steps']} steps.",
-            f"- Unit of privacy: one {unit} of the training data. Neighbouring data sets: "
-            f"{RELATIONS[record['neighbouring']]}.",
+            f"- Unit of privacy: one {unit} of the training data{what_stands_for_a_user(record)}. "
+            f"Neighbouring data sets: {RELATIONS[record['neighbouring']]}.",
         ]
         if "noise_multiplier" in record:
             least, most = ("at least ", "at most ") if "settings_change" in record else ("", "")

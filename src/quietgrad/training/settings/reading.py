@@ -16,6 +16,8 @@ from typing import Any
 from quietgrad.checks import listed, nearest
 from quietgrad.records import Outline, conformed, hint_from, hints_of
 
+OF_TRAINING = Path(__file__).with_name("keys.json")
+
 
 @dataclass(frozen=True)
 class Table:
@@ -114,9 +116,14 @@ def each_table(
         yield name, tables[name], values
 
 
-def outlined() -> dict[str, Table]:
-    """The tables of a training configuration, with outlines in place of the records."""
-    told = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
+def outlined(path: Path = OF_TRAINING) -> dict[str, Table]:
+    """The tables of a configuration (a training's where no other is named), with outlines in place
+    of the records.
+
+    Args:
+        path: what ``scripts/keys.py`` wrote of them.
+    """
+    told = json.loads(path.read_text(encoding="utf-8"))
     return {
         name: Table(
             {

@@ -72,22 +72,35 @@ def describe(rows: Rows) -> dict[str, Column]:
     return {name: _column(name, cells) for name, cells in rows.columns.items()}
 
 
-def guess(columns: Mapping[str, Column], text: str = "", label: str = "", path: str = "") -> Guess:
+def guess(
+    columns: Mapping[str, Column],
+    text: str = "",
+    label: str = "",
+    path: str = "",
+    user: str = "",
+) -> Guess:
     """What could be learnt from columns like these.
 
     Args:
         columns: from ``describe``.
         text, label: columns that are known ("": to be guessed).
         path: of the file, for messages.
+        user: column of the rows' owners, of which nothing is learnt.
 
     Raises:
         ValueError: for a column that is not there, or where nothing looks like a label.
     """
-    for option, name in (("--text", text), ("--label", label)):
+    for option, name in (("--text", text), ("--label", label), ("--user", user)):
         if name and name not in columns:
             raise ValueError(
                 f"{option}={name!r} is not a column of {path!r}{nearest(name, columns)}"
             )
+        if name and name == user and option != "--user":
+            raise ValueError(
+                f"--user={user!r} is {option}, too: nothing is learnt of whose a row is; name the "
+                "column that tells people apart"
+            )
+    columns = {name: column for name, column in columns.items() if name != user}
     texts = [text] if text else [n for n in _best(columns, "text", TEXTS) if n != label]
     lower = {name.lower(): name for name in columns}
     asked = next((lower[n] for n in PROMPTS if n in lower), "")

@@ -47,7 +47,9 @@ class Inspection:
         labels: label -> records.
         rare: labels with few records.
         notes: what else their owner should know.
-        unfit: why the labels cannot be classes; "" where they can.
+        unfit: why the labels cannot be classes, or the owners no people; "" where they can.
+        ownerless: rows that are nobody's, where a column of owners is named.
+        users: how many people the other rows are of; 0 where no such column is named.
         encoding, separator: of the file.
         failure: why the file as a whole cannot be read; "" where it can.
     """
@@ -61,6 +63,8 @@ class Inspection:
     rare: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unfit: str = ""
+    ownerless: list[BadRow] = field(default_factory=list)
+    users: int = 0
     encoding: str = ""
     separator: str = ""
     failure: str = ""
@@ -68,7 +72,7 @@ class Inspection:
     @property
     def refused(self) -> bool:
         """Whether training would refuse the file as it is."""
-        return bool(self.failure or self.broken or self.gaps)
+        return bool(self.failure or self.broken or self.gaps or self.ownerless)
 
 
 def read_for_owner(path: Path) -> tuple[Inspection, Rows | None]:
@@ -147,6 +151,30 @@ def with_labels(
             notes.append(f"labels that differ in case alone: {', '.join(map(repr, words))}")
     notes = [*found.notes, *([unfit] if unfit else []), *notes]
     return replace(found, gaps=gaps, labels=known, rare=rare, notes=notes, unfit=unfit)
+
+
+def with_owners(found: Inspection, rows: Rows, user: str) -> Inspection:
+    """The same with whose the rows are.
+
+    Args:
+        found, rows: from ``read_for_owner``.
+        user: column of the owners.
+    """
+    # Beside numpy, which nothing else of a look at a file needs.
+    from quietgrad.sampling.users import identities_of, is_missing
+
+    cells = rows.columns[user]
+    ownerless = [
+        BadRow(line, line, LOST.format("owner", user))
+        for line, cell in zip(rows.lines, cells, strict=True)
+        if is_missing(cell)
+    ]
+    try:
+        owners = identities_of([cell for cell in cells if not is_missing(cell)], f"column {user!r}")
+    except TypeError as error:
+        notes, unfit = [*found.notes, str(error)], found.unfit or str(error)
+        return replace(found, ownerless=ownerless, notes=notes, unfit=unfit)
+    return replace(found, ownerless=ownerless, users=len(set(owners)))
 
 
 def _no_classes(label: str, known: Mapping[str, int], records: int) -> str:

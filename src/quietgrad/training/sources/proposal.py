@@ -17,6 +17,13 @@ FEWEST = 40
 # A line with a comment behind its value, which may hold the mark of one.
 COMMENTED = re.compile(r'((?:[^"#]|"(?:[^"\\]|\\.)*")+) # (.*)')
 OWNER = '# user = "COLUMN"'
+PER_USER = [
+    "[users]",
+    "records_per_user = 16 # most of a user's rows in a step; choose without counting any",
+    'combined = "mean" # of their gradients; with "sum" many rows pull harder',
+    'choice = "fixed" # the same rows in every step; "fresh": drawn anew',
+    "",
+]
 EPSILON = {"text": 2.0, "table": 2.0, "answers": 3.0, "images": 3.0}
 
 
@@ -27,6 +34,8 @@ def propose(
     command: str,
     skip_bad: bool = False,
     separator: str = "",
+    user: str = "",
+    users: int = 0,
 ) -> str:
     """A TOML file with comments.
 
@@ -37,25 +46,34 @@ def propose(
         command: what was typed.
         skip_bad: for ``data.skip_bad``.
         separator: what stands between columns, in a word, where it is not the usual one.
+        user: column of the rows' owners, who are then what is protected; "" where there is none.
+        users: how many there are.
 
     Raises:
-        ValueError: for too few records.
+        ValueError: for too few records, or users.
     """
+    if user and users < FEWEST:
+        raise ValueError(
+            f"--user={user!r}: the rows are of {how_many(users, 'user')}; with fewer than {FEWEST} "
+            "nothing can be learnt that is not one user's: add users"
+        )
     if records < FEWEST:
         raise ValueError(
             f"FILE={path!r} has {how_many(records, 'record')}; with fewer than {FEWEST} nothing "
             "can be learnt privately: add records"
         )
-    share = 0.1 if records >= 2000 else 0.2
-    train = round(records * (1 - 2 * share))
+    units = users or records
+    share = 0.1 if units >= 2000 else 0.2
+    train = round(units * (1 - 2 * share))
     lines = [
         f"# Written by `{_one_line(command)}`. To train: quietgrad train THIS_FILE",
         "# What it would cost first: quietgrad plan THIS_FILE. What a key means: quietgrad "
         "settings KEY.",
         "",
         *_model(guess),
-        *_data(path, share, guess, skip_bad, separator),
-        *_privacy(guess.task, train),
+        *_data(path, share, guess, skip_bad, separator, user),
+        *(PER_USER if user else ()),
+        *_privacy(guess.task, train, "users" if user else "records"),
         *_training(),
     ]
     return _aligned(lines)
@@ -120,7 +138,9 @@ def _model(guess: Guess) -> list[str]:
     ]
 
 
-def _data(path: str, share: float, guess: Guess, skip_bad: bool, separator: str) -> list[str]:
+def _data(
+    path: str, share: float, guess: Guess, skip_bad: bool, separator: str, user: str
+) -> list[str]:
     comment = f" # its columns are separated by a {separator}" if separator else ""
     lines = ["[data]", f"source = {_quoted(path)}{comment}"]
     if guess.task == "text":
@@ -134,16 +154,18 @@ def _data(path: str, share: float, guess: Guess, skip_bad: bool, separator: str)
         f"validation_fraction = {share} # declared public: scores on them are printed",
         f"test_fraction = {share} # declared public",
         f"skip_bad = {str(skip_bad).lower()} # true leaves out rows broken or without a label",
-        f"{OWNER:<34}# whose a row is: people with several rows are protected whole",
+        f"user = {_quoted(user)} # whose a row is: all rows of one are protected together"
+        if user
+        else f"{OWNER:<34}# whose a row is: people with several rows are protected whole",
         "",
     ]
 
 
-def _privacy(task: str, train: int) -> list[str]:
+def _privacy(task: str, train: int, unit: str) -> list[str]:
     return [
         "[privacy]",
         f"target_epsilon = {EPSILON[task]} # the promise: smaller is stronger",
-        f"target_delta = {delta_for(train):g} # below 1 / (training records)",
+        f"target_delta = {delta_for(train):g} # below 1 / (training {unit})",
         "",
     ]
 

@@ -132,8 +132,8 @@ def _table(data: bytes, usual: str) -> Rows:
             row = next(reader, None)
             if row is None:
                 break
-            if (not "".join(row).strip() and len(row) == 1) or not row:
-                continue  # an empty line is no row
+            if _is_empty_line(row, lines.taken, names):
+                continue
             wrong = _wrong_with(row, lines.taken, separator)
             if not names:
                 if wrong:
@@ -175,6 +175,13 @@ class _Lines:
         line = next(self._lines)
         self.taken.append(line)
         return line
+
+
+def _is_empty_line(row: list[str], lines: list[str], names: list[str]) -> bool:
+    """An empty line is no row; a quoted empty cell is one, where there is a single column."""
+    if not row or len(row) > 1 or row[0].strip():
+        return not row
+    return len(names) != 1 or '"' not in "".join(lines)
 
 
 def _wrong_with(row: list[str], lines: list[str], separator: str) -> str:

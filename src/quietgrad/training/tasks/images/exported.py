@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from quietgrad.training.files.card import write_card
+from quietgrad.training.files.card import BY_TORCH_ALONE, write_card
 from quietgrad.training.files.provenance import Record, stamp_weights
 from quietgrad.training.sources.hub import HUGGING_FACE
 from quietgrad.training.tasks.images.models import PretrainedImageClassifier
@@ -63,7 +63,9 @@ def export_images(
         "With Quietgrad: `quietgrad predict RUN_DIR FOLDER`, or `load_image_classifier` with this "
         "file as `weights`. It is no file of timm or torchvision."
     )
-    if whole is not None:
+    if whole is None:
+        own += f"\n\n{BY_TORCH_ALONE}"
+    else:
         own = f"{_by_transformers(f'RUN_DIR/model/{EXPORTED}', form)}\n\n{own}"
     library = "transformers" if whole is not None else "quietgrad"
     write_card(folder, trained_on, base, model.tune, labels, own, library, model.weights)

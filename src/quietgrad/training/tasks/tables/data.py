@@ -36,6 +36,7 @@ from quietgrad.training.tasks.records import InOrder
 from quietgrad.training.tasks.splits import IGNORED
 
 COMMA = re.compile(r"[+-]?\d+,\d+")
+SHOWN_LETTERS = 60  # of a cell
 FARTHEST = 10.0  # standard deviations; one cell must not swamp all others of its row
 
 
@@ -165,6 +166,7 @@ class Encoding:
         """From public rows."""
         numbers: dict[str, tuple[float, float]] = {}
         categories: dict[str, tuple[str, ...]] = {}
+        commas: list[str] = []
         for name in public[0].columns:
             cells = [cell for rows in public for cell in rows.columns[name] if cell]
             if not cells:  # in JSON, a private row alone may have brought the column
@@ -176,13 +178,19 @@ class Encoding:
             else:
                 categories[name] = tuple(sorted(set(cells)))
                 if all(COMMA.fullmatch(c) or number_of(c) is not None for c in cells):
-                    warnings.warn(
-                        f"column {name!r} of {public[0].source!r} holds numbers with commas and is "
-                        "read as categories; write 3.14 in place of 3,14 to learn from it as "
-                        "numbers",
-                        SettingsWarning,
-                        stacklevel=2,
-                    )
+                    commas.append(name)
+        if commas:
+            source = repr(public[0].source)
+            what, verbs, it = f"column {commas[0]!r} of {source}", ("holds", "is"), "it"
+            if len(commas) > 1:
+                what = f"{len(commas)} columns of {source}, such as {commas[0]!r},"
+                verbs, it = ("hold", "are"), "them"
+            warnings.warn(
+                f"{what} {verbs[0]} numbers with commas and {verbs[1]} read as categories; write "
+                f"3.14 in place of 3,14 to learn from {it} as numbers",
+                SettingsWarning,
+                stacklevel=2,
+            )
         if not numbers and not categories:
             raise ValueError(
                 f"data.source={public[0].source!r}: validation and test rows have no cell beside "
@@ -218,10 +226,11 @@ class Encoding:
         return EncodedRows(values, codes, rows.labels)
 
     def strange(self, rows: LabelledRows) -> list[str]:
-        """What cells are to the model where that is less than they say: one sentence a column. Of
-        new rows, which are the caller's own; never of training rows.
+        """What cells are to the model where that is less than they say: one sentence a column, the
+        column with most such cells first. Of new rows, which are the caller's own; never of
+        training rows.
         """
-        found = []
+        found: list[tuple[int, str]] = []
         for name, cells in rows.columns.items():
             if name in self.numbers:
                 odd = [cell for cell in cells if cell and number_of(cell) is None]
@@ -233,11 +242,13 @@ class Encoding:
                 odd = [cell for cell in cells if cell and cell not in known]
                 what, instead = "no category that the model knows", 'as "others"'
             if odd:
-                found.append(
+                such = odd[0] if len(odd[0]) <= SHOWN_LETTERS else f"{odd[0][:SHOWN_LETTERS]}..."
+                told = (
                     f"column {name!r}: {how_many(len(odd), 'cell')} with {what}, such as "
-                    f"{odd[0]!r}, read {instead}"
+                    f"{such!r}, read {instead}"
                 )
-        return found
+                found.append((len(odd), told))
+        return [told for _, told in sorted(found, key=lambda pair: -pair[0])]
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quietgrad.training.exporting.exportable import BATCH, Exportable
-from quietgrad.training.files.card import write_card
+from quietgrad.training.files.card import BY_TORCH_ALONE, write_card
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.settings.config import TrainConfig
@@ -91,7 +91,7 @@ class TablesTask(Task):
             f"`{WEIGHTS_FILE}` is a state dict of "
             "`quietgrad.training.tasks.tables.models.TableClassifier`, and `quietgrad.json` says "
             "how cells become numbers. With Quietgrad: `quietgrad predict RUN_DIR FILE`, or "
-            "`quietgrad.training.tasks.tables.task.load_saved_table`."
+            "`quietgrad.training.tasks.tables.task.load_saved_table`.\n\n" + BY_TORCH_ALONE
         )
         names = self.label_names
         write_card(folder, trained_on, model.name, model.tune, names, loading, "quietgrad")
