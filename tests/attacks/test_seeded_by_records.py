@@ -95,6 +95,13 @@ def inside(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return good(model, batch)
 
 
+def afterwards(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Which all but the first micro-batch draw from."""
+    losses = good(model, batch)
+    torch.manual_seed(0)
+    return losses
+
+
 def forked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -135,7 +142,7 @@ def made_in_the_first_pass(model: nn.Module, batch: dict[str, Tensor]) -> Tensor
 
 
 KNOWN = [
-    inside, forked, made_anew, numpys_inside, torchs_that_goes_on, numpys_that_goes_on,
+    inside, afterwards, forked, made_anew, numpys_inside, torchs_that_goes_on, numpys_that_goes_on,
     pythons_that_goes_on, made_in_the_first_pass,
 ]  # fmt: skip
 
@@ -162,6 +169,44 @@ def test_without_the_look_one_record_moves_the_others_to_other_numbers(
     whole, rest = sums
     squares = [float((g - rest[name]).double().pow(2).sum()) for name, g in whole.items()]
     assert sum(squares) ** 0.5 / 0.05 > 1.5  # C is all that one record may add
+
+
+def test_without_the_look_all_but_the_first_micro_batch_draw_known_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    switched_off(monkeypatch)
+
+    def moved_by(loss: Callable[..., Tensor]) -> float:
+        """By how many C the mean sum over secret streams moves when the first record goes."""
+        sums: list[dict[str, Tensor]] = [{}, {}]
+        for total, batch in zip(
+            sums, (records(), rows(records(), *range(1, RECORDS))), strict=True
+        ):
+            bound = Clipper(0.05, physical_batch_size=4).bind(small(dropout=0.5).train(), loss)
+            for seed in range(50):
+                with keyed_generators(seed):
+                    found = bound.clip(batch).gradients
+                for name, g in found.items():
+                    total[name] = total.get(name, 0) + g.double() / 50
+        whole, rest = sums
+        return sum(float((g - rest[k]).pow(2).sum()) for k, g in whole.items()) ** 0.5 / 0.05
+
+    assert moved_by(good) < 1.3 < 2.0 < moved_by(afterwards)
+
+
+@pytest.mark.parametrize("loss", [inside, made_anew, numpys_inside, numpys_that_goes_on])
+def test_a_seed_that_is_set_later_is_refused_at_the_next_look(loss: Callable[..., Tensor]) -> None:
+    model = small(dropout=0.5).train()
+    model.rate = 0.0  # type: ignore[assignment]
+
+    def grows(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return loss(model, batch) if model.rate else good(model, batch)
+
+    bound = Clipper(1.0).bind(model, grows)
+    bound.clip(records(), step=0)
+    model.rate = 0.5  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="draw from torch's default generator"):
+        bound.clip(records(), step=1)
 
 
 def test_numbers_that_all_records_share_may_have_a_seed() -> None:

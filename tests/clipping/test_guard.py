@@ -249,6 +249,14 @@ def test_every_kind_of_change_is_named_and_whole_numbers_and_not_a_numbers_stay(
 # randomness held still
 
 
+def test_dropout_of_fused_attention_is_known_where_its_seed_is() -> None:
+    q = torch.ones(2, 2, 8, 16)
+    with CommonRandomness() as still:
+        for dropout in (0.0, 0.3):
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, dropout)
+    assert still.known == [(2, 2, 8, 16)]
+
+
 def test_every_example_draws_the_same_and_so_does_every_pass() -> None:
     x = torch.randn(6, 5, 8)
     with CommonRandomness() as still:

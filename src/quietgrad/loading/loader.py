@@ -22,7 +22,7 @@ from quietgrad.loading.draws import (
     Numbered,
     PhysicalBatches,
 )
-from quietgrad.loading.reading import require_records_apart
+from quietgrad.loading.reading import one_by_one, require_records_apart
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.sampling.users import UserIndices
 from quietgrad.tensors import Batch, batch_size_of, map_tensors
@@ -98,7 +98,7 @@ class PrivateLoader:
         if options.get("num_workers"):
             options["worker_init_fn"] = KeyedWorker(options.get("worker_init_fn"))
         self._reader: DataLoader[Any] = DataLoader(
-            Numbered(dataset),
+            Numbered(one_by_one(dataset)),
             batch_sampler=self._physical,
             collate_fn=CollateNumbered(self._collate),
             **options,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
 
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.generators import keyed_generators, seed_all
@@ -33,6 +34,50 @@ WRITTEN_OVER = (
     "dataset gives records in memory that its next reading writes over, so that one record would "
     "take the place of another; return a copy (tensor.clone(), array.copy())"
 )
+
+
+# Forms in which Hugging Face's data sets give records, each a function of one record's cells. (A
+# transform, "custom", is given all records that are asked for at once.)
+PLAIN = {None, "python", "numpy", "torch"}
+
+
+class OneByOne(Dataset[Any]):
+    """A data set that gives several records at once when asked for several, asked for each by
+    itself: what it makes of several together could be made of several.
+
+    Attributes:
+        dataset: the one that was given.
+    """
+
+    __getitems__ = None  # which torch's fetcher would ask for several
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # before it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def one_by_one(dataset: Any) -> Any:
+    """The data set, or one that asks it for one record at a time where it might mix several."""
+    return dataset if _gives_each_alone(dataset) else OneByOne(dataset)
+
+
+def _gives_each_alone(dataset: Any) -> bool:
+    if getattr(dataset, "__getitems__", None) is None:
+        return True
+    if type(dataset) is Subset:
+        return _gives_each_alone(dataset.dataset)
+    hugging_faces = type(dataset).__module__.partition(".")[0] == "datasets"
+    return hugging_faces and dataset.format["type"] in PLAIN
 
 
 def require_records_apart(dataset: Any) -> None:

@@ -23,6 +23,7 @@ from quietgrad.clipping.soundness.kept.lazily import (
     require_no_other_records,
     require_unread,
 )
+from quietgrad.clipping.soundness.kept.own_seeds import require_draws_still_of_the_run
 from quietgrad.clipping.soundness.mixing import (
     FIRST,
     LATER,
@@ -200,7 +201,8 @@ class Guard:
             first = take(records, [0])
             require_unread(subject, first, known.kept or (), any_of)
             require_no_other_records(subject, first, batch if own is None else own, any_of)
-        if size > 1 and not known.together and not known.shares_numbers:
+            require_draws_still_of_the_run(subject, first)
+        if size > 1 and not known.shares_numbers:  # at every look: a rate may grow from zero
             known.shares_numbers = share_numbers(subject, records)
         if captures:
             known.captured = require_capture(subject, take(records, spread(count, at_most)))

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _SEED = 0x5EED
 MOST_SALT = 15  # that a pass is seeded with
-_OURS = [(_SEED + salt,) for salt in range(MOST_SALT + 1)]
+OURS = frozenset(range(_SEED, _SEED + MOST_SALT + 1))
 _FACTORIES = {"rand", "randn", "randint"}
 _LIKES = {"rand_like", "randn_like", "randint_like"}
 
@@ -67,14 +67,10 @@ class CommonRandomness(TorchDispatchMode):
         if kind == "attention":  # a fused kernel: without its dropout
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args, strict=False)) | kwargs
-            self.used = self.used or bool(given.get("dropout_p"))
+            if given.get("dropout_p"):
+                self._note(args, kwargs)
             return func(**(given | {"dropout_p": 0.0}))
-        self.used = True
-        seed = _generator_asked(args, kwargs).initial_seed()
-        self.seeds.add(seed)
-        self.shapes.append(_shape_drawn(args))
-        if not _SEED <= seed <= _SEED + MOST_SALT:
-            self.known.append(self.shapes[-1])
+        self._note(args, kwargs)
         name = func._schema.name.removeprefix("aten::")
         kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
         if name == "native_dropout" and args[2] is not False:
@@ -112,6 +108,14 @@ class CommonRandomness(TorchDispatchMode):
         if name == "normal" and isinstance(out, Tensor):
             return self._normal(args, out)
         return out
+
+    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.used = True
+        seed = _generator_asked(args, kwargs).initial_seed()
+        self.seeds.add(seed)
+        self.shapes.append(_shape_drawn(args))
+        if seed not in OURS:
+            self.known.append(self.shapes[-1])
 
     def _normal(self, args: tuple[Any, ...], like: Tensor) -> Tensor:
         """``torch.normal(mean, deviation)``, either of which may be a tensor."""
@@ -227,13 +231,14 @@ def noting_seeds() -> Iterator[set[str]]:
     torch's say it themselves.
     """
     noted: set[str] = set()
+    ours = [(seed,) for seed in OURS]
     with contextlib.ExitStack() as stack:
         numpy = sys.modules.get("numpy")
         for module in (random, *([] if numpy is None else [numpy.random])):
             right = module.seed
 
             def note(*args: Any, _right: Any = right, **kwargs: Any) -> Any:
-                if args[:1] not in _OURS:
+                if args[:1] not in ours:
                     noted.add(repr((args, kwargs)))
                 return _right(*args, **kwargs)
 

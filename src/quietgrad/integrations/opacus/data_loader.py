@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from quietgrad.generators import KeyedWorker
 from quietgrad.integrations.opacus.collating import BagPlaces, CollateRows
 from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.integrations.opacus.source import BatchSource, Indices
-from quietgrad.loading.reading import require_records_apart
+from quietgrad.loading.reading import one_by_one, require_records_apart
 from quietgrad.tensors import map_tensors
 
 
@@ -126,6 +127,12 @@ class DPDataLoader(DataLoader[Any]):
                 source.give_back()  # also where the loop breaks off
         if training:
             source.finish()
+
+    def _get_iterator(self) -> Any:
+        """Of records that are asked for one at a time, though ``dataset`` is the script's own."""
+        reader = copy.copy(self)
+        vars(reader)["dataset"] = one_by_one(self.dataset)
+        return DataLoader._get_iterator(reader)
 
     def _batches_of(self, reader: Iterator[Any], this_pass: int, training: bool) -> Iterator[Any]:
         source = self.source

@@ -10,7 +10,7 @@ hold randomness still see nothing of it.
 from __future__ import annotations
 
 from quietgrad.clipping.soundness.company.differences import Mixes
-from quietgrad.clipping.soundness.held_still import CommonRandomness, noting_seeds
+from quietgrad.clipping.soundness.held_still import OURS, CommonRandomness, noting_seeds
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.clipping.soundness.records import take
 from quietgrad.clipping.soundness.subject import Subject
@@ -25,6 +25,9 @@ def require_draws_of_the_run(
     """No numbers are drawn for each record from a generator with a seed of its own. Numbers that
     all records share, whose shapes do not follow from how many there are, may be.
 
+    Nor is the default generator seeded after it was drawn from: the next micro-batch would begin
+    there, with numbers that are known.
+
     Args:
         subject: model and loss.
         one: a record.
@@ -34,10 +37,8 @@ def require_draws_of_the_run(
     Raises:
         Mixes: where they are.
     """
-    still.known = []  # a list for each pass
     with noting_seeds() as noted:
-        subject.losses(one)
-        alone, still.known = still.known, []
+        alone = _known(subject, one, still)
         made_inside = Snapshot(subject.model, subject.per_example_loss)
         subject.losses(one)
     moved = [*before.moved_generators(), *made_inside.moved_generators()]
@@ -48,15 +49,36 @@ def require_draws_of_the_run(
         raise Mixes(_OWN.format("numpy's or Python's generator, which is seeded inside"))
     if not alone:
         return
-    still.known = []
     try:
-        subject.losses(take(one, [0, 0]))
-        together = still.known
+        together = _known(subject, take(one, [0, 0]), still)
     except Exception:  # a model that takes one at a time
         together = None
     before.put_back()
     if together != alone:
         raise Mixes(_OWN.format("torch's generator, seeded inside, or one of its own"))
+
+
+def require_draws_still_of_the_run(subject: Subject, one: Batch) -> None:
+    """The same at a later look: a rate that grows from zero draws nothing at the first one.
+
+    Raises:
+        Mixes: where they are not.
+    """
+    with CommonRandomness() as still:
+        before = Snapshot(subject.model, subject.per_example_loss)
+        try:
+            require_draws_of_the_run(subject, one, still, before)
+        finally:
+            before.put_back()
+
+
+def _known(subject: Subject, records: Batch, still: CommonRandomness) -> list[tuple[int, ...]]:
+    """Shapes of what one pass drew from seeds that are known."""
+    still.known, still.shapes, subject.seeds = [], [], set()  # of each pass
+    subject.losses(records)
+    if len(still.shapes) > len(still.known) and not subject.seeds <= OURS:
+        raise Mixes(_OWN.format("torch's generator, which is seeded after it was drawn from"))
+    return list(still.known)  # which grows with every pass
 
 
 _OWN = (
