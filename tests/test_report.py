@@ -198,6 +198,8 @@ def test_an_audit_is_drawn_where_it_is_of_this_mechanism(tmp_path: Path) -> None
     other.write_text("{}")
     with pytest.raises(ValueError, match="is not what `quietgrad audit --json` prints"):
         read_run(path, other)
+    with pytest.raises(ValueError, match=r"none\.json': no such file"):
+        read_run(path, tmp_path / "none.json")
 
 
 def test_the_card_keeps_its_head_and_has_the_whole_statement(tmp_path: Path) -> None:

@@ -123,6 +123,27 @@ def test_check_of_pictures(quietgrad: Run, pictures: Path, tmp_path: Path) -> No
     assert code == 1 and damaged.name in out and "1 image that cannot be opened" in out
 
 
+def test_check_of_pictures_says_which_labels_are_not_learnt(
+    quietgrad: Run, pictures: Path, tmp_path: Path, write_config
+) -> None:
+    """Which labels there are follows from the test part; `check` said nothing of it."""
+    import shutil
+
+    copy = shutil.copytree(pictures, tmp_path / "copy")
+    shutil.copytree(copy / "train" / "down", copy / "train" / "askew")
+    code, out, _ = quietgrad("check", copy)
+    words = " ".join(out.split())
+    assert code == 0 and "no test image has the label 'askew': training images with it" in words
+    shutil.rmtree(copy / "test" / "down")
+    code, out, _ = quietgrad("check", copy)
+    assert code == 1 and "every test image has the label 'across'" in " ".join(out.split())
+    source = {"model.name": "cnn:groupnorm", "data.source": str(copy), "data.image_size": 8}
+    code, _, err = quietgrad("train", write_config(source))
+    assert code == 2 and "the test part has the single label 'across'" in err
+    listed = write_config(source | {"data.labels": ["across", "down"]})
+    assert quietgrad("check", listed)[0] == 0
+
+
 # init
 
 

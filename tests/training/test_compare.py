@@ -18,6 +18,7 @@ from quietgrad.comparing.table import Run, load_comparison
 from quietgrad.report.comparison import Interval, Series, markdown, rows, steps_to
 
 WriteComparison = Callable[..., Path]
+SAME = "the_same_as_the_baseline_by_another_name"
 
 
 @pytest.fixture
@@ -153,12 +154,18 @@ def test_distinct_counts_equal_inputs_once(
 def test_seeds_pair_the_variants(quietgrad: Any, write_comparison: WriteComparison) -> None:
     """A variant that changes nothing gives the baseline's curve, seed by seed."""
     path = write_comparison(
-        '[variants.same]\ndenoising.method = "none"', epsilons=[2.0], seeds=2, learning_rates=[1e-3]
+        f'[variants.{SAME}]\ndenoising.method = "none"',
+        epsilons=[2.0],
+        seeds=2,
+        learning_rates=[1e-3],
     )
-    assert quietgrad("compare", path, "--json")[0] == 0
+    code, _, err = quietgrad("compare", path, "--json")
+    told = [line for line in err.splitlines() if line.startswith((SAME, "baseline, "))]
+    # One line a run, however long a variant's name is.
+    assert code == 0 and len(told) == 4 and all(line.endswith(" more known") for line in told)
     results = read_results(load_comparison(path))
     for run, record in results.items():
-        if run.variant == "same":
+        if run.variant == SAME:
             assert (
                 record["curve"]
                 == results[Run("baseline", run.epsilon, run.rate, run.seed)]["curve"]

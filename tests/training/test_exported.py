@@ -185,6 +185,8 @@ def test_a_language_model_loads_by_transformers_alone(
     seen = inputs["attention_mask"].bool()
     torch.testing.assert_close(found["logits"][seen], wanted[seen], rtol=0, atol=1e-5)
     assert "AutoModelForCausalLM" in (folder / "README.md").read_text()
+    if tune == "lora":
+        assert "loaded by `AutoModelForCausalLM`" in (folder / "adapter" / "README.md").read_text()
     assert read_provenance(folder) is not None
 
 
@@ -208,6 +210,8 @@ def test_an_adapter_loads_by_peft_and_names_no_path(
     assert named == tiny_bert.name
     kind = transformers.AutoModelForSequenceClassification if head == "auto" else None
     base = (kind or transformers.AutoModel).from_pretrained(tiny_bert)
+    said = "`AutoModelForSequenceClassification` with `num_labels=2`" if kind else "`AutoModel`"
+    assert f"loaded by {said}" in (adapter / "README.md").read_text()
     plain = {name: p.detach().clone() for name, p in base.named_parameters()}
     adapted = peft.PeftModel.from_pretrained(base, adapter).eval()
     inputs = {k: v for k, v in prepared.test.collate(np.arange(4), CPU).items() if k != "labels"}

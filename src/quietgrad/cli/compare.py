@@ -51,7 +51,9 @@ def run_compare(
             target.print(
                 f"{run.variant}, epsilon {run.epsilon:g}{unit}, rate {run.rate:g}{described(run)}, "
                 f"seed {run.seed}: validation {record['curve'][-1][1]:.4f}, "
-                f"{record['seconds']:.0f} s; {left} more known"
+                f"{record['seconds']:.0f} s; {left} more known",
+                markup=False,
+                soft_wrap=True,
             )
 
         def progress(made: int, known: int, done: int, steps: int) -> None:

@@ -36,6 +36,7 @@ PRIVATE = (
     "This output is private: it shows rows, labels and counts of your own records. Do not put it "
     "into logs, reports or tickets."
 )
+SHOWN_LABELS = 5
 HELD_OUT = 0.2  # share that validates and tests, where no configuration says
 
 
@@ -100,7 +101,9 @@ def _of_config(path: Path) -> list[Inspection | FolderInspection]:
         place = Path(source)
         if place.is_dir() and is_picture_folder(place):
             named = (config.data.text, config.data.label)
-            found.append(inspect_folder(place, *(() if named == ("text", "label") else named)))
+            columns = ("file", "label") if named == ("text", "label") else named
+            one_label = not (config.data.labels or config.data.label_separator)
+            found.append(inspect_folder(place, *columns, one_label=one_label))
         elif place.suffix.lower() or place.exists():
             found.append(_with_columns_of(config, place))
     if not found:
@@ -228,6 +231,14 @@ def _print_folder(target: Console, found: FolderInspection) -> None:
     for name in found.damaged:
         target.print(f"  {_plain(name)}", soft_wrap=True)
     _print_notes(target, found.notes)
+    if found.unlearnt:
+        few = ", ".join(map(repr, found.unlearnt[:SHOWN_LABELS]))
+        more = len(found.unlearnt) - SHOWN_LABELS
+        rest = f" and {more} more" if more > 0 else ""
+        note = (
+            f"no test image has the label {few}{rest}: training images with it contribute nothing"
+        )
+        _print_notes(target, [note])
     if not found.refused:
         target.print("Every image can be opened.")
 

@@ -168,6 +168,8 @@ def _audit_of(path: Path, given: str | Path | None) -> Mapping[str, Any] | None:
     file = path / AUDIT if given is None else Path(given)
     if given is None and not file.is_file():
         return None
+    if not file.is_file():
+        raise ValueError(f"--audit={str(file)!r}: no such file")
     found = _json(file)
     if not {"event", "points", "lower_bound", "verdict"} <= found.keys():
         raise ValueError(

@@ -12,6 +12,8 @@ from quietgrad.training.sources.rows import BadRow, UnreadableFile, read_rows
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
 PARTS = ("train", "test", "val")
+SEVERAL = "|"  # between the labels of an image, as in ChestX-ray14
+TINY_IMAGENET = "val_annotations.txt"  # lists its validation labels; its test images have none
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,9 @@ class FolderInspection:
         labels: part -> label -> images; of a table, the words in its column.
         damaged: files that cannot be opened, or are not there, relative to the folder.
         broken: part -> rows of its table that cannot be read.
-        notes: what is missing.
+        notes: what is missing, which training refuses.
+        unlearnt: labels of training images that no test image has: such images contribute nothing,
+            since which labels there are has to follow from public images.
     """
 
     path: str
@@ -31,6 +35,7 @@ class FolderInspection:
     damaged: list[str] = field(default_factory=list)
     broken: dict[str, list[BadRow]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    unlearnt: list[str] = field(default_factory=list)
 
     @property
     def refused(self) -> bool:
@@ -43,12 +48,16 @@ def is_picture_folder(folder: Path) -> bool:
     return (folder / "train.csv").is_file() or (folder / "train").is_dir()
 
 
-def inspect_folder(folder: Path, file: str = "file", label: str = "label") -> FolderInspection:
+def inspect_folder(
+    folder: Path, file: str = "file", label: str = "label", one_label: bool = True
+) -> FolderInspection:
     """Opens every image.
 
     Args:
         folder: with train/CLASS/* and test/CLASS/* (or val), or train.csv and test.csv.
         file, label: columns of the tables.
+        one_label: whether a label is one word of the test part's, as where a configuration neither
+            lists labels nor says what stands between several.
 
     Raises:
         ValueError: if Pillow is missing.
@@ -70,7 +79,24 @@ def inspect_folder(folder: Path, file: str = "file", label: str = "label") -> Fo
     for part, counts in found.labels.items():
         if not sum(counts.values()):
             found.notes.append(f"{part} holds no images ({', '.join(PICTURES)})")
+    if one_label and not list(folder.glob(f"*/{TINY_IMAGENET}")):
+        _compare_labels(found)
     return found
+
+
+def _compare_labels(found: FolderInspection) -> None:
+    """Notes what follows from the test part's labels, which are those that are learnt."""
+    test = next((found.labels[part] for part in PARTS[1:] if part in found.labels), {})
+    if any(SEVERAL in word for part in found.labels.values() for word in part):
+        return
+    if len(test) == 1:
+        only = next(iter(test))
+        found.notes.append(
+            f"every test image has the label {only!r}: the labels to learn are those of the test "
+            "part, and one alone cannot be learnt"
+        )
+    elif test:
+        found.unlearnt.extend(word for word in found.labels.get("train", {}) if word not in test)
 
 
 def _from_table(

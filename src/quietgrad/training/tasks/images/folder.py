@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from quietgrad.checks import nearest
+from quietgrad.training.sources.pictures import TINY_IMAGENET
 from quietgrad.training.tasks.images.data import LabelledImages
 from quietgrad.training.tasks.splits import IGNORED
 
@@ -31,7 +32,6 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
 TEST_PARTS = ("test", "val")
 WIDE = ("I", "I;16", "I;16B", "I;16L")  # 16 bits a pixel; Pillow cuts them off at 255 by itself
 NOWHERE = "\0"  # no file has this name: Path.is_file is False of it, and it cannot be opened
-TINY_IMAGENET = "val_annotations.txt"  # TinyImageNet lists its validation labels there
 
 
 @dataclass(frozen=True)

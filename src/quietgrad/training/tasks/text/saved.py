@@ -79,7 +79,7 @@ def _write(model: LoadedModel, labels: list[str], folder: Path, trained_on: Reco
 
     said = [how_to_load(model, "RUN_DIR/model")] if whole else []
     if adapted:
-        said.append(_of_adapter(model))
+        said.append(_of_adapter(model, len(labels)))
         card(folder / ADAPTER, said[-1])
     if not whole:
         said.append(_PARTS)
@@ -96,13 +96,18 @@ _PARTS = (
 )
 
 
-def _of_adapter(model: LoadedModel) -> str:
-    """What the adapter's folder is, in Markdown."""
+def _of_adapter(model: LoadedModel, labels: int) -> str:
+    """What the adapter's folder is, in Markdown; without ``labels`` it is a language model's."""
     base = shown_base(public_name(model.name))
     held = f"`RUN_DIR/model/{ADAPTER}` is the LoRA adapter alone, for "
     held += f"`peft.PeftModel.from_pretrained(base, ...)` on `{base}`"
     if model.head in POOLED:
         held += ", loaded by `AutoModel`; the head is in the whole model, not here"
+    elif labels:
+        held += f", loaded by `AutoModelForSequenceClassification` with `num_labels={labels}`: "
+        held += "the trained head is in the adapter, and label names are in the whole model"
+    else:
+        held += ", loaded by `AutoModelForCausalLM`"
     if model.name == PACKAGED_SMOLLM2:
         held += (
             ". It was trained on a quantized copy of the base model (GGUF, Q4_1), so on the hub's "
