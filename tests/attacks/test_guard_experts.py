@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from attacks.guarded import RECORDS
 from quietgrad.clipping import Clipper
-from quietgrad.clipping.soundness import mixing
+from quietgrad.clipping.soundness import guard, mixing
 from quietgrad.clipping.soundness.company.experts import FirstOnes
 
 EXPERTS, FEATURES, UNGUARDED = 4, 8, 2
@@ -124,6 +124,62 @@ def test_without_the_look_one_record_moves_the_sum_by_more_than_the_clipping_nor
     one, other = (bound.clip(b, step=UNGUARDED).gradients for b in (crowded, rest))
     moved = sum(float((g - other[name]).double().pow(2).sum()) for name, g in one.items()) ** 0.5
     assert moved > 1.5 * 0.1
+
+
+def crowds(positions: int) -> list[tuple[Tensor, Tensor]]:
+    """A batch whose tokens all ask for one expert, and all of it but its first record."""
+    whole = tokens(positions, crowded=RECORDS)
+    return [whole, tuple(t[1:] for t in whole)]  # type: ignore[list-item]
+
+
+def filled_by_longer() -> Any:
+    """Clips short texts first, which cannot fill an expert of constant room."""
+    model = Experts(lambda tokens: 8.0 * (RECORDS - 1), all_or_none=True)
+    clipper = Clipper(0.1, engine="bookkeeping", physical_batch_size=RECORDS)
+    bound = clipper.bind(model, loss)
+    bound.clip(tokens(2), step=0)
+    return bound
+
+
+def test_longer_records_are_looked_at_when_they_come() -> None:
+    bound = filled_by_longer()
+    bound.clip(tokens(2), step=UNGUARDED)
+    with pytest.raises(ValueError, match="depends on other examples"):
+        bound.clip(tokens(8, crowded=RECORDS), step=UNGUARDED)
+
+
+def test_it_is_seen_in_many_longer_records_that_do_not_fill_it() -> None:
+    bound = filled_by_longer()
+    with pytest.raises(ValueError, match="as to one expert of limited capacity"):
+        bound.clip(tokens(8), step=UNGUARDED)  # 48 of 192 tokens to each
+
+
+def test_without_the_look_at_longer_ones_one_record_moves_the_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "LONGER", math.inf)
+    bound = filled_by_longer()
+    one, other = (bound.clip(b, step=UNGUARDED).gradients for b in crowds(8))
+    moved = sum(float((g - other[name]).double().pow(2).sum()) for name, g in one.items()) ** 0.5
+    assert moved > 1.5 * 0.1
+
+
+def test_records_of_usual_lengths_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = Clipper(1.0, engine="bookkeeping", physical_batch_size=RECORDS).bind(
+        Experts(endless), loss
+    )
+    bound.clip(tokens(20), step=0)
+    examine, looks = guard.Guard.examine, 0
+
+    def counted(*given: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return examine(*given)
+
+    monkeypatch.setattr(guard.Guard, "examine", counted)
+    for positions in (20, 39, 3, 41, 40, 80):
+        bound.clip(tokens(positions), step=UNGUARDED)
+    assert looks == 1  # at 41
 
 
 @pytest.mark.parametrize("choice", ["topk", "argmax", "max", "hash"])

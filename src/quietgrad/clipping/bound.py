@@ -37,6 +37,7 @@ from quietgrad.clipping.planner.execution import ExecutionChoice, choose_executi
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
 from quietgrad.clipping.soundness.guard import Guard, is_guarded
 from quietgrad.clipping.soundness.processes import refuse_process_group, refuse_wrapped_model
+from quietgrad.clipping.soundness.records import entries_of
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
 from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged
@@ -280,7 +281,8 @@ class BoundClipper:
             if alone
             else max(min(how.physical_batch_size * self.clipper.views, batch_size_of(rows)), 2)
         )
-        if always or self._guard.is_due(subject, batch_size_of(rows), size, step, captures):
+        count, entries = batch_size_of(rows), entries_of(rows)
+        if always or self._guard.is_due(subject, count, size, step, captures, entries):
             together = self._guard.examine(subject, rows, size, step, captures, None, self._any_of)
         else:
             together = not self._guard.takes_alone(subject)

@@ -31,7 +31,7 @@ from quietgrad.clipping.soundness.mixing import (
     require_no_memory,
     share_numbers,
 )
-from quietgrad.clipping.soundness.records import spread, take, with_companions
+from quietgrad.clipping.soundness.records import entries_of, spread, take, with_companions
 from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.tensors import Batch, batch_size_of, trainable_parameters
@@ -39,6 +39,9 @@ from quietgrad.tensors import Batch, batch_size_of, trainable_parameters
 # After the powers of two, every so many releases: the average cost of a look vanishes beside the
 # training (docs/clipping/guard.md, "Cost").
 PERIOD = 512
+
+# Examples of so many times the entries of those that were looked at are looked at themselves.
+LONGER = 2
 
 
 def is_guarded(step: int) -> bool:
@@ -55,6 +58,7 @@ class _Verdict:
 
     Attributes:
         together: most examples in one pass for which mixing is ruled out; 0: undecided.
+        entries: most entries of one example that was looked at.
         captured: whether the capture was compared with autograd.
         remembers_nothing: whether it was seen that nothing is kept between calls.
         kept: names of places that keep something of records which nothing read when they were
@@ -67,6 +71,7 @@ class _Verdict:
     """
 
     together: int = 0
+    entries: int = 0
     captured: bool = False
     remembers_nothing: bool = False
     kept: Places | None = None
@@ -125,9 +130,12 @@ class Guard:
         """Whether ``begin`` has seen what it looks for."""
         return self.verdict_of(subject).kept is not None
 
-    def is_due(self, subject: Subject, count: int, size: int, step: int, captures: bool) -> bool:
-        """Whether this call, of ``count`` records, is examined: undecided, a guarded release, or
-        more examples together than ever before.
+    def is_due(
+        self, subject: Subject, count: int, size: int, step: int, captures: bool, entries: int = 0
+    ) -> bool:
+        """Whether this call, of ``count`` records of so many entries, is examined: undecided, a
+        guarded release, more examples together than ever before, or ones of twice the length: an
+        expert of limited room was never full until then.
         """
         if not count:
             return False  # nothing is run and nothing is clipped: the sum of no records is zero
@@ -136,7 +144,10 @@ class Guard:
             return True
         if self._is_alone(count):
             return False  # exact whatever the model; the verdict stays open for the next batch
-        return (captures and not known.captured) or (size > 1 and self._wants(known, size))
+        longer = self._are_longer(known, entries)
+        return (captures and not known.captured) or (
+            size > 1 and (self._wants(known, size) or longer)
+        )
 
     def is_early(self, subject: Subject, count: int, step: int) -> bool:
         """Whether nothing is decided yet about ``count`` records, or the step is a guarded one that
@@ -154,6 +165,11 @@ class Guard:
 
     def _is_alone(self, count: int) -> bool:
         return count == 1 and self.public is None
+
+    def _are_longer(self, known: _Verdict, entries: int) -> bool:
+        if self.public is not None or known.shares_numbers:
+            return False
+        return entries >= LONGER * known.entries > 0
 
     def _wants(self, known: _Verdict, size: int) -> bool:
         if known.shares_numbers:
@@ -194,6 +210,7 @@ class Guard:
         at_most = LATER if known.remembers_nothing else FIRST
         records = batch if self.public is None else self.public
         count = batch_size_of(records)
+        longer = self._are_longer(known, entries_of(records))
         if not known.remembers_nothing:
             with unchanged(subject.model, thorough=True):  # first, so that what changes is named
                 subject.losses(take(records, range(min(size, count, at_most))))
@@ -213,8 +230,11 @@ class Guard:
         if size == 1 or known.shares_numbers:
             require_no_memory(subject, take(records, spread(count, 3)))
         if size > 1:  # what mixes is refused, too, where it will be taken alone
-            decided = require_each_alone(subject, records, size, thorough=not known.together)
+            decided = require_each_alone(
+                subject, records, size, thorough=not known.together, crowded=longer
+            )
             known.together = size if decided else 0
+        known.entries = max(known.entries, entries_of(records))
         if captures and not known.remembers_nothing:  # last, so that what reads others is named
             require_rules_ignore_padding(subject, take(records, [0]))
         known.remembers_nothing = True

@@ -110,13 +110,16 @@ def _drawn(subject: Subject, records: Batch) -> Counter[tuple[int, ...]]:
     return Counter(still.shapes)
 
 
-def require_each_alone(subject: Subject, records: Batch, size: int, thorough: bool) -> bool:
+def require_each_alone(
+    subject: Subject, records: Batch, size: int, thorough: bool, crowded: bool = False
+) -> bool:
     """Whether it could be decided that records do not mix, by a few of them: two, a few and
     ``size`` together.
 
     Evaluation mode is looked at where the present mode cannot be compared, and in a ``thorough``
     look also where random numbers are drawn. It can
-    refuse and never approve: what mixes in training only is still there.
+    refuse and never approve: what mixes in training only is still there. ``crowded``: a look that
+    is not thorough sends many records to one expert, too.
 
     Raises:
         Mixes: where they do.
@@ -132,6 +135,7 @@ def require_each_alone(subject: Subject, records: Batch, size: int, thorough: bo
             require_lengths_apart(subject, few, thorough)
         if decided and thorough:
             _require_deaf(subject, take(few, sorted({0, 1, len(places) - 1})))
+        if decided and (thorough or crowded):
             others = _others(records, places, size)
             require_room_for_all(subject, few, take(records, [*places, *others]))
     for level in EXTREMES if still.used and decided else ():

@@ -76,6 +76,11 @@ def _louder(t: Tensor) -> Tensor:
     return torch.where(first == first.round(), first, loud)
 
 
+def entries_of(records: Batch) -> int:
+    """Of one record, padding included."""
+    return sum(t[:1].numel() for t in tensors_of(records))
+
+
 def is_mask(t: Tensor) -> bool:
     return bool(((t == 0) | (t == 1)).all())
 
