@@ -16,7 +16,16 @@ from lightning.pytorch import Callback, LightningDataModule, callbacks
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
-from lightning_modules import ADVICE, PRIVACY, Small, loader, records, saving, trainer
+from lightning_modules import (
+    ADVICE,
+    PRIVACY,
+    Small,
+    StopAt,
+    loader,
+    records,
+    saving,
+    trainer,
+)
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from quietgrad import PrivacyConfig
@@ -269,9 +278,11 @@ def test_another_run_in_the_directory(tmp_path: Path) -> None:
     elsewhere = tmp_path / "other"
     with pytest.raises(ValueError, match="holds no ledger, so there is no private run to go on"):
         trainer(elsewhere, **saving(tmp_path)).fit(small(), records(), ckpt_path=str(last))
-    trainer(elsewhere, **saving(elsewhere)).fit(small(), records())
+    trainer(elsewhere, callbacks=[StopAt(4)]).fit(small(), records())
+    before = (elsewhere / "ledger.jsonl").read_bytes()
     with pytest.raises(ValueError, match="ckpt_path is no checkpoint of the private run"):
         trainer(elsewhere, **saving(tmp_path)).fit(small(), records(), ckpt_path=str(last))
+    assert (elsewhere / "ledger.jsonl").read_bytes() == before  # no start is counted
 
 
 def test_weights_of_an_earlier_run_are_no_silent_start(tmp_path: Path) -> None:

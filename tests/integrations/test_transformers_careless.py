@@ -115,6 +115,16 @@ def test_one_model_and_directory_go_on_in_another_trainer(tmp_path: Path) -> Non
     assert again._session.started_from == ()
 
 
+def test_a_resume_that_is_refused_counts_no_start(tmp_path: Path) -> None:
+    first = trainer(tmp_path, privacy=OWN, callbacks=[StopAt(3)], save_strategy="steps")
+    first.train()
+    before = (tmp_path / "ledger.jsonl").read_bytes()
+    again = trainer(tmp_path, privacy=OWN, model=first.model, save_strategy="steps")
+    with pytest.raises(ValueError, match="is no whole checkpoint of the private run"):
+        again.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
+    assert (tmp_path / "ledger.jsonl").read_bytes() == before
+
+
 class Again(TrainerCallback):
     trainer: PrivateTrainer
 

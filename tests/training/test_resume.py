@@ -109,6 +109,24 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-c", "from quietgrad.cli import main; main()", *map(str, arguments)]
 
 
+def test_a_resume_that_is_refused_counts_no_start(settings) -> None:
+    values = settings | {"training.checkpoint_every": 2}
+    _, _, run_dir = train(values, report=interrupt_at(3))
+    kept, ledger = run_dir.checkpoint.read_bytes(), run_dir.ledger.read_bytes()
+    state = torch.load(run_dir.checkpoint, weights_only=True)
+    other = {name: value[..., :1] for name, value in state["trainable"].items()}
+    for changes, refused in (
+        ({"trainable": other}, "resume with a changed model"),
+        ({"step": 4}, "is at step 4, but the ledger counts 3 releases"),
+    ):
+        torch.save({**state, **changes}, run_dir.checkpoint)
+        with pytest.raises(ValueError, match=refused):
+            train(values, resume=True)
+        assert run_dir.ledger.read_bytes() == ledger
+    run_dir.checkpoint.write_bytes(kept)
+    assert train(values, resume=True)[1].result["steps"] == 6
+
+
 def test_ctrl_c_on_the_command_line_and_resume(settings, write_config, quietgrad) -> None:
     values = settings | {
         "training.steps": 120,

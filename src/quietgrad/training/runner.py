@@ -19,6 +19,7 @@ from quietgrad.beside import PrivateEstimate
 from quietgrad.clipping.capture.examples import Examples
 from quietgrad.distributed.together import Together
 from quietgrad.durable import write_whole
+from quietgrad.ledger import read_ledger
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.seeds import root_key
 from quietgrad.training.evaluation import Evaluator
@@ -110,27 +111,18 @@ def train(
             run_dir.require_state(resume)
             if not resume:
                 write_whole(run_dir.config, without_seed(prepared.config).to_toml().encode())
-        private = (
-            start_private(prepared.plan, run_dir, resume, together.first)
-            if prepared.plan is not None
-            else None
-        )
-        if private is not None:
-            stack.enter_context(private)
-        if resume and private is None and run_dir.ledger.exists():
+        if resume and prepared.plan is None and run_dir.ledger.exists():
             raise ValueError(
                 f"cannot resume {str(run_dir.path)!r} without privacy: it is a private run; set "
                 "privacy.enabled=true, or begin a new run directory"
             )
+        # Before the start is recorded: what cannot be gone on from counts none.
         done, made = loop.restore(say) if resume else 0, 0
-        if private is not None:
-            if private.released < done:
-                raise ValueError(
-                    f"cannot resume: the checkpoint in {str(run_dir.path)!r} is at step {done}, "
-                    f"but the ledger counts {private.released} releases: the ledger is "
-                    "not the one of this run, or lost lines, and nothing can be claimed; restore "
-                    "it, or begin a new run directory"
-                )
+        private = None
+        if prepared.plan is not None:
+            together.by_first(lambda: _require_counted(run_dir, done))
+            private = start_private(prepared.plan, run_dir, resume, together.first)
+            stack.enter_context(private)
             # Releases that the ledger holds beyond the checkpoint are spent: training goes on at
             # the next number.
             done = max(done, private.released)
@@ -166,6 +158,21 @@ def train(
         if together.first:
             forget_keys(run_dir)
         return Outcome(loop.finish(done), False, made)
+
+
+def _require_counted(run_dir: RunDir, done: int) -> None:
+    """Refuses a checkpoint that has seen more releases than the ledger counts. (That the ledger is
+    gone its start says.)
+    """
+    known = done and run_dir.ledger.is_file()
+    counted = read_ledger(run_dir.ledger).releases if known else done
+    if counted < done:
+        raise ValueError(
+            f"cannot resume: the checkpoint in {str(run_dir.path)!r} is at step {done}, "
+            f"but the ledger counts {counted} releases: the ledger is "
+            "not the one of this run, or lost lines, and nothing can be claimed; restore "
+            "it, or begin a new run directory"
+        )
 
 
 class _Loop:

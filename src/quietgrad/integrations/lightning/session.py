@@ -88,13 +88,16 @@ class Session:
             begun = self._together.by_first(lambda: self._take(opened, checkpoint is not None))
             if checkpoint is None:
                 self._started_from = check_start(record, accepted, self.plan)
+                seen = 0
+            else:  # before the start is recorded
+                seen = self._together.by_first(lambda: self._seen(checkpoint))
+                self._started_from = tuple(checkpoint.get(KEY, {}).get("started_from", ()))
             run = opened.enter_context(
                 start_private(self.plan, self.files, begun, self._together.first)
             )
             self._name = self._together.by_first(
                 lambda: read_ledger(self.files.ledger).sessions[0].name
             )
-            seen = 0 if checkpoint is None else self._seen(checkpoint, run)
             self.run, self._keeper = run, NoiseKeeper(run)
             self._open = opened.pop_all()
         return seen
@@ -117,21 +120,24 @@ class Session:
             )
         return begun
 
-    def _seen(self, checkpoint: dict[str, Any], run: PrivateRun) -> int:
-        if checkpoint.get("run") != self._name:
+    def _seen(self, checkpoint: dict[str, Any]) -> int:
+        """Releases that a checkpoint has seen, as the ledger has it."""
+        if not self.files.ledger.is_file():  # its start says so
+            return 0
+        ledger = read_ledger(self.files.ledger)
+        if checkpoint.get("run") not in [start.name for start in ledger.sessions[:1]]:
             raise ValueError(
                 f"ckpt_path is no checkpoint of the private run in {self._place} (its {MARK!r} "
                 "names its run; one with save_weights_only cannot be gone on from); give one that "
                 "is"
             )
         seen = int(checkpoint["releases"])
-        if seen > run.released:
+        if seen > ledger.releases:
             raise ValueError(
                 f"cannot resume: ckpt_path is at release {seen}, but the ledger counts "
-                f"{run.released}: it is not the ledger of this run, or lost lines, and nothing can "
-                "be claimed; restore it, or begin in a new directory"
+                f"{ledger.releases}: it is not the ledger of this run, or lost lines, and nothing "
+                "can be claimed; restore it, or begin in a new directory"
             )
-        self._started_from = tuple(checkpoint[KEY]["started_from"])
         return seen
 
     def close(self) -> None:

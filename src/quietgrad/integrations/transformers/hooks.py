@@ -9,7 +9,6 @@ HOOKS = (
     "_get_grad_norm",
     "_get_num_items_in_batch",
     "_init_training_state",
-    "_load_from_checkpoint",
     "_load_rng_state",
     "_prepare_for_training",
     "_run_epoch",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,13 +158,16 @@ class TrainerSession:
                 _TRAINED[parameter] = self._trained
 
     @contextlib.contextmanager
-    def open(self, resume: bool | str) -> Iterator[str | None]:
+    def open(
+        self, resume: bool | str, require: Callable[[Path], None] = lambda _: None
+    ) -> Iterator[str | None]:
         """Starts the run, or goes on with it; gives the checkpoint to load, if there is one. On
-        several processes all of them call it, and are one run.
+        several processes all of them call it, and are one run. What is refused counts no start.
 
         Args:
             resume: as ``Trainer.train``'s ``resume_from_checkpoint``: False begins, True goes on
                 from the newest checkpoint of this run that is whole, a path from that one.
+            require: refuses a checkpoint that the trainer cannot read.
 
         Raises:
             ValueError: for a directory with a run that is not gone on with, or without the one that
@@ -175,17 +178,14 @@ class TrainerSession:
         with contextlib.ExitStack() as held:
             # The first process alone locks, looks and, at the end, removes what is secret.
             self.together.by_first(lambda: self._take(held, resume))
+            # Before the start is recorded.
+            self.resumed = self.together.by_first(lambda: self._checkpoint(resume, require))
             writes = self.together.first
             with start_private(self.plan, self.files, resume is not False, writes) as run:
                 self._name = self.together.by_first(
                     lambda: read_ledger(self.files.ledger).sessions[0].name
                 )
                 self.run, self._keeper = run, NoiseKeeper(run)
-                self.resumed = (
-                    None
-                    if resume is False
-                    else self.together.by_first(lambda: self._checkpoint(resume))
-                )
                 yield None if self.resumed is None else str(self.resumed.path)
                 if writes and run.released >= self.plan.steps:
                     forget_keys(self.files)
@@ -211,8 +211,13 @@ class TrainerSession:
                 "it, or begin one with trainer.train()"
             )
 
-    def _checkpoint(self, resume: bool | str) -> Checkpoint | None:
-        assert self.run is not None
+    def _checkpoint(self, resume: bool | str, require: Callable[[Path], None]) -> Checkpoint | None:
+        """What is gone on from, as the ledger has it."""
+        if resume is False or not self.files.ledger.is_file():  # that it is gone its start says
+            return None
+        ledger = read_ledger(self.files.ledger)
+        # A stop before the first start was written down leaves none.
+        self._name, released = next((s.name for s in ledger.sessions), ""), ledger.releases
         if isinstance(resume, str):
             found = self._marked(Path(resume))
             if found is None:
@@ -224,18 +229,20 @@ class TrainerSession:
         else:
             found = next(iter(sorted(self._all(), key=lambda c: -c.releases)), None)
         if found is None:
-            if self.run.released:
+            if released:
                 warnings.warn(
                     f"{str(self.files.path)!r} holds no whole checkpoint of its run: training "
-                    f"begins anew, after the {self.run.released} releases that the ledger counts",
+                    f"begins anew, after the {released} releases that the ledger counts",
                     stacklevel=6,
                 )
-        elif found.releases > self.run.released:
+            return None
+        if found.releases > released:
             raise ValueError(
                 f"cannot resume: {found.path.name} is at release {found.releases}, but the ledger "
-                f"counts {self.run.released}: it is not the ledger of this run, or lost lines, and "
+                f"counts {released}: it is not the ledger of this run, or lost lines, and "
                 "nothing can be claimed; restore it, or begin in a new directory"
             )
+        require(found.path)
         return found
 
     def _all(self) -> Iterator[Checkpoint]:

@@ -143,11 +143,12 @@ class ShardingTrainer(QuietTrainer):
         self._rested()
         super()._save_checkpoint(*args, **options)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Raises:
-        ValueError: for a checkpoint that was saved otherwise than this trainer saves.
+    def _require_readable(self, place: Path) -> None:
+        """Before anything is recorded: a checkpoint is read as this trainer saves them.
+
+        Raises:
+            ValueError: for one that was saved otherwise.
         """
-        place = Path(resume_from_checkpoint)
         saved = next((how for name, how in SAVED.items() if (place / name).exists()), "")
         asked = self._saves
         if saved != asked:
@@ -156,7 +157,6 @@ class ShardingTrainer(QuietTrainer):
                 f"{_how(asked)}, which reads other files; {_as(saved)} (the number of processes "
                 "may be another)"
             )
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer's; and the whole model also where checkpoints hold shards, of which Trainer's

@@ -172,9 +172,9 @@ class PrivateTrainer(ShardingTrainer):
             raise ValueError(NO_SEARCH)
         self._session.starts_from(self.model, self._bare_model())
         self._require_shardable()
-        with self._session.open(resume_from_checkpoint or False) as checkpoint:
+        with self._session.open(resume_from_checkpoint or False, self._require_readable) as found:
             try:
-                done = super().train(checkpoint, None, ignore_keys_for_eval, **options)
+                done = super().train(found, None, ignore_keys_for_eval, **options)
             finally:
                 self._let_go_of_workers()
         return TrainOutput(done.global_step, None, done.metrics)  # type: ignore[arg-type]
