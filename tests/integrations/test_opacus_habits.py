@@ -5,6 +5,7 @@ runs, or is refused in a line that names the remedy.
 from __future__ import annotations
 
 import copy
+import io
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,3 +215,50 @@ def test_a_tolerance_of_opacus_search_is_taken() -> None:
         )
         sigmas.append(optimizer.noise_multiplier)
     assert sigmas[0] == sigmas[1]
+
+
+def _norms(parameters: list[Any]) -> Any:
+    return torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in parameters])
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+@pytest.mark.parametrize(
+    "read",
+    [
+        _norms,
+        lambda parameters: torch.norm(parameters[0].grad_sample),
+        lambda parameters: torch.stack([p.grad_sample for p in parameters]),
+        lambda parameters: torch.einsum("n,n...->...", torch.ones(2), parameters[0].grad_sample),
+        lambda parameters: parameters[0].grad_sample[0],
+        lambda parameters: len(parameters[0].grad_sample),
+        lambda parameters: 2 * parameters[0].grad_sample,
+    ],
+    ids=["norms", "norm", "stack", "einsum", "item", "len", "twice"],
+)
+def test_gradients_of_records_on_parameters_say_what_there_is(read: Any, wrap_model: bool) -> None:
+    bare = net()
+    _, model, optimizer, loader = private(bare, wrap_model=wrap_model)
+    for x, y in loader:
+        F.cross_entropy((model if wrap_model else bare)(x), y).backward()
+        with pytest.raises(AttributeError, match=r"'grad_sample'.*optimizer\.step\(\).*vmap"):
+            read(list(bare.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in bare.parameters():
+            p.grad_sample = None  # type: ignore[attr-defined]
+        break
+
+
+def test_parameters_are_saved_copied_and_left_as_torch_has_them() -> None:
+    bare = net()
+    _, model, _, _ = private(bare)
+    for p in copy.deepcopy(model).parameters():
+        assert not hasattr(p, "grad_sample")
+    file = io.BytesIO()
+    torch.save(list(bare.parameters()), file)
+    file.seek(0)
+    for a, b in zip(torch.load(file, weights_only=True), bare.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert not a.grad_sample
+    model.cleanup()
+    assert not any(hasattr(p, "grad_sample") for p in bare.parameters())

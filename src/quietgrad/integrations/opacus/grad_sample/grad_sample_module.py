@@ -15,6 +15,7 @@ from quietgrad.checks import SettingsWarning
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.integrations.opacus.following.nodes import CALL, LOOK, Ref, leaves, mapped
 from quietgrad.integrations.opacus.following.tracing import CLOSED, Tape, Traced, plain_of
+from quietgrad.integrations.opacus.grad_sample.no_grad_sample import put_on, take_off
 from quietgrad.integrations.opacus.source import BatchSource
 
 
@@ -59,6 +60,7 @@ class GradSampleModule(nn.Module):
         super().__init__()
         self._module = m
         self._link = _Link(source)
+        put_on(m)
         self._warned = False
         self.batch_first = batch_first
         self.loss_reduction = loss_reduction
@@ -207,6 +209,7 @@ class GradSampleModule(nn.Module):
     def cleanup(self) -> None:
         """Ends private training of the model."""
         self._link = _Link(None)
+        take_off(self._module)
 
     def to_standard_module(self) -> nn.Module:
         """The model itself; this wrapper trains it no more."""

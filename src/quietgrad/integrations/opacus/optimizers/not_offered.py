@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from quietgrad.integrations.opacus.grad_sample.no_grad_sample import BY_RECORD
+
 _BY_STEP = "optimizer.step() clips, adds the noise and steps; call it alone"
-_BY_RECORD = (
-    "gradients of single records are private and made at optimizer.step() alone; to look at them "
-    "without training, torch.func.vmap(torch.func.grad(...)) on the bare model"
-)
 NOT_OFFERED = {
-    "grad_samples": _BY_RECORD,
-    "summed_grad": _BY_RECORD,
+    "grad_samples": BY_RECORD,
+    "summed_grad": BY_RECORD,
     "clip_and_accumulate": _BY_STEP,
     "add_noise": _BY_STEP,
     "scale_grad": _BY_STEP,
