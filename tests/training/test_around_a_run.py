@@ -28,7 +28,8 @@ from quietgrad.training.sources import hub
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_the_first_line_comes_before_torch() -> None:
+@pytest.mark.parametrize("command", ["train", "plan", "audit", "compare", "spectrum"])
+def test_the_first_line_comes_before_torch(command: str) -> None:
     code = (
         "import builtins, sys\n"
         "write = sys.stdout.write\n"
@@ -36,11 +37,11 @@ def test_the_first_line_comes_before_torch() -> None:
         "    write(text); sys.stdout.write = write\n"
         "    sys.stderr.write('torch' if 'torch' in sys.modules else 'no torch yet')\n"
         "sys.stdout.write = first\n"
-        "sys.argv = ['quietgrad', 'train', 'none.toml']\n"
+        f"sys.argv = ['quietgrad', {command!r}, 'none.toml']\n"
         "from quietgrad.cli import main; main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.startswith("quietgrad ") and "train" in done.stdout.splitlines()[0]
+    assert done.stdout.startswith("quietgrad ") and command in done.stdout.splitlines()[0]
     assert done.stderr.startswith("no torch yet") and "none.toml" in done.stderr
 
 

@@ -5,6 +5,8 @@ begins with "error:".
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -311,6 +313,26 @@ def test_an_interruption_speaks_of_what_the_command_left(
     assert code == 130 and err.count("\n") == 1 and err.startswith("error: interrupted")
     assert said in err and "ledger" not in err
     assert said or err == "error: interrupted\n"
+
+
+@pytest.mark.parametrize("command", ["predict", "train"])
+def test_output_that_nobody_reads_any_more(command: str) -> None:
+    """`quietgrad predict ... --json | head` ended with an error; a run that stops still says it."""
+    code = (
+        "from quietgrad.cli.output import one_line\n"
+        f"def run_{command}():\n"
+        "    for _ in range(10_000):\n        print('x' * 1000)\n"
+        f"one_line(run_{command})()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as ran:
+        assert ran.stdout is not None and ran.stderr is not None
+        assert ran.stdout.read(10) == "x" * 10
+        ran.stdout.close()
+        err = ran.stderr.read()
+    assert (ran.returncode == 141) == (command == "predict") and ran.returncode
+    assert ("ledger" in err) == (command == "train") and "Traceback" not in err
 
 
 def test_a_refused_run_leaves_no_folder(

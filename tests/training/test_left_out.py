@@ -134,6 +134,11 @@ def test_plan_says_what_it_chose_and_warns_of_too_many_hours(
     long = ("--set", "training.steps=9000", "--set", "hours=0.0001")
     code, out, err = quietgrad("plan", config, *long)
     assert code == 0 and "training.hours = 0.0001" in out and "leave out training.steps" in out, err
+    assert "frozen layers" in out  # of the encoder below the head
+    whole = ("--set", "model.tune=full", "--set", "training.steps=9", "--set", "hours=1")
+    code, out, err = quietgrad("plan", config, *whole)
+    words = " ".join(out.replace("│", " ").split())
+    assert code == 0 and "1 hour is allowed" in words and "frozen layers" not in words, err
 
 
 def test_a_comparison_says_its_own_sizes(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def spectrum(
 
     Example: quietgrad spectrum recipes/noisecurve.toml
     """
+    announce("spectrum", as_json)
     look_early(config, overrides or [], ignored=OF_COMPARISONS)
     from quietgrad.cli.spectrum import run_spectrum
 

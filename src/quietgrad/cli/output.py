@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -160,6 +161,12 @@ def one_line(command: Callable[P, R]) -> Callable[P, R]:
             return command(*args, **kwargs)
         except KeyboardInterrupt:
             fail(f"interrupted{left}", code=130)
+        except BrokenPipeError as error:
+            if left:  # what goes on behind the output has ended with it
+                fail(f"{type(error).__name__}: {error}{left}", code=1)
+            # `| head` has read enough; nothing is flushed to it on the way out.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
         except (OSError, EOFError) as error:
             fail(f"{type(error).__name__}: {error}", code=1)
 

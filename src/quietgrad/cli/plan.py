@@ -71,17 +71,21 @@ def run_plan(
         print_table(target, "Privacy plan", {"guarantee": nothing})
     print_settings(target, record["settings"])
     _print_clipping(target, record)
+    frozen = {}
+    if record["trainable_parameters"] < record["parameters"]:
+        cached = record["cached_frozen_layers"]
+        how = "run once per record, then cached" if cached else "run at every step"
+        frozen["frozen layers"] = how
+    hours = record["hours_allowed"]
     print_table(
         target,
         "Forecast (measured on one micro-batch of validation records)",
         {
-            "frozen layers": "run once per record, then cached"
-            if record["cached_frozen_layers"]
-            else "run at every step",
+            **frozen,
             "training time": f"{'at most about' if 'users' in record else 'about'} "
             f"{_duration(record['predicted_seconds'])} for {how_many(prepared.steps, 'step')}, "
-            f"evaluations not counted; {record['hours_allowed']:g} hours are allowed "
-            "(training.hours)",
+            f"evaluations not counted; {hours:g} {'hour is' if hours == 1 else 'hours are'} "
+            "allowed (training.hours)",
             "memory": f"about {record['predicted_memory_mib']:.0f} MiB for weights and a step",
             "trainable parameters": f"{record['trainable_parameters']:,} of "
             f"{record['parameters']:,}",
