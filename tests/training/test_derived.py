@@ -4,6 +4,7 @@ the accountant it stands for.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -78,6 +79,14 @@ def test_rates_grow_with_the_budget(
     assert (head is None) == (trained in ("head", "new"))
     if head is not None and higher_head is not None:
         assert 0 < head <= higher_head * 1.05
+
+
+@given(st.integers(30, 10**4), st.floats(1, 100))
+def test_noise_alone_moves_an_output_by_one(steps: int, length: float) -> None:
+    """Where nothing stands out of the noise, whatever the head reads and however many steps."""
+    facts = PublicFacts(500, 1e-3, "head", 10**6, Reads(length, 1e-9))
+    rate, _ = rates(facts, 50, steps)
+    assert rate * math.sqrt(steps / 3) * length == pytest.approx(1, abs=0.08)  # two digits
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 1e-6), (2.0, 1e-5), (8.0, 1e-3)])

@@ -19,10 +19,11 @@ nothing beyond (De et al. 2022; Ponomareva et al. 2023, section 5.4), so B = N m
 
 *Rates.* AdamW divides a gradient by its root mean square. Where that is noise, T steps at the rate
 e, falling to zero, move each weight by e sqrt(T/3) at random, however large the noise is, and the
-outputs of a head by r times that; where it is signal, by less, in proportion. So a head's rate is
-at most c / (r sqrt(T)) * sqrt(1 + (k h)^2 / T) with h = N mu f(a) / sqrt(P), the signal of one
-parameter. Where all is signal, AdamW's steps are of one size and the gradient's sign, and one of
-them moves an output by up to e l: so the rate is also at most g / (l sqrt(T)).
+outputs of a head by r times that, which is to be about 1; where it is signal, by less, in
+proportion. So a head's rate is at most c / (r sqrt(T)) * sqrt(1 + (k h)^2 / T) with c near sqrt(3)
+and h = N mu f(a) / sqrt(P), the signal of one parameter. Where all is signal, AdamW's steps are of
+one size and the gradient's sign, and one of them moves an output by up to e l: so the rate is also
+at most g / (l sqrt(T)).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Trained = Literal["head", "adapters", "pretrained", "new"]
 STEPS: Mapping[Trained, int] = {"head": 150, "adapters": 200, "pretrained": 200, "new": 400}
 FEWEST_STEPS = 30  # below that a smaller batch is the lesser evil
 SATURATION = 12.0  # f(12) = 0.98
-HEAD, ALIGNMENT, SIGN = 1.0, 0.3, 70.0  # c, k and g
+HEAD, ALIGNMENT, SIGN = 1.7, 0.3, 70.0  # c, k and g
 # Of what lies below the head: a rate falls with the root of T from the highest on.
 RATE: Mapping[Trained, float] = {"adapters": 0.14, "pretrained": 0.14, "new": 0.2}
 HIGHEST: Mapping[Trained, float] = {"adapters": 1.3e-2, "pretrained": 1.3e-2, "new": 2e-2}
