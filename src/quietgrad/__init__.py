@@ -60,4 +60,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *ROOMS})
+    """What is for users, as they ask for it in a notebook."""
+    own = (name for name in globals() if name.startswith("__"))
+    return sorted({*own, *__all__, *ROOMS})
