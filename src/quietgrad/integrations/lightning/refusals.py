@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
+from quietgrad.clipping.soundness.processes import OTHERS, refuse_models_of, refuse_wrapped_model
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.public import refuse_private_evaluation
@@ -213,6 +214,17 @@ def refuse_shards(strategy: Any) -> Callable[[], None]:
 
     strategy.load_checkpoint = checked
     return lambda: vars(strategy).pop("load_checkpoint", None)
+
+
+def refuse_wrapped(trainer: Any, module: Any) -> None:
+    """Refuses parts that are wrapped by torch, and shards where the strategy makes none.
+
+    Raises:
+        ValueError: naming the part, with the remedy.
+    """
+    refuse_models_of(module, OTHERS)
+    if not isinstance(trainer.strategy, ModelParallelStrategy):
+        refuse_wrapped_model(module)
 
 
 def refuse_module(module: Any, base: type) -> None:

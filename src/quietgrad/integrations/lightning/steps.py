@@ -139,6 +139,7 @@ class PrivateSteps(PublicLoaders):
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.session is not None and self._loader is not None
         refusals.refuse_optimizers(trainer.optimizers)
+        refusals.refuse_wrapped(trainer, pl_module)
         refusals.refuse_module(pl_module, pl_module.private_base)  # type: ignore[arg-type]
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             # It has sent the first process's weights to all; gradients go through the run.
