@@ -103,6 +103,15 @@ def test_it_is_refused_on_records_that_fill_no_expert(
         )
 
 
+def test_experts_that_get_a_limit_later_are_refused_at_the_next_look() -> None:
+    model = Experts(endless)
+    bound = Clipper(1.0, physical_batch_size=RECORDS).bind(model, loss)
+    bound.clip(tokens(4), step=0)
+    model.room = sixty_four  # of 96 tokens, in turn to each of four experts
+    with pytest.raises(ValueError, match="as to one expert of limited capacity"):
+        bound.clip(tokens(4), step=1)
+
+
 def test_one_record_many_times_shows_what_no_choice_of_the_largest_does() -> None:
     with pytest.raises(ValueError, match="depends on other examples"):
         Clipper(1.0, physical_batch_size=RECORDS).clip(
@@ -114,7 +123,7 @@ def test_without_the_look_one_record_moves_the_sum_by_more_than_the_clipping_nor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The mutant: all else of the guard stays. One record more is one too many for an expert."""
-    monkeypatch.setattr(mixing, "require_room_for_all", lambda *arguments: None)
+    monkeypatch.setattr(mixing, "require_room_for_all", lambda *arguments, copies: None)
     model = Experts(lambda tokens: 8.0 * (RECORDS - 1), all_or_none=True)
     clipper = Clipper(0.1, engine="bookkeeping", physical_batch_size=RECORDS)
     bound = clipper.bind(model, loss)

@@ -65,6 +65,23 @@ ATTACKS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
 }
 
 
+def gated(name: str) -> tuple[nn.Module, Loss, Callable[[], None]]:
+    """Model and loss of an attack that begins once the third is called."""
+    make, bad = ATTACKS[name]
+    model, open_now = make(), [False]
+    change = getattr(model, "change", None)
+    if change is not None:
+        model.change = lambda one, h: change(one, h) if open_now[0] else h  # type: ignore[assignment]
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return (bad if open_now[0] else good)(model, batch)
+
+    def begin() -> None:
+        open_now[0] = True
+
+    return model, loss, begin
+
+
 def clipped(name: str, batch: dict[str, Tensor]) -> Tensor:
     make, loss = ATTACKS[name]
     bound = Clipper(LIMIT, engine="bookkeeping", physical_batch_size=64).bind(make(), loss)
@@ -75,6 +92,28 @@ def clipped(name: str, batch: dict[str, Tensor]) -> Tensor:
 def test_it_is_refused_on_ordinary_records(name: str) -> None:
     with pytest.raises(ValueError, match="depends on other examples"):
         clipped(name, records())
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_begins_later_is_refused_at_the_next_look(name: str) -> None:
+    model, loss, begin = gated(name)
+    bound = Clipper(LIMIT, engine="bookkeeping", physical_batch_size=64).bind(model, loss)
+    bound.clip(records(), step=0)
+    begin()
+    with pytest.raises(ValueError, match="depends on other examples"):
+        bound.clip(records(), step=1)
+
+
+def test_a_later_look_without_a_loud_record_does_not_see_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, loss, begin = gated("skipped-where-one-is-not-finite")
+    bound = Clipper(LIMIT, engine="bookkeeping", physical_batch_size=64).bind(model, loss)
+    bound.clip(records(), step=0)
+    begin()
+    monkeypatch.setattr(mixing, "_require_deaf", lambda subject, few: None)
+    for step in (1, 3, 7, 15):
+        bound.clip(records(), step=step)
 
 
 @pytest.mark.parametrize("name", ATTACKS)

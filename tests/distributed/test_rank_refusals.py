@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from distributed.sharding import sharded
 from distributed.world import RECORDS, loss, model_of, on_ranks, plan_of, records_of
 from plans import changed
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from quietgrad import PrivacyConfig
 from quietgrad.clipping import Clipper
@@ -202,6 +204,20 @@ def shut_doors(rank: int) -> dict[str, str]:
     wrapped = nn.parallel.DistributedDataParallel(model)
     closed_over = said(lambda: run.backward(wrapped, lambda m, b: loss(wrapped, b), at(indices)))
     found["wrapper in the loss"] = closed_over
+
+    def of(wrapped: nn.Module) -> str:
+        with plan_of().start() as started:
+            return said(lambda: one_step(started, wrapped))
+
+    # Where torch sends the shards from rank to rank it refuses them itself.
+    even = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2), nn.Linear(2, 4)).double()
+    found["copies of shards"] = of(
+        nn.parallel.DistributedDataParallel(sharded(even), init_sync=False)
+    )
+    found["flat"] = of(FullyShardedDataParallel(model_of(), device_id=torch.device("cpu")))
+    part = model_of()
+    part[0] = FullyShardedDataParallel(part[0], device_id=torch.device("cpu"))
+    found["flat in part"] = of(part)
     return found
 
 
@@ -211,3 +227,6 @@ def test_what_is_for_one_process_is_refused_by_name(tmp_path: Path) -> None:
         for name in ("contribution", "inspection", "clipper"):
             assert "process group of 2 ranks" in found[name], (name, found[name])
         assert "DistributedDataParallel wrapper" in found["wrapper in the loss"]
+        assert "leave DistributedDataParallel out" in found["copies of shards"]
+        assert "the model is wrapped in FullyShardedDataParallel (FSDP1)" in found["flat"]
+        assert "layer '0' is wrapped in FullyShardedDataParallel" in found["flat in part"]

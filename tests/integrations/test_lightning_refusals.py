@@ -78,6 +78,20 @@ def test_strategies_that_are_not_replicas(tmp_path: Path) -> None:
         refuse_trainer(sharded)
 
 
+def test_shards_on_one_process() -> None:
+    alone: Any = SimpleNamespace(world_size=1, strategy=ModelParallelStrategy(1, 1))
+    with pytest.raises(ValueError, match=r"nothing to shard: leave strategy out.*devices=2"):
+        refuse_trainer(alone)
+
+
+def test_parts_that_torch_has_wrapped(tmp_path: Path) -> None:
+    model = Small()
+    model.net[0] = torch.nn.DataParallel(model.net[0])
+    with pytest.raises(ValueError, match=r"layer 'net.0' is wrapped in DataParallel"):
+        trainer(tmp_path).fit(model, loader(8))
+    assert not list(tmp_path.glob("ledger*"))
+
+
 @pytest.mark.parametrize("sizes", [(1, 2), ("auto", 1), (2, "auto")])
 def test_layers_that_are_cut(sizes: Any) -> None:
     cut: Any = SimpleNamespace(world_size=2, strategy=ModelParallelStrategy(*sizes))

@@ -78,7 +78,22 @@ def test_a_run_of_shards_goes_on_with_another_number_of_ranks(tmp_path: Path) ->
     on_processes(2, tmp_path / "s", trained, 2, str(place), "", 4)
     assert read_ledger(place / "ledger.jsonl").releases == 4
     last = str(place / "kept" / "last.ckpt")
+    # Fewer than two cannot, and say so before the start is counted.
+    before = (place / "ledger.jsonl").read_bytes()
+    (found,) = on_processes(1, tmp_path / "o", trained, 1, str(place), last)
+    assert "last.ckpt' holds shards, which ModelParallelStrategy saved" in found
+    assert (place / "ledger.jsonl").read_bytes() == before
     for found in on_processes(3, tmp_path / "r", trained, 3, str(place), last):
         equal(found, whole)
         assert found[2] == whole[2]
     assert read_ledger(place / "ledger.jsonl").releases == STEPS
+
+
+def test_a_run_of_one_process_goes_on_with_shards(tmp_path: Path) -> None:
+    (whole,) = on_processes(1, tmp_path / "a", trained, 1, str(tmp_path / "whole"))
+    place = tmp_path / "run"
+    on_processes(1, tmp_path / "s", trained, 1, str(place), "", 4)
+    last = str(place / "kept" / "last.ckpt")
+    for found in on_processes(2, tmp_path / "r", trained, 2, str(place), last):
+        equal(found, whole)
+        assert set(found[3]) == {"DTensor"} and found[2] == whole[2]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from private_trainers import (
     PRIVACY,
     WORDS,
@@ -24,6 +25,8 @@ from private_trainers import (
 )
 from processes import forget_accelerate, on_processes
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -428,6 +431,51 @@ def test_what_accelerate_cannot_shard_is_refused_before_anything_is_recorded(
     for found in on_processes(2, tmp_path / "a", run):
         assert isinstance(found, list) and len(found) == len(UNSHARDABLE), found
         for said, (_, _, text) in zip(found, UNSHARDABLE, strict=True):
+            assert text in said and said.endswith("[]"), said
+
+
+def flat() -> Any:
+    model = language()
+    model.model.norm = FullyShardedDataParallel(model.model.norm, device_id=torch.device("cpu"))
+    return model
+
+
+def copied() -> Any:
+    model = language()
+    model.model.norm = DistributedDataParallel(model.model.norm)
+    return model
+
+
+def shards_of_ones_own() -> Any:
+    return fully_shard(language())
+
+
+# Those without the plugin first: asked for once, it stays in the environment.
+WRAPPED: list[tuple[Any, dict[str, Any], str]] = [
+    (flat, {}, "'model.norm' is wrapped in FullyShardedDataParallel (FSDP1)"),
+    (copied, {}, "'model.norm' is wrapped in DistributedDataParallel"),
+    (shards_of_ones_own, {}, "is wrapped in FSDPModule"),
+    (flat, sharding(), "shard the model by fully_shard (FSDP2"),
+    (copied, sharding(), "pass the model itself"),
+]
+
+
+def test_what_others_have_wrapped_is_refused_before_anything_is_recorded(tmp_path: Path) -> None:
+    def run() -> list[str]:
+        dist.init_process_group("gloo")
+        said = []
+        for number, (make, settings, _) in enumerate(WRAPPED):
+            forget_accelerate()
+            place = tmp_path / f"run{number}"
+            try:
+                made(str(place), make(), **settings).train()
+            except ValueError as error:
+                said.append(f"{error} {list(place.glob('ledger*'))}")
+        return said
+
+    for found in on_processes(2, tmp_path / "a", run):
+        assert isinstance(found, list) and len(found) == len(WRAPPED), found
+        for said, (_, _, text) in zip(found, WRAPPED, strict=True):
             assert text in said and said.endswith("[]"), said
 
 

@@ -25,7 +25,7 @@ from quietgrad.distributed.cut.company import Cutters
 from quietgrad.distributed.cut.ranks import CutRanks
 from quietgrad.distributed.ranks import Ranks
 from quietgrad.distributed.team import Team
-from quietgrad.distributed.wrapping import Expected, silent, unused
+from quietgrad.distributed.wrapping import Expected, refuse_wrapped_shards, silent, unused
 from quietgrad.tensors import Batch, axis_of, is_spread, map_tensors
 
 # torch 2.13 gave it another name.
@@ -87,6 +87,7 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | CutCompany |
         ValueError: where a model is sharded in a run on one process, or cut in a run that was not
             told so, or the other way round; and at the end, where the loss met other ranks.
     """
+    refuse_wrapped_shards(model)
     put_away(model)  # an evaluation leaves the outermost module's parameters gathered
     spread: Any = next((p for p in model.parameters() if is_spread(p)), None)
     if spread is not None and isinstance(team, Ranks):
@@ -179,6 +180,7 @@ def public_records_of(team: Team, model: nn.Module, records: Batch) -> Batch:
         ValueError: where a model is cut in a run that was not told so, or the other way round: it
             would be bound as what it is no longer when it is cut later.
     """
+    refuse_wrapped_shards(model)
     put_away(model)
     if isinstance(team, CutRanks) or _is_cut_at_all(model):
         _require_cut(team, model)

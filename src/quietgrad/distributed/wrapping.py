@@ -16,10 +16,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from quietgrad.tensors import is_spread
+
 
 def model_inside(model: nn.Module) -> nn.Module:
     """What a DistributedDataParallel wraps; any other model itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def refuse_wrapped_shards(model: nn.Module) -> None:
+    """Refuses shards in a DistributedDataParallel, which has sent the first rank's to all others as
+    if they were copies.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if isinstance(model, DistributedDataParallel) and any(is_spread(p) for p in model.parameters()):
+        raise ValueError(
+            "DistributedDataParallel is wrapped around a model whose parameters are spread over "
+            "the ranks, and it takes them for copies; make the model anew, give it to fully_shard "
+            "or parallelize_module alone, and leave DistributedDataParallel out "
+            "(docs/many_processes.md)"
+        )
 
 
 @contextlib.contextmanager

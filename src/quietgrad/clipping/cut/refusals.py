@@ -13,7 +13,7 @@ from torch import nn
 from quietgrad.clipping.capture.cut import piece_of
 from quietgrad.clipping.capture.spread import TOO_OLD, sharding_modules
 from quietgrad.clipping.cut.company import CutCompany
-from quietgrad.clipping.soundness.processes import refuse_models_of
+from quietgrad.clipping.soundness.processes import OTHERS, refuse_models_of
 from quietgrad.tensors import axis_of, block_of, is_spread
 
 REMEDY = (
@@ -22,7 +22,6 @@ REMEDY = (
     "and parallelize_module(model, mesh['tp'], plan), then, where rows are to be sharded too, "
     "fully_shard(..., mesh=mesh['dp']) (docs/tensor_parallel.md)"
 )
-OTHERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 
 
 def is_cut(model: nn.Module) -> bool:

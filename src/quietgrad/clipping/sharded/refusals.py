@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from quietgrad.clipping.capture.spread import TOO_OLD, sharding_modules
-from quietgrad.clipping.soundness.processes import refuse_models_of
+from quietgrad.clipping.soundness.processes import OTHERS, refuse_models_of
 from quietgrad.tensors import is_spread
 
 REMEDY = (
@@ -33,7 +33,7 @@ def refuse_what_is_not_fully_sharded(model: nn.Module, ranks: int) -> None:
     Raises:
         ValueError: naming the parameter or layer, with the remedy.
     """
-    refuse_models_of(model, {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
+    refuse_models_of(model, OTHERS)
     gathering = sharding_modules(model)
     if any(not hasattr(module, "reset_iter_state") for module in gathering):
         raise ValueError(TOO_OLD)

@@ -119,7 +119,7 @@ def require_each_alone(
     Evaluation mode is looked at where the present mode cannot be compared, and in a ``thorough``
     look also where random numbers are drawn. It can
     refuse and never approve: what mixes in training only is still there. ``crowded``: a look that
-    is not thorough sends many records to one expert, too.
+    is not thorough holds one record many times, too.
 
     Raises:
         Mixes: where they do.
@@ -133,11 +133,10 @@ def require_each_alone(
         decided = _compare(subject, records, places, size, thorough)
         if decided:
             require_lengths_apart(subject, few, thorough)
-        if decided and thorough:
-            _require_deaf(subject, take(few, sorted({0, 1, len(places) - 1})))
-        if decided and (thorough or crowded):
-            others = _others(records, places, size)
-            require_room_for_all(subject, few, take(records, [*places, *others]))
+            ends = {0, 1, len(places) - 1} if thorough else {0, len(places) - 1}
+            _require_deaf(subject, take(few, sorted(ends)))
+            company = take(records, [*places, *_others(records, places, size)])
+            require_room_for_all(subject, few, company, copies=thorough or crowded)
     for level in EXTREMES if still.used and decided else ():
         decided = _compare_at(level, subject, records, places, size) and decided
     _require_no_gradient_between(subject, few, thorough)

@@ -31,7 +31,9 @@ SIZES = (
     "JSM_NAMESPACE_SIZE",
     "SLURM_STEP_NUM_TASKS",
 )
-WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+# Around a model or a part of it: torch's own that no clipper follows.
+OTHERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
+WRAPPERS = {*OTHERS, "FSDPModule"}
 WHOLE = (
     "keep the whole model on every rank, plain or in DistributedDataParallel; models that are "
     "sharded by fully_shard are clipped by a run on all ranks alone (docs/many_processes.md)"
@@ -119,9 +121,16 @@ def refuse_models_of(model: nn.Module, wrappers: set[str]) -> None:
             ),
             None,
         )
+        where = "the model" if not name else f"layer {name!r}"
+        if found == "FullyShardedDataParallel":
+            raise ValueError(
+                f"{where} is wrapped in {found} (FSDP1), which makes one flat tensor of many "
+                "parameters, without gradients of single records; shard the model by fully_shard "
+                "(FSDP2, docs/fully_sharded.md), or keep it whole on every rank"
+            )
         if found is not None:
             raise ValueError(
-                f"{'the model' if not name else f'layer {name!r}'} is wrapped in {found}, which "
+                f"{where} is wrapped in {found}, which "
                 "spreads examples or parameters over devices and reduces gradients behind the "
                 "clipping; "
                 f"pass the model itself (its .module), and {WHOLE}"

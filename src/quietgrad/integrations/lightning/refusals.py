@@ -5,6 +5,7 @@ work starts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
+from quietgrad.clipping.soundness.processes import OTHERS, refuse_models_of, refuse_wrapped_model
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.public import refuse_private_evaluation
@@ -174,6 +176,11 @@ def refuse_cut(strategy: ModelParallelStrategy, world_size: int) -> None:
     Raises:
         ValueError: with the remedy.
     """
+    if world_size == 1:
+        raise ValueError(
+            "ModelParallelStrategy on one process, where there is nothing to shard: leave strategy "
+            "out, and fully_shard too, or give devices=2 or more"
+        )
     size = strategy._data_parallel_size
     if size == "auto" or int(size) != world_size or strategy._tensor_parallel_size not in (1, "1"):
         raise ValueError(
@@ -183,6 +190,41 @@ def refuse_cut(strategy: ModelParallelStrategy, world_size: int) -> None:
             f"data_parallel_size={world_size}, tensor_parallel_size=1, and "
             'fully_shard(part, mesh=self.device_mesh["data_parallel"]) in configure_model'
         )
+
+
+def refuse_shards(strategy: Any) -> Callable[[], None]:
+    """From now on a checkpoint of shards, a directory, is refused by a strategy whose parameters
+    are whole; Lightning tells which one is loaded to the strategy alone.
+
+    Returns:
+        Puts the strategy back as it was.
+    """
+    if isinstance(strategy, ModelParallelStrategy):
+        return lambda: None
+    load = strategy.load_checkpoint
+
+    def checked(checkpoint_path: Any, *args: Any, **options: Any) -> Any:
+        if Path(checkpoint_path).is_dir():
+            raise ValueError(
+                f"ckpt_path={str(checkpoint_path)!r} holds shards, which ModelParallelStrategy "
+                f"saved, and {type(strategy).__name__} cannot read; go on with "
+                "strategy=ModelParallelStrategy(N, 1) and devices=N, 2 or more (docs/lightning.md)"
+            )
+        return load(checkpoint_path, *args, **options)
+
+    strategy.load_checkpoint = checked
+    return lambda: vars(strategy).pop("load_checkpoint", None)
+
+
+def refuse_wrapped(trainer: Any, module: Any) -> None:
+    """Refuses parts that are wrapped by torch, and shards where the strategy makes none.
+
+    Raises:
+        ValueError: naming the part, with the remedy.
+    """
+    refuse_models_of(module, OTHERS)
+    if not isinstance(trainer.strategy, ModelParallelStrategy):
+        refuse_wrapped_model(module)
 
 
 def refuse_module(module: Any, base: type) -> None:

@@ -4,6 +4,7 @@ and its end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -85,6 +86,7 @@ class PrivateSteps(PublicLoaders):
         self._seen = 0
         self._max_steps = -1  # the Trainer's
         self._hooks: list[Any] = []
+        self._put_back: Callable[[], None] = lambda: None  # the Trainer's strategy
         self._released = ReleasedGradients(
             "put what is private into per_example_loss, and what is done to released gradients "
             "into the optimiser"
@@ -101,6 +103,8 @@ class PrivateSteps(PublicLoaders):
         """Plans, once the data are there."""
         if stage != "fit":
             return
+        self._put_back()
+        self._put_back = refusals.refuse_shards(trainer.strategy)
         datamodule: Any = getattr(trainer, "datamodule", None)
         refusals.refuse_transfers(pl_module, LightningModule)
         refusals.refuse_secrets(pl_module, self._privacy)
@@ -135,6 +139,7 @@ class PrivateSteps(PublicLoaders):
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.session is not None and self._loader is not None
         refusals.refuse_optimizers(trainer.optimizers)
+        refusals.refuse_wrapped(trainer, pl_module)
         refusals.refuse_module(pl_module, pl_module.private_base)  # type: ignore[arg-type]
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             # It has sent the first process's weights to all; gradients go through the run.
@@ -216,6 +221,7 @@ class PrivateSteps(PublicLoaders):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._put_back()
         if self._loader is not None:
             self._loader.close()
             trainer.fit_loop.epoch_loop.max_steps = self._max_steps

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from quietgrad.clipping.soundness.processes import OTHERS, refuse_models_of, refuse_wrapped_model
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.reporting import without_system_metrics
@@ -175,13 +176,17 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_before_training(trainer: Any) -> None:
-    """Arguments once more, which may have been changed since; and NEFTune where it was switched on
+    """Arguments once more, which may have been changed since; a model that was wrapped, or sharded
+    by another than accelerate; and NEFTune where it was switched on
     past them: its hook acts in training alone, where no look at padding would find it.
 
     Raises:
         ValueError: with the remedy.
     """
     refuse_arguments(trainer.args)
+    refuse_models_of(trainer.model, OTHERS)
+    if not trainer.is_fsdp_enabled:
+        refuse_wrapped_model(trainer.model)
     noisy = [m for m in trainer.model.modules() if hasattr(m, "neftune_noise_alpha")]
     if noisy or getattr(trainer, "neftune_noise_alpha", None) is not None:
         where = "a layer of the model" if noisy else "the trainer"

@@ -60,13 +60,14 @@ class FirstOnes(TorchDispatchMode):
         return first if name == "argmax" else (values, first)
 
 
-def require_room_for_all(subject: Subject, few: Batch, company: Batch) -> None:
+def require_room_for_all(subject: Subject, few: Batch, company: Batch, copies: bool = True) -> None:
     """A record's loss does not follow from how many others go the same way inside the model.
 
     Args:
         subject: model and loss; random numbers are held still.
         few: some records.
         company: a micro-batch as it will run, these first.
+        copies: whether one record many times is looked at, whatever the model.
 
     Raises:
         Mixes: where it does.
@@ -75,7 +76,8 @@ def require_room_for_all(subject: Subject, few: Batch, company: Batch) -> None:
     alike = Company(subject, seen, factors=False)
     one = take(few, [0])
     n = batch_size_of(company)
-    alike.compare(map_tensors(one, _uniform), [[0] * min(COPIES, max(n, 2))])
+    if copies:
+        alike.compare(map_tensors(one, _uniform), [[0] * min(COPIES, max(n, 2))])
     if subject.layout.cut is not None:
         return  # what a choice is made from may be cut over ranks itself
     with FirstOnes() as first, contextlib.suppress(Exception):  # no room for such a choice
