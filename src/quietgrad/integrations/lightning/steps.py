@@ -4,6 +4,7 @@ and its end.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -84,6 +85,7 @@ class PrivateSteps(PublicLoaders):
         self._mark: dict[str, Any] = {}
         self._seen = 0
         self._max_steps = -1  # the Trainer's
+        self._max_epochs: int | None = -1
         self._hooks: list[Any] = []
         self._released = ReleasedGradients(
             "put what is private into per_example_loss, and what is done to released gradients "
@@ -119,7 +121,9 @@ class PrivateSteps(PublicLoaders):
         source.instance = self._loader
         self._max_steps = trainer.max_steps
         trainer.fit_loop.epoch_loop.max_steps = plan.steps
-        trainer.fit_loop.max_epochs = -1
+        # Schedules are made of either: CosineAnnealingLR(optimizer, self.trainer.max_epochs).
+        self._max_epochs = trainer.max_epochs
+        trainer.fit_loop.max_epochs = math.ceil(plan.steps / plan.sampler.steps_per_epoch)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -219,6 +223,7 @@ class PrivateSteps(PublicLoaders):
         if self._loader is not None:
             self._loader.close()
             trainer.fit_loop.epoch_loop.max_steps = self._max_steps
+            trainer.fit_loop.max_epochs = self._max_epochs
             self._loader = None
         if self.session is not None:
             self.session.close()
