@@ -208,6 +208,7 @@ class PrivateSteps(PublicLoaders):
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Lets go of the directory."""
         self._close(trainer)
+        refusals.name_remedy(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ends the run; the module's weights are its output from now on."""
