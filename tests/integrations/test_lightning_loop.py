@@ -173,3 +173,31 @@ def test_workers_that_stay_are_let_go_at_the_end(tmp_path: Path) -> None:
     again = trainer(tmp_path, **changes)  # the first one's would hold the lock
     again.fit(Small(), staying(), ckpt_path=str(tmp_path / "kept" / "last.ckpt"))
     assert again.global_step == STEPS
+
+
+class Falling(Small):
+    """A rate that falls to zero in as many epochs as the Trainer says."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        self.told = self.trainer.max_epochs, self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.told[0])
+        self.rates: list[float] = []
+        return [optimizer], [schedule]
+
+    def on_train_epoch_start(self) -> None:
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(
+    ("steps", "given"), [(10, {"max_epochs": 2}), (10, {}), (8, {})], ids=["said", "left", "part"]
+)
+def test_schedules_are_told_how_many_epochs_there_are(
+    tmp_path: Path, steps: int, given: dict[str, Any]
+) -> None:
+    model = Falling(privacy=replace(PRIVACY, epochs=None, steps=steps))
+    fit = trainer(tmp_path, limit_val_batches=0, **given)
+    fit.fit(model, records())
+    assert model.told == (2, steps) and fit.global_step == steps
+    assert model.rates == pytest.approx([1.0, 0.5])
+    assert fit.max_epochs == given.get("max_epochs", -1)

@@ -164,6 +164,21 @@ class WithLBFGS(Small):
         return torch.optim.LBFGS(self.parameters())
 
 
+class WithTwo(Small):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 4)]
+
+
+class WithNone(Small):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class WithClipping(Small):
+    def configure_gradient_clipping(self, optimizer: Any, *values: Any, **named: Any) -> None:
+        self.clip_gradients(optimizer, 0.5, "norm")
+
+
 class Compiled(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -200,13 +215,20 @@ class LogsAtTheEnd(Small):
         (WithoutPrivacy, "privacy has to be a PrivacyConfig"),
         (Watched, "hooks on their gradients.*remove them"),
         (WithLBFGS, "LBFGS.*steps once a gradient"),
+        (WithTwo, "several optimisers.*return one, with a group of parameters"),
+        pytest.param(
+            WithNone,
+            "returned None.*train nothing",
+            marks=pytest.mark.filterwarnings("ignore:.*will run with no optimizer"),
+        ),
+        (WithClipping, r"configure_gradient_clipping.*noisy mean.*PrivacyConfig\(max_grad_norm=\)"),
         (Compiled, "compiled as a whole"),
         (Seeded, "hyperparameter 'seed' of Seeded holds the seed"),
         (Logs, r"self.log\('train_loss'\) while training.*validation_step"),
     ],
 )
 def test_modules(tmp_path: Path, module: Callable[[], Any], said: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=said):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=said):
         trainer(tmp_path).fit(module(), records())
     assert not released(tmp_path)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import callbacks, profilers
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -132,6 +133,13 @@ HOOKS = {
     "training_step": "nothing would call it; return the loss of each record from per_example_loss",
     "backward": "the run makes the gradient; change what is learnt in per_example_loss",
 }
+# Lightning's own error sends to manual optimisation, which is refused.
+SEVERAL_OPTIMIZERS = (
+    "configure_optimizers returned several optimisers: a step is one release, and one optimiser "
+    "steps on it; return one, with a group of parameters for each rate "
+    '(torch.optim.AdamW([{"params": ..., "lr": ...}, ...])), or write the loop yourself '
+    "(docs/loops.md)"
+)
 TRANSFERS = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
 WHERE = (
     "a batch of the run is read micro-batch by micro-batch, behind the Trainer's back; change "
@@ -253,6 +261,10 @@ def refuse_module(module: Any, base: type) -> None:
     for hook, remedy in HOOKS.items():
         if getattr(type(module), hook) is not getattr(base, hook):
             raise ValueError(f"{name}.{hook} is a step of a whole batch: {remedy}")
+    clips = "configure_gradient_clipping"
+    if getattr(type(module), clips) is not getattr(base, clips):
+        _, _, why, remedy = SETTINGS["gradient_clip_val"]
+        raise ValueError(f"{name}.{clips}: {why}; {remedy}")
     if type(module).per_example_loss is base.per_example_loss:  # type: ignore[attr-defined]
         raise ValueError(f"{name} has no per_example_loss(self, batch) -> [records] losses")
     if any(p._backward_hooks for p in module.parameters()):
@@ -296,12 +308,17 @@ def refuse_secrets(owner: Any, privacy: PrivacyConfig) -> None:
 
 
 def refuse_optimizers(optimizers: list[Any]) -> None:
-    """Refuses optimisers that do not step once a batch on ``.grad``.
+    """Refuses optimisers that do not step once a batch on ``.grad``, and none at all.
 
     Raises:
         TypeError: with the remedy.
     """
     for optimizer in optimizers:
+        if isinstance(optimizer, _MockOptimizer):
+            raise TypeError(
+                "configure_optimizers returned None: every step would cost privacy and train "
+                "nothing; return an optimiser"
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(
                 "LBFGS asks for the gradient of a batch several times a step, and every one would "
@@ -312,6 +329,12 @@ def refuse_optimizers(optimizers: list[Any]) -> None:
                 f"{type(optimizer).__name__} steps on the release itself, and the Trainer calls "
                 "optimizer.step(); give PrivacyConfig(denoising=), which denoises .grad"
             )
+
+
+def name_remedy(exception: BaseException) -> None:
+    """Where Lightning refuses several optimisers, says what a private module does instead."""
+    if isinstance(exception, RuntimeError) and "multiple optimizers" in str(exception):
+        exception.args = (SEVERAL_OPTIMIZERS,)
 
 
 def refuse_contradictions(trainer: Any, plan: PrivacyPlan) -> None:

@@ -4,6 +4,7 @@ and its end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,7 @@ class PrivateSteps(PublicLoaders):
         self._mark: dict[str, Any] = {}
         self._seen = 0
         self._max_steps = -1  # the Trainer's
+        self._max_epochs: int | None = -1
         self._hooks: list[Any] = []
         self._put_back: Callable[[], None] = lambda: None  # the Trainer's strategy
         self._released = ReleasedGradients(
@@ -123,7 +125,9 @@ class PrivateSteps(PublicLoaders):
         source.instance = self._loader
         self._max_steps = trainer.max_steps
         trainer.fit_loop.epoch_loop.max_steps = plan.steps
-        trainer.fit_loop.max_epochs = -1
+        # Schedules are made of either: CosineAnnealingLR(optimizer, self.trainer.max_epochs).
+        self._max_epochs = trainer.max_epochs
+        trainer.fit_loop.max_epochs = math.ceil(plan.steps / plan.sampler.steps_per_epoch)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -209,6 +213,7 @@ class PrivateSteps(PublicLoaders):
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Lets go of the directory."""
         self._close(trainer)
+        refusals.name_remedy(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ends the run; the module's weights are its output from now on."""
@@ -225,6 +230,7 @@ class PrivateSteps(PublicLoaders):
         if self._loader is not None:
             self._loader.close()
             trainer.fit_loop.epoch_loop.max_steps = self._max_steps
+            trainer.fit_loop.max_epochs = self._max_epochs
             self._loader = None
         if self.session is not None:
             self.session.close()
