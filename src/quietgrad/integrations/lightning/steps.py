@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch.nn.parallel import DistributedDataParallel
 
 import quietgrad.integrations.lightning.refusals as refusals
+import quietgrad.integrations.lightning.strategies as strategies
 from quietgrad.clipping.capture.spread import put_away
 from quietgrad.events import unit_of
 from quietgrad.integrations.lightning.data import EpochLoader, training_data
@@ -106,7 +107,7 @@ class PrivateSteps(PublicLoaders):
         if stage != "fit":
             return
         self._put_back()
-        self._put_back = refusals.refuse_shards(trainer.strategy)
+        self._put_back = strategies.refuse_shards(trainer.strategy)
         datamodule: Any = getattr(trainer, "datamodule", None)
         refusals.refuse_transfers(pl_module, LightningModule)
         refusals.refuse_secrets(pl_module, self._privacy)
@@ -143,7 +144,7 @@ class PrivateSteps(PublicLoaders):
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.session is not None and self._loader is not None
         refusals.refuse_optimizers(trainer.optimizers)
-        refusals.refuse_wrapped(trainer, pl_module)
+        strategies.refuse_wrapped(trainer, pl_module)
         refusals.refuse_module(pl_module, pl_module.private_base)  # type: ignore[arg-type]
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             # It has sent the first process's weights to all; gradients go through the run.
