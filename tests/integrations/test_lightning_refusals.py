@@ -141,6 +141,11 @@ class WithLBFGS(Small):
         return torch.optim.LBFGS(self.parameters())
 
 
+class WithoutOptimizer(Small):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
 class Compiled(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +175,12 @@ class LogsAtTheEnd(Small):
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (Manual, "automatic_optimization=False.*loops.md"),
+        (Manual, "automatic_optimization=False.*parameter groups of one optimiser.*loops.md"),
+        pytest.param(
+            WithoutOptimizer,
+            "configure_optimizers returned None: every step would spend.*return an optimiser",
+            marks=pytest.mark.filterwarnings("ignore:.LightningModule.configure_optimizers. ret"),
+        ),
         (WithStep, "WithStep.training_step.*per_example_loss"),
         (WithBackward, "WithBackward.backward"),
         (WithTransfer, "on_after_batch_transfer would not see.*collate_fn"),

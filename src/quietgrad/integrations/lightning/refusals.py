@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import callbacks, profilers
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -201,7 +202,8 @@ def refuse_module(module: Any, base: type) -> None:
     if not module.automatic_optimization:
         raise ValueError(
             f"{name}.automatic_optimization=False: steps would be made that no ledger counts; "
-            "leave it True, or write the loop yourself (docs/loops.md)"
+            "leave it True, with the parameter groups of one optimiser in place of several "
+            "optimisers, or write the loop yourself (docs/loops.md)"
         )
     if getattr(module, "_compiler_ctx", None) is not None:
         raise ValueError(
@@ -260,6 +262,11 @@ def refuse_optimizers(optimizers: list[Any]) -> None:
         TypeError: with the remedy.
     """
     for optimizer in optimizers:
+        if isinstance(optimizer, _MockOptimizer):
+            raise TypeError(
+                "configure_optimizers returned None: every step would spend privacy, and no weight "
+                "would move; return an optimiser"
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(
                 "LBFGS asks for the gradient of a batch several times a step, and every one would "
