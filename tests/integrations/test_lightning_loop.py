@@ -27,7 +27,13 @@ from lightning_modules import (
 )
 from torch.utils.data import DataLoader
 
+from quietgrad.beside.adaptive import AdaptiveClipping
+from quietgrad.beside.training_loss import TrainingLoss
+from quietgrad.denoising import HardThreshold, OnMomentum
 from quietgrad.ledger import read_ledger
+from quietgrad.noise.methods import BandedNoise
+from quietgrad.sampling.users import Users
+from quietgrad.schedules import Cosine, Phase
 
 pytestmark = [*ADVICE, pytest.mark.usefixtures("examined_once")]
 
@@ -201,3 +207,33 @@ def test_schedules_are_told_how_many_epochs_there_are(
     assert model.told == (2, steps) and fit.global_step == steps
     assert model.rates == pytest.approx([1.0, 0.5])
     assert fit.max_epochs == given.get("max_epochs", -1)
+
+
+class Remembers(Small):
+    def __init__(self, width: int = 8, privacy: Any = None) -> None:
+        super().__init__(privacy=privacy)
+        self.save_hyperparameters()
+
+
+def test_privacy_among_the_hyperparameters_loads_and_goes_on(tmp_path: Path) -> None:
+    """Before: neither did, since torch.load takes no classes that it was not told of."""
+    parts = [
+        Phase(epochs=1, noise=Cosine(1.0, 0.5)),
+        BandedNoise(bands=2),
+        OnMomentum(HardThreshold()),
+        TrainingLoss(),
+        AdaptiveClipping(),
+        Users(),
+    ]
+    torch.save(parts, tmp_path / "parts.pt")
+    assert torch.load(tmp_path / "parts.pt") == parts
+    model = Remembers(privacy=replace(PRIVACY, seed=None, data_are_public=False))
+    stopped = saving(tmp_path, every=2)
+    stopped["callbacks"] += [StopAt(4)]
+    trainer(tmp_path, limit_val_batches=0, **stopped).fit(model, records())
+    last = tmp_path / "kept" / "last.ckpt"
+    assert Remembers.load_from_checkpoint(last).hparams["privacy"] == model.privacy
+    fit = trainer(tmp_path, limit_val_batches=0, **saving(tmp_path, every=2))
+    again = Remembers(privacy=model.privacy)
+    fit.fit(again, records(), ckpt_path=str(last))
+    assert fit.global_step == STEPS and again.epsilon() == model.privacy.build(100).epsilon

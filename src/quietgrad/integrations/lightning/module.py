@@ -11,11 +11,14 @@ from torch import Tensor
 
 import quietgrad.integrations.lightning.refusals as refusals
 from quietgrad.integrations.lightning.hooks import require_parts
+from quietgrad.integrations.lightning.hyperparameters import let_configurations_load
 from quietgrad.integrations.lightning.session import MARK
 from quietgrad.integrations.lightning.steps import PrivateSteps, PublicLoaders
 from quietgrad.plan import PrivacyConfig
 from quietgrad.tensors import Batch
 from quietgrad.training.files.provenance import KEY
+
+let_configurations_load()
 
 
 def loss_in_precision(model: Any, batch: Batch) -> Tensor:
