@@ -145,10 +145,8 @@ def step_of(
 
 
 def _has_bfloat16() -> bool:
-    from quietgrad.training.precision import precision_of
-    from quietgrad.training.settings.config import TrainConfig
-
-    return precision_of(TrainConfig(), torch.device("cpu")) == "bfloat16"
+    """Elsewhere it is emulated, and slower than float32."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pure_noise(model: nn.Module) -> NoisySum:

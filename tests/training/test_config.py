@@ -5,12 +5,15 @@ reads back to itself.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quietgrad.checks import SettingsWarning
+from quietgrad.training.precision import warn_of_rounding
 from quietgrad.training.settings.config import TrainConfig, config_from, load_config
 from quietgrad.training.settings.overrides import default_config_path
 
@@ -215,3 +218,16 @@ def test_configurations_are_frozen() -> None:
     config = load_config(None)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.training.steps = 1
+
+
+def test_precision_is_the_one_with_a_bound_whatever_the_machine() -> None:
+    config = load_config(None)
+    assert config.training.precision == "float32"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_rounding(config)
+    coarse = load_config(None, ["training.precision=bfloat16"])
+    with pytest.warns(SettingsWarning, match=r"precision='bfloat16' rounds coarsely.*'float32'"):
+        warn_of_rounding(coarse)
+    with pytest.raises(ValueError, match=r"training.precision='auto'"):
+        load_config(None, ["training.precision=auto"])

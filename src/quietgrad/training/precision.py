@@ -1,14 +1,14 @@
-"""In which precision a model runs: autocast where the configuration asks for
-it, or where it pays.
-"""
+"""In which precision a model runs, and where."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import torch
 
+from quietgrad.checks import SettingsWarning
 from quietgrad.training.settings.config import TrainConfig
 
 
@@ -16,37 +16,24 @@ def precision_context(
     config: TrainConfig, device: torch.device
 ) -> contextlib.AbstractContextManager[Any]:
     """Autocast to bfloat16 where ``training.precision`` asks for it."""
-    if precision_of(config, device) == "bfloat16":
+    if config.training.precision == "bfloat16":
         return torch.autocast(device.type, torch.bfloat16)
     return contextlib.nullcontext()
 
 
-def precision_of(config: TrainConfig, device: torch.device) -> str:
-    """What "auto" means on this machine: bfloat16 where the processor multiplies in it."""
-    if config.training.precision != "auto":
-        return config.training.precision
-    if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
-    if device.type == "cpu":
-        return (
-            "bfloat16"
-            if torch.ops.mkldnn._is_mkldnn_bf16_supported() and _has_bfloat16_units()
-            else "float32"
+def warn_of_rounding(config: TrainConfig) -> None:
+    """What epsilon does not cover: in half precision a record's gradient follows in its last digits
+    from what stands beside it, far more than in float32.
+    """
+    private = config.privacy.enabled and not config.data.public
+    if private and config.training.precision == "bfloat16":
+        warnings.warn(
+            "training.precision='bfloat16' rounds coarsely: what that does to crowds of records "
+            "that are alike, or whose gradients cancel, epsilon does not cover "
+            "(docs/privacy/clipping.md); 'float32' has a bound",
+            SettingsWarning,
+            stacklevel=3,
         )
-    return "float32"
-
-
-def _has_bfloat16_units() -> bool:
-    # Without them bfloat16 is emulated, and slower than float32.
-    return _cpu_flag("avx512_bf16") or _cpu_flag("amx_bf16")
-
-
-def _cpu_flag(flag: str) -> bool:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return any(flag in line.split() for line in file if line.startswith("flags"))
-    except OSError:
-        return False
 
 
 def device_of(name: str) -> torch.device:

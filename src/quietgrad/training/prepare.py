@@ -37,7 +37,7 @@ from quietgrad.training.derived.resolve import (
 )
 from quietgrad.training.derived.speed import Sample
 from quietgrad.training.files.provenance import Record, check_start
-from quietgrad.training.precision import device_of, precision_context, precision_of
+from quietgrad.training.precision import device_of, precision_context, warn_of_rounding
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.settings.noise import check_spectrum
 from quietgrad.training.settings.planned import build_plan, plan_of_batches
@@ -215,6 +215,7 @@ def prepare(
         ValueError, TypeError: for anything the user can mend, naming key, value and remedy.
     """
     device = device_of(config.training.device)
+    warn_of_rounding(config)
     why_tune = why_it_trains(config)
     config = with_what_trains(config)
     require_model("model.name", config.model.name)
@@ -319,7 +320,7 @@ def verify_on_public_records(prepared: Prepared) -> float:
     batch = prepared.validation.collate(records, prepared.device)
     with _head_off_zero(prepared.model.classifier):
         difference = verify_clipping(prepared.model.classifier, prepared.loss(), batch)
-    limit = LARGEST_DIFFERENCE[precision_of(prepared.config, prepared.device)]
+    limit = LARGEST_DIFFERENCE[prepared.config.training.precision]
     if not difference < limit:
         raise RuntimeError(
             f"per-example clipping disagrees with plain autograd by {difference:.1e} (limit "

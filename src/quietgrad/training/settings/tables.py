@@ -296,8 +296,8 @@ class TrainingTable:
         checkpoint_every: steps between checkpoints.
         run_dir: where everything is written ("": runs/<date-time>).
         device: "auto", "cpu", "cuda" ...
-        precision: "float32", "bfloat16" (autocast; norms and sums stay in float32) or "auto"
-            (bfloat16 where the processor has it).
+        precision: "float32", or "bfloat16" (autocast; norms and sums stay in float32), which may be
+            faster, and whose rounding no bound covers.
         averaging: decay of an exponential average of the weights, such as 0.97 (0: none); free in
             privacy. The average is what is saved, where validation records prefer it.
         cache_frozen_layers: run frozen lower layers once per record instead of once per step, where
@@ -319,7 +319,7 @@ class TrainingTable:
     checkpoint_every: Count = 10
     run_dir: str = ""
     device: str = "auto"
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    precision: Literal["float32", "bfloat16"] = "float32"
     averaging: Amount = 0.0
     cache_frozen_layers: bool = True
     sharded: bool = False
