@@ -112,6 +112,9 @@ def differing_work(rank: int, folder: str) -> dict[str, str]:
     def other_cut(run: Any, model: nn.Module) -> None:
         run.loader(records_of(), physical_batch_size=2 + rank)
 
+    def other_steps(run: Any, model: nn.Module) -> None:
+        run.loader(records_of(), steps=2 + rank, physical_batch_size=2)
+
     def bad_loss(run: Any, model: nn.Module) -> None:
         indices = next(run.batches())
         wrong = loss if rank == 0 else lambda m, b: loss(m, b).sum()
@@ -136,6 +139,7 @@ def differing_work(rank: int, folder: str) -> dict[str, str]:
         shuffled,
         changing,
         other_cut,
+        other_steps,
         bad_loss,
         own_error,
     ):
@@ -171,6 +175,7 @@ def test_ranks_that_do_not_work_alike_release_nothing(tmp_path: Path) -> None:
         "shuffled": "the ranks differ in records",
         "changing": "the ranks differ in records",
         "other_cut": "the ranks differ in shares",
+        "other_steps": "with the same physical_batch_size and steps",
         "no_ledger": "the disk is full",
     }
     for of_rank in found:
@@ -178,7 +183,7 @@ def test_ranks_that_do_not_work_alike_release_nothing(tmp_path: Path) -> None:
             assert text in of_rank[name], (name, of_rank[name])
         # Nothing was released by any of them, and nothing is afterwards.
         names = [name for name in of_rank if "," not in name]
-        assert len(names) == 10
+        assert len(names) == 11
         for name in names:
             assert of_rank[f"{name}, released"] == "0", name
             assert of_rank[f"{name}, after"], name

@@ -39,6 +39,8 @@ from transformers import (
 )
 
 from quietgrad.integrations.transformers import PrivateSeq2SeqTrainer
+from quietgrad.integrations.transformers.quiet import QuietTrainer
+from quietgrad.integrations.transformers.sharding import ShardingTrainer
 from quietgrad.ledger import read_ledger
 from quietgrad.training.files.provenance import FILE, KEY
 
@@ -317,9 +319,24 @@ def test_shards_without_a_row_are_trained_on_when_a_trainer_goes_on(
         return outcome(done), rows.count(0)
 
     found = on_processes(3, tmp_path / "a", run)
+    assert not any(isinstance(one, str) for one in found), found
     assert [empty for _, empty in found] == [0, 0, 3], found
     for one, _ in found:
         equal(one, alone(bert))
+
+
+def test_without_what_keeps_them_a_trainer_does_not_go_on(tmp_path: Path) -> None:
+    """Broken by hand: the rank without rows ends, and nobody waits for it."""
+
+    def run() -> None:
+        ShardingTrainer.create_scheduler = QuietTrainer.create_scheduler  # type: ignore[method-assign]
+        done = made(str(tmp_path / "run"), bert(), 2, **sharding())
+        done.train()
+        done.train(resume_from_checkpoint=True)
+
+    found = on_processes(3, tmp_path / "a", run)
+    assert all(isinstance(one, str) for one in found), found
+    assert found[2].startswith("KeyError"), found
 
 
 def test_looks_draw_alike_on_all_ranks(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ REMEDIES = {
     "sharded weights": "start ranks that share records from the same weights",
     "parameters": "give every rank the same model, with the same trainable parameters, cut by one "
     "plan where it is cut, in one dtype and on one kind of device",
-    "shares": "make the same loader on every rank, with the same physical_batch_size",
+    "shares": "make the same loader on every rank, with the same physical_batch_size and steps",
     "claim": "build the same plan on every rank",
     "drawing": "use one kind of device and the same versions of numpy and torch everywhere",
     "session": "start the run on all ranks together, once",

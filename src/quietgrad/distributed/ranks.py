@@ -149,8 +149,8 @@ class Ranks:
         """Which ranks have to say the same of a fact."""
         return [list(range(self.size))]
 
-    def same_records(self, dataset: Any, key: RandomKey, block: int) -> None:
-        """Compares digests of some records.
+    def same_records(self, dataset: Any, key: RandomKey, cut: str) -> None:
+        """Compares digests of some records, and how a loader cuts them (``PrivateLoader.cut``).
 
         Raises:
             RuntimeError: on all ranks where they differ, or where a record is another one each time
@@ -158,7 +158,7 @@ class Ranks:
         """
         found, steady = records_digest(dataset, key)
         reading = "" if steady else f"rank {self.rank}"
-        self.agree("loader", {"records": found, "reading": reading, "shares": str(block)})
+        self.agree("loader", {"records": found, "reading": reading, "shares": cut})
 
     def agree(self, place: str, facts: Facts, examples: int = 0) -> int:
         """Compares ``facts``, and the digest of ``look_at`` where there is one.

@@ -51,7 +51,7 @@ class Team(Protocol):
         """Takes a digest of the weights, for the next ``agree``; once a release."""
         ...
 
-    def same_records(self, dataset: Any, key: RandomKey, block: int) -> None:
+    def same_records(self, dataset: Any, key: RandomKey, cut: str) -> None:
         """That all ranks have the same records in the same order, as far as some tell."""
         ...
 
@@ -105,7 +105,7 @@ class Alone:
     def look_at(self, model: nn.Module, release: int) -> None:
         return None
 
-    def same_records(self, dataset: Any, key: RandomKey, block: int) -> None:
+    def same_records(self, dataset: Any, key: RandomKey, cut: str) -> None:
         return None
 
     def agree(self, place: str, facts: Facts, examples: int = 0) -> int:

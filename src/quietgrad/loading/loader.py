@@ -87,6 +87,7 @@ class PrivateLoader:
         size = clipper.physical_batch_size or clipper.max_physical_batch_size or RECORDS_AT_ONCE
         size = _given("physical_batch_size", physical_batch_size, size)
         self._run = run
+        self._block = physical_batch_size or 1
         self._steps = _given("steps", steps, run.plan.sampler.steps_per_epoch)
         self._views = clipper.views
         self._collate = default_collate if collate_fn is None else collate_fn
@@ -105,6 +106,13 @@ class PrivateLoader:
         )
         self.newest_pass: object = None  # whose micro-batches are clipped; no other's
         self._empty: Batch = None
+
+    @property
+    def cut(self) -> str:
+        """What ranks compare: records of a block, and steps of the next pass. A rank whose pass
+        ends before the others' would leave them waiting.
+        """
+        return f"blocks of {self._block}, {len(self)} steps"
 
     def __len__(self) -> int:
         """Steps of the next pass."""

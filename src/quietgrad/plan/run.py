@@ -144,7 +144,7 @@ class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
                 self, self._draws, dataset, steps, physical_batch_size, collate_fn,
                 options, self._read_seed,
             )  # fmt: skip
-            self._team.same_records(dataset, self._session.key, self._shares.block)
+            self._team.same_records(dataset, self._session.key, self._loader.cut)
         return self._loader
 
     @one_at_a_time
