@@ -347,6 +347,18 @@ def test_nothing_of_a_batch_is_printed() -> None:
     assert "tensor" not in repr(next(iter(batch)))
 
 
+def test_a_batch_that_is_used_as_a_tuple_says_where_it_goes() -> None:
+    """Before: 'LoadedBatch' object is not subscriptable."""
+    batch = next(iter(start().loader(TensorDataset(*records()), physical_batch_size=2)))
+    with pytest.raises(TypeError, match=r"no records of its own.*run.backward\(model, per_example"):
+        batch[0]
+    part = next(iter(batch))
+    with pytest.raises(TypeError, match="a MicroBatch holds no records"):
+        part["input_ids"]
+    with pytest.raises(TypeError, match="a MicroBatch holds no records"):
+        _, _ = part
+
+
 def test_epsilon_is_that_of_the_releases_so_far() -> None:
     run = start()
     assert run.epsilon() == 0.0

@@ -8,6 +8,12 @@ from typing import Any, Protocol
 from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.tensors import Batch
 
+NOT_RECORDS = (
+    "{name} holds no records of its own to index or unpack: give it to run.backward(model, "
+    "per_example_loss, batch) as it is; per_example_loss(model, batch) is given the records, as "
+    "collate_fn made them"
+)
+
 
 class MicroBatch:
     """Records of the open batch for one forward pass. Private.
@@ -48,6 +54,9 @@ class MicroBatch:
         self._taken = True
         return self.records if self.sizes is None else UserBatch(self.records, self.sizes)
 
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(NOT_RECORDS.format(name="a MicroBatch"))
+
     def __repr__(self) -> str:  # no sizes: they are private
         return f"MicroBatch(release={self.release}, is_last={self.is_last})"
 
@@ -69,6 +78,9 @@ class LoadedBatch:
                 "(run.backward, or run.clip for each of its micro-batches)"
             )
         return parts
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(NOT_RECORDS.format(name="a batch of run.loader"))
 
     def __repr__(self) -> str:
         return f"LoadedBatch(release={self.release})"
