@@ -430,37 +430,46 @@ UNSHARDABLE: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-def test_what_accelerate_cannot_shard_is_refused_before_anything_is_recorded(
-    tmp_path: Path,
-) -> None:
+def require_refused(folder: Path, cases: list[tuple[Any, dict[str, Any], str]]) -> None:
+    """On every rank, in the words that are expected, and no ledger is left."""
+
     def run() -> list[str]:
+        dist.init_process_group("gloo")
         said = []
-        for number, (make, settings, _) in enumerate(UNSHARDABLE):
+        for number, (make, settings, _) in enumerate(cases):
             forget_accelerate()
-            place = tmp_path / f"run{number}"
+            place = folder / f"run{number}"
             quiet = {"eval_dataset": None, "eval_strategy": "no"}
             try:
-                made(str(place), make(), **quiet, **sharding(**settings)).train()
+                made(str(place), make(), **quiet, **settings).train()
             except (ValueError, RuntimeError) as error:
                 said.append(f"{error} {list(place.glob('ledger*'))}")
         return said
 
-    for found in on_processes(2, tmp_path / "a", run):
-        assert isinstance(found, list) and len(found) == len(UNSHARDABLE), found
-        for said, (_, _, text) in zip(found, UNSHARDABLE, strict=True):
+    for found in on_processes(2, folder / "a", run):
+        assert isinstance(found, list) and len(found) == len(cases), found
+        for said, (_, _, text) in zip(found, cases, strict=True):
             assert text in said and said.endswith("[]"), said
 
 
-def flat() -> Any:
+def test_what_accelerate_cannot_shard_is_refused_before_anything_is_recorded(
+    tmp_path: Path,
+) -> None:
+    require_refused(tmp_path, [(make, sharding(**how), said) for make, how, said in UNSHARDABLE])
+
+
+def wrapped(by: Any, **options: Any) -> Any:
     model = language()
-    model.model.norm = FullyShardedDataParallel(model.model.norm, device_id=torch.device("cpu"))
+    model.model.norm = by(model.model.norm, **options)
     return model
+
+
+def flat() -> Any:
+    return wrapped(FullyShardedDataParallel, device_id=torch.device("cpu"))
 
 
 def copied() -> Any:
-    model = language()
-    model.model.norm = DistributedDataParallel(model.model.norm)
-    return model
+    return wrapped(DistributedDataParallel)
 
 
 def shards_of_ones_own() -> Any:
@@ -478,22 +487,7 @@ WRAPPED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 def test_what_others_have_wrapped_is_refused_before_anything_is_recorded(tmp_path: Path) -> None:
-    def run() -> list[str]:
-        dist.init_process_group("gloo")
-        said = []
-        for number, (make, settings, _) in enumerate(WRAPPED):
-            forget_accelerate()
-            place = tmp_path / f"run{number}"
-            try:
-                made(str(place), make(), **settings).train()
-            except ValueError as error:
-                said.append(f"{error} {list(place.glob('ledger*'))}")
-        return said
-
-    for found in on_processes(2, tmp_path / "a", run):
-        assert isinstance(found, list) and len(found) == len(WRAPPED), found
-        for said, (_, _, text) in zip(found, WRAPPED, strict=True):
-            assert text in said and said.endswith("[]"), said
+    require_refused(tmp_path, WRAPPED)
 
 
 @pytest.mark.parametrize("least", [0, 10**6])
