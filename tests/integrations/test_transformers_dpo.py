@@ -278,3 +278,12 @@ def test_no_record_is_quoted_in_a_warning(tmp_path: Path, caplog: pytest.LogCapt
         dpo(tmp_path, train_dataset=Dataset.from_list(joined))
     lines = [line.getMessage() for line in caplog.records if "prefix" in line.getMessage()]
     assert lines and all("'b'" not in line and "not shown" in line for line in lines)
+
+
+def test_a_data_set_without_two_answers_says_so(tmp_path: Path) -> None:
+    others = Dataset.from_list([{"prompt": "a b", "chosen": "c"}] * 20)
+    with pytest.raises(
+        ValueError, match=r"train_dataset has the columns 'prompt', 'chosen'.*'rejected'"
+    ):
+        dpo(tmp_path, train_dataset=others)
+    assert not list(tmp_path.glob("ledger*"))

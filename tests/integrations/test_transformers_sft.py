@@ -201,3 +201,12 @@ def test_labels_are_smoothed_within_a_record(tmp_path: Path) -> None:
         trained.model, trained.data_collator(rows))[0])  # fmt: skip
     trained.train()
     assert trained.evaluate()["eval_loss"] > 0
+
+
+def test_a_data_set_without_a_column_that_can_be_read_says_so(tmp_path: Path) -> None:
+    others = Dataset.from_list([{"question": "a b", "reply": "c"}] * 20)
+    with pytest.raises(
+        ValueError, match=r"train_dataset has the columns 'question', 'reply'.*'text'"
+    ):
+        sft(tmp_path, train_dataset=others)
+    assert not list(tmp_path.glob("ledger*"))

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from trl import DPOTrainer
 
 from quietgrad.clipping.capture.backward import PerExampleLoss
-from quietgrad.integrations.transformers.sft import no_records_in_warnings
+from quietgrad.integrations.transformers.sft import no_records_in_warnings, require_columns
 from quietgrad.integrations.transformers.sharding import plugin_of
 from quietgrad.integrations.transformers.trainer import PrivateTrainer
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 from quietgrad.tensors import Batch
 
+TOKENISED = ("prompt_ids", "chosen_ids", "rejected_ids")
 PAIRED = ("input_ids", "attention_mask", "completion_mask")
 
 
@@ -193,6 +194,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         """DPOTrainer's drops the records whose prompt leaves no room for an answer, and so N would
         depend on what is in them; here they stay, and the collator cuts them off.
         """
+        require_columns(dataset, dataset_name, [("chosen", "rejected"), TOKENISED])
         if dataset_name == "train":
             args = copy.copy(args)
             args.max_length = None

@@ -7,13 +7,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trl import SFTTrainer
 
 from quietgrad.integrations.transformers.trainer import PrivateTrainer
 
+# Columns of which a record is read; beside them, the one that args.dataset_text_field names.
+READ = (("messages",), ("prompt", "completion"), ("conversations",), ("input_ids",))
 QUOTES = "sequence: "  # where SFTTrainer's warning begins to quote a record
 
 
@@ -51,6 +53,8 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
         """SFTTrainer's drops the records that are cut off before their answer, and so N would
         depend on what is in them; here they stay.
         """
+        if formatting_func is None:
+            require_columns(dataset, dataset_name, [*READ, (args.dataset_text_field,)])
         if dataset_name != "train" or args.max_length is None:
             return super()._prepare_dataset(
                 dataset, processing_class, args, packing, formatting_func, dataset_name
@@ -71,6 +75,22 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
         self._metrics["train"].clear()
         self._metrics["eval"].pop("num_tokens", None)
         super().log(logs, *args, **options)
+
+
+def require_columns(dataset: Any, name: str, kinds: Sequence[tuple[str, ...]]) -> None:
+    """TRL's own error is the name of a column that it looked for last.
+
+    Raises:
+        ValueError: where the data set has none of the kinds of columns that can be read.
+    """
+    columns = list(getattr(dataset, "column_names", None) or ())
+    if columns and not any(set(kind) <= set(columns) for kind in kinds):
+        wanted = "; or ".join(" and ".join(map(repr, kind)) for kind in kinds)
+        raise ValueError(
+            f"{name}_dataset has the columns {', '.join(map(repr, columns))}, and none that can be "
+            f"read: {wanted}; rename a column, name it in the arguments, or pass a formatting_func "
+            "where the trainer takes one"
+        )
 
 
 def _cut(record: dict[str, Any], kept: slice) -> dict[str, Any]:
