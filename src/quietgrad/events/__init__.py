@@ -38,8 +38,21 @@ from quietgrad.events.relations import unit_of as unit_of
 
 __all__ = ["EventSequence", "ExactClipping", "PoissonGaussian", "RandomizedClipping", "SideRelease"]
 
-# Below it the accountant has no numbers to count with.
-SMALLEST_NOISE = 1e-6
+# Below and above them the accountant has no numbers to count with.
+SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e30
+
+
+def _require_noise(noise_multiplier: float, usual: str) -> None:
+    name, how = "noise_multiplier", "no epsilon can be computed for so"
+    require_positive(name, noise_multiplier)
+    require_at_least(
+        name, noise_multiplier, SMALLEST_NOISE, f"{how} little noise; usual values are {usual}"
+    )
+    if noise_multiplier > LARGEST_NOISE:
+        raise ValueError(
+            f"{name}={noise_multiplier!r} is above {LARGEST_NOISE:g}: {how} much noise; usual "
+            f"values are {usual}"
+        )
 
 
 @dataclass(frozen=True)
@@ -58,13 +71,7 @@ class SideRelease:
     every: int = 1
 
     def __post_init__(self) -> None:
-        require_positive("noise_multiplier", self.noise_multiplier)
-        require_at_least(
-            "noise_multiplier",
-            self.noise_multiplier,
-            SMALLEST_NOISE,
-            "no epsilon can be computed for so little noise; usual values are 5 to 50",
-        )
+        _require_noise(self.noise_multiplier, "5 to 50")
         require_int("every", self.every)
         require_at_least("every", self.every, 1, "1 is every step")
 
@@ -103,13 +110,7 @@ class PoissonGaussian:
     beside: tuple[SideRelease, ...] = ()
 
     def __post_init__(self) -> None:
-        require_positive("noise_multiplier", self.noise_multiplier)
-        require_at_least(
-            "noise_multiplier",
-            self.noise_multiplier,
-            SMALLEST_NOISE,
-            "no epsilon can be computed for so little noise; usual values are 0.3 to 10",
-        )
+        _require_noise(self.noise_multiplier, "0.3 to 10")
         require_rate("sample_rate", self.sample_rate)
         require_finite("steps", self.steps)
         require_int("steps", self.steps)
