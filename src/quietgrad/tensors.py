@@ -50,10 +50,13 @@ def map_fields(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def fields_of(value: object) -> dict[str, Any]:
-    """What a dataclass holds, by name; nothing of anything else."""
+    """What a dataclass holds, by name, also what it keeps without a field of its own, such as a
+    statistic that its ``__post_init__`` made; nothing of anything else.
+    """
     if isinstance(value, type) or not dataclasses.is_dataclass(value):
         return {}
-    names = (field.name for field in dataclasses.fields(value))
+    names = dict.fromkeys(field.name for field in dataclasses.fields(value))
+    names |= dict.fromkeys(getattr(value, "__dict__", ()))
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 

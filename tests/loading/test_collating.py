@@ -78,6 +78,26 @@ def mixed_in_a_dataclass() -> Made:
     return collate
 
 
+def length_of_the_batch(rows: list[Any]) -> tuple[Tensor, Tensor, float]:
+    x, y = default_collate(rows)
+    return x, y, float(x.norm())
+
+
+@dataclass
+class WithMean:
+    x: Tensor
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        self.mean = self.x.mean(0).tolist()  # no field, and no tensor
+
+
+def own_names(rows: list[Any]) -> dict[str, Any]:
+    """A word for each record, and a number that is the same whatever they are."""
+    x, y = default_collate(rows)
+    return {"x": x, "y": y, "names": [f"{row.sum():.6f}" for row, _ in rows], "scale": 0.5}
+
+
 def noisy() -> Made:
     """Noise of each record's own, from torch's generator."""
 
@@ -109,16 +129,23 @@ def padded() -> Made:
 MIXING = [mixup, mixed_in_a_dataclass, cut_from_the_first, of_the_batch, of_the_first_batch]
 
 
-def clipped(collate: Made | None, shift: float, size: int = N, workers: int = 0) -> dict[str, Any]:
+def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def clipped(
+    collate: Made | None,
+    shift: float,
+    size: int = N,
+    workers: int = 0,
+    loss: Callable[[nn.Module, Any], Tensor] = cross_entropy,
+) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     config = PrivacyConfig(
         noise_multiplier=1.0, sample_rate=1.0, steps=1, max_grad_norm=C, seed=7,
         data_are_public=True,
     )  # fmt: skip
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
     with config.build(N).start() as run:
         loader = run.loader(
@@ -170,3 +197,30 @@ def test_rows_of_their_own_are_allowed_and_their_numbers_left_alone(
         found = collating(few[:5])
         torch.manual_seed(3)
         assert torch.equal(found[0], plain(few[:5])[0])
+
+
+def by_what_stands_beside(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(30 * batch[0] / batch[2]), batch[1], reduction="none")
+
+
+@pytest.mark.parametrize(
+    "made", [length_of_the_batch, lambda rows: WithMean(*default_collate(rows))]
+)
+def test_a_number_of_the_whole_batch_beside_the_rows_is_refused(made: Made) -> None:
+    with pytest.raises(ValueError, match="makes of several records beside their rows"):
+        Collating(made)(records()[:6])
+
+
+def test_without_the_look_beside_the_rows_one_record_moves_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quietgrad.loading.collating._same_beside", lambda *_, **__: True)
+    sums = [clipped(length_of_the_batch, s, loss=by_what_stands_beside) for s in (0.0, 300.0)]
+    moved = sum(float((g - sums[1][name]).square().sum()) for name, g in sums[0].items()) ** 0.5
+    assert moved > 3 * C  # 2 C are the record's own
+
+
+def test_words_of_each_record_and_constants_may_stand_beside_the_rows() -> None:
+    collating = Collating(own_names)
+    for n in (2, 4, 6):
+        assert len(collating(records()[:n])["names"]) == n

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from quietgrad.clipping.soundness.kept.lazily import as_before
-from quietgrad.tensors import map_tensors, tensors_of
+from quietgrad.loading.reading import digest_of
+from quietgrad.tensors import fields_of, map_tensors, tensors_of
 
 PAIRS = 4  # records that are put in another's place
 _NO_MODEL = nn.Identity()
@@ -72,8 +73,8 @@ class Collating:
         Raises:
             ValueError: where they do not.
         """
-        before = self._rows(records)
-        if not _same(before, self._rows(records)):
+        before, beside = self._made(records)
+        if not _same(before, (again := self._made(records))[0]) or beside != again[1]:
             raise ValueError(
                 "collate_fn gives something else for the same records, though the generators of "
                 "torch, numpy and Python begin at the same place, so it cannot be examined for "
@@ -84,7 +85,7 @@ class Collating:
             for i, j in ((k, (k + 1) % n), ((k + 1) % n, k)):
                 changed = list(records)
                 changed[i] = records[j]
-                after = self._rows(changed)
+                after, beside_after = self._made(changed)
                 if [t.shape for t in after] != [t.shape for t in before]:
                     continue  # the longest record is gone: padding may change, rows need not match
                 if not _same(before, after, except_row=i):
@@ -94,18 +95,56 @@ class Collating:
                         "several times; mix nothing, or make views of a single record in the data "
                         "set"
                     )
+                if not _same_beside(beside, beside_after, except_row=i):
+                    raise ValueError(
+                        "collate_fn puts what it makes of several records beside their rows (a "
+                        "number of the whole batch, such as its norm, its labels' counts or its "
+                        "tokens), which every record's loss may read; leave it out, or give each "
+                        "record its own in a tensor with one row a record"
+                    )
                 break
 
-    def _rows(self, records: list[Any]) -> list[Tensor]:
+    def _made(self, records: list[Any]) -> tuple[list[Tensor], list[Any]]:
+        """Rows, and what stands beside them."""
         with as_before(_NO_MODEL, self.collate_fn), same_numbers():
             made = self.collate_fn(copy.deepcopy(records))
+            beside = list(_beside(_plain(made), len(records)))
             made = made if self._as_rows is None else self._as_rows(made)
         found = [t for t in tensors_of(_plain(made)) if t.dim()]
-        return [t.movedim(self.dim(t), 0) for t in found]
+        return [t.movedim(self.dim(t), 0) for t in found], beside
 
 
 def _plain(made: Any) -> Any:
     return dict(made) if hasattr(made, "keys") else made
+
+
+def _beside(value: Any, records: int) -> Iterator[Any]:
+    """What is no tensor, as digests; a list of them where there is one thing for each record."""
+    if isinstance(value, Tensor):
+        return
+    several = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim > 0)
+    if several and len(value) == records and not any(True for _ in tensors_of(value)):
+        yield [digest_of(one) for one in value]
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _beside(one, records)
+    elif isinstance(value, Mapping) or fields_of(value):
+        inside = value if isinstance(value, Mapping) else fields_of(value)
+        for one in inside.values():
+            yield from _beside(one, records)
+    else:
+        yield digest_of(value)
+
+
+def _same_beside(first: list[Any], second: list[Any], except_row: int) -> bool:
+    if len(first) != len(second):
+        return False
+    for a, b in zip(first, second, strict=True):
+        if isinstance(a, list) and isinstance(b, list):
+            a, b = ([*one[:except_row], *one[except_row + 1 :]] for one in (a, b))
+        if a != b:
+            return False
+    return True
 
 
 def _same(first: list[Tensor], second: list[Tensor], except_row: int | None = None) -> bool:
