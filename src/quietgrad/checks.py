@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import TypeVar
@@ -14,7 +15,28 @@ Word = TypeVar("Word", bound=str)
 
 
 class SettingsWarning(UserWarning):
-    """Settings that run as asked and are as private, but serve less well than others would."""
+    """Settings that run as asked, and serve less well than others would."""
+
+
+class RoundingWarning(SettingsWarning):
+    """Half precision on private records: no bound covers what it may do to crowds of them."""
+
+
+def warn_of_half_precision(setting: str, remedy: str) -> None:
+    """In half precision a record's gradient follows in its last digits from what stands beside it,
+    far more than in float32 (docs/privacy/clipping.md).
+
+    Args:
+        setting: name and value.
+        remedy: what to set instead.
+    """
+    warnings.warn(
+        f"{setting} rounds coarsely: what that does to crowds of records that are alike, or whose "
+        "gradients cancel, epsilon does not cover (docs/privacy/clipping.md, what remains); "
+        f"{remedy} has a bound",
+        RoundingWarning,
+        stacklevel=3,
+    )
 
 
 def require_int(name: str, value: object) -> None:

@@ -138,3 +138,11 @@ def test_what_stands_for_a_data_set_tells_what_it_tells() -> None:
     assert torch.equal(stands.x, numbers())
     with pytest.raises(AttributeError):
         _ = stands.nothing
+
+
+def test_a_package_of_the_scripts_own_is_not_taken_for_hugging_faces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Own, "__module__", "datasets.own")
+    assert isinstance(one_by_one(Own()), OneByOne)
+    assert float((sum_of(Own()) - sum_of(Own(9.0))).norm()) <= 2.002

@@ -27,8 +27,10 @@ from lightning_modules import (
 )
 from torch.utils.data import DataLoader
 
+from quietgrad import PrivacyConfig
 from quietgrad.beside.adaptive import AdaptiveClipping
 from quietgrad.beside.training_loss import TrainingLoss
+from quietgrad.checks import RoundingWarning
 from quietgrad.denoising import HardThreshold, OnMomentum
 from quietgrad.ledger import read_ledger
 from quietgrad.noise.methods import BandedNoise
@@ -53,6 +55,13 @@ def test_the_weights_are_those_of_the_plain_loop(
     assert same_weights(model, plain_loop(physical, workers, bf16))
     assert not same_weights(model, Small())
     assert model.epsilon() == PRIVACY.build(100).epsilon
+
+
+def test_half_precision_on_private_records_is_warned_of(tmp_path: Path) -> None:
+    model = Small(privacy=PrivacyConfig(target_epsilon=3.0, expected_batch_size=20, steps=1))
+    fit = trainer(tmp_path, precision="bf16-mixed")
+    with pytest.warns(RoundingWarning, match=r"'bf16-mixed'\) rounds coarsely.*'32-true' has a"):
+        fit.fit(model, loader(8))
 
 
 class Records(LightningDataModule):

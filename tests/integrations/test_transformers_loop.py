@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from private_trainers import (
 )
 from transformers import TrainerCallback
 
+from quietgrad import PrivacyConfig
+from quietgrad.checks import RoundingWarning
 from quietgrad.ledger import read_ledger
 
 pytestmark = pytest.mark.usefixtures("examined_once")
@@ -53,6 +56,15 @@ def test_the_weights_are_those_of_the_plain_loop(
     assert done.global_step == trained.plan.steps == STEPS
     assert same_weights(trained.model, plain(**loop))
     assert not same_weights(trained.model, classifier())
+
+
+def test_half_precision_on_private_records_is_warned_of(tmp_path: Path) -> None:
+    private = PrivacyConfig(target_epsilon=3.0, expected_batch_size=20, steps=1)
+    with pytest.warns(RoundingWarning, match=r"bf16=True rounds coarsely.*bf16=False has a bound"):
+        trainer(tmp_path / "half", privacy=private, bf16=True).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundingWarning)
+        trainer(tmp_path / "whole", privacy=private).train()
 
 
 def test_evaluation_logs_and_checkpoints_in_between_change_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quietgrad.checks import SettingsWarning
+from quietgrad.checks import RoundingWarning
 from quietgrad.training.precision import warn_of_rounding
 from quietgrad.training.settings.config import TrainConfig, config_from, load_config
 from quietgrad.training.settings.overrides import default_config_path
@@ -227,7 +227,7 @@ def test_precision_is_the_one_with_a_bound_whatever_the_machine() -> None:
         warnings.simplefilter("error")
         warn_of_rounding(config)
     coarse = load_config(None, ["training.precision=bfloat16"])
-    with pytest.warns(SettingsWarning, match=r"precision='bfloat16' rounds coarsely.*'float32'"):
+    with pytest.warns(RoundingWarning, match=r"precision='bfloat16' rounds coarsely.*'float32'"):
         warn_of_rounding(coarse)
     with pytest.raises(ValueError, match=r"training.precision='auto'"):
         load_config(None, ["training.precision=auto"])

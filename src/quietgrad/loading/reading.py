@@ -76,7 +76,9 @@ def _gives_each_alone(dataset: Any) -> bool:
         return True
     if type(dataset) is Subset:
         return _gives_each_alone(dataset.dataset)
-    hugging_faces = type(dataset).__module__.partition(".")[0] == "datasets"
+    # Not by the package's name alone: scripts have a package "datasets" of their own.
+    kind = type(dataset)
+    hugging_faces = (kind.__module__, kind.__qualname__) == ("datasets.arrow_dataset", "Dataset")
     return hugging_faces and dataset.format["type"] in PLAIN
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from typing import Any
 
 import torch
 
-from quietgrad.checks import SettingsWarning
+from quietgrad.checks import warn_of_half_precision
 from quietgrad.training.settings.config import TrainConfig
 
 
@@ -22,18 +21,10 @@ def precision_context(
 
 
 def warn_of_rounding(config: TrainConfig) -> None:
-    """What epsilon does not cover: in half precision a record's gradient follows in its last digits
-    from what stands beside it, far more than in float32.
-    """
+    """Of private records alone."""
     private = config.privacy.enabled and not config.data.public
     if private and config.training.precision == "bfloat16":
-        warnings.warn(
-            "training.precision='bfloat16' rounds coarsely: what that does to crowds of records "
-            "that are alike, or whose gradients cancel, epsilon does not cover "
-            "(docs/privacy/clipping.md); 'float32' has a bound",
-            SettingsWarning,
-            stacklevel=3,
-        )
+        warn_of_half_precision("training.precision='bfloat16'", "'float32'")
 
 
 def device_of(name: str) -> torch.device:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import quietgrad.integrations.lightning.refusals as refusals
 import quietgrad.integrations.lightning.strategies as strategies
+from quietgrad.checks import warn_of_half_precision
 from quietgrad.clipping.capture.spread import put_away
 from quietgrad.events import unit_of
 from quietgrad.integrations.lightning.data import EpochLoader, training_data
@@ -124,6 +125,11 @@ class PrivateSteps(PublicLoaders):
         self.session = Session(plan, str(trainer.default_root_dir))
         self._loader = EpochLoader(data, plan.sampler.steps_per_epoch)
         source.instance = self._loader
+        if (
+            refusals.precision_of(trainer.precision_plugin) != "32-true"
+            and not plan.data_are_public
+        ):
+            warn_of_half_precision(f"Trainer(precision={precision!r})", "'32-true'")
         self._max_steps = trainer.max_steps
         trainer.fit_loop.epoch_loop.max_steps = plan.steps
         # Schedules are made of either: CosineAnnealingLR(optimizer, self.trainer.max_epochs).

@@ -19,6 +19,7 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_utils import TrainOutput
 
 import quietgrad.integrations.transformers.refusals as refusals
+from quietgrad.checks import warn_of_half_precision
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.soundness.kept.lazily import as_before
 from quietgrad.generators import keyed_generators
@@ -172,6 +173,8 @@ class PrivateTrainer(ShardingTrainer):
             raise ValueError(NO_SEARCH)
         self._session.starts_from(self.model, self._bare_model())
         self._require_shardable()
+        if self.accelerator.mixed_precision != "no" and not self.plan.data_are_public:
+            warn_of_half_precision("args.bf16=True", "bf16=False")
         with self._session.open(resume_from_checkpoint or False, self._require_readable) as found:
             try:
                 done = super().train(found, None, ignore_keys_for_eval, **options)
