@@ -125,10 +125,8 @@ class PrivateSteps(PublicLoaders):
         self.session = Session(plan, str(trainer.default_root_dir))
         self._loader = EpochLoader(data, plan.sampler.steps_per_epoch)
         source.instance = self._loader
-        if (
-            refusals.precision_of(trainer.precision_plugin) != "32-true"
-            and not plan.data_are_public
-        ):
+        precision = refusals.precision_of(trainer.precision_plugin)
+        if precision != "32-true" and not plan.data_are_public:
             warn_of_half_precision(f"Trainer(precision={precision!r})", "'32-true'")
         self._max_steps = trainer.max_steps
         trainer.fit_loop.epoch_loop.max_steps = plan.steps
