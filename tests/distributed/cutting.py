@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.sharding import LENGTH, WIDTH, WORDS
+from distributed.world import mesh_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -137,7 +137,7 @@ def cut(
     """
     size = dist.get_world_size()
     together = size if together is None else together
-    mesh = init_device_mesh("cpu", (size // together, together), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((size // together, together), ("dp", "tp"))
     tied = isinstance(model, Words) and model.head.weight is model.words.weight
     found: nn.Module = parallelize_module(model, mesh["tp"], plan)
     if tied:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from distributed.sharding import whole
-from distributed.world import RECORDS, plan_of
+from distributed.world import RECORDS, groups_of_its_own, plan_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -47,7 +47,7 @@ def four_steps(
     optimizer = torch.optim.Adam(trained, lr=0.05, foreach=False)
     average = ExponentialAverage(model, 0.9)
     released, beside, held = [], [], []
-    with plan.start(tensor_parallel=together) as run:
+    with groups_of_its_own(), plan.start(tensor_parallel=together) as run:
         for batch in run.loader(records, steps=4, physical_batch_size=3):
             noisy = run.backward(model, loss, batch)
             held.append(run._open.examples)

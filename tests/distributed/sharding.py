@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from distributed.world import mesh_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -111,7 +111,7 @@ def sharded(model: nn.Module, blocks_alone: bool = False, **options: Any) -> nn.
     """The model, each of its blocks or layers with parameters sharded by itself, over all ranks;
     and what is left of it, where that is not to be a replica.
     """
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of((dist.get_world_size(),))
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     for part in lists[0] if lists else model.children():
         if any(True for _ in part.parameters()):

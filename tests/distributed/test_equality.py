@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.world import RECORDS, flat, loss, model_of, on_ranks, plan_of, records_of
+from distributed.world import (
+    RECORDS,
+    flat,
+    groups_of_its_own,
+    loss,
+    model_of,
+    on_ranks,
+    plan_of,
+    records_of,
+)
 from torch import Tensor, nn
 
 from quietgrad.averaging import ExponentialAverage
@@ -65,7 +74,7 @@ def trained(name: str, ranks: int, dtype: torch.dtype = torch.float64) -> dict[s
     optimizer = torch.optim.Adam(trainable, lr=0.05)
     average = ExponentialAverage(model, 0.9)
     released, beside, shares = [], [], []
-    with plan.start() as run:
+    with groups_of_its_own(), plan.start() as run:
         for batch in run.loader(records_of(dtype=dtype), steps=4, physical_batch_size=3):
             noisy = run.backward(model, loss, batch)
             shares.append(run._open.examples)

@@ -241,3 +241,21 @@ def test_a_first_rank_without_the_newest_ledger_starts_nothing(tmp_path: Path) -
             run.backward(model_of(), loss, batch)
     for message in on_ranks(2, tmp_path, other_ledger, str(tmp_path)):
         assert "rank 1 sees another ledger" in message and "every machine sees" in message
+
+
+def broken(rank: int, folder: str, times: int) -> int:
+    """The second rank breaks down so many times."""
+    before = len(os.listdir(folder))
+    if rank == 1 and before < times:
+        Path(folder, str(before)).touch()
+        os.abort()
+    return rank
+
+
+def test_a_rank_that_breaks_down_is_shown_and_tried_once_more(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    with pytest.warns(UserWarning, match="(?s)rank 1 died of SIGABRT.*in broken"):
+        assert on_ranks(2, tmp_path / "once", broken, str(tmp_path / "notes"), 1) == [0, 1]
+    died = pytest.raises(multiprocessing.ProcessExitedException, match="SIGABRT")
+    with pytest.warns(UserWarning, match="rank 1 died"), died:
+        on_ranks(2, tmp_path / "twice", broken, str(tmp_path / "notes"), 3)
