@@ -124,3 +124,20 @@ def test_a_repeated_forward_pass_has_the_autocast_of_the_call(kind: type[nn.Modu
     torch.manual_seed(0)
     model, batch = kind(), {"x": torch.randn(5, 4, 8)}
     assert_close_to_oracle(model, loss, batch, None, "exact")
+
+
+@pytest.mark.parametrize("one", [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3))])
+def test_a_layer_that_accelerate_prepared(one: nn.Module) -> None:
+    """Its autocast is inside the call, so a model of one layer shows float32 alone. Before: refused
+    as used outside its module's call.
+    """
+    from accelerate import Accelerator
+
+    torch.manual_seed(0)
+    model = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(one)
+    batch = {"x": torch.randn(6, 4), "y": torch.randint(0, 3, (6,))}
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+    assert_close_to_oracle(model, loss, batch, None, "exact")

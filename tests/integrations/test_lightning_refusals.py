@@ -428,3 +428,66 @@ def test_a_part_of_the_training_data_is_no_validation_data(tmp_path: Path) -> No
     part = torch.utils.data.DataLoader(torch.utils.data.Subset(data, range(10)))
     with pytest.raises(ValueError, match="holds records of it"):
         trainer(tmp_path).fit(Small(), data, part)
+
+
+class OnPlateau(Small):
+    watched = "train_loss"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": self.watched},
+        }
+
+
+WATCHED: list[tuple[type[Small], dict[str, Any], str]] = [
+    (Small, {"callbacks": [callbacks.EarlyStopping("train_loss")]}, "EarlyStopping.*private"),
+    (Small, {"callbacks": [callbacks.EarlyStopping("loss")]}, "validation logs val_loss alone"),
+    (
+        Small,
+        {"callbacks": [callbacks.ModelCheckpoint(monitor="loss/train")]},
+        r"ModelCheckpoint.*private.*PrivacyConfig\(training_loss=\)",
+    ),
+    (OnPlateau, {}, "ReduceLROnPlateau.*private"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "said"), WATCHED, ids=lambda v: str(v)[:40])
+def test_metrics_that_nobody_may_log(
+    tmp_path: Path, kind: type[Small], changes: dict[str, Any], said: str
+) -> None:
+    if said.startswith("Model"):
+        changes = changes | {"enable_checkpointing": True}
+    public = DataLoader(records(20, seed=1), batch_size=10)
+    with pytest.raises(ValueError, match=said):
+        trainer(tmp_path, **changes).fit(kind(), loader(8), public)
+    assert not (tmp_path / "ledger.jsonl").exists()
+    trainer(tmp_path).fit(Small(), loader(8))  # nothing stands in the way of the next
+    assert released(tmp_path) == 10
+
+
+def test_a_metric_without_a_validation(tmp_path: Path) -> None:
+    stop = callbacks.EarlyStopping("val_loss")
+    with pytest.raises(ValueError, match="there is none; give fit a loader of public records"):
+        trainer(tmp_path, callbacks=[stop]).fit(Small(), loader(8))
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize("tried", [0, 2])
+def test_what_is_logged_may_be_watched(tmp_path: Path, tried: int) -> None:
+    class Watching(OnPlateau):
+        watched = "val_loss"
+
+    kept = callbacks.ModelCheckpoint(tmp_path / "kept", monitor="epsilon", mode="max")
+    stop = callbacks.EarlyStopping("val_loss", patience=5)
+    public = DataLoader(records(20, seed=1), batch_size=10)
+    made = trainer(
+        tmp_path, callbacks=[stop, kept], enable_checkpointing=True, num_sanity_val_steps=tried
+    )
+    model = Watching()
+    made.fit(model, loader(8), public)
+    assert released(tmp_path) == 10 and float(stop.best_score) < 10
+    assert model.epsilon() <= 3.0
+    made.fit(Watching(), loader(8), public, ckpt_path=kept.best_model_path)  # it goes on

@@ -43,7 +43,7 @@ def cases() -> list[Any]:
 
 # A batch's own size is 64 now and then, as the generator's is: the alarm is false then.
 @pytest.mark.filterwarnings("ignore:another model gets a gradient:UserWarning")
-@pytest.mark.grid(2, "nine trainings; they differ in the model")
+@pytest.mark.grid(2, "ten trainings; they differ in the model")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize(("path", "options"), cases())
 def test_an_example_runs_at_smoke_size(
@@ -66,7 +66,7 @@ def last_epsilon(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> fl
     return float(re.findall(r"epsilon (\d+\.\d+)", capsys.readouterr().out)[-1])
 
 
-@pytest.mark.grid(2, "six trainings, twice; they differ in the model")
+@pytest.mark.grid(2, "seven trainings, twice; they differ in the model")
 @pytest.mark.filterwarnings("ignore")  # Opacus' own
 @pytest.mark.parametrize("name", [p.stem for p in EXAMPLES if p.stem != "text_classifier"])
 def test_with_the_import_back_it_runs_on_opacus_and_spends_the_same(
@@ -89,4 +89,4 @@ def test_with_the_import_back_it_runs_on_opacus_and_spends_the_same(
 
 
 def test_there_are_the_examples_of_the_page() -> None:
-    assert len(EXAMPLES) >= 7
+    assert len(EXAMPLES) >= 8

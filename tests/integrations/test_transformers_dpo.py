@@ -287,3 +287,11 @@ def test_a_data_set_without_two_answers_says_so(tmp_path: Path) -> None:
     ):
         dpo(tmp_path, train_dataset=others)
     assert not list(tmp_path.glob("ledger*"))
+
+
+def test_a_list_of_dictionaries_is_a_data_set(tmp_path: Path) -> None:
+    listed = dpo(tmp_path / "list", train_dataset=preferences().to_list())
+    wanted = dpo(tmp_path / "set")
+    listed.train()
+    wanted.train()
+    assert same_weights(listed.model, wanted.model)

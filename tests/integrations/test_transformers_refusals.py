@@ -22,7 +22,7 @@ from private_trainers import (
     trainer,
 )
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorWithPadding, Trainer
+from transformers import DataCollatorWithPadding, EarlyStoppingCallback, Trainer
 from transformers.integrations.neftune import activate_neftune
 
 from quietgrad import PrivacyConfig
@@ -292,3 +292,35 @@ def test_a_trainer_that_works_otherwise_is_refused() -> None:
     replaced = {name for name in ours if name in dir(Trainer) and not name.startswith("__")}
     public = {"train", "push_to_hub", "hyperparameter_search", "call_model_init"}
     assert replaced - public == set(HOOKS)
+
+
+def of_public(**changes: Any) -> dict[str, Any]:
+    public = records(20, seed=1)
+    return {"eval_dataset": public, "eval_strategy": "epoch", **changes}
+
+
+STOP = EarlyStoppingCallback()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"callbacks": [STOP], "metric_for_best_model": "loss"}, "has nothing to watch.*eval_loss"),
+        (of_public(callbacks=[STOP]), "has nothing to watch"),
+        (of_public(callbacks=[STOP], metric_for_best_model="train_loss"), "train_loss.*private"),
+        (of_public(metric_for_best_model="eval_train/loss"), "eval_train/loss.*private"),
+        (of_public(metric_for_best_model="accuracy"), "'accuracy'.*or give compute_metrics="),
+    ],
+)
+def test_numbers_that_no_evaluation_gives(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        trainer(tmp_path, **changes).train()
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_a_public_loss_may_be_watched(tmp_path: Path) -> None:
+    made = trainer(tmp_path, **of_public(callbacks=[STOP], metric_for_best_model="eval_loss"))
+    made.train()
+    assert made.state.best_metric is not None

@@ -210,3 +210,29 @@ def test_a_data_set_without_a_column_that_can_be_read_says_so(tmp_path: Path) ->
     ):
         sft(tmp_path, train_dataset=others)
     assert not list(tmp_path.glob("ledger*"))
+
+
+def test_a_list_of_dictionaries_is_a_data_set(tmp_path: Path) -> None:
+    listed, public = pairs().to_list(), pairs(20, "b a ").to_list()
+    given = sft(tmp_path / "list", train_dataset=listed, eval_dataset={"public": public})
+    given.train()
+    wanted = sft(tmp_path / "set")
+    wanted.train()
+    assert same_weights(given.model, wanted.model)
+    with pytest.raises(ValueError, match="eval_dataset is the training data"):
+        sft(tmp_path / "same", train_dataset=listed, eval_dataset=listed)
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        ([], "train_dataset is a list without records.*datasets.Dataset"),
+        (["a b"], "or of other things than dictionaries"),
+        ([{"text": "secret"}, {"text": 3}], "train_dataset.*a column holds values of different"),
+    ],
+)
+def test_lists_that_make_no_table(tmp_path: Path, listed: list[Any], said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said) as refused:
+        sft(tmp_path, train_dataset=listed)
+    assert "secret" not in str(refused.value) and "\n" not in str(refused.value)
+    assert not (tmp_path / "ledger.jsonl").exists()

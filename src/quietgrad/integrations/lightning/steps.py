@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.nn.parallel import DistributedDataParallel
 
+import quietgrad.integrations.lightning.monitors as monitors
 import quietgrad.integrations.lightning.refusals as refusals
 import quietgrad.integrations.lightning.strategies as strategies
 from quietgrad.checks import warn_of_half_precision
@@ -141,9 +142,20 @@ class PrivateSteps(PublicLoaders):
         self._mark = checkpoint.get(MARK) or {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins the run, or goes on with it, where the checkpoint is loaded by now."""
-        if not trainer.strategy.restore_checkpoint_after_setup:
+        """Begins the run, or goes on with it, where the checkpoint is loaded by now, and nothing
+        waits for the sanity check.
+        """
+        assert self.session is not None
+        plan = self.session.plan
+        monitors.refuse_private(trainer, plan)
+        waits = monitors.watched(trainer, plan) and monitors.will_be_tried(trainer)
+        if not waits and not trainer.strategy.restore_checkpoint_after_setup:
             self._begin(trainer, pl_module)
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """By now it is known what validation logs."""
+        assert self.session is not None
+        monitors.refuse_unlogged(trainer, self.session.plan)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.session is not None and self._loader is not None
@@ -182,7 +194,8 @@ class PrivateSteps(PublicLoaders):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts from where the ledger is."""
-        if trainer.strategy.restore_checkpoint_after_setup:  # of shards
+        assert self.session is not None
+        if self.session.run is None:  # shards, or what callbacks watch, had to be known first
             self._begin(trainer, pl_module)
         if self.run.released:
             per_epoch = self.run.plan.sampler.steps_per_epoch

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from trl import DPOTrainer
 
 from quietgrad.clipping.capture.backward import PerExampleLoss
-from quietgrad.integrations.transformers.sft import no_records_in_warnings, require_columns
+from quietgrad.integrations.transformers.sft import (
+    no_records_in_warnings,
+    require_columns,
+    table_of,
+)
 from quietgrad.integrations.transformers.sharding import plugin_of
 from quietgrad.integrations.transformers.trainer import PrivateTrainer
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
@@ -152,6 +156,8 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
         **options: Any,
     ) -> None:
         _refuse(args, data_collator, options)
+        train_dataset = table_of(train_dataset, "train_dataset")
+        eval_dataset = table_of(eval_dataset, "eval_dataset")
         if {"image", "images"} & set(getattr(train_dataset, "column_names", None) or ()):
             raise ValueError(
                 "train_dataset has images, whose prompts are padded in front, by the longest "

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from quietgrad.clipping.soundness.processes import OTHERS, refuse_models_of, refuse_wrapped_model
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
+from quietgrad.integrations.monitors import refuse_watched
 from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.reporting import without_system_metrics
 from quietgrad.integrations.transformers.sharding import plugin_of
@@ -184,6 +185,7 @@ def refuse_before_training(trainer: Any) -> None:
         ValueError: with the remedy.
     """
     refuse_arguments(trainer.args)
+    refuse_watched(trainer)
     refuse_models_of(trainer.model, OTHERS)
     if not trainer.is_fsdp_enabled:
         refuse_wrapped_model(trainer.model)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from datasets import Dataset
 from trl import SFTTrainer
 
 from quietgrad.integrations.transformers.trainer import PrivateTrainer
@@ -34,6 +35,11 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        for place, name in ((3, "train_dataset"), (4, "eval_dataset")):
+            if place < len(args):  # as TRL takes them
+                args = (*args[:place], table_of(args[place], name), *args[place + 1 :])
+            elif name in options:
+                options[name] = table_of(options[name], name)
         with no_records_in_warnings(SFTTrainer.__module__):
             super().__init__(*args, **options)
         if self.aux_loss_enabled:
@@ -75,6 +81,35 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
         self._metrics["train"].clear()
         self._metrics["eval"].pop("num_tokens", None)
         super().log(logs, *args, **options)
+
+
+def table_of(given: Any, name: str) -> Any:
+    """A list of dictionaries as a Hugging Face data set, which is what TRL's trainers read; all
+    else as it is.
+
+    Args:
+        given: data set, or a dictionary of several.
+        name: of the argument.
+
+    Raises:
+        TypeError, ValueError: for lists that make no table, with the remedy and without a record.
+    """
+    if isinstance(given, dict):
+        return {key: table_of(one, f"{name}[{key!r}]") for key, one in given.items()}
+    if not isinstance(given, list | tuple):
+        return given
+    if not given or not all(isinstance(record, dict) for record in given):
+        raise TypeError(
+            f"{name} is a {type(given).__name__} without records, or of other things than "
+            "dictionaries; give one dictionary of columns a record, or a datasets.Dataset"
+        )
+    try:
+        return Dataset.from_list(list(given))
+    except Exception:  # which quotes a record
+        raise ValueError(
+            f"{name} is a list whose records make no table: a column holds values of different "
+            "types; give each column one type, or a datasets.Dataset"
+        ) from None
 
 
 def require_columns(dataset: Any, name: str, kinds: Sequence[tuple[str, ...]]) -> None:
