@@ -397,6 +397,8 @@ def main() -> None:
     if arguments.worker:
         worker(*arguments.worker)
         return
+    if min(arguments.rounds, arguments.thin_rounds) < 2:
+        parser.error("quartiles need at least 2 rounds")  # before they are run
     report: dict[str, Any] = {
         "target": TARGET,
         "records_a_step": EXPECTED,

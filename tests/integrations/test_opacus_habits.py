@@ -169,6 +169,7 @@ def test_a_script_may_ask_which_part_of_a_batch_was_the_last() -> None:
         ("grad_samples", "vmap"),
         ("accumulated_iterations", "BatchMemoryManager"),
         ("clip_and_accumulate", "optimizer.step()"),
+        ("virtual_step", "before 1.0; BatchMemoryManager"),
         ("generator", "streams of Quietgrad's own"),
     ],
 )
@@ -262,3 +263,15 @@ def test_parameters_are_saved_copied_and_left_as_torch_has_them() -> None:
         assert not a.grad_sample
     model.cleanup()
     assert not any(hasattr(p, "grad_sample") for p in bare.parameters())
+
+
+def test_hooks_may_be_put_on_and_taken_off() -> None:
+    engine, model, optimizer, loader = private()
+    model.disable_hooks()
+    model.enable_hooks()
+    model.remove_hooks()
+    model.add_hooks(loss_reduction="mean", batch_first=True)
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert sum(count for _, _, count in engine.accountant.history) == 3

@@ -112,6 +112,17 @@ def test_a_mu_without_privacy_and_one_with_a_delta_that_is_enough() -> None:
         ("accountants.analysis.prv", "compose_heterogeneous", "dp_accounting.pld"),
         ("utils.per_sample_gradients_utils", "compute_opacus_grad_sample", "torch.func.vmap"),
         ("utils.fsdp_utils", "FSDP2Wrapper", "fully_shard"),
+        ("optimizers", "AdaClipDPOptimizer", "quietgrad.beside.AdaptiveClipping"),
+        ("optimizers", "DistributedDPOptimizer", "many_processes"),
+        ("optimizers", "get_optimizer_class", "make_private"),
+        ("grad_sample", "wrap_model", "make_private"),
+        ("grad_sample", "compute_linear_grad_sample", "autograd's"),
+        ("layers", "SequenceBias", "torch's own layers"),
+        ("data_loader", "wrap_collate_with_empty", "the loader of make_private itself"),
+        ("distributed", "average_gradients", "many_processes"),
+        ("utils.batch_memory_manager", "BatchSplittingSampler", "BatchMemoryManager cuts"),
+        ("utils.uniform_sampler", "DistributedUniformWithReplacementSampler", "many_processes"),
+        ("accountants.registry", "register_accountant", "own accountant alone"),
     ],
 )
 def test_what_is_not_offered_is_said_at_its_import(module: str, name: str, remedy: str) -> None:
@@ -120,3 +131,23 @@ def test_what_is_not_offered_is_said_at_its_import(module: str, name: str, remed
     with pytest.raises(ImportError, match=remedy):
         exec(f"from {ROOT}.{module} import {name}")
     assert not hasattr(loaded, "no_name_at_all")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("optimizers.perlayeroptimizer", "DPPerLayerOptimizer"),
+        ("optimizers.optimizer_fast_gradient_clipping", "DPOptimizerFastGradientClipping"),
+        (
+            "grad_sample.grad_sample_module_fast_gradient_clipping",
+            "GradSampleModuleFastGradientClipping",
+        ),
+        ("accountants.registry", "create_accountant"),
+        ("utils.adaptive_clipping.adaptive_clipping_utils", "PrivacyEngineAdaptiveClipping"),
+        ("validators.errors", "UnsupportableModuleError"),
+        ("validators.errors", "NotYetSupportedModuleError"),
+    ],
+)
+def test_places_that_scripts_import_from(module: str, name: str) -> None:
+    for package in ("opacus", ROOT):
+        assert hasattr(importlib.import_module(f"{package}.{module}"), name)

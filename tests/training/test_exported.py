@@ -4,6 +4,7 @@ and gets the run's own logits and label names.
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tiny_runs import config_of, train
 from quietgrad.checks import SettingsWarning
 from quietgrad.training.files.provenance import EPSILONS_ADD, read_provenance
 from quietgrad.training.prepare import prepare
+from quietgrad.training.tasks.images.adapter import write_adapter
 from quietgrad.training.tasks.text.exported import name_base
 from quietgrad.training.tasks.text.models import HUB_NAMES, PACKAGED_MINILM
 from quietgrad.training.tasks.text.saved import load_saved
@@ -300,3 +302,39 @@ def test_an_image_model_of_our_own_says_how_it_loads(values: dict[str, Any]) -> 
     assert "state dict of `SmallCnn`" in card and "no file of timm or torchvision" in card
     assert "Without Quietgrad: what `quietgrad export RUN_DIR -o model.pt2` writes" in card
     assert not (run_dir.model / "transformers").exists()
+
+
+@pytest.mark.distributed
+def test_the_adapter_of_an_image_model_loads_by_peft(values: dict[str, Any], vit: Path) -> None:
+    changed = {"model.name": f"image:{vit}", "model.tune": "lora", "data.image_size": 16}
+    prepared, _, run_dir = train(values | changed)
+    classifier: Any = prepared.model.classifier.eval()
+    pixels = prepared.test.collate(np.arange(6), CPU)["pixels"].expand(-1, 3, -1, -1)
+    base = transformers.AutoModelForImageClassification.from_pretrained(
+        vit, num_labels=2, ignore_mismatched_sizes=True
+    )
+    folder = run_dir.model / "adapter"
+    found = peft.PeftModel.from_pretrained(base, folder).eval()
+    with torch.no_grad():
+        wanted = classifier(pixels)
+        logits = found(pixel_values=((pixels + 1) / 2 - classifier.mean) / classifier.std).logits
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
+    stated = json.loads((folder / "adapter_config.json").read_text())
+    assert stated["base_model_name_or_path"] == vit.name  # no path of this machine
+    assert read_provenance(folder) is not None
+    for place in (folder, run_dir.model):
+        assert "PeftModel" in (place / "README.md").read_text()
+
+
+def test_an_adapter_that_computes_otherwise_is_not_left(vit: Path, tmp_path: Path) -> None:
+    whole = transformers.AutoModelForImageClassification.from_pretrained(vit).eval()
+    body: Any = copy.deepcopy(whole.vit)
+    adapted = peft.get_peft_model(body, peft.LoraConfig(target_modules=["q_proj"]))
+    images = torch.rand(2, 3, 16, 16)
+    written = tmp_path / "right"
+    assert write_adapter(adapted, whole, "classifier", "a/b", images, written)
+    with torch.no_grad():
+        whole.vit.layernorm.weight.mul_(2.0)  # no adapter makes that
+    assert not write_adapter(adapted, whole, "classifier", "a/b", images, tmp_path / "wrong")
+    assert written.exists() and not (tmp_path / "wrong").exists()

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from quietgrad.generators import KeyedWorker
+from quietgrad.integrations.opacus.absent import absent
 from quietgrad.integrations.opacus.collating import BagPlaces, CollateRows
 from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.integrations.opacus.source import BatchSource, Indices
@@ -173,3 +174,12 @@ def _require_rows(records: Any, tape: Tape, places: BagPlaces | None) -> None:
         return t
 
     map_tensors(records if places is None else places.as_rows(records), one)
+
+
+_BY_THE_LOADER = "the loader of make_private itself makes empty batches, and draws; leave it out"
+__getattr__ = absent(
+    __name__,
+    dict.fromkeys(
+        ("wrap_collate_with_empty", "CollateFnWithEmpty", "switch_generator"), _BY_THE_LOADER
+    ),
+)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from quietgrad.integrations.opacus.absent import absent
+
 
 class DifferentiallyPrivateDistributedDataParallel:
     """Not offered.
@@ -18,3 +20,11 @@ class DifferentiallyPrivateDistributedDataParallel:
             "one process here; several processes are one run in the loops of docs/loops.md, under "
             "torchrun or accelerate launch (docs/many_processes.md)"
         )
+
+
+__getattr__ = absent(
+    __name__,
+    {
+        "average_gradients": "an Opacus script runs on one process here (docs/many_processes.md)",
+    },
+)

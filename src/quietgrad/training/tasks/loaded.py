@@ -22,6 +22,7 @@ HeadKind = Literal["mean", "layers", "auto"]
 POOLED = ("mean", "layers")  # heads on features that tasks.text.pooling makes
 GENERATE: Literal["generate"] = "generate"
 WEIGHTS_FILE = "model.safetensors"
+ADAPTER = "adapter"  # folder of a LoRA adapter, in that of the model
 EXPORTED = "transformers"  # folder of a model that loads without this library
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from quietgrad.integrations.opacus.absent import absent
 from quietgrad.integrations.opacus.grad_sample.attached import AttachedModule
 from quietgrad.integrations.opacus.grad_sample.grad_sample_module import GradSampleModule
 
@@ -13,6 +14,38 @@ GradSampleModuleFastGradientClipping = GradSampleModule
 GradSampleModuleExpandedWeights = GradSampleModule
 GradSampleHooks = AttachedModule
 
+_BY_AUTOGRAD = (
+    "every layer's gradients by records are autograd's, made at optimizer.step(); let "
+    "PrivacyEngine.make_private wrap the model"
+)
+__getattr__ = absent(
+    __name__,
+    dict.fromkeys(
+        (
+            "GradSampleHooksFastGradientClipping",
+            "GradSampleModuleNoOp",
+            "create_or_accumulate_grad_sample",
+            "get_gsm_class",
+            "prepare_module",
+            "wrap_model",
+            *(
+                f"compute_{layer}_grad_sample"
+                for layer in (
+                    "conv",
+                    "embedding",
+                    "group_norm",
+                    "instance_norm",
+                    "layer_norm",
+                    "linear",
+                    "rms_norm",
+                    "rnn_linear",
+                    "sequence_bias",
+                )
+            ),
+        ),
+        _BY_AUTOGRAD,
+    ),
+)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

@@ -203,8 +203,17 @@ class GradSampleModule(nn.Module):
     def allow_grad_accumulation(self) -> None:
         """Nothing: losses of a batch add up, batches never do."""
 
+    def add_hooks(self, **_: Any) -> None:
+        """Nothing: there are no hooks on the model, and every training call is followed."""
+
+    def enable_hooks(self) -> None:
+        """Nothing, as ``add_hooks``."""
+
+    def disable_hooks(self) -> None:
+        """Nothing, as ``add_hooks``: training stays private."""
+
     def remove_hooks(self) -> None:
-        """Nothing: there are no hooks on the model."""
+        """Nothing, as ``add_hooks``; ``cleanup`` ends private training."""
 
     def cleanup(self) -> None:
         """Ends private training of the model."""

@@ -12,6 +12,7 @@ NOT_OFFERED = {
     "add_noise": _BY_STEP,
     "scale_grad": _BY_STEP,
     "accumulated_iterations": "batches never add up; BatchMemoryManager cuts one in parts",
+    "virtual_step": "it is of Opacus before 1.0; BatchMemoryManager cuts a batch in parts",
     "generator": "noise is drawn from streams of Quietgrad's own, seeded by the operating system",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quietgrad.checks import require_at_least, require_int
+from quietgrad.integrations.opacus.absent import absent
 from quietgrad.integrations.opacus.data_loader import DPDataLoader
 
 
@@ -49,3 +50,11 @@ def wrap_data_loader(*, data_loader: Any, max_batch_size: int, optimizer: Any) -
         data_loader=data_loader, max_physical_batch_size=max_batch_size, optimizer=optimizer
     )
     return manager.__enter__()
+
+
+__getattr__ = absent(
+    __name__,
+    {
+        "BatchSplittingSampler": "BatchMemoryManager cuts batches in parts",
+    },
+)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Sampler
 
 from quietgrad.checks import require_at_least, require_int
+from quietgrad.integrations.opacus.absent import absent
 
 
 class UniformWithReplacementSampler(Sampler[list[int]]):
@@ -45,3 +46,12 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         for _ in range(self.steps):
             coins = torch.rand(self.num_samples, generator=self.generator)
             yield (coins < self.sample_rate).nonzero().flatten().tolist()
+
+
+__getattr__ = absent(
+    __name__,
+    {
+        "DistributedUniformWithReplacementSampler": "an Opacus script runs on one process here "
+        "(docs/many_processes.md)",
+    },
+)

@@ -13,5 +13,13 @@ class ShouldReplaceModuleError(UnsupportedModuleError):
     """A layer that ``ModuleValidator.fix`` may replace."""
 
 
+class UnsupportableModuleError(UnsupportedModuleError):
+    """For ``except`` clauses: what is raised of a layer that mixes records is another of these."""
+
+
+class NotYetSupportedModuleError(UnsupportedModuleError):
+    """For ``except`` clauses: every layer that does not mix records is supported."""
+
+
 class IllegalModuleConfigurationError(UnsupportedModuleError):
     """A model that is not set up for training."""

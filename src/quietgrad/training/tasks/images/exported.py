@@ -16,10 +16,9 @@ from torch import nn
 from quietgrad.training.files.card import BY_TORCH_ALONE, write_card
 from quietgrad.training.files.provenance import Record, stamp_weights
 from quietgrad.training.sources.hub import HUGGING_FACE
+from quietgrad.training.tasks.images.adapter import AGREEMENT, how_to_load, write_adapter
 from quietgrad.training.tasks.images.models import PretrainedImageClassifier
-from quietgrad.training.tasks.loaded import EXPORTED, WEIGHTS_FILE, LoadedModel, merged
-
-AGREEMENT = 1e-4  # of logits, relative to the largest
+from quietgrad.training.tasks.loaded import ADAPTER, EXPORTED, WEIGHTS_FILE, LoadedModel, merged
 
 
 def export_images(
@@ -31,7 +30,7 @@ def export_images(
     trained_on: Record,
 ) -> None:
     """Writes the model card of RUN_DIR/model, and RUN_DIR/model/transformers where a class of
-    transformers gives the model's own logits.
+    transformers gives the model's own logits; beside it, of LoRA, RUN_DIR/model/adapter for peft.
 
     Args:
         model: the trained model.
@@ -56,6 +55,14 @@ def export_images(
         write_card(
             place, trained_on, base, model.tune, labels, _by_transformers("this folder", form)
         )
+    adapter = ""
+    if whole is not None and model.tune == "lora":
+        typed = cast(PretrainedImageClassifier, classifier)
+        pixels, to = _made_up(typed, form)[1], folder / ADAPTER
+        if write_adapter(typed.backbone, whole, _head_of(whole), base, pixels, to):
+            stamp_weights(to, trained_on)
+            adapter = how_to_load(base, len(labels))
+            write_card(to, trained_on, base, model.tune, labels, adapter, "peft")
     own = (
         f"`{WEIGHTS_FILE}` is a state dict of `{type(classifier).__name__}` of "
         "`quietgrad.training.tasks.images.models` (`backbone.` or its own layers, and `head.`, a "
@@ -66,7 +73,8 @@ def export_images(
     if whole is None:
         own += f"\n\n{BY_TORCH_ALONE}"
     else:
-        own = f"{_by_transformers(f'RUN_DIR/model/{EXPORTED}', form)}\n\n{own}"
+        said = [_by_transformers(f"RUN_DIR/model/{EXPORTED}", form), adapter, own]
+        own = "\n\n".join(part for part in said if part)
     library = "transformers" if whole is not None else "quietgrad"
     write_card(folder, trained_on, base, model.tune, labels, own, library, model.weights)
 
@@ -91,26 +99,44 @@ def _whole(
         base.load_state_dict(body.state_dict())
     except (ValueError, AttributeError, RuntimeError):
         return None
-    inside = {id(module) for module in base.modules()}
-    heads = [m for m in whole.modules() if isinstance(m, nn.Linear) and id(m) not in inside]
-    if len(heads) != 1 or heads[0].weight.shape != classifier.head.weight.shape:
+    head = _head_of(whole)
+    if not head or whole.get_submodule(head).weight.shape != classifier.head.weight.shape:
         return None
-    heads[0].load_state_dict(classifier.head.state_dict())
+    whole.get_submodule(head).load_state_dict(classifier.head.state_dict())
     return whole
 
 
-def _agrees(whole: Any, classifier: PretrainedImageClassifier, form: Sequence[int]) -> bool:
-    """Whether both give the same logits for two made-up images."""
+def _head_of(whole: Any) -> str:
+    """Name of the one linear layer outside the body; "" where there is none, or several."""
+    inside = {id(module) for module in getattr(whole, whole.base_model_prefix).modules()}
+    heads = [
+        name
+        for name, module in whole.named_modules()
+        if isinstance(module, nn.Linear) and id(module) not in inside
+    ]
+    return heads[0] if len(heads) == 1 else ""
+
+
+def _made_up(
+    classifier: PretrainedImageClassifier, form: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two images between 0 and 1, and the same as the body takes them."""
     mean, std = cast(Any, classifier.mean).cpu(), cast(Any, classifier.std).cpu()
     height, width = (classifier.size, classifier.size) if classifier.size else form[1:]
     generator = torch.Generator().manual_seed(0)
     pixels = torch.rand(2, mean.shape[1], height, width, generator=generator)
+    return pixels, (pixels - mean) / std
+
+
+def _agrees(whole: Any, classifier: PretrainedImageClassifier, form: Sequence[int]) -> bool:
+    """Whether both give the same logits for two made-up images."""
+    pixels, normed = _made_up(classifier, form)
     device, was_training = classifier.head.weight.device, classifier.training
     classifier.eval()
     try:
         with torch.no_grad():
             ours = classifier((2 * pixels - 1).to(device)).float().cpu()
-            theirs = whole(pixel_values=(pixels - mean) / std).logits
+            theirs = whole(pixel_values=normed).logits
     except (ValueError, RuntimeError):
         return False
     finally:

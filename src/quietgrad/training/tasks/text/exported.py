@@ -16,8 +16,6 @@ from quietgrad.training.tasks.loaded import GENERATE, POOLED, LoadedModel, merge
 from quietgrad.training.tasks.text.models import ADAPTER_CONFIG, public_name
 from quietgrad.training.tasks.text.pooled import PooledClassifier
 
-ADAPTER = "adapter"  # folder of a LoRA adapter, in that of the model
-
 
 def name_labels(model: LoadedModel, labels: Sequence[str]) -> None:
     """Puts the names into the configuration that is saved; transformers reads from it how many

@@ -13,9 +13,14 @@ from torch import nn
 from quietgrad.training.files.card import write_card
 from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import KEY, Record, stamp_weights
-from quietgrad.training.tasks.loaded import GENERATE, POOLED, WEIGHTS_FILE, LoadedModel
-from quietgrad.training.tasks.text.exported import (
+from quietgrad.training.tasks.loaded import (
     ADAPTER,
+    GENERATE,
+    POOLED,
+    WEIGHTS_FILE,
+    LoadedModel,
+)
+from quietgrad.training.tasks.text.exported import (
     how_to_load,
     name_base,
     name_labels,
