@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -224,3 +225,71 @@ def test_words_of_each_record_and_constants_may_stand_beside_the_rows() -> None:
     collating = Collating(own_names)
     for n in (2, 4, 6):
         assert len(collating(records()[:n])["names"]) == n
+
+
+def scaled(draw: Callable[[int], Any]) -> Made:
+    """Records times what is drawn, of their number."""
+
+    def collate(rows: list[Any]) -> Any:
+        x, y = default_collate(rows)
+        return x * torch.as_tensor(draw(len(rows)), dtype=x.dtype).view(-1, 1), y
+
+    return collate
+
+
+ONE_FOR_ALL: dict[str, Callable[[int], Any]] = {
+    "torch": lambda n: 2.0 * (torch.rand(()) < 0.5),
+    "python": lambda n: random.choice([0.0, 2.0]),
+    "numpy": lambda n: np.random.choice([0.0, 2.0]),
+    "beside their own": lambda n: 2.0 * (torch.rand(()) < 0.5) + 1e-3 * torch.rand(n),
+}
+ITS_OWN: dict[str, Callable[[int], Any]] = {
+    "torch": lambda n: 2.0 * (torch.rand(n) < 0.5),
+    "bernoulli": lambda n: torch.bernoulli(torch.full((n,), 0.5)),
+    "python": lambda n: [random.choice([0.0, 2.0]) for _ in range(n)],
+    "numpy": lambda n: np.random.choice([0.0, 2.0], n),
+    "normal numpy": lambda n: np.random.randn(n),
+    "none": lambda n: 1.0,
+}
+
+
+@pytest.mark.parametrize("kind", ONE_FOR_ALL)
+def test_a_number_that_all_records_of_a_micro_batch_share_is_refused(kind: str) -> None:
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()
+    with pytest.raises(ValueError, match="a random number that all records of a micro-batch share"):
+        Collating(scaled(ONE_FOR_ALL[kind]))(records())
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), np.random.get_state()[1].tobytes())
+
+
+@pytest.mark.parametrize("kind", ITS_OWN)
+def test_numbers_of_each_record_are_taken_wherever_generators_stand(kind: str) -> None:
+    for before in (0, 617, 620, 622, 623):  # numpy's and Python's make 624 words at a time
+        random.seed(0)
+        np.random.seed(0)
+        for _ in range(before):
+            random.getrandbits(32)
+            np.random.bytes(4)
+        assert len(Collating(scaled(ITS_OWN[kind]))(records()[:5])[0]) == 5
+
+
+@pytest.mark.parametrize("kind", ONE_FOR_ALL)
+def test_without_the_look_one_record_reveals_records_that_cancel(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In micro-batches of two, and one record more in front that adds nothing."""
+    monkeypatch.setattr(Collating, "_require_own_numbers", lambda *_: None)
+    one = torch.ones(6)
+    signs = [1.0, -1.0, -1.0, 1.0] * 8
+
+    def summed(first: list[float]) -> float:
+        collating = Collating(scaled(ONE_FOR_ALL[kind]))
+        rows = [(one, sign) for sign in first + signs]
+        total = torch.zeros(6)
+        for i in range(0, len(rows), 2):
+            x, y = collating(rows[i : i + 2])
+            total += (x * y.unsqueeze(1)).sum(0).float() / 6**0.5 / 2  # norm 1 at most
+        return float(total.norm())
+
+    assert max(summed([]) for _ in range(3)) < 0.1
+    assert max(summed([0.0]) for _ in range(12)) > 1.5

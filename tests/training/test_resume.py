@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,41 @@ def test_resume_without_the_ledger_of_its_checkpoint_is_refused(left: int, setti
         run_dir.ledger.unlink()
     with pytest.raises(ValueError, match="ledger"):
         train(settings, resume=True)
+
+
+def test_a_checkpoint_of_a_copy_that_went_on_by_itself_is_refused(settings) -> None:
+    # Its weights saw releases that the other copy's ledger does not count.
+    _, _, run_dir = train(settings, report=interrupt_at(2))
+    copy = Path(settings["training.run_dir"] + "-copy")
+    shutil.copytree(run_dir.path, copy)
+    train(settings, resume=True, report=interrupt_at(4))
+    of_copy = settings | {"training.run_dir": str(copy)}
+    _, _, other = train(of_copy, resume=True, report=interrupt_at(4))
+    own = other.checkpoint.read_bytes()
+    for name in ("checkpoint.pt", "checkpoint.previous.pt"):
+        shutil.copy(run_dir.path / name, copy / name)
+    ledger = other.ledger.read_bytes()
+    with pytest.raises(ValueError, match="other releases than the ledger counts"):
+        train(of_copy, resume=True)
+    assert other.ledger.read_bytes() == ledger
+    other.checkpoint.write_bytes(own)
+    assert train(of_copy, resume=True)[1].result["steps"] == 6
+
+
+def test_without_the_starts_its_releases_go_uncounted(settings) -> None:
+    _, _, run_dir = train(settings, report=interrupt_at(2))
+    copy = Path(settings["training.run_dir"] + "-copy")
+    shutil.copytree(run_dir.path, copy)
+    train(settings, resume=True, report=interrupt_at(4))
+    of_copy = settings | {"training.run_dir": str(copy)}
+    _, _, other = train(of_copy, resume=True, report=interrupt_at(4))
+    state = torch.load(run_dir.checkpoint, weights_only=True)
+    del state["starts"]
+    torch.save(state, other.checkpoint)
+    seen: list[int] = []
+    train(of_copy, resume=True, report=lambda progress: seen.append(progress.step))
+    # Two common ones, two of the first, and these two; the two of the copy's own are not in them.
+    assert seen == [5, 6] and read_ledger(copy).releases == 6
 
 
 def command(*arguments: object) -> list[str]:

@@ -72,6 +72,14 @@ class LedgerContents:
             return Release(step)
         return Release(step, settings=self.course.at(step))
 
+    def makers(self, releases: int) -> tuple[str, ...]:
+        """Names of the starts that made the first ``releases``. What is made of these, such as a
+        checkpoint, says so: of another copy of the run they are others.
+        """
+        ends = [*(start.step for start in self.sessions[1:]), releases]
+        pairs = zip(self.sessions, ends, strict=False)
+        return tuple(start.name for start, end in pairs if start.step < min(end, releases))
+
     @property
     def seeded(self) -> bool:
         """Whether noise of this run follows from a seed."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from quietgrad.clipping.soundness.held_still import NotedDraws, others_stand
 from quietgrad.clipping.soundness.kept.lazily import as_before
 from quietgrad.loading.reading import digest_of
 from quietgrad.tensors import fields_of, map_tensors, tensors_of
 
 PAIRS = 4  # records that are put in another's place
 _NO_MODEL = nn.Identity()
+_PYTHONS, _NUMPYS = slice(0, 1), slice(1, None)  # of where generators stand
 
 
 class Collating:
@@ -103,6 +106,35 @@ class Collating:
                         "record its own in a tensor with one row a record"
                     )
                 break
+        self._require_own_numbers(records[0])
+
+    def _require_own_numbers(self, record: Any) -> None:
+        """No number is drawn once for all records: which records share it would follow from how
+        many there are.
+
+        Raises:
+            ValueError: where one is, as far as shapes and states of generators tell.
+        """
+        before = others_stand()
+        one, of_one = self._drawn([record])
+        two, of_two = self._drawn([record, record])
+        # Not by "less than twice as many": how many a record draws may follow from what it draws.
+        once = any(two[shape] == count for shape, count in one.items())
+        if once or any(
+            before[part] != of_one[part] == of_two[part] for part in (_PYTHONS, _NUMPYS)
+        ):
+            raise ValueError(
+                "collate_fn draws a random number that all records of a micro-batch share (one "
+                "scale or one crop for all): with one record more, others would be in another "
+                "micro-batch and meet another number; draw one for each record, in the data set "
+                "or in collate_fn"
+            )
+
+    def _drawn(self, records: list[Any]) -> tuple[Counter[tuple[int, ...]], tuple[Any, ...]]:
+        """How often torch drew which shape; where Python's and numpy's generators stood then."""
+        with as_before(_NO_MODEL, self.collate_fn), same_numbers(), NotedDraws() as noted:
+            self.collate_fn(copy.deepcopy(records))
+            return Counter(noted.shapes), others_stand()
 
     def _made(self, records: list[Any]) -> tuple[list[Tensor], list[Any]]:
         """Rows, and what stands beside them."""

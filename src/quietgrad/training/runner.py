@@ -19,11 +19,16 @@ from quietgrad.beside import PrivateEstimate
 from quietgrad.clipping.capture.examples import Examples
 from quietgrad.distributed.together import Together
 from quietgrad.durable import write_whole
-from quietgrad.ledger import read_ledger
+from quietgrad.ledger import LedgerContents, read_ledger
 from quietgrad.plan import PrivateRun
 from quietgrad.plan.seeds import root_key
 from quietgrad.training.evaluation import Evaluator
-from quietgrad.training.files.checkpoint import restore_checkpoint, save_checkpoint
+from quietgrad.training.files.checkpoint import (
+    Restored,
+    require_counted,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from quietgrad.training.files.noise_state import (
     NoiseKeeper,
     forget_keys,
@@ -117,15 +122,18 @@ def train(
                 "privacy.enabled=true, or begin a new run directory"
             )
         # Before the start is recorded: what cannot be gone on from counts none.
-        done, made = loop.restore(say) if resume else 0, 0
+        restored = loop.restore(say) if resume else Restored()
+        done, made = restored.step, 0
         private = None
         if prepared.plan is not None:
-            together.by_first(lambda: _require_counted(run_dir, done))
+            together.by_first(lambda: require_counted(run_dir, restored))
             private = start_private(prepared.plan, run_dir, resume, together.first)
             stack.enter_context(private)
             # Releases that the ledger holds beyond the checkpoint are spent: training goes on at
             # the next number.
             done = max(done, private.released)
+            if together.first:
+                loop.ledger = read_ledger(run_dir.ledger)
         keeper = NoiseKeeper(private)
         if together.first:
             run_dir.write_json(run_dir.environment, environment())
@@ -160,21 +168,6 @@ def train(
         return Outcome(loop.finish(done), False, made)
 
 
-def _require_counted(run_dir: RunDir, done: int) -> None:
-    """Refuses a checkpoint that has seen more releases than the ledger counts. (That the ledger is
-    gone its start says.)
-    """
-    known = done and run_dir.ledger.is_file()
-    counted = read_ledger(run_dir.ledger).releases if known else done
-    if counted < done:
-        raise ValueError(
-            f"cannot resume: the checkpoint in {str(run_dir.path)!r} is at step {done}, "
-            f"but the ledger counts {counted} releases: the ledger is "
-            "not the one of this run, or lost lines, and nothing can be claimed; restore "
-            "it, or begin a new run directory"
-        )
-
-
 class _Loop:
     """The mutable part: model, optimiser and files."""
 
@@ -182,6 +175,7 @@ class _Loop:
         self.prepared = prepared
         self.together = together
         self.writes = together.first
+        self.ledger = LedgerContents()  # as it was when this start was written down
         self.run_dir = run_dir
         self.model = prepared.model.classifier
         self.sharded = shards_of(prepared, together)
@@ -249,9 +243,10 @@ class _Loop:
     def save(self, done: int) -> None:
         if self.evaluates:
             given = (self.model, self.optimizer, done, self.average)
-            save_checkpoint(self.run_dir, *given, writes=self.writes)
+            starts = self.ledger.makers(done)
+            save_checkpoint(self.run_dir, *given, writes=self.writes, starts=starts)
 
-    def restore(self, say: Callable[[str], None]) -> int:
+    def restore(self, say: Callable[[str], None]) -> Restored:
         return restore_checkpoint(self.run_dir, self.model, self.optimizer, say, self.average)
 
     def finish(self, done: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from quietgrad.clipping.soundness.checking import require_capture
 from quietgrad.clipping.soundness.company.differences import Mixes
+from quietgrad.clipping.soundness.company.own_numbers import share_numbers
 from quietgrad.clipping.soundness.company.rule_padding import require_rules_ignore_padding
 from quietgrad.clipping.soundness.kept.lazily import (
     AnyOf,
@@ -29,7 +30,6 @@ from quietgrad.clipping.soundness.mixing import (
     LATER,
     require_each_alone,
     require_no_memory,
-    share_numbers,
 )
 from quietgrad.clipping.soundness.records import entries_of, spread, take, with_companions
 from quietgrad.clipping.soundness.subject import Subject

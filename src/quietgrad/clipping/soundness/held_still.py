@@ -109,6 +109,10 @@ class CommonRandomness(TorchDispatchMode):
             return self._normal(args, out)
         return out
 
+    def draws(self, func: Any) -> bool:
+        """Whether an operation is a random one."""
+        return _kind(func) == "random"
+
     def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.used = True
         seed = _generator_asked(args, kwargs).initial_seed()
@@ -174,6 +178,25 @@ class CommonRandomness(TorchDispatchMode):
         if not by_turns:
             return one
         return torch.where(torch.arange(width, device=drawn.device) % 2 == 0, one, other)
+
+
+class NotedDraws(TorchDispatchMode):
+    """Random operations are as they are.
+
+    Attributes:
+        shapes: of what was drawn, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if _kind(func) == "random":
+            self.shapes.append(_shape_drawn(args))
+        return func(*args, **(kwargs or {}))
 
 
 def _generator_asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -37,8 +36,6 @@ from quietgrad.clipping.soundness.held_still import (
     EXTREMES,
     CommonRandomness,
     Level,
-    others_stand,
-    seeded,
 )
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.clipping.soundness.records import are_different, spread, take, with_first_louder
@@ -84,30 +81,6 @@ def require_no_memory(subject: Subject, batch: Batch) -> None:
     _require_same_again(after, before, tolerance)
     if not are_same_gradients(gradient, again, 10 * tolerance.again):
         raise Mixes(_KEEPS)
-
-
-def share_numbers(subject: Subject, records: Batch) -> bool:
-    """Whether all records of a micro-batch meet one random number (a layer that is left out, a mask
-    of a weight): one record more brings others into another micro-batch, and to another number.
-    Taken alone, each has its own. Of Python's and numpy's numbers nobody tells whose they are: a
-    layer is left out by one of them beside noise of each record's own.
-    """
-    one = _drawn(subject, take(records, [0]))
-    with seeded(subject.devices):
-        if subject.others_stand != others_stand():
-            return True
-    if not one:
-        return False
-    two = _drawn(subject, take(records, [0, 0]))
-    # Of a record's own there are twice as many, or they have another shape.
-    return any(0 < two[shape] < 2 * count for shape, count in one.items())
-
-
-def _drawn(subject: Subject, records: Batch) -> Counter[tuple[int, ...]]:
-    """How often torch drew which shape."""
-    with CommonRandomness() as still:
-        subject.losses(records)
-    return Counter(still.shapes)
 
 
 def require_each_alone(

@@ -72,7 +72,7 @@ class Subject:
     Attributes:
         half: whether half precision was seen inside (autocast); found out by passes under capture.
         seeds: of torch's default generators, as passes left them.
-        others_stand: where the last pass without a graph left Python's and numpy's.
+        others_stand: where the last pass left Python's and numpy's.
     """
 
     model: nn.Module
@@ -144,6 +144,7 @@ class Subject:
             with seeded(self.devices, salt), louder, passes as (losses, recording):
                 chosen = losses if wanted is None else losses[list(wanted)]
                 visit_captured_calls(chosen, recording, self.layout)
+                self.others_stand = others_stand()
             return Look(losses.detach(), found, own)
 
         look = with_any_checkpointing(self.checkpointing, run)

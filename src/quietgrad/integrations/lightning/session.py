@@ -10,7 +10,7 @@ from typing import Any
 
 from quietgrad.distributed.together import Together, here
 from quietgrad.durable import make_folder
-from quietgrad.ledger import holds_records, read_ledger
+from quietgrad.ledger import LedgerContents, holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.training.files.noise_state import NoiseKeeper, forget_keys, start_private
 from quietgrad.training.files.provenance import EPSILONS_ADD, KEY, Record, provenance, starts_of
@@ -62,7 +62,7 @@ class Session:
         self._open = contextlib.ExitStack()
         self._keeper = NoiseKeeper(None)
         self._together = Together()
-        self._name = ""
+        self._ledger = LedgerContents()
         self._started_from: tuple[Record, ...] = ()
 
     def open(self, checkpoint: dict[str, Any] | None, record: Record | None, accepted: str) -> int:
@@ -95,9 +95,7 @@ class Session:
             run = opened.enter_context(
                 start_private(self.plan, self.files, begun, self._together.first)
             )
-            self._name = self._together.by_first(
-                lambda: read_ledger(self.files.ledger).sessions[0].name
-            )
+            self._ledger = self._together.by_first(lambda: read_ledger(self.files.ledger))
             self.run, self._keeper = run, NoiseKeeper(run)
             self._open = opened.pop_all()
         return seen
@@ -138,6 +136,13 @@ class Session:
                 f"{ledger.releases}: it is not the ledger of this run, or lost lines, and nothing "
                 "can be claimed; restore it, or begin in a new directory"
             )
+        made_by = ledger.makers(seen)
+        if tuple(checkpoint.get("starts", made_by)) != made_by:
+            raise ValueError(
+                f"cannot resume: ckpt_path was made from other releases than the ledger in "
+                f"{self._place} counts, of a copy of this run that went on by itself; give one "
+                "that was saved beside this ledger"
+            )
         return seen
 
     def close(self) -> None:
@@ -161,7 +166,8 @@ class Session:
             **self.plan.told_beside(),
         }
         made = provenance("train_dataset", facts, self.plan.data_are_public, self._started_from)
-        return {"run": self._name, "releases": releases, KEY: made}
+        name, starts = self._ledger.sessions[0].name, list(self._ledger.makers(releases))
+        return {"run": name, "releases": releases, "starts": starts, KEY: made}
 
     def keep_noise(self) -> None:
         """At a checkpoint: rows of correlated noise, in the secret files."""

@@ -21,7 +21,7 @@ from quietgrad.distributed.together import Together, here
 from quietgrad.durable import make_folder, write_whole
 from quietgrad.events import unit_of
 from quietgrad.integrations.reporting import shown_epsilon, spent_name
-from quietgrad.ledger import holds_records, read_ledger
+from quietgrad.ledger import LedgerContents, holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.training.files.card import CARD, add_privacy, is_blank
 from quietgrad.training.files.noise_state import NoiseKeeper, forget_keys, start_private
@@ -106,6 +106,7 @@ class TrainerSession:
         self._keeper = NoiseKeeper(None)
         self.together = Together()
         self._name = ""
+        self._ledger = LedgerContents()
 
     def starts_from(self, model: Any, bare: Any) -> tuple[Record, ...]:
         """Records of the runs that a model's weights are from, where that is known and asked for.
@@ -182,9 +183,8 @@ class TrainerSession:
             self.resumed = self.together.by_first(lambda: self._checkpoint(resume, require))
             writes = self.together.first
             with start_private(self.plan, self.files, resume is not False, writes) as run:
-                self._name = self.together.by_first(
-                    lambda: read_ledger(self.files.ledger).sessions[0].name
-                )
+                self._ledger = self.together.by_first(lambda: read_ledger(self.files.ledger))
+                self._name = self._ledger.sessions[0].name
                 self.run, self._keeper = run, NoiseKeeper(run)
                 yield None if self.resumed is None else str(self.resumed.path)
                 if writes and run.released >= self.plan.steps:
@@ -215,7 +215,7 @@ class TrainerSession:
         """What is gone on from, as the ledger has it."""
         if resume is False or not self.files.ledger.is_file():  # that it is gone its start says
             return None
-        ledger = read_ledger(self.files.ledger)
+        ledger = self._ledger = read_ledger(self.files.ledger)
         # A stop before the first start was written down leaves none.
         self._name, released = next((s.name for s in ledger.sessions), ""), ledger.releases
         if isinstance(resume, str):
@@ -256,7 +256,9 @@ class TrainerSession:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
             json.loads((folder / STATE).read_text(encoding="utf-8"))
-            if mark["run"] == self._name:
+            made_by = self._ledger.makers(int(mark["releases"]))
+            # A copy of the run that went on by itself has the same first start.
+            if mark["run"] == self._name and tuple(mark.get("starts", made_by)) == made_by:
                 return Checkpoint(folder, int(mark["releases"]))
         return None
 
@@ -275,7 +277,8 @@ class TrainerSession:
         if not self.together.first:
             return
         make_folder(folder)
-        mark = {"run": self._name, "releases": releases}
+        starts = list(self._ledger.makers(releases))
+        mark = {"run": self._name, "releases": releases, "starts": starts}
         write_whole(folder / MARK, (json.dumps(mark) + "\n").encode())
 
     def keep_noise(self) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from quietgrad.averaging import ExponentialAverage
 from quietgrad.durable import is_intact_archive, replacing
+from quietgrad.ledger import read_ledger
 from quietgrad.tensors import map_tensors, trainable_parameters, whole_of
 from quietgrad.training.files.run_dir import RunDir
 from quietgrad.training.sharding.state import spread_as, spread_optimizer_state
@@ -34,6 +35,18 @@ _DAMAGED = (
 )
 
 
+class Restored(NamedTuple):
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: how many steps it has seen; 0 where there was none.
+        starts: names, by the ledger, of the starts that made its releases; None: it does not say.
+    """
+
+    step: int = 0
+    starts: tuple[str, ...] | None = None
+
+
 def save_checkpoint(
     run_dir: RunDir,
     model: nn.Module,
@@ -41,6 +54,7 @@ def save_checkpoint(
     done: int,
     average: ExponentialAverage | None = None,
     writes: bool = True,
+    starts: tuple[str, ...] = (),
 ) -> None:
     """Saves the state after ``done`` steps, on disk before the call returns; the newest so far
     becomes the previous one.
@@ -49,6 +63,7 @@ def save_checkpoint(
         run_dir, model, optimizer, done, average: of the run.
         writes: whether this process does. Where parameters are sharded all call, because all gather
             them, one tensor at a time; who does not write keeps none.
+        starts: names, by the ledger, of the starts that made the releases so far.
 
     Raises:
         RuntimeError: if it cannot be written; both checkpoints are as they were.
@@ -60,6 +75,7 @@ def save_checkpoint(
 
     state = {
         "step": done,
+        "starts": list(starts),
         "trainable": {name: whole(p) for name, p in trainable_parameters(model).items()},
         "fixed_head": {name: whole(p) for name, p in _fixed_head(model).items()},
         "optimizer": map_tensors(optimizer.state_dict(), whole),
@@ -83,10 +99,9 @@ def restore_checkpoint(
     optimizer: torch.optim.Optimizer,
     say: Callable[[str], None],
     average: ExponentialAverage | None = None,
-) -> int:
+) -> Restored:
     """Puts model and optimiser, and the average of the weights, back to the newest checkpoint that
-    can be read, and returns its number of steps; 0 where none was saved: the ledger still counts
-    what was released.
+    can be read; where none was saved, the ledger still counts what was released.
 
     Args:
         run_dir, model, optimizer, average: of the run.
@@ -99,7 +114,7 @@ def restore_checkpoint(
     """
     newest, previous = run_dir.checkpoint, run_dir.previous_checkpoint
     if not newest.exists() and not previous.exists():
-        return 0
+        return Restored()
     state = _read(newest)
     if state is None:
         state = _read(previous)
@@ -118,7 +133,36 @@ def restore_checkpoint(
         kept, places = state["average"], trainable_parameters(model)
         shards = {name: spread_as(value, places[name]) for name, value in kept["averages"].items()}
         average.load_state_dict({**kept, "averages": shards})
-    return int(state["step"])
+    starts = state.get("starts")
+    return Restored(int(state["step"]), None if starts is None else tuple(starts))
+
+
+def require_counted(run_dir: RunDir, restored: Restored) -> None:
+    """Refuses a checkpoint that has seen other releases than the ledger counts. (That the ledger is
+    gone its start says.)
+
+    Raises:
+        ValueError: if there are fewer in the ledger, or other starts made them.
+    """
+    done = restored.step
+    if not done or not run_dir.ledger.is_file():
+        return
+    ledger = read_ledger(run_dir.ledger)
+    if ledger.releases < done:
+        raise ValueError(
+            f"cannot resume: the checkpoint in {str(run_dir.path)!r} is at step {done}, "
+            f"but the ledger counts {ledger.releases} releases: the ledger is "
+            "not the one of this run, or lost lines, and nothing can be claimed; restore "
+            "it, or begin a new run directory"
+        )
+    if restored.starts not in (None, ledger.makers(done)):
+        raise ValueError(
+            f"cannot resume: the checkpoint in {str(run_dir.path)!r} was made from other releases "
+            "than the ledger counts: it is of another run, or of a copy of this one that went on "
+            "by itself, and its releases would go uncounted; put back the checkpoint that was "
+            "saved beside this ledger, or remove it: training then begins anew with the releases "
+            "that the ledger leaves"
+        )
 
 
 def _read(path: Path) -> dict[str, Any] | None:

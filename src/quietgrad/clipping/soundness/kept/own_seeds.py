@@ -40,7 +40,7 @@ def require_draws_of_the_run(
     with noting_seeds() as noted:
         alone = _known(subject, one, still)
         made_inside = Snapshot(subject.model, subject.per_example_loss)
-        subject.losses(one)
+        subject.plain_prints(one)
     moved = [*before.moved_generators(), *made_inside.moved_generators()]
     before.put_back()
     if moved:
@@ -73,9 +73,9 @@ def require_draws_still_of_the_run(subject: Subject, one: Batch) -> None:
 
 
 def _known(subject: Subject, records: Batch, still: CommonRandomness) -> list[tuple[int, ...]]:
-    """Shapes of what one pass drew from seeds that are known."""
+    """Shapes of what one pass, forward and backward, drew from seeds that are known."""
     still.known, still.shapes, subject.seeds = [], [], set()  # of each pass
-    subject.losses(records)
+    subject.plain_prints(records)
     if len(still.shapes) > len(still.known) and not subject.seeds <= OURS:
         raise Mixes(_OWN.format("torch's generator, which is seeded after it was drawn from"))
     return list(still.known)  # which grows with every pass
