@@ -9,6 +9,7 @@ import io
 from dataclasses import dataclass
 from typing import Any
 
+import opacus.validators
 import pytest
 import torch
 import torch.nn.functional as F
@@ -275,3 +276,25 @@ def test_hooks_may_be_put_on_and_taken_off() -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     assert sum(count for _, _, count in engine.accountant.history) == 3
+
+
+def test_groups_for_batch_norm() -> None:
+    """Of a vector, GroupNorm with a channel a group is a number normalized by itself; torch refuses
+    it for one record, so training ended in its error.
+    """
+    layers = (nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    model = ModuleValidator.fix(nn.Sequential(*layers))
+    assert model[1].num_groups == 8
+    engine, model, optimizer, loader = private(model)
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert engine.get_epsilon(1e-3) > 0
+    image = nn.Sequential(nn.Conv2d(1, 12, 1), nn.BatchNorm2d(12))
+    assert ModuleValidator.fix(image)[1].num_groups == 4
+    assert opacus.validators.ModuleValidator.fix(image)[1].num_groups == 4
+    assert ModuleValidator.fix(image, num_groups=6)[1].num_groups == 6
+    with pytest.raises(ValueError, match="num_groups=0 is below 1"):
+        ModuleValidator.fix(image, num_groups=0)
+    with pytest.raises(ValueError, match="give one of the two"):
+        ModuleValidator.fix(image, num_groups=4, replace_bn_with_in=True)

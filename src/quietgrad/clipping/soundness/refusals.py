@@ -121,14 +121,17 @@ def replace_batch_norm(model: nn.Module, groups: int = 16) -> nn.Module:
     Args:
         model: changed in place.
         groups: number of groups wanted; the largest divisor of the channel count not above it is
-            used.
+            used, and of BatchNorm1d not above half: of a vector, a group of one channel is a number
+            that is normalized by itself.
 
     Returns:
         The model, or a new GroupNorm where the model itself is a BatchNorm layer.
     """
     if isinstance(model, nn.modules.batchnorm._BatchNorm):
         channels = model.num_features
-        fitting = max(g for g in range(1, min(groups, channels) + 1) if channels % g == 0)
+        most = channels // 2 if isinstance(model, nn.BatchNorm1d) else channels
+        wanted = range(1, max(1, min(groups, most)) + 1)
+        fitting = max(g for g in wanted if channels % g == 0)
         norm = nn.GroupNorm(fitting, channels, eps=model.eps, affine=model.affine)
         if model.affine:
             norm.load_state_dict({"weight": model.weight.detach(), "bias": model.bias.detach()})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 from torch import nn
 
+from quietgrad.checks import require_at_least, require_int
 from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers, replace_batch_norm
 from quietgrad.integrations.opacus.validators.errors import (
     IllegalModuleConfigurationError,
@@ -67,23 +69,41 @@ class ModuleValidator:
         return not cls.validate(module)
 
     @classmethod
-    def fix(cls, module: nn.Module, replace_bn_with_in: bool = False, **kwargs: Any) -> nn.Module:
+    def fix(
+        cls,
+        module: nn.Module,
+        replace_bn_with_in: bool = False,
+        num_groups: int | None = None,
+        **kwargs: Any,
+    ) -> nn.Module:
         """A copy with GroupNorm for BatchNorm, and InstanceNorm without running statistics. Weights
         of the norms are kept. Recurrent and attention layers stay: they are clipped as they are.
 
         Args:
             module: the model.
             replace_bn_with_in: InstanceNorm in place of GroupNorm.
+            num_groups: of GroupNorm, as far as it divides the channels; None: what 32 and the
+                channels have in common, as Opacus. BatchNorm1d gets at most half as many as it has
+                channels: of a vector, one channel is one number.
 
         Raises:
             TypeError: for other options.
+            ValueError: for both at once.
         """
         if kwargs:
             raise TypeError(f"fix has no option {sorted(kwargs)[0]!r}; leave it out")
+        if num_groups is not None:
+            require_int("num_groups", num_groups)
+            require_at_least("num_groups", num_groups, 1, "leave it out")
+            if replace_bn_with_in:
+                raise ValueError(
+                    "num_groups is of GroupNorm, and replace_bn_with_in=True asks for "
+                    "InstanceNorm; give one of the two"
+                )
         fixed = _fixed_by_the_script(copy.deepcopy(module))
         if replace_bn_with_in:
             fixed = _with_instance_norm(fixed)
-        fixed = replace_batch_norm(fixed, GROUPS)
+        fixed = _with_group_norm(fixed, num_groups)
         for layer in fixed.modules():
             if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
                 layer.track_running_stats = False
@@ -108,6 +128,14 @@ INSTANCE_NORMS: dict[type[Any], type[Any]] = {
     nn.BatchNorm2d: nn.InstanceNorm2d,
     nn.BatchNorm3d: nn.InstanceNorm3d,
 }
+
+
+def _with_group_norm(module: Any, num_groups: int | None) -> Any:
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return replace_batch_norm(module, num_groups or math.gcd(GROUPS, module.num_features))
+    for name, layer in module.named_children():
+        setattr(module, name, _with_group_norm(layer, num_groups))
+    return module
 
 
 def _with_instance_norm(module: Any) -> Any:
