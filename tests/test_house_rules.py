@@ -92,7 +92,7 @@ ROOMS["training"] = (
 ROOMS["comparing"] = (set(ROOMS) - {"research"}, {"numpy", "torch", "optuna"})
 ROOMS["integrations"] = (
     set(ROOMS) - {"research", "comparing"},
-    {"accelerate", "lightning", "numpy", "torch", "transformers", "trl"},
+    {"accelerate", "datasets", "lightning", "numpy", "torch", "transformers", "trl"},
 )
 ROOMS["cli"] = (set(ROOMS) - {"research"}, {"typer", "rich"})
 
