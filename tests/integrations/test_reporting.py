@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from private_trainers import records, trainer
 
+from quietgrad.integrations.monitors import of_training
 from quietgrad.integrations.reporting import (
     NO_SYSTEM_METRICS,
     SYSTEM_METRICS,
@@ -250,3 +251,19 @@ def test_mlflow_is_told_nothing_private(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.environ[SYSTEM_METRICS] == "false" and mlflow.run is None
     names = {name for _, metrics in mlflow.metrics for name in metrics}
     assert "epsilon" in names and names <= NAMES_OF_MLFLOW
+
+
+@pytest.mark.parametrize(
+    ("name", "private"),
+    [
+        ("train_loss", True),
+        ("loss/train", True),
+        ("Training.Accuracy", True),
+        ("val_loss", False),
+        ("trained_tokens", False),
+        ("val_loss_of_training_day", False),
+        ("private_training_loss", False),
+    ],
+)
+def test_metrics_of_training_records_by_their_names(name: str, private: bool) -> None:
+    assert of_training(name) is private

@@ -15,12 +15,14 @@ REMEDY = (
 )
 
 OF_EVALUATIONS = ("loss", "runtime", "per_second", "preparation_time")  # ends of their names
+TRAINING = {"train", "training"}
+PUBLIC = {"val", "valid", "validation", "eval", "test", "dev", "public"}
 
 
 def of_training(name: str) -> bool:
     """Whether a metric says by its name that it is of training records, and was not released."""
-    words = re.split("[^a-z]+", name.lower())
-    return not name.startswith(RELEASED) and not {"train", "training"}.isdisjoint(words)
+    words = set(re.split("[^a-z]+", name.lower()))
+    return bool(words & TRAINING) and not words & PUBLIC and not name.startswith(RELEASED)
 
 
 def refuse_watched(trainer: Any) -> None:
