@@ -14,6 +14,10 @@ ledger counted then. At the end it has to hold that
 
 A release is lost when it is counted and no checkpoint has it: it is spent and not made up for.
 
+What is trained is a small network, or PEFT's LoRA on a small Llama: in a loop with ``fully_shard``,
+or by PrivateTrainer with accelerate's plugin (``killed_adapters.py``). Where a case has several
+numbers of ranks, the last kill of each ends torchrun, and the next torchrun has another number.
+
     OMP_NUM_THREADS=1 python benchmarks/sharded_kills.py
 """
 
@@ -37,9 +41,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import killed_adapters
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -58,7 +62,7 @@ from quietgrad.plan import PrivacyPlan
 from quietgrad.plan.run import PrivateRun
 from quietgrad.plan.session.noise_session import NoiseSession
 
-RANKS, RECORDS, WIDTH = 2, 60, 7
+RECORDS, WIDTH = 60, 7
 TARGET = 8.0
 NOTE = 256  # bytes, for where a kill fell
 SOON = 1.5  # seconds after a start, within which a kill anywhere falls
@@ -73,6 +77,9 @@ class Case:
     save_every: releases between checkpoints.
     places: where kills are aimed at, in turns.
     steps: releases planned.
+    ranks: one number after the other; kills are shared out evenly.
+    adapters: whether LoRA is trained.
+    by_trainer: whether PrivateTrainer trains.
     """
 
     kills: int
@@ -80,9 +87,19 @@ class Case:
     save_every: int = 2
     places: tuple[str, ...] = PLACES
     steps: int = 64
+    ranks: tuple[int, ...] = (2,)
+    adapters: bool = False
+    by_trainer: bool = False
+
+    def kills_until(self, leg: int) -> int:
+        """How many come before torchrun is started with the ranks after these."""
+        return self.kills * (leg + 1) // len(self.ranks)
 
     def plan(self) -> PrivacyPlan:
-        config = PrivacyConfig(
+        return self.config().build(RECORDS)
+
+    def config(self) -> PrivacyConfig:
+        return PrivacyConfig(
             target_epsilon=TARGET,
             expected_batch_size=12,
             steps=self.steps,
@@ -90,14 +107,19 @@ class Case:
             seed=5,
             data_are_public=True,
         )
-        return config.build(RECORDS)
 
 
 CASES = {
     "independent": Case(10),
     "correlated": Case(10, bands=3),
     "nothing lost": Case(4, save_every=1, places=("backward",), steps=24),
-    "smoke": Case(2, bands=2, steps=16),
+    "adapters": Case(12, bands=3, steps=72, ranks=(2, 3, 1), adapters=True),
+    "adapters by Trainer": Case(
+        12, bands=2, steps=72, ranks=(2, 3, 2), adapters=True, by_trainer=True
+    ),
+    "smoke": Case(1, steps=6),
+    "smoke, adapters": Case(2, bands=2, steps=16, ranks=(2, 1), adapters=True),
+    "smoke, by Trainer": Case(1, bands=2, save_every=1, steps=6, adapters=True, by_trainer=True),
 }
 
 
@@ -111,13 +133,13 @@ class Aim:
     share: float
 
 
-def aim_of(case: Case, number: int) -> Aim | None:
+def aim_of(case: Case, number: int, ranks: int) -> Aim | None:
     """The kill that comes after so many, a function of the case; None once all are made."""
     if number >= case.kills:
         return None
     draws = np.random.default_rng((11, case.kills, case.bands, case.save_every, number))
     place = case.places[number % len(case.places)]
-    rank, call = int(draws.integers(RANKS)), int(draws.integers(2, 4))
+    rank, call = int(draws.integers(ranks)), int(draws.integers(2, 4))
     return Aim(rank, place, call, float(draws.uniform(0.0, 0.9)))
 
 
@@ -202,23 +224,39 @@ def note_draws(file: Path, ledger: Path, start: int) -> None:
     KeyedSource.stretch = noted  # type: ignore[method-assign]
 
 
-def model_of() -> nn.Sequential:
+def model_of(adapters: bool = False) -> nn.Module:
+    if adapters:
+        return killed_adapters.adapted()
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
 
 
-def records() -> list[dict[str, Tensor]]:
+def records(adapters: bool = False) -> list[dict[str, Tensor]]:
+    if adapters:
+        return killed_adapters.texts(RECORDS)
     source = torch.Generator().manual_seed(1)
     x = torch.randn(RECORDS, 5, generator=source, dtype=torch.float64)
     return [{"x": row, "y": row[:3].sin()} for row in x]
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    if "x" not in batch:
+        return killed_adapters.next_words(model, batch)
     return (model(batch["x"]) - batch["y"]).square().sum(dim=1)
 
 
+def sharded(model: nn.Module, ranks: int) -> nn.Module:
+    """Layer by layer, what is left of it together; on one rank whole."""
+    if ranks > 1:
+        mesh = init_device_mesh("cpu", (ranks,))
+        for layer in killed_adapters.layers_of(model) or (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.05)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, applied: Tensor) -> dict[str, Any]:
@@ -234,33 +272,42 @@ def newest(folder: Path) -> Path | None:
 
 def train(folder: Path, case: Case) -> None:
     """One start of one rank, as torchrun makes it."""
-    meet("cpu")
-    rank, start = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    ledger, made = folder / "ledger.jsonl", len(kills_of(folder))
-    aim = aim_of(case, made)
-    if rank == 0:
-        _note_start(folder, made)
-    dist.barrier()
-    note_draws(folder / f"drawn{rank}.jsonl", ledger, start)
-    model = model_of()
-    mesh = init_device_mesh("cpu", (RANKS,))
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer, applied = optimizer_of(model), torch.zeros(case.steps, dtype=torch.bool)
+    together = meet("cpu")
+    rank, start = together.rank, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    made = len(kills_of(folder))
+    aim = aim_of(case, made, together.size)
+    # While no process of an earlier start draws any more, and none of this one.
+    together.by_first(lambda: _note_start(folder, made, together.size))
+    note_draws(folder / f"drawn{rank}.jsonl", folder / "ledger.jsonl", start)
     if aim is not None and aim.rank == rank:
         killer = Killer(folder / f"kill{made:02d}.json", aim)
         for owner, name, place in (
             (PrivateRun, "clip", "backward"),
             (PrivateRun, "release", "release"),
-            (dcp, "save", "save"),
+            killed_adapters.saving() if case.by_trainer else (dcp, "save", "save"),
             (dcp, "load", "load"),
         ):
             killer.watch(owner, name, place)
-    checkpoint = newest(folder)
+    if case.by_trainer:
+        ended = killed_adapters.train(folder, case.config(), case.save_every, together)
+        model, optimizer, applied = ended
+    else:
+        model, optimizer, applied = train_in_a_loop(folder, case, together.size)
+    values = values_of(model, optimizer)
+    torch.save({"weights": values, "applied": applied}, folder / f"end{rank}.pt")
+    leave()
+
+
+def train_in_a_loop(
+    folder: Path, case: Case, ranks: int
+) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
+    """Model and optimiser at the end, and by release whether they have it."""
+    model = sharded(model_of(case.adapters), ranks)
+    optimizer, applied = optimizer_of(model), torch.zeros(case.steps, dtype=torch.bool)
+    checkpoint, alone = newest(folder), ranks == 1
     if checkpoint is not None:
         state = state_of(model, optimizer, applied)
-        dcp.load(state, checkpoint_id=str(checkpoint))
+        dcp.load(state, checkpoint_id=str(checkpoint), no_dist=alone)
         set_state_dict(
             model,
             optimizer,
@@ -268,29 +315,27 @@ def train(folder: Path, case: Case) -> None:
             optim_state_dict=state["optimizer"],
         )
         applied = state["applied"]
-    with case.plan().start(ledger, folder / "keys.json") as run:
-        steps = case.steps - run.released
-        for batch in run.loader(records(), steps=steps, physical_batch_size=3) if steps else ():
+    with case.plan().start(folder / "ledger.jsonl", folder / "keys.json") as run:
+        steps, found = case.steps - run.released, records(case.adapters)
+        for batch in run.loader(found, steps=steps, physical_batch_size=3) if steps else ():
             optimizer.zero_grad()
             run.backward(model, loss, batch)
             optimizer.step()
             applied[run.released - 1] = True
             if run.released % case.save_every == 0:
-                state = state_of(model, optimizer, applied)
-                dcp.save(state, checkpoint_id=str(folder / f"checkpoint{run.released:03d}"))
-    torch.save(
-        {"weights": values_of(model, optimizer), "applied": applied}, folder / f"end{rank}.pt"
-    )
-    leave()
+                state, place = state_of(model, optimizer, applied), f"checkpoint{run.released:03d}"
+                dcp.save(state, checkpoint_id=str(folder / place), no_dist=alone)
+    return model, optimizer, applied
 
 
-def _note_start(folder: Path, kills: int) -> None:
-    """What the ledger counts now, while no process of an earlier start draws any more."""
+def _note_start(folder: Path, kills: int, ranks: int) -> None:
+    """What the ledger counts now."""
     ledger = folder / "ledger.jsonl"
     counted = read_ledger(ledger).releases if holds_records(ledger) else 0
     found = newest(folder)
     with open(folder / "starts.jsonl", "a", encoding="utf-8") as file:
-        told = {"kills": kills, "counted": counted, "drawn": drawn_in(draws_of(folder))}
+        told = {"kills": kills, "ranks_after": ranks}
+        told |= {"counted": counted, "drawn": drawn_in(draws_of(folder))}
         checkpoint = None if found is None else found.name
         file.write(json.dumps(told | {"checkpoint": checkpoint}) + "\n")
 
@@ -313,18 +358,20 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
     """All weights and moments, gathered from all ranks."""
     found = []
     for p in model.parameters():
-        moments = [optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq", "step")]
-        found += [p.detach(), *moments]
+        names = ("exp_avg", "exp_avg_sq", "step") if p.requires_grad else ()
+        found += [p.detach(), *(optimizer.state[p][name] for name in names)]
     parts = [t.full_tensor() if isinstance(t, DTensor) else t for t in found]
     return torch.cat([t.reshape(-1).double() for t in parts])
 
 
 def replayed(case: Case, applied: Tensor) -> Tensor:
     """One process makes all releases, without ledger or stop, and applies some."""
-    model = model_of()
-    optimizer = optimizer_of(model)
+    if case.by_trainer:
+        return values_of(*killed_adapters.replayed(case.config(), applied))
+    model = model_of(case.adapters)
+    optimizer, found = optimizer_of(model), records(case.adapters)
     with case.plan().start() as run:
-        for batch in run.loader(records(), steps=case.steps, physical_batch_size=3):
+        for batch in run.loader(found, steps=case.steps, physical_batch_size=3):
             optimizer.zero_grad()
             run.backward(model, loss, batch)
             if applied[run.released - 1]:
@@ -363,7 +410,7 @@ def facts_of(folder: Path, case: Case) -> Facts:
     lines = [line for line in whole_lines(ledger) if line["type"] == "release"]
     event = read_ledger(ledger).event
     assert event is not None
-    ends = [torch.load(folder / f"end{r}.pt", weights_only=True) for r in range(RANKS)]
+    ends = [torch.load(folder / f"end{r}.pt", weights_only=True) for r in range(case.ranks[-1])]
     return Facts(
         [line["step"] for line in lines],
         epsilon(event, case.plan().delta),
@@ -389,7 +436,8 @@ def problems(facts: Facts, case: Case, replay: Callable[[Case, Tensor], Tensor])
     wrong += [f"a start found {s['drawn']} releases drawn, {s['counted']} counted" for s in less]
     often = Counter((d["step"], d["name"], d["from"]) for d in facts.draws if d["entries"])
     wrong += [f"noise {place} was drawn {n} times" for place, n in often.items() if n > 1]
-    entries = sum(p.numel() for p in model_of().parameters())
+    trained = (p for p in model_of(case.adapters).parameters() if p.requires_grad)
+    entries = sum(p.numel() for p in trained)
     for step in facts.applied.nonzero().flatten().tolist():
         covered = sum(d["entries"] for d in facts.draws if d["step"] == step)
         if covered != entries:
@@ -406,18 +454,23 @@ def problems(facts: Facts, case: Case, replay: Callable[[Case, Tensor], Tensor])
 
 
 def killed_run(case_name: str, folder: Path) -> None:
-    """Raises RuntimeError with what torchrun said, where it did not come to the end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS)]
-    command += ["--max-restarts", str(CASES[case_name].kills), __file__]
-    ended = subprocess.run(
-        [*command, "--case", case_name, "--folder", str(folder)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    if ended.returncode:
-        raise RuntimeError(f"torchrun ended with {ended.returncode}:\n{ended.stderr[-8000:]}")
+    """Raises RuntimeError with what torchrun said, where it did not end as it should."""
+    case, before = CASES[case_name], 0
+    for leg, ranks in enumerate(case.ranks):
+        last = leg == len(case.ranks) - 1
+        kills, before = case.kills_until(leg) - before, case.kills_until(leg)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks)]
+        command += ["--max-restarts", str(kills if last else kills - 1), __file__]
+        ended = subprocess.run(
+            [*command, "--case", case_name, "--folder", str(folder)],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        if (ended.returncode == 0) != last:
+            said = ended.stderr[-8000:]
+            raise RuntimeError(f"torchrun on {ranks} ended with {ended.returncode}:\n{said}")
 
 
 def told_of(case_name: str) -> dict[str, Any]:
@@ -452,7 +505,7 @@ def main() -> int:
     if given.folder is not None:
         train(given.folder, CASES[given.case])
         return 0
-    names = [given.case] if given.case else [name for name in CASES if name != "smoke"]
+    names = [given.case] if given.case else [name for name in CASES if "smoke" not in name]
     told = {name: told_of(name) for name in names}
     environment = {
         "python": platform.python_version(),

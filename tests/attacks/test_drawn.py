@@ -67,7 +67,7 @@ def apart(one: Sum, other: Sum) -> float:
 def unkeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken mechanism: the generators are left as the script seeded them."""
     for keyed in ("_drawing", "_looping"):
-        monkeypatch.setattr(PrivateRun, keyed, lambda self: nullcontext())
+        monkeypatch.setattr(PrivateRun, keyed, lambda *_: nullcontext())
     for place in ("_put_back_after", "seed_all"):
         monkeypatch.setattr(f"quietgrad.generators.{place}", lambda *_: nullcontext())
 
@@ -121,7 +121,7 @@ def test_the_scripts_seed_does_not_say_what_a_loop_draws(dataset: list[int] | No
 def test_unkeyed_it_says_what_a_loop_draws(
     dataset: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PrivateRun, "_looping", lambda self: nullcontext())
+    monkeypatch.setattr(PrivateRun, "_looping", lambda *_: nullcontext())
     assert in_the_loop(dataset) == in_the_loop(dataset)
 
 

@@ -26,6 +26,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sharded_kills.py"
 def script() -> Any:
     spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
     assert spec is not None and spec.loader is not None
+    sys.path.append(str(SCRIPT.parent))  # what stands beside it
     module = importlib.util.module_from_spec(spec)
     sys.modules[SCRIPT.stem] = module  # its frozen records look their module up
     spec.loader.exec_module(module)
@@ -36,21 +37,64 @@ KILLS = script()
 CASE = KILLS.Case(kills=1, steps=3)
 
 
-@pytest.mark.slow("torchrun starts two processes three times")
-def test_a_sharded_run_survives_kills_of_its_ranks() -> None:
+@pytest.mark.slow("torchrun starts the processes of a run two or three times")
+@pytest.mark.parametrize("name", ["smoke", "smoke, adapters", "smoke, by Trainer"])
+def test_a_sharded_run_survives_kills_of_its_ranks(name: str) -> None:
+    """Full, or LoRA: in a loop that goes on on one process in the end, or by PrivateTrainer."""
+    pytest.importorskip("peft")
     ended = subprocess.run(
-        [sys.executable, str(SCRIPT), "--case", "smoke"],
+        [sys.executable, str(SCRIPT), "--case", name],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         timeout=500,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    told = json.loads(ended.stdout)["cases"]["smoke"]
+    case, told = KILLS.CASES[name], json.loads(ended.stdout)["cases"][name]
     assert told["wrong"] == []
-    assert len(told["kills"]) == 2 and told["starts"] == 3
-    assert told["releases"] == KILLS.CASES["smoke"].steps >= told["releases_drawn"]
+    assert len(told["kills"]) == case.kills and told["starts"] == case.kills + 1
+    assert told["releases"] == case.steps >= told["releases_drawn"]
     assert told["epsilon"] <= told["target_epsilon"]
+
+
+def result() -> dict[str, Any]:
+    place = SCRIPT.parent / "results" / "sharded_kills.json"
+    told: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))["cases"]
+    return told
+
+
+def test_the_committed_campaigns_killed_as_often_as_they_say() -> None:
+    """And nothing was wrong; adapters were killed some twenty times, and changed ranks."""
+    told = result()
+    assert set(told) == {name for name in KILLS.CASES if "smoke" not in name}
+    for name, one in told.items():
+        case = KILLS.CASES[name]
+        assert one["wrong"] == [] and len(one["kills"]) == case.kills == one["starts"] - 1
+        assert one["releases"] == case.steps >= one["releases_drawn"]
+        assert one["epsilon"] <= one["target_epsilon"]
+    adapted = [name for name in told if KILLS.CASES[name].adapters]
+    assert sum(len(told[name]["kills"]) for name in adapted) >= 20
+    for name in adapted:
+        after = [kill["ranks_after"] for kill in told[name]["kills"]]
+        assert set(after) == set(KILLS.CASES[name].ranks)
+
+
+STARTS = {
+    "nothing lost": ([(0, 0)], [], 6),
+    "two lost": ([(0, 0), (2, 4)], [2, 3], 6),
+    "a start that saved nothing": ([(0, 0), (2, 3), (2, 5)], [2, 3, 4], 6),
+    "back to the one before": ([(0, 0), (2, 3), (4, 5)], [2, 4], 6),
+    "from the beginning": ([(0, 0), (0, 2)], [0, 1], 6),
+    "after the last release": ([(0, 0), (4, 6)], [4, 5], 6),
+}
+
+
+@pytest.mark.parametrize("name", list(STARTS))
+def test_what_was_applied_follows_from_where_starts_went_on(name: str) -> None:
+    starts, lost, steps = STARTS[name]
+    noted = [dict(zip(("from", "to"), start, strict=True)) for start in starts]
+    applied = KILLS.killed_adapters.applied_in(noted, steps)
+    assert (~applied).nonzero().flatten().tolist() == lost
 
 
 def end_of(case: Any, applied: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.distributed.alike import REMEDIES, message, records_digest, weights_digest
 from quietgrad.distributed.circles import Circle, Circles
 from quietgrad.distributed.groups.leaving import close_connections
+from quietgrad.distributed.groups.loops import Loops
 from quietgrad.distributed.matrices import changed_whole
 from quietgrad.distributed.team import Denoise, Facts
 from quietgrad.noise.noisy_sum import NoisySum
@@ -61,6 +62,8 @@ class Ranks:
             )
         self._control: Any = dist.new_group(backend="gloo")
         self._groups: dict[str, Any] = {"cpu": self._control}
+        self._loops = Loops(self._control.group_name, self.rank, self.size)
+        self.loops = self._loops.say
         self._stopped: str | None = None
         self.in_passes = False
         self._circles = self._all_circles()
@@ -142,12 +145,10 @@ class Ranks:
             self._looked, self._weights = release, self._digests(model)
 
     def _digests(self, model: nn.Module) -> dict[str, str]:
-        """Of the weights, by what is compared."""
-        return {"weights": weights_digest(model)}
+        return {"weights": weights_digest(model)}  # by what is compared
 
     def _compared(self, name: str) -> list[list[int]]:
-        """Which ranks have to say the same of a fact."""
-        return [list(range(self.size))]
+        return [list(range(self.size))]  # ranks that have to say the same of a fact
 
     def same_records(self, dataset: Any, key: RandomKey, cut: str) -> None:
         """Compares digests of some records, and how a loader cuts them (``PrivateLoader.cut``).
@@ -183,14 +184,17 @@ class Ranks:
         mine = message(True, place, told, examples)
         found = [torch.empty_like(mine) for _ in ranks]
         with self.lost():
-            dist.all_gather(found, mine, group=group)
+            away = self._loops.met(dist.all_gather(found, mine, group=group, async_op=True))
+        if away:
+            close_connections()  # what was begun would be waited for at the end, too
+            raise self._stop(away)
         table = torch.stack(found)
         stopped = (table[:, 0] == 0).nonzero().flatten().tolist()
         if stopped:
             raise self._stop(
                 f"rank {ranks[stopped[0]]} stopped after an error of its own, which it has shown"
             )
-        if not _alike(table[:, 1]):
+        if (table[:, 1] != table[0, 1]).any():
             raise self._stop(
                 "the ranks are at different places: one clips or releases where another does not; "
                 "let all ranks make the same calls of the run, also with an empty share"
@@ -308,9 +312,8 @@ class Ranks:
         return self._groups[kind]
 
     def _said(self, word: str) -> str:
-        buffer = torch.zeros(WORD_BYTES, dtype=torch.uint8)
-        told = word.encode("utf-8", "replace")[:WORD_BYTES]
-        buffer[: len(told)] = torch.tensor(list(told), dtype=torch.uint8)
+        told = word.encode("utf-8", "replace")[:WORD_BYTES].ljust(WORD_BYTES, b"\0")
+        buffer = torch.tensor(list(told), dtype=torch.uint8)
         with self.lost():
             dist.broadcast(buffer, FIRST, group=self._control)
         return bytes(buffer.tolist()).rstrip(b"\0").decode("utf-8", "ignore")
@@ -344,7 +347,3 @@ def _of_a_backend(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "/gloo/" in str(error)
     )
-
-
-def _alike(values: Tensor) -> bool:
-    return bool((values == values[0]).all())

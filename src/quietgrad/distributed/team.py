@@ -47,6 +47,10 @@ class Team(Protocol):
         """Tells the others, at their next agreement, that this rank cannot go on."""
         ...
 
+    def loops(self, where: str, released: int) -> None:
+        """Tells those who wait for this rank that its loop "begins" or "leaves", or "closes"."""
+        ...
+
     def look_at(self, model: nn.Module, release: int) -> None:
         """Takes a digest of the weights, for the next ``agree``; once a release."""
         ...
@@ -100,6 +104,9 @@ class Alone:
         return contextlib.nullcontext()
 
     def stop(self) -> None:
+        return None
+
+    def loops(self, where: str, released: int) -> None:
         return None
 
     def look_at(self, model: nn.Module, release: int) -> None:

@@ -87,10 +87,10 @@ class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
         from the run's secret; afterwards they go on as they were.
 
         Raises:
-            RuntimeError: if the previous batch was not released, or in another process than the
-                run's.
+            RuntimeError: where a batch was not released, or in another process than the run's.
         """
         end = self.plan.steps if steps is None else min(self.plan.steps, self._released + steps)
+        self._team.loops("begins", self._released)
         while self._released < end:
             self._require_own_process()
             index = self._released
@@ -98,7 +98,7 @@ class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
             clipper = self._beside.clipper(self.plan.clipper_at(index))
             self._open = OpenBatch(index, len(indices), self._shares.whole(index), clipper.claim)
             self.bindings.clipper = clipper
-            with self._looping():
+            with self._looping(end):
                 yield indices
             if self._released > index + 1:
                 raise RuntimeError(
@@ -286,8 +286,7 @@ class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
     def keep_noise(self) -> None:
         """Keeps the rows that correlated noise goes on from in a secret file beside ``keys``, so
         that a resume draws again only what came after. Without ``keys``, with independent noise or
-        memory="regenerate" there is nothing to keep. Cost: b - 1 copies of the trainable
-        parameters, written to disk.
+        memory="regenerate" there is nothing to keep. Cost: b - 1 copies of what is trained.
         """
         self._require_own_process()
         self._session.keep()
@@ -336,6 +335,7 @@ class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
 
     def close(self) -> None:
         """Closes the ledger; nothing can be released after it."""
+        self._team.loops("closes", self._released)
         self._closed = True
         self._loader = None  # workers that stay would hold on to the locks of the run's files
         if self._writer is not None:

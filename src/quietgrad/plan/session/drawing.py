@@ -47,8 +47,16 @@ class DrawsForModels(BoundToProcess):
         with self._model_draws.of(self._released, self.model_seed):
             yield
 
-    def _looping(self) -> contextlib.AbstractContextManager[None]:
-        """While a batch is open in a loop: what the loop itself draws for its records."""
-        return self._loop_draws.of(
-            self._released, lambda: self._seed("loop"), with_the_scripts=True
-        )
+    @contextlib.contextmanager
+    def _looping(self, end: int = 0) -> Iterator[None]:
+        """While a batch is open in a loop until release ``end``: what the loop itself draws for its
+        records. Where it is left, those who wait for this rank hear of it.
+        """
+        seed = lambda: self._seed("loop")  # noqa: E731
+        try:
+            with self._loop_draws.of(self._released, seed, with_the_scripts=True):
+                yield
+        except GeneratorExit:
+            if self._released < end:
+                self._team.loops("leaves", self._released)
+            raise
