@@ -187,6 +187,7 @@ class Comparison:
         tree.pop("spectrum")  # training does not read it
         tree["data"].pop("public")  # a declaration, not a setting
         tree["training"].pop("hours")  # what is compared is said
+        tree["training"].pop("tensorboard")  # of a run directory
         user, users = tree["data"].pop("user"), tree.pop("users")
         if user:  # as before there were users
             tree["users"] = users | {"user": user}

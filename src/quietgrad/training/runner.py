@@ -29,6 +29,7 @@ from quietgrad.training.files.checkpoint import (
     restore_checkpoint,
     save_checkpoint,
 )
+from quietgrad.training.files.events import EventFile
 from quietgrad.training.files.noise_state import (
     NoiseKeeper,
     forget_keys,
@@ -190,6 +191,7 @@ class _Loop:
         rule = config.momentum_rule if prepared.plan is not None else None
         built = build_optimizer(self.trained, config.optimizer, prepared.steps, rule)
         self.optimizer, self.schedule = built
+        self.events = EventFile(run_dir.path) if config.training.tensorboard else None
         decay = config.training.averaging
         self.average = ExponentialAverage(self.model, decay) if decay else None
 
@@ -238,6 +240,8 @@ class _Loop:
                 record["data_declared_public"] = True
         if self.writes:
             self.run_dir.append_metrics(record)
+            if self.events is not None:
+                self.events.add(record)
         return score
 
     def save(self, done: int) -> None:

@@ -19,6 +19,7 @@ FREE = {
     "training.precision",
     "training.cache_frozen_layers",
     "training.sharded",
+    "training.tensorboard",
     "optimizer.learning_rate",
     "optimizer.head_learning_rate",
     "optimizer.weight_decay",

@@ -305,6 +305,7 @@ class TrainingTable:
         sharded: of several processes (torchrun, --nproc) each holds a shard of every parameter, and
             not the whole model (docs/fully_sharded.md); on one process it has no effect but that
             frozen layers are not cached.
+        tensorboard: write what ``metrics.jsonl`` holds as a file that TensorBoard reads, too.
         seed: reproducible sampling, noise and initialisation; the guarantee then holds only if it
             stays secret and starts one run. Unless data.public: a string of at least 32 hexadecimal
             digits drawn at random, or a whole number of at least 2^127.
@@ -323,6 +324,7 @@ class TrainingTable:
     averaging: Amount = 0.0
     cache_frozen_layers: bool = True
     sharded: bool = False
+    tensorboard: bool = True
     seed: int | str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
