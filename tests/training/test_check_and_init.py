@@ -414,3 +414,41 @@ def test_column_names_alone_are_no_records(name: str, quietgrad: Run, tmp_path: 
     assert code == 1 and "holds no records" in out and "Every row" not in out
     code, _, err = quietgrad("init", file, "-o", tmp_path / "a.toml")
     assert code == 2 and "holds no records" in err and err.count("\n") == 1
+
+
+NAMELESS = {
+    "texts": "".join(f"{text},{label}\n" for text, label in labelled_texts()),
+    "numbers": "".join(f"{20 + i % 41},{'low' if i % 3 else 'high'}\n" for i in range(90)),
+    "words": "".join(
+        f"{('nurse', 'smith')[i % 2]},{'low' if i % 3 else 'high'}\n" for i in range(90)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NAMELESS)
+def test_a_record_is_no_line_of_names(kind: str, quietgrad: Run, tmp_path: Path) -> None:
+    file, config = tmp_path / "nameless.csv", tmp_path / "nameless.toml"
+    file.write_text(NAMELESS[kind])
+    code, _, err = quietgrad("init", file, "-o", config)
+    assert code == 2 and "first line looks like a record" in err and not config.exists()
+    assert file.read_text().splitlines()[0].split(",")[0] not in err.replace(str(file), "")
+    code, out, _ = quietgrad("check", file)
+    assert code == 1 and "first line looks like a record" in out
+
+
+def test_a_column_may_be_called_as_one_of_its_labels(quietgrad: Run, tmp_path: Path) -> None:
+    mails = [(text, "spam" if label == "bad" else "ham") for text, label in labelled_texts()]
+    file = tmp_path / "mails.csv"
+    file.write_text("text,spam\n" + "".join(f"{text},{label}\n" for text, label in mails))
+    assert quietgrad("init", file, "-o", tmp_path / "mails.toml")[0] == 0
+    assert quietgrad("check", file)[0] == 0
+
+
+def test_numbers_in_a_column_called_label_are_looked_at(quietgrad: Run, tmp_path: Path) -> None:
+    file = tmp_path / "scores.csv"
+    texts = [text for text, _ in labelled_texts()]
+    file.write_text("text,label\n" + "".join(f"{t},{i * 0.37:.2f}\n" for i, t in enumerate(texts)))
+    code, out, _ = quietgrad("check", file)
+    assert code == 1 and "numbers with fractions" in out
+    code, _, err = quietgrad("init", file, "-o", tmp_path / "scores.toml")
+    assert code == 2 and "numbers with fractions" in err

@@ -169,7 +169,7 @@ def _print_file(target: Console, found: Inspection) -> None:
             "Mend these rows, or set data.skip_bad = true, which leaves out every such row.",
             soft_wrap=True,
         )
-    elif not found.refused:
+    elif not (found.failure or found.ownerless):
         target.print("Every row can be read.")
     if found.ownerless:
         target.print(

@@ -108,6 +108,7 @@ def guess(
     if not text and not label and asked and answer and columns[answer].kind == "text":
         return Guess("answers", answer, asked)
     labels = [label] if label else [n for n in _best(columns, "classes", LABELS) if n not in texts]
+    labels = labels or [lower[n] for n in LABELS if n in lower and lower[n] not in texts]
     if not labels:
         raise ValueError(
             f"FILE={path!r}: no column looks like a label (words or whole numbers that repeat); "
@@ -128,6 +129,22 @@ def guess(
             f"FILE={path!r} has the single column {labels[0]!r}; add one to learn from"
         )
     return Guess("table", labels[0])
+
+
+def names_are_a_record(columns: Mapping[str, Sequence[Any]], label: str) -> bool:
+    """Whether a file seems to begin with a record in place of the names of its columns: the label's
+    name is a label, and another name is what its column holds (a number, a text, one of its words).
+    A column "spam" of "spam" and "ham" alone says nothing.
+    """
+    if label not in counted(columns[label]):
+        return False
+    for name, cells in columns.items():
+        kind = _column(name, cells).kind
+        number = kind == "numbers" and _number(name) is not None
+        text = kind == "text" and len(name.split()) >= TEXT_WORDS
+        if name != label and (number or text or name in counted(cells)):
+            return True
+    return False
 
 
 def _best(columns: Mapping[str, Column], kind: Kind, names: Sequence[str]) -> list[str]:

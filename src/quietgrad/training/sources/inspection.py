@@ -19,6 +19,7 @@ from quietgrad.training.sources.guess import (
     describe,
     fractional,
     measured,
+    names_are_a_record,
 )
 from quietgrad.training.sources.rows import (
     FILES,
@@ -32,6 +33,10 @@ from quietgrad.training.sources.rows import (
 
 RARE = 5  # records of a label among those that validate and test, on average
 LOST = "no {0}: column {1!r} is empty"
+NO_NAMES = (
+    "its first line looks like a record, not like the names of columns: put a line of names above "
+    "it (text,label)"
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Inspection:
     @property
     def refused(self) -> bool:
         """Whether training would refuse the file as it is."""
-        return bool(self.failure or self.broken or self.gaps or self.ownerless)
+        return bool(self.failure or self.broken or self.gaps or self.ownerless or self.unfit)
 
 
 def read_for_owner(path: Path) -> tuple[Inspection, Rows | None]:
@@ -143,6 +148,8 @@ def with_labels(
     rare = [word for word, count in known.items() if count * held_out < RARE]
     notes = []
     unfit = _no_classes(label, known, found.records)
+    if Path(found.path).suffix.lower() in (".csv", ".tsv"):
+        unfit = NO_NAMES if names_are_a_record(rows.columns, label) else unfit
     folded: dict[str, list[str]] = {}
     for word in known:
         folded.setdefault(word.casefold(), []).append(word)
