@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,59 +11,26 @@ import numpy as np
 import pytest
 from tiny_runs import train
 
-from quietgrad.training.files.events import EventFile, _checksum
+from quietgrad.training.files.events import EventFile
+
+pytest.importorskip("tensorboard")
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 EPSILON = 1.9999  # the nearest float32 lies below
 
 
-def fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, content) of a message's fields."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        found = shift = 0
-        while True:
-            byte, at = message[at], at + 1
-            found, shift = found | (byte & 0x7F) << shift, shift + 7
-            if byte < 0x80:
-                return found
-
-    while at < len(message):
-        key = varint()
-        size = {1: 8, 5: 4, 2: None, 0: 0}[key & 7]
-        if size == 0:
-            yield key >> 3, varint()
-            continue
-        size = varint() if size is None else size
-        yield key >> 3, message[at : at + size]
-        at += size
-
-
 def told(path: Path) -> list[tuple[float, int, dict[str, float]]]:
-    """Time, step and numbers of each event, read from what the format says."""
-    content, found = path.read_bytes(), []
-    while content:
-        (length,) = struct.unpack("<Q", content[:8])
-        event = content[12 : 12 + length]
-        assert content[8:12] == _checksum(content[:8])
-        assert content[12 + length : 16 + length] == _checksum(event)
-        content = content[16 + length :]
-        of = dict(fields(event))
-        values = (dict(fields(value)) for _, value in fields(of.get(5, b"")))
-        numbers = {v[1].decode(): struct.unpack("<f", v[2])[0] for v in values}
-        found.append((struct.unpack("<d", of[1])[0], of.get(2, 0), numbers))
+    """Time, step and numbers of each event."""
+    found = []
+    for event in EventFileLoader(str(path)).Load():
+        numbers = {v.tag: v.tensor.float_val[0] for v in event.summary.value}
+        found.append((event.wall_time, event.step, numbers))
     return found
 
 
 def of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*tfevents*"))
-
-
-def test_the_checksum_is_the_published_one() -> None:
-    (masked,) = struct.unpack("<I", _checksum(b"123456789"))
-    rotated = (masked - 0xA282EAD8) & 0xFFFFFFFF
-    assert (rotated << 15 | rotated >> 17) & 0xFFFFFFFF == 0xE3069283  # RFC 3720's check value
 
 
 def test_numbers_of_metrics_at_their_steps_and_no_times(tmp_path: Path) -> None:
@@ -83,11 +49,10 @@ def test_numbers_of_metrics_at_their_steps_and_no_times(tmp_path: Path) -> None:
 
 
 def test_tensorboard_reads_it(tmp_path: Path) -> None:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     file = EventFile(tmp_path)
     for step in (10, 20):
         file.add({"step": step, "validation_accuracy": step / 40, "epsilon": EPSILON})
-    read = reader.EventAccumulator(str(tmp_path))
+    read = EventAccumulator(str(tmp_path))
     read.Reload()
     assert read.Tags()["scalars"] == ["validation_accuracy", "epsilon"]
     assert [(e.step, e.value) for e in read.Scalars("validation_accuracy")] == [
@@ -108,3 +73,12 @@ def test_a_run_writes_what_its_metrics_say(settings: dict[str, Any], wanted: boo
         for (_, _, numbers), line in zip(events, metrics, strict=True):
             accuracy = numbers["validation_accuracy"]
             assert accuracy == pytest.approx(line["validation_accuracy"])
+
+
+def test_nothing_is_written_where_tensorboard_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert EventFile.where_installed(tmp_path, True) is not None
+    assert EventFile.where_installed(tmp_path, False) is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert EventFile.where_installed(tmp_path, True) is None

@@ -191,7 +191,7 @@ class _Loop:
         rule = config.momentum_rule if prepared.plan is not None else None
         built = build_optimizer(self.trained, config.optimizer, prepared.steps, rule)
         self.optimizer, self.schedule = built
-        self.events = EventFile(run_dir.path) if config.training.tensorboard else None
+        self.events = EventFile.where_installed(run_dir.path, config.training.tensorboard)
         decay = config.training.averaging
         self.average = ExponentialAverage(self.model, decay) if decay else None
 

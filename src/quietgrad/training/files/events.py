@@ -1,6 +1,5 @@
-"""What ``metrics.jsonl`` says, as TensorBoard reads it: a file of length-prefixed, checksummed
-records (TensorFlow's ``record_writer.h``), each an ``Event`` message (``event.proto``). TensorBoard
-is not needed to write them.
+"""What ``metrics.jsonl`` says, as TensorBoard reads it. In its own types, but not by its usual
+writer, which puts the machine's name into the file's and the time of each event beside it.
 
 All events have the time at which the file was begun: how long steps take follows from the sizes of
 their batches, which are private.
@@ -8,8 +7,8 @@ their batches, which are private.
 
 from __future__ import annotations
 
+import importlib.util
 import math
-import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ import numpy as np
 
 NAME = "events.out.tfevents.{:010d}.quietgrad"  # TensorBoard reads a run's files by their names
 NOT_SHOWN = {"step", "validation_records"}
-_POLYNOMIAL = 0x82F63B78  # CRC-32C, bits reversed
 
 
 class EventFile:
@@ -35,24 +33,32 @@ class EventFile:
         self._path: Path | None = None
         self._began = 0.0
 
+    @classmethod
+    def where_installed(cls, folder: Path, wanted: bool) -> EventFile | None:
+        """None where nobody wants it, or TensorBoard is not installed."""
+        installed = wanted and importlib.util.find_spec("tensorboard") is not None
+        return cls(folder) if installed else None
+
     def add(self, record: Mapping[str, Any]) -> None:
         """Adds the numbers of a line of metrics, at its step."""
+        # Not at the top: they take as long to load as the rest of a command.
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         if self._path is None:
             taken = len(list(self._folder.glob(NAME.replace("{:010d}", "*"))))
             self._path, self._began = self._folder / NAME.format(taken), time.time()
-            self._write(_text(3, b"brain.Event:2"))
-        summary = b"".join(
-            _text(1, _text(1, tag.encode()) + _key(2, 5) + struct.pack("<f", _narrow(tag, value)))
-            for tag, value in _shown(record).items()
-        )
-        self._write(_key(2, 0) + _varint(int(record["step"])) + _text(5, summary))
+            self._write(file_version="brain.Event:2")
+        values = [Summary.Value(tag=t, simple_value=v) for t, v in _shown(record).items()]
+        self._write(step=record["step"], summary=Summary(value=values))
 
-    def _write(self, fields: bytes) -> None:
+    def _write(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         assert self._path is not None
-        event = _key(1, 1) + struct.pack("<d", self._began) + fields
-        length = struct.pack("<Q", len(event))
+        event = Event(wall_time=self._began, **fields)
         with open(self._path, "ab") as file:
-            file.write(length + _checksum(length) + event + _checksum(event))
+            RecordWriter(file).write(event.SerializeToString())
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, float]:
@@ -60,7 +66,7 @@ def _shown(record: Mapping[str, Any]) -> dict[str, float]:
     of = f"_per_{record['unit']}" if "unit" in record else ""
     of += "_of_data_declared_public" if record.get("data_declared_public") else ""
     return {
-        f"epsilon{of}" if tag == "epsilon" else tag: value
+        f"epsilon{of}" if tag == "epsilon" else tag: _narrow(tag, value)
         for tag, value in record.items()
         if tag not in NOT_SHOWN and type(value) in (int, float)
     }
@@ -72,32 +78,3 @@ def _narrow(tag: str, value: float) -> float:
     if tag.startswith("epsilon") and float(narrow) < value:
         narrow = np.nextafter(narrow, np.float32(math.inf))
     return float(narrow)
-
-
-def _varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first."""
-    found = bytearray()
-    while number > 0x7F:
-        found.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*found, number])
-
-
-def _key(field: int, kind: int) -> bytes:
-    return bytes([field << 3 | kind])
-
-
-def _text(field: int, content: bytes) -> bytes:
-    """A field of bytes, text or a message."""
-    return _key(field, 2) + _varint(len(content)) + content
-
-
-def _checksum(content: bytes) -> bytes:
-    """CRC-32C (Castagnoli), masked as record files want it."""
-    remainder = 0xFFFFFFFF
-    for byte in content:
-        remainder ^= byte
-        for _ in range(8):
-            remainder = remainder >> 1 ^ (_POLYNOMIAL if remainder & 1 else 0)
-    code = remainder ^ 0xFFFFFFFF
-    return struct.pack("<I", ((code >> 15 | code << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -305,7 +305,8 @@ class TrainingTable:
         sharded: of several processes (torchrun, --nproc) each holds a shard of every parameter, and
             not the whole model (docs/fully_sharded.md); on one process it has no effect but that
             frozen layers are not cached.
-        tensorboard: write what ``metrics.jsonl`` holds as a file that TensorBoard reads, too.
+        tensorboard: where TensorBoard is installed, write what ``metrics.jsonl`` holds as a file
+            that it reads, too.
         seed: reproducible sampling, noise and initialisation; the guarantee then holds only if it
             stays secret and starts one run. Unless data.public: a string of at least 32 hexadecimal
             digits drawn at random, or a whole number of at least 2^127.
