@@ -4,13 +4,17 @@ on privacy is what a reader of the hub would see.
 
 from __future__ import annotations
 
+import json
+from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from private_trainers import StopAt, classifier, llama, pairs, tokenizer, trainer
+from transformers import trainer as of_transformers
 from trl import SFTConfig
 
 from quietgrad import PrivacyConfig
@@ -92,3 +96,31 @@ def test_the_card_that_trl_writes_at_checkpoints(tmp_path: Path) -> None:
     trained.train()
     card = (tmp_path / "README.md").read_text()
     assert card.count("## Privacy") == 1 and "over all 2 steps" in card
+
+
+def test_what_goes_to_the_hub_after_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub in the place of Hugging Face's, which is given a folder."""
+    sent: dict[str, bytes] = {}
+
+    def upload_folder(folder_path: Any, ignore_patterns: list[str], **_: Any) -> str:
+        for path in Path(folder_path).rglob("*"):
+            name = str(path.relative_to(folder_path))
+            if path.is_file() and not any(fnmatch(name, p) for p in ignore_patterns):
+                sent[name] = path.read_bytes()
+        return "sent"
+
+    def create_repo(name: str, **_: Any) -> Any:
+        return SimpleNamespace(repo_id=name)
+
+    hub = SimpleNamespace(create_repo=create_repo, upload_folder=upload_folder)
+    monkeypatch.setattr(of_transformers, "hf_api", lambda: hub)
+    trained = trainer(tmp_path, hub_model_id="us/ours")
+    trained.train()
+    assert trained.push_to_hub() == "sent"
+    assert {"model.safetensors", "README.md", "quietgrad.json"} <= set(sent)
+    assert not any("secrets" in name for name in sent)
+    assert b"## Privacy" in sent["README.md"]
+    said = json.loads(sent["quietgrad.json"])["quietgrad_trained_on"]
+    assert said["epsilon"] == trained.epsilon()

@@ -36,6 +36,11 @@ FILES = {
     "twice": ("a.csv", "text,text\na,b\n", "two columns named 'text'"),
     "behind": ("a.csv", GOOD.replace("good\n", "good,\n"), "rows of it are broken"),
     "jsonl": ("a.jsonl", JSONL + '{"text": "a"', "quietgrad check"),
+    "objects": (
+        "a.jsonl",
+        JSONL.replace('"label": ', '"label": {"is": ').replace("}", "}}"),
+        "objects",
+    ),
     "list": ("a.jsonl", "[" + JSONL.strip().replace("\n", ",\n") + "]", "name it .json"),
     "lines": ("a.json", JSONL, "name it .jsonl"),
     "names-alone": ("a.csv", "text,label\n", "column names, and none below it"),

@@ -452,3 +452,17 @@ def test_numbers_in_a_column_called_label_are_looked_at(quietgrad: Run, tmp_path
     assert code == 1 and "numbers with fractions" in out
     code, _, err = quietgrad("init", file, "-o", tmp_path / "scores.toml")
     assert code == 2 and "numbers with fractions" in err
+
+
+@pytest.mark.parametrize("label", [["good"], {"is": "good"}])
+def test_lists_and_objects_are_no_labels(label: object, quietgrad: Run, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    lines = [
+        {"text": text, "label": label if i % 2 else "bad"}
+        for i, (text, _) in enumerate(labelled_texts())
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, out, _ = quietgrad("check", file)
+    assert code == 1 and "lists or objects" in out
+    code, _, err = quietgrad("init", file, "-o", tmp_path / "a.toml")
+    assert code == 2 and "lists or objects" in err

@@ -148,6 +148,8 @@ def with_labels(
     rare = [word for word, count in known.items() if count * held_out < RARE]
     notes = []
     unfit = _no_classes(label, known, found.records)
+    if any(isinstance(cell, list | dict) for cell in rows.columns[label]):
+        unfit = f"labels in column {label!r} are lists or objects: write one word or number each"
     if Path(found.path).suffix.lower() in (".csv", ".tsv"):
         unfit = NO_NAMES if names_are_a_record(rows.columns, label) else unfit
     folded: dict[str, list[str]] = {}

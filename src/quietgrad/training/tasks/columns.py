@@ -76,6 +76,20 @@ def missing(label: Any) -> bool:
     return label is None or label == "" or (isinstance(label, float) and np.isnan(label))
 
 
+def require_words(labels: Sequence[Any], source: str) -> None:
+    """Labels are words or numbers, where any is: a list's way of being written is no class.
+
+    Raises:
+        ValueError: for a column of lists or objects.
+    """
+    filled = [label for label in labels if not missing(label)]
+    if filled and all(isinstance(label, list | dict) for label in filled):
+        raise ValueError(
+            f"data.source={source!r}: the labels are lists or objects; give each record one word "
+            "or number (data.label)"
+        )
+
+
 def label_word(label: Any) -> str:
     """A cell as a word; a whole number that a table keeps as a float is one without a point."""
     return (

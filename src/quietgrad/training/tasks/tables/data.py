@@ -29,6 +29,7 @@ from quietgrad.training.tasks.columns import (
     missing,
     owners_in,
     read_columns,
+    require_words,
     told_names,
     without_gaps,
 )
@@ -126,6 +127,7 @@ def load_rows(
             f"data.source={source!r} has no column beside the label {label_column!r}; add some to "
             "learn from"
         )
+    require_words(labels, source)
     words = [None if missing(label) else label_word(label) for label in labels]
     names = tuple(sorted({word for word in words if word is not None}))
     index = {name: i for i, name in enumerate(names)}

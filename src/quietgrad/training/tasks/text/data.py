@@ -24,6 +24,7 @@ from quietgrad.training.tasks.columns import (
     missing,
     owners_in,
     read_columns,
+    require_words,
     told_names,
     without_gaps,
 )
@@ -159,6 +160,7 @@ def _labelled(texts: Sequence[Any], labels: Sequence[Any], source: str) -> Label
     usable = [
         _is_text(text) and not missing(label) for text, label in zip(texts, labels, strict=True)
     ]
+    require_words(labels, source)
     words = [label_word(label) for label in labels]
     names = tuple(sorted({word for word, use in zip(words, usable, strict=True) if use}))
     index = {name: i for i, name in enumerate(names)}
