@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers as hf
-from private_trainers import PRIVACY, classifier, records, tokenizer, trainer
+from private_trainers import PRIVACY, bert_loss, classifier, records, tokenizer, trainer
+from processes import on_processes
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from quietgrad.clipping.bound import BoundClipper
 from quietgrad.integrations.transformers.collating import Looking
 
 together = hf.default_data_collator
@@ -79,6 +82,44 @@ def test_a_record_that_depends_on_those_beside_it_is_refused(
     with pytest.raises(ValueError, match=why):
         trained.train()
     assert trained.epsilon() == 0.0
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def compared(model: Any, batch: Any) -> torch.Tensor:
+    """Every record's loss has the batch's mean in it."""
+    losses = bert_loss(model, batch)
+    return losses - losses.mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["same", "changed"])
+def test_what_is_refused_has_begun_no_run(changes: dict[str, Any], tmp_path: Path) -> None:
+    """So the same directory is trained into once the loss is right. A model that Trainer changes
+    before it trains is looked at once more; any other is not.
+    """
+    told = {"eval_dataset": records(20, seed=1), **changes}
+    wrong = trainer(tmp_path, per_example_loss=compared, **told)
+    with pytest.raises(ValueError, match="depends on"):
+        wrong.train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == []
+    right = trainer(tmp_path, per_example_loss=bert_loss, **told)
+    own = BoundClipper.check
+    with mock.patch.object(BoundClipper, "check", autospec=True, side_effect=own) as look:
+        right.train()
+    assert look.call_count == 1 + len(changes)
+    (bound,) = right._run.bindings._bound
+    assert bound._guard.public is not None  # later looks are at these, too
+
+
+@pytest.mark.distributed
+def test_what_is_refused_has_begun_no_run_on_two_processes(tmp_path: Path) -> None:
+    def run() -> None:
+        told = {"eval_dataset": records(20, seed=1), "ddp_find_unused_parameters": False}
+        trainer(tmp_path / "run", per_example_loss=compared, **told).train()
+
+    for found in on_processes(2, tmp_path / "both", run):
+        assert "depends on" in found
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
 
 
 def test_masked_padding_trains(tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ def test_looks_draw_alike_on_all_ranks(tmp_path: Path) -> None:
     """Where one rank found that a collator draws, and another not, one would make passes alone."""
 
     def run() -> Any:
-        from quietgrad.integrations.transformers import trainer as module
+        from quietgrad.integrations.transformers import collating as module
 
         class Seen(Exception):
             pass

@@ -14,6 +14,7 @@ from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.soundness.refusals import refuse_calling_loop
+from quietgrad.tensors import Batch
 
 
 @dataclass
@@ -45,6 +46,12 @@ class Bindings:
         refuse_calling_loop(model)
         self._bound = [*self._bound[1 - self.most :], self.clipper.bind(model, per_example_loss)]
         return self._bound[-1]
+
+    def check(
+        self, model: nn.Module, per_example_loss: PerExampleLoss, public_batch: Batch
+    ) -> None:
+        """``BoundClipper.check``, before there is a run: what is known then, the run is given."""
+        self.of(model, per_example_loss).check(public_batch)
 
 
 def same_function(one: object, other: object) -> bool:

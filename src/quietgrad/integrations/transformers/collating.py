@@ -2,11 +2,12 @@
 
 The clipper's guard compares the rows of one batch, which the collator has made already: it sees
 neither a collator that mixes records nor padding that the model does not mask. Here a few records
-are collated alone and together.
+are collated alone and together. ``LookingTrainer`` says when: before the ledger is opened.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,12 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from quietgrad.clipping.bindings import Bindings
 from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.clipping.soundness.kept.lazily import as_before
 from quietgrad.generators import keyed_generators
+from quietgrad.integrations.transformers.sharding import ShardingTrainer
+from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.tensors import to_device
+from quietgrad.training.tasks.records import spread
 
+GUARDED_RECORDS = 32  # of the evaluation data, for the clipper's guard
 TOGETHER = 8  # records that are looked at
-SEEDS = (1, 2, 3)  # of collators that draw; nothing is released here
+SEEDS = (1, 2, 3, 4, 5, 6)  # of collators that draw; nothing is released here
 SINGLE, TENSOR_CORES, HALF = 2e-5, 1e-3, 5e-2  # what rounding may change of a loss
 
 MIXED = (
@@ -75,9 +82,9 @@ class Looking:
                 if key not in alone or not _compatible(together[i], alone[key], key in drawn):
                     raise ValueError(MIXED.format(key=key))
         for seed in SEEDS if drawn else ():
-            # The same draws for the first record, and the others in another order beside it.
+            # The same draws for the first record, and another one at every place beside it.
             first = dict(leaves(self._collated(records, seed)))
-            other = leaves(self._collated([records[0], *records[:0:-1]], seed))
+            other = leaves(self._collated([records[0], *records[2:], records[1]], seed))
             for key, rows in other:
                 if rows.shape == first[key].shape and not same(rows[0], first[key][0]):
                     raise ValueError(MIXED.format(key=key))
@@ -146,3 +153,100 @@ def _compatible(row: Tensor, alone: Tensor, drawn: bool) -> bool:
 
 def _shapes(batch: Any) -> list[torch.Size]:
     return [leaf.shape[1:] for _, leaf in leaves(batch)]
+
+
+class LookingTrainer(ShardingTrainer):
+    """``ShardingTrainer`` that looks at model, loss and collator on a few records before the ledger
+    is opened, so that what is refused is no run yet.
+    """
+
+    plan: PrivacyPlan
+    _loss: PerExampleLoss
+    _session: Any
+    _read: Callable[[Any, str], tuple[Any, Collate]]
+    _not_compiled: Callable[[Any], nn.Module]
+    # What the model was like, and what is known of it.
+    _looked: tuple[Any, Bindings] | None = None
+
+    def _look_first(self) -> None:
+        """Before the ledger is opened. (Not where ``train()`` makes the model or shards it, and all
+        processes make its passes together: then as soon as that is done.)
+
+        Raises:
+            ValueError: with the remedy.
+        """
+        self._looked = None
+        if self.is_fsdp_enabled or self.model_init is not None:
+            return
+        known = Bindings(self.plan.clipper)
+        self._guard(self.model, known, secrets.randbits(62), secrets.randbits(62))
+        self._looked = (told_of(self._not_compiled(self.model)), known)
+
+    def _look_again(self, model: Any, run: PrivateRun) -> None:
+        """Once Trainer has prepared the model: where it is still what was looked at (no shards, no
+        half precision, no checkpointing, no weights of a checkpoint since), the run takes what is
+        known of it.
+        """
+        looked, self._looked = self._looked, None
+        same = looked is not None and looked[0] == told_of(self._not_compiled(model))
+        if same and self._session.resumed is None:
+            assert looked is not None
+            run.bindings = looked[1]
+        else:
+            self._guard(model, run, self._session.look_seed(), run.model_seed())
+
+    def _guard(
+        self, model: Any, known: Bindings | PrivateRun, look_seed: int, model_seed: int
+    ) -> None:
+        """The clipper's guard looks at evaluation records, where they have labels, so that what it
+        refuses says nothing of private ones; collator and padding are looked at on these, then on
+        training records.
+        """
+        public: Any = self.eval_dataset
+        if isinstance(public, dict):
+            public = next(iter(public.values()), None)
+        if public is None or not hasattr(public, "__len__") or len(public) < 2:
+            public = None
+        elif self._look(model, public, "evaluation", look_seed):
+            records, collate = self._read(public, "evaluation")
+            batch = collate([records[int(i)] for i in spread(records, GUARDED_RECORDS)])
+            model.train()
+            plain = self._not_compiled(model)
+            with keyed_generators(model_seed):
+                device = next(plain.parameters()).device
+                known.check(plain, self._loss, to_device(batch, device))
+        self._look(model, self.train_dataset, "training", look_seed)
+
+    def _look(self, model: Any, dataset: Any, description: str, seed: int) -> bool:
+        """At the collator, and at padding; says whether there are labels."""
+        records, collate = self._read(dataset, description)
+        few = [records[int(i)] for i in spread(records, TOGETHER)]
+        labelled = set(self.label_names) <= set(collate(few[:1]))
+        if labelled and len(few) > 1 and self.args.per_device_train_batch_size > 1:
+            plain = self._not_compiled(model)
+            looking = Looking(plain, collate, few, seed)
+            if not looking.refuse_mixing():
+                narrow = self.args.mixed_precision != "no"
+                with as_before(plain, self._loss):
+                    looking.refuse_padding(self._loss, rounding(plain, narrow))
+        return labelled
+
+
+def told_of(model: nn.Module) -> list[tuple[object, ...]]:
+    """What decides how a model runs, as far as Trainer changes it before training: its modules,
+    with their switches, functions and hooks, and where their parameters are.
+    """
+    return [
+        (
+            module,
+            type(module),
+            [(n, value) for n, value in vars(module).items() if n[0] != "_" and _is_told(value)],
+            [*module._forward_hooks.values(), *module._forward_pre_hooks.values()],
+            [(id(p), p.dtype, p.device, p.requires_grad) for p in module.parameters(recurse=False)],
+        )
+        for module in model.modules()
+    ]
+
+
+def _is_told(value: object) -> bool:
+    return isinstance(value, bool | int | float | str) or callable(value)

@@ -21,28 +21,21 @@ from transformers.trainer_utils import TrainOutput
 import quietgrad.integrations.transformers.refusals as refusals
 from quietgrad.checks import warn_of_half_precision
 from quietgrad.clipping.capture.backward import PerExampleLoss
-from quietgrad.clipping.soundness.kept.lazily import as_before
-from quietgrad.generators import keyed_generators
 from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.plans import plan_for
 from quietgrad.integrations.stepping import ReleasedGradients
-from quietgrad.integrations.transformers.collating import TOGETHER, Looking, rounding
+from quietgrad.integrations.transformers.collating import LookingTrainer
 from quietgrad.integrations.transformers.hooks import require_hooks
 from quietgrad.integrations.transformers.loading import EpochLoader
 from quietgrad.integrations.transformers.losses import record_loss_of
 from quietgrad.integrations.transformers.quiet import NO_SEARCH
 from quietgrad.integrations.transformers.session import TrainerSession
-from quietgrad.integrations.transformers.sharding import ShardingTrainer
 from quietgrad.loading.batches import LoadedBatch
 from quietgrad.loading.loader import PrivateLoader
 from quietgrad.plan import PrivacyConfig, PrivacyPlan, PrivateRun
-from quietgrad.tensors import to_device
-from quietgrad.training.tasks.records import spread
-
-GUARDED_RECORDS = 32  # of the evaluation data, for the clipper's guard
 
 
-class PrivateTrainer(ShardingTrainer):
+class PrivateTrainer(LookingTrainer):
     """``transformers.Trainer`` that trains privately: ``privacy=`` says how.
 
     What Trainer does with public things is Trainer's: callbacks, schedulers, evaluation,
@@ -175,6 +168,7 @@ class PrivateTrainer(ShardingTrainer):
         self._require_shardable()
         if self.accelerator.mixed_precision != "no" and not self.plan.data_are_public:
             warn_of_half_precision("args.bf16=True", "bf16=False")
+        self._look_first()
         with self._session.open(resume_from_checkpoint or False, self._require_readable) as found:
             try:
                 done = super().train(found, None, ignore_keys_for_eval, **options)
@@ -293,42 +287,8 @@ class PrivateTrainer(ShardingTrainer):
                     schedule.step()
         self._offset = self._run.released % self.plan.sampler.steps_per_epoch
         if self._run.released < self.plan.steps:
-            self._guard(model)
+            self._look_again(model, self._run)
         return model, loader
-
-    def _guard(self, model: nn.Module) -> None:
-        """The clipper's guard looks at evaluation records, where they have labels, so that what it
-        refuses says nothing of private ones; collator and padding are looked at on these, then on
-        training records.
-        """
-        public = self.eval_dataset
-        if isinstance(public, dict):
-            public = next(iter(public.values()), None)
-        if public is None or not hasattr(public, "__len__") or len(public) < 2:
-            public = None
-        elif self._look(model, public, "evaluation"):
-            records, collate = self._read(public, "evaluation")
-            batch = collate([records[int(i)] for i in spread(records, GUARDED_RECORDS)])
-            model.train()
-            plain = self._not_compiled(model)
-            with keyed_generators(self._run.model_seed()):
-                device = next(plain.parameters()).device
-                self._run.check(plain, self._loss, to_device(batch, device))
-        self._look(model, self.train_dataset, "training")
-
-    def _look(self, model: nn.Module, dataset: Any, description: str) -> bool:
-        """At the collator, and at padding; says whether there are labels."""
-        records, collate = self._read(dataset, description)
-        few = [records[int(i)] for i in spread(records, TOGETHER)]
-        labelled = set(self.label_names) <= set(collate(few[:1]))
-        if labelled and len(few) > 1 and self.args.per_device_train_batch_size > 1:
-            plain = self._not_compiled(model)
-            looking = Looking(plain, collate, few, self._session.look_seed())
-            if not looking.refuse_mixing():
-                narrow = self.args.mixed_precision != "no"
-                with as_before(plain, self._loss):
-                    looking.refuse_padding(self._loss, rounding(plain, narrow))
-        return labelled
 
     def _run_epoch(  # type: ignore[override]  # always called by name
         self, *, epoch: int, steps_in_epoch: int, **options: Any
