@@ -334,10 +334,24 @@ def test_secure_mode_draws_from_a_cryptographic_stream() -> None:
     train(model, optimizer, loader)
 
 
+def test_batches_are_poisson_samples_whatever_is_asked() -> None:
+    with pytest.warns(SettingsWarning, match="poisson_sampling=False is not done"):
+        engine, model, optimizer, loader = made(poisson_sampling=False)
+    asked, *same = made()
+    sizes = set()
+    for x, y in loader:
+        sizes.add(len(x))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    train(*same)
+    assert len(sizes) > 1
+    assert engine.get_epsilon(1e-5) == asked.get_epsilon(1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"poisson_sampling": False}, "a coin of its own"),
         ({"clipping": "adaptive"}, "adaptive"),
         ({"clipping": "adaptive", "target_unclipped_quantile": 0.5}, "share of clipped records"),
         ({"grad_sample_mode": "ghost_fsdp"}, "grad_sample_mode"),

@@ -87,7 +87,7 @@ class PrivacyEngine(BoundToProcess):
             max_grad_norm: C; a list for "per_layer".
             batch_first: whether records come first in the model's tensors.
             loss_reduction: "mean" or "sum", of the loss over records.
-            poisson_sampling: True: the accountant is for nothing else.
+            poisson_sampling: not used: batches are Poisson samples, as the accountant asks.
             clipping: "flat" or "per_layer".
             noise_generator: not used.
             grad_sample_mode: "hooks", "ghost", "functorch" or "ew"; all run Quietgrad's clipper.
@@ -107,10 +107,12 @@ class PrivacyEngine(BoundToProcess):
         require_mode(grad_sample_mode)
         require_word("loss_reduction", loss_reduction, ("mean", "sum"))
         if not poisson_sampling:
-            raise ValueError(
-                "poisson_sampling=False is refused: epsilon is computed for batches in which every "
-                "record has a coin of its own, and shuffled batches are another mechanism, whose "
-                "epsilon may be several times as large; leave poisson_sampling=True"
+            warnings.warn(
+                "poisson_sampling=False is not done: every record of a batch has a coin of its "
+                "own, as epsilon asks (of shuffled batches it may be several times as large), so "
+                "that batches differ in size, and may be empty; leave it True to see this no more",
+                SettingsWarning,
+                stacklevel=2,
             )
         require_clipping(clipping)  # adaptive clipping has arguments of its own
         require_known(kwargs)
