@@ -101,7 +101,8 @@ def _beside(
 def _of_one(look: Look, record: int) -> Look:
     def part(factors: Factors) -> Factors:
         held = {name: t for name, t in vars(factors).items() if isinstance(t, Tensor)}
-        return replace(factors, **{name: t[record : record + 1] for name, t in held.items()})
+        of_one: dict[str, Any] = {name: t[record : record + 1] for name, t in held.items()}
+        return replace(factors, **of_one)
 
     factors = {key: part(factors) for key, factors in look.factors.items()}
     return Look(look.losses[record : record + 1], factors, {})
