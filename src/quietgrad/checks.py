@@ -31,8 +31,8 @@ def warn_of_half_precision(setting: str, remedy: str) -> None:
         remedy: what to set instead.
     """
     warnings.warn(
-        f"{setting} rounds coarsely: what that does to crowds of records that are alike, or whose "
-        "gradients cancel, epsilon does not cover (docs/privacy/clipping.md, what remains); "
+        f"{setting} rounds coarsely: what that does to crowds of records that are alike, "
+        "epsilon does not cover (docs/privacy/clipping.md, what remains); "
         f"{remedy} has a bound",
         RoundingWarning,
         stacklevel=3,

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -304,6 +304,20 @@ def full_precision() -> Iterator[None]:
             setattr(holder, name, exact)
             stack.callback(setattr, holder, name, before)
         yield
+
+
+def narrowed_products(devices: Collection[str]) -> float:
+    """The largest unit roundoff to which float32 products on these devices are rounded by torch's
+    settings; 0 where they are exact.
+    """
+    whole = getattr(torch.backends, "fp32_precision", "ieee")
+    found = {
+        whole if (value := getattr(holder, name)) == "none" else value
+        for holder, name, _ in _precision_settings()
+        if ("cpu" if getattr(holder, "backend", "") == "mkldnn" else "cuda") in devices
+    }
+    known = {"bf16": 2.0**-8, "tf32": 2.0**-11, True: 2.0**-11}
+    return max((known.get(one, 0.0) for one in found), default=0.0)
 
 
 @functools.cache

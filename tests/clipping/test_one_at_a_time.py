@@ -84,9 +84,9 @@ def test_the_spread_is_that_of_the_factors() -> None:
     gradients, spreads, _ = gradients_and_spreads(*work_and_example(model, x))
     g = 2 * model(x)
     factors = DenseFactors(g.detach().unsqueeze(1), x.unsqueeze(1))
-    torch.testing.assert_close(spreads["weight"], spread_of([factors], torch.float32).plain)
+    torch.testing.assert_close(spreads["weight"][0], spread_of([factors], torch.float32).plain)
     weight = gradients["weight"]
-    assert weight is not None and float(spreads["weight"]) >= float(weight.norm())
+    assert weight is not None and float(spreads["weight"][0]) >= float(weight.norm())
 
 
 class Twice(nn.Module):
@@ -107,7 +107,7 @@ def test_calls_of_one_weight_add_up() -> None:
     once = spread_of([DenseFactors(g, x.unsqueeze(1))], torch.float32).plain
     weight = gradients["layer.weight"]
     assert weight is not None and float(weight.norm()) < 1e-5
-    torch.testing.assert_close(spreads["layer.weight"], 2 * once)
+    torch.testing.assert_close(spreads["layer.weight"][0], 2 * once)
 
 
 def test_a_module_that_does_not_run_again_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

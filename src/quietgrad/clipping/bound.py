@@ -202,9 +202,8 @@ class BoundClipper:
                         norms if len(norms) == 1 else norms.square().sum(dim=0, keepdim=True).sqrt()
                     )
         like = next(iter(layout.parameters.values()))
-        if not parts:
-            return like.new_zeros(0)
-        return torch.cat(parts, dim=1)[0].to(accumulation_dtype(like.dtype))
+        norms = torch.cat(parts, dim=1)[0] if parts else like.new_zeros(0)
+        return norms.to(accumulation_dtype(like.dtype))
 
     @one_at_a_time
     def execution_choice(self, batch: Batch) -> ExecutionChoice:
@@ -347,4 +346,5 @@ class BoundClipper:
             self.clipper.sketched,
             self._checkpointing,
             scratch=self._scratch,
+            least_times=self._guard.least_times(self.model),
         )

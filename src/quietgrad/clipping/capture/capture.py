@@ -57,6 +57,11 @@ class Use:
         """The one tensor input of a module that has a rule."""
         return tensors_among(self.args, self.kwargs)[0]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All inputs and output gradients."""
+        return [*tensors_among(self.args, self.kwargs), *self.output_gradients.values()]
+
 
 Receiver = Callable[[Use], None]
 

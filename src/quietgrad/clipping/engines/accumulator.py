@@ -27,6 +27,7 @@ from quietgrad.clipping.engines.untouched import (
 )
 from quietgrad.clipping.engines.ways import in_one_way, small_gradients
 from quietgrad.clipping.norms.choice import ESTIMATOR_OF, Policy
+from quietgrad.clipping.norms.coarseness import refuse_coarser
 from quietgrad.clipping.norms.cost import Sketch, cost_of
 from quietgrad.clipping.norms.estimators.materialized import added_up, kept_gradients
 from quietgrad.clipping.norms.estimators.projections import Projections, block_of
@@ -93,6 +94,7 @@ class Accumulator:
         most_kept: entries of per-example gradients that are kept of all matrices together; beyond
             them factors are kept.
         over_ranks: sums of this process to those of all that share the records.
+        least_times: what least divisors are multiplied by (``norms.coarseness``).
         recording: set before the forward pass.
         losses: [examples * views], once the forward pass is over.
     """
@@ -108,6 +110,7 @@ class Accumulator:
     twice: bool = False
     most_kept: float = math.inf
     over_ranks: Callable[[NormSums], NormSums] = of_this_process
+    least_times: float = 1.0
     recording: Recording | None = None
     losses: Tensor | None = None
     kept: dict[str, list[Kept]] = field(default_factory=dict)
@@ -124,6 +127,7 @@ class Accumulator:
 
     def receive(self, use: Use) -> None:
         """Takes one call's inputs and output gradients; called from the backward pass."""
+        refuse_coarser(use.site.name, use.tensors, self.least_times)
         # In the user's own precision: the fallback repeats the module's forward pass.
         found = contributions_of(use, self.groups.rows, self.recording, self.projections)
         with full_precision():
@@ -150,7 +154,7 @@ class Accumulator:
                 uses = cast(list[Contribution], made_elsewhere)
                 again, _ = self._measure(name, uses)
                 require_same_norms(name, before, again)
-        return self.over_ranks(self.sums).norms()
+        return self.over_ranks(self.sums).norms(self.least_times)
 
     def _is_last(self, name: str, arrived: int) -> bool:
         recording = self.recording
@@ -229,8 +233,8 @@ class Accumulator:
         self, name: str, parts: list[Part], dtype: torch.dtype
     ) -> tuple[Measured, list[Kept]]:
         """Examples of one size at a time."""
-        zeros = self.sums.squared.new_zeros(4, self.sums.squared.shape[1])
-        whole, least = Measured(*zeros), zeros[3]
+        zeros = self.sums.squared.new_zeros(5, self.sums.squared.shape[1])
+        whole, least, terms = Measured(*zeros), zeros[3], zeros[4]
         kept: list[tuple[Tensor, tuple[Kept, ...]]] = []
         for numbers, matrices in parts:
             measured, some = self._measure_matrices(name, matrices, dtype)
@@ -239,6 +243,8 @@ class Accumulator:
             whole.margin[numbers] = measured.margin
             if measured.least is not None:
                 least[numbers] = measured.least
+            if measured.terms is not None:
+                terms[numbers] = measured.terms
             kept.append((numbers, tuple(some)))
         return whole, [ByExtent(tuple(kept))]
 
@@ -259,8 +265,9 @@ class Accumulator:
             measured = ESTIMATOR_OF[choice.estimator].norms(matrices, sketch, dtype)
         if policy.steady and choice.estimator == "materialized":
             measured = steady(measured, matrices, dtype)
-        # Beside sketches margins do what a least divisor does.
-        return replace(measured, least=None) if policy.steady else measured, kept
+        # Beside sketches margins do what a least divisor of float32 does.
+        known = policy.steady and self.least_times == 1.0
+        return replace(measured, least=None) if known else measured, kept
 
     def _policy_of(self, name: str) -> Policy:
         policy, entries = self.policy_of(name), self.layout.shape_of(name).numel()
@@ -272,7 +279,7 @@ class Accumulator:
     def _wait(self, group: int, values_bn: Tensor, spread_b: Tensor | None) -> None:
         """Biases and scales are many and small: they are measured together."""
         if spread_b is not None:
-            self.sums.add_least(group, least_of(spread_b, values_bn.dtype))
+            self.sums.add_least(group, least_of(spread_b))
         waiting = self._small.setdefault((group, values_bn.dtype), [])
         waiting.append(values_bn)
         if sum(values.shape[1] for values in waiting) > TOGETHER:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 
+import torch
 from torch import Tensor
 
 from quietgrad.clipping.capture.capture import Recording, Use
@@ -44,14 +45,16 @@ def contributions_of(
 def spreads_of(
     use: Use, rows: int, recording: Recording, projections: Projections
 ) -> dict[str, Tensor]:
-    """Parameter name -> [rows] float64 spreads of the per-example gradients of one call, where they
-    are known; no gradient of a matrix is formed. Arguments: ``contributions_of``.
+    """Parameter name -> [2, rows] float64, spreads of the per-example gradients of one call, where
+    they are known, and squares of their ``Spread.terms``, or zeros; no gradient of a matrix is
+    formed. Arguments: ``contributions_of``.
     """
     site, signs = use.site, Signs(projections, use.site.name)
     spreads: dict[str, Tensor | None]
     if site.rule is None:
         with recording.pause():
-            spreads = dict(fallback_spreads(use, rows, signs))
+            found = fallback_spreads(use, rows, signs)
+        spreads = {local: torch.stack([s, torch.zeros_like(s)]) for local, s in found.items()}
     else:
         with full_precision():
             spreads = {local: _spread(one) for local, one in _by_rule(use, signs).items()}
@@ -60,8 +63,10 @@ def spreads_of(
 
 def _spread(one: Contribution) -> Tensor | None:
     if isinstance(one, DirectGradients):
-        return one.spread_b
-    return spread_of([one], accumulation_dtype(one.like.dtype)).plain
+        s = one.spread_b
+        return None if s is None else torch.stack([s, torch.zeros_like(s)])
+    spread = spread_of([one], accumulation_dtype(one.like.dtype))
+    return torch.stack([spread.plain, spread.terms.square()])
 
 
 def _by_rule(use: Use, signs: Signs | None) -> dict[str, Contribution]:

@@ -27,7 +27,7 @@ from quietgrad.clipping.engines.accumulator import Sums
 from quietgrad.clipping.engines.spreads import Spreads
 from quietgrad.clipping.engines.thresholds import clip_factors
 from quietgrad.clipping.engines.work import Work
-from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct
+from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct, least_of
 from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, tensors_of
 
 
@@ -93,7 +93,7 @@ def norms_of_each(
 ) -> Norms:
     """``norms_of_one``, each parameter's gradient formed when it is asked for.
 
-    ``spreads``: parameter name -> [rows] of what the sum is a sum of, where that is known.
+    ``spreads``: parameter name -> [2, rows] of what the sum is a sum of, where that is known.
     """
     found = NormSums.empty(len(work.thresholds.values), 1, work.device)
     scale = float(divisor) ** -2
@@ -101,11 +101,13 @@ def norms_of_each(
         if g is not None:
             wide = g.detach().to(accumulation_dtype(g.dtype)).reshape(1, -1)
             spread = spreads.get(name)
-            one = direct(wide, None if spread is None else spread.sum(0, keepdim=True))
-            least = None if one.least is None else one.least / divisor
-            measured = Measured(one.squared * scale, one.slack * scale, one.margin, least)
+            one, least, terms = direct(wide), None, None
+            if spread is not None:
+                total, squares = spread.sum(1, keepdim=True) / divisor
+                least, terms = least_of(total), (squares / divisor).sqrt()
+            measured = Measured(one.squared * scale, one.slack * scale, one.margin, least, terms)
             found.add(work.thresholds.group_of[name], measured, g.numel())
-    return work.over_ranks(found).norms()
+    return work.over_ranks(found).norms(work.least_times)
 
 
 def gradients_of_one(work: Work, example: Examples) -> dict[str, Tensor | None]:
@@ -121,15 +123,15 @@ def gradients_of_one(work: Work, example: Examples) -> dict[str, Tensor | None]:
 def gradients_and_spreads(
     work: Work, example: Examples
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Tensor]:
-    """Plain gradients of one example's loss, summed over its rows; parameter name -> [rows] spreads
-    where they are known; and [rows] losses. All of it private.
+    """Plain gradients of one example's loss, summed over its rows; parameter name -> [2, rows]
+    spreads (``spreads_of``) where they are known; and [rows] losses. All of it private.
 
     Plain autograd computes the gradients. Calls of modules are captured beside, as many as can be:
     which ones follows from the model and the example alone.
     """
 
     def run(reentrant: bool) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Tensor]:
-        spreads = Spreads(batch_size_of(example.rows), work.projections)
+        spreads = Spreads(batch_size_of(example.rows), work.projections, work.least_times)
         passes = forward_captured(
             work.model,
             work.layout,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quietgrad.clipping.capture.capture import Recording, Use
 from quietgrad.clipping.engines.contributions import spreads_of
+from quietgrad.clipping.norms.coarseness import refuse_coarser
 from quietgrad.clipping.norms.estimators.projections import Projections
 
 
@@ -19,12 +20,14 @@ class Spreads:
     Attributes:
         rows: of the example.
         projections: of the release, for the signs of modules without a rule.
+        least_times: what least divisors are multiplied by.
         recording: set once the losses are there.
-        found: parameter name -> [rows] float64.
+        found: parameter name -> [2, rows] float64 (``spreads_of``).
     """
 
     rows: int
     projections: Projections
+    least_times: float = 1.0
     recording: Recording | None = None
     found: dict[str, Tensor] = field(default_factory=dict)
 
@@ -33,6 +36,7 @@ class Spreads:
         not run again.
         """
         assert self.recording is not None
+        refuse_coarser(use.site.name, use.tensors, self.least_times)
         try:
             with torch.no_grad():
                 spreads = spreads_of(use, self.rows, self.recording, self.projections)

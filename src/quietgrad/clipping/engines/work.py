@@ -42,6 +42,7 @@ class Work:
         most_kept: entries of per-example gradients that are kept of all matrices together.
         scratch: memory for what passes.
         over_ranks: squared norms of this process to those of all that share the records.
+        least_times: what least divisors are multiplied by (``norms.coarseness``).
     """
 
     model: nn.Module
@@ -57,6 +58,7 @@ class Work:
     most_kept: float = math.inf
     scratch: Scratch = field(default_factory=Scratch)
     over_ranks: Callable[[NormSums], NormSums] = of_this_process
+    least_times: float = 1.0
 
     @property
     def device(self) -> torch.device:
@@ -81,6 +83,7 @@ class Work:
             keep and self.twice,
             self.most_kept,
             self.over_ranks,
+            self.least_times,
         )
 
     def observed(self, losses: Tensor | None, divisors: Tensor, groups: RowGroups) -> Observed:

@@ -22,7 +22,8 @@ below it may become zero).
 
     least    of a norm: a model rounds too, and otherwise beside a longer record (attention's
              softmax over more keys). A few roundings of each factor move M by a few u S, whatever
-             is left of M. Where exact norms divide, no norm below ``OF_SPREAD`` u S does
+             is left of M. Where exact norms divide, no norm below ``OF_SPREAD`` u S does, u that of
+             float32; in half precision, of sketches too, it is more (``coarseness``)
 
 All norms are divided by (1 + SHARE) estimates, so that a contribution is the same function of its
 record whichever way it was measured: a bound that depended on the way would make it depend on who
@@ -54,6 +55,14 @@ LONGEST_CHAIN = 128
 # factor of 8192 in float32 is shortened further, and what the model's own rounding may do to it
 # stays below a thousandth of C.
 OF_SPREAD = 2.0**11
+
+# The same as a share of S, in float64 too: half precision may stand below it.
+LEAST_SHARE = OF_SPREAD * 2.0**-24
+
+# Times ``least_times``, in half precision alone, and times the root of the sum of squares of the
+# terms' norms, which is the norm of a gradient whose terms know nothing of each other: no norm
+# below that divides.
+OF_TERMS = 2.0**-8
 
 # Of C: a record whose rounding may be more is formed apart from its micro-batch.
 # Its partial sums are far above C, and what others add to them within one product would round as
@@ -90,14 +99,16 @@ class Measured:
         slack: [b] float64, at most so much do the squared norms exceed ``squared``.
         margin: [b] float64, norm of the difference between what was measured and what the sum will
             hold; 0 where the same numbers serve both.
-        least: [b] float64, ``OF_SPREAD`` u S; None for sketches, whose margins are larger, and for
-            gradients of which nothing more is known.
+        least: [b] float64, ``OF_SPREAD`` u S; None for gradients of which nothing more is known.
+        terms: [b] float64, root of the sum of squares of the terms' norms (``Spread.terms``), or
+            None.
     """
 
     squared: Tensor
     slack: Tensor
     margin: Tensor
     least: Tensor | None = None
+    terms: Tensor | None = None
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -154,18 +165,18 @@ def norm_gamma(like: Tensor, dtype: torch.dtype) -> float:
     return 2.0 * gamma(SQUARES_AT_ONCE, like, dtype)
 
 
-def least_of(spread_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """[b] what gradients of that spread are divided by at least."""
-    return spread_b * (OF_SPREAD * unit_roundoff(dtype))
+def least_of(spread_b: Tensor) -> Tensor:
+    """[b] what gradients of that spread are divided by at least, in float64 as in float32."""
+    return spread_b * (OF_SPREAD * unit_roundoff(torch.float32))
 
 
 def direct(values_bn: Tensor, spread_b: Tensor | None = None) -> Measured:
     """Gradients that are kept as they were measured: nothing but the rounding
     of their own squares; ``spread_b``: of what they are sums of, where that is known.
     """
-    squared, dtype = squared_norms(values_bn), values_bn.dtype
-    least = None if spread_b is None else least_of(spread_b, dtype)
-    slack = norm_gamma(values_bn, dtype) * squared
+    squared = squared_norms(values_bn)
+    least = None if spread_b is None else least_of(spread_b)
+    slack = norm_gamma(values_bn, values_bn.dtype) * squared
     return Measured(squared, slack, torch.zeros_like(squared), least)
 
 
@@ -178,7 +189,7 @@ class NormSums:
         squared, slack: [groups, b] float64, see ``Measured``.
         margin_squared: [groups, b] float64; parameters are orthogonal, so their margins add up in
             squares.
-        least_squared: [groups, b] float64, likewise.
+        least_squared, terms_squared: [groups, b] float64, likewise.
         entries: for each group, entries of the gradients, for the floor.
     """
 
@@ -186,25 +197,33 @@ class NormSums:
     slack: Tensor
     margin_squared: Tensor
     least_squared: Tensor
+    terms_squared: Tensor
     entries: list[int]
     _rows: list[tuple[Tensor, ...]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        each = zip(self.squared, self.slack, self.margin_squared, self.least_squared, strict=True)
-        self._rows = list(each)  # views, made once: every parameter adds to them
+        self._rows = list(zip(*self._all, strict=True))  # views, made once: parameters add to them
+
+    @property
+    def _all(self) -> list[Tensor]:
+        numbers = [self.squared, self.slack, self.margin_squared, self.least_squared]
+        return [*numbers, self.terms_squared]
 
     @classmethod
     def empty(cls, groups: int, examples: int, device: torch.device) -> NormSums:
-        zeros = torch.zeros(4, groups, examples, dtype=torch.float64, device=device)
-        return cls(zeros[0], zeros[1], zeros[2], zeros[3], [0] * groups)
+        zeros = torch.zeros(5, groups, examples, dtype=torch.float64, device=device)
+        squared, slack, margin, least, terms = zeros
+        return cls(squared, slack, margin, least, terms, [0] * groups)
 
     def add(self, group: int, measured: Measured, entries: int) -> None:
-        squared, slack, margin_squared, least_squared = self._rows[group]
+        squared, slack, margin_squared, least_squared, terms_squared = self._rows[group]
         squared.add_(measured.squared)
         slack.add_(measured.slack)
         margin_squared.addcmul_(measured.margin, measured.margin)
         if measured.least is not None:
             least_squared.addcmul_(measured.least, measured.least)
+        if measured.terms is not None:
+            terms_squared.addcmul_(measured.terms, measured.terms)
         self.entries[group] += entries
 
     def add_least(self, group: int, least_b: Tensor) -> None:
@@ -218,18 +237,23 @@ class NormSums:
         Args:
             added: a vector of numbers to the sum of the ranks', the same to the bit on all.
         """
-        own = torch.stack([self.squared, self.slack, self.margin_squared, self.least_squared])
+        own = torch.stack(self._all)
         found = added(torch.cat([own.flatten(), own.new_tensor(self.entries)]))
         entries = [int(n) for n in found[own.numel() :].tolist()]
-        squared, slack, margin_squared, least_squared = found[: own.numel()].view(own.shape)
-        return NormSums(squared, slack, margin_squared, least_squared, entries)
+        squared, slack, margin, least, terms = found[: own.numel()].view(own.shape)
+        return NormSums(squared, slack, margin, least, terms, entries)
 
-    def norms(self) -> Norms:
+    def norms(self, least_times: float = 1.0) -> Norms:
+        """``least_times``: what least divisors are multiplied by."""
         floor = (self.squared.new_tensor(self.entries) * SMALLEST_NORMAL).sqrt().unsqueeze(1)
         estimate = self.squared.clamp_min(0).sqrt()
         estimate = torch.where(estimate > LARGEST_NORM, torch.inf, estimate)
         cert = (self.squared + self.slack).clamp_min(0).sqrt() + self.margin_squared.sqrt() + floor
-        return Norms(estimate, estimate * (1.0 + SHARE) + floor, cert, self.least_squared.sqrt())
+        own, single = estimate * (1.0 + SHARE) + floor, self.least_squared.sqrt()
+        if least_times == 1.0:
+            return Norms(estimate, own, cert, single)
+        of_terms = self.terms_squared.sqrt() * (OF_TERMS * least_times)
+        return Norms(estimate, own, cert, torch.maximum(single * least_times, of_terms), single)
 
 
 def of_this_process(sums: NormSums) -> NormSums:
@@ -246,12 +270,14 @@ class Norms:
         own: the estimate enlarged, an upper bound of ordinary gradients' norms.
         certified: an upper bound of the norm of what the sum will hold, rounding included.
         least: what is divided by at least.
+        single: the same in float32; None where it is no other.
     """
 
     estimate: Tensor
     own: Tensor
     certified: Tensor
     least: Tensor
+    single: Tensor | None = None
 
     @property
     def enlarged(self) -> Tensor:
@@ -265,7 +291,7 @@ class Norms:
     def doubtful(self, limits: Tensor, stability: float) -> Tensor:
         """[b] whether the enlarged norm of some group is no upper bound, and a gradient that must
         be shortened depends on it; or rounding may be more than ``APART`` of what it may add; or
-        ``least`` decides what it adds.
+        float32's ``least`` decides what it adds: its terms are thousands of times that.
 
         Args:
             limits: [groups] clipping norms.
@@ -273,8 +299,9 @@ class Norms:
                 below the limit stay as they are.
         """
         known = self.own + stability if stability else torch.maximum(self.own, limits.unsqueeze(1))
+        single = self.least if self.single is None else self.single
         small = self.certified - self.estimate <= APART * known
-        plain = (self.certified <= known) & small & (self.least <= known)
+        plain = (self.certified <= known) & small & (single <= known)
         return ~(plain & self.certified.isfinite()).all(dim=0)
 
     def apart(self, factors: Tensor, limits: Tensor) -> Tensor:

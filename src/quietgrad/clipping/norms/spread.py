@@ -33,12 +33,15 @@ class Spread:
         by_block: [b, g] S of each block.
         plain: [b] S without what makes up for flushed squares: nothing of positions that are zero,
             however large the other factor is there, so that no padding counts.
+        terms: [b] root of the sum over positions of (|a_t| |g_t|)^2, which S is at least; 0 of
+            convolutions, whose patches are not formed.
     """
 
     squared: Tensor
     lost: Tensor
     by_block: Tensor
     plain: Tensor
+    terms: Tensor
 
     @property
     def norm(self) -> Tensor:
@@ -58,11 +61,14 @@ def spread_of(
     s = uses[0].sizes
     if len(uses) == 1:
         return spread_from(*uses[0].spread_sums(dtype, known), max(s.p, s.d), dtype)
-    totals, others = zip(*(use.spread_sums(dtype) for use in uses), strict=True)
-    return spread_from(torch.stack(totals).sum(0), torch.stack(others).sum(0), max(s.p, s.d), dtype)
+    each = zip(*(use.spread_sums(dtype) for use in uses), strict=True)
+    total, sums, squares = (torch.stack(some).sum(0) for some in each)
+    return spread_from(total, sums, squares, max(s.p, s.d), dtype)
 
 
-def spread_from(total_bg: Tensor, sums_2bg: Tensor, entries: int, dtype: torch.dtype) -> Spread:
+def spread_from(
+    total_bg: Tensor, sums_2bg: Tensor, squares_bg: Tensor, entries: int, dtype: torch.dtype
+) -> Spread:
     """``entries``: of a row of either factor, at most.
 
     An inner product of two rows loses at most so many smallest numbers, times the norms of the
@@ -72,13 +78,14 @@ def spread_from(total_bg: Tensor, sums_2bg: Tensor, entries: int, dtype: torch.d
     by_block = total_bg * ROUNDING
     made_up = sums_2bg.sum(0).mul_(math.sqrt(entries * smallest_normal(dtype)))
     plain = torch.linalg.vector_norm((total_bg - made_up).clamp_min_(0.0), dim=1)
-    return Spread(by_block.square().sum(1), lost, by_block, plain)
+    terms = squares_bg.sum(1).sqrt_()
+    return Spread(by_block.square().sum(1), lost, by_block, plain, terms)
 
 
 def margin_and_least(
     spread: Spread, terms: float, like: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """[b] what products over positions may be off by, gamma of that many terms times the spread;
-    and what is divided by at least.
+    what is divided by at least; and ``Spread.terms``.
     """
-    return spread.norm * gamma(terms, like, dtype), least_of(spread.plain, dtype)
+    return spread.norm * gamma(terms, like, dtype), least_of(spread.plain), spread.terms

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from quietgrad.clipping.norms.coarseness import least_times, standing
 from quietgrad.clipping.soundness.checking import require_capture
 from quietgrad.clipping.soundness.company.differences import Mixes
 from quietgrad.clipping.soundness.company.own_numbers import share_numbers
@@ -68,6 +69,7 @@ class _Verdict:
         one_seen: whether a single record, alone and beside made-up ones, gave no reason to refuse.
         last_step, last_step_of_one: the release that was examined last, with several records and
             with one.
+        roundoff: of the coarsest precision that took part when it was looked at; None before that.
     """
 
     together: int = 0
@@ -79,6 +81,7 @@ class _Verdict:
     one_seen: bool = False
     last_step: int | None = None
     last_step_of_one: int | None = None
+    roundoff: float | None = None
 
 
 @dataclass
@@ -101,8 +104,7 @@ class Guard:
         """What is known of the pair, in a word: ranks that make all passes together look when it is
         the same on all of them.
         """
-        key = (frozenset(trainable_parameters(model)), _modes(model))
-        known = self._verdicts.get(key, _Verdict())
+        known = self._known_of(model)
         return repr((self.public is None, replace(known, kept=known.kept and ())))
 
     def begin(
@@ -176,6 +178,32 @@ class Guard:
             return False
         return not known.together or (self.public is None and size > known.together)
 
+    def least_times(self, model: nn.Module) -> float:
+        """What least divisors are multiplied by, in the precision that takes part."""
+        seen = self._known_of(model).roundoff or 0.0
+        return least_times(max(standing(model), seen))
+
+    def _known_of(self, model: nn.Module) -> _Verdict:
+        key = (frozenset(trainable_parameters(model)), _modes(model))
+        return self._verdicts.get(key, _Verdict())
+
+    def _note_precision(self, subject: Subject) -> None:
+        """Keeps the precision that was seen first.
+
+        Raises:
+            ValueError: where it follows from records, or changes.
+        """
+        known, stands = self.verdict_of(subject), standing(subject.model)
+        seen = {least_times(max(stands, roundoff)) for roundoff in subject.coarsest}
+        coarsest = max(subject.coarsest_back, *subject.coarsest, 0.0)
+        before = coarsest if known.roundoff is None else known.roundoff
+        if len(seen) > 1 or least_times(max(stands, before)) < least_times(coarsest):
+            raise ValueError(
+                "the model runs in half precision at times, and otherwise not: whether it does "
+                "must not follow from records; run the whole step in torch.autocast, or in float32"
+            )
+        known.roundoff = before
+
     def examine(
         self,
         subject: Subject,
@@ -186,7 +214,7 @@ class Guard:
         own: Batch | None = None,
         any_of: AnyOf = bool,
     ) -> bool:
-        """Runs the checks that this call needs.
+        """Runs the checks that this call needs, and notes in which precision the model runs.
 
         Args:
             subject: model and loss.
@@ -206,6 +234,20 @@ class Guard:
             ValueError: naming what mixes examples, escapes the capture or keeps something between
                 calls. The remedy is in it.
         """
+        decided = self._examined(subject, batch, size, step, captures, own, any_of)
+        self._note_precision(subject)
+        return decided
+
+    def _examined(
+        self,
+        subject: Subject,
+        batch: Batch,
+        size: int,
+        step: int,
+        captures: bool,
+        own: Batch | None,
+        any_of: AnyOf,
+    ) -> bool:
         known = self.verdict_of(subject)
         at_most = LATER if known.remembers_nothing else FIRST
         records = batch if self.public is None else self.public

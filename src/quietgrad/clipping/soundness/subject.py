@@ -25,6 +25,7 @@ from quietgrad.clipping.capture.backward import (
 from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.layout import Layout, in_graph
 from quietgrad.clipping.capture.spread import each_gradient
+from quietgrad.clipping.norms.coarseness import Watch, is_coarse
 from quietgrad.clipping.soundness.company.rule_gradients import (
     Key,
     RuleGradients,
@@ -70,9 +71,11 @@ class Subject:
     """What is examined: the user's model and loss, and what is known of them.
 
     Attributes:
-        half: whether half precision was seen inside (autocast); found out by passes under capture.
+        half: whether half precision was seen inside (autocast); found out by passes.
         seeds: of torch's default generators, as passes left them.
         others_stand: where the last pass left Python's and numpy's.
+        coarsest: unit roundoffs of the coarsest results in forward passes, one a pass.
+        coarsest_back: the largest in backward passes.
     """
 
     model: nn.Module
@@ -82,6 +85,8 @@ class Subject:
     half: bool = False
     seeds: set[int] = field(default_factory=set)
     others_stand: tuple[Any, ...] = ()
+    coarsest: set[float] = field(default_factory=set)
+    coarsest_back: float = 0.0
 
     @property
     def devices(self) -> list[int]:
@@ -97,11 +102,17 @@ class Subject:
         """[examples] losses without a graph; the same random numbers every time."""
         running = self.layout.running()
         with running, seeded(self.devices, salt), torch.enable_grad(), uncompiled(self.model):
-            losses = self.per_example_loss(self.model, batch)
+            with Watch() as watch:
+                losses = self.per_example_loss(self.model, batch)
+            self._note_precision(watch)
             self._note_seeds()
             self.others_stand = others_stand()
         require_per_example(losses, batch_size_of(batch))
         return losses.detach()
+
+    def _note_precision(self, forward: Watch) -> None:
+        self.coarsest.add(forward.roundoff)
+        self.half = self.half or is_coarse(forward.roundoff)
 
     def _note_seeds(self) -> None:
         self.seeds.add(torch.default_generator.initial_seed())
@@ -141,10 +152,13 @@ class Subject:
                 self.model, self.layout, self.per_example_loss, batch, receive, reentrant
             )
             louder = contextlib.nullcontext() if times is None else louder_layers(self, times)
-            with seeded(self.devices, salt), louder, passes as (losses, recording):
+            watch = Watch()
+            with seeded(self.devices, salt), louder, watch, passes as (losses, recording):
+                self._note_precision(watch)
                 chosen = losses if wanted is None else losses[list(wanted)]
                 visit_captured_calls(chosen, recording, self.layout)
                 self.others_stand = others_stand()
+            self.coarsest_back = max(self.coarsest_back, watch.roundoff)
             return Look(losses.detach(), found, own)
 
         look = with_any_checkpointing(self.checkpointing, run)

@@ -45,8 +45,9 @@ def norms_by_rows(
     squared, error = torch.cat(squares), torch.cat(errors)
     # What is measured and what the sum will hold are two roundings of the same additions.
     margin = error.mul_(1.0 + MOST_COUNTED)
-    least = least_of(spread_of([some], dtype).plain, dtype)
-    return Measured(squared, norm_gamma(squared, dtype) * squared, margin, least)
+    spread = spread_of([some], dtype)
+    least, slack = least_of(spread.plain), norm_gamma(squared, dtype) * squared
+    return Measured(squared, slack, margin, least, spread.terms)
 
 
 def _together(uses: Sequence[OneHotFactors]) -> OneHotFactors | None:

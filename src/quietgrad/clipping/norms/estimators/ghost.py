@@ -120,8 +120,8 @@ def _measured_by_ghost(
     """From [3, b] sums over pairs of positions, see ``_sums``."""
     positions = sum(use.sizes.t for use in uses)
     slack = slack_of(sums, spread, errors_of(uses, dtype))
-    margin, least = margin_and_least(spread, positions, uses[0].like, dtype)
-    return Measured(sums[0].clamp_min(0), slack, margin, least)
+    bounds = margin_and_least(spread, positions, uses[0].like, dtype)
+    return Measured(sums[0].clamp_min(0), slack, *bounds)
 
 
 def slack_of(sums: Tensor, spread: Spread, errors: Errors) -> Tensor:

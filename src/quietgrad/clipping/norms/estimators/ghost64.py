@@ -40,5 +40,5 @@ class Ghost64:
     def norms(self, uses: Sequence[MatrixFactors], sketch: Sketch, dtype: torch.dtype) -> Measured:
         exact = ghost_norms(uses, torch.float64)
         positions = sum(use.sizes.t for use in uses)
-        margin, least = margin_and_least(spread_of(uses, dtype), positions, uses[0].like, dtype)
-        return Measured(exact.squared, exact.slack, margin, least)
+        bounds = margin_and_least(spread_of(uses, dtype), positions, uses[0].like, dtype)
+        return Measured(exact.squared, exact.slack, *bounds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -119,7 +119,7 @@ def hutch_plus_plus_norms(
         hidden = _hidden(some, range_bgsk, basis_bgsk, triangle_bgkk, spread, seen, dtype)
         slack += ((hidden / HIDDEN_SHARE).square_() - squared_bg).clamp_min_(0).sum(1)
     measured = sketched(squared, uses, spread, margin, sketch_dim, dtype, slack)
-    return Measured(measured.squared, measured.slack, measured.margin + lost)
+    return replace(measured, margin=measured.margin + lost)
 
 
 def _even(sketches_bgks: Tensor) -> Tensor:

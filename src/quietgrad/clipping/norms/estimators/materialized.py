@@ -10,7 +10,7 @@ Shape legend: b examples, g blocks, t positions, p rows, d columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -71,18 +71,18 @@ def kept_gradients(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> tuple[M
     """Norms of one parameter's per-example gradients, and the gradients, to be summed by their
     weights.
     """
-    pieces, spread = _pieces(uses, dtype), spread_of(uses, dtype).plain
+    pieces, spread = _pieces(uses, dtype), spread_of(uses, dtype)
     if pieces is None:
         whole = materialized_gradients(uses, dtype)
-        return direct(whole.values_bn, spread), whole
+        return replace(direct(whole.values_bn, spread.plain), terms=spread.terms), whole
     some, squares = [], []
     for gradients in pieces:
         some.append(gradients)
         squares.append(squared_norms(gradients))  # at once: they still lie in the processor's cache
     squared = torch.cat(squares)
     slack = norm_gamma(uses[0].like, dtype) * squared
-    none = torch.zeros_like(squared)
-    return Measured(squared, slack, none, least_of(spread, dtype)), ListedGradients(tuple(some))
+    none, least = torch.zeros_like(squared), least_of(spread.plain)
+    return Measured(squared, slack, none, least, spread.terms), ListedGradients(tuple(some))
 
 
 def _pieces(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> Iterator[Tensor] | None:
@@ -140,8 +140,8 @@ def materialized_norms(
         squared = torch.cat([squared_norms(gradients) for gradients in pieces])
     # What is measured and what the sum will hold are two roundings of the same product.
     terms = 2 * sum(use.additions for use in uses)
-    margin, least = margin_and_least(spread_of(uses, dtype), terms, uses[0].like, dtype)
-    return Measured(squared, norm_gamma(squared, dtype) * squared, margin, least)
+    bounds = margin_and_least(spread_of(uses, dtype), terms, uses[0].like, dtype)
+    return Measured(squared, norm_gamma(squared, dtype) * squared, *bounds)
 
 
 def _squares_in_blocks(

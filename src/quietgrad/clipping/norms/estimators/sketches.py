@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -67,6 +68,7 @@ from quietgrad.clipping.norms.rounding import (
     MOST_COUNTED,
     Measured,
     gamma,
+    least_of,
     norm_gamma,
 )
 from quietgrad.clipping.norms.spread import Spread, spread_of
@@ -90,14 +92,14 @@ def sketched(
     sum is added. ``uses``: as the sum is formed of them.
     """
     slack = torch.add(spread.lost, squared, alpha=norm_gamma(squared, dtype)) + more_slack
-    own = own_rounding(uses, squared, dtype)
+    own, least = own_rounding(uses, squared, dtype), least_of(spread.plain)
     bound = spread.norm.mul_(margin + MOST_COUNTED * own.of_spread)
     for use in uses:
         if isinstance(use, OneHotFactors):
             # Once in the sum, once in a sketch with an orthonormal basis, once in a Gaussian one.
             times = MOST_COUNTED + 1.0 + worst_mean(sketch_dim)
             bound.add_(use.errors_by_rows(dtype), alpha=times)
-    return own.beside(Measured(squared, slack, bound))
+    return own.beside(Measured(squared, slack, bound, least, spread.terms))
 
 
 def steady(measured: Measured, uses: Sequence[MatrixFactors], dtype: torch.dtype) -> Measured:
@@ -113,7 +115,7 @@ def steady(measured: Measured, uses: Sequence[MatrixFactors], dtype: torch.dtype
     for use in uses:
         if isinstance(use, OneHotFactors):
             margin.add_(use.errors_by_rows(dtype), alpha=times)
-    return own.beside(own.beside(Measured(measured.squared, measured.slack, margin)))
+    return own.beside(own.beside(replace(measured, margin=margin)))
 
 
 def spread_beside(uses: Sequence[MatrixFactors], dtype: torch.dtype, scratch: Scratch) -> Spread:
@@ -146,7 +148,7 @@ class OwnRounding(NamedTuple):
         more = (measured.squared + measured.slack) * share
         if isinstance(share, Tensor):
             more = torch.where(share > 0, more, 0.0)
-        return Measured(measured.squared, measured.slack + more, measured.margin)
+        return replace(measured, slack=measured.slack + more)
 
 
 def own_rounding(uses: Sequence[MatrixFactors], like: Tensor, dtype: torch.dtype) -> OwnRounding:

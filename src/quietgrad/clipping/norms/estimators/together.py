@@ -119,8 +119,8 @@ def _measured(right_xtt: Tensor, left_xtt: Tensor, waiting: Sequence[Waiting]) -
         )
     )
     errors = ghost.Errors(of_right, of_left, waiting[0].errors.of_products, lost)
-    margin, least = margin_and_least(spread, t, right_xtt, dtype)
-    return Measured(sums[0].clamp_min(0), ghost.slack_of(sums, spread, errors), margin, least)
+    bounds = margin_and_least(spread, t, right_xtt, dtype)
+    return Measured(sums[0].clamp_min(0), ghost.slack_of(sums, spread, errors), *bounds)
 
 
 def _same(one: Tensor, version: int, two: Tensor) -> bool:

@@ -180,7 +180,7 @@ class ConvolutionFactors:
         ]
         squares[0] *= self.geometry.taps
         norms = norms_from_squares(torch.stack(squares), s.t * max(s.p, s.d)).double()
-        return norms[0] * norms[1], norms
+        return norms[0] * norms[1], norms, torch.zeros_like(norms[0])
 
     def pieces(self, dtype: torch.dtype) -> Iterator[Tensor] | None:
         """On a processor: from patches where those of a few examples fit its cache.

@@ -14,8 +14,12 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.rounding import gamma, smallest_normal
 
-# float64 sums over positions: [b, g] of |a| |g|, and [2, b, g] of |a| and |g|.
-SpreadSums = tuple[Tensor, Tensor]
+# float64 sums over positions: [b, g] of |a| |g|, [2, b, g] of |a| and |g|, and [b, g] of squares of
+# |a| |g|, or zeros where those are not known position by position.
+SpreadSums = tuple[Tensor, Tensor, Tensor]
+
+# |a| or |g| of no more may be what stands for squares that were flushed (``at_least``).
+NEXT_TO_NOTHING = 2.0**-50
 
 
 def row_norms(factor_bgtn: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,9 +55,11 @@ def norms_from_squares(squares: Tensor, entries: int) -> Tensor:
 
 def sums_over_positions(norms_2bgt: Tensor) -> SpreadSums:
     """From the norms |a_t| and |g_t|."""
-    return (norms_2bgt[0] * norms_2bgt[1]).sum(2, dtype=torch.float64), norms_2bgt.sum(
-        3, dtype=torch.float64
-    )
+    products, sums = norms_2bgt[0] * norms_2bgt[1], norms_2bgt.sum(3, dtype=torch.float64)
+    total = products.sum(2, dtype=torch.float64)
+    products.masked_fill_(norms_2bgt.amin(0) <= NEXT_TO_NOTHING, 0.0)
+    squares = torch.linalg.vector_norm(products, dim=2, dtype=torch.float64).square_()
+    return total, sums, squares
 
 
 def sums_of_parts(known: Sequence[Tensor], blocks: int) -> SpreadSums:
