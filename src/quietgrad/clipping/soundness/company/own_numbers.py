@@ -100,7 +100,7 @@ def _beside(
 
 def _of_one(look: Look, record: int) -> Look:
     def part(factors: Factors) -> Factors:
-        held = {name: t for name, t in vars(factors).items() if isinstance(t, Tensor)}
+        held: dict[str, Any] = {n: t for n, t in vars(factors).items() if isinstance(t, Tensor)}
         return replace(factors, **{name: t[record : record + 1] for name, t in held.items()})
 
     factors = {key: part(factors) for key, factors in look.factors.items()}
