@@ -428,7 +428,7 @@ def test_a_cancelling_crowd_is_not_revealed_by_one_record_more() -> None:
 # protections, switched off
 
 
-def _no_slack(self: rounding.NormSums) -> Norms:
+def _no_slack(self: rounding.NormSums, least_times: float) -> Norms:
     estimate = self.squared.clamp_min(0).sqrt()
     return Norms(estimate, estimate, estimate, torch.zeros_like(estimate))
 
