@@ -218,7 +218,7 @@ def prepare(
     warn_of_rounding(config)
     why_tune = why_it_trains(config)
     config = with_what_trains(config)
-    require_model("model.name", config.model.name)
+    require_model("model.name", config.model.name, config.model.weights)
     say(f"reading {config.data.source}")
     task = load_task(config)
     if task.record_owner is not None and len(set(task.record_owner)) < 2:
