@@ -23,7 +23,7 @@ from torch import nn
 
 from quietgrad.clipping.verify import verify_clipping
 from quietgrad.training.files.provenance import EPSILONS_ADD, read_provenance
-from quietgrad.training.prepare import prepare
+from quietgrad.training.prepare import prepare, verify_on_public_records
 from quietgrad.training.settings.config import load_config
 from quietgrad.training.sources import hub
 from quietgrad.training.sources.hub import require_model
@@ -51,8 +51,15 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     yield folder
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
-    found = object() if there else None
+def installed(monkeypatch: pytest.MonkeyPatch, package: Path | None) -> None:
+    """A torchvision that says where its weights are, or none."""
+    found = None
+    if package is not None:
+        (package / "models").mkdir()
+        (package / "models" / "resnet.py").write_text(
+            '# https://docs.example\nurl="https://weights.example/r.pth"'
+        )
+        found = SimpleNamespace(origin=str(package / "__init__.py"))
     monkeypatch.setattr(hub, "importlib", SimpleNamespace(util=SimpleNamespace(
         find_spec=lambda name: found)))  # fmt: skip
 
@@ -80,7 +87,7 @@ def test_names_of_torchvision_are_of_images() -> None:
 def test_torchvision_is_asked_for_before_any_work(
     values: dict[str, Any], write_config: Any, quietgrad: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed(monkeypatch, False)
+    installed(monkeypatch, None)
     values |= {"model.name": RESNET, "model.tune": "head", "model.weights": "some.safetensors"}
     code, _, err = quietgrad("train", write_config(values))
     assert code == 2 and len(err.strip().splitlines()) == 1
@@ -91,19 +98,21 @@ def test_torchvision_is_asked_for_before_any_work(
         prepare(config_of(values))
 
 
-def test_a_torchvision_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, True)
+def test_a_torchvision_of_another_torch_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed(monkeypatch, tmp_path)
     monkeypatch.setitem(sys.modules, "torchvision", None)  # as where its operators are missing
     with pytest.raises(ValueError, match="needs torchvision, in the build that goes with torch: "):
         load_image_classifier(RESNET, (3, 8, 8), 2, Tuning("head"), "some.safetensors")
 
 
 def test_weights_that_cannot_be_had_are_refused(
-    kept: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    installed(monkeypatch, True)
+    installed(monkeypatch, tmp_path)
     (kept / "resnet50-11ad3fa6.pth").touch()
-    wanted = "its weights are not in .* cannot be reached; put .* or name a safetensors file"
+    wanted = r"not in .* weights\.example cannot be reached; put .* or name a safetensors file"
     with pytest.raises(ValueError, match=wanted) as refused:
         require_model("model.name", RESNET)
     assert "\n" not in str(refused.value) and str(kept) in str(refused.value)
@@ -260,6 +269,10 @@ def tiny(models: Any, kind: str, labels: int = 3, drop: float = 0.0) -> nn.Modul
         block = models.convnext.CNBlockConfig
         blocks = [block(8, 16, 1), block(16, None, 1)]
         return models.ConvNeXt(blocks, stochastic_depth_prob=drop, num_classes=labels)
+    if kind == "swin":
+        return models.SwinTransformer(
+            [4, 4], 8, [2], [2], [4, 4], stochastic_depth_prob=drop, num_classes=labels
+        )
     return models.resnet.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=labels)
 
 
@@ -301,22 +314,30 @@ def test_what_torchvision_computes_otherwise_is_not_written(
     assert not (tmp_path / "bad").exists()
 
 
+@pytest.mark.parametrize("name", ["convnext_tiny", "swin_t"])
 def test_a_network_without_batch_norm_trains_whole(
-    vision: Any, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vision: Any,
+    values: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
-    def small(name: str, num_classes: int = 1000) -> nn.Module:
-        assert name == "convnext_tiny"
-        return tiny(vision.models, "convnext", num_classes, drop=0.5)
+    def small(asked: str, num_classes: int = 1000) -> nn.Module:
+        assert asked == name
+        return tiny(vision.models, name.partition("_")[0], num_classes, drop=0.5)
 
     monkeypatch.setattr(vision.models, "get_model", small)
     torch.manual_seed(0)
-    file = tmp_path / "convnext.safetensors"
-    save_file(small("convnext_tiny").state_dict(), str(file))
+    file = tmp_path / "begin.safetensors"
+    save_file(small(name).state_dict(), str(file))
     changed = {
-        "model.name": "torchvision:convnext_tiny", "model.tune": "full", "model.weights": str(file),
+        "model.name": f"torchvision:{name}", "model.tune": "full", "model.weights": str(file),
         "training.expected_batch_size": 4, "training.steps": 2, "training.eval_every": 0,
     }  # fmt: skip
+    if name == "swin_t":  # its attention uses layers without calling them
+        changed["performance.engine"] = "one-example"
     prepared, outcome, run_dir = train(values | changed)
+    verify_on_public_records(prepared)
     parts: list[Any] = list(prepared.model.classifier.modules())
     paths = [part for part in parts if type(part).__name__ == "StochasticDepth"]
     assert paths and all(path.p == 0.0 for path in paths)

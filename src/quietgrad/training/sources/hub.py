@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 ENDPOINT = "https://huggingface.co"
 HUGGING_FACE = "image:"  # before the folder or hub name of a model of images
 TORCHVISION = "torchvision:"  # before the name of one of torchvision's, or of a data set of it
-STORE = "https://download.pytorch.org"  # of torchvision's weights
 PATIENCE = 1.5  # seconds for name and connection
 DESCRIPTIONS = ("config.json", "adapter_config.json")
 OFFLINE = "HF_HUB_OFFLINE"
 TRUE = ("1", "ON", "YES", "TRUE")  # what the clients take for it
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+ADDRESS = re.compile(r"url=\"(https://[\w.-]+)")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -54,7 +54,8 @@ def require_model(option: str, name: str, weights: str = "") -> None:
 
 
 def _require_torchvision(option: str, name: str, weights: str) -> None:
-    if importlib.util.find_spec("torchvision") is None:
+    found = importlib.util.find_spec("torchvision")
+    if found is None or found.origin is None:
         raise ValueError(
             f"{option}={name!r} needs torchvision, in the build that goes with torch: pip install "
             "'quietgrad[torchvision]'"
@@ -63,12 +64,19 @@ def _require_torchvision(option: str, name: str, weights: str) -> None:
     # Its files are called as the model is, but for points, and noughts at the end.
     begin = _letters(name.removeprefix(TORCHVISION)).rstrip("0")
     kept = any(_letters(file.name).startswith(begin) for file in place.glob("*.pth"))
-    if not weights and not kept and not reachable(STORE):
+    store = _store_of(Path(found.origin).parent)
+    if not weights and not kept and not reachable(store):
         raise ValueError(
             f"{option}={name!r}: its weights are not in {str(place)!r}, and "
-            f"{urlsplit(STORE).hostname} cannot be reached; put torchvision's file there, or name "
+            f"{urlsplit(store).hostname} cannot be reached; put torchvision's file there, or name "
             "a safetensors file of the model's state dict in model.weights"
         )
+
+
+def _store_of(package: Path) -> str:
+    """Where torchvision's weights are, read from its source: importing it takes seconds."""
+    found = ADDRESS.search((package / "models" / "resnet.py").read_text(encoding="utf-8"))
+    return found.group(1) if found else ENDPOINT
 
 
 def vision_weights() -> Path:
