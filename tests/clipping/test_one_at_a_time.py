@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper
+from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.engines import contributions
 from quietgrad.clipping.engines.one_example import gradients_and_spreads
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import DenseFactors
 from quietgrad.clipping.norms.spread import spread_of
+from quietgrad.clipping.verify import verify_clipping
 from quietgrad.randomness import RandomKey
 
 
@@ -168,3 +170,12 @@ def test_engines_divide_records_that_cancel_by_the_same(kind: Any, views: int) -
         lengths.append(float(found.norm()))
     assert 0.0 < lengths[0] < 0.9
     assert lengths[1] == pytest.approx(lengths[0], rel=0.1)
+
+
+def test_the_check_looks_at_the_engine_that_is_asked_for() -> None:
+    """A run with engine = "one-example" was refused by a check of the other engine."""
+    model, batch = BesideItsModule(), torch.randn(3, 4)
+    assert verify_clipping(model, squares, batch, "one-example") < 1e-5
+    for engine in ("bookkeeping", "auto"):
+        with pytest.raises(NotCaptured, match="never called"):
+            verify_clipping(model, squares, batch, engine)

@@ -8,12 +8,18 @@ from torch import nn
 
 from quietgrad.clipping.capture.backward import PerExampleLoss
 from quietgrad.clipping.clipper import Clipper
+from quietgrad.clipping.engines.work import Engine
 from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_gradients, oracle_norms
 from quietgrad.tensors import Batch
 
 
-def verify_clipping(model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch) -> float:
-    """Largest relative difference between the exact fast path and per-example autograd, over norms
+def verify_clipping(
+    model: nn.Module,
+    per_example_loss: PerExampleLoss,
+    batch: Batch,
+    engine: Engine = "bookkeeping",
+) -> float:
+    """Largest relative difference between the exact path and per-example autograd, over norms
     and the clipped sum.
 
     Args:
@@ -21,6 +27,7 @@ def verify_clipping(model: nn.Module, per_example_loss: PerExampleLoss, batch: B
             put back.
         per_example_loss: (model, batch) -> [examples].
         batch: two or more records that are *not* private: the result is meant to be looked at.
+        engine: that is looked at; "auto" is "bookkeeping" here.
 
     Returns:
         About 1e-6 in float32. A large value means that some layer's per-example gradients are
@@ -33,7 +40,8 @@ def verify_clipping(model: nn.Module, per_example_loss: PerExampleLoss, batch: B
         norms = oracle_norms(gradients)
         clip = max(float(norms.mean()), 1e-12)
         expected = oracle_clipped_sum(gradients, clip)
-        bound = Clipper(clip, engine="bookkeeping").bind(model, per_example_loss)
+        chosen: Engine = "bookkeeping" if engine == "auto" else engine
+        bound = Clipper(clip, engine=chosen).bind(model, per_example_loss)
         fast_norms = bound.norms(batch, step=0).double().to(norms.device)
         actual = bound.clip(batch, step=0).gradients
     finally:

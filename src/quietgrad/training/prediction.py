@@ -27,7 +27,7 @@ def predict(run_dir: Path, file: Path) -> Predictions:
     run = finished_run(run_dir)
     config = load_config(run.config)
     device = device_of(config.training.device)
-    require_model("model.name", config.model.name)
+    require_model("model.name", config.model.name, str(run.model))
     with precision_context(config, device):
         return kind_of(config).predict(config, run.model, file, device)
 

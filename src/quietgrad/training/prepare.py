@@ -218,7 +218,7 @@ def prepare(
     warn_of_rounding(config)
     why_tune = why_it_trains(config)
     config = with_what_trains(config)
-    require_model("model.name", config.model.name)
+    require_model("model.name", config.model.name, config.model.weights)
     say(f"reading {config.data.source}")
     task = load_task(config)
     if task.record_owner is not None and len(set(task.record_owner)) < 2:
@@ -316,16 +316,16 @@ def verify_on_public_records(prepared: Prepared) -> float:
     Raises:
         RuntimeError: if they disagree by more than rounding.
     """
-    records = np.arange(min(3, len(prepared.validation)))
-    batch = prepared.validation.collate(records, prepared.device)
-    with _head_off_zero(prepared.model.classifier):
-        difference = verify_clipping(prepared.model.classifier, prepared.loss(), batch)
-    limit = LARGEST_DIFFERENCE[prepared.config.training.precision]
+    model, records, config = prepared.model.classifier, prepared.validation, prepared.config
+    batch = records.collate(np.arange(min(3, len(records))), prepared.device)
+    with _head_off_zero(model):
+        difference = verify_clipping(model, prepared.loss(), batch, config.performance.engine)
+    limit = LARGEST_DIFFERENCE[config.training.precision]
     if not difference < limit:
         raise RuntimeError(
             f"per-example clipping disagrees with plain autograd by {difference:.1e} (limit "
             f"{limit:g}) on validation records: some layer of "
-            f"{prepared.config.model.name!r} is captured wrongly; train other layers (model.tune, "
+            f"{config.model.name!r} is captured wrongly; train other layers (model.tune, "
             "model.lora_targets) and report this"
         )
     return difference

@@ -77,8 +77,9 @@ def make_spectrum(config: TrainConfig, report: Callable[[str], None]) -> Spectru
     if not is_image_model(config.model.name):
         raise ValueError(
             f"model.name={config.model.name!r}: spectra are computed for image models here "
-            f"({', '.join(IMAGE_MODELS)}, image:NAME of Hugging Face); for others build one with "
-            "quietgrad.curvature.CurvatureOperator and Spectrum.save, or use noise.method='banded'"
+            f"({', '.join(IMAGE_MODELS)}, image:NAME of Hugging Face, torchvision:NAME); for "
+            "others build one with quietgrad.curvature.CurvatureOperator and Spectrum.save, or use "
+            "noise.method='banded'"
         )
     task = load_task(config)
     assert isinstance(task, ImagesTask)

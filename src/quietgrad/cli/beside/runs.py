@@ -206,7 +206,7 @@ def _task(settings: dict[str, Any]) -> str:
     name, source = str(settings.get("model.name", "")), str(settings.get("data.source", ""))
     if name.startswith("table:"):
         return "tables"
-    pictures = ("image:", "cnn:", "vgg:", "features:")
+    pictures = ("image:", "torchvision:", "cnn:", "vgg:", "features:")
     return "images" if name.startswith(pictures) or "mnist" in source else "texts"
 
 

@@ -21,6 +21,7 @@ from quietgrad.training.derived.rule import (
 from quietgrad.training.optimizers import AdamW
 from quietgrad.training.settings.config import TrainConfig
 from quietgrad.training.settings.schedules import SchedulesTable
+from quietgrad.training.sources.hub import TORCHVISION
 from quietgrad.training.tasks.images.models import RANDOM_FEATURES, SMALL_CNN, VGG
 from quietgrad.training.tasks.loaded import Tune
 from quietgrad.training.tasks.tables.models import PREFIX as TABLE
@@ -76,6 +77,8 @@ def _what_trains(config: TrainConfig) -> tuple[Tune, str]:
         return "head", "random features do not train"
     if model.name.startswith(TABLE) or model.name in OWN_MODELS:
         return "full", "nothing of the model is pretrained"
+    if model.name.startswith(TORCHVISION):
+        return "head", "least time and least noise"
     return "head", "least time and least noise; 'lora' learns more from many records"
 
 

@@ -116,7 +116,9 @@ class TrainConfig:
         given, usual = self.performance.max_physical_batch_size, PHYSICAL_BATCH_SIZE
         if self.task.kind == "generate":
             usual = OF_ANSWERS
-        elif self.model.tune == "head" and not self.model.name.startswith("image:"):
+        elif self.model.tune == "head" and not self.model.name.startswith(
+            ("image:", "torchvision:")
+        ):
             usual = max(usual, min(512, TOKENS_UNDER_A_HEAD // self.model.max_length))
         return given or usual
 

@@ -31,7 +31,8 @@ class ModelTable:
     Attributes:
         name: ``packaged:minilm``, a folder, or a Hugging Face model name; to generate,
             ``packaged:smollm2`` or a causal language model; for images ``cnn:groupnorm``,
-            ``vgg:groupnorm``, ``features:random``, or ``image:`` and a folder or Hugging Face name;
+            ``vgg:groupnorm``, ``features:random``, ``image:`` and a folder or Hugging Face name, or
+            ``torchvision:`` and the name of one of its classifiers, with tune = "head" or "full";
             for tables ``table:linear`` or ``table:mlp``, with tune = "full".
         tune: "lora", "full" or "head"; left out: what the model is made for (docs/defaults.md).
         head: "mean" (linear, on the mean of token vectors), "layers" (linear, on the means of the
@@ -49,7 +50,7 @@ class ModelTable:
         random_head: draw the head at random and freeze it; the layers below learn to meet it, and
             have the whole clipping norm.
         weights: for an image model, file of public initial weights, such as ``quietgrad spectrum``
-            writes ("": random).
+            writes, or of a model of torchvision its state dict ("": random, or pretrained).
         accept_start: a run's output is no public start, and is refused as model.name or
             model.weights unless its kind is named here: "trained-without-privacy" or
             "epsilons-add".

@@ -1,5 +1,6 @@
 """What a configuration's file says that can be refused before torch is loaded, which alone takes
-seconds: no such file, a wrong key or value, a name of Hugging Face's hub that leads nowhere.
+seconds: no such file, a wrong key or value, a name of Hugging Face's hub that leads nowhere,
+torchvision where it is not installed.
 
 What passes here is judged again with everything else.
 """
@@ -35,7 +36,8 @@ def look_early(
     Args:
         path: a TOML file; None: the embedded default.
         overrides: of ``--set``.
-        data: whether the records of the configuration are going to be read.
+        data: whether the records of the configuration are going to be read; where not, the model is
+            a finished run's, with weights of its own.
         keys: whether the file is a whole configuration; a comparison's is one with a variant's keys
             alone.
         ignored: tables that are not this command's.
@@ -53,7 +55,7 @@ def look_early(
         return value if isinstance(value, str) else ""
 
     if model := said("model", "name"):
-        require_model("model.name", model)
+        require_model("model.name", model, said("model", "weights") if data else "saved")
     for key in ("source", "test_source") if data else ():
         source = said("data", key)
         name = source.partition(":")[0]

@@ -1,9 +1,10 @@
 """Whether Hugging Face's hub can be reached, asked once before its clients are: by themselves they
-try again for half a minute for each file.
+try again for half a minute for each file. And whether torchvision's weights can be had.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import socket
@@ -14,16 +15,19 @@ from urllib.parse import urlsplit
 
 ENDPOINT = "https://huggingface.co"
 HUGGING_FACE = "image:"  # before the folder or hub name of a model of images
+TORCHVISION = "torchvision:"  # before the name of one of torchvision's, or of a data set of it
 PATIENCE = 1.5  # seconds for name and connection
 DESCRIPTIONS = ("config.json", "adapter_config.json")
 OFFLINE = "HF_HUB_OFFLINE"
 TRUE = ("1", "ON", "YES", "TRUE")  # what the clients take for it
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+ADDRESS = re.compile(r"url=\"(https://[\w.-]+)")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def require_model(option: str, name: str) -> None:
-    """Checks that a model's name on the hub can lead somewhere; other names pass.
+def require_model(option: str, name: str, weights: str = "") -> None:
+    """Checks that a model's name on the hub, or one of torchvision, can lead somewhere; other names
+    pass.
 
     Where the hub cannot be reached, its clients are told so for the rest of the process (by their
     own switch, HF_HUB_OFFLINE): they use what they have kept, or fail at once.
@@ -31,11 +35,15 @@ def require_model(option: str, name: str) -> None:
     Args:
         option: such as "model.name".
         name: folder, packaged name, or name on the hub; of images too.
+        weights: a file that a model of torchvision begins with, which then needs no other.
 
     Raises:
         ValueError: for a path that leads nowhere, or to no model; if the hub cannot be reached and
-            nothing of the model is kept here.
+            nothing of the model is kept here; without torchvision where it is asked for.
     """
+    if name.startswith(TORCHVISION):
+        _require_torchvision(option, name, weights)
+        return
     place = name.removeprefix(HUGGING_FACE)
     _require_folder(option, name, place)
     if is_hub_name(place) and _out_of_reach() and not _keeps_model(place):
@@ -43,6 +51,42 @@ def require_model(option: str, name: str) -> None:
             f"{option}={name!r} is no folder here, and Hugging Face's hub cannot be reached; name "
             "a folder that holds the model, or one of the packaged models"
         )
+
+
+def _require_torchvision(option: str, name: str, weights: str) -> None:
+    found = importlib.util.find_spec("torchvision")
+    if found is None or found.origin is None:
+        raise ValueError(
+            f"{option}={name!r} needs torchvision, in the build that goes with torch: pip install "
+            "'quietgrad[torchvision]'"
+        )
+    place = vision_weights()
+    # Its files are called as the model is, but for points, and noughts at the end.
+    begin = _letters(name.removeprefix(TORCHVISION)).rstrip("0")
+    kept = any(_letters(file.name).startswith(begin) for file in place.glob("*.pth"))
+    store = _store_of(Path(found.origin).parent)
+    if not weights and not kept and not reachable(store):
+        raise ValueError(
+            f"{option}={name!r}: its weights are not in {str(place)!r}, and "
+            f"{urlsplit(store).hostname} cannot be reached; put torchvision's file there, or name "
+            "a safetensors file of the model's state dict in model.weights"
+        )
+
+
+def _store_of(package: Path) -> str:
+    """Where torchvision's weights are, read from its source: importing it takes seconds."""
+    found = ADDRESS.search((package / "models" / "resnet.py").read_text(encoding="utf-8"))
+    return found.group(1) if found else ENDPOINT
+
+
+def vision_weights() -> Path:
+    """Folder where torch keeps the weights that torchvision has fetched."""
+    loaded = sys.modules.get("torch.hub")
+    if loaded is not None:
+        return Path(loaded.get_dir()) / "checkpoints"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("TORCH_HOME") or f"{base}/torch"
+    return Path(os.path.expandvars(home)).expanduser() / "hub" / "checkpoints"
 
 
 def require_data(option: str, source: str) -> None:

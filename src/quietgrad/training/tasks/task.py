@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ DROPOUT_RATES = (
     "dropout_prob",
     "drop_prob",
 )
+PATH_DROPOUT = "StochasticDepth"  # torchvision's module
 Parts = tuple[
     Records, Records, Records
 ]  # training (private), validation and test records (declared public)
@@ -226,8 +227,8 @@ class Task(ABC):
 def ready(config: TrainConfig, model: LoadedModel, device: torch.device) -> LoadedModel:
     """With dropout at the configured rate, on the device, in training mode."""
     for module in model.classifier.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = config.model.dropout
+        if isinstance(module, nn.Dropout) or type(module).__name__ == PATH_DROPOUT:
+            cast(Any, module).p = config.model.dropout
         for name in DROPOUT_RATES:  # modules that call F.dropout, and those that drop whole paths
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, config.model.dropout)

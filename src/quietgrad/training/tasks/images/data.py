@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quietgrad.checks import how_many
+from quietgrad.training.sources.hub import TORCHVISION
 from quietgrad.training.tasks.packages import packaged_file
 from quietgrad.training.tasks.records import InOrder
 from quietgrad.training.tasks.splits import IGNORED, Splits
@@ -28,7 +29,6 @@ PACKAGED_FASHION = "packaged:fashion-mnist"
 PACKAGED_DIGITS = "packaged:digits"
 DIGITS_PACKAGE = "scikit-learn"
 FASHION_PACKAGE = "dataset-fashion-mnist"
-TORCHVISION = "torchvision:"
 IDX_FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),

@@ -1,5 +1,5 @@
 """Image models that load without this library: Hugging Face's own classifier, where it computes the
-same from the same weights.
+same from the same weights; torchvision's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from quietgrad.training.files.provenance import Record, stamp_weights
 from quietgrad.training.sources.hub import HUGGING_FACE
 from quietgrad.training.tasks.images.adapter import AGREEMENT, how_to_load, write_adapter
 from quietgrad.training.tasks.images.models import PretrainedImageClassifier
+from quietgrad.training.tasks.images.vision import FOLDER as VISION
+from quietgrad.training.tasks.images.vision import VisionClassifier, by_vision, write_vision
 from quietgrad.training.tasks.loaded import ADAPTER, EXPORTED, WEIGHTS_FILE, LoadedModel, merged
 
 
@@ -30,7 +32,8 @@ def export_images(
     trained_on: Record,
 ) -> None:
     """Writes the model card of RUN_DIR/model, and RUN_DIR/model/transformers where a class of
-    transformers gives the model's own logits; beside it, of LoRA, RUN_DIR/model/adapter for peft.
+    transformers gives the model's own logits; beside it, of LoRA, RUN_DIR/model/adapter for peft;
+    RUN_DIR/model/torchvision of a model of torchvision.
 
     Args:
         model: the trained model.
@@ -41,12 +44,19 @@ def export_images(
         trained_on: what they say of themselves.
     """
     place, classifier = folder / EXPORTED, model.classifier
-    whole = None
+    whole, by = None, ""
     if isinstance(classifier, PretrainedImageClassifier):
         whole = _whole(classifier, model.tune, labels, several)
         if whole is not None and not _agrees(whole, classifier, form):
             whole = None
     base = model.name.removeprefix(HUGGING_FACE)
+    if isinstance(classifier, VisionClassifier):
+        to = folder / VISION
+        if write_vision(classifier, labels, several, to):
+            stamp_weights(to, trained_on)
+            here = by_vision(classifier, "this folder", form)
+            write_card(to, trained_on, base, model.tune, labels, here, VISION, model.weights)
+            by = by_vision(classifier, f"RUN_DIR/model/{VISION}", form)
     if whole is not None:
         whole.save_pretrained(place)
         settings = _preprocessing(cast(PretrainedImageClassifier, classifier))
@@ -65,17 +75,19 @@ def export_images(
             write_card(to, trained_on, base, model.tune, labels, adapter, "peft")
     own = (
         f"`{WEIGHTS_FILE}` is a state dict of `{type(classifier).__name__}` of "
-        "`quietgrad.training.tasks.images.models` (`backbone.` or its own layers, and `head.`, a "
+        f"`{type(classifier).__module__}` (`backbone.` or its own layers, and `head.`, a "
         f"linear layer), for pixels of shape {list(form)} between -1 and 1. "
         "With Quietgrad: `quietgrad predict RUN_DIR FOLDER`, or `load_image_classifier` with this "
         "file as `weights`. It is no file of timm or torchvision."
     )
-    if whole is None:
+    if by:
+        own = f"{by}\n\n{own}"
+    elif whole is None:
         own += f"\n\n{BY_TORCH_ALONE}"
     else:
         said = [_by_transformers(f"RUN_DIR/model/{EXPORTED}", form), adapter, own]
         own = "\n\n".join(part for part in said if part)
-    library = "transformers" if whole is not None else "quietgrad"
+    library = "transformers" if whole is not None else VISION if by else "quietgrad"
     write_card(folder, trained_on, base, model.tune, labels, own, library, model.weights)
 
 

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from quietgrad.training.tasks.images.classifier import ImageClassifier
 from quietgrad.training.tasks.images.data import LabelledImages
-from quietgrad.training.tasks.images.models import ImageClassifier
 from quietgrad.training.tasks.records import Told, unheard
 
 BLOCK_IMAGES = 256

@@ -1,5 +1,6 @@
 """Image classifiers, each a body that embeds and a linear head: NoiseCurve's small CNN and VGG
-(appendix D.1 of the paper, see docs/noisecurve.md), random features, and Hugging Face's models.
+(appendix D.1 of the paper, see docs/noisecurve.md), random features, Hugging Face's models, and
+those of torchvision (``vision``).
 
 With tune = "head" the body is frozen, stays in evaluation mode (so BatchNorm does no harm), and the
 loss is convex.
@@ -17,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad.checks import nearest
-from quietgrad.training.sources.hub import HUGGING_FACE
+from quietgrad.training.sources.hub import HUGGING_FACE, TORCHVISION
+from quietgrad.training.tasks.images.classifier import ImageClassifier, as_pretrained
+from quietgrad.training.tasks.images.vision import VisionClassifier, load_vision
 from quietgrad.training.tasks.loaded import Tuning
 from quietgrad.training.tasks.text.models import quiet_loading
 
@@ -28,42 +31,6 @@ IMAGE_MODELS = (SMALL_CNN, VGG, RANDOM_FEATURES)
 GROUPS = 8
 FEATURES = 2048
 FEATURE_SEED = 20  # of the random features: public, and the same in every run
-
-
-class ImageClassifier(nn.Module):
-    """What the image models share: a linear head on an embedding.
-
-    Attributes:
-        width: of the embedding.
-        head: [labels, width].
-    """
-
-    def __init__(self, width: int, num_labels: int) -> None:
-        super().__init__()
-        self.width = width
-        self.head = nn.Linear(width, num_labels)
-
-    def body(self) -> list[nn.Module]:
-        """The modules below the head."""
-        raise NotImplementedError
-
-    def embed(self, pixels: Tensor) -> Tensor:
-        """[examples, channels, height, width] pixels in -1 .. 1 to [examples, self.width]."""
-        raise NotImplementedError
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """[examples, channels, height, width] to [examples, labels] logits."""
-        return self.head(self.embed(pixels).to(self.head.weight.dtype))
-
-    def train(self, mode: bool = True) -> ImageClassifier:
-        """A body without trainable parameters stays in evaluation mode: no statistics of private
-        images, no dropout.
-        """
-        super().train(mode)
-        for part in self.body():
-            if not any(p.requires_grad for p in part.parameters()):
-                part.eval()
-        return self
 
 
 class SmallCnn(ImageClassifier):
@@ -179,14 +146,8 @@ class PretrainedImageClassifier(ImageClassifier):
 
     def embed(self, pixels: Tensor) -> Tensor:
         mean, std = cast(Tensor, self.mean), cast(Tensor, self.std)
-        if pixels.shape[1] > mean.shape[1]:
-            pixels = pixels.mean(dim=1, keepdim=True)
-        pixels = pixels.expand(-1, mean.shape[1], -1, -1)
-        if self.size and pixels.shape[-2:] != (self.size, self.size):
-            pixels = F.interpolate(
-                pixels, (self.size, self.size), mode="bilinear", align_corners=False, antialias=True
-            )
-        states = self.backbone(pixel_values=((pixels + 1) / 2 - mean) / std).last_hidden_state
+        brought = as_pretrained(pixels, self.size, mean, std)
+        states = self.backbone(pixel_values=brought).last_hidden_state
         if states.dim() == 4:
             return states.mean(dim=(2, 3))
         return states[:, 0] if self.has_class_token else states.mean(dim=1)
@@ -194,7 +155,7 @@ class PretrainedImageClassifier(ImageClassifier):
 
 def is_image_model(name: str) -> bool:
     """Whether ``load_image_classifier`` loads it."""
-    return name in IMAGE_MODELS or name.startswith(HUGGING_FACE)
+    return name in IMAGE_MODELS or name.startswith((HUGGING_FACE, TORCHVISION))
 
 
 def load_image_classifier(
@@ -208,13 +169,14 @@ def load_image_classifier(
 
     Args:
         name: one of ``IMAGE_MODELS``, or ``image:`` and a folder or Hugging Face name, such as
-            ``image:google/vit-base-patch16-224-in21k`` or ``image:microsoft/resnet-152``.
+            ``image:google/vit-base-patch16-224-in21k`` or ``image:microsoft/resnet-152``; or
+            ``torchvision:`` and a classifier of torchvision, such as ``torchvision:vit_b_16``.
         shape: of one image, [channels, height, width].
         num_labels: of the data.
         tuning: what trains; "head" makes a convex problem, "lora" is for Hugging Face transformers
             (no ``lora_targets``: query and value).
         weights: safetensors file, such as ``quietgrad spectrum`` writes ("": random, or the
-            pretrained ones).
+            pretrained ones); of a torchvision model also a state dict of torchvision's own.
 
     Raises:
         ValueError: unknown name or tuning, or weights of another model.
@@ -222,7 +184,7 @@ def load_image_classifier(
     if not is_image_model(name):
         raise ValueError(
             f"model.name={name!r} is no image model; use one of {', '.join(IMAGE_MODELS)}, or "
-            f"image:NAME of Hugging Face{nearest(name, IMAGE_MODELS)}"
+            f"image:NAME of Hugging Face, torchvision:NAME{nearest(name, IMAGE_MODELS)}"
         )
     fitting = _fitting_tunes(name)
     if tuning.how not in fitting:
@@ -230,7 +192,7 @@ def load_image_classifier(
             f"model.tune={tuning.how!r} does not fit {name!r}; use "
             f"{' or '.join(map(repr, fitting))}"
         )
-    model = _built(name, shape, num_labels)
+    model = _built(name, shape, num_labels, tuning, weights)
     if tuning.how == "lora":
         _add_lora(cast(PretrainedImageClassifier, model), name, tuning)
     if weights:
@@ -242,7 +204,10 @@ def load_image_classifier(
                 f"model.weights={weights!r}: no such file; make one with quietgrad spectrum"
             )
         try:
-            model.load_state_dict(load_file(weights))
+            state = load_file(weights)
+            model.load_state_dict(
+                model.own_state(state) if isinstance(model, VisionClassifier) else state
+            )
         except RuntimeError as error:
             raise ValueError(f"model.weights={weights!r} are of another model: {error}") from error
         except SafetensorError as error:
@@ -261,13 +226,17 @@ def _fitting_tunes(name: str) -> tuple[str, ...]:
     return ("full", "head", "lora") if name.startswith(HUGGING_FACE) else ("full", "head")
 
 
-def _built(name: str, shape: tuple[int, ...], num_labels: int) -> ImageClassifier:
+def _built(
+    name: str, shape: tuple[int, ...], num_labels: int, tuning: Tuning, weights: str
+) -> ImageClassifier:
     if name == SMALL_CNN:
         return SmallCnn(shape[0], num_labels)
     if name == VGG:
         return Vgg(shape[0], num_labels)
     if name == RANDOM_FEATURES:
         return RandomFeatures(shape, num_labels)
+    if name.startswith(TORCHVISION):
+        return load_vision(name, num_labels, pretrained=not weights, whole=tuning.how == "full")
     return _pretrained(name, num_labels)
 
 

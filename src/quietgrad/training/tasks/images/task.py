@@ -15,6 +15,7 @@ from quietgrad.training.files.provenance import FILE as DESCRIPTION_FILE
 from quietgrad.training.files.provenance import Record
 from quietgrad.training.precision import precision_context
 from quietgrad.training.settings.config import TrainConfig
+from quietgrad.training.sources.hub import TORCHVISION
 from quietgrad.training.tasks.images.data import (
     LabelledImages,
     is_image_source,
@@ -37,6 +38,7 @@ from quietgrad.training.tasks.images.models import (
     is_image_model,
     load_image_classifier,
 )
+from quietgrad.training.tasks.images.vision import check_vision
 from quietgrad.training.tasks.loaded import WEIGHTS_FILE, LoadedModel, save_weights
 from quietgrad.training.tasks.predictions import SEPARATOR, Predictions, classified
 from quietgrad.training.tasks.records import Records, Told, outputs, unheard
@@ -77,8 +79,11 @@ class ImagesTask(Task):
             raise ValueError(
                 f"data.source={config.data.source!r} holds {'images' if images else 'texts'}, and "
                 f"model.name={config.model.name!r} reads {'images' if wanted else 'texts'}; "
-                f"image models are {', '.join(IMAGE_MODELS)} and image:NAME of Hugging Face"
+                f"image models are {', '.join(IMAGE_MODELS)}, image:NAME of Hugging Face and "
+                "torchvision:NAME"
             )
+        if config.model.name.startswith(TORCHVISION):
+            check_vision(config.model.name)
         if config.task.kind == "generate" or config.data.test_source or config.data.text_pair:
             raise ValueError(
                 "task.kind='generate', data.test_source and data.text_pair are for texts; images "
