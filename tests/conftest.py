@@ -144,7 +144,7 @@ def change_numbers_of_examples(items: list[pytest.Item]) -> None:
             )
 
 
-EXAMINED: dict[object, tuple[bool, bool, int]] = {}
+EXAMINED: dict[object, tuple[bool, bool, int, float | None]] = {}
 BEGUN: dict[object, tuple[str, ...]] = {}
 
 
@@ -231,8 +231,8 @@ def examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         if key not in EXAMINED:
             together = examine(self, subject, batch, size, step, captures, *others)
-            EXAMINED[key] = (together, known.captured, known.together)
-        together, known.captured, known.together = EXAMINED[key]
+            EXAMINED[key] = (together, known.captured, known.together, known.roundoff)
+        together, known.captured, known.together, known.roundoff = EXAMINED[key]
         known.remembers_nothing, known.last_step = True, step
         return together
 

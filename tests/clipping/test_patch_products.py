@@ -132,7 +132,7 @@ def test_the_spread_of_a_convolution_is_above_that_of_its_patches(stride: int, g
         side = 9 if stride == 1 else 5
         grad = x[:, :, :side, :side].contiguous()
         factors = ConvolutionFactors(x, grad, geometry)
-        bound, _ = factors.spread_sums(torch.float32)
+        bound, _, _ = factors.spread_sums(torch.float32)
         rows = factors.unfolded()
         lengths = rows.left_bgtp.double().norm(dim=3) * rows.right_bgtd.double().norm(dim=3)
         assert (bound >= lengths.sum(dim=2) * (1 - 1e-6)).all()

@@ -77,7 +77,9 @@ def spread_from(
     lost = sums_2bg.square().sum((0, 2)).mul_(entries * smallest_normal(dtype))
     by_block = total_bg * ROUNDING
     made_up = sums_2bg.sum(0).mul_(math.sqrt(entries * smallest_normal(dtype)))
-    plain = torch.linalg.vector_norm((total_bg - made_up).clamp_min_(0.0), dim=1)
+    # Two infinite ones: what is divided by is infinite, and the record adds zero.
+    own = (total_bg - made_up).nan_to_num_(nan=math.inf, posinf=math.inf).clamp_min_(0.0)
+    plain = torch.linalg.vector_norm(own, dim=1)
     terms = squares_bg.sum(1).sqrt_()
     return Spread(by_block.square().sum(1), lost, by_block, plain, terms)
 
