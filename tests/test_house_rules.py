@@ -81,6 +81,7 @@ ROOMS["training"] = (
         "datasets",
         "pandas",
         "matplotlib",
+        "tensorboard",
         "tomli",
         "torchvision",
         "PIL",

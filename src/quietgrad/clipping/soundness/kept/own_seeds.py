@@ -40,7 +40,7 @@ def require_draws_of_the_run(
     with noting_seeds() as noted:
         alone = _known(subject, one, still)
         made_inside = Snapshot(subject.model, subject.per_example_loss)
-        subject.plain_prints(one)
+        _forth_and_back(subject, one)
     moved = [*before.moved_generators(), *made_inside.moved_generators()]
     before.put_back()
     if moved:
@@ -72,10 +72,18 @@ def require_draws_still_of_the_run(subject: Subject, one: Batch) -> None:
             before.put_back()
 
 
+def _forth_and_back(subject: Subject, records: Batch) -> None:
+    if subject.layout.cut is not None:
+        # Forward alone: whether its layers can be cut is looked at later, and said by name.
+        subject.losses(records)
+    else:
+        subject.plain_prints(records)
+
+
 def _known(subject: Subject, records: Batch, still: CommonRandomness) -> list[tuple[int, ...]]:
     """Shapes of what one pass, forward and backward, drew from seeds that are known."""
     still.known, still.shapes, subject.seeds = [], [], set()  # of each pass
-    subject.plain_prints(records)
+    _forth_and_back(subject, records)
     if len(still.shapes) > len(still.known) and not subject.seeds <= OURS:
         raise Mixes(_OWN.format("torch's generator, which is seeded after it was drawn from"))
     return list(still.known)  # which grows with every pass
