@@ -172,10 +172,14 @@ def settings_of(module: Any) -> tuple[object, ...]:
 
 
 def looked_at(subject: Any, records: Any) -> tuple[object, ...]:
-    """What a guard looks at: two of the same are decided alike."""
+    """What a guard looks at: two of the same are decided alike. (An autocast that a loss begins is
+    none of this: tests that speak of half precision look for themselves.)
+    """
     from quietgrad.tensors import tensors_of
 
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
     return (
+        test if re.search("half|b?float16|bf16|autocast|precision|door", test) else "",
         str(subject.model),
         tuple(settings_of(module) for module in subject.model.modules()),
         name_of(subject.per_example_loss),
