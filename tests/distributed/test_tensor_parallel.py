@@ -181,9 +181,9 @@ def exactly(rank: int, ranks: int) -> dict[str, tuple[Tensor, Tensor]]:
     for estimator in ("ghost", "materialized", "hutch", "hutch++"):
         squares: list[Tensor] = []
 
-        def noted(self: NormSums, to: list[Tensor] = squares) -> Norms:
+        def noted(self: NormSums, times: float = 1.0, to: list[Tensor] = squares) -> Norms:
             to.append(self.squared[0].clone())
-            return norms(self)
+            return norms(self, times)
 
         NormSums.norms = noted  # type: ignore[method-assign]
         model = Whole()
