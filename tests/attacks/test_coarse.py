@@ -6,6 +6,7 @@ a sum of, wherever half precision takes part in a pass (``norms/coarseness``).
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper
-from quietgrad.clipping.norms import coarseness
+from quietgrad.clipping.norms import coarseness, rounding
 from tests.attacks.test_padded_formed import moved as moved_by
 from tests.attacks.test_padded_models import Attentive, last, sum_of
 
@@ -42,6 +43,37 @@ def test_divided_as_in_float32_it_is_seen(estimator: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(coarseness, "OF_COARSE", 0.0)
     with torch.autocast("cpu", torch.bfloat16):
         assert moved(estimator) > 0.5
+
+
+def part_of_two_positions(estimator: str, engine: str) -> float:
+    """What a record adds, in clipping norms, whose second position takes back seven eighths of the
+    first: few positions, so that their sum S hardly shows that they cancel.
+    """
+    model = nn.Linear(8, 4, bias=False).bfloat16()
+    x = torch.full((1, 2, 8), 8.0)
+    g = torch.full((1, 2, 4), 8.0) * torch.tensor([1.0, -0.875]).view(1, 2, 1)
+    bound = Clipper(1.0, estimator, engine=engine).bind(model, loss)
+    found = bound.clip((x.bfloat16(), g.bfloat16()), step=0)
+    return float(found.gradients["weight"].double().norm())
+
+
+WAYS = [
+    (estimator, engine)
+    for estimator in ("exact", "materialized", "ghost")
+    for engine in ("bookkeeping", "one-example")
+]
+
+
+@pytest.mark.parametrize("estimator, engine", WAYS)
+def test_two_positions_that_cancel_add_a_part_alone(estimator: str, engine: str) -> None:
+    """An eighth of a position, divided by 64 u Q = sqrt(1 + 0.875^2) / 4 of one."""
+    expected = 0.125 / (math.hypot(1.0, 0.875) / 4)
+    assert part_of_two_positions(estimator, engine) == pytest.approx(expected, rel=1e-2)
+
+
+def test_divided_by_a_share_of_their_sum_alone_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "OF_TERMS", 0.0)
+    assert part_of_two_positions("exact", "bookkeeping") > 0.99
 
 
 class Below(nn.Module):

@@ -33,7 +33,7 @@ from tests.attacks.test_padded_models import (
 
 Engine = Literal["bookkeeping", "one-example"]
 
-CLOSE = 0.15  # 0.003 to 0.02 on one kind of processor, up to 0.07 on another
+CLOSE = 0.08  # 0.003 to 0.02 on one kind of processor, 0.07 on another
 
 
 class Scaled(nn.Module):

@@ -118,8 +118,8 @@ def groups_of_its_own() -> Iterator[None]:
 def on_ranks(size: int, folder: Path, work: Callable[..., Any], *extra: Any) -> list[Any]:
     """What ``work(rank, *extra)`` returns on each rank; the text of its exception where it failed.
 
-    Forked, because a process that is spawned imports torch again. Where the allocator ends a rank
-    (seen once, in a thousand runs of four ranks, with two hundred threads of gloo), a warning shows
+    Forked, because a process that is spawned imports torch again. Where a rank's process
+    breaks down (seen once, in the allocator, beside two hundred threads of gloo), a warning shows
     where it was, and all ranks start once more; the second time it is an error.
     """
     try:
