@@ -23,7 +23,10 @@ from quietgrad.averaging import ExponentialAverage
 from quietgrad.beside import AdaptiveClipping, TrainingLoss
 from quietgrad.denoising import SpikesWithBulk
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.usefixtures("first_looks_alone"),
+]
 
 
 class LowRank(nn.Module):

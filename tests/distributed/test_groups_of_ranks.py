@@ -28,6 +28,7 @@ from quietgrad.tensors import block_of
 
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.usefixtures("first_looks_alone"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     # A cut layer that is given to fully_shard by itself, as blocks are, returns a view.
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),

@@ -23,11 +23,15 @@ SMALL = small_shape(2048, 128, 6, 352)
 
 
 def require_as_planned(
-    shape: Shape, job: tuple[int, int, int, int, int], estimator: str, folder: Path
+    shape: Shape,
+    job: tuple[int, int, int, int, int],
+    estimator: str,
+    folder: Path,
+    looks: bool = True,
 ) -> None:
     size, examples, rounds, length, bands = job
     vocabulary = int(dict(shape.values)["vocab_size"])
-    args = (lambda: made(shape), vocabulary, job, estimator)
+    args = (lambda: made(shape), vocabulary, job, estimator, looks)
     found = [stepped(0, *args)] if size == 1 else on_ranks(size, folder, stepped, *args)
     assert all(isinstance(one, tuple) for one in found), found
     clipper = Clipper(1.0, estimator)  # type: ignore[arg-type]
@@ -63,11 +67,10 @@ def require_as_planned(
 def test_memory_and_traffic_of_replicas_are_as_planned(
     shape: Shape, job: tuple[int, int, int, int, int], estimator: str, tmp_path: Path
 ) -> None:
-    require_as_planned(shape, job, estimator, tmp_path)
+    require_as_planned(shape, job, estimator, tmp_path, looks=job[0] < 4)
 
 
-@pytest.mark.timeout(3000)
-@pytest.mark.slow("five steps of 135 million parameters on one and on two processes, many minutes")
+@pytest.mark.slow("two steps of 135 million parameters on one and on two processes")
 @pytest.mark.parametrize("size", [1, 2])
 def test_memory_of_smollm2_is_as_planned(size: int, tmp_path: Path) -> None:
-    require_as_planned(NAMED["smollm2-135m"], (size, 1, 1, 16, 1), "auto", tmp_path)
+    require_as_planned(NAMED["smollm2-135m"], (size, 1, 1, 16, 1), "auto", tmp_path, looks=False)
