@@ -10,6 +10,7 @@ independent of who comes: each record's are as likely as any other's, in any com
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import random
 import secrets
@@ -65,10 +66,14 @@ class _Block:
 
     def reached(self) -> States:
         """Where the generators stand in it: where the next one began."""
+        if not _open:  # Python is ending
+            return self._before
         return States.now() if _open[-1] is self else _open[_open.index(self) + 1]._before
 
     def end(self) -> None:
         """The generators stand as before it, once those that were opened within it are over."""
+        if not _open:
+            return
         place = _open.index(self)
         del _open[place]
         if place == len(_open):
@@ -78,6 +83,9 @@ class _Block:
 
 
 _open: list[_Block] = []  # the oldest first
+
+# A loop that is left open is collected when modules have been taken apart: nothing to put back.
+atexit.register(_open.clear)
 
 
 def seed_all(seed: int) -> None:

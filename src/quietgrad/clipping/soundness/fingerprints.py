@@ -8,6 +8,7 @@ of it.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -85,12 +86,18 @@ def factors_of(use: Use, examples: int) -> Factors | None:
         for i in range(0, max(examples, 1), few)
     ]
     sums, norms, input_sums, input_norms, reach = (
-        torch.cat(known) if len(known := [part for part in column if part is not None]) else None
+        _together([part for part in column if part is not None])
         for column in zip(*parts, strict=True)
     )
     assert sums is not None and norms is not None
     assert input_norms is not None and reach is not None
     return Factors(input_sums, input_norms, sums, norms, half, reach)
+
+
+def _together(parts: list[Tensor]) -> Tensor | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return torch.cat(parts)
 
 
 def _prints(gradient: Tensor, x: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -131,11 +138,15 @@ def _signed_sums(x: Tensor) -> tuple[Tensor, Tensor]:
     """[b, ..., d] -> [b, d] and [b]; a longer example that ends in zeros gives the same."""
     b = x.shape[0]
     x_btd = x.reshape(b, 1, -1) if x.dim() < 3 else x.reshape(b, -1, x.shape[-1])
-    places = torch.arange(x_btd.shape[1], device=x.device)
-    signs = ((places * 2654435761) >> 13 & 1).to(
-        x.dtype
-    ) * 2 - 1  # a multiplicative hash: no generator is touched
-    return torch.einsum("t,btd->bd", signs, x_btd), torch.linalg.vector_norm(x_btd, dim=(1, 2))
+    signs = _signs(x_btd.shape[1], x.device, x.dtype).expand(b, 1, -1)
+    return torch.bmm(signs, x_btd).squeeze(1), torch.linalg.vector_norm(x_btd, dim=(1, 2))
+
+
+@functools.lru_cache(maxsize=64)  # every layer of a pass has the same few numbers of positions
+def _signs(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[positions] by a multiplicative hash: no generator is touched."""
+    places = torch.arange(count, device=device)
+    return ((places * 2654435761) >> 13 & 1).to(dtype) * 2 - 1
 
 
 def wide(x: Tensor) -> Tensor:
