@@ -92,6 +92,14 @@ def differing_work(rank: int, folder: str) -> dict[str, str]:
         model[0].bias.requires_grad_(rank == 0)
         one_step(run, model)
 
+    def other_precision(run: Any, model: nn.Module) -> None:
+        def in_its_own(model: nn.Module, batch: Any) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
+                return loss(model, {name: t.float() for name, t in batch.items()})
+
+        model.float()
+        run.backward(model, in_its_own, at(next(run.batches())))
+
     def whole_batch_on_each(run: Any, model: nn.Module) -> None:
         shares.share_of = lambda whole, *_: whole  # type: ignore[assignment]
         try:
@@ -134,6 +142,7 @@ def differing_work(rank: int, folder: str) -> dict[str, str]:
     for work in (
         other_weights,
         other_parameters,
+        other_precision,
         whole_batch_on_each,
         one_more_record,
         shuffled,
@@ -171,6 +180,7 @@ def test_ranks_that_do_not_work_alike_release_nothing(tmp_path: Path) -> None:
     expected = {
         "other_weights": "the ranks differ in weights",
         "other_parameters": "the ranks differ in parameters",
+        "other_precision": "the ranks differ in precision",
         "whole_batch_on_each": "do not hold as many records as the batch",
         "shuffled": "the ranks differ in records",
         "changing": "the ranks differ in records",
@@ -183,7 +193,7 @@ def test_ranks_that_do_not_work_alike_release_nothing(tmp_path: Path) -> None:
             assert text in of_rank[name], (name, of_rank[name])
         # Nothing was released by any of them, and nothing is afterwards.
         names = [name for name in of_rank if "," not in name]
-        assert len(names) == 11
+        assert len(names) == 12
         for name in names:
             assert of_rank[f"{name}, released"] == "0", name
             assert of_rank[f"{name}, after"], name

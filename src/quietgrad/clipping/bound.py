@@ -158,7 +158,7 @@ class BoundClipper:
             counts = PrivateCounts()
             for part in parts:
                 observed = total.add(partial(add, work, part))
-                seen = PrivateCounts.of(observed, self.clipper.beside)
+                seen = PrivateCounts.of(observed, self.clipper.beside, work.least_times)
                 counts += replace(seen, beside=summing.beside(seen.beside))
             sums = total.finished()
         gradients = {

@@ -100,23 +100,33 @@ class PrivateCounts:
         nonfinite: how many of them contribute zero.
         beside: name -> sum of what records add to a number beside the gradients, each at most 1 in
             absolute value; released with noise alone.
+        least_times: what the least divisors of its records were multiplied by, which follows from
+            the precision that the model runs in; none without records.
     """
 
     examples: int = 0
     nonfinite: Tensor | None = None
     beside: Mapping[str, Tensor] = field(default_factory=dict)
+    least_times: frozenset[float] = frozenset()
 
     @classmethod
-    def of(cls, observed: Observed, beside: Iterable[SideMethod]) -> PrivateCounts:
+    def of(
+        cls,
+        observed: Observed,
+        beside: Iterable[SideMethod],
+        least_times: float | None = None,
+    ) -> PrivateCounts:
         """Of the records of a micro-batch."""
         finite = observed.shares.isfinite()
-        return cls(len(finite), (~finite).sum(), side_sums(beside, observed))
+        known = frozenset([] if least_times is None or not len(finite) else [least_times])
+        return cls(len(finite), (~finite).sum(), side_sums(beside, observed), known)
 
     def __add__(self, other: PrivateCounts) -> PrivateCounts:
         both = [c for c in (self.nonfinite, other.nonfinite) if c is not None]
         total = None if not both else both[0] if len(both) == 1 else both[0] + both[1]
         beside = added(self.beside, other.beside)
-        return PrivateCounts(self.examples + other.examples, total, beside)
+        known = self.least_times | other.least_times
+        return PrivateCounts(self.examples + other.examples, total, beside, known)
 
     def __repr__(self) -> str:
         return "PrivateCounts(hidden)"

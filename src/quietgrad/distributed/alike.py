@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from quietgrad.tensors import Batch, is_spread, local_of, tensors_of
 
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 2**22  # entries
-MOST_FACTS = 8
+MOST_FACTS = 12
+NOT_KNOWN = ""  # of the precision: what a rank says that has not looked yet
 LOOKED_AT = 64  # records of a data set that ranks compare
 
 # What is compared at an agreement, and what to do where it differs.
@@ -32,6 +33,8 @@ REMEDIES = {
     "plan where it is cut, in one dtype and on one kind of device",
     "shares": "make the same loader on every rank, with the same physical_batch_size and steps",
     "claim": "build the same plan on every rank",
+    "precision": "run the whole step in torch.autocast on all ranks or on none, with parameters of "
+    "one dtype",
     "drawing": "use one kind of device and the same versions of numpy and torch everywhere",
     "session": "start the run on all ranks together, once",
     "records": "give every rank the whole data set, in the same order, with no sampler and no "
@@ -67,6 +70,12 @@ def _number(text: str) -> int:
     """A digest of text as a signed number of 64 bits."""
     hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(hashed, "little", signed=True)
+
+
+def differ(name: str, said: Iterable[int | None]) -> bool:
+    """Whether ranks say different things of a fact. None: they are not asked."""
+    nothing = {None, _number(NOT_KNOWN) if name == "precision" else None}
+    return len(set(said) - nothing) > 1
 
 
 def versions() -> str:

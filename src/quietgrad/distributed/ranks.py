@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
-from quietgrad.distributed.alike import REMEDIES, message, records_digest, weights_digest
+from quietgrad.distributed.alike import REMEDIES, differ, message, records_digest, weights_digest
 from quietgrad.distributed.circles import Circle, Circles
 from quietgrad.distributed.groups.leaving import close_connections
 from quietgrad.distributed.groups.loops import Loops
@@ -202,7 +202,7 @@ class Ranks:
         for i, name in enumerate(told):
             of_rank = dict(zip(ranks, table[:, 3 + i].tolist(), strict=True))
             compared = ([of_rank.get(r) for r in some] for some in self._compared(name))
-            if any(len({value for value in some if value is not None}) > 1 for some in compared):
+            if any(differ(name, said) for said in compared):
                 raise self._stop(f"the ranks differ in {name}: {REMEDIES[name]}")
         numbers: list[int] = table[:, 2].tolist()
         return numbers

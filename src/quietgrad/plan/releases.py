@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quietgrad.clipping.clipped_sum import ClippedSum
-from quietgrad.distributed.alike import shapes_digest
+from quietgrad.distributed.alike import NOT_KNOWN, shapes_digest
 from quietgrad.distributed.team import Team
 from quietgrad.ledger import LedgerWriter
 from quietgrad.noise.noisy_sum import NoisySum
@@ -37,12 +37,14 @@ class Releases:
         """What has to be the same on all ranks."""
         if self.team.size == 1:
             return {}
+        known = clipped.private.least_times  # nothing, of a rank without records
         return {
             "session": f"{self.session.key.seal()} {release}",
             "shares": str(block),
             "claim": repr(clipped.claim),
             "parameters": shapes_digest(clipped.gradients),
             "drawing": self.session.how(clipped.gradients),
+            "precision": repr(sorted(known)) if known else NOT_KNOWN,
         }
 
     def write_down(self, clipped: ClippedSum, release: int, settings: StepSettings) -> None:

@@ -159,7 +159,8 @@ class ShardedClipper(BoundClipper):
             keep_company(work, self._stand_in, sums)
             return PrivateCounts()
         own: Sums = {} if sums.unit else plain
-        seen = PrivateCounts.of(add_scattered(work, part, sums, own), self.clipper.beside)
+        observed = add_scattered(work, part, sums, own)
+        seen = PrivateCounts.of(observed, self.clipper.beside, work.least_times)
         if sums.unit:
             summing.add(plain, own)
         return replace(seen, beside=summing.beside(seen.beside))
