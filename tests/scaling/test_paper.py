@@ -63,6 +63,18 @@ def test_two_and_three_blocks_tell_of_seven(tuning: Tuning) -> None:
     assert two.peak() < 0.8 * whole.peak()
 
 
+@pytest.mark.parametrize("estimator", ["auto", "hutch", "hutch++"])
+def test_weights_of_half_the_width_hold_less(estimator: str) -> None:
+    """No guard has looked at them; that they are of half precision stands before."""
+    clipper, shape = Clipper(1.0, estimator), SHAPE.with_layers(2)  # type: ignore[arg-type]
+    half, single = (
+        paper_of_shape(shape, Tuning(dtype=dtype), 3, 40, clipper)
+        for dtype in ("bfloat16", "float32")
+    )
+    assert half.parameter_bytes * 2 == single.parameter_bytes
+    assert 0.4 * single.peak() < half.peak() < single.peak()
+
+
 def test_a_model_that_is_there_counts_as_its_shape() -> None:
     model = made(SHAPE)
     before = [p.clone() for p in model.parameters()]

@@ -35,6 +35,7 @@ from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.engines.one_example import add_scaled, gradients_of_one, norms_of_one
 from quietgrad.clipping.engines.thresholds import clip_factors, thresholds
 from quietgrad.clipping.engines.work import Engine, Work
+from quietgrad.clipping.norms.coarseness import least_times, standing
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.planner.tracing import ModelTrace
 from quietgrad.scaling.held import Held
@@ -161,6 +162,7 @@ def on_paper(
         work = Work(
             model, per_example_loss, layout, policies, limits, "clip", projections, clipper.sketched
         )
+        work = replace(work, least_times=least_times(standing(model)))
         with measured_once(held, known), mode, held:
             sums = _Sums(held)
             held.mark("forward")
