@@ -242,3 +242,16 @@ def examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Guard, "begin", begun)
     monkeypatch.setattr(Guard, "examine", once)
+
+
+@pytest.fixture(scope="module")
+def first_looks_alone() -> Iterator[None]:
+    """For tests of many short trainings: guards look at a run's first release, and at the second
+    and the fourth no more. Looks were seven tenths of such a test's time; that they are made, and
+    what they see, is the subject of others.
+    """
+    from quietgrad.clipping.soundness import guard
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "is_guarded", lambda step: step == 0)
+        yield

@@ -2,23 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch.distributed as dist
-
-from quietgrad.clipping.soundness import guard
-
-
-@pytest.fixture(scope="module")
-def first_looks_alone() -> Iterator[None]:
-    """For tests of many short trainings: guards look at a run's first release, and at the second
-    and the fourth no more. Looks were seven tenths of such a test's time; that they are made, and
-    what they see, is the subject of others.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard, "is_guarded", lambda step: step == 0)
-        yield
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from quietgrad.ledger import read_ledger
 
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.usefixtures("first_looks_alone"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 

@@ -22,6 +22,7 @@ from quietgrad.ledger import read_ledger
 pytestmark = [
     *ADVICE,
     pytest.mark.distributed,
+    pytest.mark.usefixtures("first_looks_alone"),
     # last.ckpt is a directory that is written again.
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
 ]

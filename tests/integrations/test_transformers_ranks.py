@@ -17,7 +17,10 @@ from transformers import TrainerCallback
 
 from quietgrad.ledger import read_ledger
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.usefixtures("first_looks_alone"),
+]
 Weights = dict[str, torch.Tensor]
 
 
