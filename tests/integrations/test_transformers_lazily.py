@@ -15,7 +15,7 @@ from private_trainers import classifier, records, trainer
 from test_transformers_mixing import padded
 from torch import Tensor, nn
 
-import quietgrad.integrations.transformers.trainer as trainers
+import quietgrad.integrations.transformers.collating as looks
 
 
 class Centred:
@@ -43,7 +43,7 @@ def test_what_a_loss_keeps_of_training_records_is_refused(
         trained.train()
     assert loss.mean is None
     # With the state that the look at padding leaves, the guard sees a constant.
-    monkeypatch.setattr(trainers, "as_before", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(looks, "as_before", lambda *_: contextlib.nullcontext())
     loss = Centred()
     trainer(tmp_path / "b", model=classifier(), data_collator=padded, per_example_loss=loss).train()
     assert loss.mean is not None
