@@ -23,10 +23,7 @@ from quietgrad.averaging import ExponentialAverage
 from quietgrad.beside import AdaptiveClipping, TrainingLoss
 from quietgrad.denoising import SpikesWithBulk
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.usefixtures("first_looks_alone"),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("first_looks_alone")]
 
 
 class LowRank(nn.Module):

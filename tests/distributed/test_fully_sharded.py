@@ -19,10 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from quietgrad.clipping.capture.spread import sharding_modules
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.usefixtures("first_looks_alone"),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("first_looks_alone")]
 
 SHARDED = {
     **{name: VARIANTS[name] for name in VARIANTS if name != "wrapped"},

@@ -17,10 +17,7 @@ from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.rounding import Norms
 from quietgrad.clipping.sharded import passes
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.usefixtures("first_looks_alone"),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("first_looks_alone")]
 
 
 def in_doubt(self: Work, norms: Norms) -> Tensor | None:

@@ -20,10 +20,7 @@ from torch.distributed.tensor import DTensor
 from quietgrad.clipping.engines.summing import unit_of
 from quietgrad.clipping.norms.rounding import Norms, NormSums
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.usefixtures("first_looks_alone"),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("first_looks_alone")]
 
 LEFT_OUT = {"low rank", "wrapped"}
 CUT: dict[str, tuple[str, dict[str, Any]]] = {

@@ -17,10 +17,7 @@ from transformers import TrainerCallback
 
 from quietgrad.ledger import read_ledger
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.usefixtures("first_looks_alone"),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("first_looks_alone")]
 Weights = dict[str, torch.Tensor]
 
 

@@ -44,10 +44,7 @@ from quietgrad.integrations.transformers.sharding import ShardingTrainer
 from quietgrad.ledger import read_ledger
 from quietgrad.training.files.provenance import FILE, KEY
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.usefixtures("first_looks_alone"),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("first_looks_alone")]
 STEPS = 5
 PLAN = replace(PRIVACY, epochs=1)
 Found = dict[str, Any]

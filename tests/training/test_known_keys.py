@@ -229,3 +229,13 @@ def test_it_is_refused_before_torch_is_loaded(
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith(f"error: {message}")
+
+
+def test_a_key_of_another_table_is_told_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text("[training]\nmax_physical_batch_size = 2\n")
+    said = "did you mean 'expected_batch_size', or 'performance.max_physical_batch_size'"
+    with pytest.raises(ValueError, match=said):
+        load_config(file)
+    with pytest.raises(ValueError, match=said):
+        load_config(None, ["training.max_physical_batch_size=2"])

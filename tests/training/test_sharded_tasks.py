@@ -20,10 +20,7 @@ from quietgrad.training import runner
 from quietgrad.training.files.run_dir import open_run_dir
 from quietgrad.training.prepare import prepare
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.usefixtures("first_looks_alone"),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("first_looks_alone")]
 ANSWERS = {
     "task.kind": "generate", "task.prompt": "{text} :", "task.answer": "{label}",
     "task.max_answer_length": 3, "task.decoded": "rouge1", "task.decoded_records": 5,

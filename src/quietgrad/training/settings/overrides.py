@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.checks import nearest, require_at_most_one
+from quietgrad.training.settings.reading import meant
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -137,7 +138,7 @@ def _place(name: str, keys: Mapping[str, Sequence[str]]) -> tuple[str, str]:
     if table not in keys:
         raise ValueError(f"unknown table [{table}]{nearest(table, keys)}")
     if key not in keys[table]:
-        raise ValueError(f"unknown key {table}.{key}{nearest(key, keys[table])}")
+        raise ValueError(f"unknown key {table}.{key}{meant(table, key, keys)}")
     return table, key
 
 

@@ -8,7 +8,7 @@ The records' modules import torch, which takes seconds. ``keys.json`` beside thi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,28 @@ def one(kind: type) -> Table:
     return Table({"": kind})
 
 
+def meant(table: str, key: str, keys: Mapping[str, Iterable[str]]) -> str:
+    """``nearest`` of a table's keys, and the same key of another table, as the end of a message.
+
+    Args:
+        table, key: what was given.
+        keys: of each table.
+    """
+    close = nearest(key, keys[table])
+    owners = [f"'{other}.{key}'" for other, names in keys.items() if key in names]
+    if not owners:
+        return close
+    start = f"{close[:-1]}, or" if close.endswith("?") else "; did you mean"
+    return f"{start} {listed(owners)}?"
+
+
 def each_table(
     tree: Mapping[str, Any], tables: Mapping[str, Table]
 ) -> Iterator[tuple[str, Table, Mapping[str, Any]]]:
     """(name, what may stand there, what does) of a file's tables, one after the other.
 
     Raises:
-        ValueError: for one that is unknown, or no table.
+        ValueError: for one that is unknown, or no table, or that has another one's key.
     """
     for name, values in tree.items():
         if name not in tables and not isinstance(values, Mapping):
@@ -113,6 +128,10 @@ def each_table(
             raise ValueError(f"unknown table [{name}]{nearest(name, tables)}")
         if not isinstance(values, Mapping):
             raise ValueError(f"{name}={values!r} must be a table of keys")
+        for key in set(values) - set(tables[name].keys()):
+            others = {other: table.keys() for other, table in tables.items()}
+            if any(key in keys for keys in others.values()):
+                raise ValueError(f"unknown key {name}.{key}{meant(name, key, others)}")
         yield name, tables[name], values
 
 
