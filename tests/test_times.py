@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def test_long_tests_are_marked_but_for_those_that_catch_a_broken_mechanism(
     found = subprocess.run(
         [*collect, "tests/auditing", "tests/accounting"],
         capture_output=True, text=True, check=False, cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
     ).stdout  # fmt: skip
     assert "::test_" in found
     assert "test_too_little_noise_is_refuted" not in found
