@@ -39,7 +39,7 @@ METRICS_KEYS = {
     "data_declared_public",
 }
 SEED = "0f2e4d6c8b1a39577e93d5c1f4a6b802"  # of the length that private data ask for
-CHECKPOINT_KEYS = {"fixed_head", "step", "trainable", "optimizer"}  # and no generator's state
+CHECKPOINT_KEYS = {"fixed_head", "step", "trainable", "optimizer", "starts"}  # no generator's state
 
 
 def test_command_line_from_plan_to_epsilon(quietgrad, settings, write_config) -> None:
