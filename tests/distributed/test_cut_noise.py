@@ -151,6 +151,7 @@ def test_noise_is_drawn_once_on_every_part_and_alike_on_copies(tmp_path: Path) -
     assert torch.equal(one["copies"], two["copies"])
 
 
+@pytest.mark.usefixtures("no_looks")
 @pytest.mark.parametrize("broken", list(BROKEN), ids=lambda f: f.__name__)
 def test_wrong_noise_of_parts_is_seen(broken: Any, tmp_path: Path) -> None:
     for found in on_ranks(2, tmp_path, broken):

@@ -110,6 +110,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.usefixtures("no_looks")
 @pytest.mark.parametrize("broken", list(BROKEN), ids=lambda f: f.__name__)
 def test_wrong_norms_of_parts_are_seen(broken: Any, tmp_path: Path) -> None:
     for found in on_ranks(2, tmp_path, broken):

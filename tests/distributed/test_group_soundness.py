@@ -108,6 +108,7 @@ BROKEN: dict[Any, tuple[bool, str]] = {
 }
 
 
+@pytest.mark.usefixtures("no_looks")
 @pytest.mark.parametrize("broken", list(BROKEN), ids=lambda f: f.__name__)
 def test_wrong_sums_of_groups_are_seen(broken: Any, tmp_path: Path) -> None:
     sharded, text = BROKEN[broken]
