@@ -16,6 +16,7 @@ from quietgrad.checks import how_many
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.beside.chosen import print_settings, settings_record
 from quietgrad.cli.beside.launch import start_processes
+from quietgrad.cli.beside.planning import Extension, require_one_length
 from quietgrad.cli.output import (
     console,
     fail,
@@ -46,7 +47,7 @@ def run_train(
     overrides: list[str],
     resume: bool,
     as_json: bool,
-    extend: tuple[int | None, float | None, float | None] = (None, None, None),
+    extend: Extension = (None, None, None),
     processes: int = 1,
 ) -> None:
     """See ``quietgrad train --help``."""
@@ -55,6 +56,7 @@ def run_train(
         raise ValueError(
             "--extend-steps, --extend-epochs and --extend-to-epsilon go on with a run: add --resume"
         )
+    require_one_length(extend)
     config = _config_to_run(config_path, overrides, resume)
     if processes != 1:
         start_processes(processes, sys.argv[1:])
