@@ -12,7 +12,7 @@ from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.checks import how_many
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.beside.chosen import print_settings, settings_record, too_long
-from quietgrad.cli.beside.planning import Extension, require_one_length
+from quietgrad.cli.beside.extension import Extension, require_one_length
 from quietgrad.cli.output import (
     console,
     fail,

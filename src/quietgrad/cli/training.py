@@ -15,8 +15,8 @@ from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.checks import how_many
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.beside.chosen import print_settings, settings_record
+from quietgrad.cli.beside.extension import Extension, require_one_length
 from quietgrad.cli.beside.launch import start_processes
-from quietgrad.cli.beside.planning import Extension, require_one_length
 from quietgrad.cli.output import (
     console,
     fail,
@@ -307,7 +307,7 @@ def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]
     for part, scores in result.get("class_scores", {}).items():
         rows[f"{part} macro F1"] = f"{scores['macro_f1']:.4f}"
     if "majority_accuracy" in result:
-        rows["majority class of the validation records"] = f"{result['majority_accuracy']:.4f}"
+        rows["test accuracy of the majority class"] = f"{result['majority_accuracy']:.4f}"
     if known.get("non_private_accuracy") is not None:
         rows["without privacy"] = (
             f"{known['non_private_accuracy']:.4f} (recorded; to measure it again: "

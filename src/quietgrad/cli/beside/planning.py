@@ -33,29 +33,6 @@ ExtendTo = Annotated[
     float | None,
     typer.Option("--extend-to-epsilon", help="A new target for the whole run."),
 ]
-Extension = tuple[int | None, float | None, float | None]
-
-
-def require_one_length(extend: Extension) -> None:
-    """Refuses an extension that is no length, before a file is read.
-
-    Args:
-        extend: values of ``ExtendSteps``, ``ExtendEpochs`` and ``ExtendTo``.
-
-    Raises:
-        ValueError: for one in steps and in epochs, and one of nothing.
-    """
-    steps, epochs, _ = extend
-    if steps is not None and epochs is not None:
-        raise ValueError(
-            f"--extend-steps={steps} and --extend-epochs={epochs:g} are both given, and each "
-            "decides the other; give one"
-        )
-    for option, value in (("--extend-steps", steps), ("--extend-epochs", epochs)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{option}={value:g} must be positive; pass a number above 0")
-
-
 DeviceName = Annotated[
     str,
     typer.Option(help="Or h200, a100-80gb, l4, cpu."),
