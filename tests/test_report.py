@@ -252,6 +252,37 @@ def test_what_ran_says_engine_time_and_memory_as_they_were_expected(tmp_path: Pa
     assert card.index("## Privacy") < card.index("## What ran")
 
 
+@pytest.mark.parametrize(
+    ("model", "source", "told"),
+    [
+        ("/home/ann/models/tiny", "/home/ann/qa.jsonl", ["tiny, head mean", "qa.jsonl"]),
+        ("image:/home/ann/vit", "../ann/photos", ["image:vit", "photos"]),
+        ("some-org/model", "some-org/data:en", ["some-org/model, head mean", "some-org/data:en"]),
+        ("packaged:minilm", "packaged:tweets", ["packaged:minilm, head mean", "packaged:tweets"]),
+    ],
+)
+def test_what_ran_names_no_path_of_the_machine(
+    tmp_path: Path, model: str, source: str, told: list[str]
+) -> None:
+    path = write_run(tmp_path / "run", **FINISHED)
+    (path / "config.toml").write_text(
+        f'[model]\nname = "{model}"\nhead = "mean"\n[data]\nsource = "{source}"\n'
+    )
+    facts = read_run(path)
+    assert "ann/" not in card_of(facts) + page_of(facts)
+    assert f"| Model | {told[0]} |" in card_of(facts) and f"| Data | {told[1]} |" in card_of(facts)
+
+
+def test_what_ran_gives_a_language_model_no_head(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", **FINISHED)
+    (path / "config.toml").write_text(
+        '[model]\nname = "some-org/llama"\nhead = "mean"\ntune = "lora"\n'
+        '[task]\nkind = "generate"\n'
+    )
+    card = card_of(read_run(path))
+    assert "| Model | some-org/llama |" in card and "head" not in card.partition("## What ran")[2]
+
+
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="holds no run"):
         read_run(tmp_path / "nothing")

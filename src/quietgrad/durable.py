@@ -114,7 +114,9 @@ def lock(descriptor: int, name: str, remedy: str) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in IN_USE:
-            raise ValueError(f"{name} is in use by another process; {remedy}") from error
+            raise ValueError(
+                f"{name} is in use by another process, or by an open run of this one; {remedy}"
+            ) from error
         raise ValueError(
             f"{name} cannot be locked ({error.strerror}), so two processes could write it; use a "
             "file system with locks, such as a local disk"

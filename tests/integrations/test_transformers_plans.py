@@ -155,7 +155,9 @@ def test_a_plan_of_users_trains_as_its_configuration(tmp_path: Path) -> None:
 
 
 def test_what_is_neither_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="privacy=float is neither a configuration nor a plan"):
+    with pytest.raises(
+        TypeError, match="privacy is of type float, neither a configuration nor a plan"
+    ):
         trainer(tmp_path, privacy=3.0)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from quietgrad import PrivacyConfig
+from quietgrad.clipping import clipped_gradients
 from quietgrad.integrations.opacus import PrivacyEngine
 
 pytestmark = pytest.mark.usefixtures("examined_once")
@@ -116,6 +117,19 @@ def test_a_scaler_that_does_nothing_and_another_models_optimiser_are_not() -> No
     with PLAN.start() as run:
         of_another_model(run, nn.Linear(4, 2), run.loader(DATA, steps=3), nn.Linear(4, 2))
         assert run.released == 3
+
+
+def test_a_loss_in_the_models_place_is_named() -> None:
+    """Before: "'function' object has no attribute 'modules'"."""
+    model, records = nn.Linear(4, 2), DATA[:4]
+    given: Any = (loss, model, records)
+    with pytest.raises(TypeError, match=r"of type function.*\(model, per_example_loss, batch\)"):
+        clipped_gradients(*given, max_grad_norm=1.0)
+    with PLAN.start() as run:
+        for batch in run.loader(DATA):
+            with pytest.raises(TypeError, match=r"the order is \(model, per_example_loss, batch\)"):
+                run.backward(loss, model, batch)  # type: ignore[arg-type]
+            break
 
 
 def test_an_opacus_script_with_lbfgs_is_refused() -> None:

@@ -319,7 +319,8 @@ def test_rows_without_an_owner_are_listed_and_refused(quietgrad: Run, tmp_path: 
     for asked in ([file, "--user", "who"], [config]):
         code, out, _ = quietgrad("check", *asked)
         assert code == 1 and "2 rows without an owner:" in out
-        assert "line 5: no owner: column 'who' is empty" in out and "line 9: no owner" in out
+        assert "line 5: no owner: column 'who' is empty" in out
+        assert "line 9: no owner: column 'who' says 'nan'" in out
         assert "data.skip_bad leaves out none of them" in " ".join(out.split())
         assert "Every row" not in out and "without something" not in out
 

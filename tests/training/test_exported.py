@@ -325,6 +325,10 @@ def test_the_adapter_of_an_image_model_loads_by_peft(values: dict[str, Any], vit
     assert read_provenance(folder) is not None
     for place in (folder, run_dir.model):
         assert "PeftModel" in (place / "README.md").read_text()
+    for file in run_dir.model.rglob("*.[jm]*"):  # .json, .md
+        assert str(vit.parent) not in file.read_text(), file
+    base_of = json.loads((run_dir.model / "quietgrad.json").read_text())["base"]
+    assert base_of == f"image:{vit.name}"
 
 
 def test_an_adapter_that_computes_otherwise_is_not_left(vit: Path, tmp_path: Path) -> None:

@@ -76,6 +76,10 @@ def test_a_name_is_read_where_the_table_is_narrow() -> None:
         out = narrow.file.getvalue()
         assert "stopped" in out and "deeper" in out and "0.3319" in out and "0.727 val." in out
         assert all(len(line) <= width for line in out.splitlines())
+    dated = replace(row, name="20261127-064343", neighbouring="add-remove-user")
+    narrow = Console(width=80, file=io.StringIO())
+    print_runs(narrow, [dated, row])  # the name that a run has by itself stays whole, to be copied
+    assert "20261127-064343" in narrow.file.getvalue()
     wide = Console(width=200, file=io.StringIO())
     print_runs(wide, [row])
     assert "runs/stopped" in wide.file.getvalue() and "written" in wide.file.getvalue()

@@ -95,6 +95,25 @@ def test_a_run_is_extended_on_the_command_line(
     assert again["target_epsilon"] == 9 and again["epsilon_spent"] == told["epsilon"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--extend-steps", 3, "--extend-epochs", 1), "--extend-steps=3 and --extend-epochs=1 are"),
+        (("--extend-steps", -3), "--extend-steps=-3 must be positive"),
+        (("--extend-epochs", 0), "--extend-epochs=0 must be positive"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_an_extension_of_no_length_is_refused_in_words_of_the_options(
+    quietgrad: Any, tmp_path: Path, command: str, options: tuple[Any, ...], message: str
+) -> None:
+    """Before: "steps=3 and epochs=1.0", after the records were read and noise was calibrated."""
+    asked = ("plan", tmp_path) if command == "plan" else ("train", "--resume")
+    code, _, err = quietgrad(*asked, *options)
+    last = err.splitlines()[-1]
+    assert code == 2 and last.startswith("error: ") and message in last and "reading" not in err
+
+
 def test_an_end_before_the_extension_says_nothing_of_what_comes_after(
     settings: dict[str, Any], quietgrad: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

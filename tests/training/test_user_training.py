@@ -279,6 +279,7 @@ def test_a_record_of_nobody_is_refused(of_users: dict[str, Any], owned_file: Pat
     ) as found:
         load_task(config_of(of_users))
     assert "secret" not in str(found.value) and "201" not in str(found.value)
+    assert f"`quietgrad check {owned_file} --user who` lists them" in str(found.value)
 
 
 def test_a_column_that_tells_nobody_apart_is_refused(

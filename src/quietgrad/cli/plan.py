@@ -12,6 +12,7 @@ from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.checks import how_many
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.beside.chosen import print_settings, settings_record, too_long
+from quietgrad.cli.beside.extension import Extension, require_one_length
 from quietgrad.cli.output import (
     console,
     fail,
@@ -113,7 +114,7 @@ def run_extension(
     run_dir: Path | None,
     overrides: list[str],
     figure: Path | None,
-    extend: tuple[int | None, float | None, float | None],
+    extend: Extension,
     as_json: bool,
 ) -> None:
     """What more steps of a run would cost, from its ledger alone. See ``quietgrad plan --help``."""
@@ -123,6 +124,7 @@ def run_extension(
             "--extend-steps and --extend-epochs ask about a run: give its directory, as in "
             "quietgrad plan RUN_DIR --extend-epochs 2, without --set and --figure"
         )
+    require_one_length(extend)
     from quietgrad.beside.values import require_alike
     from quietgrad.plan.by_step.course import extension_of
     from quietgrad.training.files.run_dir import RunDir

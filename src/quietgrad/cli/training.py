@@ -15,6 +15,7 @@ from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.checks import how_many
 from quietgrad.cli.accounting import DECLARED_PUBLIC
 from quietgrad.cli.beside.chosen import print_settings, settings_record
+from quietgrad.cli.beside.extension import Extension, require_one_length
 from quietgrad.cli.beside.launch import start_processes
 from quietgrad.cli.output import (
     console,
@@ -46,7 +47,7 @@ def run_train(
     overrides: list[str],
     resume: bool,
     as_json: bool,
-    extend: tuple[int | None, float | None, float | None] = (None, None, None),
+    extend: Extension = (None, None, None),
     processes: int = 1,
 ) -> None:
     """See ``quietgrad train --help``."""
@@ -55,6 +56,7 @@ def run_train(
         raise ValueError(
             "--extend-steps, --extend-epochs and --extend-to-epsilon go on with a run: add --resume"
         )
+    require_one_length(extend)
     config = _config_to_run(config_path, overrides, resume)
     if processes != 1:
         start_processes(processes, sys.argv[1:])
@@ -305,7 +307,7 @@ def _print_result(target: Console, result: dict[str, Any], known: dict[str, Any]
     for part, scores in result.get("class_scores", {}).items():
         rows[f"{part} macro F1"] = f"{scores['macro_f1']:.4f}"
     if "majority_accuracy" in result:
-        rows["majority class of the validation records"] = f"{result['majority_accuracy']:.4f}"
+        rows["test accuracy of the majority class"] = f"{result['majority_accuracy']:.4f}"
     if known.get("non_private_accuracy") is not None:
         rows["without privacy"] = (
             f"{known['non_private_accuracy']:.4f} (recorded; to measure it again: "

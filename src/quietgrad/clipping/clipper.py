@@ -36,6 +36,7 @@ from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.planner.execution import ExecutionChoice
 from quietgrad.clipping.sharded.bound import ShardedClipper
 from quietgrad.clipping.sharded.refusals import is_fully_sharded
+from quietgrad.clipping.soundness.refusals import require_model
 from quietgrad.events import RandomizedClipping, SensitivityClaim
 from quietgrad.tensors import Batch
 
@@ -153,7 +154,9 @@ class Clipper:
 
         Raises:
             ValueError: where the guard refuses model or loss on ``guard_batch``.
+            TypeError: for what is no model.
         """
+        require_model(model)
         kind: type[BoundClipper] = BoundClipper
         if is_cut(model):
             kind = CutClipper

@@ -21,6 +21,7 @@ from quietgrad.clipping.cut.company import CutCompany
 from quietgrad.clipping.cut.refusals import REMEDY, is_cut, is_cut_and_sharded
 from quietgrad.clipping.sharded.company import Arriving, Company
 from quietgrad.clipping.sharded.refusals import is_fully_sharded
+from quietgrad.clipping.soundness.refusals import require_model
 from quietgrad.distributed.cut.company import Cutters
 from quietgrad.distributed.cut.ranks import CutRanks
 from quietgrad.distributed.ranks import Ranks
@@ -87,6 +88,7 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | CutCompany |
         ValueError: where a model is sharded in a run on one process, or cut in a run that was not
             told so, or the other way round; and at the end, where the loss met other ranks.
     """
+    require_model(model)
     refuse_wrapped_shards(model)
     put_away(model)  # an evaluation leaves the outermost module's parameters gathered
     spread: Any = next((p for p in model.parameters() if is_spread(p)), None)
@@ -180,6 +182,7 @@ def public_records_of(team: Team, model: nn.Module, records: Batch) -> Batch:
         ValueError: where a model is cut in a run that was not told so, or the other way round: it
             would be bound as what it is no longer when it is cut later.
     """
+    require_model(model)
     refuse_wrapped_shards(model)
     put_away(model)
     if isinstance(team, CutRanks) or _is_cut_at_all(model):

@@ -30,8 +30,8 @@ def plan_for(privacy: Any, dataset: Any, owners: Owners) -> PrivacyPlan:
         return privacy.build(len(dataset), record_owner=owners.of_records)
     if not isinstance(privacy, PrivacyPlan):
         raise TypeError(
-            f"privacy={type(privacy).__name__} is neither a configuration nor a plan; give "
-            "PrivacyConfig(target_epsilon=..., ...), or what its build(...) made"
+            f"privacy is of type {type(privacy).__name__}, neither a configuration nor a plan; "
+            "give PrivacyConfig(target_epsilon=..., ...), or what its build(...) made"
         )
     users = privacy.sampler.users
     if users is None:

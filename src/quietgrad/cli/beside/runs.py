@@ -21,7 +21,7 @@ from quietgrad.events import per_unit
 from quietgrad.ledger import LEDGER_NAME, planned_course, read_ledger
 
 COLUMNS = ("run", "task", "status", "steps", "epsilon", "delta", "score", "written")
-ROOM = {"run": 12, "epsilon": 8}  # letters of these that are not folded
+ROOM = {"run": 15, "epsilon": 8}  # letters of these that are not folded: a date and time are 15
 DEEPEST = 3  # folders below the one that is named
 CONFIG, RESULT, METRICS, CHECKPOINT = "config.toml", "result.json", "metrics.jsonl", "checkpoint.pt"
 FINISHED, UNFINISHED, DAMAGED = "finished", "unfinished", "ledger damaged"
@@ -85,24 +85,28 @@ def run_runs(folder: Path, as_json: bool) -> None:
 
 
 def print_runs(target: Console, found: Sequence[Run]) -> None:
-    """A table of runs. Where it is too wide, the last column goes, and names keep their room."""
+    """A table of runs. Where it is too wide, when they were written to goes, then what they learn;
+    names keep their room.
+    """
     rows = [tuple(_cells(run)) for run in found]
-    names: tuple[str, ...] = COLUMNS
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    if sum(widths) + 3 * len(widths) > target.width:
-        names = names[:-1]
+    columns = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
+    widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
+    least = {name: min(width, ROOM.get(name, width)) for name, width in widths.items()}
+    for name, room in (("written", widths), ("task", least)):
+        if sum(room[kept] + 3 for kept in columns) > target.width:
+            del columns[name]
     table = Table(pad_edge=False)
-    for name, width in zip(names, widths, strict=False):
+    for name in columns:
         table.add_column(
             name,
             style="bold" if name == "run" else None,
             justify="right" if name in ("steps", "epsilon", "delta", "score") else "left",
             no_wrap=name not in ROOM,
             overflow="fold",
-            min_width=min(width, ROOM.get(name, width)),
+            min_width=least[name],
         )
-    for row in rows:
-        table.add_row(*(cell.replace("[", r"\[") for cell in row[: len(names)]))
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*(cell.replace("[", r"\[") for cell in row))
     target.print(table)
 
 

@@ -71,6 +71,19 @@ def refuse_cross_example_layers(model: nn.Module) -> None:
                 )
 
 
+def require_model(model: Any) -> None:
+    """Refuses what is no model, such as the loss in its place.
+
+    Raises:
+        TypeError: saying in which order they are given.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is of type {type(model).__name__}, and no torch.nn.Module; the order is "
+            "(model, per_example_loss, batch)"
+        )
+
+
 def refuse_calling_loop(model: nn.Module) -> None:
     """Refuses loops that would step otherwise than once a release, or scale what was released, by
     what the functions that called the library name. For the message: both are stopped later too, by

@@ -94,9 +94,9 @@ def _require_records(dataset: Any) -> None:
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     ):
         raise TypeError(
-            f"the training data are a {type(dataset).__name__}, a stream: Poisson sampling draws "
-            "every record by a coin of its own, which needs a map-style data set (list(stream), or "
-            "datasets.Dataset)"
+            f"the training data are of type {type(dataset).__name__}, a stream: Poisson sampling "
+            "draws every record by a coin of its own, which needs a map-style data set "
+            "(list(stream), or datasets.Dataset)"
         )
 
 

@@ -264,9 +264,9 @@ def refuse_data(train_dataset: Any, eval_dataset: Any) -> None:
         hasattr(train_dataset, "__len__") and hasattr(train_dataset, "__getitem__")
     ):
         raise TypeError(
-            f"train_dataset is a {type(train_dataset).__name__}, a stream: Poisson sampling draws "
-            "every record by a coin of its own, which needs a map-style data set (list(stream), or "
-            "datasets.Dataset)"
+            f"train_dataset is of type {type(train_dataset).__name__}, a stream: Poisson sampling "
+            "draws every record by a coin of its own, which needs a map-style data set "
+            "(list(stream), or datasets.Dataset)"
         )
     refuse_private_evaluation(eval_dataset, (train_dataset,))
 

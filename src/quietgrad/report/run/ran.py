@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from quietgrad.report.run.facts import RunFacts
 
+IMAGE = "image:"  # before the name of an image model
 UNKEPT = "what it took is not kept, as it tells of private batch sizes"
 
 
 def what_ran(facts: RunFacts) -> list[tuple[str, str]]:
     """(what, in words): data, model, settings, engine, time and memory, machine."""
     at, result, machine = facts.setting, facts.result, facts.environment
+    answers = at("task", "kind") == "generate"
     trained = {
         "head": "the head alone",
-        "lora": "LoRA adapters and the head",
+        "lora": "LoRA adapters" if answers else "LoRA adapters and the head",
         "full": "all weights",
     }
     count = result.get("trainable_parameters")
     tune = str(at("model", "tune", ""))
     name = str(at("model", "name", ""))
-    texts = ":" not in name or name.startswith("packaged:")
-    head = f", head {at('model', 'head')}" if at("model", "head") and texts else ""
+    headed = (":" not in name or name.startswith("packaged:")) and not answers
+    head = f", head {at('model', 'head')}" if at("model", "head") and headed else ""
     rows = [
-        ("Data", str(at("data", "source", ""))),
-        ("Model", f"{name}{head}"),
+        ("Data", _named(str(at("data", "source", "")))),
+        ("Model", f"{_named(name)}{head}"),
         ("Trained", trained.get(tune, tune) + (f": {count:,} numbers" if count else "")),
         ("Optimiser", f"{at('optimizer', 'name', 'adamw')}, learning rate "
          f"{at('optimizer', 'learning_rate', '?')}"),
@@ -44,6 +47,14 @@ def what_ran(facts: RunFacts) -> list[tuple[str, str]]:
         rows.append(("Machine", f"{machine.get('system', '?')}, {machine.get('processors', '?')} "
                      f"processors, {machine.get('device', '?')}"))  # fmt: skip
     return [(name, text) for name, text in rows if text.strip(", ")]
+
+
+def _named(source: str) -> str:
+    """A data set or model as others are told of it: of a path on this machine, the last name."""
+    kind = IMAGE if source.startswith(IMAGE) else ""
+    path = Path(source.removeprefix(kind))
+    here = path.is_absolute() or str(path).startswith(("..", "~")) or path.exists()
+    return f"{kind}{path.name}" if here else source
 
 
 def _expected(facts: RunFacts) -> Iterator[tuple[str, str]]:

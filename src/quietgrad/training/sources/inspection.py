@@ -33,6 +33,7 @@ from quietgrad.training.sources.rows import (
 
 RARE = 5  # records of a label among those that validate and test, on average
 LOST = "no {0}: column {1!r} is empty"
+UNOWNED = "no owner: column {0!r} says {1!r}, as tools write for an empty cell"
 NO_NAMES = (
     "its first line looks like a record, not like the names of columns: put a line of names above "
     "it (text,label)"
@@ -174,7 +175,9 @@ def with_owners(found: Inspection, rows: Rows, user: str) -> Inspection:
 
     cells = rows.columns[user]
     ownerless = [
-        BadRow(line, line, LOST.format("owner", user))
+        BadRow(
+            line, line, UNOWNED.format(user, cell) if _says(cell) else LOST.format("owner", user)
+        )
         for line, cell in zip(rows.lines, cells, strict=True)
         if is_missing(cell)
     ]
@@ -184,6 +187,11 @@ def with_owners(found: Inspection, rows: Rows, user: str) -> Inspection:
         notes, unfit = [*found.notes, str(error)], found.unfit or str(error)
         return replace(found, ownerless=ownerless, notes=notes, unfit=unfit)
     return replace(found, ownerless=ownerless, users=len(set(owners)))
+
+
+def _says(cell: Any) -> bool:
+    """Whether there is something to be seen in a cell."""
+    return isinstance(cell, str) and bool(cell.strip())
 
 
 def _no_classes(label: str, known: Mapping[str, int], records: int) -> str:

