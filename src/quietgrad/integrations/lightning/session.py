@@ -12,7 +12,12 @@ from quietgrad.distributed.together import Together, here
 from quietgrad.durable import make_folder
 from quietgrad.ledger import LedgerContents, holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
-from quietgrad.training.files.noise_state import NoiseKeeper, forget_keys, start_private
+from quietgrad.training.files.noise_state import (
+    NoiseKeeper,
+    forget_keys,
+    remove_unreleased,
+    start_private,
+)
 from quietgrad.training.files.provenance import EPSILONS_ADD, KEY, Record, provenance, starts_of
 from quietgrad.training.files.run_dir import RunDir
 
@@ -92,6 +97,8 @@ class Session:
             else:  # before the start is recorded
                 seen = self._together.by_first(lambda: self._seen(checkpoint))
                 self._started_from = tuple(checkpoint.get(KEY, {}).get("started_from", ()))
+            if self._together.first and not begun:
+                opened.callback(remove_unreleased, self.files)  # once the run has let go of it
             run = opened.enter_context(
                 start_private(self.plan, self.files, begun, self._together.first)
             )

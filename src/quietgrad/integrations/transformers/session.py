@@ -24,7 +24,12 @@ from quietgrad.integrations.reporting import shown_epsilon, spent_name
 from quietgrad.ledger import LedgerContents, holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.training.files.card import CARD, add_privacy, is_blank
-from quietgrad.training.files.noise_state import NoiseKeeper, forget_keys, start_private
+from quietgrad.training.files.noise_state import (
+    NoiseKeeper,
+    forget_keys,
+    remove_unreleased,
+    start_private,
+)
 from quietgrad.training.files.provenance import (
     FILE,
     KEY,
@@ -182,6 +187,8 @@ class TrainerSession:
             # Before the start is recorded.
             self.resumed = self.together.by_first(lambda: self._checkpoint(resume, require))
             writes = self.together.first
+            if writes and resume is False:
+                held.callback(remove_unreleased, self.files)  # once the run has let go of it
             with start_private(self.plan, self.files, resume is not False, writes) as run:
                 self._ledger = self.together.by_first(lambda: read_ledger(self.files.ledger))
                 self._name = self._ledger.sessions[0].name

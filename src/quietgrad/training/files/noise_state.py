@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from quietgrad.keyring import forget_secrets, read_secrets
+from quietgrad.ledger import read_ledger
+from quietgrad.ledger.chain import count_path
 from quietgrad.noise.correlation.mixing import MixingMatrix, load_mixing, save_mixing
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.plan.seeds import key_of_seed
@@ -106,3 +108,21 @@ class NoiseKeeper:
 def forget_keys(run_dir: RunDir) -> None:
     """Removes what is secret once no release is left that needs it."""
     forget_secrets(run_dir.secrets)
+
+
+def remove_unreleased(run_dir: RunDir) -> None:
+    """Removes the ledger and the secrets of a run that has ended before its first release, such as
+    one whose model was refused: nothing was spent, and its directory takes another run. A ledger
+    that counts a release, or that says that privacy was given up, stays.
+    """
+    if not run_dir.ledger.is_file():
+        return
+    try:
+        left = read_ledger(run_dir.ledger)
+    except ValueError:  # what it counts is not known
+        return
+    if left.releases or left.not_private is not None:
+        return
+    forget_keys(run_dir)
+    run_dir.ledger.unlink()
+    count_path(run_dir.ledger).unlink(missing_ok=True)

@@ -1,0 +1,74 @@
+"""A run whose model or loss is refused at its first batch has released nothing, and leaves nothing
+that would keep the mended script out of its directory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning_modules
+import private_trainers
+import pytest
+from lightning_modules import ADVICE, Small
+from torch import Tensor, nn
+
+from quietgrad.ledger import read_ledger
+
+pytestmark = [*ADVICE, pytest.mark.usefixtures("examined_once")]
+
+OWN = replace(private_trainers.PRIVACY, seed=None, data_are_public=False)
+OTHER = replace(OWN, target_epsilon=2.0)  # who mends a script may change more than the model
+
+
+def meaned(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return private_trainers.bert_loss(model, batch).mean()
+
+
+class Meaned(Small):
+    def per_example_loss(self, batch: Any) -> Tensor:
+        return super().per_example_loss(batch).mean()
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def by_trainer(folder: Path, wrong: bool, privacy: Any, **options: Any) -> None:
+    loss = {"per_example_loss": meaned} if wrong else {}
+    private_trainers.trainer(folder, privacy=privacy, **loss, **options).train()
+
+
+def by_lightning(folder: Path, wrong: bool, privacy: Any, **options: Any) -> None:
+    module = (Meaned if wrong else Small)(privacy=privacy)
+    lightning_modules.trainer(folder, **options).fit(module, lightning_modules.records())
+
+
+@pytest.mark.parametrize("fit", [by_trainer, by_lightning])
+def test_a_refused_model_leaves_its_directory_to_the_mended_one(tmp_path: Path, fit: Any) -> None:
+    """Before: a ledger without a release stayed, and kept the mended script out."""
+    folder = tmp_path / "run"
+    with pytest.raises(ValueError, match="one loss per example"):
+        fit(folder, True, OWN)
+    assert files_in(folder) <= {".lock"}
+    fit(folder, False, OTHER)
+    assert read_ledger(folder / "ledger.jsonl").releases == 10
+
+
+@pytest.mark.parametrize(
+    ("fit", "stop", "raised"),
+    [
+        (by_trainer, private_trainers.StopAt(1, crash=True), KeyboardInterrupt),
+        (by_lightning, lightning_modules.StopAt(1, crash=True), InterruptedError),
+    ],
+)
+def test_a_run_that_released_once_keeps_its_directory(
+    tmp_path: Path, fit: Any, stop: Any, raised: type[BaseException]
+) -> None:
+    with pytest.raises(raised):
+        fit(tmp_path, False, OWN, callbacks=[stop])
+    assert read_ledger(tmp_path / "ledger.jsonl").releases == 1
+    with pytest.raises(ValueError, match="holds a private run already"):
+        fit(tmp_path, False, OWN)
+    assert read_ledger(tmp_path / "ledger.jsonl").releases == 1
