@@ -300,3 +300,21 @@ def test_fractions_that_leave_nothing_are_refused(fractions: tuple[float, float]
 def test_a_part_that_would_be_empty_is_refused() -> None:
     with pytest.raises(ValueError, match="2 records, too few for a"):
         split(made_up(2), 0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    ["shop was rude,bad\nlovely place,good\nawful,bad\n", "3.5,yes\n1,no\n2,yes\n"],
+    ids=["texts", "numbers"],
+)
+def test_a_record_in_place_of_names_is_not_told(lines: str, tmp_path: Path) -> None:
+    (tmp_path / "no names.csv").write_text(lines)
+    with pytest.raises(ValueError, match="its first line looks like a record") as refused:
+        load_texts(str(tmp_path / "no names.csv"), "text", "label")
+    assert lines.split(",")[0] not in str(refused.value)
+
+
+def test_a_name_that_is_one_of_its_cells_is_a_name(tmp_path: Path) -> None:
+    (tmp_path / "letters.csv").write_text("spam,text\nspam,hello you\nham,and you\n")
+    with pytest.raises(ValueError, match="did you mean 'text'"):
+        load_texts(str(tmp_path / "letters.csv"), "texts", "spam")

@@ -23,6 +23,7 @@ from quietgrad.training.sources.guess import (
 )
 from quietgrad.training.sources.rows import (
     FILES,
+    NO_NAMES,
     NOT_UTF8,
     SEPARATORS,
     BadRow,
@@ -34,10 +35,6 @@ from quietgrad.training.sources.rows import (
 RARE = 5  # records of a label among those that validate and test, on average
 LOST = "no {0}: column {1!r} is empty"
 UNOWNED = "no owner: column {0!r} says {1!r}, as tools write for an empty cell"
-NO_NAMES = (
-    "its first line looks like a record, not like the names of columns: put a line of names above "
-    "it (text,label)"
-)
 
 
 @dataclass(frozen=True)

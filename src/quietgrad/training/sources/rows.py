@@ -34,6 +34,10 @@ OTHER_FILES = {
     b"PAR1": "is a Parquet file; name it .parquet",
     b"%PDF": "is a PDF file",
 }
+NO_NAMES = (
+    "its first line looks like a record, not like the names of columns: put a line of names above "
+    "it (text,label)"
+)
 NOT_UTF8 = "bytes that are not UTF-8"
 SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
 SPAN = 1 << 20  # bytes looked at to tell a file of zero bytes from text

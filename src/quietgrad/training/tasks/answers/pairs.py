@@ -17,13 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quietgrad.checks import nearest
 from quietgrad.training.tasks.columns import (
     label_word,
     missing,
+    no_column,
     owners_in,
     read_columns,
-    told_names,
     without_gaps,
 )
 from quietgrad.training.tasks.predictions import read_new
@@ -152,7 +151,7 @@ def _filled(name: str, template: str, columns: dict[str, list[Any]], source: str
         if field is not None and field not in columns:
             raise ValueError(
                 f"task.{name}={template!r}: {field!r} is not a column of "
-                f"{source!r}{nearest(field, told_names(columns))}"
+                f"{source!r}{no_column(field, columns)}"
             )
         if form or conversion:
             raise ValueError(

@@ -23,14 +23,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quietgrad.checks import SettingsWarning, how_many, nearest
+from quietgrad.checks import SettingsWarning, how_many
 from quietgrad.training.tasks.columns import (
     label_word,
     missing,
+    no_column,
     owners_in,
     read_columns,
     require_words,
-    told_names,
     without_gaps,
 )
 from quietgrad.training.tasks.records import InOrder
@@ -114,7 +114,7 @@ def load_rows(
     if label_column not in found:
         raise ValueError(
             f"data.label={label_column!r} is not a column of "
-            f"{source!r}{nearest(label_column, told_names(found))}"
+            f"{source!r}{no_column(label_column, found)}"
         )
     found = without_gaps(found, [label_column], skip_bad)
     owners = owners_in(found, user_column, option, source, label_column)

@@ -16,16 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quietgrad.checks import nearest
 from quietgrad.training.settings.tables import DataTable
 from quietgrad.training.tasks.columns import (
     PACKAGED_TWEETS,
     label_word,
     missing,
+    no_column,
     owners_in,
     read_columns,
     require_words,
-    told_names,
     without_gaps,
 )
 from quietgrad.training.tasks.splits import IGNORED
@@ -105,8 +104,7 @@ def load_texts(
     for key, column in wanted + ([("data.text_pair", second_column)] if second_column else []):
         if column not in columns:
             raise ValueError(
-                f"{key}={column!r} is not a column of {source!r}"
-                f"{nearest(column, told_names(columns))}"
+                f"{key}={column!r} is not a column of {source!r}{no_column(column, columns)}"
             )
     if label_column in (text_column, second_column):
         raise ValueError(
