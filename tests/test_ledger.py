@@ -436,3 +436,9 @@ def test_seeded_resume_draws_the_batches_that_remain(path: Path) -> None:
     with plan_of().start(path) as run:
         rest = released_batches(run)
     assert all(np.array_equal(a, b) for a, b in zip(expected[4:], rest, strict=True))
+
+
+def test_another_file_is_said_to_be_no_ledger(tmp_path: Path) -> None:
+    (tmp_path / "people.csv").write_text("text,label\na,b\n")
+    with pytest.raises(ValueError, match="is no ledger of quietgrad; give the run's directory"):
+        read_ledger(tmp_path / "people.csv")

@@ -176,6 +176,11 @@ def scan(file: Path) -> Scan:
         # No mechanism line was ever complete, so no release can have been made.
         return Scan(LedgerContents(), Count(), 0)
     if before is None or after is None:
+        if not whole.startswith(b"{"):
+            raise ValueError(
+                f"ledger={str(file)!r} is no ledger of quietgrad; give the run's directory, or "
+                "ledger.jsonl in it"
+            )
         raise ValueError(
             f"ledger={str(file)!r} lacks its count file {counts.name!r}, so a shortened ledger "
             f"could not be told from a whole one; {REMEDY}"
