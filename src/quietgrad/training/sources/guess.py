@@ -140,7 +140,7 @@ def names_are_a_record(columns: Mapping[str, Sequence[Any]], label: str) -> bool
         return False
     for name, cells in columns.items():
         kind = _column(name, cells).kind
-        number = kind == "numbers" and _number(name) is not None
+        number = kind == "numbers" and number_of(name) is not None
         text = kind == "text" and len(name.split()) >= TEXT_WORDS
         if name != label and (number or text or name in counted(cells)):
             return True
@@ -187,7 +187,8 @@ def _word(cell: Any) -> str:
     return str(int(cell) if whole else cell).strip()
 
 
-def _number(word: str) -> float | None:
+def number_of(word: str) -> float | None:
+    """What a word says, where it is a finite number."""
     try:
         value = float(word)
     except ValueError:
@@ -204,7 +205,7 @@ def measured(words: Sequence[str]) -> bool:
     """Whether labels are more whole numbers than classes usually have, and not as classes are
     counted: from 0 or 1 on, without gaps.
     """
-    numbers = [_number(word) for word in words]
+    numbers = [number_of(word) for word in words]
     known = sorted(n for n in numbers if n is not None and n.is_integer())
     if len(known) < len(numbers) or len(known) <= MOST_NUMBERS:
         return False
@@ -213,6 +214,6 @@ def measured(words: Sequence[str]) -> bool:
 
 def fractional(words: Sequence[str]) -> bool:
     """Whether labels are measurements: numbers, not all of them whole."""
-    numbers = [_number(word) for word in words]
+    numbers = [number_of(word) for word in words]
     known = [n for n in numbers if n is not None]
     return len(known) == len(numbers) and any(not n.is_integer() for n in known)

@@ -15,6 +15,7 @@ import numpy as np
 
 from quietgrad.checks import nearest
 from quietgrad.sampling.users import identities_of
+from quietgrad.training.sources.guess import number_of
 from quietgrad.training.sources.hub import require_data
 from quietgrad.training.sources.rows import FILES, NO_NAMES, UnreadableFile, read_rows
 from quietgrad.training.tasks.packages import packaged_file
@@ -127,18 +128,11 @@ def _names_are_a_record(columns: Mapping[str, Sequence[Any]]) -> bool:
     cells = [
         name
         for name, held in columns.items()
-        if _is_number(name) or any(isinstance(cell, str) and cell == name for cell in held)
+        if number_of(name) is not None
+        or any(isinstance(cell, str) and cell == name for cell in held)
     ]
     others = columns.keys() - set(cells)
     return bool(cells) and all(len(name.split()) >= SENTENCE for name in others)
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def owners_in(
