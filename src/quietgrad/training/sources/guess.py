@@ -167,7 +167,7 @@ def _column(name: str, cells: Sequence[Any]) -> Column:
         return Column(name, "empty", 0, 0, 0.0)
     distinct = len(set(filled))
     words = sum(len(w.split()) for w in filled) / len(filled)
-    numbers = [number for number in map(_number, filled) if number is not None]
+    numbers = [number for number in map(number_of, filled) if number is not None]
     whole = len(numbers) == len(filled) and all(n.is_integer() for n in numbers)
     repeats = 2 <= distinct <= min(MOST_CLASSES, max(2, len(filled) // 3))
     kind: Kind = "words"
