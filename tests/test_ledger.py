@@ -440,5 +440,5 @@ def test_seeded_resume_draws_the_batches_that_remain(path: Path) -> None:
 
 def test_another_file_is_said_to_be_no_ledger(tmp_path: Path) -> None:
     (tmp_path / "people.csv").write_text("text,label\na,b\n")
-    with pytest.raises(ValueError, match="is no ledger of quietgrad; give the run's directory"):
+    with pytest.raises(ValueError, match="is no ledger of quietgrad; name a run's directory"):
         read_ledger(tmp_path / "people.csv")

@@ -61,7 +61,7 @@ def test_a_first_line_that_was_cut_off_blocks_nothing(left: int, path: Path) -> 
 
 def test_some_other_file_is_not_taken_for_a_ledger_that_was_cut_off(path: Path) -> None:
     path.write_text("my only copy of something")
-    with pytest.raises(ValueError, match="lacks its count file"):
+    with pytest.raises(ValueError, match="is no ledger of quietgrad"):
         plan_of().start(path)
     assert path.read_text() == "my only copy of something"
 

@@ -178,8 +178,8 @@ def scan(file: Path) -> Scan:
     if before is None or after is None:
         if not whole.startswith(b"{"):
             raise ValueError(
-                f"ledger={str(file)!r} is no ledger of quietgrad; give the run's directory, or "
-                "ledger.jsonl in it"
+                f"ledger={str(file)!r} is no ledger of quietgrad; name a run's directory or its "
+                "ledger.jsonl (for a new run, a place where nothing is yet)"
             )
         raise ValueError(
             f"ledger={str(file)!r} lacks its count file {counts.name!r}, so a shortened ledger "
