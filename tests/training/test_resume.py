@@ -59,8 +59,14 @@ def test_releases_beyond_the_checkpoint_are_spent_and_not_made_up_for(settings) 
     run_dir = RunDir(Path(settings["training.run_dir"]))
     assert read_ledger(run_dir.path).releases == 5
     seen: list[int] = []
-    _, outcome, _ = train(values, resume=True, report=lambda progress: seen.append(progress.step))
+    said: list[str] = []
+    _, outcome, _ = train(
+        values, True, report=lambda progress: seen.append(progress.step), say=said.append
+    )
     assert seen == [6, 7, 8]
+    assert said == [
+        "the checkpoint is of step 3: the updates of 2 releases after it are lost, and stay spent"
+    ]
     assert read_ledger(run_dir.path).releases == 8
     assert outcome.result["epsilon"] <= 4.0
 
@@ -68,7 +74,9 @@ def test_releases_beyond_the_checkpoint_are_spent_and_not_made_up_for(settings) 
 def test_crash_before_the_first_checkpoint(settings) -> None:
     with pytest.raises(OSError, match="went away"):
         train(settings, report=crash_at(2))
-    _, outcome, run_dir = train(settings, resume=True)
+    said: list[str] = []
+    _, outcome, run_dir = train(settings, resume=True, say=said.append)
+    assert said[0].startswith("there is no checkpoint: the updates of 2 releases")
     assert read_ledger(run_dir.path).releases == 6
     assert outcome.result["epsilon"] <= 4.0
 

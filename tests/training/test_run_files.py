@@ -341,7 +341,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     config = with_kept_seed(config_of(values), run_dir)
     outcome = runner.train(prepare(config), run_dir, True, lambda progress: None, said.append)
     assert said == [
-        "checkpoint.pt is damaged or gone; going on from checkpoint.previous.pt, step 2"
+        "checkpoint.pt is damaged or gone; going on from checkpoint.previous.pt, step 2",
+        "the checkpoint is of step 2: the updates of 3 releases after it are lost, and stay spent",
     ]
     assert (
         outcome.result["steps"] == 6 and read_ledger(run_dir.path).releases == 6

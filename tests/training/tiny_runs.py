@@ -81,6 +81,7 @@ def train(
     values: dict[str, Any],
     resume: bool = False,
     report: Callable[[runner.Progress], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Prepared, runner.Outcome, RunDir]:
     config = config_of(values)
     run_dir = open_run_dir(config.training.run_dir, resume)
@@ -89,7 +90,7 @@ def train(
     prepared = prepare(config, saved_mixing(run_dir) if resume else None)
     return (
         prepared,
-        runner.train(prepared, run_dir, resume, report or (lambda progress: None)),
+        runner.train(prepared, run_dir, resume, report or (lambda progress: None), say),
         run_dir,
     )
 

@@ -132,6 +132,7 @@ def train(
             stack.enter_context(private)
             # Releases that the ledger holds beyond the checkpoint are spent: training goes on at
             # the next number.
+            restored.say_what_is_lost(private.released, say)
             done = max(done, private.released)
             if together.first:
                 loop.ledger = read_ledger(run_dir.ledger)

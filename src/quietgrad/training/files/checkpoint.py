@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.averaging import ExponentialAverage
+from quietgrad.checks import how_many
 from quietgrad.durable import is_intact_archive, replacing
 from quietgrad.ledger import read_ledger
 from quietgrad.tensors import map_tensors, trainable_parameters, whole_of
@@ -45,6 +46,13 @@ class Restored(NamedTuple):
 
     step: int = 0
     starts: tuple[str, ...] | None = None
+
+    def say_what_is_lost(self, released: int, say: Callable[[str], None]) -> None:
+        """Releases that the ledger counts beyond the checkpoint are not made again."""
+        if released > self.step:
+            lost = how_many(released - self.step, "release")
+            of = f"the checkpoint is of step {self.step}" if self.step else "there is no checkpoint"
+            say(f"{of}: the updates of {lost} after it are lost, and stay spent")
 
 
 def save_checkpoint(
