@@ -12,6 +12,7 @@ import lightning_modules
 import private_trainers
 import pytest
 from lightning_modules import ADVICE, Small
+from processes import on_processes
 from torch import Tensor, nn
 
 from quietgrad.ledger import read_ledger
@@ -72,3 +73,19 @@ def test_a_run_that_released_once_keeps_its_directory(
     with pytest.raises(ValueError, match="holds a private run already"):
         fit(tmp_path, False, OWN)
     assert read_ledger(tmp_path / "ledger.jsonl").releases == 1
+
+
+def refused_and_mended(folder: str) -> str:
+    with pytest.raises(ValueError, match="one loss per example"):
+        by_trainer(Path(folder), True, OWN)
+    left = sorted(files_in(Path(folder)))
+    by_trainer(Path(folder), False, OTHER)
+    return str(left)
+
+
+@pytest.mark.distributed
+def test_on_two_processes_the_first_leaves_nothing_either(tmp_path: Path) -> None:
+    first, other = on_processes(2, tmp_path / "work", refused_and_mended, str(tmp_path / "run"))
+    assert "ledger" not in first and "secrets" not in first, first
+    assert "Error" not in other, other
+    assert read_ledger(tmp_path / "run" / "ledger.jsonl").releases == 10

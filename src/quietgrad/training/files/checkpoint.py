@@ -51,8 +51,9 @@ class Restored(NamedTuple):
         """Releases that the ledger counts beyond the checkpoint are not made again."""
         if released > self.step:
             lost = how_many(released - self.step, "release")
-            of = f"the checkpoint is of step {self.step}" if self.step else "there is no checkpoint"
-            say(f"{of}: the updates of {lost} after it are lost, and stay spent")
+            since = f"the checkpoint is of step {self.step}: the updates of {lost} after it"
+            all_of = f"there is no checkpoint: the updates of {lost}"
+            say(f"{since if self.step else all_of} are lost, and stay spent")
 
 
 def save_checkpoint(

@@ -128,10 +128,10 @@ def each_table(
             raise ValueError(f"unknown table [{name}]{nearest(name, tables)}")
         if not isinstance(values, Mapping):
             raise ValueError(f"{name}={values!r} must be a table of keys")
-        for key in set(values) - set(tables[name].keys()):
-            others = {other: table.keys() for other, table in tables.items()}
-            if any(key in keys for keys in others.values()):
-                raise ValueError(f"unknown key {name}.{key}{meant(name, key, others)}")
+        known = {other: table.keys() for other, table in tables.items()}
+        for key in values:
+            if key not in known[name] and any(key in keys for keys in known.values()):
+                raise ValueError(f"unknown key {name}.{key}{meant(name, key, known)}")
         yield name, tables[name], values
 
 
