@@ -322,3 +322,23 @@ def test_a_gradient_that_is_rounding_alone_counts_as_none() -> None:
     assert exact is not None and other is not None and exact.is_row_of(other, 0, 1e-6, floor=1e-8)
     moved = factors_of(Use(site, (x.roll(1, dims=1),), {}, {0: gradient}), 1)
     assert moved is not None and not exact.is_row_of(moved, 0, 0.02, floor=0.0)
+
+
+@pytest.mark.parametrize("what", ["gradient", "input"])
+def test_a_fingerprint_sees_what_no_norm_does(what: str) -> None:
+    """Another sign, and other positions, have the same norm."""
+    source = torch.Generator().manual_seed(3)
+    x, gradient = (torch.randn(1, 6, width, generator=source) for width in (3, 4))
+    site = Site("layer", nn.Linear(3, 4), {}, None)
+
+    def of(change: Any) -> Any:
+        given = {"input": x, "gradient": gradient}
+        given[what] = change(given[what])
+        return factors_of(Use(site, (given["input"],), {}, {0: given["gradient"]}), 1)
+
+    same = of(lambda t: t.clone())
+    for other in (of(torch.neg), of(lambda t: t.roll(1, dims=1))):
+        assert not same.is_row_of(other, 0, 0.02, floor=0.0)
+    # Zeros behind change nothing: a shorter example is padded.
+    padded = Use(site, (F.pad(x, (0, 0, 0, 2)),), {}, {0: F.pad(gradient, (0, 0, 0, 2))})
+    assert same.is_row_of(factors_of(padded, 1), 0, 1e-6, floor=0.0)
