@@ -1,6 +1,9 @@
-"""Private steps on a model sharded by ``fully_shard`` against the same steps without privacy, on
-two processes with a thread each, in turns. Prints one JSON object: seconds and processor time a
-step, what a rank's memory is at most above what it has at rest, and the ratios of each pair.
+"""Private steps on a model sharded by ``fully_shard`` against the same steps without privacy, and
+Opacus' ghost clipping on the same model in shards of its own kind, on two processes with a thread
+each, in turns. Prints one JSON object: seconds and processor time a step, what a rank's memory is
+at most above what it has at rest, and the ratios of each round to the steps without privacy. All
+take as many records a step, as Poisson's batches have; without privacy, and with Opacus, ranks
+share them evenly, which shards ask for.
 
 At rest means after a first step, without gradients: what either way imports and keeps is there.
 ``first`` is the same for all steps, above what there was before the first one. Memory is taken in
@@ -11,6 +14,7 @@ Run it on a machine with two free cores (seconds mean little on a busy one; proc
 from each pair, moves by some percent):
 
     python benchmarks/fully_sharded.py --rounds 5
+    python benchmarks/fully_sharded.py --rounds 5 --width 768 --layers 2
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -31,9 +36,11 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from meeting import meet
+from opacus_ranks import OpacusSteps, sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import default_collate
 
 from quietgrad import PrivacyConfig
 
@@ -42,7 +49,13 @@ VOCABULARY, RECORDS, RANKS = 4096, 4096, 2
 LOOKS = 4
 LIBC = ctypes.CDLL(None)
 TRIM_THRESHOLD, MMAP_THRESHOLD, LARGE = -1, -3, 200_000  # of mallopt; bytes
-Ways = tuple[dict[str, float], dict[str, float]]
+WAYS = ("private", "plain", "opacus")
+RATIOS = {
+    "time": "seconds",
+    "processor time": "processor",
+    "added memory": "added",
+    "added memory with the first step": "first",
+}
 
 
 class Block(nn.Module):
@@ -78,7 +91,7 @@ class Decoder(nn.Module):
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     ids = batch["ids"]
-    logits = model(ids[:, :-1])
+    logits = model(ids[:, :-1].contiguous())  # Opacus views it
     return F.cross_entropy(logits.mT, ids[:, 1:], reduction="none").mean(dim=1)
 
 
@@ -127,9 +140,7 @@ def _at_rest() -> float:
     return memory("VmRSS")
 
 
-def work(
-    rank: int, private: bool, exactly: bool, folder: str, settings: argparse.Namespace
-) -> None:
+def work(rank: int, way: str, exactly: bool, folder: str, settings: argparse.Namespace) -> None:
     """Times a few steps on one rank; or, ``exactly``, takes the peak of its memory."""
     torch.set_num_threads(1)
     if exactly:
@@ -139,14 +150,16 @@ def work(
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (RANKS,))
     model = Decoder(settings.width, settings.layers)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    if way == "opacus":
+        sharded(model)
+    else:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     source = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCABULARY, (RECORDS, settings.length + 1), generator=source)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    steps = _private if private else _plain
-    told = steps(model, optimizer, ids, settings, rank)
+    told = STEPS[way](model, optimizer, ids, settings, rank)
     Path(folder, f"told{rank}.json").write_text(json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()
@@ -168,9 +181,17 @@ def _private(
         data_are_public=True,
     ).build(RECORDS)
     data = [{"ids": row} for row in ids]
-    size, meter = settings.physical, Meter()
+    steps, size, meter = settings.steps + LOOKS, settings.physical, Meter()
+    rows: list[list[int]] = []
+
+    def collate(records: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        rows[-1].append(len(records))
+        return default_collate(records)
+
     with plan.start() as run:
-        for batch in run.loader(data, steps=settings.steps + LOOKS, physical_batch_size=size):
+        loader = run.loader(data, steps=steps, physical_batch_size=size, collate_fn=collate)
+        for batch in loader:
+            rows.append([])
             if run.released == 1:
                 meter.rest(optimizer)
             if run.released == LOOKS:
@@ -178,7 +199,9 @@ def _private(
             optimizer.zero_grad()
             run.backward(model, loss, batch)
             optimizer.step()
-        return meter.told(settings.steps)
+        told = meter.told(settings.steps)
+    Path(settings.rows, f"{rank}.json").write_text(json.dumps(rows[LOOKS - 1 :]))
+    return told
 
 
 def _plain(
@@ -193,29 +216,57 @@ def _plain(
         if step == 1:
             meter.rest(optimizer)
             meter.start()
-        first = (step * settings.batch + rank * share) % (RECORDS - share)
         optimizer.zero_grad()
-        for part in ids[first : first + share].split(settings.physical):
-            (loss(model, {"ids": part}).sum() / share).backward()
+        for part in _parts(ids, step, settings, rank):
+            (loss(model, part).sum() / share).backward()
         optimizer.step()
     return meter.told(settings.steps)
 
 
-def told_of(private: bool, settings: argparse.Namespace) -> dict[str, float]:
+def _opacus(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ids: Tensor,
+    settings: argparse.Namespace,
+    rank: int,
+) -> dict[str, float]:
+    meter = Meter()
+    steps = OpacusSteps(model, optimizer, settings.batch // RANKS, in_shards=True)
+    for step in range(settings.steps + 1):
+        if step == 1:
+            meter.rest(steps.optimizer)
+            meter.start()
+        steps.step(_parts(ids, step, settings, rank), loss)
+    return meter.told(settings.steps)
+
+
+STEPS = {"private": _private, "plain": _plain, "opacus": _opacus}
+
+
+def _parts(
+    ids: Tensor, step: int, settings: argparse.Namespace, rank: int
+) -> list[dict[str, Tensor]]:
+    """Half as many records as the private steps took on all ranks: here nobody waits for more."""
+    found = [json.loads(Path(settings.rows, f"{r}.json").read_text()) for r in range(RANKS)]
+    share = sum(sum(rows[step]) for rows in found) // RANKS
+    return [{"ids": part} for part in ids[rank * share :][:share].split(settings.physical)]
+
+
+def told_of(way: str, settings: argparse.Namespace) -> dict[str, float]:
     """Of the slower rank, and of the one that took more."""
     found: dict[str, float] = {}
     for exactly, names in ((False, ("seconds", "processor")), (True, ("added", "first"))):
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.start_processes(
-                work, (private, exactly, folder, settings), nprocs=RANKS, start_method="fork"
+                work, (way, exactly, folder, settings), nprocs=RANKS, start_method="fork"
             )
             told = [json.loads(Path(folder, f"told{r}.json").read_text()) for r in range(RANKS)]
         found |= {name: max(one[name] for one in told) for name in names}
     return found
 
 
-def ratios(pairs: list[Ways], name: str) -> dict[str, float]:
-    found = sorted(private[name] / plain[name] for private, plain in pairs)
+def ratios(rounds: list[dict[str, dict[str, float]]], way: str, name: str) -> dict[str, float]:
+    found = sorted(told[way][name] / told["plain"][name] for told in rounds)
     return {
         "median": round(statistics.median(found), 3),
         "least": round(found[0], 3),
@@ -234,20 +285,23 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--estimator", default="exact")
     settings = parser.parse_args()
-    pairs = [(told_of(True, settings), told_of(False, settings)) for _ in range(settings.rounds)]
+    with tempfile.TemporaryDirectory() as settings.rows:
+        rounds = [{way: told_of(way, settings) for way in WAYS} for _ in range(settings.rounds)]
+    del settings.rows
     print(
         json.dumps(
             {
                 "settings": vars(settings),
                 "torch": torch.__version__,
+                "opacus": version("opacus"),
                 "processors": os.cpu_count(),
                 "load_average": os.getloadavg()[0],
-                "private": [one for one, _ in pairs],
-                "plain": [other for _, other in pairs],
-                "time_ratio": ratios(pairs, "seconds"),
-                "processor_ratio": ratios(pairs, "processor"),
-                "added_memory_ratio": ratios(pairs, "added"),
-                "first_memory_ratio": ratios(pairs, "first"),
+                "rounds": rounds,
+                **{
+                    f"{way}: {title}": ratios(rounds, way, name)
+                    for way in ("private", "opacus")
+                    for title, name in RATIOS.items()
+                },
             },
             indent=1,
         )

@@ -59,7 +59,7 @@ def trained(name: str, ranks: int) -> dict[str, Any]:
 
     records = texts(RECORDS) if words else records_of()
     what, changes = (next_words if words else loss), SHARDED[name]
-    return four_steps(model, records, what, changes, name == "users", before_step=look)
+    return four_steps(model, records, what, changes, name, before_step=look)
 
 
 def all_of(rank: int, ranks: int, names: tuple[str, ...]) -> dict[str, Any]:

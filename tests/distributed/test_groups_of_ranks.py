@@ -64,7 +64,7 @@ def trained(name: str, ranks: int, sharded: bool) -> dict[str, Any]:
     records = texts(RECORDS) if words else records_of()
     together = TOGETHER if ranks > 1 else 1
     what = next_words if words else loss
-    return four_steps(model, records, what, CHANGES[name], name == "users", together)
+    return four_steps(model, records, what, CHANGES[name], name, together)
 
 
 def all_of(rank: int, ranks: int, sharded: bool, names: tuple[str, ...]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def trained(name: str, ranks: int, folder: str) -> dict[str, Any]:
     assert any(isinstance(p, DTensor) for p in model.parameters()) == (ranks > 1)
     records = texts(RECORDS) if words else records_of()
     what = next_words if words else loss
-    return four_steps(model, records, what, given, name == "users", ranks)
+    return four_steps(model, records, what, given, name, ranks)
 
 
 def all_of(rank: int, ranks: int, folder: str, names: tuple[str, ...]) -> dict[str, Any]:
