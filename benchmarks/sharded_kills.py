@@ -30,7 +30,6 @@ import mmap
 import os
 import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -48,7 +47,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
 
 from quietgrad import PrivacyConfig
@@ -454,23 +456,45 @@ def problems(facts: Facts, case: Case, replay: Callable[[Case, Tensor], Tensor])
 
 
 def killed_run(case_name: str, folder: Path) -> None:
-    """Raises RuntimeError with what torchrun said, where it did not end as it should."""
+    """By the elastic agent that torchrun is a command for. Its processes are forked: they need not
+    import all that this one has.
+
+    Raises RuntimeError with what a rank said, where the run did not end as it should.
+    """
     case, before = CASES[case_name], 0
+    os.environ["OMP_NUM_THREADS"] = "1"
     for leg, ranks in enumerate(case.ranks):
         last = leg == len(case.ranks) - 1
         kills, before = case.kills_until(leg) - before, case.kills_until(leg)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks)]
-        command += ["--max-restarts", str(kills if last else kills - 1), __file__]
-        ended = subprocess.run(
-            [*command, "--case", case_name, "--folder", str(folder)],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        agent = elastic_launch(
+            LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=ranks,
+                max_restarts=kills if last else kills - 1,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                run_id=f"leg{leg}",
+                monitor_interval=0.1,
+                start_method="fork",
+                logs_specs=DefaultLogsSpecs(log_dir=str(folder / "said"), redirects=Std.ALL),
+            ),
+            one_start,
         )
-        if (ended.returncode == 0) != last:
-            said = ended.stderr[-8000:]
-            raise RuntimeError(f"torchrun on {ranks} ended with {ended.returncode}:\n{said}")
+        try:
+            agent(case_name, str(folder))
+            ended = True
+        except ChildFailedError as error:
+            ended, said = False, error.format_msg()
+        if ended != last:
+            told = "it ended" if ended else said[-8000:]
+            raise RuntimeError(f"on {ranks} ranks: {told}")
+
+
+def one_start(case_name: str, folder: str) -> None:
+    """What each process does."""
+    torch.set_num_threads(1)
+    train(Path(folder), CASES[case_name])
 
 
 def told_of(case_name: str) -> dict[str, Any]:
@@ -499,12 +523,8 @@ def told_of(case_name: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=list(CASES), help="one case instead of all but smoke")
-    parser.add_argument("--folder", type=Path, help="of a run, given to its ranks by torchrun")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    if given.folder is not None:
-        train(given.folder, CASES[given.case])
-        return 0
     names = [given.case] if given.case else [name for name in CASES if "smoke" not in name]
     told = {name: told_of(name) for name in names}
     environment = {

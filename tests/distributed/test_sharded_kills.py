@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,9 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from distributed.world import on_ranks
 from torch import Tensor
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sharded_kills.py"
 
@@ -37,20 +39,18 @@ KILLS = script()
 CASE = KILLS.Case(kills=1, steps=3)
 
 
-@pytest.mark.slow("torchrun starts the processes of a run two or three times")
+def told_of(rank: int, name: str) -> Any:
+    return KILLS.told_of(name)
+
+
+@pytest.mark.slow("an elastic agent starts the processes of a run two or three times")
 @pytest.mark.parametrize("name", ["smoke", "smoke, adapters", "smoke, by Trainer"])
-def test_a_sharded_run_survives_kills_of_its_ranks(name: str) -> None:
+def test_a_sharded_run_survives_kills_of_its_ranks(name: str, tmp_path: Path) -> None:
     """Full, or LoRA: in a loop that goes on on one process in the end, or by PrivateTrainer."""
-    pytest.importorskip("peft")
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT), "--case", name],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=500,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    case, told = KILLS.CASES[name], json.loads(ended.stdout)["cases"][name]
+    pytest.importorskip("peft")  # before the agent's process is forked
+    (told,) = on_ranks(1, tmp_path, told_of, name)
+    assert isinstance(told, dict), told
+    case = KILLS.CASES[name]
     assert told["wrong"] == []
     assert len(told["kills"]) == case.kills and told["starts"] == case.kills + 1
     assert told["releases"] == case.steps >= told["releases_drawn"]
