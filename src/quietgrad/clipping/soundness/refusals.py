@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -123,6 +123,10 @@ def _named_by_callers(frame: FrameType | None) -> Iterator[Any]:
             for name in {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}:
                 thing = held.get(name, frame.f_globals.get(name))
                 yield thing
+                if not isinstance(thing, ModuleType):  # self.scaler, where that is what is named
+                    inside = getattr(thing, "__dict__", None)
+                    named = inside if isinstance(inside, dict) else {}
+                    yield from (named[other] for other in code.co_names if other in named)
                 if type(thing).__module__.startswith("accelerate."):  # holds both, where asked to
                     yield from (getattr(thing, "scaler", None), getattr(thing, "optimizer", None))
         frame = frame.f_back
