@@ -130,6 +130,19 @@ def test_a_scaler_that_does_nothing_and_another_models_optimiser_are_not() -> No
         assert run.released == 3
 
 
+def test_no_loss_is_named() -> None:
+    """Before: "'NoneType' object is not callable"."""
+    nothing: Any = None
+    with PLAN.start() as run:
+        for batch in run.loader(DATA):
+            with pytest.raises(
+                TypeError, match=r"per_example_loss is of type NoneType, and no fun"
+            ):
+                run.backward(nn.Linear(4, 2), nothing, batch)
+            break
+        assert run.released == 0
+
+
 def test_a_loss_in_the_models_place_is_named() -> None:
     """Before: "'function' object has no attribute 'modules'"."""
     model, records = nn.Linear(4, 2), DATA[:4]

@@ -84,6 +84,19 @@ def require_model(model: Any) -> None:
         )
 
 
+def require_loss(per_example_loss: Any) -> None:
+    """Refuses what is no function in a loss's place.
+
+    Raises:
+        TypeError: saying what a loss is.
+    """
+    if not callable(per_example_loss):
+        raise TypeError(
+            f"per_example_loss is of type {type(per_example_loss).__name__}, and no function; give "
+            "one of (model, batch) that returns a loss for each example"
+        )
+
+
 def refuse_calling_loop(model: nn.Module) -> None:
     """Refuses loops that would step otherwise than once a release, or scale what was released, by
     what the functions that called the library name. For the message: both are stopped later too, by
