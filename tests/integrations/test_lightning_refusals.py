@@ -132,6 +132,10 @@ class Manual(Small):
         self.automatic_optimization = False
 
 
+class WithoutLoss(Small):
+    per_example_loss = None  # type: ignore[assignment]
+
+
 class WithStep(Small):
     def training_step(self, batch: Any) -> Any:
         return self.per_example_loss(batch).mean()
@@ -209,6 +213,7 @@ class LogsAtTheEnd(Small):
     ("module", "said"),
     [
         (Manual, "automatic_optimization=False.*loops.md"),
+        (WithoutLoss, r"WithoutLoss.per_example_loss=None is no method; write per_example_loss\("),
         (WithStep, "WithStep.training_step.*per_example_loss"),
         (WithBackward, "WithBackward.backward"),
         (WithTransfer, "on_after_batch_transfer would not see.*collate_fn"),

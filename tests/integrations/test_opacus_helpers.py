@@ -5,9 +5,14 @@ there is instead.
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
+import opacus
 import opacus.accountants.analysis.gdp as theirs_gdp
 import opacus.utils.tensor_utils as theirs
 import pytest
@@ -151,3 +156,42 @@ def test_what_is_not_offered_is_said_at_its_import(module: str, name: str, remed
 def test_places_that_scripts_import_from(module: str, name: str) -> None:
     for package in ("opacus", ROOT):
         assert hasattr(importlib.import_module(f"{package}.{module}"), name)
+
+
+def _public(module: ModuleType) -> Iterator[str]:
+    """Names that a script may import from a module: of its functions and classes."""
+    listed = hasattr(module, "__all__")
+    for name in getattr(module, "__all__", vars(module)):
+        own = getattr(module, name, None)
+        offered = inspect.isclass(own) or inspect.isfunction(own)
+        if offered and name[0] != "_" and (listed or own.__module__ == module.__name__):
+            yield name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "module",
+    [
+        found.name.removeprefix("opacus.")
+        for found in pkgutil.walk_packages(opacus.__path__, "opacus.")
+        if "tests" not in found.name.split(".")
+    ],
+)
+def test_every_import_of_opacus_works_or_says_what_there_is_instead(module: str) -> None:
+    theirs_whole = importlib.import_module(f"opacus.{module}")
+    try:
+        ours = importlib.import_module(f"{ROOT}.{module}")
+    except ModuleNotFoundError as refused:
+        package, _, last = f"{ROOT}.{module}".rpartition(".")
+        assert str(refused).startswith(f"{package} has no {last!r}: ")
+        return
+    for name in _public(theirs_whole):
+        try:
+            getattr(ours, name)
+        except ImportError as refused:
+            assert str(refused).startswith(f"{ours.__name__} has no {name!r}: ")
+
+
+def test_a_module_that_nobody_has_is_not_found_in_pythons_words() -> None:
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        importlib.import_module(f"{ROOT}.nowhere")

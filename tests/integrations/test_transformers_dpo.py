@@ -295,3 +295,10 @@ def test_a_list_of_dictionaries_is_a_data_set(tmp_path: Path) -> None:
     listed.train()
     wanted.train()
     assert same_weights(listed.model, wanted.model)
+
+
+def test_a_contradicted_plan_leaves_no_folder(tmp_path: Path) -> None:
+    """Refused once transformers has made it."""
+    with pytest.raises(ValueError, match="max_steps=7"):
+        dpo(tmp_path / "run", max_steps=7)
+    assert not (tmp_path / "run").exists()

@@ -81,8 +81,16 @@ def test_what_cannot_be_private_is_refused(
     changes: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=why):
-        trainer(tmp_path / "run", **changes)
-    assert not (tmp_path / "run" / "ledger.jsonl").exists()
+        trainer(tmp_path / "of" / "run", **changes)
+    assert not (tmp_path / "of").exists()
+
+
+def test_a_refusal_leaves_folders_that_were_there(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder, left in (("empty", True), ("empty/new", False)):
+        with pytest.raises(ValueError, match="max_steps=7"):
+            trainer(tmp_path / folder, max_steps=7)
+        assert (tmp_path / folder).exists() is left
 
 
 @pytest.mark.parametrize(

@@ -236,3 +236,10 @@ def test_lists_that_make_no_table(tmp_path: Path, listed: list[Any], said: str) 
         sft(tmp_path, train_dataset=listed)
     assert "secret" not in str(refused.value) and "\n" not in str(refused.value)
     assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_a_contradicted_plan_leaves_no_folder(tmp_path: Path) -> None:
+    """Refused once transformers has made it."""
+    with pytest.raises(ValueError, match="max_steps=7"):
+        sft(tmp_path / "run", max_steps=7)
+    assert not (tmp_path / "run").exists()

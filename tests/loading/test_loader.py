@@ -146,6 +146,31 @@ def test_views_are_averaged() -> None:
         torch.testing.assert_close(one, other)
 
 
+class Stacked(TensorDataset):
+    def __getitem__(self, i: int) -> Any:
+        x, y = super().__getitem__(i)
+        return torch.stack([x, x, x]), y
+
+
+def test_views_that_come_stacked_are_named() -> None:
+    """Before: "Expected target size [1, 2], got [1]"."""
+    run = start(augmentation_multiplicity=3)
+    with pytest.raises(RuntimeError, match=r"views=3.*return one view, without stacking them$"):
+        through(run, Stacked(*records()))
+    assert run.released == 0
+
+
+def test_other_errors_of_views_stay_as_they_are() -> None:
+    def lost(model: Any, batch: Any) -> Any:
+        raise ValueError("of the user's own")
+
+    run = start(augmentation_multiplicity=3)
+    for batch in run.loader(TensorDataset(*records())):
+        with pytest.raises(ValueError, match=r"^of the user's own$"):
+            run.backward(build(), lost, batch)
+        break
+
+
 def test_views_of_no_record_have_their_structure() -> None:
     plan = replace(CONFIG, expected_batch_size=1, seed=1, augmentation_multiplicity=2)
     trained(run := plan.build(RECORDS).start(), iter(run.loader(Named(), steps=STEPS)))

@@ -68,6 +68,15 @@ def in_a_function_of_its_own(run: Any, model: nn.Module, loader: Any, other: nn.
         scaler.update()
 
 
+def by_a_scaler_of_an_object(run: Any, model: nn.Module, loader: Any, other: nn.Module) -> None:
+    """Before: "Attempted step but _scale is None", once a release was made."""
+    own = SimpleNamespace(scaler=torch.amp.GradScaler("cpu"))
+    optimizer = torch.optim.SGD(model.parameters())
+    for batch in loader:
+        run.backward(model, loss, batch)
+        own.scaler.step(optimizer)
+
+
 class Prepared(SimpleNamespace):
     """As ``accelerate`` prepares an optimiser."""
 
@@ -88,6 +97,7 @@ def prepared(run: Any, model: nn.Module, loader: Any, other: nn.Module) -> None:
         (without_closure, r"optimizer is LBFGS.*AdamW"),
         (prepared, r"optimizer is LBFGS.*AdamW"),
         (by_a_scaler, r"has a GradScaler.*leave it out"),
+        (by_a_scaler_of_an_object, r"has a GradScaler.*leave it out"),
         (with_a_scaled_loss, r"has a GradScaler.*leave it out"),
         (in_a_function_of_its_own, r"has a GradScaler.*leave it out"),
     ],
@@ -106,17 +116,31 @@ def of_another_model(run: Any, model: nn.Module, loader: Any, other: nn.Module) 
     lbfgs = torch.optim.LBFGS(other.parameters())
     optimizer = torch.optim.SGD(model.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=False)
+    held = SimpleNamespace(other_scaler=torch.amp.GradScaler("cpu"))  # named nowhere here
     for batch in loader:
         run.backward(model, loss, batch)
         scaler.step(optimizer)
         scaler.update()
-    assert lbfgs.param_groups
+    assert lbfgs.param_groups and vars(held)
 
 
 def test_a_scaler_that_does_nothing_and_another_models_optimiser_are_not() -> None:
     with PLAN.start() as run:
         of_another_model(run, nn.Linear(4, 2), run.loader(DATA, steps=3), nn.Linear(4, 2))
         assert run.released == 3
+
+
+def test_no_loss_is_named() -> None:
+    """Before: "'NoneType' object is not callable"."""
+    nothing: Any = None
+    with PLAN.start() as run:
+        for batch in run.loader(DATA):
+            with pytest.raises(
+                TypeError, match=r"per_example_loss is of type NoneType, and no fun"
+            ):
+                run.backward(nn.Linear(4, 2), nothing, batch)
+            break
+        assert run.released == 0
 
 
 def test_a_loss_in_the_models_place_is_named() -> None:

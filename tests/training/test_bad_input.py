@@ -109,6 +109,27 @@ def test_texts_may_be_as_long_as_the_positions(quietgrad: Run, settings, write_c
     assert quietgrad("train", config)[0] == 0
 
 
+def test_the_default_length_is_cut_at_the_positions(
+    quietgrad: Run, settings: dict[str, Any], write_config: Any, tmp_path: Path
+) -> None:
+    """It was refused, though nobody had asked for more tokens than positions."""
+    long = tmp_path / "long.csv"
+    long.write_text("text,label\n" + f"{'the film was lovely ' * 30},good\n")
+    left_out = {k: v for k, v in settings.items() if k != "model.max_length"}
+    config = write_config(left_out | {"training.steps": 1})
+    for command in ("plan", "train"):
+        code, out, err = quietgrad(command, config)
+        assert code == 0, err
+        told = " ".join((out + err).split())
+        assert (
+            "has 24 positions, so texts are cut at 24 tokens in place of model.max_length=64"
+            in told
+        )
+    run_dir = settings["training.run_dir"]
+    code, _, err = quietgrad("predict", run_dir, long, "--output", tmp_path / "found.csv")
+    assert code == 0, err
+
+
 def test_the_test_file_is_not_the_training_file(quietgrad: Run, settings, write_config) -> None:
     config = write_config(settings | {"data.test_source": settings["data.source"]})
     assert_refused(quietgrad("train", config), "is the source itself", settings)

@@ -167,6 +167,8 @@ NAMES = [f"name{i}" for i in range(len(TEXTS))]
         ({"age": NUMBERS, "job": CLASSES, "income": CLASSES}, ("table", "income", "", "")),
         ({"target": CLASSES, "b": CLASSES, "x": NUMBERS}, ("table", "target", "", "")),
         ({"question": TEXTS, "answer": TEXTS}, ("answers", "answer", "question", "")),
+        ({"question": TEXTS, "answer": NAMES}, ("answers", "answer", "question", "")),
+        ({"question": TEXTS, "answer": CLASSES}, ("text", "answer", "question", "")),
         (
             {"premise": TEXTS, "hypothesis": TEXTS, "label": CLASSES},
             ("text", "label", "premise", "hypothesis"),

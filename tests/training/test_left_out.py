@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tiny_runs import config_of
 
+from quietgrad.cli.beside.chosen import embedded
 from quietgrad.comparing.table import load_comparison
 from quietgrad.training.derived.resolve import Machine, is_open, resolved, with_what_trains
 from quietgrad.training.derived.rule import Reads
@@ -139,6 +140,14 @@ def test_plan_says_what_it_chose_and_warns_of_too_many_hours(
     code, out, err = quietgrad("plan", config, *whole)
     words = " ".join(out.replace("│", " ").split())
     assert code == 0 and "1 hour is allowed" in words and "frozen layers" not in words, err
+
+
+def test_what_only_the_embedded_default_says_is_not_given(tmp_path: Path) -> None:
+    """The clipping norm of `quietgrad train --set ...` was called given."""
+    own = tmp_path / "own.toml"
+    assert embedded(None, ["target_epsilon=1"]) == ["privacy.max_grad_norm"]
+    assert embedded(None, ["max_grad_norm=0.5"]) == []
+    assert embedded(None, ["privacy.max_grad_norm=0.5"]) == [] == embedded(own, [])
 
 
 def test_a_comparison_says_its_own_sizes(tmp_path: Path) -> None:

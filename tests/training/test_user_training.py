@@ -123,6 +123,7 @@ def test_from_a_file_to_a_model_that_names_the_unit(
     assert "add or remove one user, with all records" in words and "at most about" in words
     assert "at most 3 records of each a step (always the same ones)" in words
     assert "of the mean of a user's gradients" in words
+    assert re.search(r"tuning: .* would cost epsilon = [\d.]+ per user in place of", words)
 
     code, out, err = quietgrad("train", path)
     assert code == 0, err

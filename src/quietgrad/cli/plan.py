@@ -11,7 +11,7 @@ from quietgrad.accounting import RunCount, epsilon_report, selected_epsilon
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.checks import how_many
 from quietgrad.cli.accounting import DECLARED_PUBLIC
-from quietgrad.cli.beside.chosen import print_settings, settings_record, too_long
+from quietgrad.cli.beside.chosen import embedded, print_settings, settings_record, too_long
 from quietgrad.cli.beside.extension import Extension, require_one_length
 from quietgrad.cli.output import (
     console,
@@ -43,7 +43,8 @@ def run_plan(
 
     with stages(target) as say:
         say("timing a step on validation records")
-        record = forecast(prepared) | {"settings": settings_record(prepared)}
+        settings = settings_record(prepared, embedded(config_path, overrides))
+        record = forecast(prepared) | {"settings": settings}
     warning = too_long(record)
     if warning is not None:
         record["warning"] = warning
@@ -95,9 +96,10 @@ def run_plan(
     )
     if "tuning" in record:
         cost = record["tuning"]["epsilon"]
+        per_user = " per user" if "users" in record else ""
         target.print(
             f"tuning: the best of {TUNING.mean:g} such runs on average, and no other looked at, "
-            f"would cost epsilon = {round_up(cost, 4)} in place of "
+            f"would cost epsilon = {round_up(cost, 4)}{per_user} in place of "
             f"{round_up(record['epsilon'], 4)} (quietgrad compare CONFIG --accounted)",
             soft_wrap=True,
         )

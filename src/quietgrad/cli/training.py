@@ -14,7 +14,7 @@ from rich.console import Console
 from quietgrad.accounting.rounding import round_up, round_up_to
 from quietgrad.checks import how_many
 from quietgrad.cli.accounting import DECLARED_PUBLIC
-from quietgrad.cli.beside.chosen import print_settings, settings_record
+from quietgrad.cli.beside.chosen import embedded, print_settings, settings_record
 from quietgrad.cli.beside.extension import Extension, require_one_length
 from quietgrad.cli.beside.launch import start_processes
 from quietgrad.cli.output import (
@@ -119,7 +119,8 @@ def run_train(
             say("timing a step on validation records")
             expected = kept_forecast(prepared) if together.first else {}
     with _told_if_interrupted(run_dir):
-        _print_beginning(target, prepared, difference)
+        unsaid = [] if resume else embedded(config_path, overrides)
+        _print_beginning(target, prepared, difference, unsaid)
         with TrainingProgress(target, prepared) as shown:
             try:
                 with quiet_libraries(target):
@@ -162,8 +163,12 @@ def run_train(
     _print_result(target, result | _in_words(prepared, result), known)
 
 
-def _print_beginning(target: Console, prepared: Prepared, difference: float | None) -> None:
-    """What is about to run; ``difference`` is that of clipping from autograd."""
+def _print_beginning(
+    target: Console, prepared: Prepared, difference: float | None, unsaid: list[str]
+) -> None:
+    """What is about to run; ``difference`` is that of clipping from autograd, ``unsaid`` are the
+    settings that only the embedded default says.
+    """
     if prepared.plan is not None:
         target.print(
             "Clipping agrees with per-example autograd on validation records: relative difference "
@@ -175,7 +180,7 @@ def _print_beginning(target: Console, prepared: Prepared, difference: float | No
             "[bold]Privacy is switched off:[/bold] this run is a reference, and not private."
         )
     if prepared.reasons:
-        print_settings(target, settings_record(prepared))
+        print_settings(target, settings_record(prepared, unsaid))
     if prepared.config.training.caches and _has_frozen_layers(prepared):
         target.print(
             "Before the first step, frozen layers whose states can be kept run once over the "

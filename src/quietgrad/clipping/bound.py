@@ -22,6 +22,7 @@ from quietgrad.clipping.capture.backward import Checkpointing, PerExampleLoss
 from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.examples import Examples
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, layout_of
+from quietgrad.clipping.capture.views import naming_stacked
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.clipping.engines.accumulator import zero_sum
 from quietgrad.clipping.engines.bookkeeping import add_by_bookkeeping, group_norms
@@ -259,10 +260,8 @@ class BoundClipper:
         if step is None:
             step, self._calls = self._calls, self._calls + 1
         subject = Subject(self.model, layout, self.per_example_loss, self._checkpointing)
-        with unchanged(
-            self.model,
-            thorough=always or self._guard.is_early(subject, batch.groups.rows, step),
-        ):
+        thorough = always or self._guard.is_early(subject, batch.groups.rows, step)
+        with naming_stacked(batch.records, batch.views), unchanged(self.model, thorough=thorough):
             self._guard.begin(subject, batch.rows, None, self._any_of)
             how = self._choose(layout, batch)
             yield layout, self._guarded(subject, batch, how, step, always)

@@ -36,7 +36,7 @@ from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.planner.execution import ExecutionChoice
 from quietgrad.clipping.sharded.bound import ShardedClipper
 from quietgrad.clipping.sharded.refusals import is_fully_sharded
-from quietgrad.clipping.soundness.refusals import require_model
+from quietgrad.clipping.soundness.refusals import require_loss, require_model
 from quietgrad.events import RandomizedClipping, SensitivityClaim
 from quietgrad.tensors import Batch
 
@@ -154,9 +154,10 @@ class Clipper:
 
         Raises:
             ValueError: where the guard refuses model or loss on ``guard_batch``.
-            TypeError: for what is no model.
+            TypeError: for what is no model, or no function.
         """
         require_model(model)
+        require_loss(per_example_loss)
         kind: type[BoundClipper] = BoundClipper
         if is_cut(model):
             kind = CutClipper

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from quietgrad.cli.output import print_table
+from quietgrad.training.settings.overrides import default_config_path, read_toml, value_of
 
 if TYPE_CHECKING:
     from quietgrad.training.prepare import Prepared
@@ -22,6 +25,7 @@ SETTINGS = {
     "privacy.max_grad_norm": "clipping norm",
     "denoising.method": "denoising",
 }
+EMBEDDED = "as in the embedded default, which runs without a CONFIG"
 # Of those that are always the same where nothing is said.
 STANDING = {
     "privacy.max_grad_norm": (
@@ -35,9 +39,22 @@ STANDING = {
 }
 
 
-def settings_record(prepared: Prepared) -> list[dict[str, Any]]:
-    """Each setting of ``SETTINGS`` with its value, and why it is that: "given", or what the rule of
-    docs/defaults.md went by.
+def embedded(config_path: Path | None, overrides: Sequence[str]) -> list[str]:
+    """Of ``SETTINGS``, those that the embedded default says, and nobody who runs it."""
+    if config_path is not None:
+        return []
+    default = read_toml(default_config_path())
+    places = ((name, *name.split(".")) for name in SETTINGS)
+    return [
+        name
+        for name, table, key in places
+        if key in default.get(table, {}) and value_of({}, overrides, table, key, True) is None
+    ]
+
+
+def settings_record(prepared: Prepared, unsaid: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Each setting of ``SETTINGS`` with its value, and why it is that: "given", what the rule of
+    docs/defaults.md went by, or of ``unsaid`` that it is the embedded default's.
     """
     told, found = prepared.config.to_dict(), []
     for name in SETTINGS:
@@ -46,7 +63,8 @@ def settings_record(prepared: Prepared) -> list[dict[str, Any]]:
         if value is None:
             continue
         usual, why = STANDING.get(name, (None, ""))
-        reason = prepared.reasons.get(name, why if value == usual else "given")
+        said = EMBEDDED if name in unsaid else "given"
+        reason = prepared.reasons.get(name, why if value == usual else said)
         found.append({"key": name, "value": value, "why": reason})
     return found
 

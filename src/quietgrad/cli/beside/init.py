@@ -13,7 +13,7 @@ from quietgrad.training.sources.inspection import (
     with_labels,
     with_owners,
 )
-from quietgrad.training.sources.pictures import is_picture_folder
+from quietgrad.training.sources.pictures import between_labels, is_picture_folder
 from quietgrad.training.sources.proposal import propose, propose_images
 from quietgrad.training.sources.rows import Rows
 
@@ -80,7 +80,9 @@ def _of_folder(source: Path, command: str, text: str, label: str) -> str:
             f"FILE={str(source)!r} has no test part: add test.csv, or a folder test or val beside "
             "train"
         )
-    return propose_images(str(source), command, text or "file", label or "label")
+    label = label or "label"
+    between = between_labels(source, label)
+    return propose_images(str(source), command, text or "file", label, between)
 
 
 def _of_file(

@@ -9,6 +9,9 @@ positions cost.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from quietgrad.tensors import Batch, map_tensors, tensors_of
 
 
@@ -28,3 +31,38 @@ def rows_of(batch: Batch, views: int) -> Batch:
                 "labels too (labels.unsqueeze(1).expand(-1, views))"
             )
     return map_tensors(batch, lambda t: t.flatten(0, 1))
+
+
+@contextlib.contextmanager
+def naming_stacked(batch: Batch, views: int) -> Iterator[None]:
+    """What torch says of a model that was given K views of K views has nothing to do with either.
+
+    Args:
+        batch: tensors [b, K, ...].
+        views: K.
+
+    Raises:
+        RuntimeError: in place of torch's own, where a record may have come with its views stacked,
+            which the loader asks for one at a time.
+    """
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        ours = type(error) not in (RuntimeError, IndexError, ValueError) or _is_ours(error)
+        twice = any(t.dim() > 2 and t.shape[2] == views for t in tensors_of(batch))
+        if views == 1 or ours or not twice:
+            raise
+        raise RuntimeError(
+            f"views={views}, and the model or its loss failed on them; a record has a dimension of "
+            f"{views} beside that of its views: the loader asks the data set for each record "
+            f"{views} times, so return one view, without stacking them"
+        ) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this library raised it: it says more than a guess does."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    names = {} if trace is None else trace.tb_frame.f_globals
+    return str(names.get("__name__", "")).startswith("quietgrad.")

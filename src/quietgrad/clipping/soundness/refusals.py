@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -84,6 +84,19 @@ def require_model(model: Any) -> None:
         )
 
 
+def require_loss(per_example_loss: Any) -> None:
+    """Refuses what is no function in a loss's place.
+
+    Raises:
+        TypeError: saying what a loss is.
+    """
+    if not callable(per_example_loss):
+        raise TypeError(
+            f"per_example_loss is of type {type(per_example_loss).__name__}, and no function; give "
+            "one of (model, batch) that returns a loss for each example"
+        )
+
+
 def refuse_calling_loop(model: nn.Module) -> None:
     """Refuses loops that would step otherwise than once a release, or scale what was released, by
     what the functions that called the library name. For the message: both are stopped later too, by
@@ -123,6 +136,10 @@ def _named_by_callers(frame: FrameType | None) -> Iterator[Any]:
             for name in {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}:
                 thing = held.get(name, frame.f_globals.get(name))
                 yield thing
+                if not isinstance(thing, ModuleType):  # self.scaler, where that is what is named
+                    inside = getattr(thing, "__dict__", None)
+                    named = inside if isinstance(inside, dict) else {}
+                    yield from (named[other] for other in code.co_names if other in named)
                 if type(thing).__module__.startswith("accelerate."):  # holds both, where asked to
                     yield from (getattr(thing, "scaler", None), getattr(thing, "optimizer", None))
         frame = frame.f_back

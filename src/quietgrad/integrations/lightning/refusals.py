@@ -185,6 +185,11 @@ def refuse_module(module: Any, base: type) -> None:
         raise ValueError(f"{name}.{clips}: {why}; {remedy}")
     if type(module).per_example_loss is base.per_example_loss:  # type: ignore[attr-defined]
         raise ValueError(f"{name} has no per_example_loss(self, batch) -> [records] losses")
+    if not callable(module.per_example_loss):
+        raise ValueError(
+            f"{name}.per_example_loss={module.per_example_loss!r} is no method; write "
+            "per_example_loss(self, batch) -> [records] losses"
+        )
     if any(p._backward_hooks for p in module.parameters()):
         raise ValueError(
             f"parameters of {name} have hooks on their gradients, which would see them before "

@@ -4,6 +4,8 @@ What changes is in docs/from_opacus.md.
 """
 
 from quietgrad.integrations.opacus import utils
+from quietgrad.integrations.opacus.absent import let_imports_say
+from quietgrad.integrations.opacus.absent_modules import MODULES
 from quietgrad.integrations.opacus.data_loader import DPDataLoader
 from quietgrad.integrations.opacus.grad_sample import (
     GradSampleModule,
@@ -11,8 +13,9 @@ from quietgrad.integrations.opacus.grad_sample import (
 )
 from quietgrad.integrations.opacus.optimizers import DPOptimizer
 from quietgrad.integrations.opacus.privacy_engine import PrivacyEngine
+from quietgrad.integrations.opacus.version import __version__
 
-__version__ = "1.6.0"  # whose interface this is
+let_imports_say(__name__, MODULES)
 
 __all__ = [
     "DPDataLoader",
@@ -20,5 +23,6 @@ __all__ = [
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
     "PrivacyEngine",
+    "__version__",
     "utils",
 ]

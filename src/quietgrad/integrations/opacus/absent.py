@@ -1,8 +1,12 @@
-"""Names of Opacus that have no counterpart here: importing one says what there is instead."""
+"""Names and modules of Opacus that have no counterpart here: importing one says what there is
+instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 
@@ -24,3 +28,29 @@ def absent(module: str, names: dict[str, str]) -> Callable[[str], Any]:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return missing
+
+
+class AbsentModules(MetaPathFinder):
+    """Finds nothing: the import of a module that is not here ends in a line of its own.
+
+    Args:
+        package: that the modules would be in.
+        modules: name within it -> what to use instead.
+    """
+
+    def __init__(self, package: str, modules: Mapping[str, str]) -> None:
+        self._modules = {f"{package}.{name}": remedy for name, remedy in modules.items()}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        """Raises:
+        ModuleNotFoundError: for one of the modules.
+        """
+        if fullname in self._modules:
+            package, _, name = fullname.rpartition(".")
+            remedy = self._modules[fullname]
+            raise ModuleNotFoundError(f"{package} has no {name!r}: {remedy}", name=fullname)
+
+
+def let_imports_say(package: str, modules: Mapping[str, str]) -> None:
+    """Modules of ``package`` that are not there say what there is instead, from now on."""
+    sys.meta_path.append(AbsentModules(package, modules))

@@ -180,6 +180,13 @@ _BY_THE_LOADER = "the loader of make_private itself makes empty batches, and dra
 __getattr__ = absent(
     __name__,
     dict.fromkeys(
-        ("wrap_collate_with_empty", "CollateFnWithEmpty", "switch_generator"), _BY_THE_LOADER
+        (
+            "CollateFnWithEmpty",
+            "dtype_safe",
+            "shape_safe",
+            "switch_generator",
+            "wrap_collate_with_empty",
+        ),
+        _BY_THE_LOADER,
     ),
 )

@@ -13,6 +13,7 @@ from typing import Any
 from datasets import Dataset
 from trl import SFTTrainer
 
+from quietgrad.integrations.folders import leaves_no_folder
 from quietgrad.integrations.transformers.trainer import PrivateTrainer
 
 # Columns of which a record is read; beside them, the one that args.dataset_text_field names.
@@ -34,6 +35,7 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
             which is a mean over the batch.
     """
 
+    @leaves_no_folder
     def __init__(self, *args: Any, **options: Any) -> None:
         for place, name in ((3, "train_dataset"), (4, "eval_dataset")):
             if place < len(args):  # as TRL takes them

@@ -21,6 +21,7 @@ from transformers.trainer_utils import TrainOutput
 import quietgrad.integrations.transformers.refusals as refusals
 from quietgrad.checks import warn_of_half_precision
 from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.integrations.folders import leaves_no_folder
 from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.plans import plan_for
 from quietgrad.integrations.stepping import ReleasedGradients
@@ -67,6 +68,7 @@ class PrivateTrainer(LookingTrainer):
             what ``PrivacyConfig.build`` refuses.
     """
 
+    @leaves_no_folder
     def __init__(
         self,
         model: Any = None,

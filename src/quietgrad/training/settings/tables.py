@@ -54,7 +54,8 @@ class ModelTable:
         accept_start: a run's output is no public start, and is refused as model.name or
             model.weights unless its kind is named here: "trained-without-privacy" or
             "epsilons-add".
-        max_length: tokens kept of a text.
+        max_length: tokens kept of a text; as many as the model has positions for, where those are
+            fewer and this is left at its default.
         dropout: probability of every dropout layer; the noise regularises enough, so the default is
             0.
     """

@@ -105,7 +105,7 @@ def guess(
     lower = {name.lower(): name for name in columns}
     asked = next((lower[n] for n in PROMPTS if n in lower), "")
     answer = next((lower[n] for n in ANSWERS if n in lower), "")
-    if not text and not label and asked and answer and columns[answer].kind == "text":
+    if not text and not label and asked and answer and columns[answer].kind in ("text", "words"):
         return Guess("answers", answer, asked)
     labels = [label] if label else [n for n in _best(columns, "classes", LABELS) if n not in texts]
     labels = labels or [lower[n] for n in LABELS if n in lower and lower[n] not in texts]

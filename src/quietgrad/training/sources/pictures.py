@@ -48,6 +48,20 @@ def is_picture_folder(folder: Path) -> bool:
     return (folder / "train.csv").is_file() or (folder / "train").is_dir()
 
 
+def between_labels(folder: Path, label: str) -> str:
+    """What stands between the labels of an image in the table of public images; "" where each has
+    one, or there is no such table.
+    """
+    for part in PARTS[1:]:
+        if (folder / f"{part}.csv").is_file():
+            try:
+                words = read_rows(folder / f"{part}.csv").columns.get(label, ())
+            except UnreadableFile:  # which training will say
+                return ""
+            return SEVERAL if any(SEVERAL in str(word) for word in words) else ""
+    return ""
+
+
 def inspect_folder(
     folder: Path, file: str = "file", label: str = "label", one_label: bool = True
 ) -> FolderInspection:

@@ -79,8 +79,12 @@ def propose(
     return _aligned(lines)
 
 
-def propose_images(folder: str, command: str, file: str = "file", label: str = "label") -> str:
-    """The same for a folder of images, as the recipe for images has it."""
+def propose_images(
+    folder: str, command: str, file: str = "file", label: str = "label", between: str = ""
+) -> str:
+    """The same for a folder of images, as the recipe for images has it; ``between`` the labels of
+    an image, where it has several.
+    """
     named = (file, label) != ("file", "label")
     lines = [
         f"# Written by `{_one_line(command)}`. To train: quietgrad train THIS_FILE",
@@ -92,6 +96,7 @@ def propose_images(folder: str, command: str, file: str = "file", label: str = "
         "[data]",
         f"source = {_quoted(folder)}",
         *([f"text = {_quoted(file)}", f"label = {_quoted(label)}"] if named else []),
+        *([f"label_separator = {_quoted(between)} # an image may have several"] if between else []),
         "image_size = 32 # pixels a side that images are brought to",
         "validation_fraction = 0.1 # of the training images; test images come with the folder",
         "",

@@ -247,3 +247,6 @@ class GaussianAccountant(QuietgradAccountant):
 
     def __init__(self) -> None:
         super().__init__("gdp")
+
+
+IAccountant = QuietgradAccountant

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from quietgrad.integrations.opacus.absent import absent
+from quietgrad.integrations.opacus.absent_modules import BY_AUTOGRAD, ONE_PROCESS
 from quietgrad.integrations.opacus.grad_sample.attached import AttachedModule
 from quietgrad.integrations.opacus.grad_sample.grad_sample_module import GradSampleModule
 
@@ -14,15 +15,13 @@ GradSampleModuleFastGradientClipping = GradSampleModule
 GradSampleModuleExpandedWeights = GradSampleModule
 GradSampleHooks = AttachedModule
 
-_BY_AUTOGRAD = (
-    "every layer's gradients by records are autograd's, made at optimizer.step(); let "
-    "PrivacyEngine.make_private wrap the model"
-)
 __getattr__ = absent(
     __name__,
     dict.fromkeys(
         (
+            "AbstractGradSampleHooks",
             "GradSampleHooksFastGradientClipping",
+            "GradSampleHooksNoOp",
             "GradSampleModuleNoOp",
             "create_or_accumulate_grad_sample",
             "get_gsm_class",
@@ -43,7 +42,15 @@ __getattr__ = absent(
                 )
             ),
         ),
-        _BY_AUTOGRAD,
+        BY_AUTOGRAD,
+    )
+    | dict.fromkeys(
+        (
+            f"GradSample{kind}FastGradientClipping{spread}"
+            for kind in ("Hooks", "Module")
+            for spread in ("FSDP", "TP")
+        ),
+        ONE_PROCESS,
     ),
 )
 _F = TypeVar("_F", bound=Callable[..., Any])

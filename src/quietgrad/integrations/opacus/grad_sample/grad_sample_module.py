@@ -13,6 +13,8 @@ from torch.func import functional_call
 
 from quietgrad.checks import SettingsWarning
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
+from quietgrad.integrations.opacus.absent import absent
+from quietgrad.integrations.opacus.absent_modules import BY_AUTOGRAD
 from quietgrad.integrations.opacus.following.nodes import CALL, LOOK, Ref, leaves, mapped
 from quietgrad.integrations.opacus.following.tracing import CLOSED, Tape, Traced, plain_of
 from quietgrad.integrations.opacus.grad_sample.no_grad_sample import put_on, take_off
@@ -230,3 +232,12 @@ def _as_leaf(t: Tensor) -> Tensor:
     if t.requires_grad or not t.is_floating_point():
         return t
     return t.detach().requires_grad_()
+
+
+__getattr__ = absent(
+    __name__,
+    dict.fromkeys(
+        ("GradSampleHooks", "create_or_accumulate_grad_sample", "promote_current_grad_sample"),
+        BY_AUTOGRAD,
+    ),
+)

@@ -13,12 +13,15 @@ __getattr__ = absent(
     dict.fromkeys(
         (
             "check_per_sample_gradients_are_correct",
+            "check_torch_version_for_ew_sample",
             "compute_grad_samples_microbatch_and_opacus",
             "compute_microbatch_grad_sample",
             "compute_microbatch_grad_sample_tensor_or_seq",
             "compute_opacus_grad_sample",
             "get_grad_sample_modes",
+            "is_batch_empty",
             "ModelWithLoss",
+            "unpack_packedsequences",
         ),
         _BY_AUTOGRAD,
     ),

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quietgrad.integrations.opacus.absent import absent
+from quietgrad.integrations.opacus.absent_modules import BY_AUTOGRAD
+
 Sizes = int | tuple[int, ...]
 
 
@@ -90,3 +93,6 @@ def _beside(sizes: tuple[int, ...], dilation: Sizes, same: bool) -> list[int]:
     apart = (dilation,) * len(sizes) if isinstance(dilation, int) else dilation
     reach = [d * (k - 1) if same else 0 for k, d in zip(sizes, apart, strict=True)]
     return [n for r in reversed(reach) for n in (r // 2, r - r // 2)]
+
+
+__getattr__ = absent(__name__, {"filter_dilated_rows": BY_AUTOGRAD})

@@ -33,7 +33,7 @@ from quietgrad.training.tasks.predictions import Predictions
 from quietgrad.training.tasks.records import Batches, Records, spread
 from quietgrad.training.tasks.splits import Splits, split, split_with_test
 from quietgrad.training.tasks.task import FinalScores, Parts, Task, attention_for, ready
-from quietgrad.training.tasks.text.batches import require_fitting
+from quietgrad.training.tasks.text.batches import fitting_length, tokens_kept
 from quietgrad.training.tasks.text.models import load_generator
 from quietgrad.training.tasks.text.saved import load_saved, save_classifier
 from quietgrad.training.tasks.text.task import refuse_weights_of_images
@@ -69,10 +69,10 @@ class AnswersTask(Task):
         """See ``Task.read``."""
         table = config.model
         model = load_generator(table.name, table.tuning, attention_for(device))
-        require_fitting(table.name, model.classifier, model.tokenizer, table.max_length)
+        kept = fitting_length(table.name, model.classifier, model.tokenizer, table.max_length)
         splits, length = self.splits, config.task.max_answer_length
         train, validation, test = (
-            tokenise_pairs(part, model.tokenizer, table.max_length, length)
+            tokenise_pairs(part, model.tokenizer, kept, length)
             for part in (splits.train, splits.validation, splits.test)
         )
         return ready(config, model, device), (train, validation, test)
@@ -94,7 +94,7 @@ class AnswersTask(Task):
         task, table = config.task, config.model
         prompts, columns = load_prompts(file, task.prompt)
         model, tokenizer, _ = load_saved(folder, attention_for(device))
-        room = table.max_length - task.max_answer_length
+        room = tokens_kept(model, table.max_length) - task.max_answer_length
         pairs = tokenise_pairs(prompts, tokenizer, room, 0)
         everyone = np.arange(len(pairs))
         size, length = config.physical_batch_size, task.max_answer_length

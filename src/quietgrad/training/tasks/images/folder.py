@@ -287,7 +287,11 @@ def _labels(part: Listed, names: Sequence[str], layout: FolderLayout, source: st
         return several
     empty = next((path for path, words in part if len(words) != 1), None)
     if empty is not None:
-        raise ValueError(f"data.source={source!r}: {empty.name} has no label")
+        raise ValueError(
+            f"data.source={source!r}: {empty.name} has no label; give it one, or say with "
+            "data.label_separator what stands between the labels of images that have several, or "
+            "none"
+        )
     return np.array([place[words[0]] for _, words in part], dtype=np.int64)
 
 

@@ -39,6 +39,13 @@ from quietgrad.training.tasks.splits import IGNORED
 COMMA = re.compile(r"[+-]?\d+,\d+")
 SHOWN_LETTERS = 60  # of a cell
 FARTHEST = 10.0  # standard deviations; one cell must not swamp all others of its row
+# What ``Encoding.encode`` does, for those who run an exported model.
+ENCODED = {
+    "numbers": "of each column in order (value - mean) / deviation, between "
+    f"{-FARTHEST:g} and {FARTHEST:g}, and 0; 0 and 1 for a cell that is empty or no number",
+    "codes": "of each column in order the place of the cell in its list, counted from 1; 0 for a "
+    "cell that is not in it",
+}
 
 
 @dataclass(frozen=True)

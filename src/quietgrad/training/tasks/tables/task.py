@@ -19,6 +19,7 @@ from quietgrad.training.tasks.predictions import Predictions, classified, read_n
 from quietgrad.training.tasks.records import outputs
 from quietgrad.training.tasks.splits import Splits, split, split_with_test, with_public_labels
 from quietgrad.training.tasks.tables.data import (
+    ENCODED,
     Encoding,
     LabelledRows,
     load_rows,
@@ -116,7 +117,7 @@ class TablesTask(Task):
         numbers = torch.linspace(-1, 1, 2 * encoding.width).reshape(2, encoding.width)
         codes = torch.zeros(2, len(encoding.sizes), dtype=torch.long)
         axes = dict.fromkeys(("numbers", "codes"), (BATCH,))
-        facts = {"encoding": encoding.to_json()}
+        facts = {"encoding": encoding.to_json(), "encoded": ENCODED}
         inputs = {"numbers": numbers, "codes": codes}
         return Exportable(model, inputs, axes, labels, facts=facts)
 

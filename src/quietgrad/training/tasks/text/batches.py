@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from quietgrad.checks import SettingsWarning
+from quietgrad.training.settings.tables import ModelTable
 from quietgrad.training.tasks.records import ByLength, padded
 from quietgrad.training.tasks.text.data import LabelledTexts
 
@@ -56,9 +60,12 @@ def tokenise(texts: LabelledTexts, tokenizer: Any, max_length: int) -> Tokenised
     )
 
 
-def require_fitting(name: str, encoder: Any, tokenizer: Any, max_length: int) -> None:
+def fitting_length(name: str, encoder: Any, tokenizer: Any, max_length: int) -> int:
     """Checks that a model has a position for every token, and its tokenizer words: otherwise a long
     text fails in the middle of a run, or all texts are the same.
+
+    Returns:
+        ``tokens_kept``; there is a warning where that is not what was asked for.
 
     Raises:
         ValueError: naming model and setting.
@@ -68,21 +75,47 @@ def require_fitting(name: str, encoder: Any, tokenizer: Any, max_length: int) ->
             f"model.name={name!r} cannot be loaded: its tokenizer knows no words; are the "
             "tokenizer's files missing?"
         )
+    kept = tokens_kept(encoder, max_length)
+    if kept < max_length:
+        warnings.warn(
+            f"{name!r} has {kept} positions, so texts are cut at {kept} tokens in place of "
+            f"model.max_length={max_length}, the default",
+            SettingsWarning,
+            stacklevel=2,
+        )
     marks = tokenizer.num_special_tokens_to_add()
-    if max_length <= marks:
+    if kept <= marks:
         raise ValueError(
-            f"model.max_length={max_length} leaves no room for a text beside {marks} special "
+            f"model.max_length={kept} leaves no room for a text beside {marks} special "
             "tokens; use more"
         )
+    most = _positions(encoder)
+    if kept > most:
+        raise ValueError(
+            f"model.max_length={max_length} exceeds the {int(most)} positions of {name!r}; use at "
+            f"most {int(most)}"
+        )
+    return kept
+
+
+def tokens_kept(encoder: nn.Module, max_length: int) -> int:
+    """Of a text: ``max_length``; where that is the default, at most what the model has positions
+    for.
+    """
+    if max_length != ModelTable.max_length:
+        return max_length
+    return int(min(max_length, _positions(encoder)))
+
+
+def _positions(encoder: nn.Module) -> float:
+    """Most tokens of a text."""
+    found = math.inf
     for path, table in encoder.named_modules():
         if path.endswith(POSITIONS) and isinstance(table, nn.Embedding):
             # Where padding has a position, texts begin behind it.
-            places = table.num_embeddings - (-1 if table.padding_idx is None else table.padding_idx)
-            if max_length >= places:
-                raise ValueError(
-                    f"model.max_length={max_length} exceeds the {places - 1} positions of "
-                    f"{name!r}; use at most {places - 1}"
-                )
+            used = 0 if table.padding_idx is None else table.padding_idx + 1
+            found = min(found, table.num_embeddings - used)
+    return found
 
 
 def every_other(texts: TokenisedTexts) -> tuple[TokenisedTexts, TokenisedTexts]:

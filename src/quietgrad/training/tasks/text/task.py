@@ -26,8 +26,9 @@ from quietgrad.training.tasks.task import EVALUATION_BATCH, Parts, Task, attenti
 from quietgrad.training.tasks.text.batches import (
     TokenisedTexts,
     every_other,
-    require_fitting,
+    fitting_length,
     tokenise,
+    tokens_kept,
 )
 from quietgrad.training.tasks.text.data import (
     LabelledTexts,
@@ -72,10 +73,10 @@ class TextTask(Task):
         model = load_classifier(
             table.name, len(self.label_names), table.tuning, table.head, attention_for(device)
         )
-        require_fitting(table.name, model.classifier, model.tokenizer, table.max_length)
+        kept = fitting_length(table.name, model.classifier, model.tokenizer, table.max_length)
         splits = self.splits
         train, validation, test = (
-            tokenise(part, model.tokenizer, table.max_length)
+            tokenise(part, model.tokenizer, kept)
             for part in (splits.train, splits.validation, splits.test)
         )
         ready(config, model, device)
@@ -107,7 +108,7 @@ class TextTask(Task):
         columns = read_new(file, wanted)
         texts = unlabelled_texts(columns, first, second, str(file))
         model, tokenizer, labels = load_saved(folder, attention_for(device))
-        tokens = tokenise(texts, tokenizer, config.model.max_length)
+        tokens = tokenise(texts, tokenizer, tokens_kept(model, config.model.max_length))
         logits = outputs(model.to(device), tokens, EVALUATION_BATCH, device)
         return classified(columns, labels, logits, usable=texts.labels != IGNORED)
 

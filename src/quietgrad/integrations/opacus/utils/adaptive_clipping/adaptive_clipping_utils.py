@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from quietgrad.integrations.opacus.absent import absent
+from quietgrad.integrations.opacus.absent_modules import ADAPTIVE
+
 
 class PrivacyEngineAdaptiveClipping:
     """Not offered.
@@ -19,3 +22,11 @@ class PrivacyEngineAdaptiveClipping:
             "fixed max_grad_norm, or quietgrad.beside.AdaptiveClipping in a loop of docs/loops.md "
             "(docs/adaptive_clipping.md)"
         )
+
+
+__getattr__ = absent(
+    __name__,
+    dict.fromkeys(
+        ("DPLossFastGradientAdaptiveClipping", "DPTensorFastGradientAdaptiveClipping"), ADAPTIVE
+    ),
+)

@@ -1,11 +1,8 @@
 """Opacus' parts of its "prv" accountant, each refused by name; the accountant itself is offered."""
 
 from quietgrad.integrations.opacus.absent import absent
+from quietgrad.integrations.opacus.absent_modules import WHOLE
 
-_WHOLE = (
-    "privacy-loss distributions are composed by create_accountant('prv'), whose step() and "
-    "get_epsilon() take what is to be composed; single ones are dp_accounting.pld's"
-)
 __getattr__ = absent(
     __name__,
     dict.fromkeys(
@@ -18,6 +15,6 @@ __getattr__ = absent(
             "compute_safe_domain_size",
             "discretize",
         ),
-        _WHOLE,
+        WHOLE,
     ),
 )
