@@ -4,6 +4,7 @@ unit of the sums.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ def all_of(rank: int, ranks: int, folder: str, names: tuple[str, ...]) -> dict[s
     return {name: trained(name, ranks, folder) for name in names}
 
 
+@functools.cache
+def on_one(name: str) -> dict[str, Any]:
+    """What one process makes of a model of ours: one training for all tests."""
+    return trained(name, 1, "")
+
+
 SOME = (
     "exact",
     "hutch",
@@ -92,7 +99,10 @@ ON_THREE = ("exact", "hutch", "banded", "words")
 def test_releases_are_those_of_one_process_up_to_a_unit(
     size: int, names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    alone = all_of(0, 1, str(tmp_path), names)
+    alone = {
+        name: trained(name, 1, str(tmp_path)) if name.startswith("llama") else on_one(name)
+        for name in names
+    }
     found = on_ranks(size, tmp_path / "ranks", all_of, size, str(tmp_path), names)
     assert isinstance(found[0], dict), found[0]
     for name, one in alone.items():

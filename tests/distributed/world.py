@@ -100,6 +100,9 @@ def without_looks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Guard, "begin", lambda *given: None)
         patch.setattr(Guard, "examine", lambda *given: True)
+        patch.setattr(Guard, "has_begun", lambda *given: True)
+        for asked in ("is_due", "is_early"):
+            patch.setattr(Guard, asked, lambda *given, **named: False)
         yield
 
 
