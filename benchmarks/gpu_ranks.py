@@ -76,7 +76,7 @@ def on(device: str, batch: Any) -> Any:
 def releases(way: str, device: str) -> Tensor:
     """What is released in float64: [RELEASES, parameters] on the processor."""
     torch.manual_seed(0)
-    model = Decoder(64, 2).double().to(device)
+    model = Decoder(32, 1).double().to(device)
     if way == "sharded":
         spread(model, device)
     found = []
