@@ -5,8 +5,9 @@ cancel until rounding alone is left that order is all of the gradient, and the l
 batch would decide it. So a rule is tried on made-up records of that kind: at one length, padded to
 others, alone and beside others.
 
-Their inputs are ones on one line of positions and zeros elsewhere, so that products and norms which
-a rule may form are exact in any order, and positions are followed by records of zeros, so that none
+Their inputs are one number on one line of positions and zeros elsewhere, so that norms which a rule
+may form are exact in any order, and the products are rounded, or are not where a library adds them
+up at once (by lengths again, on some processors). Positions are followed by records of zeros, so that none
 of theirs lies where a library computes the last few entries of a tensor by other instructions.
 """
 
@@ -28,6 +29,7 @@ LONGER = (1, 2, 5, 70)
 # Of other dimensions: where on each the line of ones lies, from 0 to 1. Often at the end, since
 # libraries take the last few columns apart.
 LINES = (1.0, 1.0, 0.0, 0.5, 1.0, 0.9)
+NUMBER = 1.375  # few digits: its square is exact, and products with it are not
 FILLING = 64  # entries after the records, at least
 LARGEST = 2**25  # entries of what is tried
 LARGE = {torch.float16: 64.0}  # in others 1e6
@@ -105,7 +107,7 @@ class _Tried:
         for example, part in enumerate(LINES):
             at: list[Any] = [round(part * (size - 1)) for size in shape]
             at[0], at[self.axis] = example, slice(None)
-            lines[tuple(at)] = 1.0
+            lines[tuple(at)] = NUMBER
         return lines
 
     def _gradients(self, grad: Tensor, cancelling: bool = True) -> Tensor:
