@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from quietgrad.checks import SettingsWarning, require_at_least, require_int
 from quietgrad.clipping.clipper import Clipper
+from quietgrad.clipping.soundness.kept.lazily import as_before
 from quietgrad.generators import KeyedByStep, KeyedWorker
 from quietgrad.loading.batches import LoadedBatch, MicroBatch
 from quietgrad.loading.draws import (
@@ -171,7 +173,9 @@ class PrivateLoader:
     def _without_records(self) -> Batch:
         """What a batch of no records looks like: the first record's, cut to no rows."""
         if self._empty is None:
-            with self._reads.of(self._run.released, self._seed):
+            # What collate_fn kept of this record, others would be made with.
+            kept = as_before(nn.Identity(), self._collate)
+            with self._reads.of(self._run.released, self._seed), kept:
                 one = self._collate([self._dataset[0]] * self._views)
             self._empty = self._in_views(map_tensors(one, lambda t: t[:0]))
         return self._empty

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from quietgrad.tensors import Batch, map_tensors, tensors_of
 
@@ -31,6 +32,29 @@ def rows_of(batch: Batch, views: int) -> Batch:
                 "labels too (labels.unsqueeze(1).expand(-1, views))"
             )
     return map_tensors(batch, lambda t: t.flatten(0, 1))
+
+
+def chosen_rows(batch: Batch, rows: slice | list[int]) -> Batch:
+    """Some examples of a batch: of every tensor, and of lists and arrays beside them that hold one
+    thing for each example (its words, say): a loss may count those.
+    """
+    n = next((len(t) for t in tensors_of(batch) if t.dim()), -1)
+
+    def of_each(things: Any) -> Any:
+        if len(things) != n and isinstance(things, list | tuple):
+            return type(things)(map_tensors(one, lambda t: t, of_each) for one in things)
+        if len(things) != n:
+            return things
+        if isinstance(rows, slice) or not isinstance(things, list | tuple):
+            return things[rows]
+        return type(things)(things[row] for row in rows)
+
+    return map_tensors(batch, lambda t: t[rows], of_each)
+
+
+def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
+    """Examples start .. stop - 1 of a batch (views, no copies)."""
+    return chosen_rows(batch, slice(start, stop))
 
 
 @contextlib.contextmanager
