@@ -21,6 +21,7 @@ from quietgrad.clipping.soundness.held_still import NotedDraws, others_stand
 from quietgrad.clipping.soundness.kept.lazily import as_before
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
 from quietgrad.loading.reading import digest_of
+from quietgrad.loading.unsaid import say_no_lengths
 from quietgrad.tensors import fields_of, map_tensors, tensors_of
 
 PAIRS = 4  # records that are put in another's place
@@ -62,6 +63,7 @@ class Collating:
         """
         if self.collate_fn is default_collate:
             return self.collate_fn(records)
+        say_no_lengths()  # in each process that loads
         if self._at_first is None:
             self._at_first = Snapshot(_NO_MODEL, self.collate_fn)
         if len(records) > 1:
