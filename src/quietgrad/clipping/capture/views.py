@@ -66,8 +66,8 @@ def naming_stacked(batch: Batch, views: int) -> Iterator[None]:
         views: K.
 
     Raises:
-        RuntimeError: in place of torch's own, where a record may have come with its views stacked,
-            which the loader asks for one at a time.
+        RuntimeError, IndexError, ValueError: the same, and what to do where a record came with its
+            views stacked, which the loader asks for one at a time.
     """
     try:
         yield
@@ -76,9 +76,9 @@ def naming_stacked(batch: Batch, views: int) -> Iterator[None]:
         twice = any(t.dim() > 2 and t.shape[2] == views for t in tensors_of(batch))
         if views == 1 or ours or not twice:
             raise
-        raise RuntimeError(
-            f"views={views}, and the model or its loss failed on them; a record has a dimension of "
-            f"{views} beside that of its views: the loader asks the data set for each record "
+        raise type(error)(
+            f"{error}; views={views}, and a record has a dimension of {views} beside that of its "
+            f"views: if those are its views too, the loader asks the data set for each record "
             f"{views} times, so return one view, without stacking them"
         ) from error
 

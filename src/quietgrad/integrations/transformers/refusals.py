@@ -14,7 +14,7 @@ from quietgrad.clipping.soundness.processes import OTHERS, refuse_models_of, ref
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.monitors import refuse_watched
 from quietgrad.integrations.public import refuse_private_evaluation
-from quietgrad.integrations.reporting import without_system_metrics
+from quietgrad.integrations.reporting import refuse_measuring, without_system_metrics
 from quietgrad.integrations.transformers.sharding import plugin_of
 from quietgrad.plan import PrivacyPlan
 
@@ -173,6 +173,7 @@ def refuse_arguments(args: Any) -> None:
             f"WANDB_WATCH={watched} sends histograms of gradients before their noise; unset it, or "
             "use WANDB_WATCH=parameters"
         )
+    refuse_measuring(args.report_to or ())
     without_system_metrics()
 
 
@@ -186,6 +187,7 @@ def refuse_before_training(trainer: Any) -> None:
     """
     refuse_arguments(trainer.args)
     refuse_watched(trainer)
+    refuse_measuring(trainer.callback_handler.callbacks)
     refuse_models_of(trainer.model, OTHERS)
     if not trainer.is_fsdp_enabled:
         refuse_wrapped_model(trainer.model)
