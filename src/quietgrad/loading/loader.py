@@ -24,7 +24,7 @@ from quietgrad.loading.draws import (
     Numbered,
     PhysicalBatches,
 )
-from quietgrad.loading.reading import one_by_one, require_records_apart
+from quietgrad.loading.reading import one_by_one, require_by_number, require_records_apart
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.sampling.users import UserIndices
 from quietgrad.tensors import Batch, batch_size_of, map_tensors
@@ -206,6 +206,7 @@ def _require_dataset(dataset: Any, sampler: PoissonSampler) -> None:
             "number: Poisson sampling draws every record by a coin of its own, which a stream does "
             "not allow; load it into a map-style data set (list(stream), or datasets.Dataset)"
         )
+    require_by_number(dataset)
     if len(dataset) != sampler.record_count and sampler.users is not None:
         raise ValueError(  # no numbers: that of the records is private beside that of the users
             "dataset has another number of records than record_owner had entries; build the plan "

@@ -82,6 +82,22 @@ def _gives_each_alone(dataset: Any) -> bool:
     return hugging_faces and dataset.format["type"] in PLAIN
 
 
+def require_by_number(dataset: Any, name: str = "dataset") -> None:
+    """Refuses tables whose ``[i]`` is no record.
+
+    Raises:
+        TypeError: with the remedy.
+    """
+    kind = type(dataset)
+    if kind.__module__.partition(".")[0] == "pandas":
+        records = '.to_dict("records")' if kind.__name__ == "DataFrame" else ".tolist()"
+        raise TypeError(
+            f"{name} is a pandas {kind.__name__}, of which [i] is the column or the label i and "
+            "not record i, so that one row would be in many records; give its records, "
+            f"{name}{records}"
+        )
+
+
 def require_records_apart(dataset: Any) -> None:
     """Reads a few records, each after one record and after another. Generators that the data set
     draws from (torch's, numpy's, Python's and its own) stand alike before each, and everything
@@ -92,7 +108,9 @@ def require_records_apart(dataset: Any) -> None:
 
     Raises:
         ValueError: where a record depends on what was read before it. Says nothing of any record.
+        TypeError: as ``require_by_number``.
     """
+    require_by_number(dataset)
     size = len(dataset)
     if size < 3:
         return

@@ -16,6 +16,7 @@ from quietgrad.integrations.monitors import refuse_watched
 from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.reporting import refuse_measuring, without_system_metrics
 from quietgrad.integrations.transformers.sharding import plugin_of
+from quietgrad.loading.reading import require_by_number
 from quietgrad.plan import PrivacyPlan
 
 REPLICAS = (
@@ -270,6 +271,7 @@ def refuse_data(train_dataset: Any, eval_dataset: Any) -> None:
             "draws every record by a coin of its own, which needs a map-style data set "
             "(list(stream), or datasets.Dataset)"
         )
+    require_by_number(train_dataset, "train_dataset")
     refuse_private_evaluation(eval_dataset, (train_dataset,))
 
 
