@@ -406,3 +406,42 @@ def test_a_first_batch_without_records_leaves_nothing() -> None:
             run.release(run.clip(model, cross_entropy, empty))
             for batch in batches:
                 run.release(run.clip(model, cross_entropy, batch))
+
+
+PICTURES = [torch.full((6,), float(i)).to(torch.uint8) for i in range(N)]
+OF_TWO_TYPES: dict[str, tuple[list[Any], Any]] = {
+    "pictures": (PICTURES, torch.ones(6)),
+    "arrays": ([x.numpy() for x in PICTURES], np.ones(6)),
+    "numbers": ([1_700_000_000 + i for i in range(N)], 0.5),
+    "in a list": ([[i, 0.5] for i in range(N)], [1.5, 0.5]),
+}
+
+
+@pytest.mark.parametrize("kind", OF_TWO_TYPES)
+def test_values_of_two_types_are_refused(kind: str) -> None:
+    of_one, other = OF_TWO_TYPES[kind]
+    collating = Collating(default_collate)
+    assert collating(of_one) is not None and collating([other, other]) is not None
+    for mixed in ([*of_one, other], [other, *of_one]):
+        with pytest.raises(ValueError, match="values of different types in one place"):
+            collating(mixed)
+    with pytest.raises(ValueError, match=r"values of different types|a row of several records"):
+        Collating(lambda rows: default_collate(rows))([other, *of_one[:3]])
+
+
+def test_without_the_look_at_types_one_record_changes_the_numbers_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bytes wrap below 0, and floats do not."""
+    monkeypatch.setattr("quietgrad.loading.collating.collate_one_type", default_collate)
+    labelled = [(x, i % 3) for i, x in enumerate(PICTURES)]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model, ((batch[0] - 100) / 50, batch[1]))
+
+    sums = [
+        clipped(None, 0.0, loss=loss, few=[(first, 0), *labelled[1:]])
+        for first in (PICTURES[0], torch.zeros(6))
+    ]
+    moved = sum(float((g - sums[1][name]).square().sum()) for name, g in sums[0].items()) ** 0.5
+    assert moved > 3 * C  # 2 C are the record's own

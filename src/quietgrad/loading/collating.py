@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 from quietgrad.clipping.soundness.held_still import NotedDraws, others_stand
 from quietgrad.clipping.soundness.kept.lazily import as_before
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
+from quietgrad.loading.one_type import collate_one_type
 from quietgrad.loading.reading import digest_of
 from quietgrad.loading.unsaid import say_no_lengths
 from quietgrad.tensors import fields_of, map_tensors, tensors_of
@@ -61,9 +62,9 @@ class Collating:
         Raises:
             ValueError: where it makes a row of several records.
         """
-        if self.collate_fn is default_collate:
-            return self.collate_fn(records)
         say_no_lengths()  # in each process that loads
+        if self.collate_fn is default_collate:
+            return collate_one_type(records)
         if self._at_first is None:
             self._at_first = Snapshot(_NO_MODEL, self.collate_fn)
         if len(records) > 1:
@@ -269,7 +270,7 @@ def _near(one: Tensor, other: Tensor) -> bool:
 
 
 def _same(first: list[Tensor], second: list[Tensor], except_row: int | None = None) -> bool:
-    if [t.shape for t in first] != [t.shape for t in second]:
+    if [(t.shape, t.dtype) for t in first] != [(t.shape, t.dtype) for t in second]:
         return False
     for a, b in zip(first, second, strict=True):
         rows = torch.arange(len(a)) != (-1 if except_row is None else except_row)
