@@ -76,7 +76,7 @@ def tensors_of(batch: Batch) -> Iterator[Tensor]:
     elif isinstance(batch, list | tuple):
         for value in batch:
             yield from tensors_of(value)
-    else:
+    elif not isinstance(batch, str | bytes | int | float):  # of words there may be many
         yield from tensors_of(list(fields_of(batch).values()))
 
 

@@ -57,12 +57,11 @@ def _form(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {repr(key): _form(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_form(one) for one in value]
-    if fields_of(value):
-        return _form(fields_of(value))
+        words = all(type(one) is str for one in value)  # of many records, in one look
+        return tuple(value) if words else [_form(one) for one in value]
     if value is None or isinstance(value, str | bytes | bool | int | float):
         return type(value).__name__, repr(value)
-    return digest_of(value)
+    return _form(fields_of(value)) if fields_of(value) else digest_of(value)
 
 
 class MicroBatch:
