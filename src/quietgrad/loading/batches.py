@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.loading.reading import digest_of
-from quietgrad.tensors import Batch, fields_of, tensors_of
+from quietgrad.tensors import Batch, fields_of
 
 NOT_RECORDS = (
     "{name} holds no records of its own to index or unpack: give it to run.backward(model, "
@@ -32,15 +32,21 @@ class AsRead:
     """
 
     def __init__(self, records: Batch) -> None:
-        self._form = _form(records)
-        self._tensors = [_state(t) for t in tensors_of(records)]
+        self._tensors: list[Tensor] = []
+        self._form = _form(records, self._tensors)
+        self._states = [_state(t) for t in self._tensors]
 
     def still(self, records: Batch) -> bool:
         """Whether nothing was changed, as far as this tells."""
-        now = [_state(t) for t in tensors_of(records)]
-        return self._form == _form(records) and all(
-            version == before and torch.equal(entries, kept)
-            for (version, entries), (before, kept) in zip(now, self._tensors, strict=True)
+        tensors: list[Tensor] = []
+        if _form(records, tensors) != self._form:
+            return False
+        states = (_state(t) for t in tensors)
+        return all(
+            now is then and version == before and torch.equal(entries, kept)
+            for now, then, (version, entries), (before, kept) in zip(
+                tensors, self._tensors, states, self._states, strict=True
+            )
         )
 
 
@@ -50,18 +56,20 @@ def _state(t: Tensor) -> tuple[int, Tensor]:
     return 0 if t.is_inference() else t._version, entries
 
 
-def _form(value: Any) -> Any:
-    """What a batch is made of: its tensors by identity, all else by value."""
+def _form(value: Any, tensors: list[Tensor]) -> Any:
+    """What a batch is made of, by value; its tensors are put into the list."""
     if isinstance(value, Tensor):
-        return id(value)
+        tensors.append(value)
+        return Tensor
     if isinstance(value, Mapping):
-        return {repr(key): _form(one) for key, one in value.items()}
+        return {repr(key): _form(one, tensors) for key, one in value.items()}
     if isinstance(value, list | tuple):
         words = all(type(one) is str for one in value)  # of many records, in one look
-        return tuple(value) if words else [_form(one) for one in value]
+        return tuple(value) if words else [_form(one, tensors) for one in value]
     if value is None or isinstance(value, str | bytes | bool | int | float):
         return type(value).__name__, repr(value)
-    return _form(fields_of(value)) if fields_of(value) else digest_of(value)
+    inside = fields_of(value)
+    return _form(inside, tensors) if inside else digest_of(value)
 
 
 class MicroBatch:
