@@ -20,7 +20,11 @@ from torch.utils.data import default_collate
 from quietgrad.clipping.soundness.held_still import NotedDraws, others_stand
 from quietgrad.clipping.soundness.kept.lazily import as_before
 from quietgrad.clipping.soundness.kept.snapshot import Snapshot
-from quietgrad.loading.one_type import collate_one_type
+from quietgrad.loading.one_type import (
+    collate_one_type,
+    of_hugging_face,
+    require_one_type,
+)
 from quietgrad.loading.reading import digest_of
 from quietgrad.loading.unsaid import say_no_lengths
 from quietgrad.tensors import fields_of, map_tensors, tensors_of
@@ -65,6 +69,8 @@ class Collating:
         say_no_lengths()  # in each process that loads
         if self.collate_fn is default_collate:
             return collate_one_type(records)
+        if of_hugging_face(self.collate_fn):
+            require_one_type(records, self.collate_fn)
         if self._at_first is None:
             self._at_first = Snapshot(_NO_MODEL, self.collate_fn)
         if len(records) > 1:
