@@ -17,24 +17,30 @@ from torch import Tensor, nn
 Batch = Any
 
 
-def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    """Applies ``function`` to every tensor of nested mappings, tuples, lists and dataclasses; other
-    leaves stay as they are.
+def map_tensors(
+    batch: Batch,
+    function: Callable[[Tensor], Tensor],
+    beside: Callable[[Any], Any] | None = None,
+) -> Batch:
+    """Applies ``function`` to every tensor of nested mappings, tuples, lists and dataclasses;
+    ``beside`` to lists, tuples and arrays without tensors. Other leaves stay as they are.
     """
     if isinstance(batch, Tensor):
         return function(batch)
+    if beside is not None and is_list(batch):
+        return beside(batch)
     if isinstance(batch, Mapping):
-        mapped = {key: map_tensors(value, function) for key, value in batch.items()}
+        mapped = {key: map_tensors(value, function, beside) for key, value in batch.items()}
         if type(batch) is dict:
             return mapped
         with contextlib.suppress(TypeError):
             return type(batch)(mapped)  # type: ignore[call-arg]  # a BatchEncoding stays one
         return mapped
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, function) for value in batch))
+        return type(batch)(*(map_tensors(value, function, beside) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(value, function) for value in batch)
-    return map_fields(batch, lambda value: map_tensors(value, function))
+        return type(batch)(map_tensors(value, function, beside) for value in batch)
+    return map_fields(batch, lambda value: map_tensors(value, function, beside))
 
 
 def map_fields(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -70,8 +76,15 @@ def tensors_of(batch: Batch) -> Iterator[Tensor]:
     elif isinstance(batch, list | tuple):
         for value in batch:
             yield from tensors_of(value)
-    else:
+    elif not isinstance(batch, str | bytes | int | float):  # of words there may be many
         yield from tensors_of(list(fields_of(batch).values()))
+
+
+def is_list(value: object) -> bool:
+    """Whether it is a list, tuple or array of things, without tensors."""
+    several = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+    array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) > 0
+    return array or (several and not any(True for _ in tensors_of(value)))
 
 
 def batch_size_of(batch: Batch) -> int:
@@ -96,11 +109,6 @@ def batch_size_of(batch: Batch) -> int:
             "collate_fn, and its flat() in the loss)"
         )
     return sizes.pop()
-
-
-def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
-    """Examples start .. stop - 1 of a batch (views, no copies)."""
-    return map_tensors(batch, lambda t: t[start:stop])
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -17,7 +17,7 @@ from quietgrad import PrivacyConfig
 from quietgrad.integrations.opacus import PrivacyEngine
 from quietgrad.integrations.opacus import data_loader as opacus_loader
 from quietgrad.loading import loader
-from quietgrad.loading.reading import OneByOne, one_by_one
+from quietgrad.loading.reading import OneByOne, has_gaps, one_by_one
 
 RECORDS = 24
 
@@ -146,3 +146,44 @@ def test_a_package_of_the_scripts_own_is_not_taken_for_hugging_faces(
     monkeypatch.setattr(Own, "__module__", "datasets.own")
     assert isinstance(one_by_one(Own()), OneByOne)
     assert float((sum_of(Own()) - sum_of(Own(9.0))).norm()) <= 2.002
+
+
+SECONDS = [1_700_000_000 + i for i in range(RECORDS)]  # float32 holds multiples of 128 of these
+
+
+def stamped(first: int | None, form: str, within: bool) -> Any:
+    """Whole numbers, the first of which may be missing."""
+    table = {"t": [first, *SECONDS[1:]], "b": [i % 200 for i in range(RECORDS)]}
+    kinds = datasets.Features({"t": datasets.Value("int64"), "b": datasets.Value("uint8")})
+    dataset = datasets.Dataset.from_dict(table, features=kinds).with_format(form)
+    return Subset(dataset, range(RECORDS)) if within else dataset
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("form", ["numpy", "torch"])
+def test_an_empty_cell_of_one_record_changes_no_number_of_others(form: str, within: bool) -> None:
+    """Before: a column with one became float32 in its micro-batch."""
+    places = list(range(RECORDS))
+    whole = stamped(SECONDS[0], form, within)
+    assert one_by_one(whole) is whole  # as fast as ever
+    usual = whole.__getitems__(places)
+    alone = one_by_one(stamped(None, form, within))
+    assert isinstance(alone, OneByOne)
+    for i in places[1:]:
+        for name, value in usual[i].items():
+            found = alone[i][name]
+            assert found == value and found.dtype == value.dtype
+    mixed = stamped(None, form, within).__getitems__(places)
+    assert int(mixed[1]["t"]) != SECONDS[1]  # what it was before
+
+
+@pytest.mark.parametrize(
+    ("cells", "gaps"),
+    [
+        ([1, None], True), ([[1], [2, None]], True), ([{"a": 1}, {"a": None}], True),
+        ([[[1, None]]], True), ([{"a": [1, None]}], True), (["x", None], True),
+        ([1, 2], False), ([[1], []], False), ([{"a": 1}], False), ([1.0, float("nan")], False),
+    ],
+)  # fmt: skip
+def test_empty_cells_are_seen_wherever_they_are(cells: list[Any], gaps: bool) -> None:
+    assert has_gaps(datasets.Dataset.from_dict({"c": cells})) is gaps

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad.clipping import clipped_gradients
+from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_gradients
-from quietgrad.tensors import batch_size_of, map_tensors, slice_batch
+from quietgrad.tensors import batch_size_of, map_tensors
 
 Pair = namedtuple("Pair", ["x", "y"])
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))

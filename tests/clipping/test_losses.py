@@ -15,9 +15,9 @@ from test_against_oracle import assert_equal_to_oracle
 from torch import Tensor, nn
 
 from quietgrad.clipping import clipped_gradients, per_example_norms
+from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.clipping.verify import verify_clipping
-from quietgrad.tensors import slice_batch
 
 pytestmark = pytest.mark.usefixtures("examined_once")
 

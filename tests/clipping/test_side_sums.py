@@ -21,12 +21,12 @@ from quietgrad.beside import AdaptiveClipping, TrainingLoss
 from quietgrad.beside.adaptive import RAMP
 from quietgrad.beside.values import Observed, side_sums
 from quietgrad.clipping import ClippedSum, Clipper, UserBatch
+from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.rounding import SHARE
 from quietgrad.clipping.soundness.oracle import oracle_gradients, oracle_norms
 from quietgrad.plan.contribution import clip_given
 from quietgrad.randomness import RandomKey
-from quietgrad.tensors import slice_batch
 
 pytestmark = pytest.mark.usefixtures("examined_once")
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper, UserBatch
 from quietgrad.clipping.capture.examples import Examples, whole_users
+from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.norms import rounding
 from quietgrad.clipping.norms.estimators import sketches
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.soundness.oracle import oracle_clipped_sum, oracle_norms
 from quietgrad.randomness import RandomKey
-from quietgrad.tensors import slice_batch
 
 pytestmark = pytest.mark.usefixtures("examined_once")
 SMALL = [case for case in CASES if case.name != "minilm"]

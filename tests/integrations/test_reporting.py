@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 from private_trainers import records, trainer
+from transformers import TrainerCallback
 
 from quietgrad.integrations.monitors import of_training
 from quietgrad.integrations.reporting import (
     NO_SYSTEM_METRICS,
     SYSTEM_METRICS,
+    refuse_measuring,
     without_system_metrics,
 )
 
@@ -267,3 +269,34 @@ def test_mlflow_is_told_nothing_private(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_metrics_of_training_records_by_their_names(name: str, private: bool) -> None:
     assert of_training(name) is private
+
+
+@pytest.mark.parametrize("name", ["clearml", "codecarbon", "comet_ml", "neptune", "swanlab"])
+def test_reporters_that_measure_the_machine_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{name} measures the memory and the load"):
+        trainer(tmp_path / "run", report_to=[name])
+    assert not (tmp_path / "run").exists()
+
+
+def test_callbacks_and_loggers_that_measure_the_machine_are_refused(tmp_path: Path) -> None:
+    class CometCallback(TrainerCallback):
+        pass
+
+    class Own(CometCallback):
+        pass
+
+    trained = trainer(tmp_path)
+    trained.add_callback(Own())
+    with pytest.raises(ValueError, match="comet_ml measures the memory and the load"):
+        trained.train()
+    refuse_measuring([TrainerCallback(), "tensorboard"])
+    with pytest.raises(ValueError, match="neptune measures"):
+        refuse_measuring([type("NeptuneLogger", (), {})()])
+
+
+def test_trackio_measures_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    refuse_measuring(["trackio"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ValueError, match="trackio measures"):
+        refuse_measuring(["trackio"])

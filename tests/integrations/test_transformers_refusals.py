@@ -332,3 +332,25 @@ def test_a_public_loss_may_be_watched(tmp_path: Path) -> None:
     made = trainer(tmp_path, **of_public(callbacks=[STOP], metric_for_best_model="eval_loss"))
     made.train()
     assert made.state.best_metric is not None
+
+
+def test_a_refused_trainer_without_arguments_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: tmp_trainer, which transformers makes where nothing is said."""
+    monkeypatch.chdir(tmp_path)
+
+    class Seeded:
+        seed = 3
+
+        def __call__(self, found: Any) -> Any:
+            return found
+
+    given: dict[str, Any] = {"train_dataset": records(), "privacy": PRIVACY}
+    with pytest.raises(ValueError, match=r"data_collator\.seed is set"):
+        PrivateTrainer(classifier(), data_collator=Seeded(), **given)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "tmp_trainer").mkdir()
+    with pytest.raises(ValueError, match=r"data_collator\.seed is set"):
+        PrivateTrainer(classifier(), data_collator=Seeded(), **given)
+    assert (tmp_path / "tmp_trainer").is_dir()  # it was there

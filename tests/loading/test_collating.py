@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from quietgrad import PrivacyConfig
+from quietgrad.clipping import Clipper
 from quietgrad.loading.collating import Collating
 
 N, C = 24, 0.2
@@ -140,6 +141,7 @@ def clipped(
     size: int = N,
     workers: int = 0,
     loss: Callable[[nn.Module, Any], Tensor] = cross_entropy,
+    few: list[Any] | None = None,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -150,7 +152,10 @@ def clipped(
 
     with config.build(N).start() as run:
         loader = run.loader(
-            records(shift), physical_batch_size=size, collate_fn=collate, num_workers=workers
+            records(shift) if few is None else few,
+            physical_batch_size=size,
+            collate_fn=collate,
+            num_workers=workers,
         )
         return run.clip(model, loss, next(iter(loader))).gradients
 
@@ -216,6 +221,7 @@ def test_without_the_look_beside_the_rows_one_record_moves_all_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("quietgrad.loading.collating._same_beside", lambda *_, **__: True)
+    monkeypatch.setattr(Collating, "_require_no_count", lambda *_: None)
     sums = [clipped(length_of_the_batch, s, loss=by_what_stands_beside) for s in (0.0, 300.0)]
     moved = sum(float((g - sums[1][name]).square().sum()) for name, g in sums[0].items()) ** 0.5
     assert moved > 3 * C  # 2 C are the record's own
@@ -293,3 +299,149 @@ def test_without_the_look_one_record_reveals_records_that_cancel(
 
     assert max(summed([]) for _ in range(3)) < 0.1
     assert max(summed([0.0]) for _ in range(12)) > 1.5
+
+
+def over_their_number(rows: list[Any]) -> Any:
+    x, y = default_collate(rows)
+    return x / len(rows), y
+
+
+def number_beside(told: Callable[[int], Any]) -> Made:
+    return lambda rows: (*default_collate(rows), told(len(rows)))
+
+
+COUNTS: dict[str, Made] = {
+    "rows": over_their_number,
+    "number": number_beside(lambda n: n),
+    "share": number_beside(lambda n: 1 / n),
+    "text": number_beside(lambda n: "x" * n),
+    "list": number_beside(lambda n: [n]),
+    "array": number_beside(lambda n: np.zeros((1, n))),
+    "lists": number_beside(lambda n: [[0] * n] * n),
+    "pairs": lambda rows: (*default_collate(rows), torch.zeros(len(rows), len(rows))),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_what_follows_from_how_many_records_there_are_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="makes something of how many records there are"):
+        Collating(COUNTS[kind])(records()[:6])
+
+
+def by_their_number(model: nn.Module, batch: Any) -> Tensor:
+    return 7e-4 * batch[2] ** 2 * F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def test_without_the_look_at_their_number_one_record_moves_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Collating, "_require_no_count", lambda *_: None)
+    collating, model = Collating(COUNTS["number"]), nn.Linear(6, 3)
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    rows = [(torch.ones(6), 0)] * 11
+    clipper = Clipper(C, engine="one-example")
+    sums = [clipper.clip(model, by_their_number, collating(rows[:n])).gradients for n in (10, 11)]
+    moved = sum(float((g - sums[1][name]).square().sum()) for name, g in sums[0].items()) ** 0.5
+    assert moved > 2 * C  # C is all that adding one may do
+
+
+def test_the_number_of_words_beside_the_rows_is_the_records_own() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model, batch) / len(batch[2]) ** 2
+
+    def own(model: nn.Module, batch: Any) -> Tensor:
+        louder = torch.tensor([float(len(word)) for word in batch[2]])
+        return cross_entropy(model, batch) * louder
+
+    for collate in (None, number_beside(lambda n: ["word"] * n)):
+        few = [(*row, "word") for row in records()] if collate is None else records()
+        with pytest.raises(ValueError, match="the loss of one example depends on other examples"):
+            clipped(collate, 0.0, loss=loss, few=few)
+        assert clipped(collate, 0.0, loss=own, few=few)
+
+
+def gathered_first(micro_batches: int) -> Made:
+    """Their mean is taken off all that come after."""
+    kept: list[Tensor] = []
+
+    def collate(rows: list[Any]) -> Any:
+        x, y = default_collate(rows)
+        if len(kept) < micro_batches:
+            kept.append(x.mean(0))
+            return x, y
+        return x - sum(kept) / micro_batches, y
+
+    return collate
+
+
+@pytest.mark.parametrize("first", [1, 3, 5])
+def test_what_is_gathered_at_first_and_used_later_is_refused(first: int) -> None:
+    collating, few = Collating(gathered_first(first)), records()
+    with pytest.raises(ValueError, match="uses what it kept of others"):
+        for _ in range(8):
+            collating(few[:4])
+
+
+def test_what_is_kept_and_not_used_is_allowed() -> None:
+    seen: list[Any] = []
+    collating = Collating(lambda rows: seen.append(rows) or default_collate(rows))
+    for _ in range(8):
+        collating(records()[:4])
+    assert len(seen) == 8
+
+
+def test_a_first_batch_without_records_leaves_nothing() -> None:
+    """The first record shows what a batch looks like, and is in none."""
+    config = PrivacyConfig(
+        noise_multiplier=1.0, sample_rate=0.06, steps=24, max_grad_norm=C, seed=1,
+        data_are_public=True,
+    )  # fmt: skip
+    model, made = nn.Linear(6, 3), of_the_first_batch()
+    with config.build(N).start() as run:
+        loader = run.loader(records(), collate_fn=made, steps=24)
+        batches = iter(loader)
+        (empty,) = next(batches)
+        assert not len(empty.records[0])
+        with pytest.raises(ValueError, match="a row of several records"):  # before: taken
+            run.release(run.clip(model, cross_entropy, empty))
+            for batch in batches:
+                run.release(run.clip(model, cross_entropy, batch))
+
+
+PICTURES = [torch.full((6,), float(i)).to(torch.uint8) for i in range(N)]
+OF_TWO_TYPES: dict[str, tuple[list[Any], Any]] = {
+    "pictures": (PICTURES, torch.ones(6)),
+    "arrays": ([x.numpy() for x in PICTURES], np.ones(6)),
+    "numbers": ([1_700_000_000 + i for i in range(N)], 0.5),
+    "in a list": ([[i, 0.5] for i in range(N)], [1.5, 0.5]),
+}
+
+
+@pytest.mark.parametrize("kind", OF_TWO_TYPES)
+def test_values_of_two_types_are_refused(kind: str) -> None:
+    of_one, other = OF_TWO_TYPES[kind]
+    collating = Collating(default_collate)
+    assert collating(of_one) is not None and collating([other, other]) is not None
+    for mixed in ([*of_one, other], [other, *of_one]):
+        with pytest.raises(ValueError, match="values of different types in one place"):
+            collating(mixed)
+    with pytest.raises(ValueError, match=r"values of different types|a row of several records"):
+        Collating(lambda rows: default_collate(rows))([other, *of_one[:3]])
+
+
+def test_without_the_look_at_types_one_record_changes_the_numbers_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bytes wrap below 0, and floats do not."""
+    monkeypatch.setattr("quietgrad.loading.collating.collate_one_type", default_collate)
+    labelled = [(x, i % 3) for i, x in enumerate(PICTURES)]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model, ((batch[0] - 100) / 50, batch[1]))
+
+    sums = [
+        clipped(None, 0.0, loss=loss, few=[(first, 0), *labelled[1:]])
+        for first in (PICTURES[0], torch.zeros(6))
+    ]
+    moved = sum(float((g - sums[1][name]).square().sum()) for name, g in sums[0].items()) ** 0.5
+    assert moved > 3 * C  # 2 C are the record's own

@@ -171,6 +171,22 @@ def test_other_errors_of_views_stay_as_they_are() -> None:
         break
 
 
+def test_three_views_of_three_colours_keep_the_error_of_the_loss() -> None:
+    """Before: only that the views came stacked, which they did not."""
+
+    def lost(model: Any, batch: Any) -> Any:
+        raise ValueError("of the user's own")
+
+    run = start(augmentation_multiplicity=3)
+    pictures = TensorDataset(torch.zeros(RECORDS, 3, 2, 2), records()[1])
+    for batch in run.loader(pictures):
+        with pytest.raises(
+            ValueError, match=r"^of the user's own; views=3.*if those are its views"
+        ):
+            run.backward(build(), lost, batch)
+        break
+
+
 def test_views_of_no_record_have_their_structure() -> None:
     plan = replace(CONFIG, expected_batch_size=1, seed=1, augmentation_multiplicity=2)
     trained(run := plan.build(RECORDS).start(), iter(run.loader(Named(), steps=STEPS)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -167,3 +168,25 @@ def test_an_opacus_script_with_lbfgs_is_refused() -> None:
             noise_multiplier=1.0,
             max_grad_norm=1.0,
         )
+
+
+class Lazy:
+    """As settings of a web framework outside of its context."""
+
+    __dict__ = property(lambda self: _outside())  # type: ignore[assignment]
+
+
+def _outside() -> Any:
+    raise RuntimeError("working outside of context")
+
+
+def test_what_a_loop_names_is_not_asked_for_what_it_holds() -> None:
+    """Before: the errors of a weak proxy whose object is gone, and of a lazy one."""
+    model, held, named = nn.Linear(4, 2), nn.Linear(1, 1), Lazy()
+    gone = weakref.proxy(held)
+    del held
+    with PLAN.start() as run:
+        for batch in run.loader(DATA):
+            run.backward(model, loss, batch)
+            break
+        assert run.released == 1 and type(gone) is not type(named)

@@ -7,12 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling import PoissonSampler, UserRecords
-from quietgrad.sampling.users import identities_of
+from quietgrad.sampling.identities import identities_of
 
 KEY = RandomKey.from_seed(0)
 OWNERS = ["b", "a", "b", "c", "a", "b", "b", "d", "b", "b"]  # b has six, a two, c and d one
@@ -207,3 +208,36 @@ def test_a_user_is_drawn_as_often_as_one_coin_says_however_many_records() -> Non
     by_record = PoissonSampler(70, 0.1)
     wrong = sum(bool((by_record.indices(KEY, step) < 50).any()) for step in range(2000))
     assert wrong > 1900
+
+
+LARGE = np.array([2**24 + i for i in range(6)], dtype=np.float32)  # three numbers, of six owners
+ROUNDED: dict[str, Any] = {
+    "its numbers": list(LARGE),
+    "as Python has them": LARGE.tolist(),
+    "as text": [f"{number:.1f}" for number in LARGE],
+    "objects": np.array(list(LARGE), dtype=object),
+    "of half precision": list(np.array([2048, 2049, 2050], dtype=np.float16)),
+    "a column with gaps": pd.Series(LARGE, dtype="Float32"),
+    "categories": pd.Series(LARGE).astype("category"),
+}
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_owners_that_were_rounded_before_they_came_are_refused(kind: str) -> None:
+    """Before: users whose numbers were rounded to one were one user."""
+    with pytest.raises(TypeError, match="of float32 above 16777216"):
+        identities_of(ROUNDED[kind])
+
+
+def test_whole_numbers_of_any_type_are_known_alike() -> None:
+    ids = [2**24, 2**24 + 1, 2**24 + 2]
+    expected = identities_of(ids)
+    for same in (
+        [float(i) for i in ids],
+        [f"{i}.0" for i in ids],
+        np.array(ids, dtype=np.float64),
+        list(torch.tensor(ids)),  # a column of a data set in torch's format
+        list(np.array([2**24, 2**24 + 1, 2**24 + 2], dtype=np.float64)),
+    ):
+        assert identities_of(same) == expected
+    assert len(set(identities_of(np.array([2.0**24, 2.0**25])))) == 2  # of float64, as it says

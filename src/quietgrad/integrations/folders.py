@@ -23,9 +23,15 @@ def leaves_no_folder(construct: Constructor) -> Constructor:
         args = next(named, None)
         place = None if args is None or not args.output_dir else Path(args.output_dir)
         made = [] if place is None else [p for p in (place, *place.parents) if not p.exists()]
+        before = set() if args is not None else set(Path().iterdir())
         try:
             construct(*given, **options)
         except BaseException:
+            if args is None:  # transformers, or TRL, chose a folder beside the script's others
+                args = getattr(given[0] if given else None, "args", None)
+                place = None if args is None else Path(args.output_dir)
+                beside = place is not None and len(place.parts) == 1 and place not in before
+                made = [place] if place is not None and beside else []
             if args is not None and args.should_save:  # the process that made it
                 remove_empty(made)
             raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quietgrad.sampling.users import identities_of
+from quietgrad.sampling.identities import identities_of
 
 
 class Owners:

@@ -10,7 +10,7 @@ import numpy as np
 
 from quietgrad.integrations.owners import Owners
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
-from quietgrad.sampling.users import identities_of
+from quietgrad.sampling.identities import identities_of
 
 
 def plan_for(privacy: Any, dataset: Any, owners: Owners) -> PrivacyPlan:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -14,6 +16,38 @@ from quietgrad.accounting.rounding import round_up_to
 FIGURES = 4  # significant, of a shown epsilon: the Trainers print no more
 NO_SYSTEM_METRICS = "WANDB_X_DISABLE_STATS"
 SYSTEM_METRICS = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
+# Reporters that measure the machine and cannot be told not to from here -> their callbacks of
+# transformers, and loggers of Lightning.
+MEASURING = {
+    "clearml": ("ClearMLCallback",),
+    "codecarbon": ("CodeCarbonCallback",),
+    "comet_ml": ("CometCallback", "CometLogger"),
+    "neptune": ("NeptuneCallback", "NeptuneLogger"),
+    "swanlab": ("SwanLabCallback",),
+    "trackio": ("TrackioCallback",),  # GPUs alone
+}
+
+
+def refuse_measuring(reporters: Iterable[Any]) -> None:
+    """Refuses reporters that write down the memory and the load of the machine.
+
+    Args:
+        reporters: names, as in ``report_to``, callbacks and loggers.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    for one in reporters:
+        kinds = {kind.__name__ for kind in type(one).__mro__}
+        for name, classes in MEASURING.items():
+            if name == "trackio" and not torch.cuda.is_available():
+                continue
+            if one == name or kinds & {*classes}:
+                raise ValueError(
+                    f"{name} measures the memory and the load of the machine while training runs, "
+                    "which follow the sizes of the batches, and those are private; report to "
+                    "'tensorboard', 'wandb' or 'mlflow', whose measurements are switched off"
+                )
 
 
 def spent_name(unit: str) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from quietgrad.clipping.capture.examples import UserBatch
-from quietgrad.tensors import Batch
+from quietgrad.loading.reading import digest_of
+from quietgrad.tensors import Batch, fields_of
 
 NOT_RECORDS = (
     "{name} holds no records of its own to index or unpack: give it to run.backward(model, "
@@ -14,9 +18,62 @@ NOT_RECORDS = (
     "collate_fn made them"
 )
 
+CHANGED = (
+    "what a loop makes of a micro-batch (a mean that it takes off, MixUp) would make each record's "
+    "row of the others, and is examined by nobody; change records in the data set, in collate_fn "
+    "or in the loss"
+)
+LOOKED_AT = 64  # entries of each tensor
+
+
+class AsRead:
+    """What was read, to tell whether it is still that: the same tensors in the same version (some
+    of their entries too: numpy writes past it), and the same things beside them.
+    """
+
+    def __init__(self, records: Batch) -> None:
+        self._tensors: list[Tensor] = []
+        self._form = _form(records, self._tensors)
+        self._states = [_state(t) for t in self._tensors]
+
+    def still(self, records: Batch) -> bool:
+        """Whether nothing was changed, as far as this tells."""
+        tensors: list[Tensor] = []
+        if _form(records, tensors) != self._form:
+            return False
+        states = (_state(t) for t in tensors)
+        return all(
+            now is then and version == before and torch.equal(entries, kept)
+            for now, then, (version, entries), (before, kept) in zip(
+                tensors, self._tensors, states, self._states, strict=True
+            )
+        )
+
+
+def _state(t: Tensor) -> tuple[int, Tensor]:
+    places = torch.arange(0, t.numel(), max(1, t.numel() // LOOKED_AT), device=t.device)
+    entries = t.detach().take(places).view(torch.uint8)  # so that no number is itself
+    return 0 if t.is_inference() else t._version, entries
+
+
+def _form(value: Any, tensors: list[Tensor]) -> Any:
+    """What a batch is made of, by value; its tensors are put into the list."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Tensor
+    if isinstance(value, Mapping):
+        return {repr(key): _form(one, tensors) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        words = all(type(one) is str for one in value)  # of many records, in one look
+        return tuple(value) if words else [_form(one, tensors) for one in value]
+    if value is None or isinstance(value, str | bytes | bool | int | float):
+        return type(value).__name__, repr(value)
+    inside = fields_of(value)
+    return _form(inside, tensors) if inside else digest_of(value)
+
 
 class MicroBatch:
-    """Records of the open batch for one forward pass. Private.
+    """Records of the open batch for one forward pass, as they were read. Private.
 
     Attributes:
         records: what ``collate_fn`` made of them; [examples, ...] tensors.
@@ -39,18 +96,26 @@ class MicroBatch:
         self.is_last = is_last
         self.release = release
         self.source = source
+        self._as_read = AsRead(records)
         self._taken = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "_taken" and name in vars(self):
+            raise AttributeError(f"a MicroBatch's {name} cannot be set: {CHANGED}")
+        super().__setattr__(name, value)
 
     def take(self) -> Batch:
         """What is clipped, once: clipped twice it would count twice.
 
         Raises:
-            RuntimeError: the second time.
+            RuntimeError: the second time, and where the records were changed.
         """
         if self._taken:
             raise RuntimeError(
                 "this micro-batch was clipped already; clip each micro-batch of a batch once"
             )
+        if not self._as_read.still(self.records):
+            raise RuntimeError(f"the records of this micro-batch were changed: {CHANGED}")
         self._taken = True
         return self.records if self.sizes is None else UserBatch(self.records, self.sizes)
 

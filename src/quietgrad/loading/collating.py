@@ -19,10 +19,18 @@ from torch.utils.data import default_collate
 
 from quietgrad.clipping.soundness.held_still import NotedDraws, others_stand
 from quietgrad.clipping.soundness.kept.lazily import as_before
+from quietgrad.clipping.soundness.kept.snapshot import Snapshot
+from quietgrad.loading.one_type import (
+    collate_one_type,
+    of_hugging_face,
+    require_one_type,
+)
 from quietgrad.loading.reading import digest_of
+from quietgrad.loading.unsaid import say_no_lengths
 from quietgrad.tensors import fields_of, map_tensors, tensors_of
 
 PAIRS = 4  # records that are put in another's place
+NEAR = 1e-4
 _NO_MODEL = nn.Identity()
 _PYTHONS, _NUMPYS = slice(0, 1), slice(1, None)  # of where generators stand
 
@@ -35,15 +43,22 @@ class Collating:
         collate_fn: of the script.
         batch_dim: the records' dimension.
         as_rows: what it returns as one row a record, where it is something else.
+        counted: whether who is given the batch knows how many records it holds anyway.
     """
 
     def __init__(
-        self, collate_fn: Any, batch_dim: int = 0, as_rows: Callable[[Any], Any] | None = None
+        self,
+        collate_fn: Any,
+        batch_dim: int = 0,
+        as_rows: Callable[[Any], Any] | None = None,
+        counted: bool = False,
     ) -> None:
         self.collate_fn = collate_fn
         self._as_rows = as_rows
         self._batch_dim = batch_dim
+        self._counted = counted
         self._count = 0
+        self._at_first: Snapshot | None = None  # what it kept before any record
 
     def __call__(self, records: list[Any]) -> Any:
         """What ``collate_fn`` makes of records, at least one.
@@ -51,8 +66,13 @@ class Collating:
         Raises:
             ValueError: where it makes a row of several records.
         """
+        say_no_lengths()  # in each process that loads
         if self.collate_fn is default_collate:
-            return self.collate_fn(records)
+            return collate_one_type(records)
+        if of_hugging_face(self.collate_fn):
+            require_one_type(records, self.collate_fn)
+        if self._at_first is None:
+            self._at_first = Snapshot(_NO_MODEL, self.collate_fn)
         if len(records) > 1:
             self._count += 1
             if self._count & (self._count - 1) == 0:
@@ -83,6 +103,13 @@ class Collating:
                 "torch, numpy and Python begin at the same place, so it cannot be examined for "
                 "mixing records; draw from those generators, or in the data set"
             )
+        if self._count > 1 and not _same(before, self._made(records, as_at_first=True)[0]):
+            raise ValueError(
+                "collate_fn makes another row of the same record than it made before it met any: "
+                "it uses what it kept of others, or how many micro-batches there were, so one "
+                "record would count in others' rows; keep nothing, or compute it beforehand on "
+                "public data"
+            )
         n = len(records)
         for k in range(min(PAIRS, n)):
             for i, j in ((k, (k + 1) % n), ((k + 1) % n, k)):
@@ -106,7 +133,41 @@ class Collating:
                         "record its own in a tensor with one row a record"
                     )
                 break
+        self._require_no_count(records[0])
         self._require_own_numbers(records[0])
+
+    def _require_no_count(self, record: Any) -> None:
+        """A record's row, and what stands beside the rows, are the same where it comes twice.
+
+        Raises:
+            ValueError: where they follow from how many records there are.
+        """
+        (one, made), (again, _) = (self._rows([record], skip) for skip in (0, 1))
+        two, made_twice = self._rows([record, record])
+        draws = not _same(one, again)  # then rows may differ by what is drawn alone
+        counts = len(one) != len(two) or any(
+            a.shape[1:] != b.shape[1:] or not (draws or _near(a, b[:1]))
+            for a, b in zip(one, two, strict=True)
+            if (len(a), len(b)) == (1, 2)
+        )
+        if counts or not (self._counted or _tell_alike(made, made_twice)):
+            raise ValueError(
+                "collate_fn makes something of how many records there are (rows that are divided "
+                "by their number, or their number beside the rows), which follows from who else "
+                "is in the batch; leave it out: a run knows by itself what to divide by"
+            )
+
+    def _rows(self, records: list[Any], skip: int = 0) -> tuple[list[Tensor], Any]:
+        """Tensors, rows first, and all that was made; with random numbers from a little further
+        on.
+        """
+        with as_before(_NO_MODEL, self.collate_fn), same_numbers():
+            for draw in (torch.rand, np.random.rand, lambda n: random.random() if n else None):
+                draw(skip)
+            made = self.collate_fn(copy.deepcopy(records))
+            rows = made if self._as_rows is None else self._as_rows(made)
+        found = [t.movedim(self.dim(t), 0) for t in tensors_of(_plain(rows)) if t.dim()]
+        return found, made
 
     def _require_own_numbers(self, record: Any) -> None:
         """No number is drawn once for all records: which records share it would follow from how
@@ -136,9 +197,14 @@ class Collating:
             self.collate_fn(copy.deepcopy(records))
             return Counter(noted.shapes), others_stand()
 
-    def _made(self, records: list[Any]) -> tuple[list[Tensor], list[Any]]:
+    def _made(
+        self, records: list[Any], as_at_first: bool = False
+    ) -> tuple[list[Tensor], list[Any]]:
         """Rows, and what stands beside them."""
-        with as_before(_NO_MODEL, self.collate_fn), same_numbers():
+        with as_before(_NO_MODEL, self.collate_fn) as now, same_numbers():
+            if as_at_first and self._at_first is not None:
+                self._at_first.put_back()
+                now.put_back_generators()
             made = self.collate_fn(copy.deepcopy(records))
             beside = list(_beside(_plain(made), len(records)))
             made = made if self._as_rows is None else self._as_rows(made)
@@ -179,8 +245,38 @@ def _same_beside(first: list[Any], second: list[Any], except_row: int) -> bool:
     return True
 
 
+def _tell_alike(one: Any, two: Any) -> bool:
+    """Whether what is made of a record, and of it and a copy, differs in nothing but one thing more
+    where there is one for each.
+    """
+    one, two = _plain(one), _plain(two)
+    if isinstance(one, Tensor) or isinstance(two, Tensor):
+        return isinstance(one, Tensor) and isinstance(two, Tensor)
+    if isinstance(one, Mapping) and isinstance(two, Mapping):
+        return one.keys() == two.keys() and all(_tell_alike(one[k], two[k]) for k in one)
+    if fields_of(one):
+        return _tell_alike(fields_of(one), fields_of(two))
+    if isinstance(one, np.ndarray) and isinstance(two, np.ndarray) and one.ndim and two.ndim:
+        return one.shape[1:] == two.shape[1:] and digest_of(one) == digest_of(two[: len(one)])
+    if isinstance(one, list | tuple) and type(one) is type(two):
+        if len(one) == len(two):
+            return all(_tell_alike(a, b) for a, b in zip(one, two, strict=True))
+        return len(two) == 2 * len(one) and digest_of(one) == digest_of(two[: len(one)])
+    return digest_of(one) == digest_of(two)
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    """Up to what a product with another number of rows may round."""
+    if not one.is_floating_point() or one.shape != other.shape:
+        return _same([one], [other])
+    scale = float(one.double().abs().nan_to_num(0.0, 0.0, 0.0).amax()) if one.numel() else 0.0
+    return torch.allclose(
+        one.double(), other.double(), rtol=NEAR, atol=NEAR * scale, equal_nan=True
+    )
+
+
 def _same(first: list[Tensor], second: list[Tensor], except_row: int | None = None) -> bool:
-    if [t.shape for t in first] != [t.shape for t in second]:
+    if [(t.shape, t.dtype) for t in first] != [(t.shape, t.dtype) for t in second]:
         return False
     for a, b in zip(first, second, strict=True):
         rows = torch.arange(len(a)) != (-1 if except_row is None else except_row)

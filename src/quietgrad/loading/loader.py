@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from quietgrad.checks import SettingsWarning, require_at_least, require_int
 from quietgrad.clipping.clipper import Clipper
+from quietgrad.clipping.soundness.kept.lazily import as_before
 from quietgrad.generators import KeyedByStep, KeyedWorker
 from quietgrad.loading.batches import LoadedBatch, MicroBatch
 from quietgrad.loading.draws import (
@@ -22,7 +24,7 @@ from quietgrad.loading.draws import (
     Numbered,
     PhysicalBatches,
 )
-from quietgrad.loading.reading import one_by_one, require_records_apart
+from quietgrad.loading.reading import one_by_one, require_by_number, require_records_apart
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.sampling.users import UserIndices
 from quietgrad.tensors import Batch, batch_size_of, map_tensors
@@ -171,7 +173,9 @@ class PrivateLoader:
     def _without_records(self) -> Batch:
         """What a batch of no records looks like: the first record's, cut to no rows."""
         if self._empty is None:
-            with self._reads.of(self._run.released, self._seed):
+            # What collate_fn kept of this record, others would be made with.
+            kept = as_before(nn.Identity(), self._collate)
+            with self._reads.of(self._run.released, self._seed), kept:
                 one = self._collate([self._dataset[0]] * self._views)
             self._empty = self._in_views(map_tensors(one, lambda t: t[:0]))
         return self._empty
@@ -202,6 +206,7 @@ def _require_dataset(dataset: Any, sampler: PoissonSampler) -> None:
             "number: Poisson sampling draws every record by a coin of its own, which a stream does "
             "not allow; load it into a map-style data set (list(stream), or datasets.Dataset)"
         )
+    require_by_number(dataset)
     if len(dataset) != sampler.record_count and sampler.users is not None:
         raise ValueError(  # no numbers: that of the records is private beside that of the users
             "dataset has another number of records than record_owner had entries; build the plan "

@@ -38,7 +38,9 @@ WRITTEN_OVER = (
 
 # Forms in which Hugging Face's data sets give records, each a function of one record's cells. (A
 # transform, "custom", is given all records that are asked for at once.)
-PLAIN = {None, "python", "numpy", "torch"}
+PLAIN = {None, "python"}
+# Where a cell is empty, these give the whole column of what is asked for at once as floats.
+OF_ONE_TYPE = {"numpy", "torch"}
 
 
 class OneByOne(Dataset[Any]):
@@ -47,14 +49,19 @@ class OneByOne(Dataset[Any]):
 
     Attributes:
         dataset: the one that was given.
+        as_several: whether it is asked for several, of which there is one: its types are others
+            where it is asked for one.
     """
 
     __getitems__ = None  # which torch's fetcher would ask for several
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, as_several: bool = False) -> None:
         self.dataset = dataset
+        self.as_several = as_several
 
     def __getitem__(self, index: int) -> Any:
+        if self.as_several:
+            return self.dataset.__getitems__([index])[0]
         return self.dataset[index]
 
     def __len__(self) -> int:
@@ -68,18 +75,52 @@ class OneByOne(Dataset[Any]):
 
 def one_by_one(dataset: Any) -> Any:
     """The data set, or one that asks it for one record at a time where it might mix several."""
-    return dataset if _gives_each_alone(dataset) else OneByOne(dataset)
-
-
-def _gives_each_alone(dataset: Any) -> bool:
     if getattr(dataset, "__getitems__", None) is None:
-        return True
-    if type(dataset) is Subset:
-        return _gives_each_alone(dataset.dataset)
+        return dataset
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    if getattr(inner, "__getitems__", None) is None:
+        return dataset
     # Not by the package's name alone: scripts have a package "datasets" of their own.
-    kind = type(dataset)
+    kind = type(inner)
     hugging_faces = (kind.__module__, kind.__qualname__) == ("datasets.arrow_dataset", "Dataset")
-    return hugging_faces and dataset.format["type"] in PLAIN
+    form = inner.format["type"] if hugging_faces else ""
+    if form in OF_ONE_TYPE:
+        return OneByOne(dataset, as_several=True) if has_gaps(inner) else dataset
+    return dataset if form in PLAIN else OneByOne(dataset)
+
+
+def has_gaps(dataset: Any) -> bool:
+    """Whether any cell of a ``datasets.Dataset`` is empty, or holds an empty one. Private."""
+    columns = getattr(dataset.data, "table", dataset.data).columns
+    return any(_has_gaps(chunk) for column in columns for chunk in column.chunks)
+
+
+def _has_gaps(array: Any) -> bool:
+    """Of an arrow array; those of lists and structures hold others."""
+    if array.null_count:
+        return True
+    inner = getattr(array, "storage", None)
+    if inner is None:
+        inner = array.flatten() if hasattr(array, "flatten") else ()
+    return any(_has_gaps(one) for one in (inner if isinstance(inner, list | tuple) else (inner,)))
+
+
+def require_by_number(dataset: Any, name: str = "dataset") -> None:
+    """Refuses tables whose ``[i]`` is no record.
+
+    Raises:
+        TypeError: with the remedy.
+    """
+    kind = type(dataset)
+    if kind.__module__.partition(".")[0] == "pandas":
+        records = '.to_dict("records")' if kind.__name__ == "DataFrame" else ".tolist()"
+        raise TypeError(
+            f"{name} is a pandas {kind.__name__}, of which [i] is the column or the label i and "
+            "not record i, so that one row would be in many records; give its records, "
+            f"{name}{records}"
+        )
 
 
 def require_records_apart(dataset: Any) -> None:
@@ -92,7 +133,9 @@ def require_records_apart(dataset: Any) -> None:
 
     Raises:
         ValueError: where a record depends on what was read before it. Says nothing of any record.
+        TypeError: as ``require_by_number``.
     """
+    require_by_number(dataset)
     size = len(dataset)
     if size < 3:
         return

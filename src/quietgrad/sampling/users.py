@@ -8,12 +8,9 @@ others.
 from __future__ import annotations
 
 import hashlib
-import re
-import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Integral, Real
 from typing import Any, Literal
 
 import numpy as np
@@ -22,20 +19,12 @@ from numpy.typing import NDArray
 from quietgrad.checks import require_at_least, require_int, require_word
 from quietgrad.randomness import RandomKey
 from quietgrad.records import Count, judge
+from quietgrad.sampling.identities import identities_of
 
 Indices = NDArray[np.int64]
 Choice = Literal["fixed", "fresh"]
 CHOICES: tuple[Choice, ...] = ("fixed", "fresh")
 ORDER_KEY = b"quietgrad records of a user"  # public: the order needs to be fixed, not secret
-# How tools write a gap as text (pandas, R, spreadsheets, data bases): the records of everybody
-# without a name would be one user's.
-_OF_PANDAS = ("nan", "NaN", "NAN", "-nan", "-NaN", "None", "null", "NULL", "<NA>", "NaT")
-GAPS = frozenset((*_OF_PANDAS, "NA", "N/A", "n/a", "#N/A", "#NA", r"\N"))
-# Whole numbers up to which each has a float of its own; above, two users would be one.
-EXACT_FLOATS = {"float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
-_WHOLE = re.compile(r"(-?[0-9]+)\.0+")
-# A number that a spreadsheet or a float has rounded: all users whose numbers begin alike are one.
-_ROUNDED = re.compile(r"-?[0-9](\.[0-9]+)?[eE]\+[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -204,78 +193,6 @@ class UserRecords:
             order=self.order[:end],
             offsets=self.offsets[:-1],
         )
-
-
-def identities_of(owners: Iterable[Any], name: str = "record_owner") -> list[bytes]:
-    """[records] what each record's owner is known by: a name without white space around it, in
-    one Unicode form (NFC); a whole number without a point, also where it is text.
-
-    Raises:
-        ValueError, TypeError: as ``UserRecords.of``.
-    """
-    if isinstance(owners, str | bytes):
-        raise TypeError(f"{name} is a single text; give one owner for every record, as a list")
-    values: Sequence[Any] = owners.tolist() if hasattr(owners, "tolist") else list(owners)
-    if any(is_missing(value) for value in values):
-        raise ValueError(
-            f"{name} has no owner for some record (None, NaN or an empty text, or such a word as "
-            "'nan' that a tool wrote for one), and a record of "
-            "nobody's is protected by nobody's bound; fill in the owners, or leave such records "
-            "out of the data set"
-        )
-    limit = EXACT_FLOATS.get(str(getattr(owners, "dtype", "")).rpartition(".")[2], 2**53)
-    kinds = {_kind(value, limit) for value in values}
-    if None in kinds:
-        raise TypeError(
-            f"{name} holds values that are neither text nor whole numbers (or floats so large that "
-            "two numbers may be one, also as text: 1.2e+18); give one owner for every record, such "
-            "as a user's name, or number as an integer with all its digits"
-        )
-    if len(kinds) > 1:
-        raise TypeError(
-            f"{name} mixes text and numbers, so that one user may count as two (1 and '1'); give "
-            "all owners as text"
-        )
-    return [_identity(value) for value in values]
-
-
-def is_missing(value: Any) -> bool:
-    """Whether a cell names no owner: it is empty, or a word that a tool wrote for an empty one."""
-    if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
-        return True
-    if isinstance(value, str):
-        return not value.strip() or value.strip() in GAPS
-    if isinstance(value, bytes):
-        return not value.strip()
-    return isinstance(value, float | np.floating) and bool(np.isnan(value))
-
-
-def _kind(value: Any, limit: int) -> str | None:
-    if isinstance(value, str):
-        return None if _is_rounded(value.strip()) else "text"
-    if isinstance(value, bytes):
-        return "bytes"
-    if isinstance(value, bool | np.bool_):
-        return None
-    whole = isinstance(value, Integral) or (
-        isinstance(value, Real) and abs(float(value)) < limit and float(value).is_integer()
-    )
-    return "number" if whole else None
-
-
-def _is_rounded(text: str) -> bool:
-    number = _WHOLE.fullmatch(text)
-    return bool(_ROUNDED.fullmatch(text)) or (number is not None and abs(int(number[1])) >= 2**53)
-
-
-def _identity(value: Any) -> bytes:
-    if isinstance(value, str):
-        value = unicodedata.normalize("NFC", value).strip()
-        number = _WHOLE.fullmatch(value)  # 7.0 of a file that was saved with gaps is 7
-        value = (number[1] if number else value).encode("utf-8", "surrogatepass")
-    elif not isinstance(value, bytes):  # 7.0 of a table with gaps is 7
-        value = str(int(value)).encode()
-    return hashlib.sha256(value).digest()
 
 
 def _rank(identity: bytes, own: int) -> bytes:

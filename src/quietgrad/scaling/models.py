@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from quietgrad.clipping.capture.backward import Checkpointing, PerExampleLoss
 from quietgrad.clipping.capture.layout import Layout, layout_of
+from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.engines.work import Engine
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
@@ -34,7 +35,7 @@ from quietgrad.scaling.paper import (
     quiet,
 )
 from quietgrad.scaling.shapes import Shape
-from quietgrad.tensors import Batch, slice_batch
+from quietgrad.tensors import Batch
 
 FEW_BLOCKS = 4  # models of so many blocks are run whole
 

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from quietgrad.clipping.capture.views import rows_of
+from quietgrad.clipping.capture.views import rows_of, slice_batch
 from quietgrad.clipping.norms.factors.groups import RowGroups
-from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, slice_batch
+from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of
 
 Combined = Literal["mean", "sum"]
 COMBINED: tuple[Combined, ...] = ("mean", "sum")

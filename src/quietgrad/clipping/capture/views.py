@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from quietgrad.tensors import Batch, map_tensors, tensors_of
 
@@ -33,6 +34,29 @@ def rows_of(batch: Batch, views: int) -> Batch:
     return map_tensors(batch, lambda t: t.flatten(0, 1))
 
 
+def chosen_rows(batch: Batch, rows: slice | list[int]) -> Batch:
+    """Some examples of a batch: of every tensor, and of lists and arrays beside them that hold one
+    thing for each example (its words, say): a loss may count those.
+    """
+    n = next((len(t) for t in tensors_of(batch) if t.dim()), -1)
+
+    def of_each(things: Any) -> Any:
+        if len(things) != n and isinstance(things, list | tuple):
+            return type(things)(map_tensors(one, lambda t: t, of_each) for one in things)
+        if len(things) != n:
+            return things
+        if isinstance(rows, slice) or not isinstance(things, list | tuple):
+            return things[rows]
+        return type(things)(things[row] for row in rows)
+
+    return map_tensors(batch, lambda t: t[rows], of_each)
+
+
+def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
+    """Examples start .. stop - 1 of a batch (views, no copies)."""
+    return chosen_rows(batch, slice(start, stop))
+
+
 @contextlib.contextmanager
 def naming_stacked(batch: Batch, views: int) -> Iterator[None]:
     """What torch says of a model that was given K views of K views has nothing to do with either.
@@ -42,8 +66,8 @@ def naming_stacked(batch: Batch, views: int) -> Iterator[None]:
         views: K.
 
     Raises:
-        RuntimeError: in place of torch's own, where a record may have come with its views stacked,
-            which the loader asks for one at a time.
+        RuntimeError, IndexError, ValueError: the same, and what to do where a record came with its
+            views stacked, which the loader asks for one at a time.
     """
     try:
         yield
@@ -52,9 +76,9 @@ def naming_stacked(batch: Batch, views: int) -> Iterator[None]:
         twice = any(t.dim() > 2 and t.shape[2] == views for t in tensors_of(batch))
         if views == 1 or ours or not twice:
             raise
-        raise RuntimeError(
-            f"views={views}, and the model or its loss failed on them; a record has a dimension of "
-            f"{views} beside that of its views: the loader asks the data set for each record "
+        raise type(error)(
+            f"{error}; views={views}, and a record has a dimension of {views} beside that of its "
+            f"views: if those are its views too, the loader asks the data set for each record "
             f"{views} times, so return one view, without stacking them"
         ) from error
 

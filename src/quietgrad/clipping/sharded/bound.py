@@ -26,6 +26,7 @@ from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.examples import Examples
 from quietgrad.clipping.capture.layout import Layout, layout_of
 from quietgrad.clipping.capture.spread import Spread
+from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.clipping.engines.accumulator import Sums, zero_sum
 from quietgrad.clipping.engines.summing import Summing
@@ -47,7 +48,6 @@ from quietgrad.tensors import (
     batch_size_of,
     is_spread,
     map_tensors,
-    slice_batch,
     spread_like,
     to_device,
 )

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.capture.backward import PerExampleLoss
+from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.norms.rounding import SHARE
-from quietgrad.tensors import Batch, batch_size_of, slice_batch, trainable_parameters
+from quietgrad.tensors import Batch, batch_size_of, trainable_parameters
 
 
 def oracle_gradients(

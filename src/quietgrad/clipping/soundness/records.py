@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quietgrad.clipping.capture.views import chosen_rows
 from quietgrad.tensors import Batch, map_tensors, tensors_of
 
 # Far enough for a common scale of 16 bits to change by more than the tolerances.
@@ -25,8 +26,7 @@ def are_different(records: Batch) -> bool:
 
 def take(batch: Batch, rows: Sequence[int]) -> Batch:
     """The examples at these places, in this order."""
-    chosen = list(rows)
-    return map_tensors(batch, lambda t: t[chosen])
+    return chosen_rows(batch, list(rows))
 
 
 def spread(n: int, at_most: int) -> list[int]:

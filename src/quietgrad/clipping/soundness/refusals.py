@@ -110,7 +110,8 @@ def refuse_calling_loop(model: nn.Module) -> None:
     """
     own = {id(p) for p in model.parameters()}
     for thing in _named_by_callers(sys._getframe(1)):
-        if isinstance(thing, torch.optim.LBFGS) and any(
+        kind = type(thing)  # isinstance asks a proxy for what it stands for, which may be gone
+        if issubclass(kind, torch.optim.LBFGS) and any(
             id(p) in own for group in thing.param_groups for p in group["params"]
         ):
             raise ValueError(
@@ -118,7 +119,7 @@ def refuse_calling_loop(model: nn.Module) -> None:
                 "and every one would be a release; use an optimiser that steps once a gradient "
                 "(torch.optim.AdamW, SGD)"
             )
-        if isinstance(thing, torch.amp.GradScaler) and thing.is_enabled():
+        if issubclass(kind, torch.amp.GradScaler) and thing.is_enabled():
             raise ValueError(
                 "the training loop has a GradScaler, which would divide what was released by a "
                 "scale that it never had: gradients are clipped to max_grad_norm, and do not "
@@ -136,13 +137,21 @@ def _named_by_callers(frame: FrameType | None) -> Iterator[Any]:
             for name in {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}:
                 thing = held.get(name, frame.f_globals.get(name))
                 yield thing
-                if not isinstance(thing, ModuleType):  # self.scaler, where that is what is named
-                    inside = getattr(thing, "__dict__", None)
-                    named = inside if isinstance(inside, dict) else {}
+                if not issubclass(type(thing), ModuleType):  # self.scaler, where that is named
+                    named = _held_by(thing)
                     yield from (named[other] for other in code.co_names if other in named)
                 if type(thing).__module__.startswith("accelerate."):  # holds both, where asked to
                     yield from (getattr(thing, "scaler", None), getattr(thing, "optimizer", None))
         frame = frame.f_back
+
+
+def _held_by(thing: Any) -> dict[str, Any]:
+    """Attributes of an object; none of one that raises instead (a proxy, a lazy object)."""
+    try:
+        inside = getattr(thing, "__dict__", None)
+        return inside if isinstance(inside, dict) else {}
+    except Exception:
+        return {}
 
 
 def replace_batch_norm(model: nn.Module, groups: int = 16) -> nn.Module:

@@ -17,6 +17,7 @@ from torch.utils.data import (
 
 from quietgrad.loading.batches import LoadedBatch
 from quietgrad.loading.loader import PrivateLoader
+from quietgrad.loading.reading import require_by_number
 from quietgrad.plan import PrivateRun
 
 # Of a DataLoader: what is read with, and not what is drawn.
@@ -98,6 +99,7 @@ def _require_records(dataset: Any) -> None:
             "draws every record by a coin of its own, which needs a map-style data set "
             "(list(stream), or datasets.Dataset)"
         )
+    require_by_number(dataset)
 
 
 class EpochLoader:

@@ -16,7 +16,7 @@ from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.lightning.strategies import refuse_strategy
 from quietgrad.integrations.owners import Owners
 from quietgrad.integrations.public import refuse_private_evaluation
-from quietgrad.integrations.reporting import without_system_metrics
+from quietgrad.integrations.reporting import refuse_measuring, without_system_metrics
 from quietgrad.plan import PrivacyConfig, PrivacyPlan
 
 HALF = "use 32-true or bf16-mixed"
@@ -150,6 +150,7 @@ def refuse_trainer(trainer: Any) -> None:
     for kind, (why, remedy) in COMPANIONS.items():
         if any(isinstance(one, kind) for one in (*trainer.callbacks, trainer.profiler)):
             raise ValueError(f"{kind.__name__}: {why}; {remedy}")
+    refuse_measuring(trainer.loggers)
     without_system_metrics()
 
 

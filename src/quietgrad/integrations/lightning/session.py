@@ -8,8 +8,11 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from quietgrad.distributed.together import Together, here
 from quietgrad.durable import make_folder
+from quietgrad.integrations.trained import Trained, note_trained, runs_of
 from quietgrad.ledger import LedgerContents, holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.training.files.noise_state import (
@@ -69,8 +72,24 @@ class Session:
         self._together = Together()
         self._ledger = LedgerContents()
         self._started_from: tuple[Record, ...] = ()
+        self._trained: Trained | None = None
 
-    def open(self, checkpoint: dict[str, Any] | None, record: Record | None, accepted: str) -> int:
+    def trained(self, module: nn.Module) -> None:
+        """After a release: these weights are from this run."""
+        assert self.run is not None
+        if self._trained is None:
+            name = self._ledger.sessions[0].name
+            self._trained = Trained(name, self.plan, self._started_from)
+        self._trained.releases = self.run.released
+        note_trained(module, self._trained)
+
+    def open(
+        self,
+        checkpoint: dict[str, Any] | None,
+        record: Record | None,
+        accepted: str,
+        module: nn.Module | None = None,
+    ) -> int:
         """Starts the run, or goes on with it after a checkpoint. On several processes all of them
         call it, and are one run.
 
@@ -78,6 +97,7 @@ class Session:
             checkpoint: ``MARK`` of the one that was loaded; {} for one without; None to begin.
             record: what an earlier checkpoint says, that the weights were loaded from.
             accepted: as for ``check_start``.
+            module: whose parameters another run of this process may have trained.
 
         Returns:
             Releases that the weights have seen.
@@ -92,7 +112,9 @@ class Session:
             # The first process alone locks, looks and, at the end, removes what is secret.
             begun = self._together.by_first(lambda: self._take(opened, checkpoint is not None))
             if checkpoint is None:
-                self._started_from = check_start(record, accepted, self.plan)
+                others = () if record or module is None else runs_of(module)
+                for other in (record, *(one.record() for one in others)):
+                    self._started_from += check_start(other, accepted, self.plan)
                 seen = 0
             else:  # before the start is recorded
                 seen = self._together.by_first(lambda: self._seen(checkpoint))

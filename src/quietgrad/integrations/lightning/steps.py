@@ -166,7 +166,7 @@ class PrivateSteps(PublicLoaders):
             # It has sent the first process's weights to all; gradients go through the run.
             trainer.strategy.model.require_backward_grad_sync = False
         mark = None if trainer.ckpt_path is None else self._mark
-        self._seen = self.session.open(mark, self._record, self._accept_start)
+        self._seen = self.session.open(mark, self._record, self._accept_start, pl_module)
         self._hooks = [
             one.register_step_pre_hook(self._released_alone) for one in trainer.optimizers
         ]
@@ -175,6 +175,8 @@ class PrivateSteps(PublicLoaders):
     def noted(self, pl_module: LightningModule) -> None:
         """After a release: what it wrote to ``.grad`` is what may be stepped on."""
         self._released.note(pl_module, self.run.released)
+        assert self.session is not None
+        self.session.trained(pl_module)
 
     def _released_alone(self, optimizer: Any, arguments: Any, options: Any) -> Any:
         """Before a step of the optimiser. Lightning gives it the backward pass as a closure, and

@@ -81,7 +81,7 @@ class CollateRows:
         self._dataset = dataset
         self.bags = None if batch_dim else find_bags(collate_fn, dataset)
         as_rows = None if self.bags is None else self.bags.as_rows
-        self._collating = Collating(collate_fn, batch_dim, as_rows)
+        self._collating = Collating(collate_fn, batch_dim, as_rows, counted=True)
 
     def __call__(self, records: list[Any]) -> Any:
         if not len(records):

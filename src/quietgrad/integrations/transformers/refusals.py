@@ -14,8 +14,9 @@ from quietgrad.clipping.soundness.processes import OTHERS, refuse_models_of, ref
 from quietgrad.denoising import SpectralAdamW, SpectralSGD
 from quietgrad.integrations.monitors import refuse_watched
 from quietgrad.integrations.public import refuse_private_evaluation
-from quietgrad.integrations.reporting import without_system_metrics
+from quietgrad.integrations.reporting import refuse_measuring, without_system_metrics
 from quietgrad.integrations.transformers.sharding import plugin_of
+from quietgrad.loading.reading import require_by_number
 from quietgrad.plan import PrivacyPlan
 
 REPLICAS = (
@@ -173,6 +174,7 @@ def refuse_arguments(args: Any) -> None:
             f"WANDB_WATCH={watched} sends histograms of gradients before their noise; unset it, or "
             "use WANDB_WATCH=parameters"
         )
+    refuse_measuring(args.report_to or ())
     without_system_metrics()
 
 
@@ -186,6 +188,7 @@ def refuse_before_training(trainer: Any) -> None:
     """
     refuse_arguments(trainer.args)
     refuse_watched(trainer)
+    refuse_measuring(trainer.callback_handler.callbacks)
     refuse_models_of(trainer.model, OTHERS)
     if not trainer.is_fsdp_enabled:
         refuse_wrapped_model(trainer.model)
@@ -268,6 +271,7 @@ def refuse_data(train_dataset: Any, eval_dataset: Any) -> None:
             "draws every record by a coin of its own, which needs a map-style data set "
             "(list(stream), or datasets.Dataset)"
         )
+    require_by_number(train_dataset, "train_dataset")
     refuse_private_evaluation(eval_dataset, (train_dataset,))
 
 

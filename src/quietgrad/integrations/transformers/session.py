@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from quietgrad.accounting import epsilon_report
 from quietgrad.clipping.capture.spread import put_away
 from quietgrad.distributed.together import Together, here
 from quietgrad.durable import make_folder, write_whole
 from quietgrad.events import unit_of
 from quietgrad.integrations.reporting import shown_epsilon, spent_name
+from quietgrad.integrations.trained import Trained, note_trained, runs_of
 from quietgrad.ledger import LedgerContents, holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
 from quietgrad.training.files.card import CARD, add_privacy, is_blank
@@ -36,7 +35,6 @@ from quietgrad.training.files.provenance import (
     WITHOUT_PRIVACY,
     Record,
     check_start,
-    provenance,
     stamp_weights,
     starts_of,
 )
@@ -59,34 +57,6 @@ class Checkpoint:
 
     path: Path
     releases: int
-
-
-@dataclass
-class Trained:
-    """What a run has done to a model in memory."""
-
-    run: str
-    plan: PrivacyPlan
-    started_from: tuple[Record, ...]
-    releases: int = 0
-
-    def record(self) -> Record:
-        """As it would be saved with the weights."""
-        facts = {
-            "epsilon": epsilon_report(
-                self.plan.event.after(self.releases), self.plan.delta
-            ).epsilon,
-            "delta": self.plan.delta,
-            "steps": self.releases,
-            "neighbouring": self.plan.neighbouring,
-            **self.plan.told_users(),
-            **self.plan.told_beside(),
-        }
-        return provenance("train_dataset", facts, self.plan.data_are_public, self.started_from)
-
-
-# Parameters -> the run that trained them last, as long as they are in memory.
-_TRAINED: Any = WeakIdKeyDictionary()
 
 
 class TrainerSession:
@@ -135,9 +105,9 @@ class TrainerSession:
             )
             raise ValueError(said) from None
         put_away(model)  # else parameters that an evaluation left gathered are not those trained
-        held = {id(t): t for p in model.parameters() if (t := _TRAINED.get(p)) is not None}
+        held = runs_of(model)
         here = self._run_here() if held else ""
-        records = tuple(t.record() for t in held.values() if t.run != here)
+        records = tuple(t.record() for t in held if t.run != here)
         kinds: set[str] = set().union(*map(starts_of, records))
         if protect and kinds and accepted not in (WITHOUT_PRIVACY, *kinds):
             raise ValueError(
@@ -159,9 +129,7 @@ class TrainerSession:
         if self._trained is None or self._trained.run != self._name:
             self._trained = Trained(self._name, self.plan, self.started_from)
         self._trained.releases = self.run.released
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                _TRAINED[parameter] = self._trained
+        note_trained(model, self._trained)
 
     @contextlib.contextmanager
     def open(

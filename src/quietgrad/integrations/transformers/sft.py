@@ -15,6 +15,7 @@ from trl import SFTTrainer
 
 from quietgrad.integrations.folders import leaves_no_folder
 from quietgrad.integrations.transformers.trainer import PrivateTrainer
+from quietgrad.loading.unsaid import say_no_lengths
 
 # Columns of which a record is read; beside them, the one that args.dataset_text_field names.
 READ = (("messages",), ("prompt", "completion"), ("conversations",), ("input_ids",))
@@ -136,7 +137,9 @@ def _cut(record: dict[str, Any], kept: slice) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def no_records_in_warnings(module: str) -> Iterator[None]:
-    """TRL's trainers warn of prompts that are tokenised otherwise alone, and quote one."""
+    """TRL's trainers warn of prompts that are tokenised otherwise alone, and quote one; tokenizers
+    of a text that is too long, and say how long.
+    """
 
     def without(line: logging.LogRecord) -> bool:
         text = line.getMessage()
@@ -144,6 +147,7 @@ def no_records_in_warnings(module: str) -> Iterator[None]:
             line.msg, line.args = text.partition(QUOTES)[0] + "(not shown: it is private)", ()
         return True
 
+    say_no_lengths()
     logger = logging.getLogger(module)
     logger.addFilter(without)
     try:

@@ -33,6 +33,7 @@ from quietgrad.integrations.transformers.quiet import NO_SEARCH
 from quietgrad.integrations.transformers.session import TrainerSession
 from quietgrad.loading.batches import LoadedBatch
 from quietgrad.loading.loader import PrivateLoader
+from quietgrad.loading.unsaid import say_no_lengths
 from quietgrad.plan import PrivacyConfig, PrivacyPlan, PrivateRun
 
 
@@ -84,6 +85,7 @@ class PrivateTrainer(LookingTrainer):
         **options: Any,
     ) -> None:
         require_hooks(Trainer)
+        say_no_lengths()
         refusals.refuse_functions(type(self), PrivateTrainer, options)
         refusals.refuse_data(train_dataset, eval_dataset)
         self._owners = Owners(record_owner, train_dataset)

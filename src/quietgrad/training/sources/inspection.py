@@ -168,7 +168,7 @@ def with_owners(found: Inspection, rows: Rows, user: str) -> Inspection:
         user: column of the owners.
     """
     # Beside numpy, which nothing else of a look at a file needs.
-    from quietgrad.sampling.users import identities_of, is_missing
+    from quietgrad.sampling.identities import identities_of, is_missing
 
     cells = rows.columns[user]
     ownerless = [

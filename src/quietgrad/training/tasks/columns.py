@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.checks import nearest
-from quietgrad.sampling.users import identities_of
+from quietgrad.sampling.identities import identities_of
 from quietgrad.training.sources.guess import number_of
 from quietgrad.training.sources.hub import require_data
 from quietgrad.training.sources.rows import FILES, NO_NAMES, UnreadableFile, read_rows

@@ -41,11 +41,11 @@ class KeepsFirst(Mixes):
 
 
 @contextlib.contextmanager
-def as_before(model: nn.Module, loss: Any = None) -> Iterator[None]:
+def as_before(model: nn.Module, loss: Any = None) -> Iterator[Snapshot]:
     """What the block leaves in plain attributes, closures and the like is put back at its end."""
     before = Snapshot(model, loss)
     try:
-        yield
+        yield before
     finally:
         before.put_back()
 

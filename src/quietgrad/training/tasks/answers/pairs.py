@@ -266,7 +266,11 @@ def tokenise_pairs(
 
 
 def _ids(tokenizer: Any, texts: Sequence[str], special: bool = True) -> list[list[int]]:
-    found = tokenizer(list(texts), add_special_tokens=special, truncation=False, padding=False)[
-        "input_ids"
-    ]
+    found = tokenizer(
+        list(texts),
+        add_special_tokens=special,
+        truncation=False,
+        padding=False,
+        verbose=False,  # else it says how long the first is that is too long
+    )["input_ids"]
     return [list(row) for row in found]

@@ -112,8 +112,9 @@ def _positions(encoder: nn.Module) -> float:
     found = math.inf
     for path, table in encoder.named_modules():
         if path.endswith(POSITIONS) and isinstance(table, nn.Embedding):
-            # Where padding has a position, texts begin behind it.
+            # Where padding has a position, texts begin behind it; BART's and OPT's by an offset.
             used = 0 if table.padding_idx is None else table.padding_idx + 1
+            used = max(used, int(getattr(table, "offset", 0)))
             found = min(found, table.num_embeddings - used)
     return found
 
