@@ -6,9 +6,9 @@ batch would decide it. So a rule is tried on made-up records of that kind: at on
 others, alone and beside others.
 
 Their inputs are one number on one line of positions and zeros elsewhere, so that norms which a rule
-may form are exact in any order, and the products are rounded, or are not where a library adds them
-up at once (by lengths again, on some processors). Positions are followed by records of zeros, so that none
-of theirs lies where a library computes the last few entries of a tensor by other instructions.
+may form are exact in any order. Products are rounded, or are not where a library adds them up at
+once (which some processors do by length, too). Positions are followed by records of zeros, so that
+none of theirs lies where a library computes the last few entries of a tensor by other instructions.
 """
 
 from __future__ import annotations
