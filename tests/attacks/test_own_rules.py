@@ -251,6 +251,18 @@ def test_a_rule_that_sums_in_the_librarys_order_is_refused() -> None:
             add_layer_rule(rule, Mixed(6), torch.randn(4, 5, 6))
 
 
+def test_a_rule_of_few_columns_is_tried_far_beyond_its_records() -> None:
+    """Products of a 1 x 2 matrix are formed another way from 200 positions on."""
+
+    def otherwise_when_long(module: Scale, x: Tensor, grad: Tensor, wanted: Any) -> dict[str, Any]:
+        if x.shape[1] < 200:
+            return right(module, x, grad, wanted)
+        return {"s": DirectGradients((x * grad).flip(1).sum(1))}
+
+    with pytest.raises(ValueError, match="padded longer"):
+        add_layer_rule(otherwise_when_long, Scale(2), torch.randn(4, 5, 2))
+
+
 def test_it_is_refused_in_a_run_where_it_was_not_when_it_was_added() -> None:
     def in_runs(module: Scale, x: Tensor, grad: Tensor, wanted: Any) -> dict[str, Any]:
         return (plain if module.training else right)(module, x, grad, wanted)

@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_runs import labelled_texts
+
+from quietgrad.training.settings.tables import ModelTable
+from quietgrad.training.tasks.text.batches import tokens_kept
 
 NOTE = Path(__file__).parents[2] / "docs" / "notes" / "bad_input.md"
 Run = Callable[..., tuple[int, str, str]]
@@ -128,6 +132,24 @@ def test_the_default_length_is_cut_at_the_positions(
     run_dir = settings["training.run_dir"]
     code, _, err = quietgrad("predict", run_dir, long, "--output", tmp_path / "found.csv")
     assert code == 0, err
+
+
+@pytest.mark.parametrize("kind", ["Bart", "OPT", "Roberta"])
+def test_positions_that_begin_with_an_offset_are_not_counted(kind: str) -> None:
+    """The longest text that is kept runs, and one token more does not."""
+    hf = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 20, "hidden_size": 8, "d_model": 8, "max_position_embeddings": 20}
+    sizes |= {"num_hidden_layers": 1, "encoder_layers": 1, "decoder_layers": 1}
+    sizes |= {"num_attention_heads": 2, "intermediate_size": 8, "ffn_dim": 8}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = getattr(hf, f"{kind}Model")(getattr(hf, f"{kind}Config")(**sizes)).eval()
+    kept = tokens_kept(model, ModelTable.max_length)
+    assert kept in (18, 20)
+    ids = torch.full((1, kept + 1), 7)
+    with torch.no_grad():
+        model(ids[:, :kept])
+        with pytest.raises((IndexError, RuntimeError)):
+            model(ids)
 
 
 def test_the_test_file_is_not_the_training_file(quietgrad: Run, settings, write_config) -> None:
