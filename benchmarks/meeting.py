@@ -7,10 +7,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 
-def meet(rank: int, size: int, folder: str) -> None:
-    """A gloo group of ``size`` processes that share ``folder``."""
+def meet(rank: int, size: int, folder: str, backend: str = "gloo") -> None:
+    """A group of ``size`` processes that share ``folder``."""
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/meeting",
         rank=rank,
         world_size=size,
