@@ -9,6 +9,7 @@ the cost of a block at either end. Here is the one place that knows of blocks.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,15 +97,30 @@ def stretch(like: Tensor, key: RandomKey, step: int, name: str, place: Stretch) 
     if not count:
         return torch.zeros_like(like)
     first, last = start // size, (start + count - 1) // size
-    if first == last and not start % size and count == min(size, place.whole - start):
-        return _drawn(tuple(like.shape), like, key, step, name, first)
+    if like.device.type != "cpu" and first == last:
+        if not start % size and count == min(size, place.whole - start):
+            return _drawn(tuple(like.shape), like, key, step, name, first)
     made = torch.empty(count, dtype=like.dtype, device=like.device)
-    for block in range(first, last + 1):
+
+    def draw(block: int) -> None:
         begin, end = max(start, block * size), min(start + count, (block + 1) * size)
+        part, before = made[begin - start : end - start], begin - block * size
+        if like.device.type == "cpu":
+            _write(part, before, key, step, _stream(name, like.dtype, block))
+            return
         # A GPU's numbers depend on how many are drawn; a processor's do not.
-        drawn_to = end if like.device.type == "cpu" else min(place.whole, (block + 1) * size)
+        drawn_to = min(place.whole, (block + 1) * size)
         drawn = _drawn((drawn_to - block * size,), like, key, step, name, block)
-        made[begin - start : end - start] = drawn[begin - block * size : end - block * size]
+        part.copy_(drawn[before : end - block * size])
+
+    blocks = range(first, last + 1)
+    threads = min(torch.get_num_threads(), len(blocks)) if like.device.type == "cpu" else 1
+    if threads == 1:
+        for block in blocks:
+            draw(block)
+    else:  # made for each draw: threads that wait would not be there after a fork
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(draw, blocks))  # which raises what a thread raised
     return made.view(like.shape)
 
 
@@ -113,21 +129,33 @@ def block_of(device: str) -> int:
     return BLOCK if device == "cpu" else DEVICE_BLOCK
 
 
+def _stream(name: str, dtype: torch.dtype, block: int) -> str:
+    """The name of a block's stream."""
+    if dtype == torch.float64:
+        # a stream of its own: the same words in another precision are another, related, noise
+        name = f"{name}\0float64"
+    return f"{name}\0block {block}" if block else name  # no parameter's name holds a zero byte
+
+
+def _write(part: Tensor, before: int, key: RandomKey, step: int, stream: str) -> None:
+    """A stream's numbers on a processor, but for so many before; numpy draws without holding up
+    other threads.
+    """
+    generator = key.generator("noise", step, stream)
+    kind = np.float64 if part.dtype == torch.float64 else np.float32
+    if not before and part.dtype in (torch.float32, torch.float64):
+        generator.standard_normal(dtype=kind, out=part.numpy())
+        return
+    drawn = generator.standard_normal(before + len(part), dtype=kind)
+    part.copy_(torch.from_numpy(drawn[before:]))
+
+
 def _drawn(
     shape: tuple[int, ...], like: Tensor, key: RandomKey, step: int, name: str, block: int
 ) -> Tensor:
-    """The first entries of a block."""
-    if like.dtype == torch.float64:
-        # a stream of its own: the same words in another precision are another, related, noise
-        name = f"{name}\0float64"
-    if block:  # no parameter's name holds a zero byte
-        name = f"{name}\0block {block}"
-    if like.device.type == "cpu":
-        kind = "float64" if like.dtype == torch.float64 else "float32"
-        drawn = key.generator("noise", step, name).standard_normal(shape, dtype=kind)  # type: ignore[call-overload]
-        return torch.as_tensor(drawn).to(like.dtype)
+    """The first entries of a block on a GPU."""
     generator = torch.Generator(device=like.device)
     generator.manual_seed(
-        key.words("noise", step, name)[0]
+        key.words("noise", step, _stream(name, like.dtype, block))[0]
     )  # CUDA's generator is a Philox counter with a 64-bit key
     return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
