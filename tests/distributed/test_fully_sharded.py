@@ -12,9 +12,9 @@ import torch
 from distributed.runs import four_steps
 from distributed.sharding import language, llama, next_words, sharded, texts, whole
 from distributed.test_equality import VARIANTS, adapted
-from distributed.world import RECORDS, loss, model_of, on_ranks, plan_of, records_of
+from distributed.world import RECORDS, loss, mesh_of, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from quietgrad.clipping.capture.spread import sharding_modules
@@ -160,3 +160,39 @@ def test_an_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
     )
     for one, other in zip(with_it, without, strict=True):
         assert isinstance(one, Tensor) and torch.equal(one, other), one
+
+
+class Prompted(nn.Module):
+    """A layer whose input is a parameter's own memory, seen once for each record."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.randn(6, 8), requires_grad=trained)
+        self.mix, self.read, self.last = nn.Linear(8, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.mix(self.prompt.expand(len(x), 6, 8))
+        found: Tensor = self.last((mixed.mean(1) + self.read(x)).tanh())
+        return found
+
+
+def prompted(rank: int, ranks: int, trained: bool) -> Tensor:
+    torch.manual_seed(0)
+    model = Prompted(trained).double()
+    if ranks > 1:
+        fully_shard(model, mesh=mesh_of((ranks,)))
+    with plan_of(steps=2).start() as run:
+        for batch in run.loader(records_of(), steps=2, physical_batch_size=3):
+            found = whole(run.backward(model, loss, batch).gradients)
+            model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_is_kept_outlives_a_gathered_parameter(trained: bool, tmp_path: Path) -> None:
+    """The memory of a gathered parameter goes after the backward pass; what a layer was given of it
+    is needed once more for the sum.
+    """
+    for found in on_ranks(2, tmp_path, prompted, 2, trained):
+        assert isinstance(found, Tensor), found
+        torch.testing.assert_close(found, prompted(0, 1, trained), rtol=0, atol=1e-9)

@@ -26,7 +26,7 @@ from quietgrad.clipping.capture.call_shapes import (
 )
 from quietgrad.clipping.capture.escapes import NotCaptured, gradients_of_its_own
 from quietgrad.clipping.capture.layout import Layout, SharedInputs, Site
-from quietgrad.clipping.capture.spread import put_inside
+from quietgrad.clipping.capture.spread import Spread, put_inside
 from quietgrad.clipping.capture.units import first_dimension
 from quietgrad.clipping.norms.rules import kept_input
 from quietgrad.tensors import Autocast, map_tensors
@@ -73,6 +73,7 @@ class Recording:
     Attributes:
         root: the leaf whose gradient makes the backward pass visit every captured call.
         receive: called once per captured call during the backward pass; None ignores what arrives.
+        spread: where parameters are spread over ranks.
         calls: site name -> number of calls seen in the forward pass.
         in_forward: True until the losses exist; calls of recomputed forward passes are not counted.
         attach_all: also where no output requires a gradient (reentrant checkpointing).
@@ -86,6 +87,7 @@ class Recording:
 
     root: Tensor
     receive: Receiver | None
+    spread: Spread | None = None
     calls: dict[str, int] = field(default_factory=dict)
     in_forward: bool = True
     attach_all: bool = False
@@ -193,7 +195,7 @@ def captured(
     """
     device = next(iter(layout.parameters.values())).device
     root = torch.zeros((), device=device, requires_grad=True)
-    recording = Recording(root, receive, attach_all=attach_all, lenient=lenient)
+    recording = Recording(root, receive, layout.spread, attach_all=attach_all, lenient=lenient)
     handles: list[torch.utils.hooks.RemovableHandle] = []
     try:
         for site in layout.sites:
@@ -311,6 +313,8 @@ def _recorder(
         leaves, spec = _flattened(args, kwargs)
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         inputs = [kept_input(site.rule, site.parameters, leaves[i]) for i in places]
+        if recording.spread is not None:
+            inputs = [recording.spread.lasting(x) for x in inputs]
         common = (
             frozenset()
             if site.rule is not None

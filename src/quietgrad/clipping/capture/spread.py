@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quietgrad.tensors import is_spread
+from quietgrad.tensors import is_spread, local_of
 
 TOO_OLD = (
     "the parameters are sharded by fully_shard, and this version of torch cannot put them away "
@@ -70,6 +70,15 @@ class Spread:
 
     model: nn.Module
     whole: dict[str, Tensor] = field(default_factory=dict)
+
+    def lasting(self, kept: Tensor) -> Tensor:
+        """A tensor that is kept of a pass, or a copy of it where its memory is that of a gathered
+        parameter: it goes with the parameter, before what is kept is used.
+        """
+        if type(kept) is not Tensor:
+            return kept
+        gathered = (local_of(p).untyped_storage()._cdata for p in self.whole.values())
+        return kept.clone() if kept.untyped_storage()._cdata in gathered else kept
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

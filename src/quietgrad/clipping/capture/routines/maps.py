@@ -111,7 +111,9 @@ class Maps:
             return y
         part = replace(self.site, parameters=wanted, rule=rule)
         call = Call(part, self.recording, (), (), None, (0,), frozenset())
-        [attached] = Identity.apply(call, [x.detach()], self.recording.root, y)
+        kept, spread = x.detach(), self.recording.spread
+        kept = kept if spread is None else spread.lasting(kept)
+        [attached] = Identity.apply(call, [kept], self.recording.root, y)
         return attached
 
 
