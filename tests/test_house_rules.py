@@ -30,10 +30,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "randomness": ({"checks"}, {"numpy"}),
     "generators": (set(), {"numpy", "torch"}),
     "tensors": (set(), {"torch"}),
+    "sending": (set(), {"torch"}),
     "averaging": ({"tensors"}, {"torch"}),
     "beside": ({"events", "checks", "records"}, {"torch"}),
     "clipping": (
-        {"beside", "events", "checks", "generators", "randomness", "records", "tensors"},
+        {"beside", "events", "checks", "generators", "randomness", "records", "sending", "tensors"},
         {"scipy", "torch"},
     ),
     "noise": (
@@ -51,7 +52,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
 }
 ROOMS["loading"] = ({"checks", "clipping", "generators", "sampling", "tensors"}, {"numpy", "torch"})
 ROOMS["distributed"] = (
-    {"clipping", "generators", "keyring", "loading", "noise", "randomness", "sampling", "tensors"},
+    {"clipping", "generators", "keyring", "loading", "noise", "randomness", "sampling", "sending"}
+    | {"tensors"},
     {"numpy", "torch"},
 )
 # Looks at what was not released; nothing imports it (tests/test_research.py).

@@ -112,8 +112,10 @@ def batch_size_of(batch: Batch) -> int:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """All tensors of a batch on a device; from pinned memory without waiting."""
-    return map_tensors(batch, lambda t: t.to(device, non_blocking=True))
+    """All tensors of a batch on a device; from pinned memory without waiting. What comes to the
+    processor is waited for: it would else be read before it is there.
+    """
+    return map_tensors(batch, lambda t: t.to(device, non_blocking=device.type != "cpu"))
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

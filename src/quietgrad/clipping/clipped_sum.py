@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,13 +21,16 @@ def _some_entries(gradient: Tensor) -> Tensor:
     flat = (
         gradient.detach().reshape(-1) if gradient.is_contiguous() else gradient.detach().flatten()
     )
-    some = flat[:: max(1, flat.numel() // ENTRIES)].clone()
-    return some.view(
-        torch.int64
-        if some.element_size() == 8
-        else torch.int32
-        if some.element_size() == 4
-        else torch.int16
+    return flat[:: max(1, flat.numel() // ENTRIES)].clone().view(torch.uint8)
+
+
+def _same(now: Sequence[Tensor], then: Sequence[Tensor]) -> bool:
+    """Whether lists of such copies are alike; each device is waited for once."""
+    if [(t.shape, t.device) for t in now] != [(t.shape, t.device) for t in then]:
+        return False
+    return all(
+        torch.equal(*(torch.cat([t for t in some if t.device == device]) for some in (now, then)))
+        for device in {t.device for t in now}
     )
 
 
@@ -79,12 +82,13 @@ class Stamp:
 
     def fits(self, gradients: Mapping[str, Tensor]) -> bool:
         """Whether ``gradients`` are the very tensors that were stamped, unchanged."""
-        return len(gradients) == len(self.tensors) and all(
-            gradients.get(name) is tensor
-            and _version(tensor) == version
-            and torch.equal(_some_entries(tensor), entries)
-            for name, tensor, version, entries in self.tensors
-        )
+        if len(gradients) != len(self.tensors) or not all(
+            gradients.get(name) is tensor and _version(tensor) == version
+            for name, tensor, version, _ in self.tensors
+        ):
+            return False
+        now = [_some_entries(tensor) for _, tensor, _, _ in self.tensors]
+        return _same(now, [entries for _, _, _, entries in self.tensors])
 
     def __repr__(self) -> str:
         return "Stamp(hidden)"

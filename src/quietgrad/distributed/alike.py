@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from quietgrad.clipping.capture.examples import UserBatch
 from quietgrad.loading.reading import digest_of
 from quietgrad.randomness import RandomKey
+from quietgrad.sending import read_together
 from quietgrad.tensors import Batch, is_spread, local_of, tensors_of
 
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -63,7 +64,8 @@ def message(well: bool, place: str, facts: Mapping[str, str], examples: int) -> 
     assert len(facts) <= MOST_FACTS
     told = [_number(value) for value in facts.values()]
     head = [int(well), _number(place), examples]
-    return torch.tensor([*head, *told, *[0] * (MOST_FACTS - len(told))], dtype=torch.int64)
+    numbers = [*head, *told, *[0] * (MOST_FACTS - len(told))]
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _number(text: str) -> int:
@@ -92,7 +94,7 @@ def weights_digest(model: nn.Module, told: Callable[[Tensor], bool] | None = Non
         told: of which parameters the bits are told; None: of those that every rank holds.
     """
     chosen = is_everywhere if told is None else told
-    digested = hashlib.blake2b(digest_size=8)
+    digested, sums = hashlib.blake2b(digest_size=8), []
     for name, p in model.named_parameters():
         digested.update(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\0".encode())
         if not chosen(p):
@@ -102,7 +104,11 @@ def weights_digest(model: nn.Module, told: Callable[[Tensor], bool] | None = Non
         plain = type(here) in (Tensor, nn.Parameter)
         if plain and width is not None:  # else a library's own layout
             for part in here.detach().contiguous().view(-1).view(width).split(CHUNK):
-                digested.update(_bits(part))
+                if part.device.type == "cpu":
+                    digested.update(part.numpy().tobytes())
+                else:
+                    sums += _sums_of_bits(part)
+    digested.update(repr(read_together(sums)).encode() if sums else b"")
     return digested.hexdigest()
 
 
@@ -112,20 +118,20 @@ def is_everywhere(parameter: Tensor) -> bool:
     return not is_spread(parameter) or all(p.is_replicate() for p in spread.placements)
 
 
-def _bits(part: Tensor) -> bytes:
-    """On a processor the bits; elsewhere two sums of them, one of them by place, formed there."""
-    if part.device.type == "cpu":
-        return part.numpy().tobytes()
+def _sums_of_bits(part: Tensor) -> list[Tensor]:
+    """What stands for the bits of what no processor holds: their sum, and one by place. Formed
+    where they are, and read together: each reading would wait for the device.
+    """
     wide = part.to(torch.int64)
     by_place = wide * torch.arange(1, len(wide) + 1, device=wide.device)
-    return repr(torch.stack([wide.sum(), by_place.sum()]).tolist()).encode()
+    return [wide.sum(), by_place.sum()]
 
 
 def batch_digest(batch: Batch) -> str:
     """Of all tensors of a micro-batch: shapes, types and bits, and which records are one user's.
     Cost: a pass over them.
     """
-    told = hashlib.blake2b(digest_size=8)
+    told, sums = hashlib.blake2b(digest_size=8), []
     if isinstance(batch, UserBatch):
         told.update(f"users {[int(size) for size in batch.sizes]}\0".encode())
     for t in tensors_of(batch):
@@ -134,7 +140,13 @@ def batch_digest(batch: Batch) -> str:
         plain = t.detach().contiguous()
         flat = plain.view(-1) if width is None else plain.view(-1).view(width)
         for part in flat.split(CHUNK):
-            told.update(_bits(part) if width is not None else repr(part.tolist()).encode())
+            if width is None:
+                told.update(repr(part.tolist()).encode())
+            elif part.device.type == "cpu":
+                told.update(part.numpy().tobytes())
+            else:
+                sums += _sums_of_bits(part)
+    told.update(repr(read_together(sums)).encode() if sums else b"")
     return told.hexdigest()
 
 

@@ -258,7 +258,7 @@ class Ranks:
         """To the first rank alone, in the order of the ranks."""
         if not names:
             return {}
-        none = torch.zeros((), dtype=torch.float64)
+        none = torch.zeros((), dtype=torch.float64, device="cpu")
         mine = torch.stack(
             [own.get(name, none).detach().to("cpu", torch.float64).reshape(()) for name in names]
         )
@@ -313,7 +313,7 @@ class Ranks:
 
     def _said(self, word: str) -> str:
         told = word.encode("utf-8", "replace")[:WORD_BYTES].ljust(WORD_BYTES, b"\0")
-        buffer = torch.tensor(list(told), dtype=torch.uint8)
+        buffer = torch.tensor(list(told), dtype=torch.uint8, device="cpu")
         with self.lost():
             dist.broadcast(buffer, FIRST, group=self._control)
         return bytes(buffer.tolist()).rstrip(b"\0").decode("utf-8", "ignore")

@@ -36,7 +36,7 @@ class Together:
         """Whether it holds on some rank: a request to stop has to reach all at the same step."""
         if self._group is None:
             return flag
-        told = torch.tensor([int(flag)])
+        told = torch.tensor([int(flag)], device="cpu")
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         return bool(told.item())
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quietgrad.clipping.capture.views import rows_of, slice_batch
 from quietgrad.clipping.norms.factors.groups import RowGroups
+from quietgrad.sending import numbers_beside
 from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of
 
 Combined = Literal["mean", "sum"]
@@ -140,7 +141,7 @@ class Examples:
         # where all users have as many would not be rounded: a matter of who else is there.
         rows = [d for d, size in zip(divisors, self.groups.sizes, strict=True) for _ in range(size)]
         wide = accumulation_dtype(losses.dtype)
-        return losses.to(wide) / losses.new_tensor(rows, dtype=wide)
+        return losses.to(wide) / numbers_beside(rows, losses, wide)
 
     @property
     def divisor(self) -> int:

@@ -21,6 +21,7 @@ from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.engines.contributions import contributions_of
 from quietgrad.clipping.engines.untouched import (
     Versions,
+    are_same_norms,
     require_same_norms,
     require_untouched,
     versions_of,
@@ -148,12 +149,14 @@ class Accumulator:
             for group, dtype in list(self._small):
                 self._measure_small(group, dtype)
             self._together.measure()
+            same: dict[str, Tensor] = {}
             for name, before in self._measured.items():
                 kept = self.kept[name]
                 made_elsewhere = [use for use in kept if not isinstance(use, MADE_HERE)]
                 uses = cast(list[Contribution], made_elsewhere)
                 again, _ = self._measure(name, uses)
-                require_same_norms(name, before, again)
+                same[name] = are_same_norms(before, again)
+            require_same_norms(same)
         return self.over_ranks(self.sums).norms(self.least_times)
 
     def _is_last(self, name: str, arrived: int) -> bool:

@@ -7,7 +7,7 @@ takes its input back) would change the sum and not the norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.norms.factors import Kept
 from quietgrad.clipping.norms.rounding import Measured
+from quietgrad.sending import read_together
 from quietgrad.tensors import tensors_of
 
 Versions = tuple[int, ...]
@@ -41,18 +42,27 @@ def require_untouched(name: str, kept: Sequence[Kept], measured: Versions) -> No
         raise _written_into(name)
 
 
-def require_same_norms(name: str, before: Measured, again: Measured) -> None:
-    """Refuses factors that have another norm after the backward pass than in it: what was written
-    past torch's counters (``.data``, another library's kernel) is seen so.
-
-    Raises:
-        NotCaptured: naming the parameter.
-    """
+def are_same_norms(before: Measured, again: Measured) -> Tensor:
+    """Whether factors have the norm after the backward pass that they had in it."""
     one, two = before.squared, again.squared
     allowed = torch.maximum(one, two) * TOLERANCE + before.slack + before.margin.square()
     alike = (one - two).abs() <= allowed
-    if not bool((alike | ~(one.isfinite() & two.isfinite())).all()):
-        raise _written_into(name)
+    return (alike | ~(one.isfinite() & two.isfinite())).all()
+
+
+def require_same_norms(same: Mapping[str, Tensor]) -> None:
+    """Refuses factors that have another norm after the backward pass than in it: what was written
+    past torch's counters (``.data``, another library's kernel) is seen so.
+
+    Args:
+        same: parameter name -> ``are_same_norms``; a GPU is waited for once.
+
+    Raises:
+        NotCaptured: naming the first such parameter.
+    """
+    for name, found in zip(same, read_together(same.values()), strict=True):
+        if not found:
+            raise _written_into(name)
 
 
 def _written_into(name: str) -> NotCaptured:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import Norms, NormSums, of_this_process
+from quietgrad.sending import sent
 
 Engine = Literal["auto", "bookkeeping", "one-example"]
 ENGINES: tuple[Engine, ...] = ("auto", "bookkeeping", "one-example")
@@ -64,10 +66,12 @@ class Work:
     def device(self) -> torch.device:
         return next(iter(self.layout.parameters.values())).device
 
-    @property
+    @cached_property
     def limits(self) -> Tensor:
-        """[groups] thresholds."""
-        return torch.tensor(self.thresholds.values, dtype=torch.float64, device=self.device)
+        """[groups] thresholds; not to be written to."""
+        return sent(
+            torch.tensor(self.thresholds.values, dtype=torch.float64, device="cpu"), self.device
+        )
 
     def accumulator(self, groups: RowGroups, keep: bool) -> Accumulator:
         """An empty accumulator for one micro-batch."""

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.events import LARGEST_COUNTED_RATIO
+from quietgrad.sending import numbers_beside
 
 # By how much a measured norm is enlarged, always: what a certified bound may exceed the estimate
 # by.
@@ -238,14 +239,14 @@ class NormSums:
             added: a vector of numbers to the sum of the ranks', the same to the bit on all.
         """
         own = torch.stack(self._all)
-        found = added(torch.cat([own.flatten(), own.new_tensor(self.entries)]))
+        found = added(torch.cat([own.flatten(), numbers_beside(self.entries, own)]))
         entries = [int(n) for n in found[own.numel() :].tolist()]
         squared, slack, margin, least, terms = found[: own.numel()].view(own.shape)
         return NormSums(squared, slack, margin, least, terms, entries)
 
     def norms(self, least_times: float = 1.0) -> Norms:
         """``least_times``: what least divisors are multiplied by."""
-        floor = (self.squared.new_tensor(self.entries) * SMALLEST_NORMAL).sqrt().unsqueeze(1)
+        floor = (numbers_beside(self.entries, self.squared) * SMALLEST_NORMAL).sqrt().unsqueeze(1)
         estimate = self.squared.clamp_min(0).sqrt()
         estimate = torch.where(estimate > LARGEST_NORM, torch.inf, estimate)
         cert = (self.squared + self.slack).clamp_min(0).sqrt() + self.margin_squared.sqrt() + floor

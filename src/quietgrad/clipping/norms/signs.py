@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.sending import sent
 
 # The spread in units of that root.
 OF_SQUARES = 4.0
@@ -49,7 +50,8 @@ class Signs:
         for dim in range(gradient.dim()):
             if dim != example_dim:
                 stream = f"signs\x00{self.module}\x00{output}\x00{dim}"
-                drawn = self.projections.signs(stream, gradient.shape[dim]).to(gradient)
+                signs = self.projections.signs(stream, gradient.shape[dim])
+                drawn = sent(signs, gradient.device).to(gradient.dtype)
                 shape = [-1 if d == dim else 1 for d in range(gradient.dim())]
                 gradient = gradient * drawn.view(shape)
         return gradient

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from quietgrad.sending import read_together
 from quietgrad.tensors import is_spread, local_of
 
 # Contents of buffers up to this size together are copied and compared at every call: about a tenth
@@ -48,20 +49,23 @@ class Watch:
             if left < 0:
                 break
             self._copies[key] = t.detach().clone()
-        self._bits = {key: _bits(t) for key, t in self._parameters.items()} if thorough else {}
+        self._bits = _bits_of(self._parameters) if thorough else {}
         self._modes = {module: module.training for module in model.modules()}
         self._trained = {key: t.requires_grad for key, t in self._parameters.items()}
 
     def changed(self) -> tuple[list[str], list[str]]:
         """Names of buffers and of parameters that are not what they were."""
         now, known = _tensors_of(self._model)
-        buffers = [key for key in {**self._buffers, **now} if not self._is_same(key, now.get(key))]
+        same = {key for key in {**self._buffers, **now} if self._is_same(key, now.get(key))}
+        same -= self._of_other_contents(same)
+        buffers = [key for key in {**self._buffers, **now} if key not in same]
+        of_now = _bits_of({key: t for key, t in known.items() if key in self._bits})
         parameters = [
             key
             for key, t in {**self._parameters, **known}.items()
             if known.get(key) is not self._parameters.get(key)
             or version_of(t) != self._versions[id(t)]
-            or (key in self._bits and _bits(t) != self._bits[key])
+            or of_now.get(key) != self._bits.get(key)
         ]
         return [_dotted(key) for key in buffers], [_dotted(key) for key in parameters]
 
@@ -82,10 +86,17 @@ class Watch:
 
     def _is_same(self, key: tuple[str, str], now: Tensor | None) -> bool:
         before = self._buffers.get(key)
-        if before is None or now is not before or version_of(now) != self._versions[id(now)]:
-            return False
-        copy = self._copies.get(key)
-        return copy is None or equal_contents(copy, now)
+        return before is not None and now is before and version_of(now) == self._versions[id(now)]
+
+    def _of_other_contents(self, keys: set[tuple[str, str]]) -> set[tuple[str, str]]:
+        """Which of these buffers hold something else than their copies, as far as there are any."""
+        alike = {
+            key: _alike(copy, self._buffers[key])
+            for key, copy in self._copies.items()
+            if key in keys
+        }
+        found = zip(alike, read_together(alike.values()), strict=True)
+        return {key for key, same in found if not same}
 
     def put_back(self) -> bool:
         """Buffers as they were, as far as there are copies; returns whether every buffer is."""
@@ -187,25 +198,37 @@ def version_of(tensor: Tensor) -> int:
 
 def equal_contents(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same, not-a-numbers included."""
+    return bool(_alike(one, other))
+
+
+def _alike(one: Tensor, other: Tensor) -> Tensor:
+    """The same as a truth value that need not be there yet."""
+    one, other = local_of(one), local_of(other)
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return False
+        return torch.tensor(False)
     same = one == other.detach()
     if one.is_floating_point() or one.is_complex():
         same = same | ((one != one) & (other != other))
-    return bool(same.all())
+    return same.all()
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _bits(tensor: Tensor) -> int:
+def _bits_of(tensors: Named) -> dict[tuple[str, str], int]:
+    return dict(zip(tensors, read_together(map(_bits, tensors.values())), strict=True))
+
+
+def _bits(tensor: Tensor) -> Tensor:
     """Sum of all bits as whole numbers: exact, and another one when any single entry changes. Of a
     tensor that is spread over ranks, of what is here.
     """
     tensor = local_of(tensor.detach())
     if type(tensor) not in (Tensor, nn.Parameter):
-        return 0  # another library's own layout (quantized weights): identity and version only
+        return torch.tensor(0)  # another library's layout (quantized): identity and version only
     flat = tensor.detach().contiguous().view(-1)
     width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size())
-    return int(flat.view(width).sum(dtype=torch.int64)) if width is not None and flat.numel() else 0
+    if width is None or not flat.numel():
+        return torch.tensor(0)
+    return flat.view(width).sum(dtype=torch.int64)

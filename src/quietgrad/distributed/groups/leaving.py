@@ -33,4 +33,4 @@ def close_connections() -> None:
                     backend.abort()
                 else:
                     other = int(group.rank() == 0)
-                    backend.recv([torch.zeros(1)], other, NEVER_SENT).wait(SHORTLY)
+                    backend.recv([torch.zeros(1, device="cpu")], other, NEVER_SENT).wait(SHORTLY)

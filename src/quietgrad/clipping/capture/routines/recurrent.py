@@ -20,6 +20,7 @@ from quietgrad.clipping.capture.routines.gru import gru_layer
 from quietgrad.clipping.capture.routines.lstm import lstm_layer
 from quietgrad.clipping.capture.routines.maps import Maps
 from quietgrad.clipping.capture.routines.time import Order
+from quietgrad.sending import sent
 
 Layer = Callable[..., tuple[Tensor, ...]]
 
@@ -62,7 +63,7 @@ def recurrent(
         own = PackedSequence(data, batch_sizes, packed.sorted_indices, packed.unsorted_indices)
         x_tbd, lengths = pad_packed_sequence(own)
         places = torch.arange(len(x_tbd)).unsqueeze(1)
-        inactive = (places >= lengths).unsqueeze(2).to(x_tbd.device)
+        inactive = sent((places >= lengths).unsqueeze(2), x_tbd.device)
     states = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
     random = bool(dropout and training and layers > 1)
     if (
@@ -133,6 +134,6 @@ def _packed_as(packed: PackedSequence, outputs_tbd: Tensor, lengths: Tensor) -> 
     order = packed.sorted_indices
     if order is not None:
         outputs_tbd = outputs_tbd.index_select(1, order)
-        lengths = lengths[order.cpu()]
+        lengths = lengths.sort(descending=True).values  # as packed sequences always are
     data, _ = torch._VF._pack_padded_sequence(outputs_tbd, lengths, False)
     return data

@@ -72,6 +72,7 @@ from quietgrad.clipping.norms.rounding import (
     norm_gamma,
 )
 from quietgrad.clipping.norms.spread import Spread, spread_of
+from quietgrad.sending import sent
 
 LOG_FAILURE = 55.3  # -log of 1e-24, of each bound on a sketch's rounding
 
@@ -274,7 +275,7 @@ def worst_mean(sketch_dim: int) -> float:
 
 def drawn(projection: Tensor, like: MatrixFactors, dtype: torch.dtype) -> Tensor:
     """A projection where the factors are."""
-    return projection.to(device=like.like.device, dtype=dtype)
+    return sent(projection, like.like.device).to(dtype)
 
 
 def project_rows(

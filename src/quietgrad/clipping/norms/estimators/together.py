@@ -22,6 +22,7 @@ from quietgrad.clipping.norms.factors.rows import norms_from_squares, sums_over_
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import Measured, NormSums
 from quietgrad.clipping.norms.spread import margin_and_least, spread_from
+from quietgrad.sending import numbers_beside
 
 # Of one example's Gram matrices that wait, on either side. Of one example: how many parameters are
 # measured together must not depend on how many examples there are.
@@ -113,7 +114,7 @@ def _measured(right_xtt: Tensor, left_xtt: Tensor, waiting: Sequence[Waiting]) -
     sums = ghost.sums_at_once(right_xtt, left_xtt, norms)
     spread = spread_from(*sums_over_positions(norms.unsqueeze(2)), longest, dtype)
     of_right, of_left, lost = (
-        sums.new_tensor(some).repeat_interleave(x // len(waiting))
+        numbers_beside(some, sums).repeat_interleave(x // len(waiting))
         for some in zip(
             *((e.of_right, e.of_left, e.lost) for e in (one.errors for one in waiting)), strict=True
         )

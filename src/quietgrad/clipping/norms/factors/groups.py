@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.factors.products import as_positions
 from quietgrad.clipping.norms.factors.sums.elementwise import sum_of_few
+from quietgrad.sending import numbers_beside, sent
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class RowGroups:
 
     def means(self, values_r: Tensor) -> Tensor:
         """[R] to [b]: the mean over each example's own rows."""
-        sizes = torch.tensor(self.sizes, dtype=values_r.dtype, device=values_r.device)
+        sizes = numbers_beside(self.sizes, values_r)
         return self.totals(values_r.reshape(-1, 1))[:, 0] / sizes
 
     def _filled_up(self, rows: Tensor) -> Tensor:
@@ -62,11 +63,11 @@ class RowGroups:
         if self.rows == len(self.sizes) * self.largest:
             return rows
         filled = rows.new_zeros(len(self.sizes) * self.largest, *rows.shape[1:])
-        filled[self._places.to(rows.device)] = rows
+        filled[sent(self._places, rows.device)] = rows
         return filled
 
     @cached_property
     def _places(self) -> Tensor:
         """[R] where each row goes."""
         places = [i * self.largest + j for i, size in enumerate(self.sizes) for j in range(size)]
-        return torch.tensor(places, dtype=torch.long)
+        return torch.tensor(places, dtype=torch.long, device="cpu")
