@@ -28,7 +28,7 @@ from quietgrad.clipping.capture.capture import Call
 from quietgrad.noise.sources import keyed
 from quietgrad.plan import PrivacyConfig
 
-WIDTH, WORDS, LENGTH, RECORDS = 16, 30, 96, 48
+WIDTH, WORDS, LENGTH, RECORDS = 16, 30, 64, 48
 USUAL = 2  # a release at which the guard does not look
 
 READ = {
@@ -81,7 +81,8 @@ class _Calls(TorchFunctionMode):
         moved = func is Tensor.to and any(
             isinstance(one, str | torch.device | Tensor) for one in given
         )
-        made = func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None
+        there = kwargs.get("device") not in (None, "cpu")  # a device, not the word
+        made = func in (torch.tensor, torch.as_tensor) and there
         if moved or made or func in (Tensor.tolist, Tensor.cpu, Tensor.new_tensor):
             self.found[func.__name__, _where()] += 1
         return func(*args, **kwargs)

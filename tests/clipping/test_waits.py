@@ -16,7 +16,7 @@ from quietgrad.clipping.soundness.guard import is_guarded
 from quietgrad.sending import numbers_beside, read_together, sent
 from quietgrad.tensors import to_device
 
-CLIPPINGS = {
+CLIPPINGS: dict[str, dict[str, Any]] = {
     "exact": {},
     "ghost": {"estimator": "ghost"},
     "by layer": {"groups": "layer"},

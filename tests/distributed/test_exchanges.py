@@ -5,6 +5,7 @@ off.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from distributed.world import loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 
-from quietgrad.distributed import exchange
+from quietgrad.distributed import exchange, together
+from quietgrad.distributed.groups.patience import patience
 from quietgrad.ledger import read_ledger
 
 pytestmark = pytest.mark.distributed
@@ -108,3 +110,30 @@ def test_what_did_not_arrive_is_zero_and_not_memory(
         found = exchange.gathered({"w": sums["w"]}, sums, owner, 0, 2, group)
         assert set(found) == {"w", "b"}
     assert all(not bool(t.any()) for t in found.values())
+
+
+def timeouts(rank: int, folder: str) -> list[float]:
+    """Seconds that the groups of a run wait, and those of a command, after a script asked for two
+    hours; and what is handed on before it did.
+    """
+    found = [patience() is None]
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/again",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(hours=2),
+    )
+    known = set(dist.distributed_c10d._world.pg_map)
+    with plan_of().start() as run:
+        run.loader(records_of())
+        together.here()
+    made: list[Any] = [g for g in dist.distributed_c10d._world.pg_map if g not in known]
+    waits = [g._get_backend(torch.device("cpu")).options._timeout for g in made]
+    return [*found, *(wait.total_seconds() for wait in waits)]
+
+
+def test_groups_of_a_run_wait_as_long_as_the_scripts(tmp_path: Path) -> None:
+    for found in on_ranks(2, tmp_path, timeouts, str(tmp_path)):
+        assert found == [True, 7200.0, 7200.0], found

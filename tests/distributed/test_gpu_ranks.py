@@ -58,3 +58,14 @@ def test_a_difference_is_seen(gpu_ranks: Any, tmp_path: Path) -> None:
     told = gpu_ranks.summary(str(tmp_path), SETTINGS)
     assert told["difference"] == {"copied": 0.25, "sharded": 0.25}
     assert told["time_ratio"]["median"] == 2.0 and told["memory_ratio"] == 1.5
+
+
+def test_the_report_is_printed_and_its_folder_made(
+    gpu_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu_ranks.tell("{}", tmp_path / "new" / "report.json")
+    assert (tmp_path / "new" / "report.json").read_text() == "{}\n"
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        gpu_ranks.tell("told", tmp_path / "file" / "report.json")
+    assert capsys.readouterr().out == "{}\ntold\n"

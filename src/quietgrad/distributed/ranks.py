@@ -27,6 +27,7 @@ from quietgrad.distributed.alike import REMEDIES, differ, message, records_diges
 from quietgrad.distributed.circles import Circle, Circles
 from quietgrad.distributed.groups.leaving import close_connections
 from quietgrad.distributed.groups.loops import Loops
+from quietgrad.distributed.groups.patience import patience
 from quietgrad.distributed.matrices import changed_whole
 from quietgrad.distributed.team import Denoise, Facts
 from quietgrad.noise.noisy_sum import NoisySum
@@ -60,7 +61,7 @@ class Ranks:
                 "torch.distributed has no gloo here, through which ranks tell each other what they "
                 "do; install a build of torch with gloo"
             )
-        self._control: Any = dist.new_group(backend="gloo")
+        self._control: Any = dist.new_group(backend="gloo", timeout=patience())
         self._groups: dict[str, Any] = {"cpu": self._control}
         self._loops = Loops(self._control.group_name, self.rank, self.size)
         self.loops = self._loops.say
@@ -308,7 +309,7 @@ class Ranks:
 
     def _group_of(self, kind: str) -> Any:
         if kind not in self._groups:
-            self._groups[kind] = dist.new_group()
+            self._groups[kind] = dist.new_group(timeout=patience())
         return self._groups[kind]
 
     def _said(self, word: str) -> str:

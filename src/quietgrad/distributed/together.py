@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from quietgrad.distributed.alike import digest
 from quietgrad.distributed.groups.meeting import place_of_this_start
+from quietgrad.distributed.groups.patience import patience
 from quietgrad.distributed.groups.restarts import begun_before, counted
 
 
@@ -25,7 +26,9 @@ class Together:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-        self._group: Any = dist.new_group(backend="gloo") if size > 1 else None
+        self._group: Any = None
+        if size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=patience())
 
     @property
     def first(self) -> bool:

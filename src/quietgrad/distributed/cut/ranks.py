@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from quietgrad.distributed.alike import message, weights_digest
 from quietgrad.distributed.circles import Circle, Circles
+from quietgrad.distributed.groups.patience import patience
 from quietgrad.distributed.ranks import ALL, Ranks
 from quietgrad.distributed.team import Facts
 from quietgrad.tensors import Block, axis_of, block_at, is_spread
@@ -166,7 +167,8 @@ class CutRanks(Ranks):
         if (name, kind) not in self._subgroups:
             compared = {WITHIN: "sharded weights", ACROSS: "weights of cut layers"}[name]
             for ranks in self._compared(compared):
-                group = dist.new_group(ranks, backend="gloo" if kind == "cpu" else None)
+                backend = "gloo" if kind == "cpu" else None
+                group = dist.new_group(ranks, timeout=patience(), backend=backend)
                 if self.rank in ranks:
                     self._subgroups[name, kind] = group
         return self._subgroups[name, kind]

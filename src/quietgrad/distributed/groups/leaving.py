@@ -20,8 +20,10 @@ def close_connections() -> None:
 
     gloo has no operation for it, but closes a group's connections where a wait for a message ends
     by its own, short timeout. NCCL has ``abort``, which ends what runs on this device. Others' NCCL
-    kernels do not notice; their processes do, since ranks meet through gloo before each
-    micro-batch, raise there, and are ended by their launcher.
+    kernels do not notice. Their processes do where they next meet through gloo, before each
+    micro-batch; one that waits for its device in the middle of a pass (for whether a norm is in
+    doubt) gets no further, and is ended by its launcher once this process is gone, or by torch's
+    watchdog at the group's timeout.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.size() < 2:
