@@ -15,11 +15,13 @@ import torch.distributed as dist
 from distributed.world import loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 
-from quietgrad.distributed import exchange, together
+from quietgrad.distributed import exchange, together, wrapping
 from quietgrad.distributed.groups.patience import patience
 from quietgrad.ledger import read_ledger
 
 pytestmark = pytest.mark.distributed
+
+SEND = dist.ProcessGroup.send
 
 
 def heard(rank: int) -> dict[str, tuple[str, int]]:
@@ -62,6 +64,24 @@ def test_a_loss_that_hears_of_other_ranks_is_refused(tmp_path: Path) -> None:
         for message, released in found.values():
             assert "exchanges tensors with other ranks" in message, message
             assert released == 0
+
+
+def heard_by_nccl(rank: int) -> dict[str, tuple[str, int]]:
+    """The same, where groups number nothing that is a message, as NCCL's do not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrapping, "_numbered", lambda known: 0)
+        found = heard(rank)
+    assert dist.ProcessGroup.send is SEND
+    return found
+
+
+def test_messages_are_seen_that_a_group_does_not_number(tmp_path: Path) -> None:
+    for found in on_ranks(2, tmp_path, heard_by_nccl):
+        assert isinstance(found, dict), found
+        message, released = found["send"]
+        assert "exchanges tensors with other ranks" in message and released == 0
+        # Which is seen by its number alone.
+        assert "exchanges tensors with other ranks" not in found["all_reduce"][0]
 
 
 def another_group(rank: int, folder: str) -> tuple[str, int]:

@@ -8,7 +8,8 @@ the wrapper's, and the mean of the release is written to them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,6 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from quietgrad.tensors import is_spread
+
+MESSAGES = ("send", "recv", "recv_anysource")  # of torch's ProcessGroup
+_messages: Counter[tuple[int, ...]] = Counter()  # ranks of a group -> messages that were counted
 
 
 def model_inside(model: nn.Module) -> nn.Module:
@@ -104,7 +108,8 @@ def silent(expected: Expected | None = None) -> Iterator[None]:
     known = Expected() if expected is None else expected
     before = _operations(known.known) - known.count
     try:
-        yield
+        with _messages_counted():
+            yield
     except ValueError:  # what the guard makes of such a loss says less
         if _operations(known.known) - known.count == before:
             raise
@@ -120,6 +125,39 @@ def _operations(known: tuple[int, ...]) -> int:
     """How many operations this process has started, on all groups of several ranks but those of
     just the known ones.
     """
+    messages = sum(count for ranks, count in _messages.items() if ranks != known)
+    return _numbered(known) + messages
+
+
+@contextlib.contextmanager
+def _messages_counted() -> Iterator[None]:
+    """Inside, messages from one rank to another are counted: NCCL numbers them apart from what all
+    ranks of a group do, and tells that number to nobody.
+    """
+    if not dist.is_available():
+        yield
+        return
+    kind: Any = dist.ProcessGroup
+    own = {name: getattr(kind, name) for name in MESSAGES if hasattr(kind, name)}
+
+    def counting(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def begun(group: Any, *args: Any, **kwargs: Any) -> Any:
+            _messages[tuple(sorted(dist.get_process_group_ranks(group)))] += 1
+            return begin(group, *args, **kwargs)
+
+        return begun
+
+    try:
+        for name, begin in own.items():
+            setattr(kind, name, counting(begin))
+        yield
+    finally:
+        for name, begin in own.items():
+            setattr(kind, name, begin)
+
+
+def _numbered(known: tuple[int, ...]) -> int:
+    """By the numbers that groups keep."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     started = 0
