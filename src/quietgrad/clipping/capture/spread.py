@@ -70,6 +70,8 @@ class Spread:
 
     model: nn.Module
     whole: dict[str, Tensor] = field(default_factory=dict)
+    _memory: dict[str, int] = field(default_factory=dict)
+    _gathered: frozenset[int] = frozenset()
 
     def lasting(self, kept: Tensor) -> Tensor:
         """A tensor that is kept of a pass, or a copy of it where its memory is that of a gathered
@@ -77,8 +79,11 @@ class Spread:
         """
         if type(kept) is not Tensor:
             return kept
-        gathered = (local_of(p).untyped_storage()._cdata for p in self.whole.values())
-        return kept.clone() if kept.untyped_storage()._cdata in gathered else kept
+        if len(self._memory) != len(self.whole):  # asked at every call of every layer
+            storages = {name: local_of(p).untyped_storage() for name, p in self.whole.items()}
+            self._memory = {name: storage._cdata for name, storage in storages.items()}
+            self._gathered = frozenset(self._memory.values())
+        return kept.clone() if kept.untyped_storage()._cdata in self._gathered else kept
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
