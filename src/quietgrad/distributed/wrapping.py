@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from quietgrad.distributed.groups.saving import is_for_saving
 from quietgrad.tensors import is_spread
 
 
@@ -118,12 +119,14 @@ def silent(expected: Expected | None = None) -> Iterator[None]:
 
 def _operations(known: tuple[int, ...]) -> int:
     """How many operations this process has started, on all groups of several ranks but those of
-    just the known ones.
+    just the known ones, and those on which checkpoints are saved meanwhile.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     started = 0
     for group in list(dist.distributed_c10d._world.pg_map):
+        if is_for_saving(group):
+            continue
         if group.size() > 1 and tuple(sorted(dist.get_process_group_ranks(group))) != known:
             for device in group._device_types:
                 with contextlib.suppress(RuntimeError):  # a backend that does not count
