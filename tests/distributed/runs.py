@@ -5,7 +5,7 @@ was saved by others.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ def four_steps(
     name: str,
     together: int = 1,
     before_step: Callable[[], None] = lambda: None,
+    looked_at: Collection[str] = LOOKED_AT,
 ) -> dict[str, Any]:
     """What was released, what became of the weights, and how many examples were here.
 
@@ -43,11 +44,12 @@ def four_steps(
         name: of the variant: whether guards look; in "users" three records each are somebody's.
         together: ranks that share records.
         before_step: called between each release and the optimiser's step.
+        looked_at: variants at which guards look.
     """
     users = name == "users"
     owner = [i // 3 for i in range(RECORDS)] if users else None
     plan = plan_of(owner=owner, **(changes | ({"expected_batch_size": 5} if users else {})))
-    looks = contextlib.nullcontext() if name in LOOKED_AT else without_looks()
+    looks = contextlib.nullcontext() if name in looked_at else without_looks()
     trained = [p for p in model.parameters() if p.requires_grad]
     # Torch's grouped kernels take no mixture of whole and cut parameters.
     optimizer = torch.optim.Adam(trained, lr=0.05, foreach=False)
@@ -84,7 +86,9 @@ def part_of_a_run(
     ranks: int,
     together: int = 1,
 ) -> dict[str, Any]:
-    """Goes on from the folder's newest checkpoint, where there is one, to a release; and saves."""
+    """Goes on from the folder's newest checkpoint, where there is one, to a release; and saves. On
+    two ranks guards look.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
     average = ExponentialAverage(model, 0.9)
 
@@ -102,7 +106,9 @@ def part_of_a_run(
             optim_state_dict=found["optimizer"],
         )
         average.load_state_dict(found["average"])
-    with plan.start(folder / "ledger.jsonl", folder / "keys.json", tensor_parallel=together) as run:
+    looks = contextlib.nullcontext() if ranks == 2 else without_looks()
+    place = folder / "ledger.jsonl", folder / "keys.json"
+    with looks, plan.start(*place, tensor_parallel=together) as run:
         steps = until - run.released
         for batch in run.loader(records, steps=steps, physical_batch_size=3):
             run.backward(model, loss, batch)

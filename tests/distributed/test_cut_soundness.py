@@ -67,6 +67,7 @@ def what_is_wrong(found: list[Tensor]) -> list[str]:
     return wrong
 
 
+@pytest.mark.usefixtures("no_looks")
 @pytest.mark.parametrize("kind", ["bottleneck", "adapted"])
 def test_one_record_adds_its_own_and_at_most_c(kind: str, tmp_path: Path) -> None:
     found = on_ranks(2, tmp_path, neighbours, kind)

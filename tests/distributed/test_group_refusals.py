@@ -25,6 +25,7 @@ from quietgrad.tensors import block_of, local_of
 
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.usefixtures("first_looks_alone"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
 ]
 

@@ -23,6 +23,7 @@ from quietgrad.noise.sources.keyed import KeyedSource
 
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.usefixtures("no_looks"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
 ]
 
@@ -108,7 +109,6 @@ BROKEN: dict[Any, tuple[bool, str]] = {
 }
 
 
-@pytest.mark.usefixtures("no_looks")
 @pytest.mark.parametrize("broken", list(BROKEN), ids=lambda f: f.__name__)
 def test_wrong_sums_of_groups_are_seen(broken: Any, tmp_path: Path) -> None:
     sharded, text = BROKEN[broken]

@@ -1,5 +1,5 @@
-"""docs/many_processes.md, docs/fully_sharded.md and docs/tensor_parallel.md run as they stand, on
-two processes.
+"""docs/many_processes.md, docs/fully_sharded.md, docs/sharded_checkpoints.md and
+docs/tensor_parallel.md run as they stand, on two processes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.world import loss, on_ranks, plan_of, records_of
+import torch.distributed.checkpoint as dcp
+from distributed.world import loss, on_ranks, plan_of, records_of, without_looks
 from page_blocks import blocks_of, commands
+from safetensors.torch import load_file
 from torch import nn
 
 pytestmark = pytest.mark.distributed
@@ -65,29 +67,42 @@ class Blocks(nn.Module):
 
 
 def shard_and_save(rank: int, folder: str, codes: list[str]) -> tuple[int, list[str]]:
-    """The page's first block, a run, its second block: releases, and what is kept."""
+    """The page's block on shards, and those on checkpoints, in a run: releases, and what is kept
+    of the one that was saved beside the last step.
+    """
     from quietgrad.averaging import ExponentialAverage
 
-    first, second = codes
+    shard, save, beside = (
+        compile(code.replace('"cuda"', '"cpu"'), "page", "exec") for code in codes
+    )
     scope: dict[str, Any] = {"__name__": "page", "model": Blocks(), "path": f"{folder}/kept"}
-    exec(compile(first.replace('"cuda"', '"cpu"'), "fully_sharded.md", "exec"), scope)
+    scope |= {"per_example_loss": loss, "every": 2}
+    exec(shard, scope)
     scope["average"] = ExponentialAverage(scope["model"], 0.9)
-    with plan_of().start() as run:
-        for batch in run.loader(records_of(), physical_batch_size=4, steps=4):
-            run.backward(scope["model"], loss, batch)
-            scope["optimizer"].step()
-            scope["average"].update()
-    exec(compile(second, "fully_sharded.md", "exec"), scope)
+    with without_looks(), plan_of().start() as scope["run"]:
+        scope["loader"] = scope["run"].loader(records_of(), physical_batch_size=4, steps=4)
+        exec(save, scope)
+        exec(beside, scope)
     dist.barrier()
-    return run.released, sorted(p.name for p in Path(folder, "kept").iterdir())
+    return scope["run"].released, sorted(p.name for p in Path(folder, "kept", "4").iterdir())
 
 
-def test_the_blocks_of_fully_sharded_run(tmp_path: Path) -> None:
-    codes = [block.text for block in blocks_of("docs/fully_sharded.md", "python")]
-    assert len(codes) == 2
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_blocks_on_shards_and_their_checkpoints_run(tmp_path: Path) -> None:
+    (shard,) = blocks_of("docs/fully_sharded.md", "python")
+    save, beside, whole = blocks_of("docs/sharded_checkpoints.md", "python")
+    codes = [shard.text, save.text, beside.text]
     for found in on_ranks(2, tmp_path / "ranks", shard_and_save, str(tmp_path), codes):
         assert not isinstance(found, str), found
         assert found == (4, [".metadata", "__0_0.distcp", "__1_0.distcp"])
+    scope = {"__name__": "page", "model": Blocks(), "path": tmp_path / "kept" / "4", "dcp": dcp}
+    before = scope["model"].state_dict()["blocks.0.weight"].clone()
+    file = str(tmp_path / "model.safetensors")
+    exec(whole.text.replace('"model.safetensors"', repr(file)), scope)
+    kept = load_file(file)
+    assert set(kept) == set(scope["model"].state_dict())
+    assert torch.equal(kept["blocks.0.weight"], scope["model"].blocks[0].weight)
+    assert not torch.equal(kept["blocks.0.weight"], before)
 
 
 def cut_and_train(rank: int, code: str) -> tuple[int, str, torch.Tensor]:

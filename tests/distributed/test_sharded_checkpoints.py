@@ -1,18 +1,25 @@
-"""A sharded run is saved by ``torch.distributed.checkpoint`` and goes on with another number of
-ranks, in float64 as if it had never stopped.
+"""A sharded run is saved by ``torch.distributed.checkpoint``, also while it trains, and goes on
+with another number of ranks, in float64 as if it had never stopped.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from distributed.runs import part_of_a_run
-from distributed.sharding import language, next_words, sharded, texts
+from distributed.sharding import language, next_words, sharded, texts, whole
 from distributed.world import RECORDS, on_ranks, plan_of
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from quietgrad.distributed.together import group_for_saving
 from quietgrad.ledger import read_ledger
 
 pytestmark = [
@@ -50,3 +57,80 @@ def test_a_checkpoint_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> Non
     assert contents.releases == STEPS
     # One block of correlated noise throughout: each change drew the earlier rows of its shards.
     assert contents.noise_block is not None and contents.noise_block[0] == 0
+
+
+def saved_beside(rank: int, folder: str, known: bool) -> list[bool]:
+    """Whether each release's weights and moments are in the checkpoint that was begun then and
+    written while the next records were clipped.
+
+    Args:
+        known: to the run, the group that is saved on.
+    """
+    model = sharded(language())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    group = group_for_saving() if known else dist.new_group(backend="gloo")
+    kept: list[Tensor] = []
+    saving: Any = None
+    met = threading.Event()
+
+    def slowly(m: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if saving is not None and not met.is_set():
+            with contextlib.suppress(Exception):  # the thread is at work while these are clipped
+                saving.result()
+            met.set()
+        return next_words(m, batch)
+
+    def state() -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    def flat() -> Tensor:
+        moments = {n: s["exp_avg"] for n, s in state()["optimizer"]["state"].items()}
+        return torch.cat([whole(model.named_parameters()), whole(moments)])
+
+    with plan_of(steps=STEPS).start() as run:
+        for batch in run.loader(texts(RECORDS), steps=STEPS, physical_batch_size=3):
+            run.backward(model, slowly, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            if saving is not None:
+                saving.result()
+            place = f"{folder}/checkpoint{run.released}"
+            saving = dcp.async_save(state(), checkpoint_id=place, process_group=group)
+            met.clear()
+            kept.append(flat())
+    saving.result()
+    same = []
+    for release, value in enumerate(kept, 1):
+        found = state()
+        dcp.load(found, checkpoint_id=f"{folder}/checkpoint{release}")
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=found["model"],
+            optim_state_dict=found["optimizer"],
+        )
+        same.append(torch.equal(flat(), value))
+    assert not torch.equal(kept[0], kept[1])
+    return same
+
+
+@pytest.mark.usefixtures("no_looks")
+def test_checkpoints_are_written_while_the_next_records_are_clipped(tmp_path: Path) -> None:
+    for found in on_ranks(2, tmp_path / "ranks", saved_beside, str(tmp_path), True):
+        assert found == [True] * STEPS, found
+
+
+@pytest.mark.usefixtures("no_looks")
+def test_on_a_group_that_the_run_does_not_know_they_are_taken_for_the_losses(
+    tmp_path: Path,
+) -> None:
+    found = on_ranks(2, tmp_path / "ranks", saved_beside, str(tmp_path), False)
+    # A rank whose thread was done before its records were clipped hears it of the other.
+    assert all(isinstance(of_rank, str) for of_rank in found), found
+    assert any("exchanges tensors with other ranks" in of_rank for of_rank in found), found
+
+
+def test_a_group_for_saving_needs_ranks() -> None:
+    with pytest.raises(RuntimeError, match="no process group is initialised"):
+        group_for_saving()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from quietgrad import PrivacyConfig
 from quietgrad.clipping import ClippedSum, Performance
 from quietgrad.noise import GaussianNoise, NoiseHistory, NoisySum
 from quietgrad.noise.sources import keyed
+from quietgrad.noise.sources.stretch import Stretch
 from quietgrad.plan import PrivateRun
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling import PoissonSampler
@@ -257,6 +259,47 @@ def test_float64_noise_is_drawn_in_float64() -> None:
     drawn = keyed.normal(torch.zeros(1000, dtype=torch.float64), key, 0, "w")
     assert drawn.dtype == torch.float64
     assert not torch.equal(drawn, drawn.float().double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("start", [0, 5])
+def test_as_many_threads_as_there_are_draw_the_same(dtype, start, monkeypatch) -> None:
+    """Also of a stretch that begins and ends within a block."""
+    monkeypatch.setattr(keyed, "BLOCK", 64)
+    key, place = RandomKey.from_seed(3), Stretch(start, 1000)
+    like = torch.zeros(900, dtype=dtype)
+    drawn, threads = [], set()
+    write = keyed._write
+
+    def noted(*given: Any) -> None:
+        threads.add(threading.get_ident())
+        write(*given)
+
+    monkeypatch.setattr(keyed, "_write", noted)
+    for count in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        drawn.append(keyed.stretch(like, key, 2, "w", place))
+    assert torch.equal(*drawn) and drawn[0].dtype == dtype
+    assert threading.get_ident() in threads and len(threads) > 1
+    whole = keyed.normal(torch.zeros(1000, dtype=dtype), key, 2, "w")
+    assert torch.equal(whole[start : start + 900], drawn[1])
+    assert len(whole.unique()) > (990 if dtype == torch.float32 else 300)
+
+
+def test_what_fails_in_a_thread_is_an_error(monkeypatch) -> None:
+    """No entry is left as memory was found."""
+    monkeypatch.setattr(keyed, "BLOCK", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    write = keyed._write
+
+    def failing(part: torch.Tensor, before: int, *given: Any) -> None:
+        if given[-1].endswith("block 2"):
+            raise MemoryError("no memory")
+        write(part, before, *given)
+
+    monkeypatch.setattr(keyed, "_write", failing)
+    with pytest.raises(MemoryError, match="no memory"):
+        keyed.normal(torch.zeros(300), RandomKey.from_seed(0), 1, "w")
 
 
 def test_same_key_and_step_give_the_same_noise_and_nothing_else_does() -> None:

@@ -15,6 +15,7 @@ from quietgrad.distributed.alike import digest
 from quietgrad.distributed.groups.meeting import place_of_this_start
 from quietgrad.distributed.groups.patience import patience
 from quietgrad.distributed.groups.restarts import begun_before, counted
+from quietgrad.distributed.groups.saving import group_for_saving as group_for_saving
 
 
 class Together:

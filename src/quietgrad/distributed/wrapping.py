@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from quietgrad.distributed.groups.saving import is_for_saving
 from quietgrad.tensors import is_spread
 
 MESSAGES = ("send", "recv", "recv_anysource")  # of torch's ProcessGroup
@@ -123,7 +124,7 @@ def silent(expected: Expected | None = None) -> Iterator[None]:
 
 def _operations(known: tuple[int, ...]) -> int:
     """How many operations this process has started, on all groups of several ranks but those of
-    just the known ones.
+    just the known ones, and those on which checkpoints are saved meanwhile.
     """
     messages = sum(count for ranks, count in _messages.items() if ranks != known)
     return _numbered(known) + messages
@@ -142,7 +143,8 @@ def _messages_counted() -> Iterator[None]:
 
     def counting(begin: Callable[..., Any]) -> Callable[..., Any]:
         def begun(group: Any, *args: Any, **kwargs: Any) -> Any:
-            _messages[tuple(sorted(dist.get_process_group_ranks(group)))] += 1
+            if not is_for_saving(group):
+                _messages[tuple(sorted(dist.get_process_group_ranks(group)))] += 1
             return begin(group, *args, **kwargs)
 
         return begun
@@ -162,6 +164,8 @@ def _numbered(known: tuple[int, ...]) -> int:
         return 0
     started = 0
     for group in list(dist.distributed_c10d._world.pg_map):
+        if is_for_saving(group):
+            continue
         if group.size() > 1 and tuple(sorted(dist.get_process_group_ranks(group))) != known:
             for device in group._device_types:
                 with contextlib.suppress(RuntimeError):  # a backend that does not count

@@ -3,7 +3,8 @@ statistically sound; not cryptographic, and floating-point numbers like any othe
 
 A parameter's entries are cut, in the order of its memory, into blocks with a stream each. So any
 stretch of a parameter's noise is drawn without the rest of it (a rank draws its shard alone), at
-the cost of a block at either end. Here is the one place that knows of blocks.
+the cost of a block at either end. On a processor blocks are drawn by as many threads as torch has.
+Here is the one place that knows of blocks.
 """
 
 from __future__ import annotations
@@ -96,16 +97,17 @@ def stretch(like: Tensor, key: RandomKey, step: int, name: str, place: Stretch) 
     start, count, size = place.start, like.numel(), block_of(like.device.type)
     if not count:
         return torch.zeros_like(like)
+    on_processor = like.device.type == "cpu"
     first, last = start // size, (start + count - 1) // size
-    if like.device.type != "cpu" and first == last:
-        if not start % size and count == min(size, place.whole - start):
-            return _drawn(tuple(like.shape), like, key, step, name, first)
+    of_one_block = not start % size and count == min(size, place.whole - start)
+    if of_one_block and not on_processor:
+        return _drawn(tuple(like.shape), like, key, step, name, first)
     made = torch.empty(count, dtype=like.dtype, device=like.device)
 
     def draw(block: int) -> None:
         begin, end = max(start, block * size), min(start + count, (block + 1) * size)
         part, before = made[begin - start : end - start], begin - block * size
-        if like.device.type == "cpu":
+        if on_processor:
             _write(part, before, key, step, _stream(name, like.dtype, block))
             return
         # A GPU's numbers depend on how many are drawn; a processor's do not.
@@ -114,7 +116,7 @@ def stretch(like: Tensor, key: RandomKey, step: int, name: str, place: Stretch) 
         part.copy_(drawn[before : end - block * size])
 
     blocks = range(first, last + 1)
-    threads = min(torch.get_num_threads(), len(blocks)) if like.device.type == "cpu" else 1
+    threads = min(torch.get_num_threads(), len(blocks)) if on_processor else 1
     if threads == 1:
         for block in blocks:
             draw(block)
