@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.clipping.soundness.guard import Guard
+from quietgrad.distributed import sharded as sharded_company
 from quietgrad.noise import BandedNoise, IndependentNoise
 from quietgrad.plan import PrivacyConfig
 from quietgrad.scaling.held import Held
@@ -51,6 +54,7 @@ def stepped(
     job: tuple[int, int, int, int, int],
     estimator: str = "auto",
     looks: bool = True,
+    sharded: bool = False,
 ) -> tuple[int, dict[str, int]]:
     """(the most bytes of the last step, what each kind of collective operation sent in it).
 
@@ -62,17 +66,24 @@ def stepped(
         estimator: of the norms.
         looks: whether the guard looks at releases. Of a large model that is most of the time, and
             no part of what an ordinary step holds and sends.
+        sharded: whether blocks, and then the model, are given to ``fully_shard``.
     """
     size, examples, rounds, length, bands = job
-    steps = STEPS if looks else UNLOOKED
+    steps = STEPS if looks else max(UNLOOKED, bands)
     held, sent = Held(), dict[str, int]()
     restore = _counting(sent, rank, size)
     try:
         with pytest.MonkeyPatch.context() as patch, held:
+            _count_rings(sent, size, patch)
             if not looks:
                 patch.setattr(Guard, "begin", lambda *given: None)
                 patch.setattr(Guard, "examine", lambda *given: True)
             model = build()
+            if sharded:
+                _tell_of_sizes(held, patch)
+                for block in model.model.layers:
+                    fully_shard(block)
+                fully_shard(model)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             # A step takes one of as many parts as there are bands.
             count = examples * size * rounds * bands
@@ -99,6 +110,36 @@ def stepped(
     finally:
         restore()
     return held.peak, dict(sent)
+
+
+def _tell_of_sizes(held: Held, patch: pytest.MonkeyPatch) -> None:
+    """Of the memory of gathered parameters, which comes and goes without an operation."""
+    for name in ("alloc_storage", "free_storage"):
+        change = getattr(_fsdp_param, name)
+
+        def changed(tensor: torch.Tensor, change: Any = change) -> None:
+            change(tensor)
+            held.resized(tensor)
+
+        patch.setattr(_fsdp_param, name, changed)
+
+
+def _count_rings(sent: dict[str, int], size: int, patch: pytest.MonkeyPatch) -> None:
+    """Of a model in shards: what each sends where gathers and reductions go round in rings."""
+
+    def counted(name: str, part: int, begin: Any) -> Any:
+        def begun(output: Any, given: Any, *args: Any, **more: Any) -> Any:
+            amount = given.numel() * given.element_size() * (size - 1) // part
+            sent[name] = sent.get(name, 0) + amount
+            return begin(output, given, *args, **more)
+
+        return begun
+
+    # Older versions of torch have another name for it.
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    patch.setattr(dist, gather, counted("blocks gathered", 1, getattr(dist, gather)))
+    scatter = sharded_company._reduce_scatter
+    patch.setattr(sharded_company, "_reduce_scatter", counted("products scattered", size, scatter))
 
 
 def _counting(sent: dict[str, int], rank: int, size: int) -> Any:

@@ -74,3 +74,51 @@ def test_memory_and_traffic_of_replicas_are_as_planned(
 @pytest.mark.parametrize("size", [1, 2])
 def test_memory_of_smollm2_is_as_planned(size: int, tmp_path: Path) -> None:
     require_as_planned(NAMED["smollm2-135m"], (size, 1, 1, 16, 1), "auto", tmp_path, looks=False)
+
+
+def require_shards_as_planned(
+    shape: Shape, job: tuple[int, int, int, int, int], estimator: str, folder: Path
+) -> None:
+    size, examples, rounds, length, bands = job
+    vocabulary = int(dict(shape.values)["vocab_size"])
+    given = (lambda: made(shape), vocabulary, job, estimator, False, True)
+    found = on_ranks(size, folder, stepped, *given)
+    assert all(isinstance(one, tuple) for one in found), found
+    clipper = Clipper(1.0, estimator)  # type: ignore[arg-type]
+    paper = paper_of_shape(shape, Tuning(dtype="float32"), examples, length, clipper)
+    most = max(peak for peak, _ in found)
+    assert memory.shards(paper, Job(size, rounds, bands)).peak == pytest.approx(most, rel=0.1)
+    sent = traffic.shards(paper, Job(size, rounds, bands))
+    for _, counted in found:
+        for what, planned in sent.items():
+            assert counted[what] == pytest.approx(planned, rel=0.01), what
+        assert sum(counted.values()) == pytest.approx(sum(sent.values()), rel=0.01)
+    # Not because everything is: neither whole on every device, nor with more rows of noise.
+    for other in (
+        memory.replicas(paper, Job(size, rounds, bands)),
+        memory.shards(paper, Job(size, rounds, bands + 8)),
+    ):
+        assert other.peak > 1.1 * most
+
+
+@pytest.mark.parametrize(
+    ("shape", "job", "estimator"),
+    [
+        (TINY, (2, 8, 1, 64, 1), "auto"),  # activations are most
+        (SMALL, (2, 2, 2, 32, 4), "auto"),  # two micro-batches, rows of noise
+        (SMALL, (2, 2, 1, 32, 4), "hutch"),  # buckets are most
+        (SMALL, (2, 8, 1, 64, 1), "auto"),
+        pytest.param(SMALL, (4, 1, 1, 16, 1), "auto", marks=pytest.mark.slow("four processes")),
+        pytest.param(
+            NAMED["smollm2-135m"],
+            (2, 1, 1, 16, 1),
+            "auto",
+            marks=pytest.mark.slow("two steps of 135 million parameters"),
+        ),  # noise is most
+    ],
+    ids=["tiny", "rows", "hutch", "longer", "four ranks", "SmolLM2"],
+)
+def test_memory_and_traffic_of_shards_are_as_planned(
+    shape: Shape, job: tuple[int, int, int, int, int], estimator: str, tmp_path: Path
+) -> None:
+    require_shards_as_planned(shape, job, estimator, tmp_path)

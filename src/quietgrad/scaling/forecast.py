@@ -194,11 +194,14 @@ def _largest(name: str, asked: Asked, two: Paper, four: Paper, room: float) -> i
     """Examples whose micro-batch fits, by the line through two and four of them."""
     low, high = (_memory(name, paper, _job(asked, 2)) for paper in (two, four))
     fixed = sum(low.resident.values())
-    others = max(v for k, v in low.phases.items() if k != "clip")
-    slope = max((high.phases["clip"] - low.phases["clip"]) / 2, 1.0)
-    if fixed + others > room:
+    if fixed + max(v for k, v in low.phases.items() if not k.startswith("clip")) > room:
         return 0
-    return max(0, int(2 + (room - fixed - low.phases["clip"]) // slope))
+    found = []
+    for phase, held in low.phases.items():
+        if phase.startswith("clip"):  # which grow with the examples
+            slope = max((high.phases[phase] - held) / 2, 1.0)
+            found.append(int(2 + (room - fixed - held) // slope))
+    return max(0, min(found))
 
 
 def _seconds(

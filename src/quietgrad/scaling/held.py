@@ -1,9 +1,10 @@
 """Memory as torch's tensors hold it: bytes of the storages that are alive, and their most at once.
 
 A count of sizes, so it is the same on every machine and at every run: no allocator, no other
-process and no page of the system's is in it. It works for tensors that are there and for those
-that are shapes alone (torch's FakeTensorMode), so a plan and its test are counted by one rule.
-What a kernel holds inside itself is not counted, nor what never met an operation of torch's.
+process and no page of the system's is in it. Of a tensor that is spread over ranks, what is here
+counts. It works for tensors that are there and for those that are shapes alone (torch's
+FakeTensorMode), so a plan and its test are counted by one rule. What a kernel holds inside itself
+is not counted, nor what never met an operation of torch's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from quietgrad.tensors import local_of
 
 Result = TypeVar("Result")
 
@@ -37,7 +40,7 @@ class Held(TorchDispatchMode):
         self.now = 0
         self.peaks: dict[str, int] = {}
         self._label = ""
-        self._alive: dict[int, object] = {}
+        self._alive: dict[int, tuple[object, list[int]]] = {}
         for tensor in known:
             self.take(tensor, counted)
 
@@ -68,17 +71,30 @@ class Held(TorchDispatchMode):
 
     def take(self, tensor: Tensor, counted: bool = True) -> None:
         """Counts a tensor's storage, once."""
-        storage = tensor.untyped_storage()
+        storage = local_of(tensor).untyped_storage()
         place = storage._cdata
         if place in self._alive:
             return
-        size = storage.nbytes() if counted else 0
+        size = [storage.nbytes() if counted else 0]
 
         def gone(_: object) -> None:
             self._alive.pop(place, None)
-            self.now -= size
+            self.now -= size[0]
 
-        self._alive[place] = weakref.ref(storage, gone)
+        self._alive[place] = weakref.ref(storage, gone), size
+        self._more(size[0])
+
+    def resized(self, tensor: Tensor) -> None:
+        """Told that a tensor's storage has another size now: no operation of torch's says so
+        (``fully_shard`` frees gathered parameters in this way).
+        """
+        self.take(tensor)
+        storage = tensor.untyped_storage()
+        size = self._alive[storage._cdata][1]
+        more, size[0] = storage.nbytes() - size[0], storage.nbytes()
+        self._more(more)
+
+    def _more(self, size: int) -> None:
         self.now += size
         self.peaks[self._label] = max(self.peaks.get(self._label, 0), self.now)
 

@@ -1,18 +1,19 @@
 """Bytes on one device, by what they are: what stays from step to step, and the most that each part
 of a step adds to it.
 
-For replicas the parts are those of the code that runs (``plan.run``, ``distributed.exchange``,
-``noise.mechanism``), counted tensor by tensor; a test holds the sum against real steps. For shards
-they are a forecast of ``fully_shard``'s way with the same parts.
+The parts are those of the code that runs (``plan.run``, ``distributed.exchange``,
+``clipping.sharded.sums``, ``noise.mechanism``), counted tensor by tensor; tests hold the sum
+against real steps. What ``fully_shard`` gathers is taken to be two blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from quietgrad.clipping.sharded.sums import buckets_of, rows_of_each
 from quietgrad.distributed.exchange import buckets, owners_of
 from quietgrad.scaling.paper import Paper, PaperParameter
 
@@ -171,12 +172,11 @@ def _exchanged(
 
 def shards(paper: Paper, job: Job, tensor: int = 1) -> Memory:
     """Parameters, sums, optimiser and noise cut over all devices (``fully_shard``), blocks gathered
-    as they are needed: a forecast.
+    as they are needed.
 
-    Two blocks are whole at a time (one runs, the next one arrives); the weighted product of one
-    block is whole before it is reduced and scattered. With ``tensor`` devices that share each
-    record, gathered blocks are cut that many times as well, and so are activations (the residual
-    stream too, by positions).
+    Two blocks are whole at a time (one runs, the next one arrives). With ``tensor`` devices that
+    share each record, gathered blocks are cut that many times as well, and so are activations (the
+    residual stream too, by positions).
 
     Args:
         paper, job: as above.
@@ -186,22 +186,56 @@ def shards(paper: Paper, job: Job, tensor: int = 1) -> Memory:
     wide = item_of(trained)
     sums = wide * paper.trained_entries / job.devices
     weights = sum(p.entries * p.item for p in trained) / job.devices
-    block, of_block = paper.largest_block
+    block, _ = paper.largest_block
     resident = {
         "parameters": paper.parameter_bytes / job.devices + paper.buffer_bytes,
         "optimiser": job.slots * weights,
         "gradients": weights,
         "noise rows": (job.bands - 1) * sums if job.rows else 0.0,
     }
-    # Sums appear shard by shard while what was kept goes.
     kept = paper.peak("forward", "backward") / tensor
-    buffers = (2.0 * block + wide * of_block) / tensor
     earlier = sums if job.micro_batches > 1 else 0.0
-    row = sums if job.bands > 1 else 0.0
+    own = [wide * _rows_here(p, job.devices) for p in trained]
     phases = {
-        "clip": kept + buffers + earlier + sums,
-        "noise": 3.0 * sums + row,
+        "clip": earlier + kept + 2.0 * block / tensor,
+        "clip, sums to shards": earlier + _scattered(paper, trained, job, wide, tensor),
+        "noise": sums + _drawn(own, replace(job, devices=1)),
         "write": 2.0 * sums,
         "optimiser step": 2.0 * weights,
     }
     return Memory(resident, phases, kept)
+
+
+def _rows_here(p: PaperParameter, devices: int) -> int:
+    """Entries of the first device's shard of a parameter."""
+    rows = p.shape[0] if p.shape else 1
+    return rows_of_each(rows, devices) * (p.entries // max(rows, 1))
+
+
+def _scattered(
+    paper: Paper, trained: list[PaperParameter], job: Job, wide: int, tensor: int
+) -> float:
+    """The most, over earlier sums, while weighted products are formed one after the other, written
+    into buckets and scattered (``clipping.sharded.sums``): what was kept goes as they come, and one
+    bucket is on its way while the next is filled.
+    """
+    kind = torch.float64 if wide == 8 else torch.float32
+    like = {p.name: torch.empty(p.shape, dtype=kind, device="meta") for p in trained}
+    entries = sizes_of(paper)
+    total = sum(entries.values())
+    factors = paper.peak("backward 0") / tensor
+    most = done = sums = away = 0.0
+    for bucket in buckets_of(like, job.devices):
+        filled = job.devices * wide * sum(bucket.widths.values()) / tensor
+        for name in bucket.widths:
+            product = wide * entries[name] / tensor
+            left = factors * (1.0 - done / total)
+            most = max(most, left + sums + away + filled + product)
+            done += entries[name]
+        # What has arrived of the one before becomes sums while this one is still there.
+        arrived = away / (job.devices + 1) if job.micro_batches == 1 else 0.0
+        left = factors * (1.0 - done / total)
+        most = max(most, left + sums + away + arrived + filled + product)
+        sums += arrived
+        away = filled * (1.0 + 1.0 / job.devices)
+    return most

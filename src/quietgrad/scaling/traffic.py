@@ -1,7 +1,8 @@
 """Bytes that devices send each other in a step.
 
 All numbers are bytes that one device sends, of the device that sends most; what it receives is as
-much on average. Replicas move what ``distributed.exchange`` moves, to the byte; the rest is on
+much on average. Replicas move what ``distributed.exchange`` moves, to the byte, and shards what
+``fully_shard`` gathers and ``clipping.sharded.sums`` scatters; tests count both. The rest is on
 paper. A ring's share (W - 1) / W is counted wherever a collective operation has one.
 """
 
@@ -55,13 +56,16 @@ def replicas(paper: Paper, job: Job) -> dict[str, float]:
 
 def shards(paper: Paper, job: Job, tensor: int = 1) -> dict[str, float]:
     """Fully sharded: blocks are gathered for the forward and for the backward pass of every
-    micro-batch, weighted products are reduced and scattered. Noise is drawn shard by shard: none.
+    micro-batch, what lies outside of them once for both (as ``fully_shard`` keeps the outermost
+    module's parameters in between); weighted products are reduced and scattered. Noise is drawn
+    shard by shard: none.
     """
     size = job.devices // tensor
     share = (size - 1) / size / tensor * job.micro_batches
+    outside = sum(p.entries * p.item for p in paper.parameters if p.block < 0)
     wide = item_of([p for p in paper.parameters if p.trained])
     return {
-        "blocks gathered": 2.0 * share * paper.parameter_bytes,
+        "blocks gathered": share * (2.0 * paper.parameter_bytes - outside),
         "products scattered": share * wide * paper.trained_entries,
     }
 
