@@ -38,6 +38,7 @@ RUN_BY = {
     "docs/noisecurve.md": "training/test_pages_of_commands.py test_pages_of_code.py",
     "docs/review.md": "test_docs_site.py",
     "docs/schedules.md": "schedules/test_page.py training/test_pages_of_commands.py",
+    "docs/sharded_checkpoints.md": "distributed/test_pages_of_processes.py",
     "docs/tensor_parallel.md": "distributed/test_pages_of_processes.py",
     "docs/trainer.md": "integrations/test_transformers_page.py",
     "docs/training_loss.md": "test_side_pages.py",
