@@ -306,10 +306,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--estimator", default="exact")
+    parser.add_argument("--without-opacus", action="store_true")
+    parser.add_argument("--without-memory", action="store_true")
     settings = parser.parse_args()
+    ways = WAYS[:-1] if settings.without_opacus else WAYS
     with tempfile.TemporaryDirectory() as settings.rows:
         rounds = [
-            {way: told_of(way, settings, memory_too=n == 0) for way in WAYS}
+            {
+                way: told_of(way, settings, memory_too=n == 0 and not settings.without_memory)
+                for way in ways
+            }
             for n in range(settings.rounds)
         ]
     del settings.rows
@@ -324,8 +330,9 @@ def main() -> None:
                 "rounds": rounds,
                 **{
                     f"{way}: {title}": ratios(rounds, way, name)
-                    for way in ("private", "opacus")
+                    for way in ways
                     for title, name in RATIOS.items()
+                    if way != "plain" and name in rounds[0][way]
                 },
             },
             indent=1,
