@@ -25,7 +25,7 @@ from quietgrad.tensors import block_of, local_of
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.usefixtures("first_looks_alone"),
+    pytest.mark.usefixtures("no_looks"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
 ]
 

@@ -24,6 +24,7 @@ from quietgrad.clipping.norms.rounding import Norms, NormSums
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("first_looks_alone")]
 
 LEFT_OUT = {"low rank", "wrapped"}
+LOOKED_AT = {"exact", "users", "words, tied"}
 CUT: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("bottleneck", v) for name, v in VARIANTS.items() if name not in LEFT_OUT},
     "hardly any": ("bottleneck", {"expected_batch_size": 1}),
@@ -60,7 +61,7 @@ def trained(name: str, ranks: int, folder: str) -> dict[str, Any]:
     assert any(isinstance(p, DTensor) for p in model.parameters()) == (ranks > 1)
     records = texts(RECORDS) if words else records_of()
     what = next_words if words else loss
-    return four_steps(model, records, what, given, name, ranks)
+    return four_steps(model, records, what, given, name, ranks, looked_at=LOOKED_AT)
 
 
 def all_of(rank: int, ranks: int, folder: str, names: tuple[str, ...]) -> dict[str, Any]:
