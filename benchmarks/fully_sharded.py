@@ -56,6 +56,7 @@ WITH_LOOKS: tuple[Any, ...] = (guard, bound, sharded_bound, private_run)
 LIBC = ctypes.CDLL(None)
 TRIM_THRESHOLD, MMAP_THRESHOLD, LARGE = -1, -3, 200_000  # of mallopt; bytes
 WAYS = ("private", "plain", "opacus")
+TIMES, MEMORY = ("seconds", "processor"), ("added", "first")
 RATIOS = {
     "time": "seconds",
     "processor time": "processor",
@@ -265,9 +266,6 @@ def _parts(
     found = [json.loads(Path(settings.rows, f"{r}.json").read_text()) for r in range(RANKS)]
     share = sum(sum(rows[step]) for rows in found) // RANKS
     return [{"ids": part} for part in ids[rank * share :][:share].split(settings.physical)]
-
-
-TIMES, MEMORY = ("seconds", "processor"), ("added", "first")
 
 
 def told_of(way: str, settings: argparse.Namespace, memory_too: bool) -> dict[str, float]:

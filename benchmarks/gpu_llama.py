@@ -14,8 +14,8 @@ code: a softmax over the vocabulary for a few hundred positions at a time, so th
 in bfloat16 only.
 
 Each method has a process of its own with a time limit; running out of memory is caught and
-reported. Warm-up steps come first, then one step whose memory is measured, then rounds of one non-
-private step and one of the method on the same model (Opacus' hooks are switched off for the
+reported. Warm-up steps come first, then one step whose memory is measured, then rounds of one
+non-private step and one of the method on the same model (Opacus' hooks are switched off for the
 former). Times are from CUDA events; ratios are taken within a round, median and range over rounds.
 The guard looks in the first warm-up step alone. Memory is the largest that torch had allocated
 during the step: in total, and over model and data. Ratios of memory are to the non-private method's

@@ -8,12 +8,11 @@ It takes all GPUs there are, over NCCL, and needs two. First a small decoder mak
 float64, its whole copies on every process and sharded by ``fully_shard``; one process makes them by
 itself. Reported are the largest differences, which are zero where all is well: kernels that add in
 one order each time are asked for, and where torch has none, a difference of some 1e-12 is that
-order's. Then a decoder of
-``--width`` and ``--layers``, sharded, is timed in rounds of steps with and without privacy, with
-bfloat16 in its passes: medians and ranges of the ratio of their times, and the largest memory that
-torch had allocated on any device. Rounds in which the guard looks are left out. Private batches are
-Poisson's, and have the others' size on average; they are read and moved within the time that is
-taken, and the others' lie on the device.
+order's. Then a decoder of ``--width`` and ``--layers``, sharded, is timed in rounds of steps with
+and without privacy, with bfloat16 in its passes: medians and ranges of the ratio of their times,
+and the largest memory that torch had allocated on any device. Rounds in which the guard looks are
+left out. Private batches are Poisson's, and have the others' size on average; they are read and
+moved within the time that is taken, and the others' lie on the device.
 
 Targets: no difference; at most 1.15 times the time and 1.15 times the memory.
 """

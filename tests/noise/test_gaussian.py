@@ -276,10 +276,12 @@ def test_as_many_threads_as_there_are_draw_the_same(dtype, start, monkeypatch) -
         write(*given)
 
     monkeypatch.setattr(keyed, "_write", noted)
-    for count in (1, 4):
+    for count, inferring in ((1, False), (4, False), (4, True)):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        drawn.append(keyed.stretch(like, key, 2, "w", place))
-    assert torch.equal(*drawn) and drawn[0].dtype == dtype
+        with torch.inference_mode(inferring):
+            drawn.append(keyed.stretch(like, key, 2, "w", place))
+    assert all(torch.equal(drawn[0], other) for other in drawn[1:])
+    assert drawn[0].dtype == dtype
     assert threading.get_ident() in threads and len(threads) > 1
     whole = keyed.normal(torch.zeros(1000, dtype=dtype), key, 2, "w")
     assert torch.equal(whole[start : start + 900], drawn[1])

@@ -103,8 +103,13 @@ def stretch(like: Tensor, key: RandomKey, step: int, name: str, place: Stretch) 
     if of_one_block and not on_processor:
         return _drawn(tuple(like.shape), like, key, step, name, first)
     made = torch.empty(count, dtype=like.dtype, device=like.device)
+    inferring = torch.is_inference_mode_enabled()  # which other threads do not know
 
     def draw(block: int) -> None:
+        with torch.inference_mode(inferring):
+            write(block)
+
+    def write(block: int) -> None:
         begin, end = max(start, block * size), min(start + count, (block + 1) * size)
         part, before = made[begin - start : end - start], begin - block * size
         if on_processor:
