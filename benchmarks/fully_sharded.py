@@ -2,9 +2,9 @@
 Opacus' ghost clipping on the same model in shards of its own kind, on two processes with a thread
 each, in turns. Prints one JSON object: seconds and processor time a step, what a rank's memory is
 at most above what it has at rest, and the ratios of each round to the steps without privacy. All
-take as many records a step, as Poisson's batches have; without privacy, and with Opacus, ranks
-share them evenly, which shards ask for. Guards do not look: of a longer run's steps hardly any has
-a look.
+take as many records a step, as Poisson's batches have; ranks share them evenly, in equal
+micro-batches, as a loader does that is not told its micro-batches' size. Guards do not look: of a
+longer run's steps hardly any has a look.
 
 At rest means after a first step, without gradients: what either way imports and keeps is there.
 ``first`` is the same for all steps, above what there was before the first one. Memory is taken once
@@ -15,8 +15,8 @@ Run it on a machine with two free cores (seconds mean little on a busy one; proc
 from each pair, moves by some percent):
 
     python benchmarks/fully_sharded.py --rounds 5
-    python benchmarks/fully_sharded.py --rounds 5 --width 512 --layers 2 --physical 32
-    python benchmarks/fully_sharded.py --rounds 3 --width 1024 --layers 2 --physical 32 --steps 2
+    python benchmarks/fully_sharded.py --rounds 5 --width 512 --layers 2 --physical 40
+    python benchmarks/fully_sharded.py --rounds 3 --batch 256 --width 1024 --layers 2 --physical 40
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import default_collate
 
 from quietgrad import PrivacyConfig
-from quietgrad.clipping import bound
+from quietgrad.clipping import Performance, bound
 from quietgrad.clipping.sharded import bound as sharded_bound
 from quietgrad.clipping.soundness import guard
 from quietgrad.plan import run as private_run
@@ -193,12 +193,13 @@ def _private(
         expected_batch_size=settings.batch,
         steps=settings.steps + 1,
         clipping=replace(PrivacyConfig().clipping, estimator=settings.estimator),
+        performance=Performance(max_physical_batch_size=settings.physical),
         seed=3,
         data_are_public=True,
     ).build(RECORDS)
     data = [{"ids": row} for row in ids]
     leave_out_looks()
-    steps, size, meter = settings.steps + 1, settings.physical, Meter()
+    steps, meter = settings.steps + 1, Meter()
     rows: list[list[int]] = []
 
     def collate(records: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -206,7 +207,7 @@ def _private(
         return default_collate(records)
 
     with plan.start() as run:
-        loader = run.loader(data, steps=steps, physical_batch_size=size, collate_fn=collate)
+        loader = run.loader(data, steps=steps, collate_fn=collate)
         for batch in loader:
             rows.append([])
             if run.released == 1:
@@ -265,7 +266,8 @@ def _parts(
     """Half as many records as the private steps took on all ranks: here nobody waits for more."""
     found = [json.loads(Path(settings.rows, f"{r}.json").read_text()) for r in range(RANKS)]
     share = sum(sum(rows[step]) for rows in found) // RANKS
-    return [{"ids": part} for part in ids[rank * share :][:share].split(settings.physical)]
+    count = -(-share // settings.physical)
+    return [{"ids": part} for part in ids[rank * share :][:share].tensor_split(count)]
 
 
 def told_of(way: str, settings: argparse.Namespace, memory_too: bool) -> dict[str, float]:

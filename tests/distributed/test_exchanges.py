@@ -4,6 +4,7 @@ off.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from distributed.world import loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 
 from quietgrad.distributed import exchange, together, wrapping
+from quietgrad.distributed.groups.failing import require_to_end_at_failures
 from quietgrad.distributed.groups.patience import patience
 from quietgrad.ledger import read_ledger
 
@@ -157,3 +159,39 @@ def timeouts(rank: int, folder: str) -> list[float]:
 def test_groups_of_a_run_wait_as_long_as_the_scripts(tmp_path: Path) -> None:
     for found in on_ranks(2, tmp_path, timeouts, str(tmp_path)):
         assert found == [True, 7200.0, 7200.0], found
+
+
+@pytest.mark.parametrize(
+    ("known", "refused"),
+    [
+        ({}, False),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, False),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "NCCL_ASYNC_ERROR_HANDLING": "0"}, False),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, True),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}, True),
+        ({"NCCL_ASYNC_ERROR_HANDLING": "0"}, True),
+    ],
+)
+def test_a_process_that_would_go_on_after_a_failure_under_nccl_is_refused(
+    known: dict[str, str], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    require_to_end_at_failures(known)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    with pytest.raises(RuntimeError, match="unset it") if refused else contextlib.nullcontext():
+        require_to_end_at_failures(known)
+
+
+def test_a_run_on_ranks_asks_how_a_failure_ends(tmp_path: Path) -> None:
+    for told in on_ranks(2, tmp_path, started_as_if_under_nccl):
+        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=2" in told and "gloo" in told
+
+
+def started_as_if_under_nccl(rank: int) -> str:
+    known = str(dist.get_backend_config())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+        patch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        with pytest.raises(RuntimeError, match="after a collective operation") as refused:
+            plan_of().start()
+    return f"{refused.value} ({known})"

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from distributed.world import without_looks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quietgrad.clipping.settings import Clipping, Performance
-from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.distributed import sharded as sharded_company
 from quietgrad.noise import BandedNoise, IndependentNoise
 from quietgrad.plan import PrivacyConfig
+from quietgrad.scaling.forecast import ACTIVATIONS
 from quietgrad.scaling.held import Held
 from quietgrad.scaling.models import causal_loss
 from quietgrad.scaling.shapes import Shape, of_config
 
+CUT = {  # as transformers' own plan of a Llama
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+    **{f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+    **{f"model.layers.*.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+    "model.layers.*.mlp.down_proj": RowwiseParallel(),
+    "lm_head": ColwiseParallel(output_layouts=Replicate()),
+}
+SILENT = ("wait_tensor", "_wrap_tensor_autograd")
 STEPS = 5  # the guard looks at releases 1, 2 and 4: the last one is an ordinary step
 UNLOOKED = 2  # without looks, the second is one
 
@@ -55,7 +75,8 @@ def stepped(
     estimator: str = "auto",
     looks: bool = True,
     sharded: bool = False,
-) -> tuple[int, dict[str, int]]:
+    together: int = 1,
+) -> tuple[int, dict[str, float]]:
     """(the most bytes of the last step, what each kind of collective operation sent in it).
 
     Args:
@@ -67,26 +88,24 @@ def stepped(
         looks: whether the guard looks at releases. Of a large model that is most of the time, and
             no part of what an ordinary step holds and sends.
         sharded: whether blocks, and then the model, are given to ``fully_shard``.
+        together: devices that share each record; layers are cut over them.
     """
     size, examples, rounds, length, bands = job
+    groups = size // together
     steps = STEPS if looks else max(UNLOOKED, bands)
-    held, sent = Held(), dict[str, int]()
+    held, sent = Held(), dict[str, float]()
     restore = _counting(sent, rank, size)
     try:
-        with pytest.MonkeyPatch.context() as patch, held:
-            _count_rings(sent, size, patch)
-            if not looks:
-                patch.setattr(Guard, "begin", lambda *given: None)
-                patch.setattr(Guard, "examine", lambda *given: True)
+        looking = contextlib.nullcontext() if looks else without_looks()
+        with looking, pytest.MonkeyPatch.context() as patch, held, Functional(sent, together):
+            _count_rings(sent, groups, patch)
             model = build()
-            if sharded:
+            if sharded or together > 1:
                 _tell_of_sizes(held, patch)
-                for block in model.model.layers:
-                    fully_shard(block)
-                fully_shard(model)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+                _spread(model, groups, together)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=together == 1)
             # A step takes one of as many parts as there are bands.
-            count = examples * size * rounds * bands
+            count = examples * groups * rounds * bands
             texts = [{"input_ids": torch.randint(0, vocabulary, (length,))} for _ in range(count)]
             config = PrivacyConfig(
                 noise_multiplier=1.0,
@@ -98,7 +117,7 @@ def stepped(
                 noise=BandedNoise(bands) if bands > 1 else IndependentNoise(),
                 performance=Performance(engine="bookkeeping"),
             )
-            with config.build(count).start() as run:
+            with config.build(count).start(tensor_parallel=together) as run:
                 batches = run.loader(texts, steps=steps, physical_batch_size=examples)
                 for step, batch in enumerate(batches):
                     gc.collect()
@@ -110,6 +129,36 @@ def stepped(
     finally:
         restore()
     return held.peak, dict(sent)
+
+
+def _spread(model: Any, groups: int, together: int) -> None:
+    # torch's own, where the outermost module returns what a layer that is cut gathered
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    mesh = init_device_mesh("cpu", (groups, together), mesh_dim_names=("dp", "tp"))
+    if together > 1:
+        parallelize_module(model, mesh["tp"], CUT)
+    if groups > 1:
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+
+
+class Functional(TorchDispatchMode):
+    """Counts what DTensors send each other, where sums and gathers go round in rings."""
+
+    def __init__(self, sent: dict[str, float], together: int) -> None:
+        super().__init__()
+        self.sent, self.together = sent, together
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "_c10d_functional" and func._opname not in SILENT:
+            own = args[0].numel() * args[0].element_size()
+            to_each = {"all_reduce": 2 * own / self.together, "all_gather_into_tensor": own}
+            amount = (self.together - 1) * to_each[func._opname]
+            self.sent[ACTIVATIONS] = self.sent.get(ACTIVATIONS, 0.0) + amount
+        return func(*args, **(kwargs or {}))
 
 
 def _tell_of_sizes(held: Held, patch: pytest.MonkeyPatch) -> None:
@@ -124,7 +173,7 @@ def _tell_of_sizes(held: Held, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(_fsdp_param, name, changed)
 
 
-def _count_rings(sent: dict[str, int], size: int, patch: pytest.MonkeyPatch) -> None:
+def _count_rings(sent: dict[str, float], size: int, patch: pytest.MonkeyPatch) -> None:
     """Of a model in shards: what each sends where gathers and reductions go round in rings."""
 
     def counted(name: str, part: int, begin: Any) -> Any:
@@ -142,7 +191,7 @@ def _count_rings(sent: dict[str, int], size: int, patch: pytest.MonkeyPatch) -> 
     patch.setattr(sharded_company, "_reduce_scatter", counted("products scattered", size, scatter))
 
 
-def _counting(sent: dict[str, int], rank: int, size: int) -> Any:
+def _counting(sent: dict[str, float], rank: int, size: int) -> Any:
     """Counts what leaves this process for others, by the operations of torch.distributed."""
     first = dist.all_to_all_single, dist.all_gather, dist.broadcast
 
@@ -150,11 +199,13 @@ def _counting(sent: dict[str, int], rank: int, size: int) -> Any:
         sent[name] = sent.get(name, 0) + amount
 
     def exchange(output: Any, given: Any, to: Any, of: Any, **more: Any) -> Any:
-        count("exchange", (sum(of) - of[rank]) * given.element_size())
+        own = of[dist.get_rank(more["group"])]
+        count("exchange", (sum(of) - own) * given.element_size())
         return first[0](output, given, to, of, **more)
 
     def gather(found: Any, mine: Any, **more: Any) -> Any:
-        count("agreement", mine.numel() * mine.element_size() * (size - 1))
+        others = dist.get_world_size(more["group"]) - 1
+        count("agreement", mine.numel() * mine.element_size() * others)
         return first[1](found, mine, **more)
 
     def tell(told: Any, source: int, **more: Any) -> Any:

@@ -11,7 +11,7 @@ from distributed.world import on_ranks
 from scaling.steps import made, small_shape, stepped
 
 from quietgrad.clipping.clipper import Clipper
-from quietgrad.scaling import memory, traffic
+from quietgrad.scaling import forecast, memory, traffic
 from quietgrad.scaling.memory import Job
 from quietgrad.scaling.models import Tuning, paper_of_shape
 from quietgrad.scaling.shapes import NAMED, Shape
@@ -122,3 +122,55 @@ def test_memory_and_traffic_of_shards_are_as_planned(
     shape: Shape, job: tuple[int, int, int, int, int], estimator: str, tmp_path: Path
 ) -> None:
     require_shards_as_planned(shape, job, estimator, tmp_path)
+
+
+def require_cut_as_planned(
+    shape: Shape,
+    job: tuple[int, int, int, int, int],
+    together: int,
+    estimator: str,
+    folder: Path,
+) -> None:
+    size, examples, rounds, length, bands = job
+    vocabulary = int(dict(shape.values)["vocab_size"])
+    groups, positions = size // together, rounds * examples * length
+    given = (lambda: made(shape), vocabulary, job, estimator, False, groups > 1, together)
+    found = on_ranks(size, folder, stepped, *given)
+    assert all(isinstance(one, tuple) for one in found), found
+    clipper = Clipper(1.0, estimator)  # type: ignore[arg-type]
+    most = max(peak for peak, _ in found)
+
+    def planned(parts: int, bands: int) -> tuple[float, dict[str, float]]:
+        tuning = Tuning(dtype="float32", parts=parts)
+        paper = paper_of_shape(shape, tuning, examples, length, clipper)
+        asked = Job(groups, rounds, bands)
+        peak = forecast.memory_of(forecast.CUT, paper, asked).peak
+        return peak, forecast.sent_in(forecast.CUT, paper, asked, positions)
+
+    peak, sent = planned(together, bands)
+    assert peak == pytest.approx(most, rel=0.1)
+    for _, counted in found:
+        for what, amount in sent.items():
+            assert counted[what] == pytest.approx(amount, rel=0.01), what
+        assert sum(counted.values()) == pytest.approx(sum(sent.values()), rel=0.01)
+    # Not because everything is: neither with whole layers, nor with more rows of noise.
+    assert planned(1, bands)[0] > 1.1 * most
+    assert planned(together, bands + 8)[0] > 1.1 * most
+
+
+@pytest.mark.parametrize(
+    ("shape", "job", "estimator"),
+    [
+        (TINY, (2, 8, 1, 64, 1), "auto"),  # activations are most
+        (SMALL, (2, 2, 2, 32, 4), "auto"),  # two micro-batches, rows of noise
+        (SMALL, (2, 4, 1, 32, 1), "hutch"),
+        pytest.param(SMALL, (4, 2, 1, 32, 1), "auto", marks=pytest.mark.slow("four processes")),
+        pytest.param(SMALL, (4, 2, 2, 32, 4), "hutch", marks=pytest.mark.slow("four processes")),
+    ],
+    ids=["tiny", "rows", "hutch", "groups", "groups, rows, hutch"],
+)
+def test_memory_and_traffic_of_cut_layers_are_as_planned(
+    shape: Shape, job: tuple[int, int, int, int, int], estimator: str, tmp_path: Path
+) -> None:
+    """Two processes share each record; with four, layers are sharded over two such groups."""
+    require_cut_as_planned(shape, job, 2, estimator, tmp_path)

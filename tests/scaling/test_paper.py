@@ -14,8 +14,15 @@ from quietgrad.clipping.clipper import Clipper
 from quietgrad.scaling.devices import NAMED as DEVICES
 from quietgrad.scaling.devices import device_of
 from quietgrad.scaling.held import Held
-from quietgrad.scaling.models import Tuning, causal_loss, fake_model, paper_of_model, paper_of_shape
-from quietgrad.scaling.shapes import NAMED, shape_of
+from quietgrad.scaling.models import (
+    Tuning,
+    causal_loss,
+    fake_model,
+    paper_of_model,
+    paper_of_shape,
+    parts_of,
+)
+from quietgrad.scaling.shapes import NAMED, of_config, shape_of
 
 # Parameters of the published models, as their pages count them.
 PUBLISHED = {
@@ -37,7 +44,7 @@ EXACT = Clipper(1.0, "auto")
 def test_shapes_by_name_have_the_published_parameters() -> None:
     assert set(NAMED) == set(PUBLISHED)
     for name, published in PUBLISHED.items():
-        model, _ = fake_model(NAMED[name], Tuning())
+        model, _, _ = fake_model(NAMED[name], Tuning())
         assert sum(p.numel() for p in model.parameters()) == published, name
 
 
@@ -75,6 +82,45 @@ def test_weights_of_half_the_width_hold_less(estimator: str) -> None:
     assert 0.4 * single.peak() < half.peak() < single.peak()
 
 
+def test_a_device_of_two_has_half_of_what_is_cut() -> None:
+    whole, half = (paper_of_shape(SHAPE, Tuning(parts=parts), 2, 16, EXACT) for parts in (1, 2))
+    shapes = {p.name: p.shape for p in half.parameters}
+    for p in whole.parameters:
+        name = p.name.replace("lm_head", "lm_head.layer")
+        dim = None if "norm" in name else int("o_proj" in name or "down_proj" in name)
+        assert shapes[name] == tuple(n // 2 if i == dim else n for i, n in enumerate(p.shape)), name
+    assert whole.sent_per_position == 0
+    # Half of two copies of what is added up, and half of the words' numbers, in bfloat16.
+    assert half.sent_per_position == 2 * (7 * 7 * 32 + 2 * 32 + 256 / 2)
+    again = paper_of_shape(SHAPE, Tuning(parts=2, checkpointing=True), 2, 16, EXACT)
+    assert again.sent_per_position == 2 * (9 * 7 * 32 + 2 * 32 + 256 / 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "parts"),
+    [
+        ("llama-8b", 512, 8),
+        ("llama-8b", 12, 4),
+        ("llama-8b", 7, 1),
+        ("qwen2.5-0.5b", 8, 2),  # of 2 heads of keys
+        ("smollm2-135m", 8, 1),  # of 9 heads
+    ],
+)
+def test_so_many_devices_share_a_record(name: str, devices: int, parts: int) -> None:
+    assert parts_of(NAMED[name], devices) == parts
+
+
+def test_what_transformers_cuts_by_no_plan_stays_whole() -> None:
+    values = {
+        "model_type": "gpt2",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 8,
+    }
+    assert parts_of(of_config(values, "a GPT-2", "this test"), 8) == 1
+
+
 def test_a_model_that_is_there_counts_as_its_shape() -> None:
     model = made(SHAPE)
     before = [p.clone() for p in model.parameters()]
@@ -89,7 +135,7 @@ def test_a_folder_with_a_configuration_is_a_shape(tmp_path: Path) -> None:
     SHAPE.config().save_pretrained(tmp_path)
     shape = shape_of(str(tmp_path))
     assert shape.layers == 7
-    model, _ = fake_model(shape, Tuning())
+    model, _, _ = fake_model(shape, Tuning())
     assert sum(p.numel() for p in model.parameters()) == sum(
         p.numel() for p in made(SHAPE).parameters()
     )

@@ -17,6 +17,7 @@ from quietgrad.checks import require_int
 from quietgrad.clipping.soundness.processes import refuse_launcher
 from quietgrad.distributed.alike import digest, versions
 from quietgrad.distributed.cut.ranks import CutRanks
+from quietgrad.distributed.groups.failing import require_to_end_at_failures
 from quietgrad.distributed.groups.restarts import begun_before, counted
 from quietgrad.distributed.ranks import FIRST, Ranks
 from quietgrad.distributed.team import Alone, Team
@@ -103,6 +104,7 @@ def start_run(
     secret = None if keys is None else Path(keys)
     if size > 1:
         refuse_launcher(group_size=size)
+        require_to_end_at_failures()
         ranks = Ranks() if tensor_parallel == 1 else CutRanks(tensor_parallel)
         found = _started_together(plan, ledger, secret, resume, ranks)
         return _run(plan, found, None, ranks)

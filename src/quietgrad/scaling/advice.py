@@ -9,7 +9,7 @@ from typing import Any
 
 from quietgrad.clipping.norms.choice import Estimator
 from quietgrad.scaling import pace, traffic
-from quietgrad.scaling.forecast import TENSOR, USABLE, Asked, Way
+from quietgrad.scaling.forecast import POSITIONS, REPLICAS, USABLE, Asked, PaperOf, Way
 from quietgrad.scaling.memory import item_of
 from quietgrad.scaling.paper import Paper
 
@@ -57,41 +57,41 @@ def noise_table(asked: Asked, paper: Paper, way: Way) -> list[dict[str, Any]]:
 
 def drawn_by_one(asked: Asked, paper: Paper, way: Way) -> float:
     """Entries whose noise one device draws: of the one that draws most."""
-    if way.name != "replicas":
+    if way.name != REPLICAS:
         return paper.trained_entries / asked.devices
     wide = item_of([p for p in paper.parameters if p.trained])
     return paper.trained_entries - way.sent.get("sums to owners", 0.0) / wide
 
 
-def estimator_table(asked: Asked, paper: Paper, way: Way) -> list[dict[str, Any]]:
+def estimator_table(asked: Asked, paper_of: PaperOf, way: Way) -> list[dict[str, Any]]:
     """What every estimator takes in a step of one device, and would send if the positions of a
     record lay on several devices (context parallel, which no version runs yet).
     """
+    whole, paper = paper_of(2, "bookkeeping", 1), paper_of(2, "bookkeeping", way.parts)
     plain = pace.computing(paper, way.examples * way.micro_batches, asked.device, asked.efficiency)
     speed = asked.device.throughput(asked.efficiency)
-    tensor = TENSOR if "tensor" in way.name else 1
     item = min(p.item for p in paper.parameters)
     costs = {
         p.name: cost
-        for p in paper.trace.parameters
+        for p in whole.trace.parameters
         if (cost := p.cost_for(way.examples)) is not None
     }
     rows = []
     for name, sketch_dim in ESTIMATORS:
         policy = replace(asked.policy(), estimator=name, sketch_dim=max(sketch_dim, 1))
         norms = pace.norms_of(paper.trace, policy, way.examples, speed)
-        spent = way.micro_batches * norms.seconds / tensor
+        spent = way.micro_batches * norms.seconds
         meeting = "materialized" if name == "exact" else name
-        positions = traffic.over_positions(costs, meeting, sketch_dim, TENSOR, item)
+        positions = traffic.over_positions(costs, meeting, sketch_dim, POSITIONS, item)
         if name == "exact":
-            ghost = traffic.over_positions(costs, "ghost", 0, TENSOR, item)
+            ghost = traffic.over_positions(costs, "ghost", 0, POSITIONS, item)
             positions = min(positions, ghost)
         rows.append(
             {
                 "estimator": name,
                 "sketch_dim": sketch_dim or None,
                 "seconds": spent,
-                "over_plain_step": spent / (sum(plain.values()) / tensor),
+                "over_plain_step": spent / sum(plain.values()),
                 "kept_bytes": norms.kept,
                 "context_parallel_bytes": way.micro_batches * positions,
             }

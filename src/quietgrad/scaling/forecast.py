@@ -22,18 +22,21 @@ USABLE = (
     0.9  # of a device's memory: the rest is the context's, kernels' and what lies between blocks
 )
 EFFICIENCY = 0.4
-TENSOR = 8  # devices that share a record, where a way has that
+ACTIVATIONS = "activations of cut layers"
+POSITIONS = 8  # devices that would share a record's positions (context parallel)
+
+REPLICAS, SHARDED, CUT = "replicas", "sharded", "sharded, tensor parallel"
 
 # What each way is today. Whoever makes one run changes its line.
 RUNS: Mapping[str, str] = MappingProxyType(
     {
-        "replicas": "runs today",
-        "sharded": "runs today, by training.sharded or in loops of your own",
-        "sharded, tensor parallel": "runs today, in loops of your own",
+        REPLICAS: "runs today",
+        SHARDED: "runs today, by training.sharded or in loops of your own",
+        CUT: "runs today, in loops of your own",
     }
 )
 
-PaperOf = Callable[[int, Engine], Paper]
+PaperOf = Callable[[int, Engine, int], Paper]
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class Asked:
         slots: copies of the weights that the optimiser keeps.
         steps: T; None where nothing says.
         efficiency: share of the peak that products reach.
-        width, positions, blocks: of the residual stream, where the model has one: tokens an
-            example.
+        positions: tokens an example.
+        parts: devices that share each record where layers are cut; 1: no way to cut them is known.
     """
 
     devices: int
@@ -62,14 +65,18 @@ class Asked:
     slots: int = 2
     steps: int | None = None
     efficiency: float = EFFICIENCY
-    width: int = 0
     positions: int = 1
-    blocks: int = 0
+    parts: int = 1
 
     def __post_init__(self) -> None:
         require_at_least("devices", self.devices, 1, "a plan is for one device or more")
         require_at_least("batch", self.batch, 1, "a step has one example or more")
         require_at_least("bands", self.bands, 1, "1 is independent noise")
+        if self.parts < 1 or self.devices % self.parts:
+            raise ValueError(
+                f"parts={self.parts} devices cannot share each record among {self.devices}; give "
+                "a divisor"
+            )
         require_positive("efficiency", self.efficiency, "0.4 is usual")
         if self.efficiency > 1:
             raise ValueError(
@@ -89,6 +96,7 @@ class Way:
 
     Attributes:
         name: of the way; ``runs`` says whether it does.
+        parts: devices that share each record.
         engine, examples, micro_batches: how a device's share is cut.
         largest: examples that would fit; 0 where not even one does.
         memory: of the device that holds most.
@@ -98,6 +106,7 @@ class Way:
     """
 
     name: str
+    parts: int
     engine: Engine
     examples: int
     micro_batches: int
@@ -128,38 +137,66 @@ def ways_of(asked: Asked, paper_of: PaperOf) -> list[Way]:
 
     Args:
         asked: what for.
-        paper_of: (examples, engine) -> that micro-batch on paper.
+        paper_of: (examples, engine, devices that share a record) -> what one of these has of that
+            micro-batch, on paper.
     """
-    names = ["replicas"]
+    names = [REPLICAS]
     if asked.devices > 1:
-        names.append("sharded")
-    if asked.devices >= TENSOR and asked.width:
-        names.append("sharded, tensor parallel")
+        names.append(SHARDED)
+    if asked.parts > 1:
+        names.append(CUT)
     return [_way(name, asked, paper_of) for name in names]
 
 
-def _job(asked: Asked, micro_batches: int) -> Job:
+def _parts(name: str, asked: Asked) -> int:
+    return asked.parts if name == CUT else 1
+
+
+def _job(name: str, asked: Asked, micro_batches: int) -> Job:
     fused = asked.device.kind == "cuda"
-    return Job(asked.devices, micro_batches, asked.bands, asked.rows, asked.slots, fused)
+    groups = asked.devices // _parts(name, asked)
+    return Job(groups, micro_batches, asked.bands, asked.rows, asked.slots, fused)
 
 
-def _memory(name: str, paper: Paper, job: Job) -> Memory:
-    if name == "replicas":
+def memory_of(way: str, paper: Paper, job: Job) -> Memory:
+    """Of one device.
+
+    Args:
+        way: its name.
+        paper: what the device has of a micro-batch.
+        job: the step; where several devices share each record, its devices are their groups.
+    """
+    if way == REPLICAS:
         return memory.replicas(paper, job)
-    return memory.shards(paper, job, TENSOR if "tensor" in name else 1)
+    return memory.shards(paper, job) if job.devices > 1 else memory.neighbours(paper, job)
+
+
+def sent_in(way: str, paper: Paper, job: Job, positions: int) -> dict[str, float]:
+    """What one device sends in a step, by name, in bytes.
+
+    Args:
+        way, paper, job: as for ``memory_of``.
+        positions: that the device runs in the step, of all records.
+    """
+    if way == REPLICAS:
+        return traffic.replicas(paper, job)
+    sent = traffic.shards(paper, job) if job.devices > 1 else {}
+    if way == CUT:
+        sent[ACTIVATIONS] = positions * paper.sent_per_position
+    return sent
 
 
 def _way(name: str, asked: Asked, paper_of: PaperOf) -> Way:
-    tensor = TENSOR if "tensor" in name else 1
-    share = -(-asked.batch * tensor // asked.devices)
+    parts = _parts(name, asked)
+    share = -(-asked.batch * parts // asked.devices)
     room = USABLE * asked.device.memory
     engine: Engine = "bookkeeping"
-    two, four = paper_of(2, engine), paper_of(4, engine)
+    two, four = paper_of(2, engine, parts), paper_of(4, engine, parts)
     largest = _largest(name, asked, two, four, room)
     size = min(share, max(largest, 1))
-    if name == "replicas" and not asked.clipper.sketched:
+    if name == REPLICAS and not asked.clipper.sketched:
         # Where exact norms are taken, a run may take one example at a time instead.
-        held = sum(_memory(name, two, _job(asked, 2)).resident.values())
+        held = sum(memory_of(name, two, _job(name, asked, 2)).resident.values())
         policies = {p.name: asked.policy().for_shape(p.shape) for p in two.trace.parameters}
         how = choose_execution(
             two.trace,
@@ -172,27 +209,18 @@ def _way(name: str, asked: Asked, paper_of: PaperOf) -> Way:
         engine, size = how.engine, how.physical_batch_size
     rounds = -(-share // size)
     size = -(-share // rounds)
-    paper = paper_of(1, engine) if engine == "one-example" else two.at(size, four)
-    job = _job(asked, rounds)
-    kept = _memory(name, paper, job)
-    if name == "replicas":
-        sent = traffic.replicas(paper, job)
-    else:
-        sent = traffic.shards(paper, job, tensor)
-        if tensor > 1:
-            item = min(p.item for p in paper.parameters)
-            places = share * asked.positions
-            sent["activations added up"] = traffic.tensor_parallel(
-                places, asked.width, asked.blocks, item, tensor
-            )
-    seconds = _seconds(asked, paper, engine, size, rounds, job, sent, tensor)
+    paper = paper_of(1, engine, parts) if engine == "one-example" else two.at(size, four)
+    job = _job(name, asked, rounds)
+    kept = memory_of(name, paper, job)
+    sent = sent_in(name, paper, job, share * asked.positions)
+    seconds = _seconds(asked, paper, engine, size, rounds, job, sent, parts)
     hidden = frozenset({"blocks gathered", "products scattered"} & set(seconds))
-    return Way(name, engine, size, rounds, largest, kept, sent, seconds, hidden)
+    return Way(name, parts, engine, size, rounds, largest, kept, sent, seconds, hidden)
 
 
 def _largest(name: str, asked: Asked, two: Paper, four: Paper, room: float) -> int:
     """Examples whose micro-batch fits, by the line through two and four of them."""
-    low, high = (_memory(name, paper, _job(asked, 2)) for paper in (two, four))
+    low, high = (memory_of(name, paper, _job(name, asked, 2)) for paper in (two, four))
     fixed = sum(low.resident.values())
     if fixed + max(v for k, v in low.phases.items() if not k.startswith("clip")) > room:
         return 0
@@ -212,14 +240,14 @@ def _seconds(
     rounds: int,
     job: Job,
     sent: Mapping[str, float],
-    tensor: int,
+    parts: int,
 ) -> dict[str, float]:
     device, share = asked.device, asked.efficiency
-    examples = -(-asked.batch * tensor // asked.devices)
-    found = {k: v / tensor for k, v in pace.computing(paper, examples, device, share).items()}
+    examples = -(-asked.batch * parts // asked.devices)
+    found = pace.computing(paper, examples, device, share)
     if engine == "bookkeeping":
         norms = pace.norms_of(paper.trace, asked.policy(), size, device.throughput(share))
-        found["norms"] = rounds * norms.seconds / tensor
+        found["norms"] = rounds * norms.seconds
     else:
         found["norms"] = examples * 20.0 * paper.trained_entries / device.bandwidth
     # Shards are even; an owner of whole parameters may have more than its part.
@@ -235,9 +263,9 @@ def _seconds(
     weights = sum(p.entries * p.item for p in paper.parameters if p.trained)
     cut = 1 if "sums to owners" in sent or job.devices == 1 else job.devices
     found["optimiser"] = pace.optimiser_seconds(weights / cut, device)
-    link = device.link_for(job.devices)
+    link = device.link_for(asked.devices)
     for what, amount in sent.items():
-        found[what] = amount / (device.link if what == "activations added up" else link)
+        found[what] = amount / (device.link if what == ACTIVATIONS else link)
     return found
 
 
@@ -246,6 +274,7 @@ def as_record(way: Way, device: Device) -> dict[str, Any]:
     return {
         "way": way.name,
         "runs": way.runs,
+        "tensor_parallel": way.parts,
         "fits": way.fits(device),
         "engine": way.engine,
         "examples": way.examples,

@@ -17,6 +17,7 @@ from quietgrad.clipping.sharded.sums import buckets_of, rows_of_each
 from quietgrad.distributed.exchange import buckets, owners_of
 from quietgrad.scaling.paper import Paper, PaperParameter
 
+IN_DOUBT = "clip, a norm in doubt"
 WIDE = 4  # bytes of an entry of sums and noise, for weights of float32 and shorter
 
 
@@ -101,7 +102,7 @@ def replicas(paper: Paper, job: Job) -> Memory:
         phases["clip"] += sums
         phases["add"] = 3.0 * sums
     # An example whose norm's rounding is in doubt has its gradient formed and added by itself.
-    phases["clip, a norm in doubt"] = (
+    phases[IN_DOUBT] = (
         paper.peak("backward 0", "backward -1")
         + 2.0 * sums
         + (sums if job.micro_batches > 1 else 0)
@@ -117,6 +118,15 @@ def replicas(paper: Paper, job: Job) -> Memory:
     phases["write"] = 2.0 * sums
     phases["optimiser step"] = float(2 * weights if job.fused else 2 * largest)
     return Memory(resident, phases, float(clip - sums))
+
+
+def neighbours(paper: Paper, job: Job) -> Memory:
+    """One group of devices that share each record, layers cut over them, nothing sharded. What is
+    in doubt is formed layer by layer, as where models are sharded, and not counted.
+    """
+    found = replicas(paper, job)
+    phases = {k: v for k, v in found.phases.items() if k != IN_DOUBT}
+    return replace(found, phases=phases)
 
 
 def _drawn(own: list[int], job: Job) -> float:
@@ -170,17 +180,15 @@ def _exchanged(
     return most[0], most[1]
 
 
-def shards(paper: Paper, job: Job, tensor: int = 1) -> Memory:
+def shards(paper: Paper, job: Job) -> Memory:
     """Parameters, sums, optimiser and noise cut over all devices (``fully_shard``), blocks gathered
     as they are needed.
 
-    Two blocks are whole at a time (one runs, the next one arrives). With ``tensor`` devices that
-    share each record, gathered blocks are cut that many times as well, and so are activations (the
-    residual stream too, by positions).
+    Two blocks are whole at a time (one runs, the next one arrives).
 
     Args:
-        paper, job: as above.
-        tensor: devices that share a record (tensor parallel).
+        paper: as above; where several devices share a record, of one of them.
+        job: the step. With groups of devices that share a record, its devices are the groups.
     """
     trained = [p for p in paper.parameters if p.trained]
     wide = item_of(trained)
@@ -193,12 +201,12 @@ def shards(paper: Paper, job: Job, tensor: int = 1) -> Memory:
         "gradients": weights,
         "noise rows": (job.bands - 1) * sums if job.rows else 0.0,
     }
-    kept = paper.peak("forward", "backward") / tensor
+    kept = paper.peak("forward", "backward")
     earlier = sums if job.micro_batches > 1 else 0.0
     own = [wide * _rows_here(p, job.devices) for p in trained]
     phases = {
-        "clip": earlier + kept + 2.0 * block / tensor,
-        "clip, sums to shards": earlier + _scattered(paper, trained, job, wide, tensor),
+        "clip": earlier + kept + 2.0 * block,
+        "clip, sums to shards": earlier + _scattered(paper, trained, job, wide),
         "noise": sums + _drawn(own, replace(job, devices=1)),
         "write": 2.0 * sums,
         "optimiser step": 2.0 * weights,
@@ -212,9 +220,7 @@ def _rows_here(p: PaperParameter, devices: int) -> int:
     return rows_of_each(rows, devices) * (p.entries // max(rows, 1))
 
 
-def _scattered(
-    paper: Paper, trained: list[PaperParameter], job: Job, wide: int, tensor: int
-) -> float:
+def _scattered(paper: Paper, trained: list[PaperParameter], job: Job, wide: int) -> float:
     """The most, over earlier sums, while weighted products are formed one after the other, written
     into buckets and scattered (``clipping.sharded.sums``): what was kept goes as they come, and one
     bucket is on its way while the next is filled.
@@ -223,12 +229,12 @@ def _scattered(
     like = {p.name: torch.empty(p.shape, dtype=kind, device="meta") for p in trained}
     entries = sizes_of(paper)
     total = sum(entries.values())
-    factors = paper.peak("backward 0") / tensor
+    factors = paper.peak("backward 0")
     most = done = sums = away = 0.0
     for bucket in buckets_of(like, job.devices):
-        filled = job.devices * wide * sum(bucket.widths.values()) / tensor
+        filled = job.devices * wide * sum(bucket.widths.values())
         for name in bucket.widths:
-            product = wide * entries[name] / tensor
+            product = wide * entries[name]
             left = factors * (1.0 - done / total)
             most = max(most, left + sums + away + filled + product)
             done += entries[name]

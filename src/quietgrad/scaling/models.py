@@ -24,6 +24,7 @@ from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.engines.work import Engine
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
+from quietgrad.scaling.cutting import Exchange, cut
 from quietgrad.scaling.once import Known
 from quietgrad.scaling.paper import (
     BLOCK,
@@ -38,6 +39,8 @@ from quietgrad.scaling.shapes import Shape
 from quietgrad.tensors import Batch
 
 FEW_BLOCKS = 4  # models of so many blocks are run whole
+SHARING = (8, 4, 2)  # devices of a record; links between more are slow
+HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,13 @@ class Tuning:
         lora: rank of adapters on all linear layers of the blocks; None trains everything.
         dtype: of the weights.
         checkpointing: activations of a block are computed again in the backward pass.
+        parts: devices that share each record; 1: none does.
     """
 
     lora: int | None = None
     dtype: str = "bfloat16"
     checkpointing: bool = False
+    parts: int = 1
 
 
 def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -65,8 +70,10 @@ def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return losses.mean(dim=1)
 
 
-def fake_model(shape: Shape, tuning: Tuning) -> tuple[nn.Module, FakeTensorMode]:
-    """A model of shapes alone, and the mode that it runs in. Vectors are made: rules try theirs."""
+def fake_model(shape: Shape, tuning: Tuning) -> tuple[nn.Module, FakeTensorMode, list[Exchange]]:
+    """A model of shapes alone, the mode that it runs in, and what its layers exchange. Vectors are
+    made: rules try theirs.
+    """
     import transformers as hf
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -74,6 +81,7 @@ def fake_model(shape: Shape, tuning: Tuning) -> tuple[nn.Module, FakeTensorMode]
         model: nn.Module = hf.AutoModelForCausalLM.from_config(
             shape.config(), dtype=getattr(torch, tuning.dtype)
         )
+        exchanges = cut(model, tuning.parts) if tuning.parts > 1 else []
         if tuning.lora is not None:
             import peft
 
@@ -101,7 +109,20 @@ def fake_model(shape: Shape, tuning: Tuning) -> tuple[nn.Module, FakeTensorMode]
     if tuning.checkpointing:
         body: Any = model
         body.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    return model.train(), mode
+    return model.train(), mode, exchanges
+
+
+def parts_of(shape: Shape, devices: int) -> int:
+    """Most devices (8, 4 or 2) that can share each record of so many: where transformers has a plan
+    that cuts the model, and it divides. Else 1.
+    """
+    heads = [int(v) for k, v in shape.values if k in HEADS]
+    for parts in SHARING:
+        if devices % parts == 0 and heads and not any(n % parts for n in heads):
+            with contextlib.suppress(ValueError):
+                fake_model(shape.with_layers(1), Tuning(parts=parts))
+                return parts
+    return 1
 
 
 @lru_cache(maxsize=8)
@@ -131,12 +152,18 @@ def paper_of_shape(
     """
 
     def run(layers: int) -> Paper:
-        model, mode = fake_model(shape.with_layers(layers), tuning)
+        model, mode, exchanges = fake_model(shape.with_layers(layers), tuning)
         batch = _texts(mode, examples, length)
         peaks = on_paper(model, causal_loss, batch, clipper, engine, mode, _known(tuning.dtype))
         buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         traced = _traced(shape.with_layers(layers), tuning, length)
-        return Paper(parameters_of(model), buffers, peaks, traced, examples)
+        again = 1 + tuning.checkpointing
+        item = getattr(torch, tuning.dtype).itemsize
+        sent = item * sum(
+            e.forward * (again if block_of(f"{e.layer}.") >= 0 else 1) + e.backward
+            for e in exchanges
+        )
+        return Paper(parameters_of(model), buffers, peaks, traced, examples, sent)
 
     if whole or shape.layers <= FEW_BLOCKS:
         return run(shape.layers)
@@ -182,7 +209,7 @@ def _texts(mode: FakeTensorMode, examples: int, length: int) -> dict[str, Tensor
 
 @lru_cache(maxsize=64)
 def _traced(shape: Shape, tuning: Tuning, length: int) -> ModelTrace:
-    model, mode = fake_model(shape, tuning)
+    model, mode, _ = fake_model(shape, tuning)
     with quiet():
         layout: Layout = layout_of(model)
         one = _texts(mode, 1, length)
@@ -235,7 +262,8 @@ def _grown(two: Paper, three: Paper, layers: int) -> Paper:
     }
     model = ModelTrace(tuple(traced), **numbers)
     buffers = line(two.buffer_bytes, three.buffer_bytes)
-    return Paper((*outside, *blocks), buffers, peaks, model, two.examples)
+    sent = line(two.sent_per_position, three.sent_per_position)
+    return Paper((*outside, *blocks), buffers, peaks, model, two.examples, sent)
 
 
 def _renamed(name: str, block: int) -> str:

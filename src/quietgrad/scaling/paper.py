@@ -76,6 +76,8 @@ class Paper:
             "backward ...", "sums ..." by block.
         trace: the planner's, of one example.
         examples: of the micro-batch.
+        sent_per_position: bytes that a device sends of a position's activations and their
+            gradients, where several share a record.
     """
 
     parameters: tuple[PaperParameter, ...]
@@ -83,6 +85,7 @@ class Paper:
     peaks: dict[str, int]
     trace: ModelTrace
     examples: int
+    sent_per_position: float = 0.0
 
     @property
     def trained_entries(self) -> int:

@@ -54,36 +54,19 @@ def replicas(paper: Paper, job: Job) -> dict[str, float]:
     return {k: float(v) for k, v in max(rows, key=lambda row: sum(row.values())).items()}
 
 
-def shards(paper: Paper, job: Job, tensor: int = 1) -> dict[str, float]:
+def shards(paper: Paper, job: Job) -> dict[str, float]:
     """Fully sharded: blocks are gathered for the forward and for the backward pass of every
     micro-batch, what lies outside of them once for both (as ``fully_shard`` keeps the outermost
     module's parameters in between); weighted products are reduced and scattered. Noise is drawn
     shard by shard: none.
     """
-    size = job.devices // tensor
-    share = (size - 1) / size / tensor * job.micro_batches
+    share = (job.devices - 1) / job.devices * job.micro_batches
     outside = sum(p.entries * p.item for p in paper.parameters if p.block < 0)
     wide = item_of([p for p in paper.parameters if p.trained])
     return {
         "blocks gathered": share * (2.0 * paper.parameter_bytes - outside),
         "products scattered": share * wide * paper.trained_entries,
     }
-
-
-def tensor_parallel(
-    positions: int, width: int, blocks: int, item: int, tensor: int, passes: int = 4
-) -> float:
-    """Of the activations that ``tensor`` devices add up: two sums a block in the forward and two in
-    the backward pass, by rings. Norms add 24 bytes an example and device: partial squares,
-    with what they may be wrong by, are sums over shards.
-
-    Args:
-        positions: examples times tokens.
-        width, blocks, item: of the residual stream.
-        tensor: devices that share a record.
-        passes: sums a block (6 with checkpointing, which runs the forward pass again).
-    """
-    return 2.0 * (tensor - 1) / tensor * passes * blocks * positions * width * item
 
 
 def over_positions(

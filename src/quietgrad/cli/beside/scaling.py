@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +62,7 @@ def run_devices(config: Path | None, overrides: list[str], options: Options, as_
     )
     ways = ways_of(asked, paper_of)
     best = advice.best_of(ways, asked)
-    paper = paper_of(2, "bookkeeping")
+    paper = paper_of(2, "bookkeeping", 1)
     record: dict[str, Any] = {
         "model": about
         | {
@@ -81,7 +80,7 @@ def run_devices(config: Path | None, overrides: list[str], options: Options, as_
         "ways": [as_record(way, asked.device) for way in ways],
         "best": best.name,
         "noise": advice.noise_table(asked, paper, best),
-        "estimators": advice.estimator_table(asked, paper, best),
+        "estimators": advice.estimator_table(asked, paper_of, best),
         "warnings": advice.warnings_of(asked, paper, ways),
     }
     if options.hours is not None:
@@ -100,7 +99,7 @@ def _of_shape(options: Options) -> tuple[Asked, PaperOf, dict[str, Any]]:
     from quietgrad.clipping.norms.cost import MODELLED_GPU
     from quietgrad.scaling.devices import device_of
     from quietgrad.scaling.forecast import EFFICIENCY, Asked
-    from quietgrad.scaling.models import Tuning, paper_of_shape
+    from quietgrad.scaling.models import Tuning, paper_of_shape, parts_of
     from quietgrad.scaling.shapes import shape_of
 
     device = device_of(options.device)
@@ -113,7 +112,6 @@ def _of_shape(options: Options) -> tuple[Asked, PaperOf, dict[str, Any]]:
     name, _, size = (options.estimator or "auto").partition(":")
     speed = MODELLED_GPU if device.kind == "cuda" else None
     clipper = Clipper(1.0, name, int(size or 32), speed=speed)  # type: ignore[arg-type]
-    values = dict(shape.values)
     asked = Asked(
         options.devices,
         device,
@@ -121,15 +119,15 @@ def _of_shape(options: Options) -> tuple[Asked, PaperOf, dict[str, Any]]:
         clipper,
         bands=options.bands or 1,
         efficiency=options.efficiency or EFFICIENCY,
-        width=int(values.get("hidden_size", 0)),
         positions=length,
-        blocks=shape.layers,
+        parts=parts_of(shape, options.devices),
     )
     about = {"name": shape.name, "source": shape.source, "length": length, "dtype": dtype}
     about |= {"lora": options.lora, "checkpointing": options.checkpointing}
 
-    def paper_of(examples: int, engine: Any) -> Any:
-        return paper_of_shape(shape, tuning, examples, length, clipper, engine)
+    def paper_of(examples: int, engine: Any, parts: int) -> Any:
+        cut = replace(tuning, parts=parts)
+        return paper_of_shape(shape, cut, examples, length, clipper, engine)
 
     return asked, paper_of, about
 
@@ -194,7 +192,11 @@ def _of_config(
         efficiency=options.efficiency or EFFICIENCY,
     )
     batch = sample.as_clipped(False)
-    paper_of: Callable[..., Any] = paper_of_model(sample.model, prepared.loss(), batch, clipper)
+    of_model = paper_of_model(sample.model, prepared.loss(), batch, clipper)
+
+    def paper_of(examples: int, engine: Any, parts: int) -> Any:
+        return of_model(examples, engine)
+
     return asked, paper_of, {"name": "of the configuration", "source": "prepared here"}
 
 
@@ -241,6 +243,8 @@ def _print(target: Console, record: dict[str, Any]) -> None:
     rows.append(["most of a step", *(_phase(way) for way in ways)])
     rows.append(["most at once", *(_gb(way["peak_bytes"]) for way in ways)])
     rows.append(["fits", *("yes" if way["fits"] else "NO" for way in ways)])
+    if any(way["tensor_parallel"] > 1 for way in ways):
+        rows.append(["devices that share a record", *(str(w["tensor_parallel"]) for w in ways)])
     rows.append(["micro-batches", *(f"{w['micro_batches']} of {w['examples']}" for w in ways)])
     rows.append(["largest that fits", *(str(w["largest_physical_batch"]) for w in ways)])
     rows.append(["GB sent a step", *(_gb(sum(w["sent_bytes"].values())) for w in ways)])

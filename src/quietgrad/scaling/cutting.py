@@ -1,0 +1,132 @@
+"""A causal language model as one of several devices has it that share each record (tensor
+parallel): every layer cut by transformers' own plan. What such a device holds is counted as for
+any other model; what it sends for every position is added up here.
+
+Layers cut by their outputs (q, k, v, gate, up) need whole inputs, so the gradients of these are
+added up over the devices, for each layer by itself. Of layers cut by their inputs (o, down), and of
+a table cut by words, outputs are added up. A head's outputs are gathered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROWS, COLUMNS = 0, 1  # dimensions of a weight
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a layer is cut, and what its devices send each other.
+
+    Attributes:
+        dim: of the weight.
+        outputs: "added", "gathered" or "" (they stay in parts).
+        inputs: whether gradients of the inputs are added up.
+    """
+
+    dim: int
+    outputs: str = ""
+    inputs: bool = False
+
+
+STYLES: Mapping[str, Style] = {
+    "colwise": Style(ROWS, inputs=True),
+    "rowwise": Style(COLUMNS, "added"),
+    "colwise_gather_output": Style(ROWS, "gathered", inputs=True),
+    "embedding_rowwise": Style(ROWS, "added"),
+}
+
+
+def plan_of(model: nn.Module) -> dict[str, Style]:
+    """Layer -> how transformers cuts it; empty where it has no plan, or one with other styles."""
+    told: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    if any(style not in STYLES for style in told.values()):
+        return {}
+    known = [
+        (re.compile(re.escape(name).replace(r"\*", r"\d+")), STYLES[style])
+        for name, style in told.items()
+    ]
+    return {
+        name: style
+        for name, module in model.named_modules()
+        for pattern, style in known
+        if pattern.fullmatch(name) and isinstance(module, (nn.Linear, nn.Embedding))
+    }
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a device sends of a layer: entries for every position, where sums go by rings.
+
+    Attributes:
+        layer: its name.
+        forward, backward: of a pass.
+    """
+
+    layer: str
+    forward: float
+    backward: float
+
+
+def cut(model: nn.Module, parts: int) -> list[Exchange]:
+    """Cuts every layer of the plan, of shapes alone, to what one of ``parts`` devices has.
+
+    Raises:
+        ValueError: where there is no plan, or a layer does not divide.
+    """
+    plan = plan_of(model)
+    if not plan:
+        raise ValueError(
+            f"transformers cuts no {type(model).__name__} by a plan that is known here"
+        )
+    made: dict[int, nn.Parameter] = {}
+    found = []
+    for name, style in plan.items():
+        layer: Any = model.get_submodule(name)
+        whole: Tensor = layer.weight
+        outputs, inputs = whole.shape if isinstance(layer, nn.Linear) else whole.shape[::-1]
+        ring = (parts - 1) / parts
+        found.append(
+            Exchange(
+                name,
+                ring * outputs * {"added": 2, "gathered": 1, "": 0}[style.outputs],
+                ring * inputs * 2 * style.inputs,
+            )
+        )
+        for kind, p in list(layer._parameters.items()):
+            if p is not None and (kind == "weight" or style.dim == ROWS):  # tied ones stay one
+                layer._parameters[kind] = made.setdefault(id(p), _part(name, p, style.dim, parts))
+        if isinstance(layer, nn.Linear):
+            layer.out_features, layer.in_features = layer.weight.shape
+        else:
+            layer.num_embeddings = layer.weight.shape[0]
+        if style.outputs == "gathered":
+            where, _, last = name.rpartition(".")
+            setattr(model.get_submodule(where), last, Gathered(layer, parts))
+    return found
+
+
+class Gathered(nn.Module):
+    """A layer whose outputs come from all devices, of which it makes its own."""
+
+    def __init__(self, layer: nn.Module, parts: int) -> None:
+        super().__init__()
+        self.layer, self.parts = layer, parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        arrived = torch.cat([self.layer(x)] * self.parts)
+        return torch.cat(arrived.chunk(self.parts), dim=-1)
+
+
+def _part(name: str, p: nn.Parameter, dim: int, parts: int) -> nn.Parameter:
+    if p.shape[dim] % parts:
+        raise ValueError(f"{name} has {p.shape[dim]} features, which {parts} devices cannot share")
+    shape = list(p.shape)
+    shape[dim] //= parts
+    return nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"), p.requires_grad)
