@@ -27,6 +27,7 @@ from opacus_ranks import OpacusSteps
 from torch import Tensor, nn
 
 from quietgrad import PrivacyConfig
+from quietgrad.clipping import Performance
 
 VOCABULARY, LENGTH, RECORDS, PHYSICAL = 4096, 64, 4096, 16
 BEFORE = 8  # releases that are not timed: the guard looks at the 1st, 2nd, 4th, 8th, 16th, ...
@@ -55,6 +56,7 @@ def private(model: nn.Module, settings: argparse.Namespace, rank: int, size: int
         noise_multiplier=1.0,
         expected_batch_size=settings.batch,
         steps=settings.steps + BEFORE,
+        performance=Performance(max_physical_batch_size=PHYSICAL),
         seed=3,
         data_are_public=True,
     ).build(RECORDS)
@@ -63,7 +65,7 @@ def private(model: nn.Module, settings: argparse.Namespace, rank: int, size: int
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with plan.start() as run:
         started = 0.0
-        for batch in run.loader(data, steps=settings.steps + BEFORE, physical_batch_size=PHYSICAL):
+        for batch in run.loader(data, steps=settings.steps + BEFORE):
             if run.released == BEFORE:  # every rank looks: no share of a look is another's
                 started = time.perf_counter()
             run.backward(model, loss, batch)

@@ -2,9 +2,9 @@
 Opacus' ghost clipping on the same model in shards of its own kind, on two processes with a thread
 each, in turns. Prints one JSON object: seconds and processor time a step, what a rank's memory is
 at most above what it has at rest, and the ratios of each round to the steps without privacy. All
-take as many records a step, as Poisson's batches have; ranks share them evenly, in equal
-micro-batches, as a loader does that is not told its micro-batches' size. Guards do not look: of a
-longer run's steps hardly any has a look.
+take as many records a step, as Poisson's batches have; ranks share them evenly, as a
+loader's do that is not told its micro-batches' size. Guards do not look: of a longer run's steps
+hardly any has a look.
 
 At rest means after a first step, without gradients: what either way imports and keeps is there.
 ``first`` is the same for all steps, above what there was before the first one. Memory is taken once
@@ -266,8 +266,7 @@ def _parts(
     """Half as many records as the private steps took on all ranks: here nobody waits for more."""
     found = [json.loads(Path(settings.rows, f"{r}.json").read_text()) for r in range(RANKS)]
     share = sum(sum(rows[step]) for rows in found) // RANKS
-    count = -(-share // settings.physical)
-    return [{"ids": part} for part in ids[rank * share :][:share].tensor_split(count)]
+    return [{"ids": part} for part in ids[rank * share :][:share].split(settings.physical)]
 
 
 def told_of(way: str, settings: argparse.Namespace, memory_too: bool) -> dict[str, float]:

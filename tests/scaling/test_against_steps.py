@@ -159,18 +159,25 @@ def require_cut_as_planned(
 
 
 @pytest.mark.parametrize(
-    ("shape", "job", "estimator"),
+    ("shape", "job", "together", "estimator"),
     [
-        (TINY, (2, 8, 1, 64, 1), "auto"),  # activations are most
-        (SMALL, (2, 2, 2, 32, 4), "auto"),  # two micro-batches, rows of noise
-        (SMALL, (2, 4, 1, 32, 1), "hutch"),
-        pytest.param(SMALL, (4, 2, 1, 32, 1), "auto", marks=pytest.mark.slow("four processes")),
-        pytest.param(SMALL, (4, 2, 2, 32, 4), "hutch", marks=pytest.mark.slow("four processes")),
+        (TINY, (2, 8, 1, 64, 1), 2, "auto"),  # activations are most
+        (SMALL, (2, 2, 2, 32, 4), 2, "auto"),  # two micro-batches, rows of noise
+        (SMALL, (2, 4, 1, 32, 1), 2, "hutch"),
+        pytest.param(SMALL, (4, 2, 1, 32, 1), 2, "auto", marks=pytest.mark.slow("four processes")),
+        pytest.param(SMALL, (4, 2, 2, 32, 4), 2, "hutch", marks=pytest.mark.slow("four processes")),
+        pytest.param(
+            NAMED["smollm2-135m"],  # of 9 heads
+            (3, 1, 1, 16, 1),
+            3,
+            "auto",
+            marks=pytest.mark.slow("two steps of 135 million parameters on three processes"),
+        ),
     ],
-    ids=["tiny", "rows", "hutch", "groups", "groups, rows, hutch"],
+    ids=["tiny", "rows", "hutch", "groups", "groups, rows, hutch", "SmolLM2"],
 )
 def test_memory_and_traffic_of_cut_layers_are_as_planned(
-    shape: Shape, job: tuple[int, int, int, int, int], estimator: str, tmp_path: Path
+    shape: Shape, job: tuple[int, int, int, int, int], together: int, estimator: str, tmp_path: Path
 ) -> None:
-    """Two processes share each record; with four, layers are sharded over two such groups."""
-    require_cut_as_planned(shape, job, 2, estimator, tmp_path)
+    """Two or three processes share each record; with four, layers are sharded over two groups."""
+    require_cut_as_planned(shape, job, together, estimator, tmp_path)

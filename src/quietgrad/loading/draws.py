@@ -66,25 +66,19 @@ class PhysicalBatches(Sampler[list[int]]):
         draws: by step.
         size: most records of a micro-batch.
         views: how often each record is asked for, one after the other.
-        full: every micro-batch but the last has ``size`` records; else all have equally many, give
-            or take one, in as few micro-batches: no pass over the model is for a handful.
     """
 
-    def __init__(self, draws: Draws, size: int, views: int, *, full: bool = False) -> None:
+    def __init__(self, draws: Draws, size: int, views: int) -> None:
         self._draws = draws
         self._size = size
         self._views = views
-        self._full = full
         self.steps = range(0)
 
     def cut(self, indices: Indices) -> list[Indices]:
         """A batch in micro-batches; no user is cut."""
         if isinstance(indices, UserIndices):
             return list(users_in_parts(indices, self._size))
-        starts = range(0, len(indices), self._size)
-        if self._full:
-            return [indices[i : i + self._size] for i in starts]
-        return [*np.array_split(indices, len(starts))] if starts else []
+        return [indices[i : i + self._size] for i in range(0, len(indices), self._size)]
 
     def rows_of(self, part: Indices) -> list[int]:
         """What is asked for of a micro-batch's records: every view."""

@@ -94,9 +94,7 @@ class PrivateLoader:
         self._views = clipper.views
         self._collate = default_collate if collate_fn is None else collate_fn
         self._dataset = dataset
-        # Where the size is given, micro-batches are the same on any number of ranks: whole blocks.
-        full = physical_batch_size is not None
-        self._physical = PhysicalBatches(draws, size, clipper.views, full=full)
+        self._physical = PhysicalBatches(draws, size, clipper.views)
         self._seed, self._reads = seed, KeyedByStep()
         # Workers' seeds come from the generator, and the script's may be one that anybody knows.
         options = options | {"generator": torch.Generator().manual_seed(seed())}

@@ -28,15 +28,18 @@ STEPS = 1000  # of a run, where nothing says: rows are drawn again at half of th
 LARGE_SHARE = 0.2  # of a step, from which on a part of it is worth a word
 
 
-def noise_table(asked: Asked, paper: Paper, way: Way) -> list[dict[str, Any]]:
+def noise_table(asked: Asked, paper_of: PaperOf, way: Way) -> list[dict[str, Any]]:
     """What every number of bands holds and takes on a device, rows kept or drawn again."""
+    paper = paper_of(2, "bookkeeping", way.parts)
     wide = item_of([p for p in paper.parameters if p.trained])
-    entries = drawn_by_one(asked, paper, way)
+    entries = kept_by_one(asked, paper, way)
+    drawn = entries * paper.drawn_entries / paper.trained_entries
+    weights = paper_of(2, "bookkeeping", 1).parameter_bytes
     steps = asked.steps or STEPS
     rows = []
     for bands in BANDS:
         kept, again = (
-            pace.noise_seconds(entries, bands, keep, steps / 2, asked.device)
+            pace.noise_seconds(drawn, bands, keep, steps / 2, asked.device)
             for keep in (True, False)
         )
         held = (bands - 1) * wide * entries
@@ -44,7 +47,7 @@ def noise_table(asked: Asked, paper: Paper, way: Way) -> list[dict[str, Any]]:
             {
                 "bands": bands,
                 "rows_bytes": held,
-                "rows_over_weights": held / paper.parameter_bytes,
+                "rows_over_weights": held / weights,
                 "rows_fit": way.memory.peak - way.memory.resident["noise rows"] + held
                 <= USABLE * asked.device.memory,
                 "rows_seconds": kept,
@@ -55,10 +58,10 @@ def noise_table(asked: Asked, paper: Paper, way: Way) -> list[dict[str, Any]]:
     return rows
 
 
-def drawn_by_one(asked: Asked, paper: Paper, way: Way) -> float:
-    """Entries whose noise one device draws: of the one that draws most."""
+def kept_by_one(asked: Asked, paper: Paper, way: Way) -> float:
+    """Entries of the releases that one device covers: of the one that has most."""
     if way.name != REPLICAS:
-        return paper.trained_entries / asked.devices
+        return paper.trained_entries * way.parts / asked.devices
     wide = item_of([p for p in paper.parameters if p.trained])
     return paper.trained_entries - way.sent.get("sums to owners", 0.0) / wide
 

@@ -67,11 +67,13 @@ class Exchange:
     Attributes:
         layer: its name.
         forward, backward: of a pass.
+        drawn: entries whose noise a device draws for each of the weight that it keeps.
     """
 
     layer: str
     forward: float
     backward: float
+    drawn: int
 
 
 def cut(model: nn.Module, parts: int) -> list[Exchange]:
@@ -97,6 +99,7 @@ def cut(model: nn.Module, parts: int) -> list[Exchange]:
                 name,
                 ring * outputs * {"added": 2, "gathered": 1, "": 0}[style.outputs],
                 ring * inputs * 2 * style.inputs,
+                parts if style.dim == COLUMNS else 1,
             )
         )
         for kind, p in list(layer._parameters.items()):

@@ -251,7 +251,7 @@ def _seconds(
     else:
         found["norms"] = examples * 20.0 * paper.trained_entries / device.bandwidth
     # Shards are even; an owner of whole parameters may have more than its part.
-    entries = paper.trained_entries / job.devices
+    entries = paper.drawn_entries / job.devices
     if "sums to owners" in sent:
         wide = memory.item_of([p for p in paper.parameters if p.trained])
         entries = paper.trained_entries - sent["sums to owners"] / wide

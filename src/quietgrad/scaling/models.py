@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +29,6 @@ from quietgrad.scaling.once import Known
 from quietgrad.scaling.paper import (
     BLOCK,
     Paper,
-    PaperParameter,
     block_of,
     on_paper,
     parameters_of,
@@ -163,7 +162,8 @@ def paper_of_shape(
             e.forward * (again if block_of(f"{e.layer}.") >= 0 else 1) + e.backward
             for e in exchanges
         )
-        return Paper(parameters_of(model), buffers, peaks, traced, examples, sent)
+        drawn = {f"{e.layer}.weight": e.drawn for e in exchanges}
+        return Paper(parameters_of(model, drawn), buffers, peaks, traced, examples, sent)
 
     if whole or shape.layers <= FEW_BLOCKS:
         return run(shape.layers)
@@ -237,7 +237,7 @@ def _grown(two: Paper, three: Paper, layers: int) -> Paper:
     outside = [p for p in two.parameters if p.block < 0]
     first = [p for p in two.parameters if p.block == 0]
     blocks = [
-        PaperParameter(_renamed(p.name, i), p.entries, p.item, p.trained, i, p.shape)
+        replace(p, name=_renamed(p.name, i), block=i)
         for i in range(layers)
         for p in first
     ]

@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class PaperParameter:
         trained: whether it is.
         block: the number of its block; -1 outside of all.
         shape: as it is.
+        drawn: entries whose noise is drawn for each that is kept: of a weight that is cut by its
+            columns whole rows are.
     """
 
     name: str
@@ -63,6 +66,7 @@ class PaperParameter:
     trained: bool
     block: int
     shape: tuple[int, ...]
+    drawn: int = 1
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,11 @@ class Paper:
     def trained_entries(self) -> int:
         """Entries that are trained."""
         return sum(p.entries for p in self.parameters if p.trained)
+
+    @property
+    def drawn_entries(self) -> int:
+        """Entries whose noise is drawn, of all of them."""
+        return sum(p.entries * p.drawn for p in self.parameters if p.trained)
 
     @property
     def parameter_bytes(self) -> int:
@@ -227,9 +236,19 @@ def _one_example(work: Work, batch: Examples, sums: _Sums, held: Held) -> None:
             add_scaled(sums, {name: gradients.pop(name)}, 1.0, True)
 
 
-def parameters_of(model: nn.Module) -> tuple[PaperParameter, ...]:
-    """What a plan needs to know of them."""
+def parameters_of(
+    model: nn.Module, drawn: Mapping[str, int] = MappingProxyType({})
+) -> tuple[PaperParameter, ...]:
+    """What a plan needs to know of them; ``drawn``: by name, where it is not one."""
     return tuple(
-        PaperParameter(n, p.numel(), p.element_size(), p.requires_grad, block_of(n), tuple(p.shape))
+        PaperParameter(
+            n,
+            p.numel(),
+            p.element_size(),
+            p.requires_grad,
+            block_of(n),
+            tuple(p.shape),
+            drawn.get(n, 1),
+        )
         for n, p in model.named_parameters()
     )

@@ -79,7 +79,7 @@ def run_devices(config: Path | None, overrides: list[str], options: Options, as_
         "efficiency": asked.efficiency,
         "ways": [as_record(way, asked.device) for way in ways],
         "best": best.name,
-        "noise": advice.noise_table(asked, paper, best),
+        "noise": advice.noise_table(asked, paper_of, best),
         "estimators": advice.estimator_table(asked, paper_of, best),
         "warnings": advice.warnings_of(asked, paper, ways),
     }
