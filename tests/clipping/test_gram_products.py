@@ -4,6 +4,8 @@ in doubt because its head has as many rows as the vocabulary has words.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.estimators.ghost import ghost_norms
+from quietgrad.clipping.norms.factors import products
 from quietgrad.clipping.norms.factors.dense import DenseFactors
 from quietgrad.clipping.norms.factors.products import GRAM_COLUMNS, gram_chain, gram_products
 from quietgrad.clipping.norms.rounding import Norms, gamma
@@ -55,7 +58,44 @@ def test_rounding_that_adds_up_stays_below_the_bound() -> None:
     assert abs(found - exact) <= bound < abs(running - exact)
 
 
-@pytest.mark.parametrize("positions", [3, 64])
+@pytest.mark.parametrize(
+    ("blocks", "positions", "entries"),
+    [(1, 256, 512), (1, 512, 1100), (2, 516, 600), (1, 258, 512), (1, 257, 512), (1, 1024, 512)],
+)
+@pytest.mark.parametrize("written", [True, False], ids=["in out", "anew"])
+def test_of_many_rows_half_of_the_products_are_formed(
+    blocks: int, positions: int, entries: int, written: bool
+) -> None:
+    """Rows are slices of wider ones, as factors are; halves of halves are halved too."""
+    torch.manual_seed(0)
+    rows = torch.randn(2, blocks, positions, entries + 24)[..., 8:-16]
+    out = torch.full((2, blocks, positions, positions), math.nan) if written else None
+    formed: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        product = products.block_products
+
+        def counted(left: Tensor, right: Tensor, *more: object) -> Tensor:
+            formed.append(left.shape[:-1].numel() * right.shape[3])
+            return product(left, right, *more)  # type: ignore[arg-type]
+
+        patch.setattr(products, "block_products", counted)
+        found = gram_products(rows, rows, torch.float32, out if blocks == 1 else None)
+    exact = rows.double() @ rows.double().mT
+    lengths = rows.double().norm(dim=3)
+    allowed = (
+        gamma(gram_chain(entries), rows, torch.float32)
+        * lengths.unsqueeze(3)
+        * lengths.unsqueeze(2)
+    )
+    assert bool(((found - exact).abs() <= allowed).all())
+    assert torch.equal(found, found.mT) or positions % 2
+    share = sum(formed) / (found.numel() * -(-entries // GRAM_COLUMNS))
+    assert share <= 0.75 or positions % 2
+    if out is not None and blocks == 1:
+        assert found.data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize("positions", [3, 64, 512])
 def test_an_example_has_the_same_products_in_any_company(positions: int) -> None:
     torch.manual_seed(0)
     rows = torch.randn(9, 1, positions, 2 * GRAM_COLUMNS + 40)

@@ -236,11 +236,7 @@ def _grown(two: Paper, three: Paper, layers: int) -> Paper:
             peaks[label] = line(value, three.peaks[label])
     outside = [p for p in two.parameters if p.block < 0]
     first = [p for p in two.parameters if p.block == 0]
-    blocks = [
-        replace(p, name=_renamed(p.name, i), block=i)
-        for i in range(layers)
-        for p in first
-    ]
+    blocks = [replace(p, name=_renamed(p.name, i), block=i) for i in range(layers) for p in first]
     a, b = two.trace, three.trace
     of_block = {_renamed(p.name, 0): p for p in a.parameters if block_of(p.name) == 0}
     traced = [p for p in a.parameters if block_of(p.name) < 0]

@@ -19,6 +19,9 @@ FEW_COLUMNS, WHOLE_RUN = 16, 8
 # doubt.
 GRAM_COLUMNS = 512
 
+# From which on it is faster to form half of a symmetric matrix, on a processor.
+HALVED_ROWS, HALVED_COLUMNS = 256, 512
+
 
 def wide_product(
     left: Tensor, right: Tensor, dtype: torch.dtype, reuse: Tensor | None = None
@@ -96,8 +99,10 @@ def gram_products(
 ) -> Tensor:
     """[b, g, t, u] inner products of rows, ``GRAM_COLUMNS`` entries at a time; of one block, in
     ``out``, where that is given. The pieces are formed apart: a product that is added in one call
-    begins with what it is added to.
+    begins with what it is added to. Of rows with themselves half is formed once, see ``_halved``.
     """
+    if left_bgtn is right_bgun and _is_worth_halving(left_bgtn):
+        return _halved(left_bgtn, dtype, out)
     total: Tensor | None = None
     pieces = zip(
         left_bgtn.split(GRAM_COLUMNS, dim=3), right_bgun.split(GRAM_COLUMNS, dim=3), strict=True
@@ -107,6 +112,30 @@ def gram_products(
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
+
+
+def _is_worth_halving(x_bgtn: Tensor) -> bool:
+    t, n = x_bgtn.shape[2:]
+    return not x_bgtn.is_cuda and t % 2 == 0 and t >= HALVED_ROWS and n >= HALVED_COLUMNS
+
+
+def _halved(x_bgtn: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """[b, g, t, t] of rows with themselves: of the first half with the second once, for both sides
+    of the diagonal, and of either half with itself in the same way.
+    """
+    b, g, t, _ = x_bgtn.shape
+    h = t // 2
+    halves = x_bgtn.unflatten(2, (2, h))
+    own = halves.flatten(1, 2)
+    same = gram_products(own, own, dtype).unflatten(1, (g, 2))
+    across = gram_products(halves[:, :, 0], halves[:, :, 1], dtype)
+    found = across.new_empty(b, g, t, t) if out is None else out
+    quarters = found.unflatten(3, (2, h)).unflatten(2, (2, h))  # [b, g, 2, h, 2, h]
+    quarters[:, :, 0, :, 0].copy_(same[:, :, 0])
+    quarters[:, :, 1, :, 1].copy_(same[:, :, 1])
+    quarters[:, :, 0, :, 1].copy_(across)
+    quarters[:, :, 1, :, 0].copy_(across.transpose(2, 3))
+    return found
 
 
 def as_positions(factor_bgtn: Tensor, views: int) -> Tensor:
