@@ -255,8 +255,6 @@ def _seconds(
     if "sums to owners" in sent:
         wide = memory.item_of([p for p in paper.parameters if p.trained])
         entries = paper.trained_entries - sent["sums to owners"] / wide
-    elif job.devices == 1:
-        entries = paper.trained_entries
     found["noise"] = pace.noise_seconds(
         entries, job.bands, job.rows, (asked.steps or 1) / 2, device
     )

@@ -96,7 +96,7 @@ def replicas(paper: Paper, job: Job) -> Memory:
         "gradients": float(weights),
         "noise rows": float((job.bands - 1) * own if job.rows else 0),
     }
-    clip = paper.peak()
+    clip = max(paper.peak(), sums)  # of a parameter that is never called there are zeros
     phases = {"clip": float(clip)}
     if job.micro_batches > 1:  # each has sums of its own, which are added to those so far
         phases["clip"] += sums
