@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,23 @@ def test_the_first_row_of_noise_is_that_of_the_ways(folder: str) -> None:
     for way in ways:
         first = advice.noise_table(asked, paper_of, way)[0]
         assert first["rows_seconds"] == pytest.approx(way.seconds["noise"]), way.name
+
+
+def test_noise_is_planned_for_the_owner_of_most() -> None:
+    """Of two replicas the second: the first one has the largest tensor, and sends as much."""
+    shape, clipper = small_shape(64, 32, 1, 48), Clipper(1.0)
+
+    def paper_of(examples: int, engine: Any, parts: int) -> Any:
+        found = paper_of_shape(shape, Tuning(dtype="float32"), examples, 8, clipper, engine)
+        sizes = (5000, 4000, 3000)
+        like = zip(found.parameters, sizes, strict=False)
+        return replace(found, parameters=tuple(replace(p, entries=n) for p, n in like))
+
+    asked = Asked(2, device_of("cpu"), 4, clipper, bands=8)
+    way = ways_of(asked, paper_of)[0]
+    row = {row["bands"]: row for row in advice.noise_table(asked, paper_of, way)}[8]
+    assert way.memory.resident["noise rows"] == 4 * 7 * 7000 == row["rows_bytes"]
+    assert way.seconds["noise"] == pytest.approx(row["rows_seconds"])
 
 
 def test_what_does_not_fit_is_said(folder: str) -> None:
