@@ -25,7 +25,7 @@ from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.engines.work import Engine
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
 from quietgrad.scaling.cutting import Exchange, cut
-from quietgrad.scaling.once import Known
+from quietgrad.scaling.held import Known
 from quietgrad.scaling.paper import (
     BLOCK,
     Paper,
