@@ -17,7 +17,10 @@ from distributed.world import loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
 
 from quietgrad.distributed import exchange, together, wrapping
-from quietgrad.distributed.groups.failing import require_to_end_at_failures
+from quietgrad.distributed.groups.failing import (
+    require_to_end_at_failures,
+    setting_that_goes_on,
+)
 from quietgrad.distributed.groups.patience import patience
 from quietgrad.ledger import read_ledger
 
@@ -170,28 +173,35 @@ def test_groups_of_a_run_wait_as_long_as_the_scripts(tmp_path: Path) -> None:
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, True),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}, True),
         ({"NCCL_ASYNC_ERROR_HANDLING": "0"}, True),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "20"}, False),
+        # torch reads the number that a value begins with
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "02"}, True),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": " +2 # clean up"}, True),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0x3"}, True),
     ],
 )
 def test_a_process_that_would_go_on_after_a_failure_under_nccl_is_refused(
     known: dict[str, str], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
-    require_to_end_at_failures(known)
+    assert setting_that_goes_on(known) == ""
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     with pytest.raises(RuntimeError, match="unset it") if refused else contextlib.nullcontext():
-        require_to_end_at_failures(known)
+        require_to_end_at_failures(["", setting_that_goes_on(known)])
 
 
 def test_a_run_on_ranks_asks_how_a_failure_ends(tmp_path: Path) -> None:
+    """On one rank alone: the others do not wait for it."""
     for told in on_ranks(2, tmp_path, started_as_if_under_nccl):
-        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=2" in told and "gloo" in told
+        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=2 on rank 1" in told and "gloo" in told
 
 
 def started_as_if_under_nccl(rank: int) -> str:
     known = str(dist.get_backend_config())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-        patch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        if rank == 1:
+            patch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         with pytest.raises(RuntimeError, match="after a collective operation") as refused:
             plan_of().start()
     return f"{refused.value} ({known})"

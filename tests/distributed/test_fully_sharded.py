@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed.cutting import cut
 from distributed.runs import four_steps
 from distributed.sharding import language, llama, next_words, sharded, texts, whole
 from distributed.test_equality import VARIANTS, adapted
@@ -26,6 +27,8 @@ from distributed.world import (
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.data import default_collate
 
 from quietgrad.clipping.capture.spread import sharding_modules
 
@@ -209,3 +212,36 @@ def test_what_is_kept_outlives_a_gathered_parameter(trained: bool, tmp_path: Pat
     for found in on_ranks(2, tmp_path, prompted, 2, trained):
         assert isinstance(found, Tensor), found
         torch.testing.assert_close(found, prompted(0, 1, trained), rtol=0, atol=1e-9)
+
+
+def passes(rank: int, kind: str) -> tuple[list[int], Tensor]:
+    """Records of a forward pass in a loop without a loader, where the plan says two at most; and
+    what was released.
+    """
+    seen = set()
+
+    def watched(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        seen.add(len(batch["x"]))
+        return loss(model, batch)
+
+    cutting = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    whole_one, together = model_of(), 2 if kind == "cut" else 1
+    model = {
+        "whole": lambda: whole_one,
+        "sharded": lambda: sharded(whole_one),
+        "cut": lambda: cut(whole_one, cutting),
+    }[kind]()
+    plan = plan_of(max_physical_batch_size=2, expected_batch_size=20, steps=1)
+    with without_looks(), plan.start(tensor_parallel=together) as run:
+        for indices in run.batches(1):
+            batch = default_collate([records_of()[i] for i in indices])
+            found = whole(run.backward(model, watched, batch).gradients)
+    return sorted(seen), found
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded", "cut"])
+def test_no_pass_has_more_records_than_the_plan_says(kind: str, tmp_path: Path) -> None:
+    _, alone = passes(0, "whole")
+    for seen, found in on_ranks(2, tmp_path, passes, kind):
+        assert max(seen) == 2
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-9)

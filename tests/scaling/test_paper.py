@@ -11,11 +11,13 @@ import torch
 from scaling.steps import made, small_shape
 
 from quietgrad.clipping.clipper import Clipper
+from quietgrad.scaling import memory, models
 from quietgrad.scaling.devices import NAMED as DEVICES
 from quietgrad.scaling.devices import device_of
 from quietgrad.scaling.held import Held
 from quietgrad.scaling.models import (
     Tuning,
+    alike,
     causal_loss,
     fake_model,
     paper_of_model,
@@ -146,6 +148,64 @@ def test_a_folder_with_a_configuration_is_a_shape(tmp_path: Path) -> None:
         shape_of("llama-71b")
     with pytest.raises(ValueError, match="unknown to transformers"):
         replace(shape, values=(*shape.values[:-1], ("model_type", "nothing"))).config()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "gemma2"])
+def test_what_transformers_saves_of_other_models_is_a_shape(kind: str, tmp_path: Path) -> None:
+    """Of GPT-2 by names of its own, of others with a kind for each block."""
+    hf = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4}
+    config = hf.AutoConfig.for_model(kind, **sizes, num_hidden_layers=6)
+    config.update({"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8})
+    config.save_pretrained(tmp_path)
+    shape = shape_of(str(tmp_path))
+    assert shape.layers == 6 and alike(shape)
+    assert parts_of(shape, 4) == (1 if kind == "gpt2" else 2)
+    grown = paper_of_shape(shape, Tuning(dtype="float32"), 2, 8, EXACT)
+    whole = paper_of_shape(shape, Tuning(dtype="float32"), 2, 8, EXACT, whole=True)
+    assert len(grown.parameters) == len(whole.parameters)
+    assert set(grown.parameters) == set(whole.parameters)
+    assert grown.peak() == pytest.approx(whole.peak(), rel=0.01)
+
+
+def test_a_model_of_unlike_blocks_is_run_whole() -> None:
+    kinds = ["conv", "conv", "conv", "conv", "full_attention"]
+    values = dict(small_shape(64, 32, 5, 48).values) | {"model_type": "lfm2", "layer_types": kinds}
+    shape = of_config(values, "an LFM2", "this test")
+    assert shape.with_layers(2).by_block["layer_types"] == kinds[:2]
+    assert not alike(shape) and alike(shape.with_layers(4)) and alike(SHAPE)
+
+
+def test_blocks_that_tell_nothing_of_others_are_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LFM2 itself is not: it reads a convolution's weight, which nothing captures."""
+    monkeypatch.setattr(models, "alike", lambda shape: False)
+    shape, tuning = small_shape(64, 32, 5, 48), Tuning(dtype="float32")
+    found = paper_of_shape(shape, tuning, 2, 8, EXACT)
+    assert found == paper_of_shape(shape, tuning, 2, 8, EXACT, whole=True)
+    assert "sums 3" in found.peaks  # of a grown one the first and the last block are labelled
+
+
+def test_a_configuration_that_is_refused_is_named(tmp_path: Path) -> None:
+    values = {"model_type": "qwen2", "num_hidden_layers": 2, "layer_types": ["nothing"] * 2}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"refused by transformers .* as a qwen2"):
+        shape_of(str(tmp_path)).config()
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_attention_heads": None, "": 1}))
+    with pytest.raises(ValueError, match="refused by transformers"):
+        paper_of_shape(shape_of(str(tmp_path)), Tuning(parts=parts_of(SHAPE, 1)), 2, 8, EXACT)
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": ["qwen2"]}))
+    with pytest.raises(ValueError, match="unknown to transformers"):
+        shape_of(str(tmp_path)).config()
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": "2"}))
+    with pytest.raises(TypeError, match="num_hidden_layers='2'"):
+        shape_of(str(tmp_path))
+
+
+def test_weights_that_the_loss_does_not_reach_have_sums_of_zeros() -> None:
+    """In a Whisper without an encoder's states most of a pass was less than its sums."""
+    paper = paper_of_shape(SHAPE, Tuning(dtype="float32"), 1, 8, EXACT)
+    held = memory.replicas(replace(paper, peaks={"forward": 1, "sums 0": 2}), memory.Job(1))
+    assert held.activations == 0 and held.phases["clip"] == 4 * paper.trained_entries
 
 
 def test_storages_are_counted_once_and_until_they_go() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ from scaling.steps import small_shape
 from typer.testing import CliRunner
 
 from quietgrad.cli.app import app
+from quietgrad.clipping.clipper import Clipper
+from quietgrad.scaling import advice
+from quietgrad.scaling.devices import device_of
+from quietgrad.scaling.forecast import Asked, ways_of
+from quietgrad.scaling.models import Tuning, paper_of_shape
+from quietgrad.scaling.shapes import shape_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "many_devices.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"```sh\nquietgrad (.*?)\n```", PAGE, flags=re.DOTALL)
@@ -69,6 +76,39 @@ def test_tables_price_bands_and_estimators(small: dict[str, Any]) -> None:
     assert small["in_hours"]["steps"] == int(7200 / best["step_seconds"])
 
 
+def test_the_first_row_of_noise_is_that_of_the_ways(folder: str) -> None:
+    """Where all devices share each record, too: weights cut by columns are drawn by whole rows."""
+    shape, clipper = shape_of(folder), Clipper(1.0)
+
+    def paper_of(examples: int, engine: Any, parts: int) -> Any:
+        tuning = Tuning(dtype="float32", parts=parts)
+        return paper_of_shape(shape, tuning, examples, 32, clipper, engine)
+
+    asked = Asked(2, device_of("cpu"), 4, clipper, positions=32, parts=2)
+    ways = ways_of(asked, paper_of)
+    assert [way.parts for way in ways] == [1, 1, 2]
+    for way in ways:
+        first = advice.noise_table(asked, paper_of, way)[0]
+        assert first["rows_seconds"] == pytest.approx(way.seconds["noise"]), way.name
+
+
+def test_noise_is_planned_for_the_owner_of_most() -> None:
+    """Of two replicas the second: the first one has the largest tensor, and sends as much."""
+    shape, clipper = small_shape(64, 32, 1, 48), Clipper(1.0)
+
+    def paper_of(examples: int, engine: Any, parts: int) -> Any:
+        found = paper_of_shape(shape, Tuning(dtype="float32"), examples, 8, clipper, engine)
+        sizes = (5000, 4000, 3000)
+        like = zip(found.parameters, sizes, strict=False)
+        return replace(found, parameters=tuple(replace(p, entries=n) for p, n in like))
+
+    asked = Asked(2, device_of("cpu"), 4, clipper, bands=8)
+    way = ways_of(asked, paper_of)[0]
+    row = {row["bands"]: row for row in advice.noise_table(asked, paper_of, way)}[8]
+    assert way.memory.resident["noise rows"] == 4 * 7 * 7000 == row["rows_bytes"]
+    assert way.seconds["noise"] == pytest.approx(row["rows_seconds"])
+
+
 def test_what_does_not_fit_is_said(folder: str) -> None:
     found = asked(
         *("plan", "--devices", "2", "--device", "cpu", "--model", folder, "--length", "32"),
@@ -90,7 +130,10 @@ def test_what_does_not_fit_is_said(folder: str) -> None:
         (["--devices", "2", "--lora", "4"], "--lora goes with --model"),
         (["--devices", "2", "--model", "llama-8b", "--set", "a=1"], "give one of them"),
         (["--devices", "2", "--model", "llama-8b", "--estimator", "hutch:x"], "hutch:x"),
+        (["--devices", "2", "--model", "llama-8b", "--estimator", "hutch:"], "after its colon"),
+        (["--devices", "2", "--model", "llama-8b", "--estimator", "hutch:²"], "after its colon"),
         (["--devices", "2", "--model", "llama-8b", "--hours", "-1"], "hours=-1"),
+        (["--devices", "2", "--model", "llama-8b", "--efficiency", "0"], "efficiency=0"),
     ],
 )
 def test_mistakes_are_named(words: list[str], message: str) -> None:

@@ -17,7 +17,7 @@ from quietgrad.checks import require_int
 from quietgrad.clipping.soundness.processes import refuse_launcher
 from quietgrad.distributed.alike import digest, versions
 from quietgrad.distributed.cut.ranks import CutRanks
-from quietgrad.distributed.groups.failing import require_to_end_at_failures
+from quietgrad.distributed.groups.failing import require_to_end_at_failures, setting_that_goes_on
 from quietgrad.distributed.groups.restarts import begun_before, counted
 from quietgrad.distributed.ranks import FIRST, Ranks
 from quietgrad.distributed.team import Alone, Team
@@ -104,7 +104,6 @@ def start_run(
     secret = None if keys is None else Path(keys)
     if size > 1:
         refuse_launcher(group_size=size)
-        require_to_end_at_failures()
         ranks = Ranks() if tensor_parallel == 1 else CutRanks(tensor_parallel)
         found = _started_together(plan, ledger, secret, resume, ranks)
         return _run(plan, found, None, ranks)
@@ -204,10 +203,12 @@ def _started_together(
     ranks: Ranks,
 ) -> Started:
     """The first rank starts; the others get its roots, and nothing to write with."""
-    told_by_rank = ranks.all_said((_facts(plan, ledger, secret, resume, ranks), counted()))
-    _require_alike([facts for facts, _ in told_by_rank])
+    own = _facts(plan, ledger, secret, resume, ranks), counted(), setting_that_goes_on()
+    told_by_rank = ranks.all_said(own)
+    _require_alike([facts for facts, _, _ in told_by_rank])
+    require_to_end_at_failures([setting for _, _, setting in told_by_rank])
     # Agents of several machines count restarts each for itself.
-    restarts = max(count for _, count in told_by_rank)
+    restarts = max(count for _, count, _ in told_by_rank)
     ranks.form()
     found: Started | None = None
     error: BaseException | None = None

@@ -10,7 +10,7 @@ from typing import Any
 from quietgrad.clipping.norms.choice import Estimator
 from quietgrad.scaling import pace, traffic
 from quietgrad.scaling.forecast import POSITIONS, REPLICAS, USABLE, Asked, PaperOf, Way
-from quietgrad.scaling.memory import item_of
+from quietgrad.scaling.memory import item_of, most_owned
 from quietgrad.scaling.paper import Paper
 
 BANDS = (1, 2, 4, 8, 16, 32, 64)
@@ -62,8 +62,7 @@ def kept_by_one(asked: Asked, paper: Paper, way: Way) -> float:
     """Entries of the releases that one device covers: of the one that has most."""
     if way.name != REPLICAS:
         return paper.trained_entries * way.parts / asked.devices
-    wide = item_of([p for p in paper.parameters if p.trained])
-    return paper.trained_entries - way.sent.get("sums to owners", 0.0) / wide
+    return most_owned(paper, asked.devices)
 
 
 def estimator_table(asked: Asked, paper_of: PaperOf, way: Way) -> list[dict[str, Any]]:

@@ -253,10 +253,7 @@ def _seconds(
     # Shards are even; an owner of whole parameters may have more than its part.
     entries = paper.drawn_entries / job.devices
     if "sums to owners" in sent:
-        wide = memory.item_of([p for p in paper.parameters if p.trained])
-        entries = paper.trained_entries - sent["sums to owners"] / wide
-    elif job.devices == 1:
-        entries = paper.trained_entries
+        entries = memory.most_owned(paper, job.devices)
     found["noise"] = pace.noise_seconds(
         entries, job.bands, job.rows, (asked.steps or 1) / 2, device
     )

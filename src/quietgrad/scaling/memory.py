@@ -67,6 +67,14 @@ def sizes_of(paper: Paper) -> dict[str, int]:
     return {p.name: p.entries for p in paper.parameters if p.trained}
 
 
+def most_owned(paper: Paper, devices: int) -> int:
+    """Entries of the replica that owns most: it draws their noise, and keeps rows of them."""
+    entries, loads = sizes_of(paper), [0] * devices
+    for name, rank in owners_of(entries, devices).items():
+        loads[rank] += entries[name]
+    return max(loads)
+
+
 def item_of(trained: list[PaperParameter]) -> int:
     """Bytes of an entry of the sums: float32 at least."""
     return max((p.item for p in trained if p.item > WIDE), default=WIDE)
@@ -86,17 +94,14 @@ def replicas(paper: Paper, job: Job) -> Memory:
     largest = max(p.entries * p.item for p in trained)
     entries = sizes_of(paper)
     owner = owners_of(entries, job.devices)
-    loads = [0] * job.devices
-    for name, rank in owner.items():
-        loads[rank] += entries[name]
-    own = wide * max(loads)
+    own = wide * most_owned(paper, job.devices)
     resident = {
         "parameters": float(paper.parameter_bytes + paper.buffer_bytes),
         "optimiser": float(job.slots * weights),
         "gradients": float(weights),
         "noise rows": float((job.bands - 1) * own if job.rows else 0),
     }
-    clip = paper.peak()
+    clip = max(paper.peak(), sums)  # of a parameter that is never called there are zeros
     phases = {"clip": float(clip)}
     if job.micro_batches > 1:  # each has sums of its own, which are added to those so far
         phases["clip"] += sums

@@ -25,7 +25,7 @@ from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.engines.work import Engine
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
 from quietgrad.scaling.cutting import Exchange, cut
-from quietgrad.scaling.once import Known
+from quietgrad.scaling.held import Known
 from quietgrad.scaling.paper import (
     BLOCK,
     Paper,
@@ -115,13 +115,26 @@ def parts_of(shape: Shape, devices: int) -> int:
     """Most devices (8, 4 or 2) that can share each record of so many: where transformers has a plan
     that cuts the model, and it divides. Else 1.
     """
-    heads = [int(v) for k, v in shape.values if k in HEADS]
+    heads = [v for k, v in shape.values if k in HEADS and isinstance(v, int)]
     for parts in SHARING:
         if devices % parts == 0 and heads and not any(n % parts for n in heads):
             with contextlib.suppress(ValueError):
                 fake_model(shape.with_layers(1), Tuning(parts=parts))
                 return parts
     return 1
+
+
+@lru_cache(maxsize=8)
+def alike(shape: Shape) -> bool:
+    """Whether every block holds what the first one does, so that some tell of the others."""
+    import transformers as hf
+
+    with torch.device("meta"):
+        model: nn.Module = hf.AutoModelForCausalLM.from_config(shape.config())
+    blocks: dict[int, list[tuple[str, torch.Size]]] = {}
+    for name, p in model.named_parameters():
+        blocks.setdefault(block_of(name), []).append((_renamed(name, 0), p.shape))
+    return all(of == blocks[0] for block, of in blocks.items() if block > 0)
 
 
 @lru_cache(maxsize=8)
@@ -165,7 +178,7 @@ def paper_of_shape(
         drawn = {f"{e.layer}.weight": e.drawn for e in exchanges}
         return Paper(parameters_of(model, drawn), buffers, peaks, traced, examples, sent)
 
-    if whole or shape.layers <= FEW_BLOCKS:
+    if whole or shape.layers <= FEW_BLOCKS or not alike(shape):
         return run(shape.layers)
     return _grown(run(2), run(3), shape.layers)
 

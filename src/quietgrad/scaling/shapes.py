@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quietgrad.checks import require_at_least
+from quietgrad.checks import require_at_least, require_int
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,16 @@ class Shape:
         """Blocks of the model."""
         return int(dict(self.values)["num_hidden_layers"])
 
+    @property
+    def by_block(self) -> dict[str, list[Any]]:
+        """Keys that say something of every block (``layer_types``)."""
+        lists = {k: _thawed(v) for k, v in self.values if "layer" in k}
+        return {k: v for k, v in lists.items() if isinstance(v, list) and len(v) == self.layers}
+
     def with_layers(self, layers: int) -> Shape:
-        """The same with another number of blocks."""
-        other = dict(self.values) | {"num_hidden_layers": layers}
+        """The same with another number of blocks: the first ones, and over again."""
+        cut = {k: _frozen([v[i % len(v)] for i in range(layers)]) for k, v in self.by_block.items()}
+        other = dict(self.values) | cut | {"num_hidden_layers": layers}
         return Shape(self.name, self.source, tuple(sorted(other.items())))
 
     def config(self) -> Any:
@@ -49,12 +56,21 @@ class Shape:
 
         values = {key: _thawed(value) for key, value in self.values}
         kind = values.pop("model_type")
-        if kind not in hf.models.auto.configuration_auto.CONFIG_MAPPING:
+        if (
+            not isinstance(kind, str)
+            or kind not in hf.models.auto.configuration_auto.CONFIG_MAPPING
+        ):
             raise ValueError(
                 f"model_type={kind!r} is unknown to transformers {hf.__version__}; give a folder "
                 "whose config.json names a causal language model that it knows"
             )
-        return hf.AutoConfig.for_model(kind, **values, use_cache=False)
+        try:
+            return hf.AutoConfig.for_model(kind, **values, use_cache=False)
+        except Exception as error:  # transformers has kinds of its own, by model
+            raise ValueError(
+                f"model={self.source!r} is refused by transformers {hf.__version__} as a "
+                f"{kind}: {' '.join(str(error).split())}; give the config.json as it saved it"
+            ) from error
 
 
 def _shape(name: str, source: str, **values: Any) -> Shape:
@@ -121,6 +137,7 @@ def shape_of(model: str) -> Shape:
         values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"model={str(file)!r} holds no JSON: {error}") from error
+    values = _usual(values)
     needed = ("model_type", "num_hidden_layers")
     missing = [k for k in needed if not isinstance(values, dict) or k not in values]
     if missing:
@@ -131,11 +148,26 @@ def shape_of(model: str) -> Shape:
     return of_config(values, path.name if path.is_dir() else path.parent.name, str(file))
 
 
+def _usual(values: Any) -> Any:
+    """With transformers' common names in place of a model's own (GPT-2's ``n_layer``)."""
+    import transformers as hf
+
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    known = hf.models.auto.configuration_auto.CONFIG_MAPPING
+    if not isinstance(kind, str) or kind not in known:
+        return values
+    common = {own: name for name, own in known[kind].attribute_map.items()}
+    return {common.get(k, k): v for k, v in values.items()}
+
+
 def of_config(values: dict[str, Any], name: str, source: str) -> Shape:
     """From the entries of a transformers configuration."""
+    require_int("num_hidden_layers", values["num_hidden_layers"])
     require_at_least("num_hidden_layers", values["num_hidden_layers"], 1, "give a model of blocks")
     about_files = {"dtype", "torch_dtype", "transformers_version", "architectures", "use_cache"}
-    frozen = {k: _frozen(v) for k, v in values.items() if k not in about_files and k[0] != "_"}
+    frozen = {
+        k: _frozen(v) for k, v in values.items() if k not in about_files and not k.startswith("_")
+    }
     return Shape(name, source, tuple(sorted(frozen.items())))
 
 

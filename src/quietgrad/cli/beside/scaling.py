@@ -118,7 +118,7 @@ def _of_shape(options: Options) -> tuple[Asked, PaperOf, dict[str, Any]]:
         options.batch or 8 * options.devices,
         clipper,
         bands=options.bands or 1,
-        efficiency=options.efficiency or EFFICIENCY,
+        efficiency=EFFICIENCY if options.efficiency is None else options.efficiency,
         positions=length,
         parts=parts_of(shape, options.devices),
     )
@@ -140,8 +140,8 @@ def _require(options: Options) -> None:
             require_at_least(name, value, 1, "give a whole number from 1 on")
     if options.dtype is not None:
         require_word("dtype", options.dtype, ("bfloat16", "float32"))
-    size = (options.estimator or "").partition(":")[2]
-    if size and not (size.isdigit() and int(size) > 0):
+    _, colon, size = (options.estimator or "").partition(":")
+    if colon and not (size.isdecimal() and int(size) > 0):
         raise ValueError(
             f"estimator={options.estimator!r} has no number of columns after its colon; hutch:32 "
             "has"
@@ -189,7 +189,7 @@ def _of_config(
         rows=noise.memory == "rows",
         slots=2 if type(prepared.config.optimizer).__name__ == "AdamW" else 1,
         steps=prepared.steps,
-        efficiency=options.efficiency or EFFICIENCY,
+        efficiency=EFFICIENCY if options.efficiency is None else options.efficiency,
     )
     batch = sample.as_clipped(False)
     of_model = paper_of_model(sample.model, prepared.loss(), batch, clipper)

@@ -1,4 +1,6 @@
-"""Where the examples are in what a captured module is called with, and returns."""
+"""Where the examples are in what a captured module is called with, and returns; and how the
+gradients at what it returns lie.
+"""
 
 from __future__ import annotations
 
@@ -54,3 +56,12 @@ def require_examples_first(
         or leaves[0].shape[0] != batch_size
     ):
         raise no_example_dimension(site, "is called with an input")
+
+
+def in_rows(gradient: Tensor | None) -> Tensor | None:
+    """[b, positions, features] that a loss turned round (cross-entropy of ``logits.mT``) as a layer
+    gave it: else the layer's backward pass and its weighted product copy it once each, the former
+    beside what is kept.
+    """
+    turned = gradient is not None and gradient.dim() == 3 and gradient.stride(2) > 1
+    return gradient.contiguous() if turned and gradient is not None else gradient

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from quietgrad.clipping.capture.call_shapes import (
     give_outputs_examples,
+    in_rows,
     require_examples_first,
     tensors_among,
 )
@@ -170,18 +171,9 @@ class Identity(torch.autograd.Function):
             if not call.recording.lenient or "inplace" not in str(error):
                 raise
         else:
-            gradients = tuple(_in_rows(gradient) for gradient in gradients)
+            gradients = tuple(in_rows(gradient) for gradient in gradients)
             call.deliver(inputs, gradients)
         return (None, None, None, *gradients)
-
-
-def _in_rows(gradient: Tensor | None) -> Tensor | None:
-    """[b, positions, features] that a loss turned round (cross-entropy of ``logits.mT``) as a layer
-    gave it: else the layer's backward pass and its weighted product copy it once each, the former
-    beside what is kept.
-    """
-    turned = gradient is not None and gradient.dim() == 3 and gradient.stride(2) > 1
-    return gradient.contiguous() if turned and gradient is not None else gradient
 
 
 @contextmanager

@@ -113,7 +113,8 @@ class CutClipper(BoundClipper):
         return bool(self.company.of_each(torch.tensor([float(said)])).any())
 
     def _choose(self, layout: Layout, batch: Examples) -> ExecutionChoice:
-        size = self.clipper.physical_batch_size or max(batch.record_count, 1)
+        asked = self.clipper.physical_batch_size or self.clipper.max_physical_batch_size
+        size = asked or max(batch.record_count, 1)
         return ExecutionChoice("bookkeeping", size, math.nan, math.nan, "the same on all ranks")
 
     def _guarded(

@@ -181,7 +181,8 @@ class ShardedClipper(BoundClipper):
         return Subject(self.model, layout, self.per_example_loss, self._checkpointing)
 
     def _choose(self, layout: Layout, batch: Examples) -> ExecutionChoice:
-        size = self.clipper.physical_batch_size or max(batch.record_count, 1)
+        asked = self.clipper.physical_batch_size or self.clipper.max_physical_batch_size
+        size = asked or max(batch.record_count, 1)
         return ExecutionChoice("bookkeeping", size, math.nan, math.nan, "the same on all ranks")
 
     def _rounds(
@@ -209,7 +210,9 @@ class ShardedClipper(BoundClipper):
         company: Company,
     ) -> int | None:
         """Most records in a pass, once the guard lets them through; None: as many as there are."""
-        asked = self.clipper.physical_batch_size
+        asked, limit = self.clipper.physical_batch_size, self.clipper.max_physical_batch_size
+        if asked is None and limit is not None and max(rows) > limit * self.clipper.views:
+            asked = limit  # a loader's micro-batches are no larger, and need not be cut
         donor = rows.index(max(rows))
         most = rows[donor] if asked is None else min(rows[donor], asked * self.clipper.views)
         size = 1 if asked == 1 else max(most, 2)
