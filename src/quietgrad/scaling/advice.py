@@ -142,6 +142,7 @@ def warnings_of(asked: Asked, paper: Paper, ways: list[Way]) -> list[str]:
         found.append(
             f"batch={asked.batch} gives {asked.devices - asked.batch} of {asked.devices} devices "
             "no record; expect larger batches, or take fewer devices"
+            + (", or have devices share records" if asked.parts > 1 else "")
         )
     replicas = ways[0]
     trained = sorted((p for p in paper.parameters if p.trained), key=lambda p: -p.entries)
