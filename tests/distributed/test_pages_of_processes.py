@@ -72,7 +72,7 @@ def shard_and_save(rank: int, folder: str, codes: list[str]) -> tuple[int, list[
     """
     from quietgrad.averaging import ExponentialAverage
 
-    shard, save, beside = (
+    shard, save, load, beside = (
         compile(code.replace('"cuda"', '"cpu"'), "page", "exec") for code in codes
     )
     scope: dict[str, Any] = {"__name__": "page", "model": Blocks(), "path": f"{folder}/kept"}
@@ -82,6 +82,12 @@ def shard_and_save(rank: int, folder: str, codes: list[str]) -> tuple[int, list[
     with without_looks(), plan_of().start() as scope["run"]:
         scope["loader"] = scope["run"].loader(records_of(), physical_batch_size=4, steps=4)
         exec(save, scope)
+        weight = scope["model"].blocks[0].weight
+        before = weight.to_local().clone()
+        with torch.no_grad():
+            weight.add_(1.0)
+        exec(load, scope)
+        assert torch.equal(weight.to_local(), before) and scope["kept"] == [0]
         exec(beside, scope)
     dist.barrier()
     return scope["run"].released, sorted(p.name for p in Path(folder, "kept", "4").iterdir())
@@ -90,12 +96,13 @@ def shard_and_save(rank: int, folder: str, codes: list[str]) -> tuple[int, list[
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_blocks_on_shards_and_their_checkpoints_run(tmp_path: Path) -> None:
     (shard,) = blocks_of("docs/fully_sharded.md", "python")
-    save, beside, whole = blocks_of("docs/sharded_checkpoints.md", "python")
-    codes = [shard.text, save.text, beside.text]
+    save, load, beside, whole = blocks_of("docs/sharded_checkpoints.md", "python")
+    codes = [shard.text, save.text, load.text, beside.text]
     for found in on_ranks(2, tmp_path / "ranks", shard_and_save, str(tmp_path), codes):
         assert not isinstance(found, str), found
         assert found == (4, [".metadata", "__0_0.distcp", "__1_0.distcp"])
-    scope = {"__name__": "page", "model": Blocks(), "path": tmp_path / "kept" / "4", "dcp": dcp}
+    newest = tmp_path / "kept" / "4"
+    scope = {"__name__": "page", "model": Blocks(), "newest": newest, "dcp": dcp}
     before = scope["model"].state_dict()["blocks.0.weight"].clone()
     file = str(tmp_path / "model.safetensors")
     exec(whole.text.replace('"model.safetensors"', repr(file)), scope)

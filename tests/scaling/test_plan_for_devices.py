@@ -150,6 +150,19 @@ def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"```text\n{said}```" in PAGE
 
 
+@pytest.mark.slow("two preparations of the packaged model")
+def test_a_head_above_kept_states_is_planned_for_replicas_alone() -> None:
+    """Shards run the frozen layers in every step; the small step would be no plan of theirs."""
+    words = ("plan", "--devices", "2", "--device", "cpu")
+    kept = asked(*words)
+    assert [way["way"] for way in kept["ways"]] == ["replicas"]
+    assert any("--set training.sharded=true" in line for line in kept["warnings"])
+    run = asked(*words, "--set", "training.sharded=true")
+    assert [way["way"] for way in run["ways"]] == ["replicas", "sharded"]
+    assert run["ways"][1]["step_seconds"] > 1000 * kept["ways"][0]["step_seconds"]
+    assert not any("training.sharded" in line for line in run["warnings"])
+
+
 @pytest.mark.slow("SmolLM2 on paper: its clipping runs on shapes")
 def test_the_small_command_of_the_page_runs() -> None:
     found = asked(*shlex.split(COMMANDS[0]))

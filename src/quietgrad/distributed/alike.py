@@ -39,7 +39,7 @@ REMEDIES = {
     "drawing": "use one kind of device and the same versions of numpy and torch everywhere",
     "session": "start the run on all ranks together, once",
     "records": "give every rank the whole data set, in the same order, with no sampler and no "
-    "shuffling of its own; shares are the run's",
+    "shuffling of its own (seed first what is made or split at random); shares are the run's",
     "passes": "use one kind of device and the same versions of numpy and torch everywhere: ranks "
     "whose parameters are sharded make the same passes",
     "loss": "give run.backward one and the same function at every step, made once before the loop, "

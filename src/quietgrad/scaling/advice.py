@@ -25,6 +25,7 @@ ESTIMATORS: tuple[tuple[Estimator, int], ...] = (
     ("hutch++", 32),
 )
 STEPS = 1000  # of a run, where nothing says: rows are drawn again at half of them
+SMALL = 1e8  # bytes that no warning is about
 LARGE_SHARE = 0.2  # of a step, from which on a part of it is worth a word
 
 
@@ -144,15 +145,21 @@ def warnings_of(asked: Asked, paper: Paper, ways: list[Way]) -> list[str]:
             "no record; expect larger batches, or take fewer devices"
             + (", or have devices share records" if asked.parts > 1 else "")
         )
+    if asked.cached and asked.devices > 1:
+        found.append(
+            "sharded: not planned, as frozen layers run in every step there, and replicas keep "
+            "their outputs; --set training.sharded=true plans both without"
+        )
     replicas = ways[0]
     trained = sorted((p for p in paper.parameters if p.trained), key=lambda p: -p.entries)
     even = paper.trained_entries / asked.devices
-    if asked.devices > 1 and trained[0].entries > 2 * even:
-        wide = item_of(trained)
+    wide = item_of(trained)
+    received = trained[0].entries * wide * asked.devices
+    if asked.devices > 1 and trained[0].entries > 2 * even and received > SMALL:
         share = trained[0].entries / paper.trained_entries
         found.append(
             f"replicas: {trained[0].name} ({share:.0%} of what is trained) has one owner, who "
-            f"draws its noise alone and receives {_gb(trained[0].entries * wide * asked.devices)} "
+            f"draws its noise alone and receives {_gb(received)} "
             "of sums for it"
         )
     if replicas.largest == 0 and replicas.fits(asked.device):

@@ -54,6 +54,7 @@ class Asked:
         efficiency: share of the peak that products reach.
         positions: tokens an example.
         parts: devices that share each record where layers are cut; 1: no way to cut them is known.
+        cached: whether frozen layers are not run in a step, as shards have to.
     """
 
     devices: int
@@ -67,6 +68,7 @@ class Asked:
     efficiency: float = EFFICIENCY
     positions: int = 1
     parts: int = 1
+    cached: bool = False
 
     def __post_init__(self) -> None:
         require_at_least("devices", self.devices, 1, "a plan is for one device or more")
@@ -141,7 +143,7 @@ def ways_of(asked: Asked, paper_of: PaperOf) -> list[Way]:
             micro-batch, on paper.
     """
     names = [REPLICAS]
-    if asked.devices > 1:
+    if asked.devices > 1 and not asked.cached:
         names.append(SHARDED)
     if asked.parts > 1:
         names.append(CUT)

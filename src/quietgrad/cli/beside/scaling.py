@@ -169,7 +169,7 @@ def _of_config(
     if said or options.checkpointing:
         raise ValueError(
             f"{(said or ['--checkpointing'])[0]} goes with --model; a configuration says it by "
-            "its keys (--set)"
+            "its keys (such as --set model.tune=lora --set model.lora_rank=16)"
         )
     from quietgrad.cli.prepared import prepare_shown
 
@@ -190,6 +190,7 @@ def _of_config(
         slots=2 if type(prepared.config.optimizer).__name__ == "AdamW" else 1,
         steps=prepared.steps,
         efficiency=EFFICIENCY if options.efficiency is None else options.efficiency,
+        cached=sample.cached,
     )
     batch = sample.as_clipped(False)
     of_model = paper_of_model(sample.model, prepared.loss(), batch, clipper)
@@ -200,8 +201,20 @@ def _of_config(
     return asked, paper_of, {"name": "of the configuration", "source": "prepared here"}
 
 
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.2f}"
+@dataclass(frozen=True)
+class _Unit:
+    """Of the sizes that are printed."""
+
+    name: str
+    size: float
+
+    def of(self, size: float) -> str:
+        return f"{size / self.size:,.2f}"
+
+
+def _unit(ways: list[dict[str, Any]]) -> _Unit:
+    large = max(way["peak_bytes"] for way in ways) >= 1e9
+    return _Unit("GB", 1e9) if large else _Unit("MB", 1e6)
 
 
 def _time(seconds: float) -> str:
@@ -233,21 +246,24 @@ def _print(target: Console, record: dict[str, Any]) -> None:
         },
     )
     ways = record["ways"]
-    head = ["GB on one device", *(way["way"] for way in ways)]
+    unit = _unit(ways)
+    head = [f"{unit.name} on one device", *(way["way"] for way in ways)]
     rows = [["", *(way["runs"] for way in ways)]]
     rows += [
-        [name, *(_gb(way["resident_bytes"][name]) for way in ways)]
+        [name, *(unit.of(way["resident_bytes"][name]) for way in ways)]
         for name in ways[0]["resident_bytes"]
     ]
-    rows.append(["activations and factors", *(_gb(way["activation_bytes"]) for way in ways)])
-    rows.append(["most of a step", *(_phase(way) for way in ways)])
-    rows.append(["most at once", *(_gb(way["peak_bytes"]) for way in ways)])
+    rows.append(["activations and factors", *(unit.of(way["activation_bytes"]) for way in ways)])
+    rows.append(["most of a step", *(_phase(way, unit) for way in ways)])
+    rows.append(["most at once", *(unit.of(way["peak_bytes"]) for way in ways)])
     rows.append(["fits", *("yes" if way["fits"] else "NO" for way in ways)])
     if any(way["tensor_parallel"] > 1 for way in ways):
         rows.append(["devices that share a record", *(str(w["tensor_parallel"]) for w in ways)])
     rows.append(["micro-batches", *(f"{w['micro_batches']} of {w['examples']}" for w in ways)])
     rows.append(["largest that fits", *(str(w["largest_physical_batch"]) for w in ways)])
-    rows.append(["GB sent a step", *(_gb(sum(w["sent_bytes"].values())) for w in ways)])
+    rows.append(
+        [f"{unit.name} sent a step", *(unit.of(sum(w["sent_bytes"].values())) for w in ways)]
+    )
     names = list(dict.fromkeys(name for way in ways for name in way["seconds"]))
     rows += [
         [f"s: {name}", *(f"{way['seconds'].get(name, 0.0):,.3g}" for way in ways)] for name in names
@@ -259,7 +275,7 @@ def _print(target: Console, record: dict[str, Any]) -> None:
         f"Noise ({record['best']}, one device)",
         [
             "bands",
-            "GB of rows",
+            f"{unit.name} of rows",
             "over the model",
             "fit",
             "s with rows",
@@ -268,7 +284,7 @@ def _print(target: Console, record: dict[str, Any]) -> None:
         [
             [
                 str(row["bands"]),
-                _gb(row["rows_bytes"]),
+                unit.of(row["rows_bytes"]),
                 f"{row['rows_over_weights']:.2f}",
                 "yes" if row["rows_fit"] else "NO",
                 f"{row['rows_seconds']:.3g}",
@@ -280,13 +296,18 @@ def _print(target: Console, record: dict[str, Any]) -> None:
     _grid(
         target,
         f"Norms ({record['best']}, one device)",
-        ["estimator", "s a step", "over the plain step", "GB sent if positions were cut in 8"],
+        [
+            "estimator",
+            "s a step",
+            "over the plain step",
+            f"{unit.name} sent if positions were cut in 8",
+        ],
         [
             [
                 row["estimator"] + (f" k={row['sketch_dim']}" if row["sketch_dim"] else ""),
                 f"{row['seconds']:.3g}",
                 f"{row['over_plain_step']:.3f}",
-                _gb(row["context_parallel_bytes"]),
+                unit.of(row["context_parallel_bytes"]),
             ]
             for row in record["estimators"]
         ],
@@ -308,6 +329,6 @@ def _print(target: Console, record: dict[str, Any]) -> None:
         target.print(f"[yellow]warning:[/yellow] {warning}", soft_wrap=True, markup=True)
 
 
-def _phase(way: dict[str, Any]) -> str:
+def _phase(way: dict[str, Any], unit: _Unit) -> str:
     most = max(way["phase_bytes"], key=lambda name: way["phase_bytes"][name])
-    return f"{_gb(way['phase_bytes'][most])} ({most})"
+    return f"{unit.of(way['phase_bytes'][most])} ({most})"
