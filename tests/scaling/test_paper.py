@@ -94,6 +94,11 @@ def test_a_device_of_two_has_half_of_what_is_cut() -> None:
     assert whole.sent_per_position == 0
     # Half of two copies of what is added up, and half of the words' numbers, in bfloat16.
     assert half.sent_per_position == 2 * (7 * 7 * 32 + 2 * 32 + 256 / 2)
+    adapted = [
+        {p.name for p in paper_of_shape(SHAPE, one, 2, 16, EXACT).parameters if p.trained}
+        for one in (Tuning(lora=4), Tuning(lora=4, parts=2))
+    ]
+    assert adapted[0] == adapted[1] and not any("lm_head" in name for name in adapted[1])
     again = paper_of_shape(SHAPE, Tuning(parts=2, checkpointing=True), 2, 16, EXACT)
     assert again.sent_per_position == 2 * (9 * 7 * 32 + 2 * 32 + 256 / 2)
 

@@ -10,7 +10,7 @@ a table cut by words, outputs are added up. A head's outputs are gathered.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,17 +67,20 @@ class Exchange:
     Attributes:
         layer: its name.
         forward, backward: of a pass.
+        gathered: whether its outputs are.
         drawn: entries whose noise a device draws for each of the weight that it keeps.
     """
 
     layer: str
     forward: float
     backward: float
+    gathered: bool
     drawn: int
 
 
 def cut(model: nn.Module, parts: int) -> list[Exchange]:
-    """Cuts every layer of the plan, of shapes alone, to what one of ``parts`` devices has.
+    """Cuts every layer of the plan, of shapes alone, to what one of ``parts`` devices has; what is
+    gathered is left to ``gather``.
 
     Raises:
         ValueError: where there is no plan, or a layer does not divide.
@@ -99,6 +102,7 @@ def cut(model: nn.Module, parts: int) -> list[Exchange]:
                 name,
                 ring * outputs * {"added": 2, "gathered": 1, "": 0}[style.outputs],
                 ring * inputs * 2 * style.inputs,
+                style.outputs == "gathered",
                 parts if style.dim == COLUMNS else 1,
             )
         )
@@ -109,10 +113,17 @@ def cut(model: nn.Module, parts: int) -> list[Exchange]:
             layer.out_features, layer.in_features = layer.weight.shape
         else:
             layer.num_embeddings = layer.weight.shape[0]
-        if style.outputs == "gathered":
-            where, _, last = name.rpartition(".")
-            setattr(model.get_submodule(where), last, Gathered(layer, parts))
     return found
+
+
+def gather(model: nn.Module, layers: Collection[nn.Module], parts: int) -> None:
+    """Has layers that were cut return what all devices have. Once adapters are there, which know a
+    head by its place.
+    """
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if any(child is layer for layer in layers):
+                setattr(module, name, Gathered(child, parts))
 
 
 class Gathered(nn.Module):

@@ -24,7 +24,7 @@ from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.engines.work import Engine
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
-from quietgrad.scaling.cutting import Exchange, cut
+from quietgrad.scaling.cutting import Exchange, cut, gather
 from quietgrad.scaling.held import Known
 from quietgrad.scaling.paper import (
     BLOCK,
@@ -81,6 +81,7 @@ def fake_model(shape: Shape, tuning: Tuning) -> tuple[nn.Module, FakeTensorMode,
             shape.config(), dtype=getattr(torch, tuning.dtype)
         )
         exchanges = cut(model, tuning.parts) if tuning.parts > 1 else []
+        heads = [model.get_submodule(e.layer) for e in exchanges if e.gathered]
         if tuning.lora is not None:
             import peft
 
@@ -93,6 +94,7 @@ def fake_model(shape: Shape, tuning: Tuning) -> tuple[nn.Module, FakeTensorMode,
                 autocast_adapter_dtype=False,
                 low_cpu_mem_usage=True,
             )
+        gather(model, heads, tuning.parts)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, p in list(module._parameters.items()):
