@@ -88,12 +88,13 @@ def fake_model(shape: Shape, tuning: Tuning) -> tuple[nn.Module, FakeTensorMode,
             settings = peft.LoraConfig(
                 r=tuning.lora, lora_alpha=2 * tuning.lora, target_modules="all-linear"
             )
-            model = peft.get_peft_model(
-                model,
-                settings,
-                autocast_adapter_dtype=False,
-                low_cpu_mem_usage=True,
-            )
+            with quiet():
+                model = peft.get_peft_model(
+                    model,
+                    settings,
+                    autocast_adapter_dtype=False,
+                    low_cpu_mem_usage=True,
+                )
         gather(model, heads, tuning.parts)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
