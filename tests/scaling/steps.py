@@ -136,7 +136,10 @@ def _spread(model: Any, groups: int, together: int) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh("cpu", (groups, together), mesh_dim_names=("dp", "tp"))
     if together > 1:
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
         parallelize_module(model, mesh["tp"], CUT)
+        if tied:
+            model.lm_head.weight = model.model.embed_tokens.weight
     if groups > 1:
         for block in model.model.layers:
             fully_shard(block, mesh=mesh["dp"])

@@ -22,7 +22,7 @@ USABLE = (
     0.9  # of a device's memory: the rest is the context's, kernels' and what lies between blocks
 )
 EFFICIENCY = 0.4
-ACTIVATIONS = "activations of cut layers"
+ACTIVATIONS, COPIES = "activations of cut layers", "layers held whole"
 POSITIONS = 8  # devices that would share a record's positions (context parallel)
 
 REPLICAS, SHARDED, CUT = "replicas", "sharded", "sharded, tensor parallel"
@@ -173,18 +173,20 @@ def memory_of(way: str, paper: Paper, job: Job) -> Memory:
     return memory.shards(paper, job) if job.devices > 1 else memory.neighbours(paper, job)
 
 
-def sent_in(way: str, paper: Paper, job: Job, positions: int) -> dict[str, float]:
+def sent_in(way: str, paper: Paper, job: Job, positions: int, parts: int = 1) -> dict[str, float]:
     """What one device sends in a step, by name, in bytes.
 
     Args:
         way, paper, job: as for ``memory_of``.
         positions: that the device runs in the step, of all records.
+        parts: devices that share each record.
     """
     if way == REPLICAS:
         return traffic.replicas(paper, job)
     sent = traffic.shards(paper, job) if job.devices > 1 else {}
     if way == CUT:
         sent[ACTIVATIONS] = positions * paper.sent_per_position
+        sent[COPIES] = traffic.copies(paper, job, parts)
     return sent
 
 
@@ -214,7 +216,7 @@ def _way(name: str, asked: Asked, paper_of: PaperOf) -> Way:
     paper = paper_of(1, engine, parts) if engine == "one-example" else two.at(size, four)
     job = _job(name, asked, rounds)
     kept = memory_of(name, paper, job)
-    sent = sent_in(name, paper, job, share * asked.positions)
+    sent = sent_in(name, paper, job, share * asked.positions, parts)
     seconds = _seconds(asked, paper, engine, size, rounds, job, sent, parts)
     hidden = frozenset({"blocks gathered", "products scattered"} & set(seconds))
     return Way(name, parts, engine, size, rounds, largest, kept, sent, seconds, hidden)
@@ -264,7 +266,7 @@ def _seconds(
     found["optimiser"] = pace.optimiser_seconds(weights / cut, device)
     link = device.link_for(asked.devices)
     for what, amount in sent.items():
-        found[what] = amount / (device.link if what == ACTIVATIONS else link)
+        found[what] = amount / (device.link if what in (ACTIVATIONS, COPIES) else link)
     return found
 
 

@@ -179,7 +179,14 @@ def paper_of_shape(
             for e in exchanges
         )
         drawn = {f"{e.layer}.weight": e.drawn for e in exchanges}
-        return Paper(parameters_of(model, drawn), buffers, peaks, traced, examples, sent)
+        found = parameters_of(model, drawn)
+        pieces = {e.layer + ".layer" * e.gathered for e in exchanges}
+        copied = sum(
+            p.entries
+            for p in found
+            if exchanges and p.trained and p.name.rpartition(".")[0] not in pieces
+        )
+        return Paper(found, buffers, peaks, traced, examples, sent, copied)
 
     if whole or shape.layers <= FEW_BLOCKS or not alike(shape):
         return run(shape.layers)
@@ -275,7 +282,8 @@ def _grown(two: Paper, three: Paper, layers: int) -> Paper:
     model = ModelTrace(tuple(traced), **numbers)
     buffers = line(two.buffer_bytes, three.buffer_bytes)
     sent = line(two.sent_per_position, three.sent_per_position)
-    return Paper((*outside, *blocks), buffers, peaks, model, two.examples, sent)
+    copied = line(two.copied, three.copied)
+    return Paper((*outside, *blocks), buffers, peaks, model, two.examples, sent, copied)
 
 
 def _renamed(name: str, block: int) -> str:

@@ -81,6 +81,7 @@ class Paper:
         examples: of the micro-batch.
         sent_per_position: bytes that a device sends of a position's activations and their
             gradients, where several share a record.
+        copied: trained entries that each of those holds whole (norms).
     """
 
     parameters: tuple[PaperParameter, ...]
@@ -89,6 +90,7 @@ class Paper:
     trace: ModelTrace
     examples: int
     sent_per_position: float = 0.0
+    copied: int = 0
 
     @property
     def trained_entries(self) -> int:

@@ -69,6 +69,14 @@ def shards(paper: Paper, job: Job) -> dict[str, float]:
     }
 
 
+def copies(paper: Paper, job: Job, parts: int) -> float:
+    """Of what each of ``parts`` devices holds whole, or the same shards of: sums go to an owner
+    among them, and what was released to all, as replicas do.
+    """
+    wide = item_of([p for p in paper.parameters if p.trained])
+    return 2.0 * (parts - 1) / parts * wide * paper.copied / job.devices
+
+
 def over_positions(
     costs: Mapping[str, Cost], estimator: str, sketch_dim: int, parts: int, item: int
 ) -> float:
