@@ -15,6 +15,8 @@ from test_against_oracle import assert_equal_to_oracle
 from torch import Tensor, nn
 
 from quietgrad.clipping import clipped_gradients, per_example_norms
+from quietgrad.clipping.capture import capture
+from quietgrad.clipping.capture.call_shapes import in_rows
 from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.clipping.verify import verify_clipping
@@ -231,3 +233,38 @@ def test_verify_notices_losses_that_compare_examples(name: str) -> None:
     except ValueError:  # refused outright is as good
         return
     assert difference > 1e-2
+
+
+@pytest.mark.parametrize("estimator", ["ghost", "materialized"])
+def test_a_loss_that_turns_its_gradient_round(
+    estimator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cross-entropy of ``logits.mT``: the head's gradient lies turned, and is turned back once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 11))
+    ids = torch.randint(0, 11, (5, 8))
+    seen: list[bool] = []
+
+    def noted(gradient: Tensor | None) -> Tensor | None:
+        found = in_rows(gradient)
+        if gradient is not None and found is not None:
+            assert torch.equal(found, gradient) and found.stride(-1) <= 1
+            seen.append(found is not gradient)
+        return found
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["x"][:, :-1])
+        found = F.cross_entropy(logits.mT, batch["x"][:, 1:], reduction="none")
+        return found.mean(dim=1)
+
+    monkeypatch.setattr(capture, "in_rows", noted)
+    assert_equal_to_oracle(model, loss, {"x": ids}, estimator=estimator)
+    assert any(seen) and not all(seen)
+
+
+def test_only_a_gradient_that_is_turned_is_copied() -> None:
+    rows = torch.randn(2, 3, 4)
+    one_for_all = torch.randn(2, 1, 1).expand(2, 3, 4)  # of a sum over features: no memory for it
+    for whole in (None, rows, rows[:, :, 1:], one_for_all, torch.randn(2, 4), rows.unsqueeze(3)):
+        assert in_rows(whole) is whole
+    assert in_rows(rows.mT).stride() == (12, 3, 1)  # type: ignore[union-attr]
