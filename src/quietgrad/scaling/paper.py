@@ -43,7 +43,6 @@ from quietgrad.scaling.held import Held, Known, measured_once
 from quietgrad.tensors import Batch, tensors_of
 
 BLOCK = re.compile(r"\.(\d+)\.")
-FEW_BLOCKS = 4  # models of so many blocks are run whole
 
 
 @dataclass(frozen=True)
