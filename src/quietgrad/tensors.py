@@ -303,7 +303,8 @@ def full_precision() -> Iterator[None]:
     """
     narrowed = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     found = [(*place, getattr(*place[:2])) for place in _precision_settings()]
-    others = [place for place in found if place[2] != place[3]]
+    # "none" is what the settings above it say, which torch has looked up: nothing is narrowed.
+    others = [place for place in found if place[3] not in (place[2], "none")]
     if not narrowed and not others:  # nearly always, and once for every layer of every step
         yield
         return
@@ -337,11 +338,8 @@ def _precision_settings() -> tuple[tuple[Any, str, object], ...]:
     """
     backends: Any = torch.backends
     if hasattr(backends.mkldnn, "matmul"):
-        holders = (
-            backends.mkldnn.matmul,
-            backends.mkldnn.conv,
-            backends.cuda.matmul,
-            backends.cudnn.conv,
-        )
+        holders = [backends.mkldnn.matmul, backends.mkldnn.conv]
+        if backends.cuda.is_built():
+            holders += [backends.cuda.matmul, backends.cudnn.conv]
         return tuple((holder, "fp32_precision", "ieee") for holder in holders)
     return (backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)

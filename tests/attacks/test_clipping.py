@@ -20,10 +20,8 @@ from torch import Tensor, nn
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.engines import accumulator, bookkeeping
 from quietgrad.clipping.norms import rounding
-from quietgrad.clipping.norms.cost import Sketch
-from quietgrad.clipping.norms.estimators import ghost
+from quietgrad.clipping.norms.estimators import ghost, hutch_together
 from quietgrad.clipping.norms.estimators.ghost import ghost_norms
-from quietgrad.clipping.norms.estimators.hutch import Hutch
 from quietgrad.clipping.norms.estimators.materialized import materialized_norms
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import DenseFactors, OneHotFactors
@@ -463,13 +461,13 @@ def test_without_the_lost_squares_underflow_is_seen(monkeypatch: pytest.MonkeyPa
 def test_with_a_projection_for_each_micro_batch_the_crowd_is_revealed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right, calls = Hutch.norms, []
+    right, calls = hutch_together.sketch_of, []
 
-    def fresh(self: Hutch, uses: list, sketch: Sketch, dtype: torch.dtype) -> Measured:
-        calls.append(sketch.name)
-        return right(self, uses, sketch._replace(projections=Projections(KEY, len(calls))), dtype)
+    def fresh(uses: list, name: str, k: int, _: Projections, *others: object) -> tuple:
+        calls.append(name)
+        return right(uses, name, k, Projections(KEY, len(calls)), *others)
 
-    monkeypatch.setattr(Hutch, "norms", fresh)
+    monkeypatch.setattr(hutch_together, "sketch_of", fresh)
     monkeypatch.setattr(accumulator, "require_same_norms", lambda *_: None)  # sees it too
     with pytest.raises(AssertionError):
         test_one_record_more_changes_nothing_of_the_others("hutch", 0)

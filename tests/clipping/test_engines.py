@@ -20,6 +20,7 @@ from quietgrad.clipping.engines import accumulator
 from quietgrad.clipping.engines.thresholds import clip_factors, thresholds
 from quietgrad.clipping.norms.choice import Policy
 from quietgrad.clipping.norms.cost import MODELLED_GPU, MODELLED_PROCESSOR, Cost
+from quietgrad.clipping.norms.estimators import small
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.rounding import SHARE, Measured
 from quietgrad.clipping.planner.execution import ExecutionChoice, choose_execution, nonprivate_bytes
@@ -345,7 +346,7 @@ def test_small_gradients_that_are_measured_together_know_no_company(
 ) -> None:
     """How they are joined follows from one example's entries: mutant, those of the micro-batch."""
     model, seen = ManyScales(), []
-    one_by_one = accumulator.direct
+    one_by_one = small.direct
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().sum(1)
@@ -354,7 +355,7 @@ def test_small_gradients_that_are_measured_together_know_no_company(
         seen.append(values.shape[1])
         return one_by_one(values)
 
-    monkeypatch.setattr(accumulator, "direct", noted)
+    monkeypatch.setattr(small, "direct", noted)
     bound = Clipper(1.0, engine="bookkeeping").bind(model, loss)
     x = torch.randn(6, 3000, generator=torch.Generator().manual_seed(0))
     norms = bound.norms(x, step=5)

@@ -16,10 +16,16 @@ from quietgrad.clipping import bound
 from quietgrad.clipping.capture.routines import maps, recurrent
 from quietgrad.clipping.capture.routines.time import Order
 from quietgrad.clipping.engines import accumulator, bookkeeping, one_example
+from quietgrad.clipping.engines.ways import weight_and_bias
 from quietgrad.clipping.norms import rules
 from quietgrad.clipping.norms.estimators import together
 from quietgrad.clipping.norms.estimators.together import Together
-from quietgrad.clipping.norms.factors import DenseFactors, DirectGradients, OneHotFactors
+from quietgrad.clipping.norms.factors import (
+    DenseFactors,
+    DirectGradients,
+    OneHotFactors,
+    SummedRows,
+)
 from quietgrad.clipping.norms.rounding import Measured, Norms
 from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.clipping.verify import verify_clipping
@@ -172,8 +178,7 @@ def first_position_only(found, *_):
 
 def examples_shifted(found, *_):
     return {
-        name: DirectGradients(c.values_bn.roll(1, 0)) if name == "bias" else c
-        for name, c in found.items()
+        name: SummedRows(c.rows.roll(1, 0)) if name == "bias" else c for name, c in found.items()
     }
 
 
@@ -184,6 +189,16 @@ def repeated_for_neighbours(module, x, grad, wanted):
 def last_that_waits_left_out(self):
     self._waiting = self._waiting[:-1]
     RIGHT_TOGETHER(self)
+
+
+def ones_beside_the_wrong_factor(patch):
+    def swapped(site, found):
+        both = weight_and_bias(site, found)
+        if both is None:
+            return None
+        return both._replace(ones="left" if both.ones == "right" else "right")
+
+    patch.setattr(accumulator, "weight_and_bias", swapped)
 
 
 PACKED = "packed-cross-attention"
@@ -200,7 +215,10 @@ MUTANTS = [
     Mutant("grams-that-wait-forgotten", "gpt2",
     replacing(Together, "measure", last_that_waits_left_out)),
     Mutant("grams-all-taken-for-one", "gpt2",
-    replacing(together, "_same", lambda *_: True)),
+    replacing(together, "is_same", lambda *_: True)),
+    Mutant("biases-left-out-of-ghost-norms", "gpt2",
+    replacing(together, "_add_ones", lambda *_: None)),
+    Mutant("ones-beside-the-wrong-factor", "gpt2", ones_beside_the_wrong_factor),
     Mutant("no-minimum-with-one", "mlp", factors(no_minimum_with_one)),
     Mutant("batch-clipped-as-a-whole", "mlp", factors(batch_clipped_as_a_whole)),
     Mutant("an-example-left-out", "mlp", factors(last_example_left_out)),

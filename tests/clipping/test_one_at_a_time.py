@@ -91,6 +91,53 @@ def test_the_spread_is_that_of_the_factors() -> None:
     assert weight is not None and float(spreads["weight"][0]) >= float(weight.norm())
 
 
+class Parallel(nn.Module):
+    """Layers of several widths with one input, another of its own, normalisations, biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.rms = nn.Linear(4, 6), nn.LayerNorm(6), nn.RMSNorm(6)
+        self.one, self.two, self.three = (nn.Linear(6, p) for p in (3, 9, 3))
+        self.last = nn.Linear(9, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.rms(self.norm(self.first(x)).tanh())
+        found: Tensor = self.last(self.two(h).tanh()).sum(-1, keepdim=True) * self.one(h)
+        return found + self.three(h)
+
+
+def test_spreads_of_many_layers_are_each_their_own() -> None:
+    """Against factors that hooks saw; a bias' is the sum of its rows' norms."""
+    model, x = Parallel(), torch.randn(1, 5, 4)
+    _, spreads, _ = gradients_and_spreads(*work_and_example(model, x))
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, layer in model.named_children():
+
+        def keep(_: Any, args: Any, output: Tensor, name: str = name) -> None:
+            output.register_hook(lambda g: seen.update({name: (args[0].detach(), g)}))
+
+        layer.register_forward_hook(keep)
+    squares(model, x).sum().backward()
+    assert set(spreads) == {name for name, _ in model.named_parameters()}
+    for name, layer in model.named_children():
+        a, g = seen[name]
+        if isinstance(layer, nn.Linear):
+            used = [DenseFactors(g.unsqueeze(1), a.unsqueeze(1))]
+            found = spread_of(used, torch.float32)
+            expected, terms = found.plain, found.terms
+            squared = spreads[f"{name}.weight"][1]
+            torch.testing.assert_close(squared, terms.square(), rtol=1e-5, atol=1e-7)
+        else:
+            kind: Any = nn.functional.layer_norm if name == "norm" else nn.functional.rms_norm
+            expected = (kind(a, (6,)) * g).norm(dim=2).sum(1).double()
+        torch.testing.assert_close(spreads[f"{name}.weight"][0], expected, rtol=1e-5, atol=1e-7)
+        if f"{name}.bias" in spreads:
+            torch.testing.assert_close(
+                spreads[f"{name}.bias"][0], g.norm(dim=2).sum(1).double(), rtol=1e-5, atol=1e-7
+            )
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ from quietgrad.clipping.norms.estimators import together
 from quietgrad.clipping.norms.estimators.ghost import ghost_norms
 from quietgrad.clipping.norms.estimators.together import Together
 from quietgrad.clipping.norms.factors import DenseFactors
+from quietgrad.clipping.norms.factors.direct import Side
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import NormSums
 
@@ -40,6 +41,47 @@ def sums_of(uses: list[DenseFactors], groups: list[int], dtype: torch.dtype) -> 
     some.measure()
     some.measure()  # nothing is left
     return sums
+
+
+def with_ones(use: DenseFactors, side: str | None) -> DenseFactors:
+    """A column of ones beside one of the factors, formed."""
+
+    def wider(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.ones_like(x[..., :1])], dim=3)
+
+    left, right = use.left_bgtp, use.right_bgtd
+    if side == "right":
+        return DenseFactors(left, wider(right))
+    return DenseFactors(wider(left), right) if side == "left" else use
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sides", [("right",), ("left",), ("right", None), ("left", "right", None)])
+def test_a_bias_is_a_column_of_ones(sides: tuple[Side | None, ...], dtype: torch.dtype) -> None:
+    """Beside others that have one, none, or one at the other factor; bounds hold, and are hardly
+    larger.
+    """
+    torch.manual_seed(0)
+    uses = several(3, 12) * 2
+    ones = [sides[i % len(sides)] for i in range(len(uses))]
+    sums = NormSums.empty(len(uses), 3, torch.device("cpu"))
+    some = Together(Scratch(), sums)
+    for group, (use, side) in enumerate(zip(uses, ones, strict=True)):
+        some.add(group, 5, use, dtype, side)
+    some.measure()
+    for group, (use, side) in enumerate(zip(uses, ones, strict=True)):
+        whole = with_ones(use, side)
+        alone = ghost_norms([whole], dtype)
+        exact = whole.left_bgtp[:, 0].double().mT @ whole.right_bgtd[:, 0].double()
+        off = (exact.flatten(1).square().sum(1) - sums.squared[group]).abs()
+        assert bool((off <= sums.slack[group]).all())
+        for found, known in (
+            (sums.slack[group], alone.slack),
+            (sums.margin_squared[group], alone.margin**2),
+            (sums.least_squared[group], alone.least**2),
+        ):
+            assert bool((found >= known * (1 - 1e-3)).all())
+            assert bool((found <= known * 1.05).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -11,14 +11,14 @@ whole is one rank's to measure and to add: it counts once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quietgrad.clipping.norms.factors import Contribution, OneHotFactors
+from quietgrad.clipping.norms.factors import Given, OneHotFactors
 from quietgrad.clipping.norms.rules import Rule, embedding_rule, linear_rule
 from quietgrad.tensors import axis_of, is_spread, local_of, received
 
@@ -157,7 +157,7 @@ def refused(layer: str, why: str) -> ValueError:
     )
 
 
-Found = dict[str, Contribution]
+Found = Mapping[str, Given]
 
 
 def _whole(

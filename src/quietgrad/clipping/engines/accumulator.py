@@ -9,7 +9,7 @@ what is kept, plus one block of temporaries.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.capture.capture import Recording, Use
-from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.capture.layout import Layout, Site
+from quietgrad.clipping.engines.at_once import AtOnce
 from quietgrad.clipping.engines.contributions import contributions_of
 from quietgrad.clipping.engines.untouched import (
     Versions,
@@ -26,24 +27,26 @@ from quietgrad.clipping.engines.untouched import (
     require_untouched,
     versions_of,
 )
-from quietgrad.clipping.engines.ways import in_one_way, small_gradients
-from quietgrad.clipping.norms.choice import ESTIMATOR_OF, Policy
+from quietgrad.clipping.engines.ways import in_one_way, small_gradients, weight_and_bias
+from quietgrad.clipping.norms.choice import ESTIMATOR_OF, Choice, Policy
 from quietgrad.clipping.norms.coarseness import refuse_coarser
 from quietgrad.clipping.norms.cost import Sketch, cost_of
 from quietgrad.clipping.norms.estimators.materialized import added_up, kept_gradients
 from quietgrad.clipping.norms.estimators.projections import Projections, block_of
 from quietgrad.clipping.norms.estimators.sketches import steady
-from quietgrad.clipping.norms.estimators.together import Together
 from quietgrad.clipping.norms.factors import (
     ByExtent,
     Contribution,
     DenseFactors,
     DirectGradients,
+    Given,
     Kept,
     ListedGradients,
     MatrixFactors,
     by_extent,
+    formed,
 )
+from quietgrad.clipping.norms.factors.direct import Side
 from quietgrad.clipping.norms.factors.extents import Part
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
@@ -52,17 +55,11 @@ from quietgrad.clipping.norms.rounding import (
     Norms,
     NormSums,
     direct,
-    least_of,
     of_this_process,
 )
 from quietgrad.tensors import accumulation_dtype, full_precision
 
 Sums = dict[str, Tensor]
-
-# Entries of all that wait for each other. Of one example: how they are added up must not depend on
-# how many examples there are.
-TOGETHER = 2**14
-
 
 # In memory of their own: nobody else writes into it.
 MADE_HERE = ListedGradients | ByExtent
@@ -120,11 +117,10 @@ class Accumulator:
     _waiting: dict[str, list[Contribution]] = field(default_factory=dict)
     _expected: dict[str, int] | None = None
     _kept_entries: int = 0
-    _small: dict[tuple[int, torch.dtype], list[Tensor]] = field(default_factory=dict)
-    _together: Together = field(init=False, repr=False)
+    _at_once: AtOnce = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._together = Together(self.scratch, self.sums)
+        self._at_once = AtOnce(self.scratch, self.sums, self.least_times)
 
     def receive(self, use: Use) -> None:
         """Takes one call's inputs and output gradients; called from the backward pass."""
@@ -132,13 +128,16 @@ class Accumulator:
         # In the user's own precision: the fallback repeats the module's forward pass.
         found = contributions_of(use, self.groups.rows, self.recording, self.projections)
         with full_precision():
-            for name, contribution in found.items():
-                if self.layout.cut is not None and not self.layout.cut.counts(name):
+            beside = self._settle_with_bias(use.site, found)
+            for name, given in found.items():
+                cut = self.layout.cut
+                if name in beside or (cut is not None and not cut.counts(name)):
                     continue  # another rank has the same, and counts it
-                waiting = self._waiting.setdefault(name, [])
-                single = self.groups.single
-                waiting.append(contribution if single else contribution.merged(self.groups))
-                if self._is_last(name, len(waiting)):
+                contribution = formed(given)
+                if not self.groups.single:
+                    contribution = contribution.merged(self.groups)
+                self._waiting.setdefault(name, []).append(contribution)
+                if self._is_last(name, len(self._waiting[name])):
                     self._settle(name)
 
     def finish(self) -> Norms:
@@ -146,9 +145,7 @@ class Accumulator:
         with full_precision():
             for name in list(self._waiting):
                 self._settle(name)
-            for group, dtype in list(self._small):
-                self._measure_small(group, dtype)
-            self._together.measure()
+            self._at_once.measure()
             same: dict[str, Tensor] = {}
             for name, before in self._measured.items():
                 kept = self.kept[name]
@@ -168,10 +165,9 @@ class Accumulator:
         if self._expected is None:
             self._expected = {}
             for site in self.layout.sites:
+                calls = recording.calls.get(site.name, 0)
                 for owner in site.parameters.values():
-                    self._expected[owner] = self._expected.get(owner, 0) + recording.calls.get(
-                        site.name, 0
-                    )
+                    self._expected[owner] = self._expected.get(owner, 0) + calls
         return arrived == self._expected.get(name)
 
     def _settle(self, name: str) -> None:
@@ -179,14 +175,11 @@ class Accumulator:
         if self.policy_of(name).steady:
             uses = in_one_way(self.layout, name, uses)
         entries = self.layout.shape_of(name).numel()
-        dtype = accumulation_dtype(self.layout.parameters[name].dtype)
         small = None if self.twice else small_gradients(uses)
         measured: Measured | None = None
-        few = self._alone_and_few(name, uses)
         kept: list[Kept]
-        if few is not None:
-            kept = [few]
-            self._together.add(self.group_of(name), entries, few, dtype)
+        if len(uses) == 1 and self._waits([name], uses[0]):
+            kept = [*uses]
         elif small is None:
             measured, kept = self._measure(name, uses)
             if any(isinstance(use, DirectGradients | MADE_HERE) for use in kept):
@@ -194,26 +187,53 @@ class Accumulator:
             self.sums.add(self.group_of(name), measured, entries)
         else:
             kept = [small]
-            self._wait(self.group_of(name), small.values_bn.to(dtype), small.spread_b)
+            dtype = accumulation_dtype(self.layout.parameters[name].dtype)
+            self._at_once.add_small(self.group_of(name), small.values_bn.to(dtype), small.spread_b)
+        self._keep(name, kept)
+        made_here = any(isinstance(use, MADE_HERE) for use in kept)
+        if self.keep and self.twice and measured is not None and not made_here:
+            self._measured[name] = measured
+
+    def _keep(self, name: str, kept: list[Kept]) -> None:
         if self.keep:
-            # A use of a tied parameter may arrive after the others were settled only if calls were
-            # miscounted.
-            assert name not in self.kept, name
+            assert name not in self.kept, name  # else the uses of a tied parameter were miscounted
             self.kept[name] = kept
             self._versions[name] = versions_of(kept)
-            made_here = any(isinstance(use, MADE_HERE) for use in kept)
-            if self.twice and measured is not None and not made_here:
-                self._measured[name] = measured
 
-    def _alone_and_few(self, name: str, uses: list[Contribution]) -> DenseFactors | None:
-        """A parameter's one use whose ghost norm is taken together with others'."""
-        use = uses[0]
-        if self.twice or len(uses) > 1 or not isinstance(use, DenseFactors):
-            return None
-        if not self._together.takes(use) or use.extents() is not None:
-            return None
+    def _settle_with_bias(self, site: Site, found: Mapping[str, Given]) -> tuple[str, ...]:
+        """Settles a layer's weight and bias in one ghost norm, where each is used here alone;
+        returns their names, or none.
+        """
+        both = weight_and_bias(site, found)
+        if both is None or self.layout.cut is not None or not self.groups.single:
+            return ()
+        names = (both.weight, both.bias)
+        groups = {self.group_of(name) for name in names}
+        dtypes = {accumulation_dtype(self.layout.parameters[name].dtype) for name in names}
+        steady = any(self.policy_of(name).steady for name in names)
+        if len(groups) + len(dtypes) > 2 or steady or not all(self._is_last(n, 1) for n in names):
+            return ()
+        if not self._waits(names, both.factors, both.ones):
+            return ()
+        self._keep(both.weight, [both.factors])
+        self._keep(both.bias, [both.rows])
+        return names
+
+    def _waits(self, names: Sequence[str], use: Contribution, ones: Side | None = None) -> bool:
+        """Whether the one use of a parameter, the first of ``names``, is measured together with
+        others', to whom it is given; ``ones``: with its layer's bias, the second of them.
+        """
+        if self.twice or not isinstance(use, DenseFactors):
+            return False
+        name = names[0]
         choice = self._policy_of(name).choose(cost_of([use]))
-        return use if choice.estimator == "ghost" and not choice.kept else None
+        if not self._at_once.takes(use, choice):
+            return False
+        sketch = self._sketch(name, choice) if choice.estimator == "hutch" else None
+        entries = sum(self.layout.shape_of(one).numel() for one in names)
+        dtype = accumulation_dtype(self.layout.parameters[name].dtype)
+        self._at_once.add(self.group_of(name), entries, use, sketch, dtype, ones)
+        return True
 
     def _measure(self, name: str, uses: list[Contribution]) -> tuple[Measured, list[Kept]]:
         """Norms of one parameter's per-example gradients, all its uses together, and what to keep
@@ -236,18 +256,13 @@ class Accumulator:
         self, name: str, parts: list[Part], dtype: torch.dtype
     ) -> tuple[Measured, list[Kept]]:
         """Examples of one size at a time."""
-        zeros = self.sums.squared.new_zeros(5, self.sums.squared.shape[1])
-        whole, least, terms = Measured(*zeros), zeros[3], zeros[4]
+        whole = Measured(*self.sums.squared.new_zeros(5, self.sums.squared.shape[1]))
         kept: list[tuple[Tensor, tuple[Kept, ...]]] = []
         for numbers, matrices in parts:
             measured, some = self._measure_matrices(name, matrices, dtype)
-            whole.squared[numbers] = measured.squared
-            whole.slack[numbers] = measured.slack
-            whole.margin[numbers] = measured.margin
-            if measured.least is not None:
-                least[numbers] = measured.least
-            if measured.terms is not None:
-                terms[numbers] = measured.terms
+            for known, total in zip(vars(measured).values(), vars(whole).values(), strict=True):
+                if known is not None:
+                    total[numbers] = known
             kept.append((numbers, tuple(some)))
         return whole, [ByExtent(tuple(kept))]
 
@@ -261,10 +276,7 @@ class Accumulator:
             measured, gradients = kept_gradients(matrices, dtype)
             kept = [gradients]
         else:
-            # Norms of different groups are clipped apart: nothing random may be common to them.
-            block = f"{block_of(name)}\x00{self.group_of(name)}"
-            stream = name if self.layout.cut is None else self.layout.cut.stream(name)
-            sketch = Sketch(stream, choice.sketch_dim, self.projections, self.scratch, block)
+            sketch = self._sketch(name, choice)
             measured = ESTIMATOR_OF[choice.estimator].norms(matrices, sketch, dtype)
         if policy.steady and choice.estimator == "materialized":
             measured = steady(measured, matrices, dtype)
@@ -272,25 +284,18 @@ class Accumulator:
         known = policy.steady and self.least_times == 1.0
         return replace(measured, least=None) if known else measured, kept
 
+    def _sketch(self, name: str, choice: Choice) -> Sketch:
+        # Norms of different groups are clipped apart: nothing random may be common to them.
+        block = f"{block_of(name)}\x00{self.group_of(name)}"
+        stream = name if self.layout.cut is None else self.layout.cut.stream(name)
+        return Sketch(stream, choice.sketch_dim, self.projections, self.scratch, block)
+
     def _policy_of(self, name: str) -> Policy:
         policy, entries = self.policy_of(name), self.layout.shape_of(name).numel()
         left = self.most_kept - self._kept_entries
         if entries * len(self.groups.sizes) <= left:
             return policy
         return replace(policy, may_keep=False)
-
-    def _wait(self, group: int, values_bn: Tensor, spread_b: Tensor | None) -> None:
-        """Biases and scales are many and small: they are measured together."""
-        if spread_b is not None:
-            self.sums.add_least(group, least_of(spread_b))
-        waiting = self._small.setdefault((group, values_bn.dtype), [])
-        waiting.append(values_bn)
-        if sum(values.shape[1] for values in waiting) > TOGETHER:
-            self._measure_small(group, values_bn.dtype)
-
-    def _measure_small(self, group: int, dtype: torch.dtype) -> None:
-        joined = torch.cat(self._small.pop((group, dtype)), dim=1)
-        self.sums.add(group, direct(joined), joined.shape[1])
 
     def gradient_of(self, example: int) -> dict[str, Tensor]:
         """One example's gradient by parameter, formed from what was kept: what is measured of it is
@@ -321,20 +326,25 @@ class Accumulator:
             left_out: [b] examples that add exactly zero, whatever their gradients hold; None for
                 none.
         """
-        with full_precision():  # once: setting it costs more than a small sum
+        with full_precision():  # once: looking it up costs more than a small sum
             for name in list(self.kept):
-                self.add_weighted_of(name, sums, weights, left_out)
+                self._add_weighted_of(name, sums, weights, left_out)
 
     def add_weighted_of(
         self, name: str, sums: Sums, weights: Tensor, left_out: Tensor | None
     ) -> None:
         """``add_weighted`` for one parameter that something was kept of."""
+        with full_precision():
+            self._add_weighted_of(name, sums, weights, left_out)
+
+    def _add_weighted_of(
+        self, name: str, sums: Sums, weights: Tensor, left_out: Tensor | None
+    ) -> None:
         shape = self.layout.shape_of(name)
         dtype = accumulation_dtype(self.layout.parameters[name].dtype)
         row = weights[self.group_of(name)]
         kept = self.kept.pop(name)
         require_untouched(name, kept, self._versions[name])
-        with full_precision():
-            for use in kept:
-                known = use if left_out is None else use.without(left_out)
-                sums[name] = known.weighted_sum(row, shape, dtype, sums.get(name))
+        for use in kept:
+            known = use if left_out is None else use.without(left_out)
+            sums[name] = known.weighted_sum(row, shape, dtype, sums.get(name))

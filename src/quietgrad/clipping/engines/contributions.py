@@ -5,6 +5,8 @@ module's rule, or by the fallback.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from quietgrad.clipping.capture.capture import Recording, Use
 from quietgrad.clipping.capture.fallback import fallback_contributions, fallback_spreads
 from quietgrad.clipping.norms.checked_rule import CheckedRule
 from quietgrad.clipping.norms.estimators.projections import Projections
-from quietgrad.clipping.norms.factors import Contribution, DirectGradients
+from quietgrad.clipping.norms.factors import DenseFactors, DirectGradients, Given, SummedRows
 from quietgrad.clipping.norms.rounding import squared_norms
 from quietgrad.clipping.norms.signs import OF_SQUARES, Signs
 from quietgrad.clipping.norms.spread import spread_of
@@ -22,8 +24,8 @@ from quietgrad.tensors import accumulation_dtype, full_precision
 
 def contributions_of(
     use: Use, rows: int, recording: Recording | None, projections: Projections | None = None
-) -> dict[str, Contribution]:
-    """Parameter name -> per-example gradients of one call.
+) -> dict[str, Given]:
+    """Parameter name -> per-example gradients of one call, as the module's rule gives them.
 
     Args:
         use: the call.
@@ -34,42 +36,53 @@ def contributions_of(
     """
     site = use.site
     signs = None if projections is None else Signs(projections, site.name)
+    found: Mapping[str, Given]
     if site.rule is not None:
         found = _by_rule(use, signs)
     else:
         with contextlib.nullcontext() if recording is None else recording.pause():
-            found = dict(fallback_contributions(use, rows, signs))
+            found = fallback_contributions(use, rows, signs)
     return {site.parameters[local]: contribution for local, contribution in found.items()}
+
+
+@dataclass(frozen=True)
+class Unsummed:
+    """What the spread of a matrix' one use is a sum of: the rows of its factors. Private."""
+
+    factors: DenseFactors
 
 
 def spreads_of(
     use: Use, rows: int, recording: Recording, projections: Projections
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor | Unsummed]:
     """Parameter name -> [2, rows] float64, spreads of the per-example gradients of one call, where
-    they are known, and squares of their ``Spread.terms``, or zeros; no gradient of a matrix is
-    formed. Arguments: ``contributions_of``.
+    they are known, and squares of their ``Spread.terms``, or zeros; of most matrices their factors,
+    whose spreads are found together. No gradient of a matrix is formed, nor any sum of rows.
+    Arguments: ``contributions_of``.
     """
     site, signs = use.site, Signs(projections, use.site.name)
-    spreads: dict[str, Tensor | None]
+    found: Mapping[str, Tensor | Unsummed | None]
     if site.rule is None:
         with recording.pause():
-            found = fallback_spreads(use, rows, signs)
-        spreads = {local: torch.stack([s, torch.zeros_like(s)]) for local, s in found.items()}
+            spreads = fallback_spreads(use, rows, signs)
+        found = {local: torch.stack([s, torch.zeros_like(s)]) for local, s in spreads.items()}
     else:
         with full_precision():
-            spreads = {local: _spread(one) for local, one in _by_rule(use, signs).items()}
-    return {site.parameters[local]: s for local, s in spreads.items() if s is not None}
+            found = {local: _spread(one) for local, one in _by_rule(use, signs).items()}
+    return {site.parameters[local]: s for local, s in found.items() if s is not None}
 
 
-def _spread(one: Contribution) -> Tensor | None:
-    if isinstance(one, DirectGradients):
-        s = one.spread_b
+def _spread(one: Given) -> Tensor | Unsummed | None:
+    if isinstance(one, DirectGradients | SummedRows):
+        s = one.spread() if isinstance(one, SummedRows) else one.spread_b
         return None if s is None else torch.stack([s, torch.zeros_like(s)])
+    if isinstance(one, DenseFactors) and one.sizes.g == 1:
+        return Unsummed(one)
     spread = spread_of([one], accumulation_dtype(one.like.dtype))
     return torch.stack([spread.plain, spread.terms.square()])
 
 
-def _by_rule(use: Use, signs: Signs | None) -> dict[str, Contribution]:
+def _by_rule(use: Use, signs: Signs | None) -> Mapping[str, Given]:
     site = use.site
     assert site.rule is not None
     x, gradient = use.input, use.output_gradients[0]
@@ -85,10 +98,10 @@ def _by_rule(use: Use, signs: Signs | None) -> dict[str, Contribution]:
         return found
     # Linear in the gradient: a user's rule gives the signed sum as it gives the sum.
     signed = site.rule(site.module, x, signs.times(gradient, 0), formed)
-    return found | {name: _with_spread(found[name], signed[name]) for name in formed}
+    return {**found, **{name: _with_spread(found[name], signed[name]) for name in formed}}
 
 
-def _with_spread(one: Contribution, signed: Contribution) -> Contribution:
+def _with_spread(one: Given, signed: Given) -> Given:
     assert isinstance(one, DirectGradients)
     values = signed.values_bn if isinstance(signed, DirectGradients) else None
     if values is None:

@@ -145,7 +145,7 @@ def gradients_and_spreads(
         with passes as (losses, recording):
             spreads.recording = recording
             gradients = plain_gradients(losses.sum(), work.layout.parameters, reentrant)
-        return gradients, spreads.found, losses.detach()
+        return gradients, spreads.found(), losses.detach()
 
     return with_any_checkpointing(work.checkpointing, run)
 

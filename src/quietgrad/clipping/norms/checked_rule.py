@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from quietgrad.clipping.norms.factors import Contribution, DenseFactors, DirectGradients
+from quietgrad.clipping.norms.factors import (
+    Contribution,
+    DenseFactors,
+    DirectGradients,
+    SummedRows,
+)
 from quietgrad.clipping.norms.rules import Rule, rule_for
 
 
@@ -38,15 +43,17 @@ class CheckedRule:
                 f"the layer rule of {kind} gives {sorted(found)} where {sorted(wanted)} is wanted; "
                 "it has to give the parameters that are wanted, by their own names, and no others"
             )
+        checked: dict[str, Contribution] = {}
         for name, given in found.items():
-            if not has_a_row_each(given, len(x)):
+            if isinstance(given, SummedRows) or not has_a_row_each(given, len(x)):
                 raise ValueError(
                     f"the layer rule of {kind} gives for {name!r} neither DirectGradients "
                     "[examples, entries] nor DenseFactors [examples, 1, positions, rows] and "
                     "[examples, 1, positions, columns], a row for each example; correct what it "
                     "returns"
                 )
-        return found
+            checked[name] = given
+        return checked
 
 
 def has_a_row_each(given: object, examples: int) -> bool:

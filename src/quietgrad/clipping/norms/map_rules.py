@@ -8,31 +8,30 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from quietgrad.clipping.norms.factors import Contribution, DenseFactors, DirectGradients
-from quietgrad.clipping.norms.rules import added_up
+from quietgrad.clipping.norms.factors import DenseFactors, DirectGradients, Given, SummedRows
 
 
 def stacked_linear_rule(
     module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
     """y_k = x_k W_k^T + b_k for blocks W_k of one weight's rows; [b, t, k, features]."""
-    out: dict[str, Contribution] = {}
+    out: dict[str, Given] = {}
     if "weight" in wanted:
         out["weight"] = DenseFactors(grad.transpose(1, 2), x.transpose(1, 2))
     if "bias" in wanted:
-        out["bias"] = added_up(grad.flatten(2).unsqueeze(1))
+        out["bias"] = SummedRows(grad.flatten(2).unsqueeze(1))
     return out
 
 
 def stacked_shift_rule(
     module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
     """y_k = x_k + b_k, the shift being the parameter; [b, t, k, features]."""
-    return {"weight": added_up(grad.flatten(2).unsqueeze(1))}
+    return {"weight": SummedRows(grad.flatten(2).unsqueeze(1))}
 
 
 def repeated_rule(
     module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
     """The weight itself, once for every example."""
     return {"weight": DirectGradients(grad.flatten(1))}

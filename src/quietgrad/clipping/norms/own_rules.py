@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.norms.checked_rule import CheckedRule
-from quietgrad.clipping.norms.factors import Contribution, DenseFactors, DirectGradients
+from quietgrad.clipping.norms.factors import DenseFactors, DirectGradients, Given
 from quietgrad.clipping.norms.padded_rules import moved_by_padding
 from quietgrad.clipping.norms.rules import _RULES, Rule, rule_for
 
@@ -118,7 +119,7 @@ def _gradients(
 ) -> dict[str, Tensor]:
     """Parameter name -> [examples, *shape], as the rule has them."""
     with torch.no_grad():
-        found: dict[str, Contribution] = rule(module, x, grad, tuple(parameters))
+        found: Mapping[str, Given] = rule(module, x, grad, tuple(parameters))
         if set(found) != set(parameters):
             raise ValueError(
                 f"rule gives {sorted(found)} where {sorted(parameters)} is wanted; it has to give "

@@ -21,7 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from quietgrad.clipping.norms.factors import Contribution, DenseFactors, DirectGradients
+from quietgrad.clipping.norms.factors import (
+    Contribution,
+    DenseFactors,
+    DirectGradients,
+    formed,
+)
 from quietgrad.clipping.norms.rules import Rule
 
 LENGTHS = (7, 14, 30)
@@ -140,7 +145,7 @@ class _Tried:
                    for t in (x, grad))  # fmt: skip
         try:
             found = self.rule(self.module, x, grad, self.wanted)
-            return {name: _examples(given, examples) for name, given in found.items()}
+            return {name: _examples(formed(given), examples) for name, given in found.items()}
         except Exception:
             return None
 

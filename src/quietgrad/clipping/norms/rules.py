@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,60 +20,49 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad.clipping.norms.factors import (
-    Contribution,
     ConvolutionFactors,
     DenseFactors,
     DirectGradients,
     Geometry,
+    Given,
     OneHotFactors,
+    SummedRows,
 )
 from quietgrad.clipping.norms.factors.extents import sum_by_extent
-from quietgrad.clipping.norms.factors.sums.elementwise import (
-    spread_of_channels,
-    spread_of_rows,
-    sum_of_rows,
-)
+from quietgrad.clipping.norms.factors.sums.elementwise import spread_of_channels
 from quietgrad.tensors import accumulation_dtype, is_spread, local_of, plain_type
 
 # The module is of the rule's own type.
-Rule = Callable[[Any, Tensor, Tensor, Collection[str]], dict[str, Contribution]]
+Rule = Callable[[Any, Tensor, Tensor, Collection[str]], Mapping[str, Given]]
 
 
 def linear_rule(
     module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
     """y = x W^T + b: M_i = G_i^T A_i."""
     return _affine(x, grad, wanted, transposed=False)
 
 
 def transposed_linear_rule(
     module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
     """Hugging Face ``Conv1D``, y = x W + b: M_i = A_i^T G_i."""
     return _affine(x, grad, wanted, transposed=True)
 
 
-def _affine(
-    x: Tensor, grad: Tensor, wanted: Collection[str], transposed: bool
-) -> dict[str, Contribution]:
+def _affine(x: Tensor, grad: Tensor, wanted: Collection[str], transposed: bool) -> dict[str, Given]:
     b = x.shape[0]
     a_bgtd = x.reshape(b, 1, -1, x.shape[-1])
     g_bgtp = grad.reshape(b, 1, -1, grad.shape[-1])
     sizes = tuple(x.shape[1:-1]) if x.dim() > 3 else ()
-    out: dict[str, Contribution] = {}
+    out: dict[str, Given] = {}
     if "weight" in wanted:
         a_bgtd, g_bgtp = _of_some_position(a_bgtd), _of_some_position(g_bgtp)
         factors = (a_bgtd, g_bgtp) if transposed else (g_bgtp, a_bgtd)
         out["weight"] = DenseFactors(*factors, sizes)
     if "bias" in wanted:
-        out["bias"] = added_up(grad.unsqueeze(1))
+        out["bias"] = SummedRows(grad.unsqueeze(1), "right" if transposed else "left")
     return out
-
-
-def added_up(x: Tensor) -> DirectGradients:
-    """[b, ..., n] -> [b, n], over all dimensions between; with its spread."""
-    dtype = accumulation_dtype(x.dtype)
-    return DirectGradients(sum_of_rows(x, dtype), spread_of_rows(x, dtype))
 
 
 def _of_some_position(factor_bgtn: Tensor) -> Tensor:
@@ -83,7 +72,7 @@ def _of_some_position(factor_bgtn: Tensor) -> Tensor:
 
 def embedding_rule(
     module: nn.Embedding | nn.EmbeddingBag, ids: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
     """y_t = W[id_t]: M_i = onehot(ids)^T G_i, positions that read ``padding_idx`` left out, as
     autograd does.
     """
@@ -99,26 +88,27 @@ def embedding_rule(
 
 def layer_norm_rule(
     module: nn.LayerNorm, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
     normalised = F.layer_norm(x, module.normalized_shape, eps=module.eps)
     return _scale_and_shift_last(normalised, grad, wanted, len(module.normalized_shape))
 
 
 def rms_norm_rule(
     module: nn.RMSNorm, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
     normalised = F.rms_norm(x, module.normalized_shape, eps=module.eps)
     return _scale_and_shift_last(normalised, grad, wanted, len(module.normalized_shape))
 
 
 def scaled_rms_norm_rule(
     module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
     """The RMSNorms of Hugging Face models, y = w n(x) or (1 + w) n(x): the derivative by w is n(x)
     in both.
     """
     wide = x.to(accumulation_dtype(x.dtype))
-    normalised = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + _epsilon_of(module))
+    squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    normalised = wide * torch.rsqrt(squares.div_(x.shape[-1]).add_(_epsilon_of(module)))
     return _scale_and_shift_last(normalised, grad, wanted, 1)
 
 
@@ -176,20 +166,22 @@ def _probe_of(module: nn.Module) -> nn.Module:
 
 def _scale_and_shift_last(
     normalised: Tensor, grad: Tensor, wanted: Collection[str], dims: int
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
+    """``normalised`` is written over."""
     positions = grad.shape[1 : grad.dim() - dims]
     shape = (len(grad), *(positions or (1,)), grad.shape[grad.dim() - dims :].numel())
-    out: dict[str, Contribution] = {}
+    out: dict[str, Given] = {}
     if "weight" in wanted:
-        out["weight"] = added_up((normalised * grad).reshape(shape))
+        kind = torch.promote_types(normalised.dtype, grad.dtype)
+        out["weight"] = SummedRows(normalised.to(kind).mul_(grad).reshape(shape))
     if "bias" in wanted:
-        out["bias"] = added_up(grad.reshape(shape))
+        out["bias"] = SummedRows(grad.reshape(shape))
     return out
 
 
 def group_norm_rule(
     module: nn.GroupNorm, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
     if x.dtype == grad.dtype and x.dtype in (torch.float32, torch.float64):
         return _native_group_norm(module, x.contiguous(), grad.contiguous(), wanted)
     return _scale_and_shift_channels(
@@ -199,7 +191,7 @@ def group_norm_rule(
 
 def _native_group_norm(
     module: nn.GroupNorm, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
     """Autograd's routine, with the examples presented as further groups of one example: it sums
     over examples, not over groups.
     """
@@ -228,14 +220,14 @@ def _native_group_norm(
 
 def instance_norm_rule(
     module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
     return _scale_and_shift_channels(F.instance_norm(x, eps=float(module.eps)), grad, wanted)  # type: ignore[arg-type]
 
 
 def _scale_and_shift_channels(
     normalised: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
-    out: dict[str, Contribution] = {}
+) -> dict[str, Given]:
+    out: dict[str, Given] = {}
     if "weight" in wanted:
         out["weight"] = _of_channels(normalised * grad)
     if "bias" in wanted:
@@ -245,11 +237,11 @@ def _scale_and_shift_channels(
 
 def convolution_rule(
     module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor, grad: Tensor, wanted: Collection[str]
-) -> dict[str, Contribution]:
+) -> dict[str, Given]:
     """Conv1d, Conv2d, Conv3d with stride, padding, dilation and groups: positions are output
     pixels, columns are patches.
     """
-    out: dict[str, Contribution] = {}
+    out: dict[str, Given] = {}
     if "weight" in wanted:
         sides = module._reversed_padding_repeated_twice
         before, after = tuple(sides[-2::-2]), tuple(sides[::-2])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors import MatrixFactors
+from quietgrad.clipping.norms.factors.rows import at_least, sums_over_positions
 from quietgrad.clipping.norms.rounding import gamma, least_of, smallest_normal
 
 ROUNDING = 1.001  # of the spread's own sums
@@ -66,17 +67,35 @@ def spread_of(
     return spread_from(total, sums, squares, max(s.p, s.d), dtype)
 
 
+def spread_from_norms(norms_2xt: Tensor, longest_x: Tensor, dtype: torch.dtype) -> Spread:
+    """Of several parameters' single uses at once, x examples and parameters together.
+
+    Args:
+        norms_2xt: |a_t| and |g_t|, as they come; written over.
+        longest_x: entries of a row of either factor, at most. float64.
+        dtype: of the norms.
+    """
+    norms = at_least(norms_2xt, longest_x.unsqueeze(1)).unsqueeze(2)
+    return spread_from(*sums_over_positions(norms), longest_x, dtype)
+
+
 def spread_from(
-    total_bg: Tensor, sums_2bg: Tensor, squares_bg: Tensor, entries: int, dtype: torch.dtype
+    total_bg: Tensor,
+    sums_2bg: Tensor,
+    squares_bg: Tensor,
+    entries: float | Tensor,
+    dtype: torch.dtype,
 ) -> Spread:
-    """``entries``: of a row of either factor, at most.
+    """``entries``: of a row of either factor, at most; one number, or [b].
 
     An inner product of two rows loses at most so many smallest numbers, times the norms of the
     other factor's rows.
     """
-    lost = sums_2bg.square().sum((0, 2)).mul_(entries * smallest_normal(dtype))
+    flushed = entries * smallest_normal(dtype)
+    lost = sums_2bg.square().sum((0, 2)).mul_(flushed)
     by_block = total_bg * ROUNDING
-    made_up = sums_2bg.sum(0).mul_(math.sqrt(entries * smallest_normal(dtype)))
+    made_up = sums_2bg.sum(0)
+    made_up.mul_(flushed.sqrt().unsqueeze(1) if isinstance(flushed, Tensor) else flushed**0.5)
     # Two infinite ones: what is divided by is infinite, and the record adds zero.
     own = (total_bg - made_up).nan_to_num_(nan=math.inf, posinf=math.inf).clamp_min_(0.0)
     plain = torch.linalg.vector_norm(own, dim=1)

@@ -31,7 +31,7 @@ from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.engines.contributions import contributions_of
 from quietgrad.clipping.norms.cost import Cost, cost_of
 from quietgrad.clipping.norms.estimators.materialized import Materialized
-from quietgrad.clipping.norms.factors import DirectGradients, MatrixFactors
+from quietgrad.clipping.norms.factors import DirectGradients, MatrixFactors, SummedRows
 from quietgrad.tensors import Batch
 
 
@@ -196,7 +196,7 @@ def _trace(
                 output_bytes[name] = 0
             return
         for name, contribution in contributions_of(use, 1, None).items():
-            if isinstance(contribution, DirectGradients):
+            if isinstance(contribution, DirectGradients | SummedRows):
                 output_bytes.setdefault(name, 0)
             else:
                 found.setdefault(name, []).append(contribution)

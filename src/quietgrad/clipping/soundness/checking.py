@@ -29,7 +29,7 @@ from quietgrad.clipping.capture.escapes import NotCaptured, never_called
 from quietgrad.clipping.capture.layout import Layout, in_graph
 from quietgrad.clipping.capture.spread import each_gradient
 from quietgrad.clipping.engines.contributions import contributions_of
-from quietgrad.clipping.norms.factors import Contribution
+from quietgrad.clipping.norms.factors import Contribution, formed
 from quietgrad.clipping.soundness.fingerprints import HALVES
 from quietgrad.clipping.soundness.held_still import seeded
 from quietgrad.clipping.soundness.records import take
@@ -100,8 +100,8 @@ def _same_gradients(subject: Subject, one: Batch, reentrant: bool) -> bool:
     recordings: list[Recording] = []
 
     def receive(use: Use) -> None:
-        for name, contribution in contributions_of(use, 1, recordings[0]).items():
-            captured[name].append(contribution)
+        for name, given in contributions_of(use, 1, recordings[0]).items():
+            captured[name].append(formed(given))
 
     passes = forward_captured(
         subject.model, layout, subject.per_example_loss, one, receive, reentrant, switch_off=False

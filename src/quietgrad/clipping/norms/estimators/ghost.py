@@ -99,13 +99,15 @@ class Errors(NamedTuple):
     lost: float | Tensor
 
 
-def errors_of(uses: Sequence[MatrixFactors], dtype: torch.dtype) -> Errors:
-    """Of one parameter, all its uses together."""
+def errors_of(uses: Sequence[MatrixFactors], dtype: torch.dtype, more: int = 0) -> Errors:
+    """Of one parameter, all its uses together; ``more``: columns that are added to either factor
+    once its products are formed.
+    """
     s, like = uses[0].sizes, uses[0].like
     # Those of a convolution are formed otherwise where that is cheaper.
-    of_right = gamma(s.d + s.taps if s.taps else gram_chain(s.d), like, dtype)
+    of_right = gamma(s.d + s.taps if s.taps else gram_chain(s.d) + more, like, dtype)
     one_hot = all(use.one_hot for use in uses)
-    of_left = 0.0 if one_hot else gamma(s.p if s.taps else gram_chain(s.p), like, dtype)
+    of_left = 0.0 if one_hot else gamma(s.p if s.taps else gram_chain(s.p) + more, like, dtype)
     of_products = gamma(PRODUCTS_AT_ONCE, like, dtype)
     positions = sum(use.sizes.t for use in uses)
     # The bounds are sums over pairs of positions of products that may have been flushed to zero

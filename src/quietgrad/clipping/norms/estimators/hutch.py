@@ -24,7 +24,7 @@ from quietgrad.clipping.norms.estimators.sketches import (
     spread_beside,
     tail_margin,
 )
-from quietgrad.clipping.norms.factors import MatrixFactors
+from quietgrad.clipping.norms.factors import MatrixFactors, Unfolded
 from quietgrad.clipping.norms.factors.sums.columns import Sums, sums_over_columns
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import Measured, squared_norms
@@ -74,13 +74,26 @@ def hutch_norms(
     exact = norms_by_rows(some, dtype)
     if exact is not None:
         return exact
+    sketch, sums = sketch_of(some, name, sketch_dim, projections, dtype, scratch)
+    if own:
+        scratch.let_go()
+    return _estimate(sketch, uses, some, sums, sketch_dim, dtype, scratch)
+
+
+def sketch_of(
+    uses: Sequence[Unfolded],
+    name: str,
+    sketch_dim: int,
+    projections: Projections,
+    dtype: torch.dtype,
+    scratch: Scratch,
+) -> tuple[Tensor, Sums]:
+    """Of factors whose positions are there: the sketch, and how its columns are added up."""
+    s = uses[0].sizes
     side = max(s.p, s.d)
     projection = drawn(projections.gaussian(name, "hutch", side, sketch_dim), uses[0], dtype)
     project = project_rows if s.p > s.d else project_columns
-    sketch = project(some, projection, dtype, scratch)
-    if own:
-        scratch.let_go()
-    return _estimate(sketch, uses, some, sums_over_columns(side), sketch_dim, dtype, scratch)
+    return project(uses, projection, dtype, scratch), sums_over_columns(side)
 
 
 def _estimate(

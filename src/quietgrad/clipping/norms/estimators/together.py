@@ -2,6 +2,8 @@
 
 A ghost norm of a short text is two small products and some thirty operations on a few numbers each,
 once a parameter and micro-batch. Of Gram matrices that lie side by side those are made once.
+A bias is one more column of its layer's weight, whose input is 1 at every position: its squared
+norm is there once 1 is added to the inputs' inner products.
 Memory: ``ENTRIES`` numbers an example for either factor.
 Shape legend: m parameters that wait, b examples, x parameters and examples together, t positions.
 """
@@ -17,8 +19,9 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.estimators import ghost
 from quietgrad.clipping.norms.factors import DenseFactors
+from quietgrad.clipping.norms.factors.direct import Side
 from quietgrad.clipping.norms.factors.products import gram_products
-from quietgrad.clipping.norms.factors.rows import norms_from_squares, sums_over_positions
+from quietgrad.clipping.norms.factors.rows import is_same, norms_from_squares, sums_over_positions
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import Measured, NormSums
 from quietgrad.clipping.norms.spread import margin_and_least, spread_from
@@ -36,6 +39,7 @@ class Waiting(NamedTuple):
     entries: int
     errors: ghost.Errors
     longest: int  # of the rows of either factor
+    ones: Side | None  # the factor that gets a column of ones
 
 
 @dataclass
@@ -58,14 +62,22 @@ class Together:
         s = use.sizes
         return s.g == 1 and s.t > 1 and 2 * s.t * s.t <= ENTRIES
 
-    def add(self, group: int, entries: int, use: DenseFactors, dtype: torch.dtype) -> None:
+    def add(
+        self,
+        group: int,
+        entries: int,
+        use: DenseFactors,
+        dtype: torch.dtype,
+        ones: Side | None = None,
+    ) -> None:
         """Forms one parameter's Gram matrices, and measures those that wait where that is due.
 
         Args:
             group: of the parameter's norms.
-            entries: of the parameter.
+            entries: of the parameter, and of its layer's bias where that is measured with it.
             use: its one use.
             dtype: of the norms.
+            ones: the factor, the layer's input, that gets a column of ones, for a bias.
         """
         s = use.sizes
         most, shape = ENTRIES // (s.t * s.t), (s.b, s.t, s.t)
@@ -82,14 +94,15 @@ class Together:
         number = len(self._waiting)
         right, left = (side[number] for side in self._room)
         x = use.right_bgtd
-        if number and self._before is not None and _same(*self._before, x):
+        if number and self._before is not None and is_same(*self._before, x):
             right.copy_(self._room[0][number - 1])  # queries, keys and values
         else:
             gram_products(x, x, dtype, right.unsqueeze(1))
         gram_products(use.left_bgtp, use.left_bgtp, dtype, left.unsqueeze(1))
         self._before = (x, x._version)
-        errors = ghost.errors_of([use], dtype)
-        self._waiting.append(Waiting(group, entries, errors, max(s.p, s.d)))
+        more = 0 if ones is None else 1
+        errors = ghost.errors_of([use], dtype, more)
+        self._waiting.append(Waiting(group, entries, errors, max(s.p, s.d) + more, ones))
         if number + 1 == most:
             self.measure()
 
@@ -99,11 +112,22 @@ class Together:
         self._waiting, self._room, self._before = [], None, None
         if not waiting or room is None:
             return
+        sides: dict[Side, Tensor] = {"right": room[0], "left": room[1]}
+        for side, grams in sides.items():
+            _add_ones(grams[: len(waiting)], [float(one.ones == side) for one in waiting])
         right, left = (side[: len(waiting)].flatten(0, 1) for side in room)
         found = _measured(right, left, waiting)
         each = zip(*(x.unflatten(0, (len(waiting), -1)) for x in vars(found).values()), strict=True)
         for one, measured in zip(waiting, each, strict=True):
             self.sums.add(one.group, Measured(*measured), one.entries)
+
+
+def _add_ones(grams_mbtt: Tensor, where: Sequence[float]) -> None:
+    """Of a column of ones, for the parameters that have one."""
+    if all(where):
+        grams_mbtt.add_(1.0)
+    elif any(where):
+        grams_mbtt.add_(numbers_beside(where, grams_mbtt).view(-1, 1, 1, 1))
 
 
 def _measured(right_xtt: Tensor, left_xtt: Tensor, waiting: Sequence[Waiting]) -> Measured:
@@ -122,12 +146,3 @@ def _measured(right_xtt: Tensor, left_xtt: Tensor, waiting: Sequence[Waiting]) -
     errors = ghost.Errors(of_right, of_left, waiting[0].errors.of_products, lost)
     bounds = margin_and_least(spread, t, right_xtt, dtype)
     return Measured(sums[0].clamp_min(0), ghost.slack_of(sums, spread, errors), *bounds)
-
-
-def _same(one: Tensor, version: int, two: Tensor) -> bool:
-    """Whether two factors are one, and not written into since it had that version."""
-    return (
-        one.data_ptr() == two.data_ptr()
-        and two._version == one._version == version
-        and (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype)
-    )

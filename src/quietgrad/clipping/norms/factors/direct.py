@@ -6,14 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.products import zeroed
+from quietgrad.clipping.norms.factors.sums.elementwise import spread_of_rows, sum_of_rows
 from quietgrad.clipping.norms.factors.sums.examples import TOGETHER, sum_of_spans
 from quietgrad.clipping.norms.factors.sums.pairs import InPairs
+from quietgrad.tensors import accumulation_dtype
+
+Side = Literal["left", "right"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,47 @@ class DirectGradients:
 
         total = sum_of_spans(len(weights), product)
         return total if into is None else into.add_(total)
+
+
+@dataclass(frozen=True)
+class SummedRows:
+    """Per-example gradients that are sums of rows (biases and scales), before they are added up.
+
+    Attributes:
+        rows: [b, ..., n]; gradients are sums over all dimensions between.
+        factor_of_weight: which factor of its layer's weight the rows are, where they are one.
+    """
+
+    rows: Tensor
+    factor_of_weight: Side | None = None
+
+    def formed(self) -> DirectGradients:
+        """The gradients, with their spread."""
+        dtype = accumulation_dtype(self.rows.dtype)
+        return DirectGradients(sum_of_rows(self.rows, dtype), self.spread())
+
+    def spread(self) -> Tensor:
+        """[b] float64: no sum is formed for it."""
+        return spread_of_rows(self.rows, accumulation_dtype(self.rows.dtype))
+
+    def examples(self, span: slice) -> SummedRows:
+        return SummedRows(self.rows[span])
+
+    def without(self, dropped_b: Tensor) -> SummedRows:
+        return SummedRows(zeroed(self.rows, dropped_b))
+
+    def weighted_sum(
+        self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
+        """One example is added up as ``formed`` does, whatever its padding: it may be one of which
+        rounding is all that is left. Several are where none is in doubt: the library's order will
+        do.
+        """
+        if len(weights_b) == 1:
+            summed = sum_of_rows(self.rows, dtype)
+        else:
+            summed = self.rows.flatten(1, -2).sum(1, dtype=dtype)
+        return DirectGradients(summed).weighted_sum(weights_b, shape, dtype, into)
 
 
 @dataclass(frozen=True)

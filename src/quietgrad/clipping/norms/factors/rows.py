@@ -34,13 +34,23 @@ def not_zero(factor_bgtn: Tensor) -> Tensor:
     return torch.linalg.vector_norm(factor_bgtn, ord=math.inf, dim=3) != 0
 
 
-def at_least(norms: Tensor, entries: int) -> Tensor:
-    """``row_norms`` of rows of so many entries, enlarged so that none is too small, at any width.
+def at_least(norms: Tensor, entries: float | Tensor) -> Tensor:
+    """``row_norms`` of rows of so many entries, enlarged so that none is too small, at any width;
+    ``entries``: one number, or a tensor beside the norms.
 
     A head over a vocabulary is a sum of 10^5 squares. In place.
     """
     larger = 1.0 + gamma(entries, norms, norms.dtype)
-    return norms.mul_(larger).add_(math.sqrt(entries * smallest_normal(norms.dtype)))
+    return norms.mul_(larger).add_((entries * smallest_normal(norms.dtype)) ** 0.5)
+
+
+def is_same(one: Tensor, version: int, two: Tensor) -> bool:
+    """Whether two factors are one, and not written into since it had that version."""
+    return (
+        one.data_ptr() == two.data_ptr()
+        and two._version == one._version == version
+        and (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype)
+    )
 
 
 def norms_from_squares(squares: Tensor, entries: int) -> Tensor:

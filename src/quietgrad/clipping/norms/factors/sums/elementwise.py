@@ -15,6 +15,11 @@ from quietgrad.clipping.norms.factors.sums.pairs import add_in_pairs
 from quietgrad.tensors import accumulation_dtype
 
 SIDE_BY_SIDE = 8  # neighbouring positions of a text
+ONE_AFTER_THE_OTHER = 16  # such runs of neighbours; more of them are added up in pairs of as many
+
+# Entries of what all runs of some texts are added up to at once: as many as a processor's cache
+# takes.
+AT_ONCE = 256 * 1024
 
 
 def sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -26,17 +31,53 @@ def sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     b, (length, n) = x.shape[0], x.shape[-2:]
     if not x.shape[1:-1].numel():
         return x.new_zeros(b, n, dtype=dtype)
+    if x.shape[1:-2].numel() == 1:
+        return _sum_of_texts(x.reshape(b, length, n), dtype)
     lines = x.reshape(b, -1, length, n)
-    count = lines.shape[1]
-    side = min(length, SIDE_BY_SIDE) if count == 1 else length
-    first, *others = [part for line in lines.unbind(1) for part in line.split(side, dim=1)]
+    return add_in_pairs(_one_after_the_other(list(lines.unbind(1)), dtype))
+
+
+def _sum_of_texts(x_btn: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, t, n] -> [b, n]: the more positions, the fewer calls for each."""
+    b, t, n = x_btn.shape
+    most = SIDE_BY_SIDE * ONE_AFTER_THE_OTHER
+    if t <= most:
+        side = min(t, SIDE_BY_SIDE)
+        return add_in_pairs(_one_after_the_other(list(x_btn.split(side, dim=1)), dtype))
+    found = x_btn.new_empty(b, n, dtype=dtype)
+    at_once = max(1, AT_ONCE // (-(-t // most) * SIDE_BY_SIDE * n))
+    for start in range(0, b, at_once):
+        some = slice(start, start + at_once)
+        add_in_pairs(_stretches(x_btn[some], dtype), out=found[some])
+    return found
+
+
+def _stretches(x_btn: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, t, n] -> [b, SIDE_BY_SIDE, n]: runs one after the other within each stretch of positions,
+    all stretches in one call, and stretches in pairs.
+    """
+    b, t, n = x_btn.shape
+    rest = t % (SIDE_BY_SIDE * ONE_AFTER_THE_OTHER)
+    whole = x_btn[:, : t - rest].unflatten(1, (-1, ONE_AFTER_THE_OTHER, SIDE_BY_SIDE))
+    totals = _one_after_the_other(list(whole.unbind(2)), dtype)
+    if rest:
+        last = totals.new_zeros(b, 1, SIDE_BY_SIDE, n)
+        found = _one_after_the_other(list(x_btn[:, t - rest :].split(SIDE_BY_SIDE, dim=1)), dtype)
+        last[:, 0, : found.shape[1]] = found
+        totals = torch.cat([totals, last], dim=1)
+    return add_in_pairs(totals)
+
+
+def _one_after_the_other(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of parts of one shape (the last may have fewer rows), in memory of its own."""
+    first, *others = parts
     if others and first.dtype == others[0].dtype == dtype and first.shape == others[0].shape:
         total = first + others.pop(0)
     else:
         total = first.to(dtype, copy=True)
     for part in others:
         total[:, : part.shape[1]].add_(part)
-    return add_in_pairs(total)
+    return total
 
 
 def spread_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:

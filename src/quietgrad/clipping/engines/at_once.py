@@ -1,0 +1,85 @@
+"""Norms of many parameters at once: each is a few products and dozens of operations on a few
+numbers, which for all that wait are made together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quietgrad.clipping.norms.choice import Choice
+from quietgrad.clipping.norms.cost import Sketch
+from quietgrad.clipping.norms.estimators.hutch_together import HutchTogether
+from quietgrad.clipping.norms.estimators.small import Small
+from quietgrad.clipping.norms.estimators.together import Together
+from quietgrad.clipping.norms.factors import DenseFactors
+from quietgrad.clipping.norms.factors.direct import Side
+from quietgrad.clipping.norms.factors.sums.scratch import Scratch
+from quietgrad.clipping.norms.rounding import NormSums
+
+
+@dataclass
+class AtOnce:
+    """Parameters of one micro-batch that wait for each other. Private.
+
+    Attributes:
+        scratch: memory for what passes.
+        sums: what norms are added to.
+        least_times: what least divisors are multiplied by.
+    """
+
+    scratch: Scratch
+    sums: NormSums
+    least_times: float = 1.0
+    _small: Small = field(init=False, repr=False)
+    _ghost: Together = field(init=False, repr=False)
+    _hutch: HutchTogether = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._small = Small(self.sums)
+        self._ghost = Together(self.scratch, self.sums)
+        # Beside sketches margins do what a least divisor of float32 does.
+        self._hutch = HutchTogether(self.scratch, self.sums, self.least_times != 1.0)
+
+    def takes(self, use: DenseFactors, choice: Choice) -> bool:
+        """Whether a parameter's one use may wait."""
+        if choice.kept or use.sizes.g > 1 or use.extents() is not None:
+            return False
+        return choice.estimator == "hutch" or (
+            choice.estimator == "ghost" and self._ghost.takes(use)
+        )
+
+    def add(
+        self,
+        group: int,
+        entries: int,
+        use: DenseFactors,
+        sketch: Sketch | None,
+        dtype: torch.dtype,
+        ones: Side | None = None,
+    ) -> None:
+        """One parameter that may wait.
+
+        Args:
+            group: of the parameter's norms.
+            entries: of the parameter, and of its layer's bias where that is measured with it.
+            use: its one use.
+            sketch: how it is sketched; None for its ghost norm.
+            dtype: of the norms.
+            ones: for a bias, see ``Together.add``.
+        """
+        if sketch is None:
+            self._ghost.add(group, entries, use, dtype, ones)
+        else:
+            self._hutch.add(group, entries, use, sketch, dtype)
+
+    def add_small(self, group: int, values_bn: Tensor, spread_b: Tensor | None) -> None:
+        """See ``Small.add``."""
+        self._small.add(group, values_bn, spread_b)
+
+    def measure(self) -> None:
+        """Adds the norms of all that wait, which then wait no more."""
+        for waiting in (self._small, self._ghost, self._hutch):
+            waiting.measure()
