@@ -34,13 +34,14 @@ EVEN = 16
 # are another routine's, with another rounding.
 NARROW = 8
 
-# Entries of sums over columns that a processor forms at once (2 MiB in float32).
-IN_CACHE = 512 * 1024
+# Entries of sums over columns that a processor forms at once (8 MiB in float32): a call more costs
+# more than what no longer fits its cache.
+IN_CACHE = 2 * 1024 * 1024
 
-# Entries of rows that a processor takes at once (1 MiB in float32). Their norms are found first, in
+# Entries of rows that a processor takes at once (4 MiB in float32). Their norms are found first, in
 # the order in which they lie: products of short sums jump from row to row, and take half as long
 # again where rows have to come from memory.
-FETCHED = 256 * 1024
+FETCHED = 1024 * 1024
 
 # Positions from which examples are taken one after the other, where each has its own projection.
 ROWS_EACH = 256
