@@ -95,6 +95,19 @@ def test_a_longer_text_does_not_move_biases(
     assert max(float((one - moved[0]).norm()) for one in moved[1:]) < 1e-5
 
 
+@pytest.mark.parametrize("length", [7, 30, 130])
+def test_a_longer_text_does_not_move_biases_beside_their_weights(length: int) -> None:
+    """Both in one ghost norm: inputs are next to nothing, and all that is left is the biases'."""
+    moved = []
+    for longer in (0, length + 1, length + 5, 300):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 8)
+        x, g = texts(layer, longer, length, 8)
+        moved.append(clipped(layer, 1e-12 * x, g, "ghost"))
+    assert float(moved[0].norm()) > 0.5 * CROWD
+    assert max(float((one - moved[0]).norm()) for one in moved[1:]) < 1e-5
+
+
 def test_a_sum_in_the_librarys_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_its_order(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.flatten(1, -2).sum(1, dtype=dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.norms.estimators import together
+from quietgrad.clipping.norms.estimators import ghost, together
 from quietgrad.clipping.norms.estimators.ghost import ghost_norms
 from quietgrad.clipping.norms.estimators.together import Together
 from quietgrad.clipping.norms.factors import DenseFactors
@@ -82,6 +82,25 @@ def test_a_bias_is_a_column_of_ones(sides: tuple[Side | None, ...], dtype: torch
         ):
             assert bool((found >= known * (1 - 1e-3)).all())
             assert bool((found <= known * 1.05).all())
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("t", [3, 120, 260, 512])
+def test_a_bias_beside_a_long_text(t: int, side: Side) -> None:
+    """Its Gram matrices do not wait, and may be formed by halves."""
+    torch.manual_seed(0)
+    use = factors(2, t, 600, 520)
+    assert ghost.in_one_tile(use)
+    found = ghost_norms([use], torch.float32, ones=side)
+    whole = with_ones(use, side)
+    alone = ghost_norms([whole], torch.float32)
+    exact = whole.left_bgtp[:, 0].double().mT @ whole.right_bgtd[:, 0].double()
+    off = (exact.flatten(1).square().sum(1) - found.squared).abs()
+    assert bool((off <= found.slack).all()) and bool((off <= 1e-5 * found.squared).all())
+    for name, known in vars(alone).items():
+        if name != "squared":
+            assert bool((vars(found)[name] >= known * (1 - 1e-3)).all()), name
+            assert bool((vars(found)[name] <= known * 1.05).all()), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

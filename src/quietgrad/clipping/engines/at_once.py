@@ -1,5 +1,6 @@
 """Norms of many parameters at once: each is a few products and dozens of operations on a few
-numbers, which for all that wait are made together.
+numbers, which for all that wait are made together. Ghost norms of long texts are their products;
+they do not wait, and take in their layers' biases all the same.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.choice import Choice
 from quietgrad.clipping.norms.cost import Sketch
+from quietgrad.clipping.norms.estimators.ghost import ghost_norms, in_one_tile
 from quietgrad.clipping.norms.estimators.hutch_together import HutchTogether
 from quietgrad.clipping.norms.estimators.small import Small
 from quietgrad.clipping.norms.estimators.together import Together
@@ -44,12 +46,10 @@ class AtOnce:
         self._hutch = HutchTogether(self.scratch, self.sums, self.least_times != 1.0)
 
     def takes(self, use: DenseFactors, choice: Choice) -> bool:
-        """Whether a parameter's one use may wait."""
+        """Whether a parameter's one use is measured here."""
         if choice.kept or use.sizes.g > 1 or use.extents() is not None:
             return False
-        return choice.estimator == "hutch" or (
-            choice.estimator == "ghost" and self._ghost.takes(use)
-        )
+        return choice.estimator == "hutch" or (choice.estimator == "ghost" and in_one_tile(use))
 
     def add(
         self,
@@ -60,7 +60,7 @@ class AtOnce:
         dtype: torch.dtype,
         ones: Side | None = None,
     ) -> None:
-        """One parameter that may wait.
+        """One parameter that is measured here.
 
         Args:
             group: of the parameter's norms.
@@ -70,10 +70,12 @@ class AtOnce:
             dtype: of the norms.
             ones: for a bias, see ``Together.add``.
         """
-        if sketch is None:
+        if sketch is not None:
+            self._hutch.add(group, entries, use, sketch, dtype)
+        elif self._ghost.takes(use):
             self._ghost.add(group, entries, use, dtype, ones)
         else:
-            self._hutch.add(group, entries, use, sketch, dtype)
+            self.sums.add(group, ghost_norms([use], dtype, ones=ones), entries)
 
     def add_small(self, group: int, values_bn: Tensor, spread_b: Tensor | None) -> None:
         """See ``Small.add``."""

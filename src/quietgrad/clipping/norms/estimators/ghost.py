@@ -19,10 +19,11 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.cost import Cost, Sketch, Throughput
 from quietgrad.clipping.norms.factors import BLOCK_ELEMENTS, MatrixFactors, Unfolded
+from quietgrad.clipping.norms.factors.direct import Side
 from quietgrad.clipping.norms.factors.products import gram_chain, gram_products
 from quietgrad.clipping.norms.factors.rows import at_least
 from quietgrad.clipping.norms.rounding import Measured, gamma, smallest_normal
-from quietgrad.clipping.norms.spread import Spread, margin_and_least, spread_of
+from quietgrad.clipping.norms.spread import ROUNDING, Spread, margin_and_least, spread_of
 
 FEW_POSITIONS = 256  # up to which sums over pairs of positions are bounded by row
 PRODUCTS_AT_ONCE = 512  # of a ghost norm's inner product that are added up in the working precision
@@ -45,8 +46,17 @@ class Ghost:
         return ghost_norms(uses, dtype)
 
 
+def in_one_tile(use: MatrixFactors) -> bool:
+    """Whether Gram matrices of all positions of a use of one block are formed at once."""
+    s = use.sizes
+    return s.g == 1 and s.t > 1 and s.t * s.t <= BLOCK_ELEMENTS
+
+
 def ghost_norms(
-    uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int = BLOCK_ELEMENTS
+    uses: Sequence[MatrixFactors],
+    dtype: torch.dtype,
+    block_elements: int = BLOCK_ELEMENTS,
+    ones: Side | None = None,
 ) -> Measured:
     """Norms from Gram matrices over positions, a tile of positions and a block of examples at a
     time.
@@ -54,6 +64,9 @@ def ghost_norms(
     Either Gram matrix errs by gamma |a| |a'| and gamma |g| |g'| in its entries; what that does to
     the squared norm is bounded with the other matrix as it is, which for ordinary gradients is many
     times sharper than gamma S^2.
+
+    ``ones``: the factor of a use ``in_one_tile`` that gets a column of ones, for the bias of its
+    layer, whose squared norm is then in it.
     """
     grams = uses[0].grams(dtype, block_elements) if len(uses) == 1 else None
     if grams is None:
@@ -62,11 +75,16 @@ def ghost_norms(
     g = uses[0].sizes.g
     parts, norms = [], []
     for right, left, rows in grams:
+        if ones is not None:
+            (right if ones == "right" else left).add_(1.0)
+            rows[0 if ones == "right" else 1].square_().add_(1.0).mul_(ROUNDING).sqrt_()
         part = sums_at_once(right, left, rows)
         parts.append(part if g == 1 else part.unflatten(1, (-1, g)).sum(2))
         norms.append(rows)
     sums = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    return _measured_by_ghost(uses, sums, spread_of(uses, dtype, norms), dtype)
+    return _measured_by_ghost(
+        uses, sums, spread_of(uses, dtype, norms), dtype, int(ones is not None)
+    )
 
 
 def _in_tiles(uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int) -> Tensor:
@@ -117,11 +135,11 @@ def errors_of(uses: Sequence[MatrixFactors], dtype: torch.dtype, more: int = 0) 
 
 
 def _measured_by_ghost(
-    uses: Sequence[MatrixFactors], sums: Tensor, spread: Spread, dtype: torch.dtype
+    uses: Sequence[MatrixFactors], sums: Tensor, spread: Spread, dtype: torch.dtype, more: int = 0
 ) -> Measured:
-    """From [3, b] sums over pairs of positions, see ``_sums``."""
+    """From [3, b] sums over pairs of positions, see ``_sums``; ``more``: see ``errors_of``."""
     positions = sum(use.sizes.t for use in uses)
-    slack = slack_of(sums, spread, errors_of(uses, dtype))
+    slack = slack_of(sums, spread, errors_of(uses, dtype, more))
     bounds = margin_and_least(spread, positions, uses[0].like, dtype)
     return Measured(sums[0].clamp_min(0), slack, *bounds)
 

@@ -39,12 +39,25 @@ def require_lengths_apart(subject: Subject, few: Batch, thorough: bool) -> None:
     # Of a model that is spread over ranks, no pass is begun that may well fail half-way.
     spread = subject.layout.spread is not None
     some = [(1.0, 0.5)] if spread else _shares(thorough, _on_gpu(few))
-    for shares, padding in itertools.product(some, _paddings(subject.model, few)):
-        rows = [i % batch_size_of(few) for i in range(len(shares))]
-        made = shortened(take(few, rows), shares, padding)
+    at_once = max(batch_size_of(few), 2)  # no more memory than other looks of so few take
+
+    def compared(shares: Sequence[float], padding: int) -> bool:
+        made = shortened(
+            take(few, [i % batch_size_of(few) for i in range(len(shares))]), shares, padding
+        )
         order = list(range(len(shares)))
-        if company.compare(made, [order[::-1], order] if thorough else [order[::-1]]):
+        return company.compare(made, [order[::-1], order] if thorough else [order[::-1]])
+
+    for shares, padding in itertools.product(some, _paddings(subject.model, few)):
+        if all(compared(beside, padding) for beside in _companies(shares, at_once)):
             return  # the model runs on these
+
+
+def _companies(shares: Sequence[float], at_once: int) -> list[tuple[float, ...]]:
+    """A whole record beside shorter ones, so many together."""
+    whole, *shorter = shares
+    each = range(0, len(shorter), at_once - 1)
+    return [(whole, *shorter[start : start + at_once - 1]) for start in each]
 
 
 def _shares(thorough: bool, on_gpu: bool) -> Iterator[tuple[float, ...]]:
