@@ -132,6 +132,7 @@ def test_what_does_not_fit_is_said(folder: str) -> None:
         (["--devices", "2", "--model", "llama-8b", "--estimator", "hutch:x"], "hutch:x"),
         (["--devices", "2", "--model", "llama-8b", "--estimator", "hutch:"], "after its colon"),
         (["--devices", "2", "--model", "llama-8b", "--estimator", "hutch:²"], "after its colon"),
+        (["--devices", "2", "--model", "llama-8b", "--estimator", "exact:8"], "does not take"),
         (["--devices", "2", "--model", "llama-8b", "--hours", "-1"], "hours=-1"),
         (["--devices", "2", "--model", "llama-8b", "--efficiency", "0"], "efficiency=0"),
     ],

@@ -112,6 +112,11 @@ def _of_shape(options: Options) -> tuple[Asked, PaperOf, dict[str, Any]]:
     name, _, size = (options.estimator or "auto").partition(":")
     speed = MODELLED_GPU if device.kind == "cuda" else None
     clipper = Clipper(1.0, name, int(size or 32), speed=speed)  # type: ignore[arg-type]
+    if size and not clipper.sketched:
+        raise ValueError(
+            f"estimator={options.estimator!r} has a number of columns, which {name!r} does not "
+            f"take; give {name!r}, or a sketch, such as 'hutch:32'"
+        )
     asked = Asked(
         options.devices,
         device,
