@@ -11,8 +11,9 @@ from quietgrad.clipping.norms.estimators.ghost import ghost_norms
 from quietgrad.clipping.norms.estimators.together import Together
 from quietgrad.clipping.norms.factors import DenseFactors
 from quietgrad.clipping.norms.factors.direct import Side
+from quietgrad.clipping.norms.factors.sums.elementwise import spread_of_rows
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
-from quietgrad.clipping.norms.rounding import NormSums
+from quietgrad.clipping.norms.rounding import NormSums, least_of
 
 
 def factors(b: int, t: int, p: int, d: int, right: Tensor | None = None) -> DenseFactors:
@@ -55,6 +56,19 @@ def with_ones(use: DenseFactors, side: str | None) -> DenseFactors:
     return DenseFactors(wider(left), right) if side == "left" else use
 
 
+def assert_least_of_two(
+    least: Tensor, terms: Tensor, use: DenseFactors, side: str | None, dtype: torch.dtype
+) -> None:
+    """As where a weight and its bias are measured apart: a longer text may part them."""
+    weight = ghost_norms([use], dtype)
+    rows = (use.left_bgtp if side == "right" else use.right_bgtd)[:, 0]
+    of_bias = least_of(spread_of_rows(rows, dtype)) if side else torch.zeros(len(rows))
+    torch.testing.assert_close(
+        least, torch.hypot(weight.least, of_bias.double()), rtol=1e-6, atol=0
+    )
+    torch.testing.assert_close(terms, weight.terms, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sides", [("right",), ("left",), ("right", None), ("left", "right", None)])
 def test_a_bias_is_a_column_of_ones(sides: tuple[Side | None, ...], dtype: torch.dtype) -> None:
@@ -78,10 +92,11 @@ def test_a_bias_is_a_column_of_ones(sides: tuple[Side | None, ...], dtype: torch
         for found, known in (
             (sums.slack[group], alone.slack),
             (sums.margin_squared[group], alone.margin**2),
-            (sums.least_squared[group], alone.least**2),
         ):
             assert bool((found >= known * (1 - 1e-3)).all())
             assert bool((found <= known * 1.05).all())
+        least, terms = sums.least_squared[group].sqrt(), sums.terms_squared[group].sqrt()
+        assert_least_of_two(least, terms, use, side, dtype)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -97,10 +112,11 @@ def test_a_bias_beside_a_long_text(t: int, side: Side) -> None:
     exact = whole.left_bgtp[:, 0].double().mT @ whole.right_bgtd[:, 0].double()
     off = (exact.flatten(1).square().sum(1) - found.squared).abs()
     assert bool((off <= found.slack).all()) and bool((off <= 1e-5 * found.squared).all())
-    for name, known in vars(alone).items():
-        if name != "squared":
-            assert bool((vars(found)[name] >= known * (1 - 1e-3)).all()), name
-            assert bool((vars(found)[name] <= known * 1.05).all()), name
+    for name in ("slack", "margin"):
+        known = getattr(alone, name)
+        assert bool((getattr(found, name) >= known * (1 - 1e-3)).all()), name
+        assert bool((getattr(found, name) <= known * 1.05).all()), name
+    assert_least_of_two(found.least, found.terms, use, side, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -101,6 +101,23 @@ def spread_from(
     plain = torch.linalg.vector_norm(own, dim=1)
     terms = squares_bg.sum(1).sqrt_()
     return Spread(by_block.square().sum(1), lost, by_block, plain, terms)
+
+
+def beside_bias(both: Spread, weight: Spread, rows_b: Tensor) -> Spread:
+    """Of a weight and its bias that are measured as one matrix, ``both``: what bounds rounding is
+    that matrix', and what is divided by at least is that of the two apart. Whether they meet
+    follows from the micro-batch's sizes, and no divisor may.
+
+    Args:
+        rows_b: spreads of the biases.
+    """
+    plain = torch.hypot(weight.plain, rows_b).nan_to_num_(nan=math.inf, posinf=math.inf)
+    return replace(both, plain=plain, terms=weight.terms)
+
+
+def diagonal_norms(gram_xtt: Tensor) -> Tensor:
+    """[x] float64 sums over positions of rows' norms, as they come (``spread_of_rows``)."""
+    return gram_xtt.diagonal(dim1=1, dim2=2).sqrt().sum(1, dtype=torch.float64)
 
 
 def margin_and_least(

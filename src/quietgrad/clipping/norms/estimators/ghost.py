@@ -23,7 +23,14 @@ from quietgrad.clipping.norms.factors.direct import Side
 from quietgrad.clipping.norms.factors.products import gram_chain, gram_products
 from quietgrad.clipping.norms.factors.rows import at_least
 from quietgrad.clipping.norms.rounding import Measured, gamma, smallest_normal
-from quietgrad.clipping.norms.spread import ROUNDING, Spread, margin_and_least, spread_of
+from quietgrad.clipping.norms.spread import (
+    ROUNDING,
+    Spread,
+    beside_bias,
+    diagonal_norms,
+    margin_and_least,
+    spread_of,
+)
 
 FEW_POSITIONS = 256  # up to which sums over pairs of positions are bounded by row
 PRODUCTS_AT_ONCE = 512  # of a ghost norm's inner product that are added up in the working precision
@@ -73,18 +80,21 @@ def ghost_norms(
         sums = _in_tiles(uses, dtype, block_elements)
         return _measured_by_ghost(uses, sums, spread_of(uses, dtype), dtype)
     g = uses[0].sizes.g
-    parts, norms = [], []
+    parts, norms, of_weight, of_bias = [], [], [], []
     for right, left, rows in grams:
         if ones is not None:
+            of_weight.append(rows.clone())
+            of_bias.append(diagonal_norms(left if ones == "right" else right))
             (right if ones == "right" else left).add_(1.0)
             rows[0 if ones == "right" else 1].square_().add_(1.0).mul_(ROUNDING).sqrt_()
         part = sums_at_once(right, left, rows)
         parts.append(part if g == 1 else part.unflatten(1, (-1, g)).sum(2))
         norms.append(rows)
     sums = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    return _measured_by_ghost(
-        uses, sums, spread_of(uses, dtype, norms), dtype, int(ones is not None)
-    )
+    spread = spread_of(uses, dtype, norms)
+    if ones is not None:
+        spread = beside_bias(spread, spread_of(uses, dtype, of_weight), torch.cat(of_bias))
+    return _measured_by_ghost(uses, sums, spread, dtype, int(ones is not None))
 
 
 def _in_tiles(uses: Sequence[MatrixFactors], dtype: torch.dtype, block_elements: int) -> Tensor:

@@ -24,7 +24,13 @@ from quietgrad.clipping.norms.factors.products import gram_products
 from quietgrad.clipping.norms.factors.rows import is_same, norms_from_squares, sums_over_positions
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import Measured, NormSums
-from quietgrad.clipping.norms.spread import margin_and_least, spread_from
+from quietgrad.clipping.norms.spread import (
+    Spread,
+    beside_bias,
+    diagonal_norms,
+    margin_and_least,
+    spread_from,
+)
 from quietgrad.sending import numbers_beside
 
 # Of one example's Gram matrices that wait, on either side. Of one example: how many parameters are
@@ -112,9 +118,6 @@ class Together:
         self._waiting, self._room, self._before = [], None, None
         if not waiting or room is None:
             return
-        sides: dict[Side, Tensor] = {"right": room[0], "left": room[1]}
-        for side, grams in sides.items():
-            _add_ones(grams[: len(waiting)], [float(one.ones == side) for one in waiting])
         right, left = (side[: len(waiting)].flatten(0, 1) for side in room)
         found = _measured(right, left, waiting)
         each = zip(*(x.unflatten(0, (len(waiting), -1)) for x in vars(found).values()), strict=True)
@@ -131,12 +134,22 @@ def _add_ones(grams_mbtt: Tensor, where: Sequence[float]) -> None:
 
 
 def _measured(right_xtt: Tensor, left_xtt: Tensor, waiting: Sequence[Waiting]) -> Measured:
-    (x, t, _), dtype = right_xtt.shape, right_xtt.dtype
-    longest = max(one.longest for one in waiting)
-    squares = [gram.diagonal(dim1=1, dim2=2) for gram in (right_xtt, left_xtt)]
-    norms = norms_from_squares(torch.stack(squares), longest)
+    x, t, _ = right_xtt.shape
+    # Each parameter's own: which others wait with it follows from the micro-batch's length.
+    longest = numbers_beside([one.longest for one in waiting], right_xtt)
+    longest = longest.repeat_interleave(x // len(waiting))
+    apart, of_bias = None, _spreads_of_biases(right_xtt, left_xtt, waiting)
+    if of_bias is not None:
+        apart = _spread(_row_norms(right_xtt, left_xtt, longest), longest)
+        sides: dict[Side, Tensor] = {"right": right_xtt, "left": left_xtt}
+        for side, grams in sides.items():
+            where = [float(one.ones == side) for one in waiting]
+            _add_ones(grams.unflatten(0, (len(waiting), -1)), where)
+    norms = _row_norms(right_xtt, left_xtt, longest)
     sums = ghost.sums_at_once(right_xtt, left_xtt, norms)
-    spread = spread_from(*sums_over_positions(norms.unsqueeze(2)), longest, dtype)
+    spread = _spread(norms, longest)
+    if apart is not None and of_bias is not None:
+        spread = beside_bias(spread, apart, of_bias)
     of_right, of_left, lost = (
         numbers_beside(some, sums).repeat_interleave(x // len(waiting))
         for some in zip(
@@ -144,5 +157,33 @@ def _measured(right_xtt: Tensor, left_xtt: Tensor, waiting: Sequence[Waiting]) -
         )
     )
     errors = ghost.Errors(of_right, of_left, waiting[0].errors.of_products, lost)
-    bounds = margin_and_least(spread, t, right_xtt, dtype)
+    bounds = margin_and_least(spread, t, right_xtt, right_xtt.dtype)
     return Measured(sums[0].clamp_min(0), ghost.slack_of(sums, spread, errors), *bounds)
+
+
+def _row_norms(right_xtt: Tensor, left_xtt: Tensor, longest_x: Tensor) -> Tensor:
+    """[2, x, t] |a| and |g|."""
+    squares = [gram.diagonal(dim1=1, dim2=2) for gram in (right_xtt, left_xtt)]
+    return norms_from_squares(torch.stack(squares), longest_x.unsqueeze(1))
+
+
+def _spread(norms_2xt: Tensor, longest_x: Tensor) -> Spread:
+    sums = sums_over_positions(norms_2xt.unsqueeze(2))
+    return spread_from(*sums, longest_x, norms_2xt.dtype)
+
+
+def _spreads_of_biases(
+    right_xtt: Tensor, left_xtt: Tensor, waiting: Sequence[Waiting]
+) -> Tensor | None:
+    """[x] of the layers' biases, whose rows are the factor beside the ones; 0 without a bias."""
+    found: Tensor | None = None
+    sides: dict[Side, Tensor] = {"right": left_xtt, "left": right_xtt}
+    for side, rows in sides.items():
+        where = [one.ones == side for one in waiting]
+        if any(where):
+            sums = diagonal_norms(rows)
+            here = numbers_beside(where, sums, torch.bool).repeat_interleave(
+                len(sums) // len(where)
+            )
+            found = torch.where(here, sums, 0.0 if found is None else found)
+    return found

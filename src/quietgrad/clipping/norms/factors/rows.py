@@ -53,8 +53,9 @@ def is_same(one: Tensor, version: int, two: Tensor) -> bool:
     )
 
 
-def norms_from_squares(squares: Tensor, entries: int) -> Tensor:
-    """Norms from sums of so many squares, in any order of summation; never too small.
+def norms_from_squares(squares: Tensor, entries: float | Tensor) -> Tensor:
+    """Norms from sums of so many squares, in any order of summation; never too small. ``entries``:
+    one number, or a tensor of the squares' dtype beside them.
 
     Each square may have been flushed to zero. In the squares' own dtype.
     """

@@ -45,7 +45,7 @@ def _sum_of_texts(x_btn: Tensor, dtype: torch.dtype) -> Tensor:
         side = min(t, SIDE_BY_SIDE)
         return add_in_pairs(_one_after_the_other(list(x_btn.split(side, dim=1)), dtype))
     found = x_btn.new_empty(b, n, dtype=dtype)
-    at_once = max(1, AT_ONCE // (-(-t // most) * SIDE_BY_SIDE * n))
+    at_once = max(1, AT_ONCE // max(1, -(-t // most) * SIDE_BY_SIDE * n))
     for start in range(0, b, at_once):
         some = slice(start, start + at_once)
         add_in_pairs(_stretches(x_btn[some], dtype), out=found[some])
