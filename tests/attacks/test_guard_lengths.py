@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from attacks.guarded import RECORDS, switched_off
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.soundness import mixing
+from quietgrad.clipping.soundness.company import lengths
 from quietgrad.clipping.soundness.company.lengths import longest, shortened
 
 WORDS, LENGTH, UNGUARDED = 20, 12, 2
@@ -127,6 +128,27 @@ def test_it_is_refused_on_texts_of_one_length(form: str, attack: str) -> None:
     model = model_of(ATTACKS[attack][0], form)
     with pytest.raises(ValueError, match="depends on other examples"):
         Clipper(1.0, physical_batch_size=RECORDS).clip(model, loss, batch)
+
+
+@pytest.mark.parametrize("attack", list(ATTACKS))
+@pytest.mark.parametrize("together", [2, 3])
+def test_it_is_refused_by_looks_of_few(together: int, attack: str) -> None:
+    """Micro-batches so small that lengths are looked at a few at a time."""
+    model = model_of(ATTACKS[attack][0], "mask")
+    with pytest.raises(ValueError, match="depends on other examples"):
+        Clipper(1.0, engine="bookkeeping", physical_batch_size=together).clip(
+            model, loss, texts("mask")
+        )
+
+
+@pytest.mark.parametrize("at_once", [2, 3, 4, 8])
+@pytest.mark.parametrize("shares", [lengths.THOROUGH, lengths.LATER])
+def test_every_shorter_text_stands_beside_a_whole_one(
+    shares: tuple[float, ...], at_once: int
+) -> None:
+    made = lengths._companies(shares, at_once)
+    assert all(one[0] == 1.0 and 2 <= len(one) <= at_once for one in made)
+    assert [share for one in made for share in one[1:]] == list(shares[1:])
 
 
 @pytest.mark.parametrize("attack", list(ATTACKS))
