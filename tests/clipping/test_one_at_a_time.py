@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.capture.escapes import NotCaptured
-from quietgrad.clipping.engines import contributions
+from quietgrad.clipping.engines import contributions, one_example
 from quietgrad.clipping.engines.one_example import gradients_and_spreads
+from quietgrad.clipping.engines.spreads import Spreads
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import DenseFactors
 from quietgrad.clipping.norms.spread import spread_of
@@ -136,6 +137,19 @@ def test_spreads_of_many_layers_are_each_their_own() -> None:
             torch.testing.assert_close(
                 spreads[f"{name}.bias"][0], g.norm(dim=2).sum(1).double(), rtol=1e-5, atol=1e-7
             )
+
+
+def test_no_activation_is_held_once_spreads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A factor whose norms others may share is let go of, not left to the garbage collector."""
+    made: list[Spreads] = []
+
+    def noted(*arguments: Any) -> Spreads:
+        made.append(Spreads(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(one_example, "Spreads", noted)
+    gradients_and_spreads(*work_and_example(Parallel(), torch.randn(1, 5, 4)))
+    assert made and all(one._before is None and not one._waiting for one in made)
 
 
 class Twice(nn.Module):

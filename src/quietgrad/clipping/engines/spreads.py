@@ -88,7 +88,8 @@ class Spreads:
                 numbers = torch.stack([spread.plain, spread.terms.square()], dim=1).view(m, b, 2)
                 for one, found in zip(some, numbers.mT, strict=True):
                     self._add(one.name, found)
-        self._waiting = {}
+        # The recording holds on to this object: no activation may outlive the pass with it.
+        self._waiting, self._before = {}, None
         return self._found
 
     def _take(self, name: str, spread: Tensor | Unsummed) -> None:
