@@ -16,7 +16,7 @@ from quietgrad.clipping import bound
 from quietgrad.clipping.capture.routines import maps, recurrent
 from quietgrad.clipping.capture.routines.time import Order
 from quietgrad.clipping.engines import accumulator, bookkeeping, one_example
-from quietgrad.clipping.engines.ways import weight_and_bias
+from quietgrad.clipping.engines.at_once import weight_and_bias
 from quietgrad.clipping.norms import rules
 from quietgrad.clipping.norms.estimators import together
 from quietgrad.clipping.norms.estimators.together import Together

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quietgrad.clipping.capture.capture import Recording, Use
 from quietgrad.clipping.capture.layout import Layout, Site
-from quietgrad.clipping.engines.at_once import AtOnce
+from quietgrad.clipping.engines.at_once import AtOnce, weight_and_bias
 from quietgrad.clipping.engines.contributions import contributions_of
 from quietgrad.clipping.engines.untouched import (
     Versions,
@@ -27,7 +27,7 @@ from quietgrad.clipping.engines.untouched import (
     require_untouched,
     versions_of,
 )
-from quietgrad.clipping.engines.ways import in_one_way, small_gradients, weight_and_bias
+from quietgrad.clipping.engines.ways import in_one_way, small_gradients
 from quietgrad.clipping.norms.choice import ESTIMATOR_OF, Choice, Policy
 from quietgrad.clipping.norms.coarseness import refuse_coarser
 from quietgrad.clipping.norms.cost import Sketch, cost_of

@@ -5,21 +5,46 @@ they do not wait, and take in their layers' biases all the same.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quietgrad.clipping.capture.layout import Site
 from quietgrad.clipping.norms.choice import Choice
 from quietgrad.clipping.norms.cost import Sketch
 from quietgrad.clipping.norms.estimators.ghost import ghost_norms, in_one_tile
 from quietgrad.clipping.norms.estimators.hutch_together import HutchTogether
 from quietgrad.clipping.norms.estimators.small import Small
 from quietgrad.clipping.norms.estimators.together import Together
-from quietgrad.clipping.norms.factors import DenseFactors
+from quietgrad.clipping.norms.factors import DenseFactors, Given, SummedRows
 from quietgrad.clipping.norms.factors.direct import Side
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import NormSums
+
+
+class WeightAndBias(NamedTuple):
+    """Of one layer, by their names, whose gradients are made of the same rows."""
+
+    weight: str
+    bias: str
+    factors: DenseFactors
+    rows: SummedRows
+    ones: Side  # the factor that is the layer's input: a bias is a column of the weight there
+
+
+def weight_and_bias(site: Site, found: Mapping[str, Given]) -> WeightAndBias | None:
+    """What a layer's rule found of the two; None of other layers."""
+    weight, bias = (site.parameters.get(local, "") for local in ("weight", "bias"))
+    factors, rows = found.get(weight), found.get(bias)
+    if not isinstance(factors, DenseFactors) or not isinstance(rows, SummedRows):
+        return None
+    if rows.factor_of_weight is None:
+        return None
+    ones: Side = "left" if rows.factor_of_weight == "right" else "right"
+    return WeightAndBias(weight, bias, factors, rows, ones)
 
 
 @dataclass

@@ -8,9 +8,6 @@ One record would decide how all others are measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
-
 from torch import nn
 
 from quietgrad.clipping.capture.escapes import measured_otherwise
@@ -20,11 +17,8 @@ from quietgrad.clipping.norms.factors import (
     Contribution,
     DenseFactors,
     DirectGradients,
-    Given,
     OneHotFactors,
-    SummedRows,
 )
-from quietgrad.clipping.norms.factors.direct import Side
 from quietgrad.clipping.norms.rules import embedding_rule
 
 # Entries of a parameter's gradient up to which its norm waits for others'.
@@ -37,28 +31,6 @@ def small_gradients(uses: list[Contribution]) -> DirectGradients | None:
     if len(uses) > 1 or not isinstance(use, DirectGradients) or use.values_bn.shape[1] > SMALL:
         return None
     return use
-
-
-class WeightAndBias(NamedTuple):
-    """Of one layer, by their names, whose gradients are made of the same rows."""
-
-    weight: str
-    bias: str
-    factors: DenseFactors
-    rows: SummedRows
-    ones: Side  # the factor that is the layer's input: a bias is a column of the weight there
-
-
-def weight_and_bias(site: Site, found: Mapping[str, Given]) -> WeightAndBias | None:
-    """What a layer's rule found of the two; None of other layers."""
-    weight, bias = (site.parameters.get(local, "") for local in ("weight", "bias"))
-    factors, rows = found.get(weight), found.get(bias)
-    if not isinstance(factors, DenseFactors) or not isinstance(rows, SummedRows):
-        return None
-    if rows.factor_of_weight is None:
-        return None
-    ones: Side = "left" if rows.factor_of_weight == "right" else "right"
-    return WeightAndBias(weight, bias, factors, rows, ones)
 
 
 def in_one_way(layout: Layout, name: str, uses: list[Contribution]) -> list[Contribution]:

@@ -77,6 +77,7 @@ def ghost_norms(
     """
     grams = uses[0].grams(dtype, block_elements) if len(uses) == 1 else None
     if grams is None:
+        assert ones is None, "a bias would be left out of the norm"
         sums = _in_tiles(uses, dtype, block_elements)
         return _measured_by_ghost(uses, sums, spread_of(uses, dtype), dtype)
     g = uses[0].sizes.g
