@@ -21,7 +21,8 @@ from quietgrad.clipping.asked import Settings
 from quietgrad.clipping.capture.backward import Checkpointing, PerExampleLoss
 from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.examples import Examples
-from quietgrad.clipping.capture.layout import Layout, SharedInputs, layout_of
+from quietgrad.clipping.capture.layout import Layout, Layouts, SharedInputs
+from quietgrad.clipping.capture.layout.modules import walked_once
 from quietgrad.clipping.capture.views import naming_stacked
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.clipping.engines.accumulator import zero_sum
@@ -73,7 +74,7 @@ class BoundClipper:
         self.per_example_loss = per_example_loss
         self._checkpointing = Checkpointing()
         self._scratch = Scratch()
-        self._shared = SharedInputs()
+        self._shared, self._layouts = SharedInputs(), Layouts()
         self._guard = Guard()
         # (trainable parameters, size class of an example) -> its plan.
         self._traces: dict[tuple[frozenset[str], int], Planned] = {}
@@ -139,9 +140,10 @@ class BoundClipper:
         """
         if not summing.over_ranks:
             refuse_process_group()
-        self._require_known()
-        examples = self.examples_of(batch)
-        return self._falling_back(lambda: self._clip(examples, projections, step, summing))
+        with walked_once(self.model):
+            self._require_known()
+            examples = self.examples_of(batch)
+            return self._falling_back(lambda: self._clip(examples, projections, step, summing))
 
     def _clip(
         self,
@@ -309,15 +311,13 @@ class BoundClipper:
         device = next(iter(layout.parameters.values())).device
         speed = settings.speed or modelled_throughput(device)
         budget = settings.memory_budget or SHARE_OF_FREE_MEMORY * free_bytes(device)
-        engines: tuple[Engine, ...] = (engine,)
-        if engine == "auto":
-            engines = ("bookkeeping",) if sketched else ("bookkeeping", "one-example")
+        both: tuple[Engine, ...] = ("bookkeeping",) if sketched else ("bookkeeping", "one-example")
         how = self.planned(layout, batch.rows).choose(
             lambda: settings.policies(layout),
             n * settings.views,
             speed,
             budget,
-            engines,
+            both if engine == "auto" else (engine,),
         )
         return replace(how, physical_batch_size=-(-how.physical_batch_size // settings.views))
 
@@ -326,7 +326,7 @@ class BoundClipper:
         return Examples.of(batch, self.clipper.views, self.clipper.combined)
 
     def _layout(self) -> Layout:
-        return layout_of(self.model, self._shared)
+        return self._layouts.of(self.model, self._shared)
 
     def _limits(self, layout: Layout) -> Thresholds:
         return thresholds(

@@ -24,8 +24,8 @@ from quietgrad.clipping.capture.escapes import (
     reentrant_and_spread,
 )
 from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.capture.layout.modules import modules_of
 from quietgrad.clipping.capture.routines.opening import routines_opened
-from quietgrad.modules import modules_of
 from quietgrad.tensors import Batch, batch_size_of
 
 Result = TypeVar("Result")

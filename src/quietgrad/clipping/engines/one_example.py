@@ -23,12 +23,12 @@ from quietgrad.clipping.capture.backward import (
     with_any_checkpointing,
 )
 from quietgrad.clipping.capture.examples import Examples
+from quietgrad.clipping.capture.layout.modules import tensors_in
 from quietgrad.clipping.engines.accumulator import Sums
 from quietgrad.clipping.engines.spreads import Spreads
 from quietgrad.clipping.engines.thresholds import clip_factors
 from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct, least_of
-from quietgrad.modules import tensors_in
 from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, tensors_of
 
 

@@ -27,12 +27,12 @@ from quietgrad.clipping.capture.backward import (
 )
 from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.capture.layout.modules import tensors_in
 from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.engines.contributions import contributions_of
 from quietgrad.clipping.norms.cost import Cost, cost_of
 from quietgrad.clipping.norms.estimators.materialized import Materialized
 from quietgrad.clipping.norms.factors import DirectGradients, MatrixFactors, SummedRows
-from quietgrad.modules import tensors_in
 from quietgrad.tensors import Batch, tensors_of
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from quietgrad.clipping.capture.layout.modules import tensors_in
 from quietgrad.clipping.norms.coarseness import least_times, standing
 from quietgrad.clipping.soundness.checking import require_capture
 from quietgrad.clipping.soundness.company.differences import Mixes
@@ -183,7 +184,7 @@ class Guard:
         names of the model's trainable parameters, where they are known.
         """
         seen = self._known_of(model, trained).roundoff or 0.0
-        return least_times(max(standing(model), seen))
+        return least_times(max(standing(tensors_in(model)), seen))
 
     def _known_of(self, model: nn.Module, trained: Iterable[str] | None = None) -> _Verdict:
         key = key_of(model, trainable_parameters(model) if trained is None else trained)
@@ -195,7 +196,7 @@ class Guard:
         Raises:
             ValueError: where it follows from records, or changes.
         """
-        known, stands = self.verdict_of(subject), standing(subject.model)
+        known, stands = self.verdict_of(subject), standing(tensors_in(subject.model))
         seen = {least_times(max(stands, roundoff)) for roundoff in subject.coarsest}
         coarsest = max(subject.coarsest_back, *subject.coarsest, 0.0)
         before = coarsest if known.roundoff is None else known.roundoff

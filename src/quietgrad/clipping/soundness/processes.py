@@ -15,7 +15,7 @@ from contextvars import ContextVar
 import torch.distributed as dist
 from torch import nn
 
-from quietgrad.modules import named_modules_of, named_parameters_of
+from quietgrad.clipping.capture.layout.modules import named_modules_of, named_parameters_of
 
 REMEDY = (
     "start one run on all ranks (init_process_group first, then plan.start and run.backward, "

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from quietgrad.modules import named_modules_of
+from quietgrad.clipping.capture.layout.modules import named_modules_of
 
 
 def refuse_cross_example_layers(model: nn.Module) -> None:

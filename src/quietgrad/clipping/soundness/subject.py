@@ -25,6 +25,7 @@ from quietgrad.clipping.capture.backward import (
 )
 from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.layout import Layout, in_graph
+from quietgrad.clipping.capture.layout.modules import modules_of
 from quietgrad.clipping.capture.spread import each_gradient
 from quietgrad.clipping.norms.coarseness import Watch, is_coarse
 from quietgrad.clipping.soundness.company.rule_gradients import (
@@ -35,7 +36,6 @@ from quietgrad.clipping.soundness.company.rule_gradients import (
 )
 from quietgrad.clipping.soundness.fingerprints import HALVES, Factors, factors_of
 from quietgrad.clipping.soundness.held_still import others_stand, seeded
-from quietgrad.modules import modules_of
 from quietgrad.tensors import Batch, batch_size_of
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.capture.cut import Cut
+from quietgrad.clipping.capture.layout.modules import named_modules_of
 from quietgrad.clipping.capture.spread import Spread
 from quietgrad.clipping.capture.units import PLAIN, Unit, first_dimension, unit_of
-from quietgrad.clipping.norms.rules import Rule, rule_for
-from quietgrad.modules import named_modules_of
+from quietgrad.clipping.norms.rules import Rule, rule_for, rules_now
 from quietgrad.tensors import is_spread, local_of, received, trainable_parameters
 
 # Children that are called with inputs common to all examples (T5's table of relative positions):
@@ -190,6 +190,33 @@ def layout_of(
         spread,
         cut,
     )
+
+
+@dataclass
+class Layouts:
+    """The last layout of a model, for as long as there are the same modules, of the same classes,
+    with the same parameters, of which the same are trained.
+    """
+
+    _marks: list[object] = field(default_factory=list, repr=False)
+    _of: tuple[object, Layout] | None = field(default=None, repr=False)
+
+    def of(self, model: nn.Module, shared: SharedInputs) -> Layout:
+        """As ``layout_of``."""
+        modules = named_modules_of(model)
+        marks: list[object] = [*rules_now(), id(shared)]
+        parameters: list[Tensor] = []
+        for path, module in modules:
+            marks += (path, id(module), type(module))
+            if module._parameters:
+                own = [p for p in module._parameters.values() if p is not None]
+                marks += [(id(p), p.requires_grad) for p in own]
+                parameters += own
+        if self._of is None or marks != self._marks:
+            # What is marked by its number lives on, so that nothing else can have it.
+            self._of = (shared, modules, parameters), layout_of(model, shared)
+            self._marks = marks
+        return self._of[1]
 
 
 def _parameters_of(module: nn.Module, whole: bool) -> Iterable[tuple[str, Tensor | None]]:
