@@ -273,7 +273,11 @@ class Guard:
             require_no_memory(subject, take(records, spread(count, 3)))
         if size > 1:  # what mixes is refused, too, where it will be taken alone
             decided = require_each_alone(
-                subject, records, size, thorough=not known.together, crowded=longer
+                subject,
+                records,
+                size,
+                thorough=not known.together,
+                crowded=longer or size > known.together,
             )
             known.together = size if decided else 0
         known.entries = max(known.entries, entries_of(records))
