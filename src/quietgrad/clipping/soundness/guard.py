@@ -176,7 +176,7 @@ class Guard:
     def _wants(self, known: _Verdict, size: int) -> bool:
         if known.shares_numbers:
             return False
-        return not known.together or (self.public is None and size > known.together)
+        return size > known.together
 
     def least_times(self, model: nn.Module) -> float:
         """What least divisors are multiplied by, in the precision that takes part."""
