@@ -12,15 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 
 from quietgrad.clipping.clipped_sum import ClippedSum
+from quietgrad.integrations.opacus import PrivacyEngine
+from quietgrad.loading.collating import Collating
 from quietgrad.loading.padding import PaddingLooks
 from quietgrad.plan import PrivacyConfig
 
 RECORDS, USUAL = 24, 10
 Record = tuple[Tensor, int]
 Collate = Callable[[list[Record]], Any]
-REFUSED = "how long the records beside it are"
+REFUSED = "how long the records beside it are|cuts records to a size"
 
 
 class Series(nn.Module):
@@ -155,6 +158,23 @@ def test_padding_that_changes_losses_is_refused(case: str) -> None:
         released(model(), collate, Records(last, image=case == "images"))
 
 
+def test_what_cuts_to_the_shortest_is_refused_in_an_opacus_script() -> None:
+    """There, and wherever a collate_fn is examined without a model."""
+    model = Series()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data: Any = Records(1)
+    reader: DataLoader[Any] = DataLoader(data, RECORDS, collate_fn=cut_to_the_shortest)
+    _, _, private = PrivacyEngine().make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=reader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    with pytest.raises(ValueError, match="cuts records to a size that follows from the others"):
+        next(iter(private))
+
+
 def test_it_is_refused_where_workers_read() -> None:
     with pytest.raises(ValueError, match=REFUSED):
         released(Series(), padded, Records(60), num_workers=1)
@@ -185,6 +205,7 @@ def test_without_the_look_one_record_moves_the_sum_by_more_than_replacing_it_may
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PaddingLooks, "look", lambda *_: None)
+    monkeypatch.setattr(Collating, "_require_not_cut", lambda *_: None)
     model, collate, last = CASES[case]
     one, other = (released(model(), collate, Records(size)) for size in (USUAL, last))
     moved = sum(float((one[name] - other[name]).double().pow(2).sum()) for name in one)
