@@ -185,6 +185,20 @@ def test_padding_that_the_model_masks_is_taken(last: int) -> None:
     assert released(Series(), masked, Records(last))
 
 
+class WithoutEvaluation(Series):
+    """It returns something else in evaluation mode, as models that detect objects do."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        found = super().forward(x, mask)
+        return found if self.training else [found]
+
+
+def test_models_without_a_loss_in_evaluation_mode_are_looked_at_as_they_are() -> None:
+    assert released(WithoutEvaluation(), masked, Records(60))
+    with pytest.raises(ValueError, match=REFUSED):
+        released(WithoutEvaluation(), padded, Records(60))
+
+
 def test_records_of_one_size_are_taken_without_a_mask_and_refused_when_another_comes() -> None:
     """Between the guard's releases, too, and before anything of that batch is released."""
     data, model = Records(), Series().train()

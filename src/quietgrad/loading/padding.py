@@ -83,12 +83,15 @@ class PaddingLooks:
 
     def _collated(self, rows: list[int]) -> tuple[list[Batch], Batch] | None:
         """Records each in a batch of its own, and in one; None where ``collate_fn`` draws, so that
-        they are others each time.
+        they are others each time, or where they are read in workers alone (a file opened there).
         """
         quietly = warnings.catch_warnings()  # once said is enough, and of one record others may be
         with keyed_generators(self._seed()), as_before(nn.Identity(), self._collate), quietly:
             warnings.simplefilter("ignore")
-            records = [self._dataset[row] for row in rows]
+            try:
+                records = [self._dataset[row] for row in rows]
+            except Exception:
+                return None
 
             def made(some: list[Any]) -> Batch:
                 return self._collate(copy.deepcopy(some))

@@ -43,7 +43,7 @@ def require_padding_unread(
     thorough: bool,
 ) -> bool:
     """Compares losses of records in one batch with those of the same records alone, in evaluation
-    mode. Nothing of it stays.
+    mode where they have losses there. Nothing of it stays.
 
     Args:
         model, per_example_loss: whole, and in no other process.
@@ -65,24 +65,36 @@ def require_padding_unread(
     subject = Subject(model, layout_of(model), per_example_loss, Checkpointing())
     before = Snapshot(model, per_example_loss)
     modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with unchanged(model), CommonRandomness():
-            company = subject.losses(together)
-            own = torch.cat([subject.losses(alone[row]) for row in others])
-            limits = subject.tolerance(own)
-            same = close(company[others], own, limits.loss, limits.floor)
-            if same and thorough:
-                same = _have_same_gradients(subject, together, alone, others, limits.factor)
-            if same:
-                return True
-            if close(company, subject.losses(together, salt=1), limits.loss, limits.floor):
-                raise Mixes(PADDED)
-            return True  # it draws by other means: nothing can be compared
-    finally:
-        for module, training in modes:
-            module.training = training
-        before.put_back()
+    for evaluation in (True, False):  # some models have no loss in evaluation mode
+        try:
+            if evaluation:
+                model.eval()
+            with unchanged(model), CommonRandomness():
+                _require_same(subject, together, alone, others, thorough)
+            return True
+        except Mixes:
+            raise
+        except Exception:
+            continue
+        finally:
+            for module, training in modes:
+                module.training = training
+            before.put_back()
+    return False
+
+
+def _require_same(
+    subject: Subject, together: Batch, alone: Sequence[Batch], rows: list[int], thorough: bool
+) -> None:
+    company = subject.losses(together)
+    own = torch.cat([subject.losses(alone[row]) for row in rows])
+    limits = subject.tolerance(own)
+    same = close(company[rows], own, limits.loss, limits.floor)
+    if same and thorough:
+        same = _have_same_gradients(subject, together, alone, rows, limits.factor)
+    # What draws by other means cannot be compared.
+    if not same and close(company, subject.losses(together, 1), limits.loss, limits.floor):
+        raise Mixes(PADDED)
 
 
 def _sizes(batch: Batch) -> list[torch.Size]:
