@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from quietgrad.modules import named_parameters_of
+
 Batch = Any
 
 
@@ -124,7 +126,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     Raises:
         ValueError: if there is none.
     """
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = {name: p for name, p in named_parameters_of(model) if p.requires_grad}
     if not found:
         raise ValueError(
             f"model {type(model).__name__} has no trainable parameters; set requires_grad=True on "

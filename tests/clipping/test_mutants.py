@@ -18,8 +18,8 @@ from quietgrad.clipping.capture.routines.time import Order
 from quietgrad.clipping.engines import accumulator, bookkeeping, one_example
 from quietgrad.clipping.engines.at_once import weight_and_bias
 from quietgrad.clipping.norms import rules
-from quietgrad.clipping.norms.estimators import together
-from quietgrad.clipping.norms.estimators.together import Together
+from quietgrad.clipping.norms.estimators.several import together
+from quietgrad.clipping.norms.estimators.several.together import Together
 from quietgrad.clipping.norms.factors import (
     DenseFactors,
     DirectGradients,

@@ -34,8 +34,8 @@ from quietgrad.clipping.norms.cost import modelled_throughput
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.one_at_a_time import one_at_a_time
-from quietgrad.clipping.planner.execution import ExecutionChoice, choose_execution, free_bytes
-from quietgrad.clipping.planner.tracing import ModelTrace, trace
+from quietgrad.clipping.planner.execution import ExecutionChoice, Planned, free_bytes
+from quietgrad.clipping.planner.tracing import trace
 from quietgrad.clipping.soundness.guard import Guard, is_guarded
 from quietgrad.clipping.soundness.processes import refuse_process_group, refuse_wrapped_model
 from quietgrad.clipping.soundness.records import entries_of
@@ -75,8 +75,8 @@ class BoundClipper:
         self._scratch = Scratch()
         self._shared = SharedInputs()
         self._guard = Guard()
-        # (trainable parameters, size class of an example) -> its trace.
-        self._traces: dict[tuple[frozenset[str], int], ModelTrace] = {}
+        # (trainable parameters, size class of an example) -> its plan.
+        self._traces: dict[tuple[frozenset[str], int], Planned] = {}
         # Trainable parameters -> why they cannot be captured.
         self._not_captured: dict[frozenset[str], str] = {}
         self._calls = 0
@@ -234,17 +234,18 @@ class BoundClipper:
             self._traces = {key: found for key, found in self._traces.items() if key[0] != names}
         return work()
 
-    def traced(self, layout: Layout, batch: Batch) -> ModelTrace:
-        """The trace of the first example, or of an earlier one of up to twice its size: shapes
+    def planned(self, layout: Layout, batch: Batch) -> Planned:
+        """Of the first example, or of an earlier one of up to twice its size: shapes
         change from batch to batch, choices need not.
         """
         entries = sum(t[:1].numel() for t in tensors_of(batch))
         key = (frozenset(layout.parameters), max(entries, 1).bit_length())
         if key not in self._traces:
             captured = key[0] not in self._not_captured
-            self._traces[key] = trace(
+            found = trace(
                 self.model, layout, self.per_example_loss, batch, self._checkpointing, captured
             )
+            self._traces[key] = Planned(found)
         return self._traces[key]
 
     @contextmanager
@@ -311,9 +312,8 @@ class BoundClipper:
         engines: tuple[Engine, ...] = (engine,)
         if engine == "auto":
             engines = ("bookkeeping",) if sketched else ("bookkeeping", "one-example")
-        how = choose_execution(
-            self.traced(layout, batch.rows),
-            settings.policies(layout),
+        how = self.planned(layout, batch.rows).choose(
+            lambda: settings.policies(layout),
             n * settings.views,
             speed,
             budget,
@@ -345,5 +345,5 @@ class BoundClipper:
             self.clipper.sketched,
             self._checkpointing,
             scratch=self._scratch,
-            least_times=self._guard.least_times(self.model),
+            least_times=self._guard.least_times(self.model, layout.parameters),
         )

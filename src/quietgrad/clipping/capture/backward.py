@@ -26,6 +26,7 @@ from quietgrad.clipping.capture.escapes import (
 from quietgrad.clipping.capture.layout import Layout
 from quietgrad.clipping.capture.routines.opening import routines_opened
 from quietgrad.clipping.capture.spread import others_left_alone
+from quietgrad.modules import modules_of
 from quietgrad.tensors import Batch, batch_size_of
 
 Result = TypeVar("Result")
@@ -114,7 +115,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     """
     # Nothing can be compiled in a process that has not imported the compiler.
     compiler = sys.modules.get("torch._dynamo")
-    if compiler is None or not any(_is_compiled(module) for module in model.modules()):
+    if compiler is None or not any(_is_compiled(module) for module in modules_of(model)):
         yield
         return
     with torch.compiler.set_stance("force_eager"):

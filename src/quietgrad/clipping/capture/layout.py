@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from quietgrad.clipping.capture.cut import Cut
 from quietgrad.clipping.capture.spread import Spread
 from quietgrad.clipping.capture.units import PLAIN, Unit, first_dimension, unit_of
 from quietgrad.clipping.norms.rules import Rule, rule_for
+from quietgrad.modules import named_modules_of
 from quietgrad.tensors import is_spread, local_of, received, trainable_parameters
 
 # Children that are called with inputs common to all examples (T5's table of relative positions):
@@ -152,13 +153,13 @@ def layout_of(
     sites: list[Site] = []
     frozen: list[nn.Module] = []
     inside_unit: set[int] = set()
-    for name, module in model.named_modules():
+    for name, module in named_modules_of(model):
         if id(module) in inside_unit:
             continue
         tables = {
             local: child
-            for local, child in module.named_children()
-            if local in _TABLES_OF_THEIR_PARENT
+            for local, child in module._modules.items()
+            if local in _TABLES_OF_THEIR_PARENT and child is not None
         }
         inside_unit.update(id(table) for table in tables.values())
         unit = unit_of(module)
@@ -166,9 +167,7 @@ def layout_of(
         if whole:
             inside_unit.update(id(child) for child in module.modules())
         own = {
-            local: name_of[id(p)]
-            for local, p in module.named_parameters(recurse=whole, remove_duplicate=False)
-            if id(p) in name_of
+            local: name_of[id(p)] for local, p in _parameters_of(module, whole) if id(p) in name_of
         }
         for table_name, table in tables.items():
             own |= {
@@ -181,7 +180,7 @@ def layout_of(
             if cut is not None:
                 rule = cut.rule(name, module, rule)
             sites.append(Site(name, module, own, rule, unit))
-        elif any(True for _ in module.parameters(recurse=False)):
+        elif any(p is not None for p in module._parameters.values()):
             frozen.append(module)
     return Layout(
         tuple(sites),
@@ -191,6 +190,13 @@ def layout_of(
         spread,
         cut,
     )
+
+
+def _parameters_of(module: nn.Module, whole: bool) -> Iterable[tuple[str, Tensor | None]]:
+    """A module's own, and those below it where it is captured ``whole``; shared ones each time."""
+    if whole:
+        return module.named_parameters(remove_duplicate=False)
+    return module._parameters.items()
 
 
 def in_graph(layout: Layout) -> dict[str, Tensor]:

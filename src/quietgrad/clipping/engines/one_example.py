@@ -28,6 +28,7 @@ from quietgrad.clipping.engines.spreads import Spreads
 from quietgrad.clipping.engines.thresholds import clip_factors
 from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct, least_of
+from quietgrad.modules import tensors_in
 from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, tensors_of
 
 
@@ -71,8 +72,7 @@ def _addresses(
     """
     tensors = [
         *(g for g in gradients.values() if g is not None),
-        *model.parameters(),
-        *model.buffers(),
+        *{id(t): t for t in tensors_in(model)}.values(),
         *tensors_of(records),
     ]
     return Counter(t.untyped_storage().data_ptr() for t in tensors)

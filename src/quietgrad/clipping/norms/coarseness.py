@@ -8,7 +8,6 @@ autocast, reduced-precision products) and from a look at every operation while t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quietgrad.clipping.norms.rounding import LEAST_SHARE, unit_roundoff
+from quietgrad.modules import tensors_in
 from quietgrad.tensors import narrowed_products
 
 SINGLE = unit_roundoff(torch.float32)
@@ -45,7 +45,7 @@ def standing(model: nn.Module) -> float:
     """The largest unit roundoff that is known of a pass before it is made: nothing of it follows
     from records.
     """
-    own = list(itertools.chain(model.parameters(), model.buffers()))
+    own = tensors_in(model)
     devices = {"cpu"} | {t.device.type for t in own if t.device.type != "meta"}
     cast = {torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
     return max(roundoff_of({t.dtype for t in own} | cast), narrowed_products(devices))

@@ -113,8 +113,8 @@ class ShardedClipper(BoundClipper):
                 early = self._guard.is_early(self._subject(layout), max(rows), step)
                 with unchanged(self.model, thorough=early):
                     size = self._size_of_passes(layout, own, rows, step, company)
-                    known = self._guard.least_times(self.model)  # once it was looked at
-                    work = replace(work, least_times=known)
+                    times = self._guard.least_times(self.model, layout.parameters)  # once looked at
+                    work = replace(work, least_times=times)
                     for part in self._cut(own, size, company):
                         counts += self._passed(work, part, sums, plain, summing)
         except NotCaptured as error:

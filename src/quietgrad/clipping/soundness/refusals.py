@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from quietgrad.modules import named_modules_of
+
 
 def refuse_cross_example_layers(model: nn.Module) -> None:
     """Raises for layers whose output for one example depends on other examples, or that change the
@@ -21,8 +23,8 @@ def refuse_cross_example_layers(model: nn.Module) -> None:
     Raises:
         ValueError: naming the layer, its type and the remedy.
     """
-    for name, module in model.named_modules():
-        if any(is_lazy(p) for p in module._parameters.values()):
+    for name, module in named_modules_of(model):
+        if any(p is not None and is_lazy(p) for p in module._parameters.values()):
             raise ValueError(
                 f"layer {name!r} ({type(module).__name__}) has no weights yet: it makes them when "
                 "the first record comes; call the model once on a made-up record before the run"

@@ -5,8 +5,9 @@ numbers every time, with or without what per-example gradients are made of.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from quietgrad.clipping.soundness.company.rule_gradients import (
 )
 from quietgrad.clipping.soundness.fingerprints import HALVES, Factors, factors_of
 from quietgrad.clipping.soundness.held_still import others_stand, seeded
+from quietgrad.modules import modules_of
 from quietgrad.tensors import Batch, batch_size_of
 
 
@@ -66,6 +68,15 @@ _TOLERANCES = {
 }
 
 
+# Of a verdict: names of what is trained, and every module's mode.
+SubjectKey = tuple[frozenset[str], tuple[bool, ...]]
+
+
+def key_of(model: nn.Module, trained: Iterable[str]) -> SubjectKey:
+    """Of a model as it is now."""
+    return frozenset(trained), tuple([module.training for module in modules_of(model)])
+
+
 @dataclass
 class Subject:
     """What is examined: the user's model and loss, and what is known of them.
@@ -87,6 +98,11 @@ class Subject:
     others_stand: tuple[Any, ...] = ()
     coarsest: set[float] = field(default_factory=set)
     coarsest_back: float = 0.0
+
+    @cached_property
+    def key(self) -> SubjectKey:
+        """As it was when it was first asked for: what switches modes in a pass is refused."""
+        return key_of(self.model, self.layout.parameters)
 
     @property
     def devices(self) -> list[int]:

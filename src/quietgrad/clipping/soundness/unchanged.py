@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from quietgrad.modules import modules_of, named_modules_of
 from quietgrad.sending import read_together
 from quietgrad.tensors import is_spread, local_of
 
@@ -50,7 +51,7 @@ class Watch:
                 break
             self._copies[key] = t.detach().clone()
         self._bits = _bits_of(self._parameters) if thorough else {}
-        self._modes = {module: module.training for module in model.modules()}
+        self._modes = {module: module.training for module in modules_of(model)}
         self._trained = {key: t.requires_grad for key, t in self._parameters.items()}
 
     def changed(self) -> tuple[list[str], list[str]]:
@@ -74,7 +75,7 @@ class Watch:
         not, or the other way round; both are as they were afterwards.
         """
         found = None
-        for path, module in self._model.named_modules():
+        for path, module in named_modules_of(self._model):
             if module.training != self._modes.get(module, module.training):
                 found = found or (f"layer {path!r}" if path else "the model")
                 module.training = not module.training
@@ -175,7 +176,7 @@ def _tensors_of(model: nn.Module) -> tuple[Named, Named]:
     """(module path, local name) -> buffer, and parameter; one walk, as it is made at every step."""
     buffers: Named = {}
     parameters: Named = {}
-    for path, module in model.named_modules():
+    for path, module in named_modules_of(model):
         for found, own in ((buffers, module._buffers), (parameters, module._parameters)):
             for local, tensor in own.items():
                 if tensor is not None:
