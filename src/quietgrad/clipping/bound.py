@@ -40,7 +40,7 @@ from quietgrad.clipping.planner.tracing import trace
 from quietgrad.clipping.soundness.guard import Guard, is_guarded
 from quietgrad.clipping.soundness.processes import refuse_process_group, refuse_wrapped_model
 from quietgrad.clipping.soundness.records import entries_of
-from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
+from quietgrad.clipping.soundness.refusals import refuse_model
 from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.generators import keyed_afresh
@@ -257,7 +257,7 @@ class BoundClipper:
         """Layout and execution choice, once the guard lets the batch through; inside, the model's
         tensors must not change.
         """
-        refuse_cross_example_layers(self.model)
+        refuse_model(self.model)
         layout = self._layout()
         self._limits(layout)
         if step is None:

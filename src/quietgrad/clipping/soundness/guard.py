@@ -177,7 +177,7 @@ class Guard:
     def _wants(self, known: _Verdict, size: int) -> bool:
         if known.shares_numbers:
             return False
-        return not known.together or (self.public is None and size > known.together)
+        return size > known.together
 
     def least_times(self, model: nn.Module, trained: Iterable[str] | None = None) -> float:
         """What least divisors are multiplied by, in the precision that takes part; ``trained``:
@@ -276,7 +276,11 @@ class Guard:
             require_no_memory(subject, take(records, spread(count, 3)))
         if size > 1:  # what mixes is refused, too, where it will be taken alone
             decided = require_each_alone(
-                subject, records, size, thorough=not known.together, crowded=longer
+                subject,
+                records,
+                size,
+                thorough=not known.together,
+                crowded=longer or size > known.together,
             )
             known.together = size if decided else 0
         known.entries = max(known.entries, entries_of(records))

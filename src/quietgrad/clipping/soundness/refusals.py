@@ -73,6 +73,31 @@ def refuse_cross_example_layers(model: nn.Module) -> None:
                 )
 
 
+def refuse_model(model: nn.Module) -> None:
+    """Raises for layers that mix examples, and for hooks that see gradients before their noise."""
+    refuse_cross_example_layers(model)
+    refuse_hooked_parameters(model)
+
+
+def refuse_hooked_parameters(model: nn.Module) -> None:
+    """Raises where a trained parameter has hooks on its gradient. Loggers hang there
+    (``wandb.watch``), and so do optimisers that step within the backward pass: both would meet
+    gradients before their noise, and what was released passes them by.
+
+    Raises:
+        ValueError: naming the parameter, with the remedy.
+    """
+    for name, parameter in model.named_parameters():
+        hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks and parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name!r} has a hook on its gradient, which would see gradients before "
+                "their noise, and not what is released; remove it (a logger's "
+                "watch(log='gradients'), or an optimizer that steps in the backward pass), and "
+                "read or change .grad after run.backward"
+            )
+
+
 def require_model(model: Any) -> None:
     """Refuses what is no model, such as the loss in its place.
 
