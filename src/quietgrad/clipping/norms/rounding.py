@@ -142,6 +142,13 @@ def blocks(terms: int) -> Iterator[slice]:
         yield slice(start, start + LONGEST_CHAIN)
 
 
+def soaring(norms: Tensor) -> Tensor:
+    """Norms, which grow from about 2^58 on, by 2^40 at ``LARGEST_NORM``. There some ways of taking
+    them overflow and others do not: what a record adds fades to nothing before, without a jump.
+    """
+    return torch.addcmul(norms, norms, (norms * 2.0**-58).pow_(8))
+
+
 def squared_norms(values: Tensor) -> Tensor:
     """[b] float64 sums of squares over all other dimensions: blocks in the working precision, their
     sum in float64. Relative error at most ``norm_gamma``.
@@ -271,7 +278,7 @@ class NormSums:
         estimate = self.squared.clamp_min(0).sqrt()
         estimate = torch.where(estimate > LARGEST_NORM, torch.inf, estimate)
         cert = (self.squared + self.slack).clamp_min(0).sqrt() + self.margin_squared.sqrt() + floor
-        own, single = estimate * (1.0 + SHARE) + floor, self.least_squared.sqrt()
+        own, single = soaring(estimate) * (1.0 + SHARE) + floor, self.least_squared.sqrt()
         if least_times == 1.0:
             return Norms(estimate, own, cert, single)
         of_terms = self.terms_squared.sqrt() * (OF_TERMS * least_times)

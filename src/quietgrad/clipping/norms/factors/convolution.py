@@ -33,6 +33,7 @@ from quietgrad.clipping.norms.factors.sums.columns import Sums
 from quietgrad.clipping.norms.factors.sums.examples import sum_of_spans
 from quietgrad.clipping.norms.factors.sums.positions import add_over_positions
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
+from quietgrad.clipping.norms.rounding import soaring
 
 CACHED_ELEMENTS = 1280 * 1024  # of patches that are formed at once on a processor: 5 MiB in float32
 
@@ -179,7 +180,8 @@ class ConvolutionFactors:
             for x in (self.x, self.grad)
         ]
         squares[0] *= self.geometry.taps
-        norms = norms_from_squares(torch.stack(squares), s.t * max(s.p, s.d)).double()
+        norms = norms_from_squares(torch.stack(squares), s.t * max(s.p, s.d))
+        norms = soaring(norms).double()
         return norms[0] * norms[1], norms, torch.zeros_like(norms[0])
 
     def pieces(self, dtype: torch.dtype) -> Iterator[Tensor] | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.norms.rounding import gamma, smallest_normal
+from quietgrad.clipping.norms.rounding import gamma, smallest_normal, soaring
 
 # float64 sums over positions: [b, g] of |a| |g|, [2, b, g] of |a| and |g|, and [b, g] of squares of
 # |a| |g|, or zeros where those are not known position by position.
@@ -57,15 +57,18 @@ def norms_from_squares(squares: Tensor, entries: float | Tensor) -> Tensor:
     """Norms from sums of so many squares, in any order of summation; never too small. ``entries``:
     one number, or a tensor of the squares' dtype beside them.
 
-    Each square may have been flushed to zero. In the squares' own dtype.
+    Each square may have been flushed to zero. What makes up for that is added to the norm, as
+    ``at_least`` does: added to the square it would hide rows of 1e-18, and their spread with them.
+    In the squares' own dtype.
     """
     dtype = squares.dtype
     larger = 1.0 + 2.0 * gamma(entries, squares, dtype)
-    return torch.add(squares * larger, entries * smallest_normal(dtype)).sqrt_()
+    return (squares * larger).sqrt_().add_((entries * smallest_normal(dtype)) ** 0.5)
 
 
 def sums_over_positions(norms_2bgt: Tensor) -> SpreadSums:
-    """From the norms |a_t| and |g_t|."""
+    """From the norms |a_t| and |g_t|, ``soaring``."""
+    norms_2bgt = soaring(norms_2bgt)
     products, sums = norms_2bgt[0] * norms_2bgt[1], norms_2bgt.sum(3, dtype=torch.float64)
     total = products.sum(2, dtype=torch.float64)
     products.masked_fill_(norms_2bgt.amin(0) <= NEXT_TO_NOTHING, 0.0)
