@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.capture.layout import Layouts, SharedInputs, layout_of
@@ -201,3 +202,12 @@ def test_an_example_is_not_counted_with_its_batchs_memory() -> None:
     how = bound.execution_choice(batch)
     assert how.physical_batch_size == 512 and how.bytes < 2**20
     assert bound.planned(layout_of(model), batch).model.saved_bytes < 1024
+
+
+def test_a_parameter_under_another_name_makes_another_layout() -> None:
+    """Pruning in the middle of a run: the same tensors, in the same order."""
+    model, shared, layouts = nn.Sequential(nn.Linear(6, 3, bias=False)), SharedInputs(), Layouts()
+    before = layouts.of(model, shared)
+    prune.random_unstructured(model[0], "weight", 0.5)
+    assert layouts.of(model, shared) is not before
+    assert set(layouts.of(model, shared).parameters) == {"0.weight_orig"}

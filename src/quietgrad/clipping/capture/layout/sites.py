@@ -195,7 +195,7 @@ def layout_of(
 @dataclass
 class Layouts:
     """The last layout of a model, for as long as there are the same modules, of the same classes,
-    with the same parameters, of which the same are trained.
+    with the same parameters by the same names, of which the same are trained.
     """
 
     _marks: list[object] = field(default_factory=list, repr=False)
@@ -209,9 +209,9 @@ class Layouts:
         for path, module in modules:
             marks += (path, id(module), type(module))
             if module._parameters:
-                own = [p for p in module._parameters.values() if p is not None]
-                marks += [(id(p), p.requires_grad) for p in own]
-                parameters += own
+                own = [(local, p) for local, p in module._parameters.items() if p is not None]
+                marks += [(local, id(p), p.requires_grad) for local, p in own]
+                parameters += [p for _, p in own]
         if self._of is None or marks != self._marks:
             # What is marked by its number lives on, so that nothing else can have it.
             self._of = (shared, modules, parameters), layout_of(model, shared)
