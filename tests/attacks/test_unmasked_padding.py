@@ -224,3 +224,49 @@ def test_without_the_look_one_record_moves_the_sum_by_more_than_replacing_it_may
     one, other = (released(model(), collate, Records(size)) for size in (USUAL, last))
     moved = sum(float((one[name] - other[name]).double().pow(2).sum()) for name in one)
     assert moved**0.5 > 2.5 * 0.05  # of another record in its place 2 C at most
+
+
+class FilledUp(Records):
+    """To one size already, so that only ``collate_fn`` tells how long records are."""
+
+    def __getitem__(self, index: int) -> Record:
+        x, y = super().__getitem__(index)
+        return F.pad(x, (0, 0, 0, 400 - len(x))), y
+
+
+def trimmed(some: list[Record]) -> tuple[Tensor, ...]:
+    x, y = torch.stack([x for x, _ in some]), labels(some)
+    return x[:, : int((x != 0).any(2).any(0).nonzero().max()) + 1], y
+
+
+def trimmed_and_masked(some: list[Record]) -> tuple[Tensor, ...]:
+    x, y = trimmed(some)
+    return x, y, (x != 0).any(2).float()
+
+
+@pytest.mark.parametrize("kind", [Series, LastState])
+def test_padding_that_is_cut_to_the_longest_is_looked_at(kind: type[nn.Module]) -> None:
+    """The longer record is none of the first, and nothing tells which it is. Before: the sum moved
+    by 23 C.
+    """
+    with pytest.raises(ValueError, match=REFUSED):
+        released(kind(), trimmed, FilledUp(300))
+
+
+def test_what_was_cut_to_one_size_is_looked_at_once_it_is_another() -> None:
+    """At a release that is not guarded; masked it is taken."""
+    config = PrivacyConfig(
+        noise_multiplier=1.0, target_delta=1e-5, expected_batch_size=RECORDS, steps=4
+    )
+    for collate in (trimmed_and_masked, trimmed):
+        data, model = FilledUp(), Series()
+        with config.build(RECORDS).start() as run:
+            loader: Any = run.loader(data, steps=4, collate_fn=collate)
+            for number, batch in enumerate(loader):
+                if number == 2 and collate is trimmed:
+                    with pytest.raises(ValueError, match=REFUSED):
+                        run.backward(model, loss, batch)
+                    break
+                run.backward(model, loss, batch)
+                data.last = USUAL if number == 0 else 60
+            assert run.released == (2 if collate is trimmed else 4)

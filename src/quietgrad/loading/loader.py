@@ -174,7 +174,7 @@ class PrivateLoader:
                     "with one row each"
                 )
             if self._looks is not None:
-                self._looks.note(release, rows, ends, first=i == 1)
+                self._looks.note(release, rows, ends, records, first=i == 1)
             sizes = part.sizes if isinstance(part, UserIndices) else None
             yield MicroBatch(self._in_views(records), i == len(parts), release, this_pass, sizes)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,20 @@ TOGETHER = 8  # records that are looked at
 Size = tuple[int, ...]
 
 
+class Noted(NamedTuple):
+    """A micro-batch of which some records could be looked at. Private.
+
+    Attributes:
+        release: that it is read for.
+        rows: numbers of its records, a small and a large one first.
+        sizes: of its rows, where nothing tells which record is small or large; else empty.
+    """
+
+    release: int
+    rows: list[int]
+    sizes: list[Size]
+
+
 class PaddingLooks:
     """When records are looked at, and what was seen: at the guard's releases, and in between where
     records of differing sizes come and none did before.
@@ -39,24 +53,30 @@ class PaddingLooks:
         self, dataset: Any, collate_fn: Callable[[list[Any]], Batch], seed: Callable[[], int]
     ) -> None:
         self._dataset, self._collate, self._seed = dataset, collate_fn, seed
-        self._unseen: tuple[int, list[int]] | None = None
+        self._unseen: Noted | None = None
+        self._usual: list[Size] | None = None
         # Pair that was looked at, by its id -> the last release at which sizes differed.
         self._seen: dict[int, tuple[BoundClipper, int]] = {}
 
-    def note(self, release: int, rows: list[int], ends: list[int], first: bool) -> None:
+    def note(
+        self, release: int, rows: list[int], ends: list[int], batch: Batch, first: bool
+    ) -> None:
         """Which records could be looked at.
 
         Args:
             release: that they are read for.
             rows: numbers of a micro-batch's records.
             ends: places of a small and a large one among them; none where they are of one size.
+            batch: what ``collate_fn`` made of them. Records of one size may be cut to the longest
+                that is not padding: then rows are of another size from one to the next.
             first: whether it is the batch's first micro-batch.
         """
-        self._unseen = None
+        self._unseen, sizes = None, row_sizes(batch)
+        another, self._usual = self._usual not in (None, sizes), sizes
         # Where sizes are not known (objects of the user's own) the first ones may do.
-        if len(rows) > 1 and (ends or (first and is_guarded(release))):
+        if len(rows) > 1 and (ends or another or (first and is_guarded(release))):
             chosen = dict.fromkeys([*(rows[place] for place in ends), *rows])
-            self._unseen = release, list(chosen)[:TOGETHER]
+            self._unseen = Noted(release, list(chosen), [] if ends else sizes)
 
     def look(self, bound: BoundClipper, device: torch.device) -> None:
         """At what was noted last, where it is due, once it was clipped: the guard is the first that
@@ -69,17 +89,27 @@ class PaddingLooks:
         # Where ranks run a model together, none makes passes of its own.
         if unseen is None or type(bound) is not BoundClipper:
             return
-        release, rows = unseen
         _, last = self._seen.get(id(bound), (bound, None))
-        if last == release or not (last is None or is_guarded(release)):
+        if last == unseen.release or not (last is None or is_guarded(unseen.release)):
             return
-        made = self._collated(rows)
+        made = self._collated(unseen.rows[:TOGETHER])
+        if made is not None and unseen.sizes and row_sizes(made[1]) != unseen.sizes:
+            made = self._collated(self._ends_alone(unseen.rows))
         if made is None:
             return
         alone, together = (to_device(some, device) for some in made)
         model, loss, first = bound.model, bound.per_example_loss, last is None
         if require_padding_unread(model, loss, together, alone, thorough=first):
-            self._seen[id(bound)] = bound, release
+            self._seen[id(bound)] = bound, unseen.release
+
+    def _ends_alone(self, rows: list[int]) -> list[int]:
+        """``rows``, those first that are smallest and largest where each is collated alone."""
+        sizes = []
+        for row in rows:
+            made = self._collated([row])
+            size = [] if made is None else row_sizes(made[1])
+            sizes.append((sum(n for some in size for n in some), row))
+        return list(dict.fromkeys([min(sizes)[1], max(sizes)[1], *rows]))[:TOGETHER]
 
     def _collated(self, rows: list[int]) -> tuple[list[Batch], Batch] | None:
         """Records each in a batch of its own, and in one; None where ``collate_fn`` draws, so that
@@ -100,6 +130,11 @@ class PaddingLooks:
         pairs = zip(tensors_of(together), tensors_of(again), strict=True)
         same = all(torch.equal(torch.nan_to_num(t), torch.nan_to_num(u)) for t, u in pairs)
         return (alone, together) if same and batch_size_of(together) == len(rows) else None
+
+
+def row_sizes(batch: Batch) -> list[Size]:
+    """Of each of a batch's tensors."""
+    return [tuple(t.shape[1:]) for t in tensors_of(batch)]
 
 
 def ends_of(records: list[Any]) -> list[int]:
