@@ -5,7 +5,7 @@ module's rule, or by the fallback.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,16 @@ from quietgrad.clipping.capture.capture import Recording, Use
 from quietgrad.clipping.capture.fallback import fallback_contributions, fallback_spreads
 from quietgrad.clipping.norms.checked_rule import CheckedRule
 from quietgrad.clipping.norms.estimators.projections import Projections
-from quietgrad.clipping.norms.factors import DenseFactors, DirectGradients, Given, SummedRows
+from quietgrad.clipping.norms.factors import (
+    ConvolutionFactors,
+    DenseFactors,
+    DirectGradients,
+    Given,
+    MatrixFactors,
+    SummedRows,
+    by_extent,
+)
+from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.rounding import squared_norms
 from quietgrad.clipping.norms.signs import OF_SQUARES, Signs
 from quietgrad.clipping.norms.spread import spread_of
@@ -53,12 +62,13 @@ class Unsummed:
 
 
 def spreads_of(
-    use: Use, rows: int, recording: Recording, projections: Projections
+    use: Use, rows: int, recording: Recording, projections: Projections, single: bool
 ) -> dict[str, Tensor | Unsummed]:
     """Parameter name -> [2, rows] float64, spreads of the per-example gradients of one call, where
     they are known, and squares of their ``Spread.terms``, or zeros; of most matrices their factors,
     whose spreads are found together. No gradient of a matrix is formed, nor any sum of rows.
-    Arguments: ``contributions_of``.
+    Arguments: ``contributions_of``; ``single``: ``RowGroups.single``. Of several rows that are
+    measured together as one matrix the first has what is of all.
     """
     site, signs = use.site, Signs(projections, use.site.name)
     found: Mapping[str, Tensor | Unsummed | None]
@@ -68,17 +78,33 @@ def spreads_of(
         found = {local: torch.stack([s, torch.zeros_like(s)]) for local, s in spreads.items()}
     else:
         with full_precision():
-            found = {local: _spread(one) for local, one in _by_rule(use, signs).items()}
+            found = {local: _spread(one, single) for local, one in _by_rule(use, signs).items()}
     return {site.parameters[local]: s for local, s in found.items() if s is not None}
 
 
-def _spread(one: Given) -> Tensor | Unsummed | None:
+def _spread(one: Given, single: bool) -> Tensor | Unsummed | None:
+    """As where several examples are measured: maps at the size that a record has itself, rows of
+    one example as positions of one matrix.
+    """
     if isinstance(one, DirectGradients | SummedRows):
         s = one.spread() if isinstance(one, SummedRows) else one.spread_b
         return None if s is None else torch.stack([s, torch.zeros_like(s)])
-    if isinstance(one, DenseFactors) and one.sizes.g == 1:
+    if not single and isinstance(one, ConvolutionFactors):
+        one = one.unfolded()
+    sizes = one.sizes
+    if isinstance(one, DenseFactors) and sizes.g == 1:
         return Unsummed(one)
-    spread = spread_of([one], accumulation_dtype(one.like.dtype))
+    numbers = one.like.new_zeros(2, sizes.b, dtype=torch.float64)
+    if not single and isinstance(one, DenseFactors):
+        numbers[:, :1] = _numbers([one.merged(RowGroups((sizes.b,)))])
+        return numbers
+    for places, part in by_extent([one]) or [(slice(None), [one])]:
+        numbers[:, places] = _numbers(part)
+    return numbers
+
+
+def _numbers(uses: Sequence[MatrixFactors]) -> Tensor:
+    spread = spread_of(uses, accumulation_dtype(uses[0].like.dtype))
     return torch.stack([spread.plain, spread.terms.square()])
 
 

@@ -131,7 +131,8 @@ def gradients_and_spreads(
     """
 
     def run(reentrant: bool) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Tensor]:
-        spreads = Spreads(batch_size_of(example.rows), work.projections, work.least_times)
+        rows, single = batch_size_of(example.rows), example.groups.single
+        spreads = Spreads(rows, single, work.projections, work.least_times)
         passes = forward_captured(
             work.model,
             work.layout,

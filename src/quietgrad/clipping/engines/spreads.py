@@ -44,12 +44,14 @@ class Spreads:
 
     Attributes:
         rows: of the example.
+        single: whether examples of the run have one row each (``RowGroups``).
         projections: of the release, for the signs of modules without a rule.
         least_times: what least divisors are multiplied by.
         recording: set once the losses are there.
     """
 
     rows: int
+    single: bool
     projections: Projections
     least_times: float = 1.0
     recording: Recording | None = None
@@ -65,7 +67,9 @@ class Spreads:
         refuse_coarser(use.site.name, use.tensors, self.least_times)
         try:
             with torch.no_grad():
-                spreads = spreads_of(use, self.rows, self.recording, self.projections)
+                spreads = spreads_of(
+                    use, self.rows, self.recording, self.projections, self.single
+                )
                 for name, spread in spreads.items():
                     self._take(name, spread)
         except (torch.OutOfMemoryError, MemoryError):

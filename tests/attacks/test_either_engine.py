@@ -1,0 +1,64 @@
+"""What a record adds is the same by either engine: the planner, or a branch that cannot be captured,
+changes engines by what else is in the batch.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quietgrad.clipping import Clipper
+from quietgrad.clipping.norms.estimators.projections import Projections
+
+CROWD = 24
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) * batch[1]).flatten(1).sum(1)
+
+
+def moved(model: nn.Module, limit: float, x: Tensor, g: Tensor, views: int = 1) -> float:
+    """What a crowd's sum moves by as engines change, in units of C."""
+    projections, found = Projections.fresh(), []
+    for engine in ("bookkeeping", "one-example"):
+        clipper = Clipper(limit, engine=engine, views=views)
+        sums = clipper.bind(model, loss).clip((x, g), projections, step=2).gradients
+        found.append(torch.cat([s.double().flatten() for s in sums.values()]) / limit)
+    assert float(found[0].norm()) > 0.1
+    return float((found[0] - found[1]).norm())
+
+
+def cancelling(shape: tuple[int, ...], share: float) -> Tensor:
+    """[CROWD, *shape, positions]: two positions that cancel but for a share, and a third without a
+    gradient.
+    """
+    row = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    g = torch.stack([row, -(1 - share) * row, torch.zeros_like(row)], dim=-1)
+    return g.expand(CROWD, *g.shape[1:]).clone()
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_map_whose_last_line_has_no_gradient_has_one_spread(kernel: int) -> None:
+    """Several examples are measured at their own sizes; one was at that of its map. Before: 24
+    records moved by 0.5 C, more would by more.
+    """
+    torch.manual_seed(0)
+    model = nn.Conv1d(8, 16, kernel, padding=kernel // 2)
+    x = torch.randn(1, 8, 1).expand(CROWD, 8, 3).clone()
+    assert moved(model, 1e-5, x, cancelling((16,), 2.0**-15)) < 5e-3
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_views_of_a_map_have_one_spread(groups: int) -> None:
+    """Several examples' views are positions of one matrix; one example's were taken row by row, by
+    a bound of whole maps.
+    """
+    torch.manual_seed(0)
+    model = nn.Conv1d(8, 16, 3, padding=1, groups=groups)
+    x = torch.randn(1, 1, 8, 6).expand(CROWD, 2, 8, 6).clone()
+    x[:, 1] *= torch.linspace(0, 8, 8)[:, None]
+    row = torch.randn(1, 1, 16, 6)
+    g = torch.cat([row, -(1 - 2.0**-15) * row], dim=1).expand(CROWD, 2, 16, 6).clone()
+    x[:, 1] = x[:, 0]
+    assert moved(model, 1e-5, x, g, views=2) < 5e-3
