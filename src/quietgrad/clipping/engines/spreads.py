@@ -67,9 +67,7 @@ class Spreads:
         refuse_coarser(use.site.name, use.tensors, self.least_times)
         try:
             with torch.no_grad():
-                spreads = spreads_of(
-                    use, self.rows, self.recording, self.projections, self.single
-                )
+                spreads = spreads_of(use, self.rows, self.recording, self.projections, self.single)
                 for name, spread in spreads.items():
                     self._take(name, spread)
         except (torch.OutOfMemoryError, MemoryError):

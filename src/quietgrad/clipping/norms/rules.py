@@ -2,8 +2,7 @@
 factored form.
 
 A rule is a function (module, input, output_gradient, parameter names wanted) -> {own parameter
-name: contribution}. Inputs and output gradients have the example as their first dimension. Modules
-without a rule go through ``fallback``.
+name: contribution}. Inputs and output gradients have examples first. Without one: ``fallback``.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -89,8 +89,24 @@ def embedding_rule(
 def layer_norm_rule(
     module: nn.LayerNorm, x: Tensor, grad: Tensor, wanted: Collection[str]
 ) -> dict[str, Given]:
-    normalised = F.layer_norm(x, module.normalized_shape, eps=module.eps)
-    return _scale_and_shift_last(normalised, grad, wanted, len(module.normalized_shape))
+    shape, wide = module.normalized_shape, x.to(accumulation_dtype(x.dtype))
+    normalised, mean, scale = torch.native_layer_norm(wide, shape, None, None, module.eps)
+    rows = grad.flatten(grad.dim() - len(shape))
+    of_means = (mean * scale).view(rows.shape[:-1])
+    taken_off = torch.linalg.vector_norm(rows, dim=-1, dtype=accumulation_dtype(grad.dtype))
+    taken_off = taken_off.mul_(of_means).reshape(len(grad), of_means.shape[1:].numel())
+    found = _scale_and_shift_last(normalised, grad, wanted, len(shape))
+    return _less_means(found, torch.linalg.vector_norm(taken_off, 1, 1, dtype=torch.float64))
+
+
+def _less_means(found: dict[str, Given], taken_off_b: Tensor) -> dict[str, Given]:
+    """Inputs less far larger means are rounded as those are, and by autograd otherwise."""
+    weight = found.get("weight")
+    if isinstance(weight, SummedRows):
+        found["weight"] = replace(weight, more_b=taken_off_b)
+    elif isinstance(weight, DirectGradients) and weight.spread_b is not None:
+        found["weight"] = replace(weight, spread_b=weight.spread_b + taken_off_b)
+    return found
 
 
 def rms_norm_rule(
@@ -221,7 +237,11 @@ def _native_group_norm(
 def instance_norm_rule(
     module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
 ) -> dict[str, Given]:
-    return _scale_and_shift_channels(F.instance_norm(x, eps=float(module.eps)), grad, wanted)  # type: ignore[arg-type]
+    eps, wide = float(module.eps), accumulation_dtype(x.dtype)  # type: ignore[arg-type]
+    found = _scale_and_shift_channels(F.instance_norm(x, eps=eps), grad, wanted)
+    scale, mean = torch.var_mean(x.flatten(2).to(wide), 2, correction=0)
+    taken_off = grad.flatten(2) * mean.mul_(scale.add_(eps).rsqrt_()).unsqueeze(2)
+    return _less_means(found, spread_of_channels(taken_off, wide))
 
 
 def _scale_and_shift_channels(

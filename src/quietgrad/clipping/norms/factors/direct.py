@@ -60,10 +60,12 @@ class SummedRows:
     Attributes:
         rows: [b, ..., n]; gradients are sums over all dimensions between.
         factor_of_weight: which factor of its layer's weight the rows are, where they are one.
+        more_b: [b] float64, spread of the rows themselves, where they are differences already.
     """
 
     rows: Tensor
     factor_of_weight: Side | None = None
+    more_b: Tensor | None = None
 
     def formed(self) -> DirectGradients:
         """The gradients, with their spread."""
@@ -72,7 +74,8 @@ class SummedRows:
 
     def spread(self) -> Tensor:
         """[b] float64: no sum is formed for it."""
-        return spread_of_rows(self.rows, accumulation_dtype(self.rows.dtype))
+        spread = spread_of_rows(self.rows, accumulation_dtype(self.rows.dtype))
+        return spread if self.more_b is None else spread + self.more_b
 
     def examples(self, span: slice) -> SummedRows:
         return SummedRows(self.rows[span])
