@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper
+from quietgrad.clipping.engines.work import ENGINES, Engine
 
 CROWD, LONGER = 20, 300
 
@@ -17,7 +18,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(batch[0]) * batch[1]).flatten(1).sum(1)
 
 
-def clipped(model: nn.Module, limit: float, engine: str, x: Tensor, g: Tensor) -> Tensor:
+def clipped(model: nn.Module, limit: float, engine: Engine, x: Tensor, g: Tensor) -> Tensor:
     """A sum, in units of C."""
     bound = Clipper(
         limit, engine=engine, physical_batch_size=None if engine == "one-example" else 64
@@ -31,7 +32,7 @@ def in_companies(model: nn.Linear, limit: float, x: Tensor, g: Tensor) -> list[T
     zeros, of which some are measured from Gram matrices and some are formed.
     """
     t = x.shape[1]
-    found = [clipped(model, limit, e, x, g) for e in ("bookkeeping", "one-example")]
+    found = [clipped(model, limit, e, x, g) for e in ENGINES[1:]]
     for longer in (2, 40, LONGER):
         if longer > t:
             more = (

@@ -98,7 +98,10 @@ def _spread(one: Given, single: bool) -> Tensor | Unsummed | None:
     if not single and isinstance(one, DenseFactors):
         numbers[:, :1] = _numbers([one.merged(RowGroups((sizes.b,)))])
         return numbers
-    for places, part in by_extent([one]) or [(slice(None), [one])]:
+    parts = by_extent([one])
+    if parts is None:
+        return _numbers([one])
+    for places, part in parts:
         numbers[:, places] = _numbers(part)
     return numbers
 
