@@ -87,3 +87,31 @@ def test_inputs_far_from_zero_under_a_norm_are_rounded_and_shortened(
     x = (torch.randn(1, *shape) + offset).expand(CROWD, *shape).clone()
     g = torch.randn(1, *shape).expand(CROWD, *shape).clone()
     assert moved(model, 0.5, x, g) < 1e-2
+
+
+class Attends(nn.Module):
+    """Attention to itself, or to something else by one matrix."""
+
+    def __init__(self, crossed: bool) -> None:
+        super().__init__()
+        self.crossed, self.attention = crossed, nn.MultiheadAttention(16, 2, batch_first=True)
+        self.first = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        key = x.flip(2) if self.crossed else x
+        found: Tensor = self.attention(x, key, key, need_weights=False)[0]
+        return found
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+def test_attention_has_one_spread(crossed: bool) -> None:
+    """Several examples are captured map by map, and one was by signs, which say another number.
+    Before: 24 records moved by 20 C.
+    """
+    torch.manual_seed(0)
+    model = Attends(crossed)
+    x = torch.randn(1, 3, 16).expand(CROWD, 3, 16).clone()
+    x[:, 1] = x[:, 0]
+    g = cancelling((16,), 2.0**-15).mT.clone()
+    assert moved(model, 1e-5, x, g) < 2e-2

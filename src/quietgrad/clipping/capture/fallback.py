@@ -68,7 +68,7 @@ def fallback_spreads(use: Use, batch_size: int, signs: Signs) -> dict[str, Tenso
 def _found(use: Use, batch_size: int, signs: Signs | None, formed: bool) -> Found:
     """Per-example gradients, where they are wanted, and their spreads, where there are signs."""
     module, output_gradients = use.site.module, use.output_gradients
-    _refuse_randomness(use)
+    refuse_randomness(use)
     if any(isinstance(x, PackedSequence) for x in use.args):
         raise no_example_dimension(use.site, "is called with a packed sequence")
     wanted = set(use.site.parameters)
@@ -237,7 +237,7 @@ def _output_example_dim(use: Use, position: int, gradient: Tensor, batch_size: i
     return dim
 
 
-def _refuse_randomness(use: Use) -> None:
+def refuse_randomness(use: Use) -> None:
     module = use.site.module
     if not module.training:
         return

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quietgrad.clipping.capture.capture import Recording, Use
 from quietgrad.clipping.capture.fallback import fallback_contributions, fallback_spreads
+from quietgrad.clipping.capture.routines.again import maps_of
 from quietgrad.clipping.norms.checked_rule import CheckedRule
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import (
@@ -74,7 +75,11 @@ def spreads_of(
     found: Mapping[str, Tensor | Unsummed | None]
     if site.rule is None:
         with recording.pause():
-            spreads = fallback_spreads(use, rows, signs)
+            maps = maps_of(use, rows)
+            spreads = {} if maps else fallback_spreads(use, rows, signs)
+        if maps:
+            each = [spreads_of(part, rows, recording, projections, single) for part in maps]
+            return {name: s for part in each for name, s in part.items()}
         found = {local: torch.stack([s, torch.zeros_like(s)]) for local, s in spreads.items()}
     else:
         with full_precision():
