@@ -9,12 +9,15 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
+from quietgrad import cli
+from quietgrad.cli import training
 from quietgrad.cli.beside import launch
 from quietgrad.ledger import read_ledger
 
@@ -164,6 +167,42 @@ def test_what_several_processes_do_not_do_is_refused(tmp_path: Path) -> None:
     ):
         for told in on_processes(tmp_path, 2, **changes):
             assert text in told and "left with 2" in told, told
+
+
+@pytest.fixture
+def ends_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that fails is not ended before its log is written."""
+    monkeypatch.setattr(cli, "_leave_others", lambda error: None)
+
+
+@pytest.mark.usefixtures("ends_in_words")
+def test_what_the_first_process_alone_sees_is_told_by_all(tmp_path: Path) -> None:
+    table(tmp_path / "people.csv")
+    (tmp_path / "file").write_text("no directory")
+    first, second = on_processes(tmp_path, 2, training__run_dir=tmp_path / "file")
+    for told in (first, second):
+        assert "training.run_dir" in told and "left with 2" in told, told
+        assert "gloo" not in told and "lost" not in told
+
+
+@pytest.mark.usefixtures("ends_in_words")
+def test_what_another_process_alone_sees_is_told_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table(tmp_path / "people.csv")
+    prepare = training.prepare_shown
+
+    def prepared(*given: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            raise ValueError("data.source is not on this machine")
+        return prepare(*given)
+
+    monkeypatch.setattr(training, "prepare_shown", prepared)
+    first, second = on_processes(tmp_path, 2)
+    assert "rank 1 could not prepare the run: data.source is not on this machine" in first
+    assert "data.source is not on this machine" in second and "rank 1" not in second
+    assert "left with 2" in first and "left with 2" in second
+    assert not (tmp_path / "run").exists()  # as it was
 
 
 def test_the_launcher_gets_the_command_without_the_number(monkeypatch: pytest.MonkeyPatch) -> None:

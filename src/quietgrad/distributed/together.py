@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from quietgrad.distributed.groups.meeting import place_of_this_start
 from quietgrad.distributed.groups.patience import patience
 from quietgrad.distributed.groups.restarts import begun_before, counted
 from quietgrad.distributed.groups.saving import group_for_saving as group_for_saving
+from quietgrad.distributed.groups.telling import refuse_together, tried, word_of
+
+Result = TypeVar("Result")
 
 
 class Together:
@@ -58,18 +61,29 @@ class Together:
         """
         if self._group is None:
             return work()
-        found, error = None, None
-        if self.first:
-            try:
-                found = work()
-            except Exception as raised:
-                error = raised
+        found, error = tried(work) if self.first else (None, None)
         found, refused = self.of_first((found, None if error is None else str(error)))
         if error is not None:
             raise error
         if refused is not None:
             raise ValueError(refused)
         return found
+
+    def all_of(self, work: Callable[[], Result], what: str) -> Result:
+        """What ``work`` returns, on each process; all do it. Where it fails on one, all raise: that
+        one what it raised, the others a ValueError with its words.
+
+        Args:
+            work: does not meet the others itself.
+            what: it does, such as "read the data".
+        """
+        if self._group is None:
+            return work()
+        found, error = tried(work)
+        words: list[Any] = [None] * self.size
+        dist.all_gather_object(words, word_of(error), group=self._group)
+        refuse_together(words, error, what, ValueError)
+        return cast(Result, found)
 
     def require_same(self, name: str, value: object, remedy: str) -> None:
         """Raises RuntimeError on all ranks where ``value`` is not the same."""

@@ -202,7 +202,7 @@ class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
         """
         with self._team.stopping_all():
             public_batch = public_records_of(self._team, model, public_batch)
-        bound = self.bindings.of(model_inside(model), per_example_loss)
+            bound = self.bindings.of(model_inside(model), per_example_loss)
         check_public(self._team, bound, model, public_batch)
 
     def contribution(
