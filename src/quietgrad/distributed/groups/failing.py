@@ -15,13 +15,17 @@ NUMBER = re.compile(r"\s*[+-]?\d+", re.ASCII)  # as std::stoi reads: "02" and "2
 
 
 def setting_that_goes_on(environment: Mapping[str, str] | None = None) -> str:
-    """``NAME=value`` where NCCL is told to go on in this process; else nothing."""
-    if "nccl" not in str(dist.get_backend_config()):
-        return ""
+    """``NAME=value`` where NCCL is told to go on in this process, and one of its groups has NCCL (a
+    mesh may have it where the default group has not); else nothing.
+    """
     known = os.environ if environment is None else environment
     name = next((name for name in NAMES if name in known), None)
     number = None if name is None else NUMBER.match(known[name])
-    return f"{name}={known[name]}" if name and number and int(number[0]) in GOES_ON else ""
+    if not name or not number or int(number[0]) not in GOES_ON:
+        return ""
+    groups = [None, *dist.distributed_c10d._world.pg_map]
+    under_nccl = any("nccl" in str(dist.get_backend_config(group)) for group in groups)
+    return f"{name}={known[name]}" if under_nccl else ""
 
 
 def require_to_end_at_failures(settings: Sequence[str]) -> None:
@@ -35,9 +39,22 @@ def require_to_end_at_failures(settings: Sequence[str]) -> None:
         RuntimeError: where a rank goes on.
     """
     for rank, setting in enumerate(settings):
-        if setting:
-            raise RuntimeError(
-                f"{setting} on rank {rank}: with it a process goes on after a collective operation "
-                "that broke off, and what it clips then is unknown; unset it (torch's own 3 ends "
-                "the process) and start all ranks again"
-            )
+        _refuse(rank, setting)
+
+
+def require_to_end_here() -> None:
+    """The same of this rank, before it meets others in a group that was made since the start.
+
+    Raises:
+        RuntimeError: where it goes on.
+    """
+    _refuse(dist.get_rank(), setting_that_goes_on())
+
+
+def _refuse(rank: int, setting: str) -> None:
+    if setting:
+        raise RuntimeError(
+            f"{setting} on rank {rank}: with it a process goes on after a collective operation "
+            "that broke off, and what it clips then is unknown; unset it (torch's own 3 ends "
+            "the process) and start all ranks again"
+        )
