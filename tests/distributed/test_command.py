@@ -19,6 +19,7 @@ import torch.multiprocessing as multiprocessing
 from quietgrad import cli
 from quietgrad.cli import training
 from quietgrad.cli.beside import launch
+from quietgrad.distributed.together import Together
 from quietgrad.ledger import read_ledger
 
 pytestmark = pytest.mark.distributed
@@ -98,11 +99,16 @@ def on_processes(
     return started(folder, size, command(folder, *more, **changes), stop_at)
 
 
-def started(folder: Path, size: int, words: list[str], stop_at: int | None = None) -> list[str]:
-    """The same of the words of a command."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port: int = free.getsockname()[1]
+    return port
+
+
+def started(folder: Path, size: int, words: list[str], stop_at: int | None = None) -> list[str]:
+    """The same of the words of a command."""
+    port = free_port()
     log = folder / f"log of {size}"
     words = [*words, "--log", str(log)]
     multiprocessing.start_processes(
@@ -203,6 +209,31 @@ def test_what_another_process_alone_sees_is_told_by_all(
     assert "data.source is not on this machine" in second and "rank 1" not in second
     assert "left with 2" in first and "left with 2" in second
     assert not (tmp_path / "run").exists()  # as it was
+
+
+@pytest.mark.usefixtures("ends_in_words")
+def test_a_process_that_ends_between_two_steps_is_missed_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table(tmp_path / "people.csv")
+    asked = Together.any_of
+
+    def ended(self: Together, flag: bool) -> bool:
+        if self.rank == 1:
+            os._exit(0)
+        return asked(self, flag)
+
+    monkeypatch.setattr(Together, "any_of", ended)
+    monkeypatch.setattr(training, "_resumes", lambda *_: False)  # asks too
+    port = free_port()
+    log = tmp_path / "log"
+    words = [*command(tmp_path), "--log", str(log)]
+    multiprocessing.start_processes(
+        run_command, (2, port, words, None), nprocs=2, start_method="fork"
+    )
+    *_, last, _, left = log.with_suffix(".0").read_text().splitlines()
+    assert left == "left with 1" and last.startswith("error: another process failed, ended"), last
+    assert "gloo" not in last and last.endswith("(a private run goes on from its ledger)")
 
 
 def test_the_launcher_gets_the_command_without_the_number(monkeypatch: pytest.MonkeyPatch) -> None:

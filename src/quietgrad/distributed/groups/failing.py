@@ -1,4 +1,6 @@
-"""What torch does where a collective operation under NCCL breaks off: the process has to end."""
+"""Collective operations that break off: what torch then does under NCCL (the process has to end),
+and what is said of it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,16 @@ import torch.distributed as dist
 # As torch 2.13 reads them; the newer name is the first (ProcessGroupNCCL.hpp).
 NAMES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 GOES_ON = (0, 2)  # no handling; clean up, and let the process go on
+# What backends say of a peer that is gone, and what it means. Their own words, with places in their
+# source, stay in the error's __cause__.
+MEANING = {
+    "closed by peer": "its connection was closed",
+    "reset by peer": "its connection was closed",
+    "broken pipe": "its connection was closed",
+    "connection refused": "it does not answer",
+    "timed out": "nothing came of it until the timeout",
+    "timeout": "nothing came of it until the timeout",
+}
 NUMBER = re.compile(r"\s*[+-]?\d+", re.ASCII)  # as std::stoi reads: "02" and "2 # mode" are 2
 
 
@@ -58,3 +70,25 @@ def _refuse(rank: int, setting: str) -> None:
             "that broke off, and what it clips then is unknown; unset it (torch's own 3 ends "
             "the process) and start all ranks again"
         )
+
+
+def is_of_a_backend(error: BaseException) -> bool:
+    """Whether an operation with other ranks failed; gloo has no class of its own for it."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    )
+
+
+def in_short(error: BaseException) -> str:
+    """What a backend's error means, where that is known; else its class."""
+    said = str(error).lower()
+    return next((short for words, short in MEANING.items() if words in said), type(error).__name__)
+
+
+def lost_in_words(error: BaseException) -> str:
+    """For somebody who waits, where an operation with other processes failed."""
+    return (
+        f"another process failed, ended or cannot be reached ({in_short(error)}), and this one "
+        "cannot go on alone; see what that one said, and start all again (a private run goes on "
+        "from its ledger)"
+    )
