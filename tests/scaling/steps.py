@@ -31,10 +31,10 @@ from quietgrad.distributed import sharded as sharded_company
 from quietgrad.noise import BandedNoise, IndependentNoise
 from quietgrad.plan import PrivacyConfig
 from quietgrad.plan.run import PrivateRun
-from quietgrad.scaling.forecast import ACTIVATIONS
-from quietgrad.scaling.held import Held
-from quietgrad.scaling.models import causal_loss
-from quietgrad.scaling.shapes import Shape, of_config
+from quietgrad.scaling.paper.held import Held
+from quietgrad.scaling.paper.models import causal_loss
+from quietgrad.scaling.paper.shapes import Shape, of_config
+from quietgrad.scaling.ways.forecast import ACTIVATIONS
 
 CUT = {  # as transformers' own plan of a Llama
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),

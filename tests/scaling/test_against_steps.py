@@ -1,5 +1,5 @@
 """What a plan for many devices says of memory and traffic, beside real steps on processes. Memory
-is counted as bytes of torch's storages (``quietgrad.scaling.held``): the same at every run.
+is counted as bytes of torch's storages (``quietgrad.scaling.paper.held``): the same at every run.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from distributed.world import on_ranks
 from scaling.steps import made, small_shape, starved, stepped
 
 from quietgrad.clipping.clipper import Clipper
-from quietgrad.scaling import forecast, memory, traffic
-from quietgrad.scaling.memory import Job
-from quietgrad.scaling.models import Tuning, paper_of_shape
-from quietgrad.scaling.shapes import NAMED, Shape
+from quietgrad.scaling.paper.models import Tuning, paper_of_shape
+from quietgrad.scaling.paper.shapes import NAMED, Shape
+from quietgrad.scaling.ways import forecast, memory, traffic
+from quietgrad.scaling.ways.memory import Job
 
 pytestmark = pytest.mark.distributed
 

@@ -39,7 +39,8 @@ from quietgrad.clipping.engines.work import Engine, Work
 from quietgrad.clipping.norms.coarseness import least_times, standing
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.planner.tracing import ModelTrace
-from quietgrad.scaling.held import Held, Known, measured_once
+from quietgrad.scaling.paper.held import Held
+from quietgrad.scaling.paper.once import Known, measured_once
 from quietgrad.tensors import Batch, tensors_of
 
 BLOCK = re.compile(r"\.(\d+)\.")

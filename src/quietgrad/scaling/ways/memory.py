@@ -15,7 +15,7 @@ import torch
 
 from quietgrad.clipping.sharded.sums import buckets_of, rows_of_each
 from quietgrad.distributed.exchange import buckets, owners_of
-from quietgrad.scaling.paper import Paper, PaperParameter
+from quietgrad.scaling.paper.micro_batch import Paper, PaperParameter
 
 IN_DOUBT = "clip, a norm in doubt"
 WIDE = 4  # bytes of an entry of sums and noise, for weights of float32 and shorter

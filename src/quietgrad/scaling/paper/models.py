@@ -24,9 +24,8 @@ from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.engines.work import Engine
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
-from quietgrad.scaling.cutting import Exchange, cut, gather
-from quietgrad.scaling.held import Known
-from quietgrad.scaling.paper import (
+from quietgrad.scaling.paper.cutting import Exchange, cut, gather
+from quietgrad.scaling.paper.micro_batch import (
     BLOCK,
     Paper,
     block_of,
@@ -34,7 +33,8 @@ from quietgrad.scaling.paper import (
     parameters_of,
     quiet,
 )
-from quietgrad.scaling.shapes import Shape
+from quietgrad.scaling.paper.once import Known
+from quietgrad.scaling.paper.shapes import Shape
 from quietgrad.tensors import Batch
 
 FEW_BLOCKS = 4  # models of so many blocks are run whole

@@ -14,8 +14,8 @@ from quietgrad.clipping.norms.cost import Cost
 from quietgrad.distributed.alike import MOST_FACTS
 from quietgrad.distributed.exchange import owners_of
 from quietgrad.distributed.ranks import WORD_BYTES
-from quietgrad.scaling.memory import WIDE, Job, item_of, sizes_of
-from quietgrad.scaling.paper import Paper
+from quietgrad.scaling.paper.micro_batch import Paper
+from quietgrad.scaling.ways.memory import WIDE, Job, item_of, sizes_of
 
 FACTS_BYTES = 8 * (3 + MOST_FACTS)  # of an agreement, from one rank to each other one
 
