@@ -63,12 +63,37 @@ def small_shape(vocabulary: int, width: int, blocks: int, inner: int) -> Shape:
     return of_config(values, f"width {width}", "this test")
 
 
-def made(shape: Shape) -> nn.Module:
+def made(shape: Shape, lora: int | None = None) -> nn.Module:
+    """The model; with adapters of a rank on all linear layers of its blocks, where it is given."""
     import transformers as hf
 
     torch.manual_seed(0)
     model: nn.Module = hf.AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
+    if lora is not None:
+        import peft
+
+        settings = peft.LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear")
+        model = peft.get_peft_model(model, settings)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:  # zeros would leave the other factor without a gradient
+                nn.init.normal_(p, std=0.02)
     return model.train()
+
+
+def cut_plan(model: nn.Module) -> dict[str, Any]:
+    """``CUT``; of adapters the factor that meets whole features is whole on every device."""
+    if not any("lora_" in name for name, _ in model.named_parameters()):
+        return CUT
+    found = {}
+    for name, style in CUT.items():
+        inside = f"base_model.model.{name}"
+        if not name.endswith("_proj"):
+            found[inside] = style
+            continue
+        found[f"{inside}.base_layer"] = style
+        factor = "A" if isinstance(style, RowwiseParallel) else "B"
+        found[f"{inside}.lora_{factor}.default"] = style
+    return found
 
 
 def stepped(
@@ -157,13 +182,14 @@ def _spread(model: Any, groups: int, together: int) -> None:
     # torch's own, where the outermost module returns what a layer that is cut gathered
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh("cpu", (groups, together), mesh_dim_names=("dp", "tp"))
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     if together > 1:
-        tied = model.lm_head.weight is model.model.embed_tokens.weight
-        parallelize_module(model, mesh["tp"], CUT)
+        tied = bare.lm_head.weight is bare.model.embed_tokens.weight
+        parallelize_module(model, mesh["tp"], cut_plan(model))
         if tied:
-            model.lm_head.weight = model.model.embed_tokens.weight
+            bare.lm_head.weight = bare.model.embed_tokens.weight
     if groups > 1:
-        for block in model.model.layers:
+        for block in bare.model.layers:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
 

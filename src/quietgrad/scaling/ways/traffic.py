@@ -61,10 +61,9 @@ def shards(paper: Paper, job: Job) -> dict[str, float]:
     shard by shard: none.
     """
     share = (job.devices - 1) / job.devices * job.micro_batches
-    outside = sum(p.entries * p.item for p in paper.parameters if p.block < 0)
     wide = item_of([p for p in paper.parameters if p.trained])
     return {
-        "blocks gathered": share * (2.0 * paper.parameter_bytes - outside),
+        "blocks gathered": share * (2.0 * paper.parameter_bytes - paper.outside_bytes),
         "products scattered": share * wide * paper.trained_entries,
     }
 
