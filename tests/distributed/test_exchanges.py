@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import world
 from distributed.world import loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -240,3 +242,36 @@ def with_a_mesh_as_if_under_nccl(rank: int) -> dict[str, str]:
             plan_of().start()
         told["before"] = str(refused.value)
     return told
+
+
+def test_a_rank_that_alone_waits_for_the_others_ends_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A functional collective in the loss of one rank. Nobody sees it before the group's timeout:
+    the other rank is at its agreement, as it may be beside one with more records.
+    """
+    monkeypatch.setattr(world, "SECONDS", 5)
+    first, second = on_ranks(2, tmp_path, alone_in_a_collective, str(tmp_path))
+    assert first[0].startswith("rank 0 lost another rank") and "pair closure" not in first[0]
+    assert "(nothing came of it until the timeout)" in first[0]
+    assert second[0].startswith("rank 0 stopped after an error of its own")
+    for _, released in (first, second):
+        assert released == 0
+    assert read_ledger(tmp_path / "ledger.jsonl").releases == 0
+
+
+def alone_in_a_collective(rank: int, folder: str) -> tuple[str, int]:
+    def hearing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        losses = loss(model, batch)
+        if rank == 0:
+            heard = all_reduce(losses.detach().mean(), "sum", dist.group.WORLD)  # type: ignore[arg-type]
+            losses = losses + 0 * heard
+        return losses
+
+    with plan_of().start(Path(folder, "ledger.jsonl")) as run:
+        try:
+            for batch in run.loader(records_of(), physical_batch_size=3):
+                run.backward(model_of(), hearing, batch)
+        except RuntimeError as error:
+            return str(error), run.released
+    return "", run.released

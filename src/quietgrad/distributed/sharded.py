@@ -94,9 +94,7 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | CutCompany |
     refuse_wrapped_shards(model)
     put_away(model)  # an evaluation leaves the outermost module's parameters gathered
     spread: Any = next((p for p in model.parameters() if is_spread(p)), None)
-    if spread is not None and isinstance(team, Ranks):
-        require_to_end_here()
-        team.in_passes = True
+    meets_in_passes(team, model)
     if isinstance(team, CutRanks) or _is_cut_at_all(model):
         ranks = _require_cut(team, model)
         group = _group_over(model, ranks.neighbours)
@@ -124,6 +122,17 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | CutCompany |
     expected, group = Expected(), spread.device_mesh.get_group(0)
     with silent(expected), gathers_expected(model, expected):
         yield ShardedCompany(team, group, expected)
+
+
+def meets_in_passes(team: Team, model: nn.Module) -> None:
+    """Ranks are about to wait for each other in passes of a model that is spread over them.
+
+    Raises:
+        RuntimeError: where NCCL is told to go on after a failure.
+    """
+    if isinstance(team, Ranks) and any(is_spread(p) for p in model.parameters()):
+        require_to_end_here()
+        team.in_passes = True
 
 
 def _is_cut_at_all(model: nn.Module) -> bool:
@@ -192,7 +201,7 @@ def public_records_of(team: Team, model: nn.Module, records: Batch) -> Batch:
         _require_cut(team, model)
     if not is_fully_sharded(model) or not isinstance(team, Ranks):
         return records
-    require_to_end_here()
+    meets_in_passes(team, model)
     team.agree("check", {})
     device = next(model.parameters()).device
     given = team.from_first(map_tensors(records, lambda t: t.detach().cpu()))

@@ -36,12 +36,12 @@ from quietgrad.plan.planned import Planned
 from quietgrad.plan.progress import TellsProgress
 from quietgrad.plan.releases import Releases
 from quietgrad.plan.seeds import SeedUse
-from quietgrad.plan.session.drawing import DrawsForModels
+from quietgrad.plan.session.looks import LooksTogether
 from quietgrad.plan.session.noise_session import NoiseSession
 from quietgrad.tensors import Batch, to_device
 
 
-class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
+class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
     """A plan in progress: which release comes next, and the streams. Never makes more releases than
     the plan has steps.
 

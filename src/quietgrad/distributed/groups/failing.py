@@ -23,6 +23,7 @@ MEANING = {
     "timed out": "nothing came of it until the timeout",
     "timeout": "nothing came of it until the timeout",
 }
+OF_GLOO = ("/gloo/", "caused pair closure")
 NUMBER = re.compile(r"\s*[+-]?\d+", re.ASCII)  # as std::stoi reads: "02" and "2 # mode" are 2
 
 
@@ -75,7 +76,7 @@ def _refuse(rank: int, setting: str) -> None:
 def is_of_a_backend(error: BaseException) -> bool:
     """Whether an operation with other ranks failed; gloo has no class of its own for it."""
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "/gloo/" in str(error)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in OF_GLOO)
     )
 
 
