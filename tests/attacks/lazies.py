@@ -359,20 +359,6 @@ def buffer_of_another_model() -> Pair:
 
 
 @place()
-def hook_of_a_parameter() -> Pair:
-    """It scales gradients by the first one's size; plain autograd alone runs it."""
-    model, kept = small(), []
-
-    def scaled(gradient: Tensor) -> Tensor:
-        if not kept:
-            kept.append(gradient.clone())
-        return gradient / kept[0]
-
-    model[0].weight.register_hook(scaled)
-    return model, good
-
-
-@place()
 def hook_of_the_backward_pass() -> Pair:
     kept: list[Tensor] = []
 

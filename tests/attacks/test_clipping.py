@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.engines import accumulator, bookkeeping
 from quietgrad.clipping.norms import rounding
-from quietgrad.clipping.norms.estimators import ghost, hutch_together
+from quietgrad.clipping.norms.estimators import ghost
 from quietgrad.clipping.norms.estimators.ghost import ghost_norms
 from quietgrad.clipping.norms.estimators.materialized import materialized_norms
 from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.estimators.several import hutch_together
 from quietgrad.clipping.norms.factors import DenseFactors, OneHotFactors
 from quietgrad.clipping.norms.rounding import Measured, Norms
 from quietgrad.randomness import RandomKey

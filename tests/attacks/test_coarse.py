@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper
+from quietgrad.clipping.capture.layout.modules import tensors_in
 from quietgrad.clipping.norms import coarseness, rounding
 from tests.attacks.test_padded_formed import moved as moved_by
 from tests.attacks.test_padded_models import Attentive, last, sum_of
@@ -119,13 +120,13 @@ def test_half_precision_below_a_layer_is_seen(dtype: torch.dtype | None, times: 
 
 def test_what_stands_in_half_precision_is_seen() -> None:
     model = nn.Linear(3, 2)
-    assert coarseness.least_times(coarseness.standing(model)) == 1.0
+    assert coarseness.least_times(coarseness.standing(tensors_in(model))) == 1.0
     model.register_buffer("table", torch.zeros(2, dtype=torch.float16))
-    assert coarseness.least_times(coarseness.standing(model)) == 8.0
+    assert coarseness.least_times(coarseness.standing(tensors_in(model))) == 8.0
     with torch.autocast("cpu", torch.bfloat16):
-        assert coarseness.least_times(coarseness.standing(model)) == 64.0
-    assert coarseness.least_times(coarseness.standing(model.bfloat16())) == 64.0
-    assert coarseness.least_times(coarseness.standing(nn.Linear(3, 2).double())) == 1.0
+        assert coarseness.least_times(coarseness.standing(tensors_in(model))) == 64.0
+    assert coarseness.least_times(coarseness.standing(tensors_in(model.bfloat16()))) == 64.0
+    assert coarseness.least_times(coarseness.standing(tensors_in(nn.Linear(3, 2).double()))) == 1.0
 
 
 def test_half_precision_that_a_record_asks_for_is_refused() -> None:

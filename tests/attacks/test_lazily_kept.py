@@ -32,8 +32,6 @@ def no_hooks_stay() -> Iterator[None]:
 
 def contribution(build: Callable[[], Pair], out: int = 0, clip: float = 0.2) -> float:
     """By how many C the sum moves, where each run begins anew with or without a record."""
-    alone = build is PLACES["hook_of_a_parameter"]  # where autograd forms parameters' gradients
-    engine, size = ("one-example", None) if alone else ("bookkeeping", RECORDS)
     sums: list[dict[str, Tensor]] = []
     for left_out in (None, out):
         while handles:
@@ -42,7 +40,7 @@ def contribution(build: Callable[[], Pair], out: int = 0, clip: float = 0.2) -> 
         batch = records()
         batch["x"][out] = 40.0
         kept = [i for i in range(RECORDS) if i != left_out]
-        bound = Clipper(clip, engine=engine, physical_batch_size=size).bind(model, loss)
+        bound = Clipper(clip, engine="bookkeeping", physical_batch_size=RECORDS).bind(model, loss)
         sums.append(bound.clip(rows(batch, *kept)).gradients)
     whole, rest = sums
     moved = sum(float((g - rest[name]).double().pow(2).sum()) for name, g in whole.items())

@@ -20,8 +20,8 @@ from quietgrad.clipping.engines import accumulator
 from quietgrad.clipping.engines.thresholds import clip_factors, thresholds
 from quietgrad.clipping.norms.choice import Policy
 from quietgrad.clipping.norms.cost import MODELLED_GPU, MODELLED_PROCESSOR, Cost
-from quietgrad.clipping.norms.estimators import small
 from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.estimators.several import small
 from quietgrad.clipping.norms.rounding import SHARE, Measured
 from quietgrad.clipping.planner.execution import ExecutionChoice, choose_execution, nonprivate_bytes
 from quietgrad.clipping.planner.explain import explain
@@ -274,7 +274,7 @@ def planned(
     model, loss, batch = case(name).build()
     layout = layout_of(model)
     policies = Clipper(1.0, speed=speed).policies(layout)
-    found = Clipper(1.0).bind(model, loss).traced(layout, batch)
+    found = Clipper(1.0).bind(model, loss).planned(layout, batch).model
     engines = ("bookkeeping", "one-example")
     return choose_execution(found, policies, examples, speed, budget, engines), nonprivate_bytes(
         found, examples

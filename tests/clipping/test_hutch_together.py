@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.cost import Sketch
-from quietgrad.clipping.norms.estimators import hutch_together
 from quietgrad.clipping.norms.estimators.hutch import hutch_norms
-from quietgrad.clipping.norms.estimators.hutch_together import HutchTogether
 from quietgrad.clipping.norms.estimators.projections import Projections
+from quietgrad.clipping.norms.estimators.several import hutch_together
+from quietgrad.clipping.norms.estimators.several.hutch_together import HutchTogether
 from quietgrad.clipping.norms.factors import DenseFactors
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import NormSums

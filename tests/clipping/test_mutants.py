@@ -18,8 +18,9 @@ from quietgrad.clipping.capture.routines.time import Order
 from quietgrad.clipping.engines import accumulator, bookkeeping, one_example
 from quietgrad.clipping.engines.at_once import weight_and_bias
 from quietgrad.clipping.norms import rules
-from quietgrad.clipping.norms.estimators import together
-from quietgrad.clipping.norms.estimators.together import Together
+from quietgrad.clipping.norms.estimators.several import together
+from quietgrad.clipping.norms.estimators.several.rank_one import RankOne
+from quietgrad.clipping.norms.estimators.several.together import Together
 from quietgrad.clipping.norms.factors import (
     DenseFactors,
     DirectGradients,
@@ -31,6 +32,7 @@ from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.clipping.verify import verify_clipping
 
 RIGHT_TOGETHER = Together.measure
+RIGHT_RANK_ONE, RIGHT_RANK_ONES = RankOne.add, RankOne.measure
 RIGHT_MEASURE, RIGHT_FACTORS, RIGHT_FINISH = (
     accumulator.Accumulator._measure,
     bookkeeping.clip_factors,
@@ -54,7 +56,8 @@ class Mutant:
 
 def measuring(change: Callable) -> Break:
     def break_it(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(Together, "takes", lambda *_: False)  # all come by here
+        for some in (Together, RankOne):
+            patch.setattr(some, "takes", lambda *_: False)  # all come by here
         patch.setattr(accumulator.Accumulator, "_measure", change)
 
     return break_it
@@ -191,6 +194,16 @@ def last_that_waits_left_out(self):
     RIGHT_TOGETHER(self)
 
 
+def biases_left_out(self, group, entries, use, dtype, ones=None):
+    RIGHT_RANK_ONE(self, group, entries, use, dtype, None)
+
+
+def last_rank_one_left_out(self):
+    self._waiting = {dtype: waiting[:-1] for dtype, waiting in self._waiting.items()}
+    self._waiting = {dtype: waiting for dtype, waiting in self._waiting.items() if waiting}
+    RIGHT_RANK_ONES(self)
+
+
 def ones_beside_the_wrong_factor(patch):
     def swapped(site, found):
         both = weight_and_bias(site, found)
@@ -219,6 +232,10 @@ MUTANTS = [
     Mutant("biases-left-out-of-ghost-norms", "gpt2",
     replacing(together, "_add_ones", lambda *_: None)),
     Mutant("ones-beside-the-wrong-factor", "gpt2", ones_beside_the_wrong_factor),
+    Mutant("biases-left-out-of-rank-one-norms", "mlp",
+    replacing(RankOne, "add", biases_left_out)),
+    Mutant("rows-of-rank-one-that-wait-forgotten", "mlp",
+    replacing(RankOne, "measure", last_rank_one_left_out)),
     Mutant("no-minimum-with-one", "mlp", factors(no_minimum_with_one)),
     Mutant("batch-clipped-as-a-whole", "mlp", factors(batch_clipped_as_a_whole)),
     Mutant("an-example-left-out", "mlp", factors(last_example_left_out)),

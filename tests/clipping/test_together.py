@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quietgrad.clipping.norms.estimators import ghost, together
+from quietgrad.clipping.norms.estimators import ghost
 from quietgrad.clipping.norms.estimators.ghost import ghost_norms
-from quietgrad.clipping.norms.estimators.together import Together
+from quietgrad.clipping.norms.estimators.several import together
+from quietgrad.clipping.norms.estimators.several.together import Together
 from quietgrad.clipping.norms.factors import DenseFactors
 from quietgrad.clipping.norms.factors.direct import Side
 from quietgrad.clipping.norms.factors.sums.elementwise import spread_of_rows

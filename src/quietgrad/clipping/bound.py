@@ -21,7 +21,8 @@ from quietgrad.clipping.asked import Settings
 from quietgrad.clipping.capture.backward import Checkpointing, PerExampleLoss
 from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.capture.examples import Examples
-from quietgrad.clipping.capture.layout import Layout, SharedInputs, layout_of
+from quietgrad.clipping.capture.layout import Layout, Layouts, SharedInputs
+from quietgrad.clipping.capture.layout.modules import walked_once
 from quietgrad.clipping.capture.views import naming_stacked
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.clipping.engines.accumulator import zero_sum
@@ -34,12 +35,12 @@ from quietgrad.clipping.norms.cost import modelled_throughput
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.one_at_a_time import one_at_a_time
-from quietgrad.clipping.planner.execution import ExecutionChoice, choose_execution, free_bytes
-from quietgrad.clipping.planner.tracing import ModelTrace, trace
+from quietgrad.clipping.planner.execution import ExecutionChoice, Planned, free_bytes
+from quietgrad.clipping.planner.tracing import trace
 from quietgrad.clipping.soundness.guard import Guard, is_guarded
 from quietgrad.clipping.soundness.processes import refuse_process_group, refuse_wrapped_model
 from quietgrad.clipping.soundness.records import entries_of
-from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
+from quietgrad.clipping.soundness.refusals import refuse_model
 from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.generators import keyed_afresh
@@ -73,10 +74,10 @@ class BoundClipper:
         self.per_example_loss = per_example_loss
         self._checkpointing = Checkpointing()
         self._scratch = Scratch()
-        self._shared = SharedInputs()
+        self._shared, self._layouts = SharedInputs(), Layouts()
         self._guard = Guard()
-        # (trainable parameters, size class of an example) -> its trace.
-        self._traces: dict[tuple[frozenset[str], int], ModelTrace] = {}
+        # (trainable parameters, size class of an example) -> its plan.
+        self._traces: dict[tuple[frozenset[str], int], Planned] = {}
         # Trainable parameters -> why they cannot be captured.
         self._not_captured: dict[frozenset[str], str] = {}
         self._calls = 0
@@ -139,9 +140,10 @@ class BoundClipper:
         """
         if not summing.over_ranks:
             refuse_process_group()
-        self._require_known()
-        examples = self.examples_of(batch)
-        return self._falling_back(lambda: self._clip(examples, projections, step, summing))
+        with walked_once(self.model):
+            self._require_known()
+            examples = self.examples_of(batch)
+            return self._falling_back(lambda: self._clip(examples, projections, step, summing))
 
     def _clip(
         self,
@@ -234,17 +236,18 @@ class BoundClipper:
             self._traces = {key: found for key, found in self._traces.items() if key[0] != names}
         return work()
 
-    def traced(self, layout: Layout, batch: Batch) -> ModelTrace:
-        """The trace of the first example, or of an earlier one of up to twice its size: shapes
+    def planned(self, layout: Layout, batch: Batch) -> Planned:
+        """Of the first example, or of an earlier one of up to twice its size: shapes
         change from batch to batch, choices need not.
         """
         entries = sum(t[:1].numel() for t in tensors_of(batch))
         key = (frozenset(layout.parameters), max(entries, 1).bit_length())
         if key not in self._traces:
             captured = key[0] not in self._not_captured
-            self._traces[key] = trace(
+            found = trace(
                 self.model, layout, self.per_example_loss, batch, self._checkpointing, captured
             )
+            self._traces[key] = Planned(found)
         return self._traces[key]
 
     @contextmanager
@@ -254,7 +257,7 @@ class BoundClipper:
         """Layout and execution choice, once the guard lets the batch through; inside, the model's
         tensors must not change.
         """
-        refuse_cross_example_layers(self.model)
+        refuse_model(self.model)
         layout = self._layout()
         self._limits(layout)
         if step is None:
@@ -308,16 +311,13 @@ class BoundClipper:
         device = next(iter(layout.parameters.values())).device
         speed = settings.speed or modelled_throughput(device)
         budget = settings.memory_budget or SHARE_OF_FREE_MEMORY * free_bytes(device)
-        engines: tuple[Engine, ...] = (engine,)
-        if engine == "auto":
-            engines = ("bookkeeping",) if sketched else ("bookkeeping", "one-example")
-        how = choose_execution(
-            self.traced(layout, batch.rows),
-            settings.policies(layout),
+        both: tuple[Engine, ...] = ("bookkeeping",) if sketched else ("bookkeeping", "one-example")
+        how = self.planned(layout, batch.rows).choose(
+            lambda: settings.policies(layout),
             n * settings.views,
             speed,
             budget,
-            engines,
+            both if engine == "auto" else (engine,),
         )
         return replace(how, physical_batch_size=-(-how.physical_batch_size // settings.views))
 
@@ -326,7 +326,7 @@ class BoundClipper:
         return Examples.of(batch, self.clipper.views, self.clipper.combined)
 
     def _layout(self) -> Layout:
-        return layout_of(self.model, self._shared)
+        return self._layouts.of(self.model, self._shared)
 
     def _limits(self, layout: Layout) -> Thresholds:
         return thresholds(
@@ -345,5 +345,5 @@ class BoundClipper:
             self.clipper.sketched,
             self._checkpointing,
             scratch=self._scratch,
-            least_times=self._guard.least_times(self.model),
+            least_times=self._guard.least_times(self.model, layout.parameters),
         )

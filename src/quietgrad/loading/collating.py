@@ -133,8 +133,28 @@ class Collating:
                         "record its own in a tensor with one row a record"
                     )
                 break
+        self._require_not_cut(records, before)
         self._require_no_count(records[0])
         self._require_own_numbers(records[0])
+
+    def _require_not_cut(self, records: list[Any], together: list[Tensor]) -> None:
+        """No row is shorter than it is where its record comes alone.
+
+        Raises:
+            ValueError: where one is, as beside a shorter record.
+        """
+        (one, _), (again, _) = (self._rows(records[:1], skip) for skip in (0, 1))
+        if not _same(one, again):  # sizes may be drawn
+            return
+        for record in records[:PAIRS]:
+            alone, _ = self._rows([record])
+            pairs = zip(alone, together, strict=False)
+            if any(a > b for s, t in pairs for a, b in zip(s.shape[1:], t.shape[1:], strict=False)):
+                raise ValueError(
+                    "collate_fn cuts records to a size that follows from the others (the shortest "
+                    "of the batch), so one record would change what all others are made of; fill "
+                    "up to the longest and mask that, or bring records to one size in the data set"
+                )
 
     def _require_no_count(self, record: Any) -> None:
         """A record's row, and what stands beside the rows, are the same where it comes twice.

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, Sampler
 
 from quietgrad.clipping.capture.examples import whole_users
 from quietgrad.loading.collating import Collating
+from quietgrad.loading.padding import ends_of
 from quietgrad.sampling.users import UserIndices
 from quietgrad.tensors import Batch
 
@@ -110,10 +111,14 @@ class Numbered(Dataset[tuple[int, Any]]):
 
 
 class CollateNumbered:
-    """A micro-batch's numbers, and what ``collate_fn`` makes of its records. In workers."""
+    """A micro-batch's numbers, what ``collate_fn`` makes of its records, and places of a small and
+    a large one of them (``ends_of``). In workers.
+    """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Batch]) -> None:
         self._collate_fn = Collating(collate_fn)
 
-    def __call__(self, numbered: list[tuple[int, Any]]) -> tuple[list[int], Batch]:
-        return [i for i, _ in numbered], self._collate_fn([record for _, record in numbered])
+    def __call__(self, numbered: list[tuple[int, Any]]) -> tuple[list[int], Batch, list[int]]:
+        records = [record for _, record in numbered]
+        ends = ends_of(records)  # before the script's code may change them
+        return [i for i, _ in numbered], self._collate_fn(records), ends

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from quietgrad.checks import SettingsWarning, require_at_least, require_int
+from quietgrad.clipping.bound import BoundClipper
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.soundness.kept.lazily import as_before
 from quietgrad.generators import KeyedByStep, KeyedWorker
@@ -24,10 +25,11 @@ from quietgrad.loading.draws import (
     Numbered,
     PhysicalBatches,
 )
+from quietgrad.loading.padding import PaddingLooks
 from quietgrad.loading.reading import one_by_one, require_by_number, require_records_apart
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.sampling.users import UserIndices
-from quietgrad.tensors import Batch, batch_size_of, map_tensors
+from quietgrad.tensors import Batch, batch_size_of, map_tensors, to_device
 
 # Options of DataLoader that are the run's to decide, and why.
 NOT_YOURS = {
@@ -100,8 +102,12 @@ class PrivateLoader:
         options = options | {"generator": torch.Generator().manual_seed(seed())}
         if options.get("num_workers"):
             options["worker_init_fn"] = KeyedWorker(options.get("worker_init_fn"))
+        records = one_by_one(dataset)
+        # Torch's own collation fills nothing up.
+        padded = self._collate is not default_collate
+        self._looks = PaddingLooks(records, self._collate, seed) if padded else None
         self._reader: DataLoader[Any] = DataLoader(
-            Numbered(one_by_one(dataset)),
+            Numbered(records),
             batch_sampler=self._physical,
             collate_fn=CollateNumbered(self._collate),
             **options,
@@ -155,7 +161,7 @@ class PrivateLoader:
                     "by one loop; go on with the newest"
                 )
             with self._reads.of(release, self._seed):
-                rows, records = next(read)
+                rows, records, ends = next(read)
             if rows != self._physical.rows_of(part):  # the message names none: they are private
                 raise RuntimeError(
                     "the records that were read are not those of the open batch; begin another "
@@ -167,8 +173,23 @@ class PrivateLoader:
                     "keep every record, also a bad one (leave bad records out of the data set), "
                     "with one row each"
                 )
+            if self._looks is not None:
+                self._looks.note(release, rows, ends, first=i == 1)
             sizes = part.sizes if isinstance(part, UserIndices) else None
             yield MicroBatch(self._in_views(records), i == len(parts), release, this_pass, sizes)
+
+    def given(
+        self, parts: Iterator[Batch], bound: BoundClipper, device: torch.device
+    ) -> Iterator[Batch]:
+        """Micro-batches on the model's device, to be clipped one after the other.
+
+        Raises:
+            Mixes: after one, where padding changes losses (``PaddingLooks``).
+        """
+        for part in parts:
+            yield to_device(part, device)
+            if self._looks is not None:
+                self._looks.look(bound, device)
 
     def _without_records(self) -> Batch:
         """What a batch of no records looks like: the first record's, cut to no rows."""

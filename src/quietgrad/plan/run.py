@@ -38,7 +38,7 @@ from quietgrad.plan.releases import Releases
 from quietgrad.plan.seeds import SeedUse
 from quietgrad.plan.session.looks import LooksTogether
 from quietgrad.plan.session.noise_session import NoiseSession
-from quietgrad.tensors import Batch, to_device
+from quietgrad.tensors import Batch
 
 
 class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
@@ -186,9 +186,9 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         if is_guarded(self._released):
             self._team.look_at(model, self._released)
         key, release, device = self._session.key, self._released, next(model.parameters()).device
-        parts = (records_of(part, self._loader, release) for part in parts_of(batch))
+        parts: Iterator[Batch] = (records_of(p, self._loader, release) for p in parts_of(batch))
         if self._loader is not None:
-            parts = (to_device(part, device) for part in parts)
+            parts = self._loader.given(parts, bound, device)
         return clip_parts(bound, parts, key, release, summing, company, self._stamped)
 
     def check(

@@ -24,7 +24,9 @@ from quietgrad.clipping.capture.escapes import (
     reentrant_and_spread,
 )
 from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.capture.layout.modules import modules_of
 from quietgrad.clipping.capture.routines.opening import routines_opened
+from quietgrad.clipping.capture.spread import others_left_alone
 from quietgrad.tensors import Batch, batch_size_of
 
 Result = TypeVar("Result")
@@ -113,7 +115,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     """
     # Nothing can be compiled in a process that has not imported the compiler.
     compiler = sys.modules.get("torch._dynamo")
-    if compiler is None or not any(_is_compiled(module) for module in model.modules()):
+    if compiler is None or not any(_is_compiled(module) for module in modules_of(model)):
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -144,7 +146,8 @@ def visit_captured_calls(
         NotCaptured: for a parameter that influences the loss though its module was never called.
     """
     if recording.attach_all:
-        losses.sum().backward(retain_graph=retain_graph)
+        with others_left_alone([recording.root]):
+            losses.sum().backward(retain_graph=retain_graph)
         return
     called = {
         name for s in layout.sites if s.name in recording.calls for name in s.parameters.values()
@@ -221,13 +224,14 @@ def plain_gradients(
 
 def accumulated_gradients(loss: Tensor, parameters: dict[str, nn.Parameter]) -> list[Tensor | None]:
     """Gradients where autograd refuses to compute chosen ones; ``.grad`` fields are left as they
-    were.
+    were, of everything else that the loss depends on too.
     """
     before = {name: p.grad for name, p in parameters.items()}
     try:
         for p in parameters.values():
             p.grad = None
-        loss.backward()
+        with others_left_alone(parameters.values()):
+            loss.backward()
         return [p.grad for p in parameters.values()]
     finally:
         for name, p in parameters.items():

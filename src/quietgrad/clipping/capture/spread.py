@@ -9,10 +9,13 @@ every pass of the library ends with all parameters at rest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quietgrad.tensors import is_spread, local_of
@@ -152,9 +155,68 @@ def each_gradient(loss: Tensor, parameters: dict[str, Tensor], take: Taker) -> N
         for name, p in parameters.items():
             p.grad = None
             handles.append(p.register_post_accumulate_grad_hook(handed(name)))
-        loss.backward()
+        with others_left_alone(parameters.values()):
+            loss.backward()
     finally:
         for handle in handles:
             handle.remove()
         for name, p in parameters.items():
             p.grad = before[name]
+
+
+@contextlib.contextmanager
+def others_left_alone(own: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, ``backward()`` changes no ``.grad`` but those of ``own``, as it seems from outside.
+    Else it gives a gradient to every leaf that a loss depends on, also to those beside what is
+    clipped (a temperature of the loss, a second model). There it would stay, without noise, for the
+    next optimizer to step on. Asked for chosen gradients autograd does no such thing, but reentrant
+    checkpointing forbids to ask.
+
+    Reentrant checkpointing builds parts of the graph in the backward pass, and goes back through
+    each by ``torch.autograd.backward``: so every such call is met on its way. Memory: one more
+    gradient of each of the others, until the block is over.
+    """
+    backward, mine = torch.autograd.backward, threading.get_ident()
+    known = {id(t) for t in own}
+    before: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
+
+    def met(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        # On a GPU the parts run in a thread of autograd's own, which Python did not start.
+        ours = threading.get_ident() == mine or not _is_of_python()
+        for leaf in _leaves_below(tensors) if ours else ():
+            kept = before.get(id(leaf))
+            if id(leaf) not in known and (kept is None or kept[0]() is not leaf):
+                # Not held on to: the inputs of a part are leaves, too, and as large as activations.
+                before[id(leaf)] = weakref.ref(leaf), leaf.grad
+                leaf.grad = None
+        backward(tensors, *args, **kwargs)
+
+    torch.autograd.backward = met
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
+        for found, gradient in before.values():
+            leaf = found()
+            if leaf is not None:
+                leaf.grad = gradient
+
+
+def _is_of_python() -> bool:
+    return not isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def _leaves_below(tensors: Tensor | Sequence[Tensor]) -> Iterator[Tensor]:
+    """What a backward pass from these would give a gradient to, each once."""
+    roots = [tensors] if isinstance(tensors, Tensor) else tensors
+    waiting = [t.grad_fn for t in roots if t.grad_fn is not None]
+    seen: set[Any] = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)

@@ -16,9 +16,10 @@ from quietgrad.clipping.capture.layout import Site
 from quietgrad.clipping.norms.choice import Choice
 from quietgrad.clipping.norms.cost import Sketch
 from quietgrad.clipping.norms.estimators.ghost import ghost_norms, in_one_tile
-from quietgrad.clipping.norms.estimators.hutch_together import HutchTogether
-from quietgrad.clipping.norms.estimators.small import Small
-from quietgrad.clipping.norms.estimators.together import Together
+from quietgrad.clipping.norms.estimators.several.hutch_together import HutchTogether
+from quietgrad.clipping.norms.estimators.several.rank_one import RankOne
+from quietgrad.clipping.norms.estimators.several.small import Small
+from quietgrad.clipping.norms.estimators.several.together import Together
 from quietgrad.clipping.norms.factors import DenseFactors, Given, SummedRows
 from quietgrad.clipping.norms.factors.direct import Side
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
@@ -62,11 +63,13 @@ class AtOnce:
     least_times: float = 1.0
     _small: Small = field(init=False, repr=False)
     _ghost: Together = field(init=False, repr=False)
+    _rank_one: RankOne = field(init=False, repr=False)
     _hutch: HutchTogether = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._small = Small(self.sums)
         self._ghost = Together(self.scratch, self.sums)
+        self._rank_one = RankOne(self.sums)
         # Beside sketches margins do what a least divisor of float32 does.
         self._hutch = HutchTogether(self.scratch, self.sums, self.least_times != 1.0)
 
@@ -74,7 +77,9 @@ class AtOnce:
         """Whether a parameter's one use is measured here."""
         if choice.kept or use.sizes.g > 1 or use.extents() is not None:
             return False
-        return choice.estimator == "hutch" or (choice.estimator == "ghost" and in_one_tile(use))
+        if choice.estimator == "ghost":
+            return in_one_tile(use) or self._rank_one.takes(use)
+        return choice.estimator == "hutch"
 
     def add(
         self,
@@ -97,6 +102,8 @@ class AtOnce:
         """
         if sketch is not None:
             self._hutch.add(group, entries, use, sketch, dtype)
+        elif self._rank_one.takes(use):
+            self._rank_one.add(group, entries, use, dtype, ones)
         elif self._ghost.takes(use):
             self._ghost.add(group, entries, use, dtype, ones)
         else:
@@ -108,5 +115,5 @@ class AtOnce:
 
     def measure(self) -> None:
         """Adds the norms of all that wait, which then wait no more."""
-        for waiting in (self._small, self._ghost, self._hutch):
+        for waiting in (self._small, self._ghost, self._rank_one, self._hutch):
             waiting.measure()

@@ -23,6 +23,7 @@ from quietgrad.clipping.capture.backward import (
     with_any_checkpointing,
 )
 from quietgrad.clipping.capture.examples import Examples
+from quietgrad.clipping.capture.layout.modules import tensors_in
 from quietgrad.clipping.engines.accumulator import Sums
 from quietgrad.clipping.engines.spreads import Spreads
 from quietgrad.clipping.engines.thresholds import clip_factors
@@ -71,8 +72,7 @@ def _addresses(
     """
     tensors = [
         *(g for g in gradients.values() if g is not None),
-        *model.parameters(),
-        *model.buffers(),
+        *{id(t): t for t in tensors_in(model)}.values(),
         *tensors_of(records),
     ]
     return Counter(t.untyped_storage().data_ptr() for t in tensors)

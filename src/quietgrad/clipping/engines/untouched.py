@@ -24,12 +24,14 @@ TOLERANCE = 0.02  # of squared norms that are taken twice
 
 def versions_of(kept: Sequence[Kept]) -> Versions:
     """How often each tensor was written into so far: torch counts, for all views of one memory."""
-    return tuple(
-        x._version
-        for use in kept
-        for value in vars(use).values()
-        for x in ((value,) if isinstance(value, Tensor) else tensors_of(value))
-    )
+    found: list[int] = []
+    for use in kept:
+        for value in vars(use).values():
+            if isinstance(value, Tensor):
+                found.append(value._version)
+            elif value:  # no empty tuple, no None: twice a layer and step
+                found += [x._version for x in tensors_of(value)]
+    return tuple(found)
 
 
 def require_untouched(name: str, kept: Sequence[Kept], measured: Versions) -> None:

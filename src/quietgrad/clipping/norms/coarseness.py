@@ -8,12 +8,11 @@ autocast, reduced-precision products) and from a look at every operation while t
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,11 +40,10 @@ def _roundoff(dtype: torch.dtype) -> float:
         return 0.25
 
 
-def standing(model: nn.Module) -> float:
+def standing(own: Collection[Tensor]) -> float:
     """The largest unit roundoff that is known of a pass before it is made: nothing of it follows
-    from records.
+    from records. ``own``: the model's parameters and buffers.
     """
-    own = list(itertools.chain(model.parameters(), model.buffers()))
     devices = {"cpu"} | {t.device.type for t in own if t.device.type != "meta"}
     cast = {torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
     return max(roundoff_of({t.dtype for t in own} | cast), narrowed_products(devices))

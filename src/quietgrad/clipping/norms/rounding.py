@@ -33,7 +33,7 @@ doubtful and is measured again as its own gradient (``bookkeeping``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import overload
 
@@ -181,6 +181,10 @@ def direct(values_bn: Tensor, spread_b: Tensor | None = None) -> Measured:
     return Measured(squared, slack, torch.zeros_like(squared), least)
 
 
+# Which of them add up in squares: parameters are orthogonal.
+SQUARED = (False, False, True, True, True)
+
+
 @dataclass
 class NormSums:
     """Squared norms of groups of parameters, added up over parameters while a backward pass runs.
@@ -226,6 +230,23 @@ class NormSums:
         if measured.terms is not None:
             terms_squared.addcmul_(measured.terms, measured.terms)
         self.entries[group] += entries
+
+    def add_several(
+        self, groups: Sequence[int], measured: Measured, entries: Sequence[int]
+    ) -> None:
+        """Of m parameters: each of ``measured`` is [m b] here."""
+        m = len(groups)
+        each = [None if x is None else x.view(m, -1) for x in vars(measured).values()]
+        if len(set(groups)) > 1:
+            for i, group in enumerate(groups):
+                one = Measured(*(None if x is None else x[i] for x in each))  # type: ignore[arg-type]
+                self.add(group, one, entries[i])
+            return
+        numbers = zip(self._rows[groups[0]], each, SQUARED, strict=True)
+        for row, values, squared in numbers:
+            if values is not None:
+                row.add_(values.square().sum(0) if squared else values.sum(0))
+        self.entries[groups[0]] += sum(entries)
 
     def add_least(self, group: int, least_b: Tensor) -> None:
         """Of gradients whose norms are added later."""

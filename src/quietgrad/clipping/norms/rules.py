@@ -305,6 +305,11 @@ def rule_for(module: nn.Module) -> Rule | None:
     return _RULES.get(kind)
 
 
+def rules_now() -> tuple[object, ...]:
+    """All kinds that have a rule, with it: users may add to them."""
+    return tuple(_RULES.items())
+
+
 def kept_input(rule: Rule | None, wanted: Collection[str], x: Tensor) -> Tensor:
     """What is kept of an input until the backward pass. A bias alone does not read it: where the
     weight is frozen, its shape is enough, as to autograd, and it may be changed in place. Of what

@@ -9,8 +9,8 @@ whole batch would (or 64 MiB).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,9 @@ CAPTURE_CALLS_PER_LAYER = 4.0
 
 # Bytes below which memory is not traded for time.
 NOT_WORTH_SAVING = 64 * 2**20
+
+# Choices that are remembered of one model.
+MOST_CHOICES = 4096
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,43 @@ class ExecutionChoice:
     why: str = ""
 
 
+@dataclass
+class Planned:
+    """A traced model with what was chosen for it: batches of one size come again and again.
+
+    Attributes:
+        model: the trace.
+    """
+
+    model: ModelTrace
+    _chosen: dict[tuple[int, float, tuple[Engine, ...]], ExecutionChoice] = field(
+        default_factory=dict, repr=False
+    )
+
+    def choose(
+        self,
+        policies: Callable[[], Mapping[str, Policy]],
+        examples: int,
+        speed: Throughput,
+        memory_budget: float,
+        engines: tuple[Engine, ...],
+    ) -> ExecutionChoice:
+        """As ``choose_execution``, for policies and a speed that are the same at every call."""
+        key = (examples, budget_of(self.model, examples, memory_budget), engines)
+        if key not in self._chosen:
+            if len(self._chosen) >= MOST_CHOICES:  # memory is scarce, and is another at every step
+                self._chosen.clear()
+            self._chosen[key] = choose_execution(
+                self.model, policies(), examples, speed, memory_budget, engines
+            )
+        return self._chosen[key]
+
+
+def budget_of(model: ModelTrace, examples: int, memory_budget: float) -> float:
+    """Bytes that a step may take."""
+    return min(memory_budget, max(nonprivate_bytes(model, examples), NOT_WORTH_SAVING))
+
+
 def choose_execution(
     model: ModelTrace,
     policies: Mapping[str, Policy],
@@ -64,7 +104,7 @@ def choose_execution(
         for engine in engines
         for size in _sizes(engine, examples)
     ]
-    budget = min(memory_budget, max(nonprivate_bytes(model, examples), NOT_WORTH_SAVING))
+    budget = budget_of(model, examples, memory_budget)
     fitting = [c for c in candidates if c.bytes <= budget]
     if fitting:
         best = min(fitting, key=lambda c: (c.seconds, c.bytes))

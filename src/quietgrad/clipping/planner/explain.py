@@ -49,7 +49,7 @@ def explain(
     layout = layout_of(model)
     bound = clipper.bind(model, per_example_loss)
     how = bound.execution_choice(batch)
-    shapes = bound.traced(layout, bound.examples_of(batch).rows)
+    shapes = bound.planned(layout, bound.examples_of(batch).rows).model
     speed = measured_throughput(str(next(iter(layout.parameters.values())).device))
     n = batch_size_of(batch)
     size = how.physical_batch_size

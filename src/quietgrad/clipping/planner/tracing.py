@@ -27,12 +27,13 @@ from quietgrad.clipping.capture.backward import (
 )
 from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.layout import Layout
+from quietgrad.clipping.capture.layout.modules import tensors_in
 from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.engines.contributions import contributions_of
 from quietgrad.clipping.norms.cost import Cost, cost_of
 from quietgrad.clipping.norms.estimators.materialized import Materialized
 from quietgrad.clipping.norms.factors import DirectGradients, MatrixFactors, SummedRows
-from quietgrad.tensors import Batch
+from quietgrad.tensors import Batch, tensors_of
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,13 @@ class _Meter:
     saved: dict[int, int] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def reading(self, model: nn.Module) -> Iterator[None]:
-        parameters_at = {p.untyped_storage()._cdata for p in model.parameters()}
+    def reading(self, model: nn.Module, one: Batch) -> Iterator[None]:
+        # Parameters and data are there anyway; an example is a slice of the whole batch's memory.
+        there = {t.untyped_storage()._cdata for t in (*tensors_in(model), *tensors_of(one))}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage._cdata not in parameters_at:
+            if storage._cdata not in there:
                 self.saved[storage._cdata] = storage.nbytes()
             return tensor
 
@@ -165,7 +167,7 @@ def _trace_plain(
     model: nn.Module, layout: Layout, per_example_loss: PerExampleLoss, one: Batch, reentrant: bool
 ) -> ModelTrace:
     meter = _Meter()
-    with meter.reading(model):
+    with meter.reading(model, one):
         gradients_of_batch(model, layout, per_example_loss, one, reentrant)
     parameters = tuple(
         ParameterTrace(name, None, tuple(p.shape), 0) for name, p in layout.parameters.items()
@@ -204,7 +206,7 @@ def _trace(
 
     meter = _Meter()
     passes = forward_captured(model, layout, per_example_loss, one, receive, reentrant)
-    with meter.reading(model), passes as (losses, recording):
+    with meter.reading(model, one), passes as (losses, recording):
         visit_captured_calls(losses, recording, layout)
         calls = sum(recording.calls.values())
     traces = []

@@ -40,7 +40,7 @@ from quietgrad.clipping.sharded.refusals import refuse_what_is_not_fully_sharded
 from quietgrad.clipping.sharded.sums import ScatteredSums
 from quietgrad.clipping.soundness.guard import is_guarded
 from quietgrad.clipping.soundness.processes import refuse_wrapped_model
-from quietgrad.clipping.soundness.refusals import refuse_cross_example_layers
+from quietgrad.clipping.soundness.refusals import refuse_model
 from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.tensors import (
@@ -98,7 +98,7 @@ class ShardedClipper(BoundClipper):
                 "captured gradients can be scattered; use engine='bookkeeping', or keep the whole "
                 "model on every rank (docs/many_processes.md)"
             )
-        refuse_cross_example_layers(self.model)
+        refuse_model(self.model)
         layout = self._layout()
         self._limits(layout)
         work = replace(self._work(layout, projections), twice=is_guarded(step), most_kept=MOST_KEPT)
@@ -113,8 +113,8 @@ class ShardedClipper(BoundClipper):
                 early = self._guard.is_early(self._subject(layout), max(rows), step)
                 with unchanged(self.model, thorough=early):
                     size = self._size_of_passes(layout, own, rows, step, company)
-                    known = self._guard.least_times(self.model)  # once it was looked at
-                    work = replace(work, least_times=known)
+                    times = self._guard.least_times(self.model, layout.parameters)  # once looked at
+                    work = replace(work, least_times=times)
                     for part in self._cut(own, size, company):
                         counts += self._passed(work, part, sums, plain, summing)
         except NotCaptured as error:

@@ -9,10 +9,12 @@ docs/clipping/guard.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from quietgrad.clipping.capture.layout.modules import tensors_in
 from quietgrad.clipping.norms.coarseness import least_times, standing
 from quietgrad.clipping.soundness.checking import require_capture
 from quietgrad.clipping.soundness.company.differences import Mixes
@@ -33,7 +35,7 @@ from quietgrad.clipping.soundness.mixing import (
     require_no_memory,
 )
 from quietgrad.clipping.soundness.records import entries_of, spread, take, with_companions
-from quietgrad.clipping.soundness.subject import Subject
+from quietgrad.clipping.soundness.subject import Subject, SubjectKey, key_of
 from quietgrad.clipping.soundness.unchanged import unchanged
 from quietgrad.tensors import Batch, batch_size_of, trainable_parameters
 
@@ -93,12 +95,11 @@ class Guard:
     """
 
     public: Batch | None = None
-    _verdicts: dict[tuple[frozenset[str], tuple[bool, ...]], _Verdict] = field(default_factory=dict)
+    _verdicts: dict[SubjectKey, _Verdict] = field(default_factory=dict)
 
     def verdict_of(self, subject: Subject) -> _Verdict:
         """Of the trainable parameters and modes as they are now."""
-        key = (frozenset(subject.layout.parameters), _modes(subject.model))
-        return self._verdicts.setdefault(key, _Verdict())
+        return self._verdicts.setdefault(subject.key, _Verdict())
 
     def told_of(self, model: nn.Module) -> str:
         """What is known of the pair, in a word: ranks that make all passes together look when it is
@@ -176,15 +177,17 @@ class Guard:
     def _wants(self, known: _Verdict, size: int) -> bool:
         if known.shares_numbers:
             return False
-        return not known.together or (self.public is None and size > known.together)
+        return size > known.together
 
-    def least_times(self, model: nn.Module) -> float:
-        """What least divisors are multiplied by, in the precision that takes part."""
-        seen = self._known_of(model).roundoff or 0.0
-        return least_times(max(standing(model), seen))
+    def least_times(self, model: nn.Module, trained: Iterable[str] | None = None) -> float:
+        """What least divisors are multiplied by, in the precision that takes part; ``trained``:
+        names of the model's trainable parameters, where they are known.
+        """
+        seen = self._known_of(model, trained).roundoff or 0.0
+        return least_times(max(standing(tensors_in(model)), seen))
 
-    def _known_of(self, model: nn.Module) -> _Verdict:
-        key = (frozenset(trainable_parameters(model)), _modes(model))
+    def _known_of(self, model: nn.Module, trained: Iterable[str] | None = None) -> _Verdict:
+        key = key_of(model, trainable_parameters(model) if trained is None else trained)
         return self._verdicts.get(key, _Verdict())
 
     def _note_precision(self, subject: Subject) -> None:
@@ -193,7 +196,7 @@ class Guard:
         Raises:
             ValueError: where it follows from records, or changes.
         """
-        known, stands = self.verdict_of(subject), standing(subject.model)
+        known, stands = self.verdict_of(subject), standing(tensors_in(subject.model))
         seen = {least_times(max(stands, roundoff)) for roundoff in subject.coarsest}
         coarsest = max(subject.coarsest_back, *subject.coarsest, 0.0)
         before = coarsest if known.roundoff is None else known.roundoff
@@ -273,7 +276,11 @@ class Guard:
             require_no_memory(subject, take(records, spread(count, 3)))
         if size > 1:  # what mixes is refused, too, where it will be taken alone
             decided = require_each_alone(
-                subject, records, size, thorough=not known.together, crowded=longer
+                subject,
+                records,
+                size,
+                thorough=not known.together,
+                crowded=longer or size > known.together,
             )
             known.together = size if decided else 0
         known.entries = max(known.entries, entries_of(records))
@@ -302,7 +309,3 @@ class Guard:
             Exception
         ):  # a made-up record may be impossible for the model; the next batch decides
             return
-
-
-def _modes(model: nn.Module) -> tuple[bool, ...]:
-    return tuple(module.training for module in model.modules())

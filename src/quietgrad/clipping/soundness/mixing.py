@@ -242,9 +242,13 @@ def _compare(
 
 
 def _others(records: Batch, places: list[int], size: int) -> list[int]:
-    """Places of records that make up a micro-batch together with these."""
-    rest = [row for row in range(batch_size_of(records)) if row not in places]
-    return rest[: max(size - len(places), 0)]
+    """Places of records that make up a micro-batch together with these. Where there are not so many
+    (a few public ones), they come again: what begins with a number of records is met all the same.
+    """
+    count, wanted = batch_size_of(records), max(size - len(places), 0)
+    rest = [row for row in range(count) if row not in places]
+    again = (row % count for row in range(wanted))
+    return [*rest, *again][:wanted]
 
 
 def _losses_of_many(

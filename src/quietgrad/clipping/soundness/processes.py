@@ -15,6 +15,8 @@ from contextvars import ContextVar
 import torch.distributed as dist
 from torch import nn
 
+from quietgrad.clipping.capture.layout.modules import named_modules_of, named_parameters_of
+
 REMEDY = (
     "start one run on all ranks (init_process_group first, then plan.start and run.backward, "
     "docs/many_processes.md), or run it in one process, started with python rather than torchrun"
@@ -101,7 +103,7 @@ def refuse_wrapped_model(model: nn.Module) -> None:
     """
     refuse_models_of(model, WRAPPERS)
     shared = next(
-        (name for name, p in model.named_parameters() if type(p).__name__ == "DTensor"), None
+        (name for name, p in named_parameters_of(model) if type(p).__name__ == "DTensor"), None
     )
     if shared is not None:
         raise ValueError(
@@ -112,7 +114,7 @@ def refuse_wrapped_model(model: nn.Module) -> None:
 
 def refuse_models_of(model: nn.Module, wrappers: set[str]) -> None:
     """Raises ValueError for models that are wrapped in one of these classes of torch's."""
-    for name, module in model.named_modules():
+    for name, module in named_modules_of(model):
         found = next(
             (
                 kind.__name__

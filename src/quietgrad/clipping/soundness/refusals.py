@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from quietgrad.clipping.capture.layout.modules import named_modules_of
+
 
 def refuse_cross_example_layers(model: nn.Module) -> None:
     """Raises for layers whose output for one example depends on other examples, or that change the
@@ -21,8 +23,8 @@ def refuse_cross_example_layers(model: nn.Module) -> None:
     Raises:
         ValueError: naming the layer, its type and the remedy.
     """
-    for name, module in model.named_modules():
-        if any(is_lazy(p) for p in module._parameters.values()):
+    for name, module in named_modules_of(model):
+        if any(p is not None and is_lazy(p) for p in module._parameters.values()):
             raise ValueError(
                 f"layer {name!r} ({type(module).__name__}) has no weights yet: it makes them when "
                 "the first record comes; call the model once on a made-up record before the run"
@@ -69,6 +71,31 @@ def refuse_cross_example_layers(model: nn.Module) -> None:
                     f"layer {name!r} ({type(module).__name__}) has sparse=True; noise is dense: "
                     "build it with sparse=False"
                 )
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Raises for layers that mix examples, and for hooks that see gradients before their noise."""
+    refuse_cross_example_layers(model)
+    refuse_hooked_parameters(model)
+
+
+def refuse_hooked_parameters(model: nn.Module) -> None:
+    """Raises where a trained parameter has hooks on its gradient. Loggers hang there
+    (``wandb.watch``), and so do optimisers that step within the backward pass: both would meet
+    gradients before their noise, and what was released passes them by.
+
+    Raises:
+        ValueError: naming the parameter, with the remedy.
+    """
+    for name, parameter in model.named_parameters():
+        hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks and parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name!r} has a hook on its gradient, which would see gradients before "
+                "their noise, and not what is released; remove it (a logger's "
+                "watch(log='gradients'), or an optimizer that steps in the backward pass), and "
+                "read or change .grad after run.backward"
+            )
 
 
 def require_model(model: Any) -> None:

@@ -5,8 +5,9 @@ numbers every time, with or without what per-example gradients are made of.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from quietgrad.clipping.capture.backward import (
 )
 from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.layout import Layout, in_graph
+from quietgrad.clipping.capture.layout.modules import modules_of
 from quietgrad.clipping.capture.spread import each_gradient
 from quietgrad.clipping.norms.coarseness import Watch, is_coarse
 from quietgrad.clipping.soundness.company.rule_gradients import (
@@ -66,6 +68,15 @@ _TOLERANCES = {
 }
 
 
+# Of a verdict: names of what is trained, and every module's mode.
+SubjectKey = tuple[frozenset[str], tuple[bool, ...]]
+
+
+def key_of(model: nn.Module, trained: Iterable[str]) -> SubjectKey:
+    """Of a model as it is now."""
+    return frozenset(trained), tuple([module.training for module in modules_of(model)])
+
+
 @dataclass
 class Subject:
     """What is examined: the user's model and loss, and what is known of them.
@@ -87,6 +98,11 @@ class Subject:
     others_stand: tuple[Any, ...] = ()
     coarsest: set[float] = field(default_factory=set)
     coarsest_back: float = 0.0
+
+    @cached_property
+    def key(self) -> SubjectKey:
+        """As it was when it was first asked for: what switches modes in a pass is refused."""
+        return key_of(self.model, self.layout.parameters)
 
     @property
     def devices(self) -> list[int]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from quietgrad.clipping.capture.layout.modules import modules_of, named_modules_of, walked_anew
 from quietgrad.sending import read_together
 from quietgrad.tensors import is_spread, local_of
 
@@ -38,7 +39,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, thorough: bool) -> None:
         self._model = model
-        self._buffers, self._parameters = _tensors_of(model)
+        self._buffers, self._parameters = _tensors_of(named_modules_of(model))
         self._versions = {
             id(t): version_of(t) for t in (*self._buffers.values(), *self._parameters.values())
         }
@@ -50,12 +51,12 @@ class Watch:
                 break
             self._copies[key] = t.detach().clone()
         self._bits = _bits_of(self._parameters) if thorough else {}
-        self._modes = {module: module.training for module in model.modules()}
+        self._modes = {module: module.training for module in modules_of(model)}
         self._trained = {key: t.requires_grad for key, t in self._parameters.items()}
 
     def changed(self) -> tuple[list[str], list[str]]:
         """Names of buffers and of parameters that are not what they were."""
-        now, known = _tensors_of(self._model)
+        now, known = _tensors_of(walked_anew(self._model))
         same = {key for key in {**self._buffers, **now} if self._is_same(key, now.get(key))}
         same -= self._of_other_contents(same)
         buffers = [key for key in {**self._buffers, **now} if key not in same]
@@ -74,7 +75,7 @@ class Watch:
         not, or the other way round; both are as they were afterwards.
         """
         found = None
-        for path, module in self._model.named_modules():
+        for path, module in walked_anew(self._model):
             if module.training != self._modes.get(module, module.training):
                 found = found or (f"layer {path!r}" if path else "the model")
                 module.training = not module.training
@@ -102,7 +103,7 @@ class Watch:
         """Buffers as they were, as far as there are copies; returns whether every buffer is."""
         complete = True
         modules = dict(self._model.named_modules(remove_duplicate=False))
-        for path, local in _tensors_of(self._model)[0]:
+        for path, local in _tensors_of(walked_anew(self._model))[0]:
             if (path, local) not in self._buffers:
                 modules[path]._buffers.pop(local)
         for (path, local), tensor in self._buffers.items():
@@ -171,15 +172,16 @@ def unchanged(model: nn.Module, thorough: bool = False) -> Iterator[None]:
 Named = dict[tuple[str, str], Tensor]
 
 
-def _tensors_of(model: nn.Module) -> tuple[Named, Named]:
-    """(module path, local name) -> buffer, and parameter; one walk, as it is made at every step."""
+def _tensors_of(modules: list[tuple[str, nn.Module]]) -> tuple[Named, Named]:
+    """(module path, local name) -> buffer, and parameter."""
     buffers: Named = {}
     parameters: Named = {}
-    for path, module in model.named_modules():
+    for path, module in modules:
         for found, own in ((buffers, module._buffers), (parameters, module._parameters)):
-            for local, tensor in own.items():
-                if tensor is not None:
-                    found[path, local] = tensor
+            if own:
+                for local, tensor in own.items():
+                    if tensor is not None:
+                        found[path, local] = tensor
     return buffers, parameters
 
 

@@ -32,6 +32,7 @@ from quietgrad.clipping.capture.backward import (
 from quietgrad.clipping.capture.capture import Use
 from quietgrad.clipping.capture.examples import Examples
 from quietgrad.clipping.capture.layout import layout_of
+from quietgrad.clipping.capture.layout.modules import tensors_in
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.engines.one_example import add_scaled, gradients_of_one, norms_of_one
 from quietgrad.clipping.engines.thresholds import clip_factors, thresholds
@@ -177,7 +178,7 @@ def on_paper(
         work = Work(
             model, per_example_loss, layout, policies, limits, "clip", projections, clipper.sketched
         )
-        work = replace(work, least_times=least_times(standing(model)))
+        work = replace(work, least_times=least_times(standing(tensors_in(model))))
         with measured_once(held, known), mode, held:
             sums = _Sums(held)
             held.mark("forward")

@@ -29,12 +29,13 @@ from quietgrad.clipping.norms.factors.sums.examples import (
     THIN,
     THIN_TOGETHER,
     TOGETHER,
+    sum_of_products,
     sum_of_spans,
 )
 from quietgrad.clipping.norms.factors.sums.pairs import InPairs
 from quietgrad.clipping.norms.factors.sums.positions import add_over_positions
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
-from quietgrad.clipping.norms.rounding import LONGEST_RUN, blocks, chain
+from quietgrad.clipping.norms.rounding import LONGEST_CHAIN, LONGEST_RUN, blocks, chain
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,11 @@ class DenseFactors(Unfolded):
         together = THIN_TOGETHER if min(s.p, s.d) <= THIN else TOGETHER
         if s.b <= together:
             return _product(left, right, shape, dtype, into)
+        if s.g == 1 and s.t <= LONGEST_CHAIN:
+            made = sum_of_products(
+                left.reshape(-1, s.p), right.reshape(-1, s.d), dtype, together * s.t
+            ).reshape(shape)
+            return made if into is None else into.add_(made)
         total = sum_of_spans(
             s.b, lambda few: _product(left[few], right[few], shape, dtype), together
         )

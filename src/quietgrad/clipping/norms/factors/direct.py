@@ -14,7 +14,7 @@ from torch import Tensor
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.products import zeroed
 from quietgrad.clipping.norms.factors.sums.elementwise import spread_of_rows, sum_of_rows
-from quietgrad.clipping.norms.factors.sums.examples import TOGETHER, sum_of_spans
+from quietgrad.clipping.norms.factors.sums.examples import TOGETHER, sum_of_products
 from quietgrad.clipping.norms.factors.sums.pairs import InPairs
 from quietgrad.tensors import accumulation_dtype
 
@@ -48,12 +48,8 @@ class DirectGradients:
     def weighted_sum(
         self, weights_b: Tensor, shape: torch.Size, dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        weights = weights_b.to(dtype)
-
-        def product(few: slice) -> Tensor:
-            return (weights[few] @ self.values_bn[few].to(dtype)).reshape(shape)
-
-        total = sum_of_spans(len(weights), product)
+        weights_b1 = weights_b.to(dtype).unsqueeze(1)
+        total = sum_of_products(weights_b1, self.values_bn, dtype, TOGETHER).reshape(shape)
         return total if into is None else into.add_(total)
 
 

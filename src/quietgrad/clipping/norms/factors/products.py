@@ -103,6 +103,8 @@ def gram_products(
     """
     if left_bgtn is right_bgun and _is_worth_halving(left_bgtn):
         return _halved(left_bgtn, dtype, out)
+    if left_bgtn.shape[3] <= GRAM_COLUMNS:
+        return block_products(left_bgtn, right_bgun.transpose(2, 3), dtype, out)
     total: Tensor | None = None
     pieces = zip(
         left_bgtn.split(GRAM_COLUMNS, dim=3), right_bgun.split(GRAM_COLUMNS, dim=3), strict=True

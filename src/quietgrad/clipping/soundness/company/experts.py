@@ -3,7 +3,8 @@ drops those that come later, and ordinary records may never fill it.
 
 Two looks. One record many times, all of its positions alike: whatever routes by what it is given
 sends them to one place. And every choice of the largest made to choose the first: all of a batch go
-to the first experts, where a layer chooses by ``topk`` or ``argmax``. Where no room is limited a
+to the first experts, where a layer chooses by ``topk`` or ``argmax``. A loss that counts a class,
+and weighs it by thresholds, is seen by the first. Where no room is limited a
 record gets the same in any company, in this world too.
 """
 
@@ -21,8 +22,6 @@ from quietgrad.clipping.soundness.company.lengths import positions_of
 from quietgrad.clipping.soundness.records import is_mask, take
 from quietgrad.clipping.soundness.subject import Subject
 from quietgrad.tensors import Batch, batch_size_of, map_tensors
-
-COPIES = 16
 
 
 class FirstOnes(TorchDispatchMode):
@@ -67,7 +66,8 @@ def require_room_for_all(subject: Subject, few: Batch, company: Batch, copies: b
         subject: model and loss; random numbers are held still.
         few: some records.
         company: a micro-batch as it will run, these first.
-        copies: whether one record many times is looked at, whatever the model.
+        copies: whether one record as many times as there are in ``company`` is looked at, whatever
+            the model: a limit is met below that number, or by no micro-batch of this size.
 
     Raises:
         Mixes: where it does.
@@ -77,7 +77,7 @@ def require_room_for_all(subject: Subject, few: Batch, company: Batch, copies: b
     one = take(few, [0])
     n = batch_size_of(company)
     if copies:
-        alike.compare(map_tensors(one, _uniform), [[0] * min(COPIES, max(n, 2))])
+        alike.compare(map_tensors(one, _uniform), [[0] * max(n, 2)])
     if subject.layout.cut is not None:
         return  # what a choice is made from may be cut over ranks itself
     with FirstOnes() as first, contextlib.suppress(Exception):  # no room for such a choice

@@ -24,12 +24,15 @@ AT_ONCE = 256 * 1024
 
 def sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[b, ..., n] -> [b, n] in ``dtype``, over all dimensions between: positions of texts, or the
-    lines of maps, which padding may make longer at their ends.
+    lines of maps, which padding may make longer at their ends. A single row is given as it is.
 
     A few neighbours, or a map's whole line, are added side by side, and then each other in pairs.
     """
     b, (length, n) = x.shape[0], x.shape[-2:]
-    if not x.shape[1:-1].numel():
+    rows = x.shape[1:-1].numel()
+    if rows == 1:
+        return x.reshape(b, n).to(dtype)
+    if not rows:
         return x.new_zeros(b, n, dtype=dtype)
     if x.shape[1:-2].numel() == 1:
         return _sum_of_texts(x.reshape(b, length, n), dtype)

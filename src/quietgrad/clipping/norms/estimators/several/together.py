@@ -120,9 +120,7 @@ class Together:
             return
         right, left = (side[: len(waiting)].flatten(0, 1) for side in room)
         found = _measured(right, left, waiting)
-        each = zip(*(x.unflatten(0, (len(waiting), -1)) for x in vars(found).values()), strict=True)
-        for one, measured in zip(waiting, each, strict=True):
-            self.sums.add(one.group, Measured(*measured), one.entries)
+        self.sums.add_several([o.group for o in waiting], found, [o.entries for o in waiting])
 
 
 def _add_ones(grams_mbtt: Tensor, where: Sequence[float]) -> None:

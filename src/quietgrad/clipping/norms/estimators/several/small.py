@@ -17,6 +17,14 @@ TOGETHER = 2**14
 
 
 @dataclass
+class Waiting:
+    """Gradients of one group, and how many entries they have of one example."""
+
+    values: list[Tensor] = field(default_factory=list)
+    entries: int = 0
+
+
+@dataclass
 class Small:
     """Per-example gradients of one micro-batch that wait. Private.
 
@@ -25,15 +33,16 @@ class Small:
     """
 
     sums: NormSums
-    _waiting: dict[tuple[int, torch.dtype], list[Tensor]] = field(default_factory=dict, repr=False)
+    _waiting: dict[tuple[int, torch.dtype], Waiting] = field(default_factory=dict, repr=False)
 
     def add(self, group: int, values_bn: Tensor, spread_b: Tensor | None) -> None:
         """One parameter's gradients, and what they are sums of, where that is known."""
         if spread_b is not None:
             self.sums.add_least(group, least_of(spread_b))
-        waiting = self._waiting.setdefault((group, values_bn.dtype), [])
-        waiting.append(values_bn)
-        if sum(values.shape[1] for values in waiting) > TOGETHER:
+        waiting = self._waiting.setdefault((group, values_bn.dtype), Waiting())
+        waiting.values.append(values_bn)
+        waiting.entries += values_bn.shape[1]
+        if waiting.entries > TOGETHER:
             self._measure(group, values_bn.dtype)
 
     def measure(self) -> None:
@@ -42,5 +51,5 @@ class Small:
             self._measure(group, dtype)
 
     def _measure(self, group: int, dtype: torch.dtype) -> None:
-        joined = torch.cat(self._waiting.pop((group, dtype)), dim=1)
+        joined = torch.cat(self._waiting.pop((group, dtype)).values, dim=1)
         self.sums.add(group, direct(joined), joined.shape[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping.capture.cut import Cut
+from quietgrad.clipping.capture.layout.modules import named_modules_of
 from quietgrad.clipping.capture.spread import Spread
 from quietgrad.clipping.capture.units import PLAIN, Unit, first_dimension, unit_of
-from quietgrad.clipping.norms.rules import Rule, rule_for
+from quietgrad.clipping.norms.rules import Rule, rule_for, rules_now
 from quietgrad.tensors import is_spread, local_of, received, trainable_parameters
 
 # Children that are called with inputs common to all examples (T5's table of relative positions):
@@ -152,13 +153,13 @@ def layout_of(
     sites: list[Site] = []
     frozen: list[nn.Module] = []
     inside_unit: set[int] = set()
-    for name, module in model.named_modules():
+    for name, module in named_modules_of(model):
         if id(module) in inside_unit:
             continue
         tables = {
             local: child
-            for local, child in module.named_children()
-            if local in _TABLES_OF_THEIR_PARENT
+            for local, child in module._modules.items()
+            if local in _TABLES_OF_THEIR_PARENT and child is not None
         }
         inside_unit.update(id(table) for table in tables.values())
         unit = unit_of(module)
@@ -166,9 +167,7 @@ def layout_of(
         if whole:
             inside_unit.update(id(child) for child in module.modules())
         own = {
-            local: name_of[id(p)]
-            for local, p in module.named_parameters(recurse=whole, remove_duplicate=False)
-            if id(p) in name_of
+            local: name_of[id(p)] for local, p in _parameters_of(module, whole) if id(p) in name_of
         }
         for table_name, table in tables.items():
             own |= {
@@ -181,7 +180,7 @@ def layout_of(
             if cut is not None:
                 rule = cut.rule(name, module, rule)
             sites.append(Site(name, module, own, rule, unit))
-        elif any(True for _ in module.parameters(recurse=False)):
+        elif any(p is not None for p in module._parameters.values()):
             frozen.append(module)
     return Layout(
         tuple(sites),
@@ -191,6 +190,40 @@ def layout_of(
         spread,
         cut,
     )
+
+
+@dataclass
+class Layouts:
+    """The last layout of a model, for as long as there are the same modules, of the same classes,
+    with the same parameters, of which the same are trained.
+    """
+
+    _marks: list[object] = field(default_factory=list, repr=False)
+    _of: tuple[object, Layout] | None = field(default=None, repr=False)
+
+    def of(self, model: nn.Module, shared: SharedInputs) -> Layout:
+        """As ``layout_of``."""
+        modules = named_modules_of(model)
+        marks: list[object] = [*rules_now(), id(shared)]
+        parameters: list[Tensor] = []
+        for path, module in modules:
+            marks += (path, id(module), type(module))
+            if module._parameters:
+                own = [p for p in module._parameters.values() if p is not None]
+                marks += [(id(p), p.requires_grad) for p in own]
+                parameters += own
+        if self._of is None or marks != self._marks:
+            # What is marked by its number lives on, so that nothing else can have it.
+            self._of = (shared, modules, parameters), layout_of(model, shared)
+            self._marks = marks
+        return self._of[1]
+
+
+def _parameters_of(module: nn.Module, whole: bool) -> Iterable[tuple[str, Tensor | None]]:
+    """A module's own, and those below it where it is captured ``whole``; shared ones each time."""
+    if whole:
+        return module.named_parameters(remove_duplicate=False)
+    return module._parameters.items()
 
 
 def in_graph(layout: Layout) -> dict[str, Tensor]:

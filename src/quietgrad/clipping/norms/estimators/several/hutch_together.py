@@ -113,8 +113,6 @@ class HutchTogether:
         spread = spread_from_norms(room[:m].transpose(0, 1).flatten(1, 2), longest, room.dtype)
         slack = torch.add(spread.lost, squared, alpha=norm_gamma(squared, room.dtype))
         bound = spread.norm.mul_(margins)
-        found = [squared, slack, bound, least_of(spread.plain), spread.terms]
-        for one, numbers in zip(waiting, zip(*(x.view(m, b) for x in found)), strict=True):
-            squared, slack, bound, least, terms = numbers
-            measured = Measured(squared, slack, bound, least if self.least else None, terms)
-            self.sums.add(one.group, measured, one.entries)
+        least = least_of(spread.plain) if self.least else None
+        found = Measured(squared, slack, bound, least, spread.terms)
+        self.sums.add_several([o.group for o in waiting], found, [o.entries for o in waiting])
