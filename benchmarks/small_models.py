@@ -1,4 +1,4 @@
-"""Time of a step where arithmetic is nothing: small models, and what a step costs a GPU's processor.
+"""Time of a step where arithmetic is nothing: small models, and what a step costs beside a GPU.
 
     python benchmarks/small_models.py [--repeats 15] [--models mlp head ...]
                                       [--output benchmarks/results/small_models.json]
