@@ -379,6 +379,7 @@ def measure_time(
     report: dict[str, Any] = {
         "failed": failed,
         "seconds_non_private": statistics.median(base.values()),
+        "processor_seconds_non_private": statistics.median(processor["non-private"].values()),
         "methods": {},
     }
     for method, values in seconds.items():

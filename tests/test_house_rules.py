@@ -268,6 +268,13 @@ def test_folders_of_the_clipping_room_import_one_way() -> None:
     assert wrong == []
 
 
+def test_what_is_counted_on_paper_knows_nothing_of_devices() -> None:
+    paths = sorted((SOURCE / "scaling" / "paper").rglob("*.py"))
+    assert paths and (SOURCE / "scaling" / "ways").is_dir()
+    found = [m for path in paths for _, m in imports_of(path) if m.startswith("quietgrad.scaling.")]
+    assert found and [m for m in found if not m.startswith("quietgrad.scaling.paper.")] == []
+
+
 def test_there_are_no_import_circles() -> None:
     assert circular(import_graph(MODULES)) == set()
     assert circular({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == {"b", "c"}

@@ -9,13 +9,17 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
+from quietgrad import cli
+from quietgrad.cli import training
 from quietgrad.cli.beside import launch
+from quietgrad.distributed.together import Together
 from quietgrad.ledger import read_ledger
 
 pytestmark = pytest.mark.distributed
@@ -95,11 +99,16 @@ def on_processes(
     return started(folder, size, command(folder, *more, **changes), stop_at)
 
 
-def started(folder: Path, size: int, words: list[str], stop_at: int | None = None) -> list[str]:
-    """The same of the words of a command."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port: int = free.getsockname()[1]
+    return port
+
+
+def started(folder: Path, size: int, words: list[str], stop_at: int | None = None) -> list[str]:
+    """The same of the words of a command."""
+    port = free_port()
     log = folder / f"log of {size}"
     words = [*words, "--log", str(log)]
     multiprocessing.start_processes(
@@ -164,6 +173,67 @@ def test_what_several_processes_do_not_do_is_refused(tmp_path: Path) -> None:
     ):
         for told in on_processes(tmp_path, 2, **changes):
             assert text in told and "left with 2" in told, told
+
+
+@pytest.fixture
+def ends_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that fails is not ended before its log is written."""
+    monkeypatch.setattr(cli, "_leave_others", lambda error: None)
+
+
+@pytest.mark.usefixtures("ends_in_words")
+def test_what_the_first_process_alone_sees_is_told_by_all(tmp_path: Path) -> None:
+    table(tmp_path / "people.csv")
+    (tmp_path / "file").write_text("no directory")
+    first, second = on_processes(tmp_path, 2, training__run_dir=tmp_path / "file")
+    for told in (first, second):
+        assert "training.run_dir" in told and "left with 2" in told, told
+        assert "gloo" not in told and "lost" not in told
+
+
+@pytest.mark.usefixtures("ends_in_words")
+def test_what_another_process_alone_sees_is_told_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table(tmp_path / "people.csv")
+    prepare = training.prepare_shown
+
+    def prepared(*given: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            raise ValueError("data.source is not on this machine")
+        return prepare(*given)
+
+    monkeypatch.setattr(training, "prepare_shown", prepared)
+    first, second = on_processes(tmp_path, 2)
+    assert "rank 1 could not prepare the run: data.source is not on this machine" in first
+    assert "data.source is not on this machine" in second and "rank 1" not in second
+    assert "left with 2" in first and "left with 2" in second
+    assert not (tmp_path / "run").exists()  # as it was
+
+
+@pytest.mark.usefixtures("ends_in_words")
+def test_a_process_that_ends_between_two_steps_is_missed_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table(tmp_path / "people.csv")
+    asked = Together.any_of
+
+    def ended(self: Together, flag: bool) -> bool:
+        if self.rank == 1:
+            os._exit(0)
+        return asked(self, flag)
+
+    monkeypatch.setattr(Together, "any_of", ended)
+    monkeypatch.setattr(training, "_resumes", lambda *_: False)  # asks too
+    port = free_port()
+    log = tmp_path / "log"
+    words = [*command(tmp_path), "--log", str(log)]
+    multiprocessing.start_processes(
+        run_command, (2, port, words, None), nprocs=2, start_method="fork"
+    )
+    *_, last, _, left = log.with_suffix(".0").read_text().splitlines()
+    assert left == "left with 1" and last.startswith("error: another process failed, ended"), last
+    assert "gloo" not in last and last.endswith("(a private run goes on from its ledger)")
 
 
 def test_the_launcher_gets_the_command_without_the_number(monkeypatch: pytest.MonkeyPatch) -> None:

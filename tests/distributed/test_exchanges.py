@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import world
 from distributed.world import loss, model_of, on_ranks, plan_of, records_of
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from quietgrad.distributed import exchange, together, wrapping
 from quietgrad.distributed.groups.failing import (
@@ -183,9 +187,9 @@ def test_groups_of_a_run_wait_as_long_as_the_scripts(tmp_path: Path) -> None:
 def test_a_process_that_would_go_on_after_a_failure_under_nccl_is_refused(
     known: dict[str, str], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
     assert setting_that_goes_on(known) == ""
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     with pytest.raises(RuntimeError, match="unset it") if refused else contextlib.nullcontext():
         require_to_end_at_failures(["", setting_that_goes_on(known)])
 
@@ -199,9 +203,75 @@ def test_a_run_on_ranks_asks_how_a_failure_ends(tmp_path: Path) -> None:
 def started_as_if_under_nccl(rank: int) -> str:
     known = str(dist.get_backend_config())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+        patch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
         if rank == 1:
             patch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         with pytest.raises(RuntimeError, match="after a collective operation") as refused:
             plan_of().start()
     return f"{refused.value} ({known})"
+
+
+def test_groups_of_a_mesh_are_asked_too(tmp_path: Path) -> None:
+    """Where the default group has gloo alone, and whether the mesh is there at the start or not."""
+    for told in on_ranks(2, tmp_path, with_a_mesh_as_if_under_nccl):
+        for name in ("before", "after", "checked"):
+            heard = "rank 1 stopped" in told[name]  # in the middle of a run
+            assert heard or "TORCH_NCCL_ASYNC_ERROR_HANDLING=2 on rank 1" in told[name], told
+        assert "HANDLING=2" in told["before"]
+
+
+def with_a_mesh_as_if_under_nccl(rank: int) -> dict[str, str]:
+    own, told = dist.get_backend_config, {}
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        runs = [plan_of().start(), plan_of().start()]
+        theirs: Any = dist.new_group(backend="gloo")
+        model = model_of()
+        fully_shard(model, mesh=DeviceMesh.from_group(theirs, "cpu"))
+        patch.setattr(dist, "get_backend_config", lambda g: "cuda:nccl" if g is theirs else own(g))
+        batch = {name: torch.stack([r[name] for r in records_of(2)]) for name in ("x", "y")}
+        with pytest.raises(RuntimeError) as refused:
+            next(runs[0].batches())
+            runs[0].backward(model, loss, batch)
+        told["after"] = str(refused.value)
+        with pytest.raises(RuntimeError) as refused:
+            runs[1].check(model, loss, batch)
+        told["checked"] = str(refused.value)
+        with pytest.raises(RuntimeError) as refused:
+            plan_of().start()
+        told["before"] = str(refused.value)
+    return told
+
+
+def test_a_rank_that_alone_waits_for_the_others_ends_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A functional collective in the loss of one rank. Nobody sees it before the group's timeout:
+    the other rank is at its agreement, as it may be beside one with more records.
+    """
+    monkeypatch.setattr(world, "SECONDS", 5)
+    first, second = on_ranks(2, tmp_path, alone_in_a_collective, str(tmp_path))
+    assert first[0].startswith("rank 0 lost another rank") and "pair closure" not in first[0]
+    assert "(nothing came of it until the timeout)" in first[0]
+    assert second[0].startswith("rank 0 stopped after an error of its own")
+    for _, released in (first, second):
+        assert released == 0
+    assert read_ledger(tmp_path / "ledger.jsonl").releases == 0
+
+
+def alone_in_a_collective(rank: int, folder: str) -> tuple[str, int]:
+    def hearing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        losses = loss(model, batch)
+        if rank == 0:
+            heard = all_reduce(losses.detach().mean(), "sum", dist.group.WORLD)  # type: ignore[arg-type]
+            losses = losses + 0 * heard
+        return losses
+
+    with plan_of().start(Path(folder, "ledger.jsonl")) as run:
+        try:
+            for batch in run.loader(records_of(), physical_batch_size=3):
+                run.backward(model_of(), hearing, batch)
+        except RuntimeError as error:
+            return str(error), run.released
+    return "", run.released

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ from quietgrad import PrivacyConfig
 from quietgrad.clipping import Clipper
 from quietgrad.distributed import shares
 from quietgrad.ledger import read_ledger
+from quietgrad.plan import starting
 
 pytestmark = pytest.mark.distributed
+AT_ONCE = 20.0  # seconds: far below the group's timeout
 
 
 def at(indices: Any) -> dict[str, torch.Tensor]:
@@ -68,6 +72,50 @@ def test_ranks_that_differ_start_nothing(tmp_path: Path) -> None:
         for name, message in found.items():
             assert message.startswith("RuntimeError: ranks 0 and 1 differ in"), (name, message)
             assert "plan" in message or "seed" in message
+
+
+def failing_starts(rank: int, folder: str) -> dict[str, str]:
+    """What one rank alone cannot begin with, each followed by a start that all can."""
+    found = {}
+
+    def start(name: str, plan: Any, *given: Any, **named: Any) -> None:
+        began = time.monotonic()
+        found[name] = said(lambda: plan.start(*given, **named))
+        assert time.monotonic() - began < AT_ONCE
+
+    start("a divisor", plan_of(), tensor_parallel=2 + rank)
+    start("a number", plan_of(), tensor_parallel="2" if rank else 2)
+    start("a path", plan_of(), Path(folder, "a.jsonl"), keys=0 if rank else Path(folder, "k.json"))
+    if rank:
+        os.environ["WORLD_SIZE"] = "4"
+    start("a launcher", plan_of())
+    os.environ.pop("WORLD_SIZE", None)
+    with pytest.MonkeyPatch.context() as patch:
+        if not rank:
+            patch.setattr(starting, "NoiseSession", _no_memory)
+        start("a session", plan_of(), Path(folder, "b.jsonl"))
+    start("none", plan_of(), Path(folder, "b.jsonl"))
+    return found
+
+
+def _no_memory(*_: Any) -> None:
+    raise RuntimeError("there is no memory")
+
+
+def test_what_one_rank_refuses_alone_is_told_to_all(tmp_path: Path) -> None:
+    first, second = on_ranks(2, tmp_path, failing_starts, str(tmp_path))
+    told = "RuntimeError: rank 1 could not start the run: "
+    for name, kind, text in (
+        ("a divisor", "ValueError", "tensor_parallel=3 with 2 ranks"),
+        ("a number", "TypeError", "tensor_parallel"),
+        ("a path", "TypeError", ""),
+        ("a launcher", "RuntimeError", "WORLD_SIZE=4 says that this is one of several"),
+    ):
+        assert second[name].startswith(f"{kind}: ") and text in second[name], second
+        assert first[name] == told + second[name].removeprefix(f"{kind}: ")
+    assert first["a session"] == "RuntimeError: there is no memory"
+    assert second["a session"] == told.replace("1", "0") + "there is no memory"
+    assert first["none"] == second["none"] == ""  # and no ledger is left locked
 
 
 def differing_work(rank: int, folder: str) -> dict[str, str]:

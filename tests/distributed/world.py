@@ -72,6 +72,7 @@ def _enter(rank: int, size: int, folder: str, work: Callable[..., Any], extra: A
     torch.set_num_threads(1)
     os.environ.pop("WORLD_SIZE", None)
     os.dup2(os.open(Path(folder, f"crash{rank}.txt"), os.O_CREAT | os.O_WRONLY), CRASHES)
+    faulthandler.disable()  # Lightning puts signals back to what Python knew of: enabled, not there
     faulthandler.enable(CRASHES)
     try:
         if size > 1:

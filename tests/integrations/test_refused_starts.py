@@ -4,6 +4,8 @@ that would keep the mended script out of its directory.
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import lightning_modules
 import private_trainers
 import pytest
+import torch
 from lightning_modules import ADVICE, Small
 from processes import on_processes
 from torch import Tensor, nn
@@ -89,3 +92,35 @@ def test_on_two_processes_the_first_leaves_nothing_either(tmp_path: Path) -> Non
     assert "ledger" not in first and "secrets" not in first, first
     assert "Error" not in other, other
     assert read_ledger(tmp_path / "run" / "ledger.jsonl").releases == 10
+
+
+SHARDS = {"fsdp": True, "fsdp_config": {"fsdp_version": 2}}
+
+
+def looked_at_by_one(folder: str) -> None:
+    """Rank 1 alone has a loss that is refused, and stays: its process does not end."""
+    rank, place = int(os.environ["RANK"]), Path(folder)
+    began = time.monotonic()
+    found = "trained"
+    try:
+        public = private_trainers.records(16, 1)
+        by_trainer(place, rank == 1, OWN, ddp_timeout=60, eval_dataset=public, **SHARDS)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    took = time.monotonic() - began
+    torch.save(f"{took:.0f} s, {found}", place.parent / "work" / f"found{rank}.pt")
+    other = place.parent / "work" / f"found{1 - rank}.pt"
+    while not other.exists() and time.monotonic() < began + 90:
+        time.sleep(0.1)
+    os._exit(0)  # groups whose connections were closed meet nobody any more
+
+
+@pytest.mark.distributed
+def test_a_look_that_one_rank_of_shards_refuses_alone_stops_the_other(tmp_path: Path) -> None:
+    """In a pass of the look, before anything is released: the directory is free again."""
+    output = tmp_path / "run"
+    first, second = on_processes(2, tmp_path / "work", looked_at_by_one, str(output))
+    assert "one loss per example" in second, (first, second)
+    assert "rank 0 lost another rank" in first and "gloo" not in first, first
+    assert all(int(told.split()[0]) < 40 for told in (first, second)), (first, second)
+    assert files_in(output) <= {".lock"}

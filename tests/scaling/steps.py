@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,16 +24,17 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from quietgrad.clipping.settings import Clipping, Performance
 from quietgrad.distributed import sharded as sharded_company
 from quietgrad.noise import BandedNoise, IndependentNoise
 from quietgrad.plan import PrivacyConfig
-from quietgrad.scaling.forecast import ACTIVATIONS
-from quietgrad.scaling.held import Held
-from quietgrad.scaling.models import causal_loss
-from quietgrad.scaling.shapes import Shape, of_config
+from quietgrad.plan.run import PrivateRun
+from quietgrad.scaling.paper.held import Held
+from quietgrad.scaling.paper.models import causal_loss
+from quietgrad.scaling.paper.shapes import Shape, of_config
+from quietgrad.scaling.ways.forecast import ACTIVATIONS
 
 CUT = {  # as transformers' own plan of a Llama
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -59,12 +63,37 @@ def small_shape(vocabulary: int, width: int, blocks: int, inner: int) -> Shape:
     return of_config(values, f"width {width}", "this test")
 
 
-def made(shape: Shape) -> nn.Module:
+def made(shape: Shape, lora: int | None = None) -> nn.Module:
+    """The model; with adapters of a rank on all linear layers of its blocks, where it is given."""
     import transformers as hf
 
     torch.manual_seed(0)
     model: nn.Module = hf.AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
+    if lora is not None:
+        import peft
+
+        settings = peft.LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear")
+        model = peft.get_peft_model(model, settings)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:  # zeros would leave the other factor without a gradient
+                nn.init.normal_(p, std=0.02)
     return model.train()
+
+
+def cut_plan(model: nn.Module) -> dict[str, Any]:
+    """``CUT``; of adapters the factor that meets whole features is whole on every device."""
+    if not any("lora_" in name for name, _ in model.named_parameters()):
+        return CUT
+    found = {}
+    for name, style in CUT.items():
+        inside = f"base_model.model.{name}"
+        if not name.endswith("_proj"):
+            found[inside] = style
+            continue
+        found[f"{inside}.base_layer"] = style
+        factor = "A" if isinstance(style, RowwiseParallel) else "B"
+        found[f"{inside}.lora_{factor}.default"] = style
+    return found
 
 
 def stepped(
@@ -131,17 +160,36 @@ def stepped(
     return held.peak, dict(sent)
 
 
+def starved(rank: int, *given: Any) -> tuple[int, dict[str, float]]:
+    """``stepped``, where all other threads of this process wait until this one has nothing to do,
+    as they may where processors are busy.
+    """
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    clip = PrivateRun.clip
+
+    def clipped(*args: Any) -> Any:
+        for thread in map(int, os.listdir("/proc/self/task")):
+            if thread != threading.get_native_id():
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        return clip(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrivateRun, "clip", clipped)
+        return stepped(rank, *given)
+
+
 def _spread(model: Any, groups: int, together: int) -> None:
     # torch's own, where the outermost module returns what a layer that is cut gathered
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh("cpu", (groups, together), mesh_dim_names=("dp", "tp"))
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     if together > 1:
-        tied = model.lm_head.weight is model.model.embed_tokens.weight
-        parallelize_module(model, mesh["tp"], CUT)
+        tied = bare.lm_head.weight is bare.model.embed_tokens.weight
+        parallelize_module(model, mesh["tp"], cut_plan(model))
         if tied:
-            model.lm_head.weight = model.model.embed_tokens.weight
+            bare.lm_head.weight = bare.model.embed_tokens.weight
     if groups > 1:
-        for block in model.model.layers:
+        for block in bare.model.layers:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
 
@@ -156,12 +204,53 @@ class Functional(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "_c10d_functional" and func._opname not in SILENT:
-            own = args[0].numel() * args[0].element_size()
-            to_each = {"all_reduce": 2 * own / self.together, "all_gather_into_tensor": own}
-            amount = (self.together - 1) * to_each[func._opname]
-            self.sent[ACTIVATIONS] = self.sent.get(ACTIVATIONS, 0.0) + amount
-        return func(*args, **(kwargs or {}))
+        if func.namespace != "_c10d_functional" or func._opname in SILENT:
+            return func(*args, **(kwargs or {}))
+        given, *rest = args
+        own = given.numel() * given.element_size()
+        to_each = {"all_reduce": 2 * own / self.together, "all_gather_into_tensor": own}
+        amount = (self.together - 1) * to_each[func._opname]
+        self.sent[ACTIVATIONS] = self.sent.get(ACTIVATIONS, 0.0) + amount
+        found = _on_copies(lambda given: _waited(func(given, *rest, **(kwargs or {}))), given)
+        return torch.empty_like(found).copy_(found)  # met by those who count
+
+
+def _waited(tensor: torch.Tensor) -> torch.Tensor:
+    done: torch.Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+    return done
+
+
+def _on_copies(work: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """What ``work`` returns for copies that nobody counts.
+
+    A thread of gloo's lets go of an operation's tensors after it has said that the operation is
+    done: where processors are busy, long after. What was given to it would be counted until then,
+    and not be let go on the thread that counts.
+    """
+    with _disable_current_modes():
+        return work(*(tensor.detach().clone() for tensor in tensors))
+
+
+def _filled(work: Callable[..., Any], found: torch.Tensor, given: torch.Tensor) -> None:
+    """``work(found, given)``, on copies."""
+
+    def done(found: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        work(found, given)
+        return found
+
+    made = _on_copies(done, found, given)
+    with torch.no_grad(), _disable_current_modes():
+        found.copy_(made)
+
+
+class Done:
+    """In place of an operation's ``Work``, which keeps what was given as long as it is kept."""
+
+    def __init__(self, *kept: torch.Tensor) -> None:
+        self._kept = kept
+
+    def wait(self) -> None:
+        return None
 
 
 def _tell_of_sizes(held: Held, patch: pytest.MonkeyPatch) -> None:
@@ -180,10 +269,11 @@ def _count_rings(sent: dict[str, float], size: int, patch: pytest.MonkeyPatch) -
     """Of a model in shards: what each sends where gathers and reductions go round in rings."""
 
     def counted(name: str, part: int, begin: Any) -> Any:
-        def begun(output: Any, given: Any, *args: Any, **more: Any) -> Any:
+        def begun(output: Any, given: Any, *args: Any, async_op: bool = False, **more: Any) -> Any:
             amount = given.numel() * given.element_size() * (size - 1) // part
             sent[name] = sent.get(name, 0) + amount
-            return begin(output, given, *args, **more)
+            _filled(lambda found, own: begin(found, own, *args, **more), output, given)
+            return Done(output, given) if async_op else None
 
         return begun
 
@@ -204,7 +294,7 @@ def _counting(sent: dict[str, float], rank: int, size: int) -> Any:
     def exchange(output: Any, given: Any, to: Any, of: Any, **more: Any) -> Any:
         own = of[dist.get_rank(more["group"])]
         count("exchange", (sum(of) - own) * given.element_size())
-        return first[0](output, given, to, of, **more)
+        _filled(lambda found, own: first[0](found, own, to, of, **more), output, given)
 
     def gather(found: Any, mine: Any, **more: Any) -> Any:
         others = dist.get_world_size(more["group"]) - 1

@@ -11,11 +11,9 @@ import torch
 from scaling.steps import made, small_shape
 
 from quietgrad.clipping.clipper import Clipper
-from quietgrad.scaling import memory, models
-from quietgrad.scaling.devices import NAMED as DEVICES
-from quietgrad.scaling.devices import device_of
-from quietgrad.scaling.held import Held
-from quietgrad.scaling.models import (
+from quietgrad.scaling.paper import models
+from quietgrad.scaling.paper.held import Held
+from quietgrad.scaling.paper.models import (
     Tuning,
     alike,
     causal_loss,
@@ -24,7 +22,10 @@ from quietgrad.scaling.models import (
     paper_of_shape,
     parts_of,
 )
-from quietgrad.scaling.shapes import NAMED, of_config, shape_of
+from quietgrad.scaling.paper.shapes import NAMED, of_config, shape_of
+from quietgrad.scaling.ways import memory
+from quietgrad.scaling.ways.devices import NAMED as DEVICES
+from quietgrad.scaling.ways.devices import device_of
 
 # Parameters of the published models, as their pages count them.
 PUBLISHED = {

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from quietgrad.cli.app import app
 from quietgrad.clipping.clipper import Clipper
-from quietgrad.scaling import advice
-from quietgrad.scaling.devices import device_of
-from quietgrad.scaling.forecast import Asked, ways_of
-from quietgrad.scaling.models import Tuning, paper_of_shape
-from quietgrad.scaling.shapes import shape_of
+from quietgrad.scaling.paper.models import Tuning, paper_of_shape
+from quietgrad.scaling.paper.shapes import shape_of
+from quietgrad.scaling.ways import advice
+from quietgrad.scaling.ways.devices import device_of
+from quietgrad.scaling.ways.forecast import Asked, ways_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "many_devices.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"```sh\nquietgrad (.*?)\n```", PAGE, flags=re.DOTALL)

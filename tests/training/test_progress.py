@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from quietgrad.cli.progress import stages, still
+from quietgrad.cli.progress import pace, stages, still
 from quietgrad.cli.progress.lines import Lines
 from quietgrad.cli.progress.still import Still, duration
+from quietgrad.clipping.soundness.guard import is_guarded
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -110,3 +111,29 @@ def test_progress_without_a_terminal(
     code, out, _ = quietgrad("train", config, *(word for one in again for word in ("--set", one)))
     lines = [line for line in out.splitlines() if line.endswith("min left")]
     assert code == 0 and lines[0].startswith("step 2/6: not private, about ")
+
+
+def test_the_time_left_is_not_that_of_steps_with_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 1, 2, 4 and 8 of 8 hold one: 100 s each, and 20 s the others."""
+    now = [0.0]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    written = io.StringIO()
+    console = Console(file=written, width=100)
+    seen = pace.Pace(lambda step: is_guarded(step - 1))
+    lines = Lines(console, "step", seen)
+    took = [1000, 100, 20, 100, 20, 20, 20, 100]
+    for step, seconds in enumerate(took, start=1):
+        now[0] += seconds
+        seen.made(step)
+        left = seen.left(8)
+        rest = sum(took[step:])
+        if step == 1:
+            assert left is None
+        elif step == 2:
+            assert left == (600.0, False) and rest < 600  # no other step was seen: the most
+        else:
+            assert left == (rest, True)
+        lines.show(step, 8, "")
+    first, *others = written.getvalue().splitlines()
+    assert first == "step 2/8, at most 10 min left"
+    assert others[:2] == ["step 4/8, about 3 min left", "step 6/8, about 2 min left"]

@@ -27,10 +27,21 @@ def _answer() -> None:
     except (ValueError, TypeError) as error:
         fail(str(error), code=2)
     except RuntimeError as error:
-        fail(str(error), code=1)
+        fail(_in_words(error), code=1)
     except KeyboardInterrupt:
         fail("interrupted", code=130)
     sys.exit(0)
+
+
+def _in_words(error: RuntimeError) -> str:
+    """An error of a backend in the middle of an evaluation says where in its source it is."""
+    group = sys.modules.get("torch.distributed")
+    if group is not None and group.is_available():
+        from quietgrad.distributed.groups.failing import is_of_a_backend, lost_in_words
+
+        if is_of_a_backend(error):
+            return lost_in_words(error)
+    return str(error)
 
 
 def _leave_others(error: BaseException) -> None:

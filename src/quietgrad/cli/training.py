@@ -63,43 +63,51 @@ def run_train(
     together = _meet(config)
     if together.size > 1:
         resume = together.of_first(_resumes(config, resume, together))
-        config = _config_to_run(config_path, overrides, resume)
+        config = together.all_of(
+            lambda: _config_to_run(config_path, overrides, resume), "read its settings"
+        )
     if not together.first:
         target = Console(quiet=True)
     from quietgrad.training.extending import Extend, extended
-    from quietgrad.training.files.noise_state import saved_mixing, with_kept_seed, without_seed
+    from quietgrad.training.files.noise_state import saved_mixing
     from quietgrad.training.files.run_dir import RunDir, removed_if_refused
 
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
-        if together.first:
-            run_dir = stack.enter_context(removed_if_refused(config.training.run_dir, resume))
-        else:
-            run_dir = RunDir(Path(config.training.run_dir))
+        wanted = config.training.run_dir
+        run_dir = RunDir(
+            together.by_first(lambda: stack.enter_context(removed_if_refused(wanted, resume)).path)
+        )
         stack.enter_context(_told_if_interrupted(run_dir))
         if resume:
-            config = with_kept_seed(config, run_dir)
-            require_same_settings(without_seed(load_config(run_dir.config)), without_seed(config))
+            config = together.all_of(lambda: _as_it_began(config, run_dir), "go on")
         from quietgrad.clipping.soundness.processes import on_public_records
         from quietgrad.plan.seeds import beginning_of
         from quietgrad.training.derived.resolve import is_open
 
         # Drawn where there is no seed: weights that begin at random have to begin alike.
         beginning = together.of_first(beginning_of(config.training.seed))
-        # What follows from measurements is the first process's: the others wait for it.
-        measures = together.size > 1 and is_open(config)
-        if measures and not together.first:
-            config = together.of_first(None)
-        with on_public_records():
-            prepared = prepare_shown(
-                config,
-                target,
-                saved_mixing(run_dir) if resume else None,
-                (lambda plan: extended(plan, run_dir, Extend(*extend))) if resume else None,
-                beginning,
-            )
-        if measures and together.first:
-            together.of_first(prepared.config)
+        made: list[Prepared] = []
+
+        def prepare(config: TrainConfig) -> Prepared:
+            with on_public_records():
+                return prepare_shown(
+                    config,
+                    target,
+                    saved_mixing(run_dir) if resume else None,
+                    (lambda plan: extended(plan, run_dir, Extend(*extend))) if resume else None,
+                    beginning,
+                )
+
+        def measured(given: TrainConfig) -> TrainConfig:
+            made.append(prepare(given))
+            return made[0].config
+
+        if together.size > 1 and is_open(config):
+            # What follows from measurements is the first process's: the others wait for it.
+            given = config
+            config = together.by_first(lambda: measured(given))
+        prepared = together.all_of(lambda: made[0] if made else prepare(config), "prepare the run")
         together.require_same(
             "their training records",
             prepared.task.record_ids,
@@ -114,10 +122,12 @@ def run_train(
             difference = None
             if prepared.plan is not None:
                 say("checking clipping on validation records")
-                difference = verify_on_public_records(prepared)
+                difference = together.all_of(
+                    lambda: verify_on_public_records(prepared), "check clipping"
+                )
             # Before private records are in memory, whose peak would tell of them.
             say("timing a step on validation records")
-            expected = kept_forecast(prepared) if together.first else {}
+            expected = together.by_first(lambda: kept_forecast(prepared))
     with _told_if_interrupted(run_dir):
         unsaid = [] if resume else embedded(config_path, overrides)
         _print_beginning(target, prepared, difference, unsaid)
@@ -218,6 +228,15 @@ def _resumes(config: TrainConfig, resume: bool, together: Together) -> bool:
 
     again = restarted(together)
     return resume or (again and holds_records(RunDir(Path(config.training.run_dir)).ledger))
+
+
+def _as_it_began(config: TrainConfig, run_dir: RunDir) -> TrainConfig:
+    """The configuration of a run that is gone on with."""
+    from quietgrad.training.files.noise_state import with_kept_seed, without_seed
+
+    config = with_kept_seed(config, run_dir)
+    require_same_settings(without_seed(load_config(run_dir.config)), without_seed(config))
+    return config
 
 
 def _in_words(prepared: Prepared, result: dict[str, Any]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from quietgrad.clipping.clipped_sum import ClippedSum, PrivateCounts
 from quietgrad.distributed.alike import REMEDIES, differ, message, records_digest, weights_digest
 from quietgrad.distributed.circles import Circle, Circles
+from quietgrad.distributed.groups.failing import in_short, is_of_a_backend
 from quietgrad.distributed.groups.leaving import close_connections
 from quietgrad.distributed.groups.loops import Loops
 from quietgrad.distributed.groups.patience import patience
@@ -110,7 +111,7 @@ class Ranks:
         except BaseException as error:
             own = self._stopped is None
             self.stop()
-            if own and _of_a_backend(error):  # in the middle of a pass, which another one left
+            if own and is_of_a_backend(error):  # in the middle of a pass, which another one left
                 raise self._lost_another(error) from error
             raise
 
@@ -264,7 +265,8 @@ class Ranks:
             [own.get(name, none).detach().to("cpu", torch.float64).reshape(()) for name in names]
         )
         received = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.gather(mine, received if self.rank == FIRST else None, FIRST, group=self._control)
+        with self.lost():
+            dist.gather(mine, received if self.rank == FIRST else None, FIRST, group=self._control)
         if self.rank != FIRST:
             return {}
         total, *others = [received[r].clone() for r in self._counting]
@@ -339,12 +341,5 @@ class Ranks:
     def _lost_another(self, error: BaseException) -> RuntimeError:
         return self._stop(
             f"rank {self.rank} lost another rank, which failed, ended or cannot be reached "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+            f"({in_short(error)})"
         )
-
-
-def _of_a_backend(error: BaseException) -> bool:
-    """Whether an operation with other ranks failed; gloo has no class of its own for it."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "/gloo/" in str(error)
-    )

@@ -24,6 +24,7 @@ from quietgrad.clipping.sharded.refusals import is_fully_sharded
 from quietgrad.clipping.soundness.refusals import require_model
 from quietgrad.distributed.cut.company import Cutters
 from quietgrad.distributed.cut.ranks import CutRanks
+from quietgrad.distributed.groups.failing import require_to_end_here
 from quietgrad.distributed.ranks import Ranks
 from quietgrad.distributed.team import Team
 from quietgrad.distributed.wrapping import Expected, refuse_wrapped_shards, silent, unused
@@ -87,13 +88,13 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | CutCompany |
     Raises:
         ValueError: where a model is sharded in a run on one process, or cut in a run that was not
             told so, or the other way round; and at the end, where the loss met other ranks.
+        RuntimeError: where NCCL is told to go on after a failure.
     """
     require_model(model)
     refuse_wrapped_shards(model)
     put_away(model)  # an evaluation leaves the outermost module's parameters gathered
     spread: Any = next((p for p in model.parameters() if is_spread(p)), None)
-    if spread is not None and isinstance(team, Ranks):
-        team.in_passes = True
+    meets_in_passes(team, model)
     if isinstance(team, CutRanks) or _is_cut_at_all(model):
         ranks = _require_cut(team, model)
         group = _group_over(model, ranks.neighbours)
@@ -121,6 +122,17 @@ def clipping_on(team: Team, model: nn.Module) -> Iterator[Company | CutCompany |
     expected, group = Expected(), spread.device_mesh.get_group(0)
     with silent(expected), gathers_expected(model, expected):
         yield ShardedCompany(team, group, expected)
+
+
+def meets_in_passes(team: Team, model: nn.Module) -> None:
+    """Ranks are about to wait for each other in passes of a model that is spread over them.
+
+    Raises:
+        RuntimeError: where NCCL is told to go on after a failure.
+    """
+    if isinstance(team, Ranks) and any(is_spread(p) for p in model.parameters()):
+        require_to_end_here()
+        team.in_passes = True
 
 
 def _is_cut_at_all(model: nn.Module) -> bool:
@@ -189,6 +201,7 @@ def public_records_of(team: Team, model: nn.Module, records: Batch) -> Batch:
         _require_cut(team, model)
     if not is_fully_sharded(model) or not isinstance(team, Ranks):
         return records
+    meets_in_passes(team, model)
     team.agree("check", {})
     device = next(model.parameters()).device
     given = team.from_first(map_tensors(records, lambda t: t.detach().cpu()))

@@ -4,18 +4,23 @@ process group, one word for all, and which of them writes files.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from quietgrad.distributed.alike import digest
+from quietgrad.distributed.groups.failing import is_of_a_backend, lost_in_words
 from quietgrad.distributed.groups.meeting import place_of_this_start
 from quietgrad.distributed.groups.patience import patience
 from quietgrad.distributed.groups.restarts import begun_before, counted
 from quietgrad.distributed.groups.saving import group_for_saving as group_for_saving
+from quietgrad.distributed.groups.telling import refuse_together, tried, word_of
+
+Result = TypeVar("Result")
 
 
 class Together:
@@ -41,7 +46,8 @@ class Together:
         if self._group is None:
             return flag
         told = torch.tensor([int(flag)], device="cpu")
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        with _lost():
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         return bool(told.item())
 
     def of_first(self, value: Any) -> Any:
@@ -49,7 +55,8 @@ class Together:
         if self._group is None:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
+        with _lost():
+            dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
     def by_first(self, work: Callable[[], Any]) -> Any:
@@ -58,12 +65,7 @@ class Together:
         """
         if self._group is None:
             return work()
-        found, error = None, None
-        if self.first:
-            try:
-                found = work()
-            except Exception as raised:
-                error = raised
+        found, error = tried(work) if self.first else (None, None)
         found, refused = self.of_first((found, None if error is None else str(error)))
         if error is not None:
             raise error
@@ -71,15 +73,45 @@ class Together:
             raise ValueError(refused)
         return found
 
+    def all_of(self, work: Callable[[], Result], what: str) -> Result:
+        """What ``work`` returns, on each process; all do it. Where it fails on one, all raise: that
+        one what it raised, the others a ValueError with its words.
+
+        Args:
+            work: does not meet the others itself.
+            what: it does, such as "read the data".
+        """
+        if self._group is None:
+            return work()
+        found, error = tried(work)
+        refuse_together(self._of_all(word_of(error)), error, what, ValueError)
+        return cast(Result, found)
+
     def require_same(self, name: str, value: object, remedy: str) -> None:
         """Raises RuntimeError on all ranks where ``value`` is not the same."""
         if self._group is None:
             return
-        told: list[Any] = [None] * self.size
-        dist.all_gather_object(told, digest(value), group=self._group)
+        told = self._of_all(digest(value))
         other = next((rank for rank, one in enumerate(told) if one != told[0]), None)
         if other is not None:
             raise RuntimeError(f"ranks 0 and {other} differ in {name}: {remedy}")
+
+    def _of_all(self, value: str) -> list[Any]:
+        told: list[Any] = [None] * self.size
+        with _lost():
+            dist.all_gather_object(told, value, group=self._group)
+        return told
+
+
+@contextlib.contextmanager
+def _lost() -> Iterator[None]:
+    """A backend's error says where in its source it is, and not what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_of_a_backend(error):
+            raise
+        raise RuntimeError(lost_in_words(error)) from error
 
 
 def launched(environment: Mapping[str, str] | None = None) -> bool:
@@ -126,5 +158,6 @@ def leave() -> None:
     process whose peer is gone.
     """
     if dist.is_available() and dist.is_initialized():
-        dist.barrier()
+        with _lost():
+            dist.barrier()
         dist.destroy_process_group()

@@ -269,7 +269,7 @@ class PrivacyPlan(StepByStep):
                 shortened or gone, or the seed has started another run; for an extended plan,
                 without the ledger of the run that it extends.
             RuntimeError: in one of several processes that are not in one process group; and on all
-                ranks of a group, where they differ or the first cannot start.
+                ranks of a group, where they differ or another one cannot start.
         """
         return start_run(self, ledger, keys, resume, tensor_parallel)
 

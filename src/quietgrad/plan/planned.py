@@ -1,8 +1,10 @@
-"""What a run reads of its plan, so that plans import runs and not the other way round."""
+"""What a run, and its start, read of a plan, so that plans import runs and not the other way
+round.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +14,10 @@ from quietgrad.beside.values import SideMethod
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.distributed.team import Team
 from quietgrad.events import PrivacyEvent
+from quietgrad.ledger import LedgerContents
+from quietgrad.noise.mechanism import GaussianNoise
 from quietgrad.noise.noisy_sum import NoisySum
+from quietgrad.plan.seeds import Seed
 from quietgrad.randomness import RandomKey
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.sampling.users import UserIndices
@@ -44,3 +49,30 @@ class Planned(Protocol):
     def write_gradients(
         self, noisy: NoisySum, model: nn.Module, team: Team | None = None
     ) -> None: ...
+
+
+class Startable(Planned, Protocol):
+    """What a start reads of a plan, beside what runs."""
+
+    @property
+    def seed(self) -> Seed | None: ...
+    @property
+    def data_are_public(self) -> bool: ...
+    @property
+    def noise(self) -> GaussianNoise: ...
+    @property
+    def extensions(self) -> tuple[tuple[Course, float | None], ...]: ...
+    @property
+    def first_planned(self) -> Course: ...
+    @property
+    def first_event(self) -> Any: ...
+    @property
+    def dataset_size(self) -> int: ...
+    @property
+    def max_grad_norm(self) -> float: ...
+    @property
+    def record_identity(self) -> str: ...
+    @property
+    def denoising(self) -> Any: ...
+    def sampling_facts(self) -> dict[str, object]: ...
+    def require_same_mechanism(self, contents: LedgerContents) -> None: ...

@@ -36,12 +36,12 @@ from quietgrad.plan.planned import Planned
 from quietgrad.plan.progress import TellsProgress
 from quietgrad.plan.releases import Releases
 from quietgrad.plan.seeds import SeedUse
-from quietgrad.plan.session.drawing import DrawsForModels
+from quietgrad.plan.session.looks import LooksTogether
 from quietgrad.plan.session.noise_session import NoiseSession
 from quietgrad.tensors import Batch
 
 
-class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
+class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
     """A plan in progress: which release comes next, and the streams. Never makes more releases than
     the plan has steps.
 
@@ -202,7 +202,7 @@ class PrivateRun(DrawsForModels, TellsBeside, TellsProgress):
         """
         with self._team.stopping_all():
             public_batch = public_records_of(self._team, model, public_batch)
-        bound = self.bindings.of(model_inside(model), per_example_loss)
+            bound = self.bindings.of(model_inside(model), per_example_loss)
         check_public(self._team, bound, model, public_batch)
 
     def contribution(

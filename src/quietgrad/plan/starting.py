@@ -6,69 +6,32 @@ secret file, and its roots are theirs. What has to be the same everywhere is com
 
 from __future__ import annotations
 
-import re
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from quietgrad.checks import require_int
 from quietgrad.clipping.soundness.processes import refuse_launcher
-from quietgrad.distributed.alike import digest, versions
 from quietgrad.distributed.cut.ranks import CutRanks
 from quietgrad.distributed.groups.failing import require_to_end_at_failures, setting_that_goes_on
 from quietgrad.distributed.groups.restarts import begun_before, counted
+from quietgrad.distributed.groups.telling import refuse_together, tried, word_of
 from quietgrad.distributed.ranks import FIRST, Ranks
 from quietgrad.distributed.team import Alone, Team
 from quietgrad.keyring import KeyRing, Session, rows_path
-from quietgrad.ledger import LedgerContents, LedgerWriter, holds_records, read_ledger
-from quietgrad.noise.mechanism import GaussianNoise
+from quietgrad.ledger import LedgerWriter, holds_records, read_ledger
 from quietgrad.plan.by_step.course import require_run_to_extend
-from quietgrad.plan.planned import Planned
+from quietgrad.plan.planned import Startable
 from quietgrad.plan.run import PrivateRun
-from quietgrad.plan.seeds import Seed, SeedUse, claim_seed, key_of_seed, root_key
+from quietgrad.plan.seeds import SeedUse, claim_seed, root_key
+from quietgrad.plan.session.facts import facts_of, require_alike
 from quietgrad.plan.session.noise_session import NoiseSession
 from quietgrad.plan.session.starts import Begun, begin_session, new_session
 from quietgrad.randomness import RandomKey
-from quietgrad.schedules import Course
-
-DIFFERS = {
-    "versions": "install the same versions of torch, numpy and quietgrad everywhere",
-    "mechanism": "build the plan from the same settings on every rank",
-    "sampling": "build the plan for the same records (ids, owners, number) on every rank",
-    "seed": "give every rank the same seed, or none: the first rank then draws a root for all",
-    "ranks": "give plan.start the same tensor_parallel on every rank",
-    "files": "give ledger and keys on every rank or on none, and the same resume; the first rank "
-    "alone writes them",
-}
-
-
-class Startable(Planned, Protocol):
-    """What a start reads of a plan, beside what runs."""
-
-    @property
-    def seed(self) -> Seed | None: ...
-    @property
-    def data_are_public(self) -> bool: ...
-    @property
-    def noise(self) -> GaussianNoise: ...
-    @property
-    def extensions(self) -> tuple[tuple[Course, float | None], ...]: ...
-    @property
-    def first_planned(self) -> Course: ...
-    @property
-    def first_event(self) -> Any: ...
-    @property
-    def dataset_size(self) -> int: ...
-    @property
-    def max_grad_norm(self) -> float: ...
-    @property
-    def record_identity(self) -> str: ...
-    @property
-    def denoising(self) -> Any: ...
-    def sampling_facts(self) -> dict[str, object]: ...
-    def require_same_mechanism(self, contents: LedgerContents) -> None: ...
 
 
 @dataclass
@@ -98,21 +61,29 @@ def start_run(
     tensor_parallel: int = 1,
 ) -> PrivateRun:
     """See ``PrivacyPlan.start``."""
-    require_run_to_extend(plan.extensions, ledger)
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    _require_divisor(tensor_parallel, size)
-    secret = None if keys is None else Path(keys)
     if size > 1:
-        refuse_launcher(group_size=size)
-        ranks = Ranks() if tensor_parallel == 1 else CutRanks(tensor_parallel)
-        found = _started_together(plan, ledger, secret, resume, ranks)
-        return _run(plan, found, None, ranks)
-    refuse_launcher()
+        return _started_together(plan, ledger, keys, resume, tensor_parallel, size)
+    secret = _usable(plan, ledger, keys, tensor_parallel, size)
     _require_known_past(ledger, resume, counted())
     found = _started(plan, ledger, secret, resume)
-    return _run(
-        plan, found, None if secret is None or ledger is None else rows_path(secret), Alone()
-    )
+    rows = None if secret is None or ledger is None else rows_path(secret)
+    with _closed_if_refused(found):
+        return _run(plan, found, rows, Alone())
+
+
+def _usable(
+    plan: Startable,
+    ledger: str | Path | None,
+    keys: str | Path | None,
+    tensor_parallel: int,
+    size: int,
+) -> Path | None:
+    """The secret file, where what a start was given can be used here."""
+    require_run_to_extend(plan.extensions, ledger)
+    _require_divisor(tensor_parallel, size)
+    refuse_launcher(group_size=size)
+    return None if keys is None else Path(keys)
 
 
 def _require_divisor(tensor_parallel: int, size: int) -> None:
@@ -123,6 +94,17 @@ def _require_divisor(tensor_parallel: int, size: int) -> None:
             "and all ranks are in groups of so many; give a divisor of the number of ranks, 1 for "
             "records that lie on one rank each (docs/tensor_parallel.md)"
         )
+
+
+@contextlib.contextmanager
+def _closed_if_refused(found: Started) -> Iterator[None]:
+    """A ledger that stays open would block the next start."""
+    try:
+        yield
+    except BaseException:
+        if found.writer is not None:
+            found.writer.close()
+        raise
 
 
 def _run(plan: Startable, found: Started, rows: Path | None, team: Team) -> PrivateRun:
@@ -198,14 +180,27 @@ def _claim(
 def _started_together(
     plan: Startable,
     ledger: str | Path | None,
-    secret: Path | None,
+    keys: str | Path | None,
     resume: bool | None,
-    ranks: Ranks,
-) -> Started:
+    tensor_parallel: int,
+    size: int,
+) -> PrivateRun:
     """The first rank starts; the others get its roots, and nothing to write with."""
-    own = _facts(plan, ledger, secret, resume, ranks), counted(), setting_that_goes_on()
-    told_by_rank = ranks.all_said(own)
-    _require_alike([facts for facts, _, _ in told_by_rank])
+
+    def own() -> tuple[Path | None, Any]:
+        secret = _usable(plan, ledger, keys, tensor_parallel, size)
+        facts = facts_of(plan, ledger, secret, resume, tensor_parallel, size)
+        return secret, (facts, counted(), setting_that_goes_on())
+
+    mine, refused = tried(own)
+    # Also where nothing can be started: the others hear of it.
+    whole = mine is None or tensor_parallel == 1
+    ranks = Ranks() if whole else CutRanks(tensor_parallel)
+    answers = ranks.all_said((word_of(refused), mine and mine[1]))
+    refuse_together([word for word, _ in answers], refused, "start the run")
+    assert mine is not None
+    secret, told_by_rank = mine[0], [told for _, told in answers]
+    require_alike([facts for facts, _, _ in told_by_rank])
     require_to_end_at_failures([setting for _, _, setting in told_by_rank])
     # Agents of several machines count restarts each for itself.
     restarts = max(count for _, count, _ in told_by_rank)
@@ -232,13 +227,11 @@ def _started_together(
         found = Started(
             begun, None, told["released"], told["given_up"], told["max_grad_norm"], None
         )
-    try:
-        _require_newest(ranks, ledger, found.released)
-    except BaseException:
-        if found.writer is not None:
-            found.writer.close()
-        raise
-    return found
+    with _closed_if_refused(found):
+        run, refused = tried(lambda: _run(plan, found, None, ranks))
+        _require_newest(ranks, ledger, found.released, refused)
+    assert run is not None
+    return run
 
 
 def _told(found: Started | None, error: BaseException | None) -> dict[str, Any]:
@@ -258,50 +251,6 @@ def _told(found: Started | None, error: BaseException | None) -> dict[str, Any]:
     }
 
 
-def _facts(
-    plan: Startable,
-    ledger: str | Path | None,
-    secret: Path | None,
-    resume: bool | None,
-    ranks: Ranks,
-) -> dict[str, str]:
-    """Digests of what has to be the same on all ranks."""
-    sampler, noise = plan.sampler, plan.noise
-    users = sampler.users
-    return {
-        "versions": versions(),
-        "mechanism": digest(
-            plan.first_event.to_json(),
-            plan.first_planned.to_json(),
-            [(course.to_json(), target) for course, target in plan.extensions],
-            plan.clipper,
-            (noise.noise_multiplier, noise.memory, noise.source.name, noise.digest),
-            (plan.delta, plan.dataset_size, plan.steps, plan.data_are_public),
-            re.sub(r" at 0x[0-9a-f]+", "", repr(plan.denoising)),
-        ),
-        "sampling": digest(
-            plan.sampling_facts(),
-            (sampler.dataset_size, sampler.sample_rate, sampler.bands),
-            "" if sampler.parts is None else sampler.parts.tobytes().hex(),
-            "" if users is None else users.order.tobytes().hex() + users.offsets.tobytes().hex(),
-            "" if users is None else b"".join(users.identities).hex(),
-        ),
-        "seed": "" if plan.seed is None else digest(key_of_seed(plan.seed).root.hex()),
-        "files": digest(ledger is None, secret is None, resume),
-        "ranks": digest(type(ranks).__name__, ranks.share[1]),
-    }
-
-
-def _require_alike(told: list[dict[str, str]]) -> None:
-    for name in told[0]:
-        for rank, facts in enumerate(told):
-            if facts[name] != told[0][name]:
-                raise RuntimeError(
-                    f"ranks 0 and {rank} differ in {name}, so they would not be one run: "
-                    f"{DIFFERS[name]}"
-                )
-
-
 def _require_known_past(ledger: str | Path | None, resume: bool | None, restarts: int) -> None:
     """After a restart by torchrun, a run that finds no ledger would forget what was released."""
     again = begun_before("a run")  # asked by every start: later ones find its mark
@@ -317,17 +266,21 @@ def _require_known_past(ledger: str | Path | None, resume: bool | None, restarts
         )
 
 
-def _require_newest(ranks: Ranks, ledger: str | Path | None, released: int) -> None:
-    """That no rank sees a ledger with more releases, as after the first rank moved to a machine
-    with an older copy, or none.
+def _require_newest(
+    ranks: Ranks, ledger: str | Path | None, released: int, refused: Exception | None
+) -> None:
+    """That all ranks have a run, and none sees a ledger with more releases, as after the first rank
+    moved to a machine with an older copy, or none.
     """
     seen = 0
     if ledger is not None and ranks.rank != FIRST and holds_records(Path(ledger)):
         try:
             seen = read_ledger(ledger).releases
-        except ValueError:
+        except Exception:  # damaged, or another's
             seen = released + 1
-    for rank, count in enumerate(ranks.all_said(seen)):
+    answers = ranks.all_said((word_of(refused), seen))
+    refuse_together([word for word, _ in answers], refused, "start the run")
+    for rank, (_, count) in enumerate(answers):
         if count > released:
             raise RuntimeError(
                 f"rank {rank} sees another ledger at ledger={str(ledger)!r} than the first rank, "

@@ -111,24 +111,28 @@ def train(
     together = Together() if together is None else together
     loop = _Loop(prepared, run_dir, together, told)
     with contextlib.ExitStack() as stack:
-        if together.first:
+
+        def take() -> None:
             # Locked first, written after; what was seen before the lock may have changed.
             stack.enter_context(run_dir.locked())
             run_dir.require_state(resume)
             if not resume:
                 write_whole(run_dir.config, without_seed(prepared.config).to_toml().encode())
+
+        together.by_first(take)
         if resume and prepared.plan is None and run_dir.ledger.exists():
             raise ValueError(
                 f"cannot resume {str(run_dir.path)!r} without privacy: it is a private run; set "
                 "privacy.enabled=true, or begin a new run directory"
             )
         # Before the start is recorded: what cannot be gone on from counts none.
-        restored = loop.restore(say) if resume else Restored()
+        restore = (lambda: loop.restore(say)) if resume else Restored
+        restored = together.all_of(restore, "read the checkpoint")
         done, made = restored.step, 0
         private = None
         if prepared.plan is not None:
             together.by_first(lambda: require_counted(run_dir, restored))
-            private = start_private(prepared.plan, run_dir, resume, together.first)
+            private = start_private(prepared.plan, run_dir, resume, together)
             stack.enter_context(private)
             # Releases that the ledger holds beyond the checkpoint are spent: training goes on at
             # the next number.

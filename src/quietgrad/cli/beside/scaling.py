@@ -13,7 +13,7 @@ from quietgrad.checks import require_at_least, require_positive, require_word
 from quietgrad.cli.output import console, one_line, print_json, print_table
 
 if TYPE_CHECKING:
-    from quietgrad.scaling.forecast import Asked, PaperOf
+    from quietgrad.scaling.ways.forecast import Asked, PaperOf
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Options:
 @one_line
 def run_devices(config: Path | None, overrides: list[str], options: Options, as_json: bool) -> None:
     """See ``quietgrad plan --help``."""
-    from quietgrad.scaling import advice
-    from quietgrad.scaling.forecast import as_record, ways_of
+    from quietgrad.scaling.ways import advice
+    from quietgrad.scaling.ways.forecast import as_record, ways_of
 
     target = console(as_json)
     if options.hours is not None:
@@ -97,10 +97,10 @@ def run_devices(config: Path | None, overrides: list[str], options: Options, as_
 def _of_shape(options: Options) -> tuple[Asked, PaperOf, dict[str, Any]]:
     from quietgrad.clipping.clipper import Clipper
     from quietgrad.clipping.norms.cost import MODELLED_GPU
-    from quietgrad.scaling.devices import device_of
-    from quietgrad.scaling.forecast import EFFICIENCY, Asked
-    from quietgrad.scaling.models import Tuning, paper_of_shape, parts_of
-    from quietgrad.scaling.shapes import shape_of
+    from quietgrad.scaling.paper.models import Tuning, paper_of_shape, parts_of
+    from quietgrad.scaling.paper.shapes import shape_of
+    from quietgrad.scaling.ways.devices import device_of
+    from quietgrad.scaling.ways.forecast import EFFICIENCY, Asked
 
     device = device_of(options.device)
     assert options.model is not None and options.devices is not None
@@ -156,9 +156,9 @@ def _require(options: Options) -> None:
 def _of_config(
     config: Path | None, overrides: list[str], options: Options, target: Console
 ) -> tuple[Asked, PaperOf, dict[str, Any]]:
-    from quietgrad.scaling.devices import device_of
-    from quietgrad.scaling.forecast import EFFICIENCY, Asked
-    from quietgrad.scaling.models import paper_of_model
+    from quietgrad.scaling.paper.models import paper_of_model
+    from quietgrad.scaling.ways.devices import device_of
+    from quietgrad.scaling.ways.forecast import EFFICIENCY, Asked
     from quietgrad.training.settings.config import load_config
 
     assert options.devices is not None

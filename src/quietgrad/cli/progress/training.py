@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -10,14 +11,17 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from quietgrad.accounting.rounding import round_up
 from quietgrad.checks import how_many
 from quietgrad.cli.progress.lines import Lines
+from quietgrad.cli.progress.pace import Pace
 from quietgrad.cli.progress.stages import still_line
 from quietgrad.cli.progress.still import Still
 from quietgrad.events import per_unit
@@ -30,6 +34,18 @@ LOOKING = "looking at the model before the first step"
 SAVING = "scoring and saving the model"
 
 
+class Left(TimeRemainingColumn):
+    """The time left as a task says it in its field ``left``; of others by the last half minute."""
+
+    def render(self, task: Task) -> Text:
+        left: float | None = task.fields.get("left")
+        if left is None or task.finished:
+            return super().render(task)
+        minutes, seconds = divmod(round(left), 60)
+        hours, minutes = divmod(minutes, 60)
+        return Text(f"{hours}:{minutes:02d}:{seconds:02d}", style="progress.remaining")
+
+
 def bar_on(target: Console, *more: TextColumn) -> Progress:
     """A bar with what is done, the time it took, and the time left; on a terminal alone: elsewhere
     there are lines.
@@ -40,7 +56,7 @@ def bar_on(target: Console, *more: TextColumn) -> Progress:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
-        TimeRemainingColumn(elapsed_when_finished=False),
+        Left(elapsed_when_finished=False),
         *more,
         console=target,
         refresh_per_second=2,
@@ -70,7 +86,8 @@ class TrainingProgress:
         self._bar = bar_on(target, TextColumn("{task.fields[spent]}"))
         self._before = self._bar.add_task("frozen layers", total=None, spent="", visible=False)
         self._task = self._bar.add_task(LOOKING, total=prepared.steps, spent="")
-        self._lines = Lines(target, "step")
+        self._pace = Pace(_looks() if self._private else None)
+        self._lines = Lines(target, "step", self._pace)
         self._records = Lines(target, "frozen layers, record")
         # A bar's own clock goes on.
         self._still = Still((lambda *_: None) if target.is_terminal else still_line(target))
@@ -105,9 +122,12 @@ class TrainingProgress:
                 )
         spent = f"epsilon {epsilon}" if self._private else "not private"
         ended = progress.step >= self._steps
+        self._pace.made(progress.step)
+        left = self._pace.left(self._steps)
         self._bar.update(
             self._task,
             completed=progress.step,
+            left=None if left is None else left[0],
             description=self._ending if ended else "training",
             spent=spent + self._score + loss,
         )
@@ -115,3 +135,10 @@ class TrainingProgress:
         more = f": {spent}{' spent' if self._private else ''}{loss}"
         self._lines.show(progress.step, self._steps, more, said)
         self._still.now(self._ending if ended else f"in step {progress.step + 1} of {self._steps}")
+
+
+def _looks() -> Callable[[int], bool]:
+    """Of a private run: whether the guard looks at step number n, from 1. A public rule."""
+    from quietgrad.clipping.soundness.guard import is_guarded
+
+    return lambda step: is_guarded(step - 1)

@@ -28,7 +28,15 @@ from quietgrad.clipping.engines.accumulator import Sums
 from quietgrad.clipping.engines.spreads import Spreads
 from quietgrad.clipping.engines.thresholds import clip_factors
 from quietgrad.clipping.engines.work import Work
-from quietgrad.clipping.norms.rounding import Measured, Norms, NormSums, direct, least_of
+from quietgrad.clipping.norms.rounding import (
+    Measured,
+    Norms,
+    NormSums,
+    least_of,
+    norm_gamma,
+    squared_norms,
+)
+from quietgrad.sending import numbers_beside
 from quietgrad.tensors import Batch, accumulation_dtype, batch_size_of, tensors_of
 
 
@@ -97,16 +105,29 @@ def norms_of_each(
     """
     found = NormSums.empty(len(work.thresholds.values), 1, work.device)
     scale = float(divisor) ** -2
+    # A few numbers of each parameter, with which all go on together.
+    groups: list[int] = []
+    entries: list[int] = []
+    squares: list[Tensor] = []
+    errors: list[float] = []
+    of_spread: list[Tensor] = []
+    unknown = torch.zeros(2, dtype=torch.float64, device=work.device)
     for name, g in gradients:
         if g is not None:
             wide = g.detach().to(accumulation_dtype(g.dtype)).reshape(1, -1)
+            squares.append(squared_norms(wide))
+            errors.append(norm_gamma(wide, wide.dtype))
             spread = spreads.get(name)
-            one, least, terms = direct(wide), None, None
-            if spread is not None:
-                total, squares = spread.sum(1, keepdim=True) / divisor
-                least, terms = least_of(total), (squares / divisor).sqrt()
-            measured = Measured(one.squared * scale, one.slack * scale, one.margin, least, terms)
-            found.add(work.thresholds.group_of[name], measured, g.numel())
+            of_spread.append(unknown if spread is None else spread.sum(1))
+            groups.append(work.thresholds.group_of[name])
+            entries.append(g.numel())
+    if groups:
+        squared = torch.cat(squares).mul_(scale)
+        slack = squared * numbers_beside(errors, squared)
+        total, terms = torch.stack(of_spread, dim=1)
+        least, terms = least_of(total / divisor), (terms / divisor**2).sqrt()
+        measured = Measured(squared, slack, torch.zeros_like(squared), least, terms)
+        found.add_several(groups, measured, entries)
     return work.over_ranks(found).norms(work.least_times)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from quietgrad.clipping.capture.layout.modules import named_modules_of
+from quietgrad.clipping.capture.layout.modules import named_modules_of, named_parameters_of
 
 
 def refuse_cross_example_layers(model: nn.Module) -> None:
@@ -87,7 +87,7 @@ def refuse_hooked_parameters(model: nn.Module) -> None:
     Raises:
         ValueError: naming the parameter, with the remedy.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters_of(model):
         hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         if hooks and parameter.requires_grad:
             raise ValueError(

@@ -113,17 +113,18 @@ class Session:
             begun = self._together.by_first(lambda: self._take(opened, checkpoint is not None))
             if checkpoint is None:
                 others = () if record or module is None else runs_of(module)
-                for other in (record, *(one.record() for one in others)):
-                    self._started_from += check_start(other, accepted, self.plan)
+                begins = (record, *(one.record() for one in others))
+                self._started_from += self._together.all_of(
+                    lambda: sum((check_start(one, accepted, self.plan) for one in begins), ()),
+                    "begin from these weights",
+                )
                 seen = 0
             else:  # before the start is recorded
                 seen = self._together.by_first(lambda: self._seen(checkpoint))
                 self._started_from = tuple(checkpoint.get(KEY, {}).get("started_from", ()))
             if self._together.first and not begun:
                 opened.callback(remove_unreleased, self.files)  # once the run has let go of it
-            run = opened.enter_context(
-                start_private(self.plan, self.files, begun, self._together.first)
-            )
+            run = opened.enter_context(start_private(self.plan, self.files, begun, self._together))
             self._ledger = self._together.by_first(lambda: read_ledger(self.files.ledger))
             self.run, self._keeper = run, NoiseKeeper(run)
             self._open = opened.pop_all()

@@ -193,7 +193,9 @@ class LookingTrainer(ShardingTrainer):
             assert looked is not None
             run.bindings = looked[1]
         else:
-            self._guard(model, run, self._session.look_seed(), run.model_seed())
+            look_seed = self._session.look_seed()
+            with run.looking(model):
+                self._guard(model, run, look_seed, run.model_seed())
 
     def _guard(
         self, model: Any, known: Bindings | PrivateRun, look_seed: int, model_seed: int

@@ -157,7 +157,8 @@ class TrainerSession:
             writes = self.together.first
             if writes and resume is False:
                 held.callback(remove_unreleased, self.files)  # once the run has let go of it
-            with start_private(self.plan, self.files, resume is not False, writes) as run:
+            goes_on = resume is not False
+            with start_private(self.plan, self.files, goes_on, self.together) as run:
                 self._ledger = self.together.by_first(lambda: read_ledger(self.files.ledger))
                 self._name = self._ledger.sessions[0].name
                 self.run, self._keeper = run, NoiseKeeper(run)

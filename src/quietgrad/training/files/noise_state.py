@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from quietgrad.distributed.together import Together
 from quietgrad.keyring import forget_secrets, read_secrets
 from quietgrad.ledger import read_ledger
 from quietgrad.ledger.chain import count_path
@@ -22,17 +23,23 @@ SPARING = 50
 
 
 def start_private(
-    plan: PrivacyPlan, run_dir: RunDir, resume: bool, writes: bool = True
+    plan: PrivacyPlan, run_dir: RunDir, resume: bool, together: Together
 ) -> PrivateRun:
     """Starts the plan, or goes on with it: correlated noise exactly where it was, as long as the
-    secret file is there (or a seed is given).
+    secret file is there (or a seed is given). On several processes the first one writes.
     """
-    # A choice of one band is kept too: found again, within a limit of time, it could come out
-    # differently.
-    if plan.mixing is not None and not resume and writes:
-        save_mixing(plan.mixing, run_dir.mixing)
-        draw_choice(plan, run_dir.bands_figure)
+    if plan.mixing is not None and not resume:
+        together.by_first(lambda: _keep_choice(plan, run_dir))
     return plan.start(run_dir.ledger, run_dir.secrets, resume)
+
+
+def _keep_choice(plan: PrivacyPlan, run_dir: RunDir) -> None:
+    """A choice of one band is kept too: found again, within a limit of time, it could come out
+    differently.
+    """
+    assert plan.mixing is not None
+    save_mixing(plan.mixing, run_dir.mixing)
+    draw_choice(plan, run_dir.bands_figure)
 
 
 def without_seed(config: TrainConfig) -> TrainConfig:

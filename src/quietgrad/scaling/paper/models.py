@@ -24,9 +24,8 @@ from quietgrad.clipping.capture.views import slice_batch
 from quietgrad.clipping.clipper import Clipper
 from quietgrad.clipping.engines.work import Engine
 from quietgrad.clipping.planner.tracing import ModelTrace, trace
-from quietgrad.scaling.cutting import Exchange, cut, gather
-from quietgrad.scaling.held import Known
-from quietgrad.scaling.paper import (
+from quietgrad.scaling.paper.cutting import Exchange, asking, cut, gather, of_adapters
+from quietgrad.scaling.paper.micro_batch import (
     BLOCK,
     Paper,
     block_of,
@@ -34,7 +33,8 @@ from quietgrad.scaling.paper import (
     parameters_of,
     quiet,
 )
-from quietgrad.scaling.shapes import Shape
+from quietgrad.scaling.paper.once import Known
+from quietgrad.scaling.paper.shapes import Shape
 from quietgrad.tensors import Batch
 
 FEW_BLOCKS = 4  # models of so many blocks are run whole
@@ -81,7 +81,7 @@ def fake_model(shape: Shape, tuning: Tuning) -> tuple[nn.Module, FakeTensorMode,
             shape.config(), dtype=getattr(torch, tuning.dtype)
         )
         exchanges = cut(model, tuning.parts) if tuning.parts > 1 else []
-        heads = [model.get_submodule(e.layer) for e in exchanges if e.gathered]
+        heads = [e.module for e in exchanges if e.gathered]
         if tuning.lora is not None:
             import peft
 
@@ -95,6 +95,7 @@ def fake_model(shape: Shape, tuning: Tuning) -> tuple[nn.Module, FakeTensorMode,
                     autocast_adapter_dtype=False,
                     low_cpu_mem_usage=True,
                 )
+            exchanges += of_adapters(model, exchanges, tuning.parts)
         gather(model, heads, tuning.parts)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -169,13 +170,16 @@ def paper_of_shape(
     def run(layers: int) -> Paper:
         model, mode, exchanges = fake_model(shape.with_layers(layers), tuning)
         batch = _texts(mode, examples, length)
-        peaks = on_paper(model, causal_loss, batch, clipper, engine, mode, _known(tuning.dtype))
+        known = _known(tuning.dtype)
+        with asking(exchanges) as asked:
+            peaks = on_paper(model, causal_loss, batch, clipper, engine, mode, known)
         buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         traced = _traced(shape.with_layers(layers), tuning, length)
         again = 1 + tuning.checkpointing
         item = getattr(torch, tuning.dtype).itemsize
         sent = item * sum(
-            e.forward * (again if block_of(f"{e.layer}.") >= 0 else 1) + e.backward
+            e.forward * (again if block_of(f"{e.layer}.") >= 0 else 1)
+            + e.backward * (e.layer in asked)
             for e in exchanges
         )
         drawn = {f"{e.layer}.weight": e.drawn for e in exchanges}

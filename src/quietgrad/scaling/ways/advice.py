@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from quietgrad.clipping.norms.choice import Estimator
-from quietgrad.scaling import pace, traffic
-from quietgrad.scaling.forecast import POSITIONS, REPLICAS, USABLE, Asked, PaperOf, Way
-from quietgrad.scaling.memory import item_of, most_owned
-from quietgrad.scaling.paper import Paper
+from quietgrad.scaling.paper.micro_batch import Paper
+from quietgrad.scaling.ways import pace, traffic
+from quietgrad.scaling.ways.forecast import POSITIONS, REPLICAS, USABLE, Asked, PaperOf, Way
+from quietgrad.scaling.ways.memory import item_of, most_owned
 
 BANDS = (1, 2, 4, 8, 16, 32, 64)
 ESTIMATORS: tuple[tuple[Estimator, int], ...] = (

@@ -14,8 +14,8 @@ from quietgrad.clipping.norms.cost import Cost
 from quietgrad.distributed.alike import MOST_FACTS
 from quietgrad.distributed.exchange import owners_of
 from quietgrad.distributed.ranks import WORD_BYTES
-from quietgrad.scaling.memory import WIDE, Job, item_of, sizes_of
-from quietgrad.scaling.paper import Paper
+from quietgrad.scaling.paper.micro_batch import Paper
+from quietgrad.scaling.ways.memory import WIDE, Job, item_of, sizes_of
 
 FACTS_BYTES = 8 * (3 + MOST_FACTS)  # of an agreement, from one rank to each other one
 
@@ -61,10 +61,9 @@ def shards(paper: Paper, job: Job) -> dict[str, float]:
     shard by shard: none.
     """
     share = (job.devices - 1) / job.devices * job.micro_batches
-    outside = sum(p.entries * p.item for p in paper.parameters if p.block < 0)
     wide = item_of([p for p in paper.parameters if p.trained])
     return {
-        "blocks gathered": share * (2.0 * paper.parameter_bytes - outside),
+        "blocks gathered": share * (2.0 * paper.parameter_bytes - paper.outside_bytes),
         "products scattered": share * wide * paper.trained_entries,
     }
 

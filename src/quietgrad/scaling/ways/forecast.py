@@ -13,10 +13,10 @@ from quietgrad.clipping.engines.work import Engine
 from quietgrad.clipping.norms.choice import Policy
 from quietgrad.clipping.norms.cost import MODELLED_GPU, MODELLED_PROCESSOR
 from quietgrad.clipping.planner.execution import choose_execution
-from quietgrad.scaling import memory, pace, traffic
-from quietgrad.scaling.devices import Device
-from quietgrad.scaling.memory import Job, Memory
-from quietgrad.scaling.paper import Paper
+from quietgrad.scaling.paper.micro_batch import Paper
+from quietgrad.scaling.ways import memory, pace, traffic
+from quietgrad.scaling.ways.devices import Device
+from quietgrad.scaling.ways.memory import Job, Memory
 
 USABLE = (
     0.9  # of a device's memory: the rest is the context's, kernels' and what lies between blocks

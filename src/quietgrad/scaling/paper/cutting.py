@@ -9,8 +9,9 @@ a table cut by words, outputs are added up. A head's outputs are gathered.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,7 @@ class Exchange:
         forward, backward: of a pass.
         gathered: whether its outputs are.
         drawn: entries whose noise a device draws for each of the weight that it keeps.
+        module: the layer.
     """
 
     layer: str
@@ -76,6 +78,7 @@ class Exchange:
     backward: float
     gathered: bool
     drawn: int
+    module: nn.Module
 
 
 def cut(model: nn.Module, parts: int) -> list[Exchange]:
@@ -104,6 +107,7 @@ def cut(model: nn.Module, parts: int) -> list[Exchange]:
                 ring * inputs * 2 * style.inputs,
                 style.outputs == "gathered",
                 parts if style.dim == COLUMNS else 1,
+                layer,
             )
         )
         for kind, p in list(layer._parameters.items()):
@@ -114,6 +118,50 @@ def cut(model: nn.Module, parts: int) -> list[Exchange]:
         else:
             layer.num_embeddings = layer.weight.shape[0]
     return found
+
+
+def of_adapters(model: nn.Module, exchanges: Collection[Exchange], parts: int) -> list[Exchange]:
+    """Of LoRA on layers that are cut: the factor that meets whole features is whole on every
+    device, and the other one is cut as its layer is.
+    """
+    drawn = {id(e.module): e.drawn for e in exchanges}
+    ring = 2 * (parts - 1) / parts
+    found = []
+    for name, module in model.named_modules():
+        base: Any = getattr(module, "base_layer", None)
+        if id(base) not in drawn:
+            continue
+        by_columns = drawn[id(base)] > 1
+        factors = "lora_A" if by_columns else "lora_B"
+        for adapter, layer in model.get_submodule(f"{name}.{factors}").named_children():
+            kept: Any = layer
+            rank = kept.out_features if by_columns else kept.in_features
+            forward, backward = (ring * rank, 0.0) if by_columns else (0.0, ring * rank)
+            place = f"{name}.{factors}.{adapter}"
+            found.append(Exchange(place, forward, backward, False, drawn[id(base)], layer))
+    return found
+
+
+@contextlib.contextmanager
+def asking(exchanges: Collection[Exchange]) -> Iterator[set[str]]:
+    """Inside, finds the layers whose inputs ask for a gradient. Before the first trained layer none
+    does, and nothing is added up there.
+    """
+    found: set[str] = set()
+
+    def noting(name: str) -> Any:
+        def note(module: nn.Module, given: tuple[Any, ...]) -> None:
+            if isinstance(given[0], Tensor) and given[0].requires_grad:
+                found.add(name)
+
+        return note
+
+    hooks = [e.module.register_forward_pre_hook(noting(e.layer)) for e in exchanges]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def gather(model: nn.Module, layers: Collection[nn.Module], parts: int) -> None:

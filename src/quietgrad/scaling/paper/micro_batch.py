@@ -40,7 +40,8 @@ from quietgrad.clipping.engines.work import Engine, Work
 from quietgrad.clipping.norms.coarseness import least_times, standing
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.planner.tracing import ModelTrace
-from quietgrad.scaling.held import Held, Known, measured_once
+from quietgrad.scaling.paper.held import Held
+from quietgrad.scaling.paper.once import Known, measured_once
 from quietgrad.tensors import Batch, tensors_of
 
 BLOCK = re.compile(r"\.(\d+)\.")
@@ -108,15 +109,17 @@ class Paper:
         return sum(p.entries * p.item for p in self.parameters)
 
     @property
-    def largest_block(self) -> tuple[int, int]:
-        """(bytes of parameters, trained entries) of the largest block, or of what lies outside of
-        blocks where that is more."""
-        sizes: dict[int, list[int]] = {}
+    def outside_bytes(self) -> int:
+        """Of parameters outside of all blocks."""
+        return sum(p.entries * p.item for p in self.parameters if p.block < 0)
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """Of the parameters of the largest block; 0 without blocks."""
+        sizes: dict[int, int] = {}
         for p in self.parameters:
-            here = sizes.setdefault(p.block, [0, 0])
-            here[0] += p.entries * p.item
-            here[1] += p.entries * p.trained
-        return max(s[0] for s in sizes.values()), max(s[1] for s in sizes.values())
+            sizes[p.block] = sizes.get(p.block, 0) + p.entries * p.item
+        return max((size for block, size in sizes.items() if block >= 0), default=0)
 
     def at(self, examples: int, other: Paper) -> Paper:
         """So many examples, by the line through this count and another one."""

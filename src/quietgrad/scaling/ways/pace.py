@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from quietgrad.clipping.norms.choice import ESTIMATOR_OF, Policy
 from quietgrad.clipping.norms.cost import Cost, Throughput, seconds
 from quietgrad.clipping.planner.tracing import ModelTrace
-from quietgrad.scaling.devices import Device
-from quietgrad.scaling.paper import Paper
+from quietgrad.scaling.paper.micro_batch import Paper
+from quietgrad.scaling.ways.devices import Device
 
 # Normal numbers an entry: drawn and written, then read, added to the sum, which is read and
 # written. A Philox draw is some 50 operations, less than the memory traffic on a GPU.

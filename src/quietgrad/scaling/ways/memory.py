@@ -3,7 +3,8 @@ of a step adds to it.
 
 The parts are those of the code that runs (``plan.run``, ``distributed.exchange``,
 ``clipping.sharded.sums``, ``noise.mechanism``), counted tensor by tensor; tests hold the sum
-against real steps. What ``fully_shard`` gathers is taken to be two blocks.
+against real steps. What ``fully_shard`` gathers is taken to be two blocks, and what lies outside of
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from quietgrad.clipping.sharded.sums import buckets_of, rows_of_each
 from quietgrad.distributed.exchange import buckets, owners_of
-from quietgrad.scaling.paper import Paper, PaperParameter
+from quietgrad.scaling.paper.micro_batch import Paper, PaperParameter
 
 IN_DOUBT = "clip, a norm in doubt"
 WIDE = 4  # bytes of an entry of sums and noise, for weights of float32 and shorter
@@ -189,7 +190,8 @@ def shards(paper: Paper, job: Job) -> Memory:
     """Parameters, sums, optimiser and noise cut over all devices (``fully_shard``), blocks gathered
     as they are needed.
 
-    Two blocks are whole at a time (one runs, the next one arrives).
+    Two blocks are whole at a time (one runs, the next one arrives), and what lies outside of them
+    all the time, as ``fully_shard`` keeps it.
 
     Args:
         paper: as above; where several devices share a record, of one of them.
@@ -199,7 +201,7 @@ def shards(paper: Paper, job: Job) -> Memory:
     wide = item_of(trained)
     sums = wide * paper.trained_entries / job.devices
     weights = sum(p.entries * p.item for p in trained) / job.devices
-    block, _ = paper.largest_block
+    gathered = paper.outside_bytes + 2.0 * paper.largest_block_bytes
     resident = {
         "parameters": paper.parameter_bytes / job.devices + paper.buffer_bytes,
         "optimiser": job.slots * weights,
@@ -210,7 +212,7 @@ def shards(paper: Paper, job: Job) -> Memory:
     earlier = sums if job.micro_batches > 1 else 0.0
     own = [wide * _rows_here(p, job.devices) for p in trained]
     phases = {
-        "clip": earlier + kept + 2.0 * block,
+        "clip": earlier + kept + gathered,
         "clip, sums to shards": earlier + _scattered(paper, trained, job, wide),
         "noise": sums + _drawn(own, replace(job, devices=1)),
         "write": 2.0 * sums,
