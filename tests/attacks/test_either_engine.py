@@ -115,3 +115,23 @@ def test_attention_has_one_spread(crossed: bool) -> None:
     x[:, 1] = x[:, 0]
     g = cancelling((16,), 2.0**-15).mT.clone()
     assert moved(model, 1e-5, x, g) < 2e-2
+
+
+@pytest.mark.parametrize("half", ["autocast", "parameters", "no"])
+def test_half_precision_has_one_engine_whatever_the_batch(half: str) -> None:
+    """In it two engines give a record two gradients, by 1e-3 C each, of copies by as many times
+    that; with little memory records of a wide layer would be taken one at a time.
+    """
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2))
+    x = torch.randn(2, 256, 256)
+    if half == "parameters":
+        model, x = model.bfloat16(), x.bfloat16()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=half == "autocast"):
+            return model(batch).float().square().mean((1, 2))
+
+    bound = Clipper(1.0, memory_budget=1.0).bind(model, loss)
+    bound.clip(x, step=0)
+    engine = bound.execution_choice(x).engine
+    assert engine == ("one-example" if half == "no" else "bookkeeping")

@@ -30,12 +30,12 @@ from quietgrad.clipping.engines.bookkeeping import add_by_bookkeeping, group_nor
 from quietgrad.clipping.engines.one_example import add_one_by_one, gradients_of_one, norms_of_one
 from quietgrad.clipping.engines.summing import Summing, Total
 from quietgrad.clipping.engines.thresholds import Split, Thresholds, thresholds
-from quietgrad.clipping.engines.work import Engine, Work
+from quietgrad.clipping.engines.work import Work
 from quietgrad.clipping.norms.cost import modelled_throughput
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.one_at_a_time import one_at_a_time
-from quietgrad.clipping.planner.execution import ExecutionChoice, Planned, free_bytes
+from quietgrad.clipping.planner.execution import ExecutionChoice, Planned, engines_for, free_bytes
 from quietgrad.clipping.planner.tracing import trace
 from quietgrad.clipping.soundness.guard import Guard, is_guarded
 from quietgrad.clipping.soundness.processes import refuse_process_group, refuse_wrapped_model
@@ -311,13 +311,13 @@ class BoundClipper:
         device = next(iter(layout.parameters.values())).device
         speed = settings.speed or modelled_throughput(device)
         budget = settings.memory_budget or SHARE_OF_FREE_MEMORY * free_bytes(device)
-        both: tuple[Engine, ...] = ("bookkeeping",) if sketched else ("bookkeeping", "one-example")
+        one_way = sketched or self._guard.least_times(self.model, layout.parameters) != 1.0
         how = self.planned(layout, batch.rows).choose(
             lambda: settings.policies(layout),
             n * settings.views,
             speed,
             budget,
-            both if engine == "auto" else (engine,),
+            engines_for(engine, one_way),
         )
         return replace(how, physical_batch_size=-(-how.physical_batch_size // settings.views))
 

@@ -84,6 +84,18 @@ class Planned:
         return self._chosen[key]
 
 
+def engines_for(asked: Engine, one_way: bool) -> tuple[Engine, ...]:
+    """Which engines are weighed.
+
+    ``one_way``: beside sketches, which are of captured factors, and in half precision: autograd
+    adds up a record's positions in the model's own, so that two engines give it two gradients, and
+    which of them runs follows from the batch's size.
+    """
+    if asked != "auto":
+        return (asked,)
+    return ("bookkeeping",) if one_way else ("bookkeeping", "one-example")
+
+
 def budget_of(model: ModelTrace, examples: int, memory_budget: float) -> float:
     """Bytes that a step may take."""
     return min(memory_budget, max(nonprivate_bytes(model, examples), NOT_WORTH_SAVING))
