@@ -64,10 +64,11 @@ class Unsummed:
 
 def spreads_of(
     use: Use, rows: int, recording: Recording, projections: Projections, single: bool
-) -> dict[str, Tensor | Unsummed]:
-    """Parameter name -> [2, rows] float64, spreads of the per-example gradients of one call, where
-    they are known, and squares of their ``Spread.terms``, or zeros; of most matrices their factors,
-    whose spreads are found together. No gradient of a matrix is formed, nor any sum of rows.
+) -> list[tuple[str, Tensor | Unsummed]]:
+    """Parameter names and [2, rows] float64, spreads of the per-example gradients of one call,
+    where they are known, and squares of their ``Spread.terms``, or zeros; of most matrices their
+    factors, whose spreads are found together. No gradient of a matrix is formed, nor any sum of
+    rows. Those of a parameter that several maps of the call use add up.
     Arguments: ``contributions_of``; ``single``: ``RowGroups.single``. Of several rows that are
     measured together as one matrix the first has what is of all.
     """
@@ -79,12 +80,12 @@ def spreads_of(
             spreads = {} if maps else fallback_spreads(use, rows, signs)
         if maps:
             each = [spreads_of(part, rows, recording, projections, single) for part in maps]
-            return {name: s for part in each for name, s in part.items()}
+            return [one for part in each for one in part]
         found = {local: torch.stack([s, torch.zeros_like(s)]) for local, s in spreads.items()}
     else:
         with full_precision():
             found = {local: _spread(one, single) for local, one in _by_rule(use, signs).items()}
-    return {site.parameters[local]: s for local, s in found.items() if s is not None}
+    return [(site.parameters[local], s) for local, s in found.items() if s is not None]
 
 
 def _spread(one: Given, single: bool) -> Tensor | Unsummed | None:

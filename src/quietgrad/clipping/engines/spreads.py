@@ -68,7 +68,7 @@ class Spreads:
         try:
             with torch.no_grad():
                 spreads = spreads_of(use, self.rows, self.recording, self.projections, self.single)
-                for name, spread in spreads.items():
+                for name, spread in spreads:
                     self._take(name, spread)
         except (torch.OutOfMemoryError, MemoryError):
             raise
