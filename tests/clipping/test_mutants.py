@@ -32,7 +32,7 @@ from quietgrad.clipping.soundness.guard import Guard
 from quietgrad.clipping.verify import verify_clipping
 
 RIGHT_TOGETHER = Together.measure
-RIGHT_RANK_ONE, RIGHT_RANK_ONES = RankOne.add, RankOne.measure
+RIGHT_RANK_ONES = RankOne.measure
 RIGHT_MEASURE, RIGHT_FACTORS, RIGHT_FINISH = (
     accumulator.Accumulator._measure,
     bookkeeping.clip_factors,
@@ -194,10 +194,6 @@ def last_that_waits_left_out(self):
     RIGHT_TOGETHER(self)
 
 
-def biases_left_out(self, group, entries, use, dtype, ones=None):
-    RIGHT_RANK_ONE(self, group, entries, use, dtype, None)
-
-
 def last_rank_one_left_out(self):
     self._waiting = {dtype: waiting[:-1] for dtype, waiting in self._waiting.items()}
     self._waiting = {dtype: waiting for dtype, waiting in self._waiting.items() if waiting}
@@ -232,8 +228,6 @@ MUTANTS = [
     Mutant("biases-left-out-of-ghost-norms", "gpt2",
     replacing(together, "_add_ones", lambda *_: None)),
     Mutant("ones-beside-the-wrong-factor", "gpt2", ones_beside_the_wrong_factor),
-    Mutant("biases-left-out-of-rank-one-norms", "mlp",
-    replacing(RankOne, "add", biases_left_out)),
     Mutant("rows-of-rank-one-that-wait-forgotten", "mlp",
     replacing(RankOne, "measure", last_rank_one_left_out)),
     Mutant("no-minimum-with-one", "mlp", factors(no_minimum_with_one)),

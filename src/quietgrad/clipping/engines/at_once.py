@@ -27,7 +27,7 @@ from quietgrad.clipping.norms.rounding import NormSums
 
 
 class WeightAndBias(NamedTuple):
-    """Of one layer, by their names, whose gradients are made of the same rows."""
+    """Of one layer, by their names, whose gradients are sums of the same rows."""
 
     weight: str
     bias: str
@@ -43,6 +43,8 @@ def weight_and_bias(site: Site, found: Mapping[str, Given]) -> WeightAndBias | N
     if not isinstance(factors, DenseFactors) or not isinstance(rows, SummedRows):
         return None
     if rows.factor_of_weight is None:
+        return None
+    if factors.sizes.t == 1:  # users of one record are measured as records, to the bit
         return None
     ones: Side = "left" if rows.factor_of_weight == "right" else "right"
     return WeightAndBias(weight, bias, factors, rows, ones)
@@ -103,7 +105,8 @@ class AtOnce:
         if sketch is not None:
             self._hutch.add(group, entries, use, sketch, dtype)
         elif self._rank_one.takes(use):
-            self._rank_one.add(group, entries, use, dtype, ones)
+            assert ones is None, "a bias would be left out of the norm"
+            self._rank_one.add(group, entries, use, dtype)
         elif self._ghost.takes(use):
             self._ghost.add(group, entries, use, dtype, ones)
         else:

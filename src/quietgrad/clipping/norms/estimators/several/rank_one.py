@@ -1,15 +1,14 @@
 """Norms of several rank-one gradients at once: of inputs without positions (tables, embeddings of
 whole texts) a layer's gradient is one product of two rows, and its norm that of their norms.
 
-A norm takes some forty operations on a few numbers, which are made for all that wait. A bias'
-gradient is the row that its weight's is made of: its norm is known, too.
+A norm takes some forty operations on a few numbers, which are made for all that wait. Biases are
+measured with other small gradients: a user of one record is measured as that record, to the bit.
 Memory: two numbers a parameter and example.
 Shape legend: m parameters that wait, b examples, x = m b.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,11 +16,9 @@ import torch
 from torch import Tensor
 
 from quietgrad.clipping.norms.factors import DenseFactors
-from quietgrad.clipping.norms.factors.direct import Side
 from quietgrad.clipping.norms.rounding import (
     Measured,
     NormSums,
-    least_of,
     norm_gamma,
     smallest_normal,
     squared_norms,
@@ -35,17 +32,15 @@ class Waiting(NamedTuple):
 
     Attributes:
         group: of the parameter's norms.
-        entries: of the parameter, and of its layer's bias where that is measured with it.
+        entries: of the parameter.
         squares: [b] squared norms of either row.
         widths: entries of either row.
-        ones: 1 where the row is the layer's input, beside whose bias it stands; else 0.
     """
 
     group: int
     entries: int
     squares: tuple[Tensor, Tensor]
     widths: tuple[int, int]
-    ones: tuple[float, float]
 
 
 @dataclass
@@ -63,21 +58,12 @@ class RankOne:
         """Whether a parameter's one use makes gradients of rank one."""
         return use.sizes.g == 1 and use.sizes.t == 1
 
-    def add(
-        self,
-        group: int,
-        entries: int,
-        use: DenseFactors,
-        dtype: torch.dtype,
-        ones: Side | None = None,
-    ) -> None:
+    def add(self, group: int, entries: int, use: DenseFactors, dtype: torch.dtype) -> None:
         """Takes the norms of one parameter's rows. Arguments: ``Together.add``."""
         s = use.sizes
         right, left = (x.flatten(1).to(dtype) for x in (use.right_bgtd, use.left_bgtp))
         squares = (squared_norms(right), squared_norms(left))
-        where = (float(ones == "right"), float(ones == "left"))
-        one = Waiting(group, entries, squares, (s.d, s.p), where)
-        self._waiting.setdefault(dtype, []).append(one)
+        self._waiting.setdefault(dtype, []).append(Waiting(group, entries, squares, (s.d, s.p)))
 
     def measure(self) -> None:
         """Adds the norms of all that wait, which then wait no more."""
@@ -93,21 +79,14 @@ def _measured(waiting: list[Waiting], dtype: torch.dtype) -> Measured:
     """[x] each."""
     sides = zip(*(one.squares for one in waiting), strict=True)
     squares_2x = torch.stack([torch.cat(side) for side in sides])
-    numbers = [(*one.widths, *one.ones) for one in waiting]
-    beside = numbers_beside([n for one in numbers for n in one], squares_2x).view(-1, 4)
-    each = beside.T.repeat_interleave(squares_2x.shape[1] // len(waiting), dim=1)
-    widths_2x, ones_2x = each[:2], each[2:]
-    norms_2x = squares_2x.sqrt()
-    longest = widths_2x.amax(0)
-    spread = spread_from_norms(norms_2x.to(dtype).unsqueeze(2), longest, dtype)
-    margin, least, terms = margin_and_least(spread, 1, squares_2x, dtype)
-    # A bias' gradient is the row itself: no product is formed of it, so its margin is 0, and its
-    # spread is its norm.
-    least = torch.hypot(least, least_of((norms_2x.flip(0) * ones_2x).sum(0)))
-    squares_2x += ones_2x
+    widths = numbers_beside([n for one in waiting for n in one.widths], squares_2x).view(-1, 2)
+    widths_2x = widths.T.repeat_interleave(squares_2x.shape[1] // len(waiting), dim=1)
+    norms_2x = squares_2x.sqrt().to(dtype)
+    spread = spread_from_norms(norms_2x.unsqueeze(2), widths_2x.amax(0), dtype)
+    bounds = margin_and_least(spread, 1, squares_2x, dtype)
     squared = squares_2x.prod(0)
     # Either sum of squares is off by e of itself, and by its entries' squares that were flushed.
     e, flushed = norm_gamma(squares_2x, dtype), smallest_normal(dtype)
     lost = (squares_2x * widths_2x.flip(0)).sum(0).mul_(1.01 * flushed)
     slack = squared * (e * (2.0 + e)) + lost + widths_2x.prod(0) * flushed**2
-    return Measured(squared, slack, margin, least.nan_to_num_(nan=math.inf, posinf=math.inf), terms)
+    return Measured(squared, slack, *bounds)
