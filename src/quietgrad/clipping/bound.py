@@ -277,16 +277,16 @@ class BoundClipper:
         # Records that never run together cannot mix. A batch of one says nothing of how many will
         # run together next time.
         alone = not captures or self.clipper.physical_batch_size == 1
-        size = (
-            1
-            if alone
-            else max(min(how.physical_batch_size * self.clipper.views, batch_size_of(rows)), 2)
-        )
         count, entries = batch_size_of(rows), entries_of(rows)
+        size = 1 if alone else max(min(how.physical_batch_size * self.clipper.views, count), 2)
         if always or self._guard.is_due(subject, count, size, step, captures, entries):
             together = self._guard.examine(subject, rows, size, step, captures, None, self._any_of)
         else:
             together = not self._guard.takes_alone(subject)
+        # Half precision is seen by looking, and then there is one engine alone.
+        again = how if captures else self._choose(subject.layout, batch)
+        if again.engine != how.engine:
+            return self._guarded(subject, batch, again, step, always)
         if together or how.physical_batch_size == 1:
             return how
         return replace(how, physical_batch_size=1, why=TAKEN_ALONE)
