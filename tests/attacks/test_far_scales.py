@@ -80,3 +80,14 @@ def test_rows_next_to_nothing_have_their_least_divisor_in_every_way(size: float)
     one, *others = in_companies(nn.Linear(64, 64, bias=False), limit, x, g)
     assert float(one.norm()) > 1.0
     assert max(float((other - one).norm()) for other in others) < 5e-3
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_a_gradient_fades_before_its_norm_is_called_infinite(engine: Engine) -> None:
+    """A bias, of which no product is formed: at 2^63 one rounding decides, and would by C."""
+    model = nn.Linear(1, 4)
+    model.weight.requires_grad_(False)
+    for norm, most in ((2.0**50, 1.0), (2.0**62.9, 1e-6), (2.0**64, 0.0)):
+        g = torch.tensor([[norm, 0.0, 0.0, 0.0]])
+        found = float(clipped(model, 1.0, engine, torch.ones(1, 1), g).norm())
+        assert found <= most and (found > 0.99 or norm > 2.0**50)

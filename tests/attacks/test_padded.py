@@ -236,6 +236,18 @@ def test_each_size_gets_its_own_factors(kind: str, estimator: str) -> None:
     assert float((found - right).norm()) < 2e-3 * float(right.norm())
 
 
+@pytest.mark.parametrize("last", [-2.0, -1e-45, 1e-45, float("nan"), float("-inf")])
+def test_a_last_line_counts_whatever_is_in_it(last: float) -> None:
+    """One number of one channel, negative beside zeros, or as small as there are any."""
+    g = torch.zeros(3, 7, 6, 5)
+    g[:, :, 0, 0] = 1.0
+    g[0, 6, 4, 1] = last
+    g[1, 5, 1, 3] = last
+    assert extents_of(g, (2, 3)) == [(5, 2), (2, 4), (1, 1)]
+    g[:, 6, 5, 4] = last
+    assert extents_of(g, (2, 3)) is None
+
+
 def test_images_of_one_size_stay_together() -> None:
     g = torch.zeros(3, 2, 8, 8)
     g[:, 1, 7, 3] = 1.0

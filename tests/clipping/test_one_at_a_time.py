@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from quietgrad.clipping import Clipper
 from quietgrad.clipping.capture.escapes import NotCaptured
 from quietgrad.clipping.engines import contributions, one_example
-from quietgrad.clipping.engines.one_example import gradients_and_spreads
+from quietgrad.clipping.engines.one_example import gradients_and_spreads, norms_of_each
 from quietgrad.clipping.engines.spreads import Spreads
 from quietgrad.clipping.norms.estimators.projections import Projections
 from quietgrad.clipping.norms.factors import DenseFactors
+from quietgrad.clipping.norms.rounding import OF_TERMS, least_of
 from quietgrad.clipping.norms.spread import spread_of
 from quietgrad.clipping.verify import verify_clipping
 from quietgrad.randomness import RandomKey
@@ -90,6 +92,23 @@ def test_the_spread_is_that_of_the_factors() -> None:
     torch.testing.assert_close(spreads["weight"][0], spread_of([factors], torch.float32).plain)
     weight = gradients["weight"]
     assert weight is not None and float(spreads["weight"][0]) >= float(weight.norm())
+
+
+def test_what_is_divided_by_at_least_is_that_of_the_average() -> None:
+    """Of a sum of four gradients, on average: in half precision the root of the sum of squares of
+    the terms counts, too.
+    """
+    torch.manual_seed(0)
+    work, example = work_and_example(nn.Linear(4, 6, bias=False), torch.randn(1, 3, 4))
+    gradients, spreads, _ = gradients_and_spreads(work, example)
+    total, squared = spreads["weight"].sum(1)
+    for times in (1.0, 64.0):
+        norms = norms_of_each(replace(work, least_times=times), gradients.items(), 4, spreads)
+        expected = float(least_of(total) / 4) * times
+        if times > 1.0:
+            expected = max(expected, float(squared.sqrt() / 4) * OF_TERMS * times)
+            assert expected > float(least_of(total) / 4) * times  # else the terms say nothing here
+        torch.testing.assert_close(float(norms.least), expected, rtol=1e-12, atol=0)
 
 
 class Parallel(nn.Module):
