@@ -297,8 +297,8 @@ def test_choices_follow_the_shapes() -> None:
     assert (short.estimator, short.kept) == ("ghost", False)
     assert (long.estimator, long.kept) == ("materialized", True)
     assert policy.choose(Cost(64, 1, 384, 384)).estimator == "ghost"
-    assert not replace(policy, may_keep=False).choose(Cost(1, 4096, 512, 512)).kept
-    assert replace(policy, estimator="hutch").choose(Cost(1, 4096, 512, 512)).estimator == "hutch"
+    assert not policy._replace(may_keep=False).choose(Cost(1, 4096, 512, 512)).kept
+    assert policy._replace(estimator="hutch").choose(Cost(1, 4096, 512, 512)).estimator == "hutch"
     assert Policy("auto", 32, MODELLED_GPU).choose(Cost(2, 4096, 2048, 2048)).estimator in (
         "materialized",
         "ghost",

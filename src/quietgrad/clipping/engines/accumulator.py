@@ -295,7 +295,7 @@ class Accumulator:
         left = self.most_kept - self._kept_entries
         if entries * len(self.groups.sizes) <= left:
             return policy
-        return replace(policy, may_keep=False)
+        return policy._replace(may_keep=False)
 
     def gradient_of(self, example: int) -> dict[str, Tensor]:
         """One example's gradient by parameter, formed from what was kept: what is measured of it is

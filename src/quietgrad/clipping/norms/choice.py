@@ -14,9 +14,9 @@ methods, section 1), in multiplications and in memory traffic:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from quietgrad.clipping.norms.cost import Cost, NormEstimator, Throughput, seconds
 from quietgrad.clipping.norms.estimators.ghost import Ghost
@@ -62,8 +62,7 @@ class Choice:
     sketch_dim: int = DEFAULT_SKETCH_DIM
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """How estimators are chosen.
 
     Attributes:
@@ -93,7 +92,7 @@ class Policy:
         """
         narrow = len(shape) == 2 and min(shape) <= self.sketch_dim and max(shape) >= LARGE_SIDE
         if self.estimator in SKETCHES and narrow:
-            return replace(self, estimator="materialized", steady=True)
+            return self._replace(estimator="materialized", steady=True)
         return self
 
     def choose(self, cost: Cost) -> Choice:

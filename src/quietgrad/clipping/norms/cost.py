@@ -5,7 +5,6 @@ says of itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,8 +15,7 @@ from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import Measured
 
 
-@dataclass(frozen=True)
-class Throughput:
+class Throughput(NamedTuple):
     """Speeds of one device.
 
     Attributes:
@@ -58,8 +56,7 @@ def modelled_throughput(device: torch.device) -> Throughput:
     return MODELLED_GPU if device.type == "cuda" else MODELLED_PROCESSOR
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """The sizes of one parameter's per-example gradient that decide its estimator, for one
     micro-batch.
 

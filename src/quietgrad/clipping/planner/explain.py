@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -87,10 +86,10 @@ def explain(
         guess = predicted(engine, one, shapes, kinds_of(shapes, policies), n, speed)
         alternatives.append(_row(guess, plain))
     sketched = {
-        name: replace(policy, estimator="hutch").for_shape(layout.parameters[name].shape)
+        name: policy._replace(estimator="hutch").for_shape(layout.parameters[name].shape)
         for name, policy in policies.items()
     }
-    exact = {name: replace(policy, estimator="exact") for name, policy in policies.items()}
+    exact = {name: policy._replace(estimator="exact") for name, policy in policies.items()}
     best, with_sketch = (
         predicted("bookkeeping", size, shapes, kinds_of(shapes, some), n, speed).seconds
         for some in (exact, sketched)

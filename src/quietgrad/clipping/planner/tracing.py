@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class ParameterTrace:
 
     def cost_for(self, examples: int) -> Cost | None:
         """Sizes for a micro-batch."""
-        return None if self.cost is None else replace(self.cost, examples=examples)
+        return None if self.cost is None else self.cost._replace(examples=examples)
 
 
 @dataclass(frozen=True)

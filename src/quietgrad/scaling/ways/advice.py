@@ -4,7 +4,6 @@ waits for one device, and what a number of hours buys.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from quietgrad.clipping.norms.choice import Estimator
@@ -81,7 +80,7 @@ def estimator_table(asked: Asked, paper_of: PaperOf, way: Way) -> list[dict[str,
     }
     rows = []
     for name, sketch_dim in ESTIMATORS:
-        policy = replace(asked.policy(), estimator=name, sketch_dim=max(sketch_dim, 1))
+        policy = asked.policy()._replace(estimator=name, sketch_dim=max(sketch_dim, 1))
         norms = pace.norms_of(paper.trace, policy, way.examples, speed)
         spent = way.micro_batches * norms.seconds
         meeting = "materialized" if name == "exact" else name

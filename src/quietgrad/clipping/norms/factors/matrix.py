@@ -9,7 +9,6 @@ convolution; 1 elsewhere), t positions, p rows, d columns, n entries.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,8 +30,7 @@ from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 BLOCK_ELEMENTS = 8 * 1024 * 1024
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Sizes of one use: examples, blocks, positions, rows, columns; of a convolution, taps of its
     kernel.
     """

@@ -34,6 +34,11 @@ def wide_product(
     it. Elsewhere the factors are widened first.
     """
     if left.dtype == right.dtype == dtype:
+        # Asked for by name: ``matmul`` makes six views to find out which of them it is.
+        if left.dim() == right.dim() == 2:
+            return torch.mm(left, right, out=reuse)
+        if left.dim() == right.dim() == 3 and left.shape[0] == right.shape[0]:
+            return torch.bmm(left, right, out=reuse)
         return torch.matmul(left, right, out=reuse)
     halves = [x.dtype for x in (left, right) if x.dtype in (torch.float16, torch.bfloat16)]
     if halves and left.is_cuda and dtype == torch.float32 and left.dim() in (2, 3):
@@ -59,8 +64,8 @@ def block_products(
     written to ``out``.
     """
     if left.shape[1] == 1:
-        to = None if out is None else out[:, 0]
-        made = wide_product(left[:, 0], right[:, 0], dtype, to)
+        to = None if out is None else out.squeeze(1)
+        made = wide_product(left.squeeze(1), right.squeeze(1), dtype, to)
         if to is not None and made.data_ptr() != to.data_ptr():
             made = to.copy_(made)
         return made.unsqueeze(1)
