@@ -74,6 +74,8 @@ def test_views_of_a_map_have_one_spread(groups: int) -> None:
     [
         (lambda: nn.LayerNorm(24), (24,)),
         (lambda: nn.LayerNorm(24), (5, 24)),
+        (lambda: nn.LayerNorm(1), (3, 1)),
+        (lambda: nn.LayerNorm(2), (3, 2)),
         (lambda: nn.LayerNorm((4, 6)), (3, 4, 6)),
         (lambda: nn.InstanceNorm2d(8, affine=True), (8, 6, 6)),
         (lambda: nn.GroupNorm(2, 8), (8, 6, 6)),
