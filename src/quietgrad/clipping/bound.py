@@ -8,7 +8,7 @@ guard's verdict live and die with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -219,16 +219,14 @@ class BoundClipper:
             return how
 
     def _falling_back(self, work: Callable[[], Result]) -> Result:
-        """``work``; once more, one example at a time, where the planner chooses and capture fails.
-
-        Which engine runs changes nothing of what a record contributes, so it may depend on the
-        batch.
+        """``work``; once more, one example at a time, where the planner chooses, capture fails, and
+        it changes nothing of what a record contributes: then it may depend on the batch.
         """
         calls = self._calls
         try:
             return work()
         except NotCaptured as error:
-            if self.clipper.engine != "auto" or self.clipper.sketched:
+            if self.clipper.engine != "auto" or self._one_way(trainable_parameters(self.model)):
                 raise
             self._calls = calls
             names = frozenset(trainable_parameters(self.model))
@@ -296,9 +294,8 @@ class BoundClipper:
         n = min(batch.record_count, settings.max_physical_batch_size or batch.record_count)
         why = self._not_captured.get(frozenset(layout.parameters))
         if why is not None:
-            return ExecutionChoice(
-                "one-example", 1, math.nan, math.nan, f"one example at a time, since {why}"
-            )
+            why = f"one example at a time, since {why}"
+            return ExecutionChoice("one-example", 1, math.nan, math.nan, why)
         sketched, engine = self.clipper.sketched, settings.engine
         if engine == "auto" and settings.physical_batch_size is not None:
             alone = settings.physical_batch_size == 1 and not sketched
@@ -311,15 +308,18 @@ class BoundClipper:
         device = next(iter(layout.parameters.values())).device
         speed = settings.speed or modelled_throughput(device)
         budget = settings.memory_budget or SHARE_OF_FREE_MEMORY * free_bytes(device)
-        one_way = sketched or self._guard.least_times(self.model, layout.parameters) != 1.0
         how = self.planned(layout, batch.rows).choose(
             lambda: settings.policies(layout),
             n * settings.views,
             speed,
             budget,
-            engines_for(engine, one_way),
+            engines_for(engine, self._one_way(layout.parameters)),
         )
         return replace(how, physical_batch_size=-(-how.physical_batch_size // settings.views))
+
+    def _one_way(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Whether two engines would give a record two norms, or two gradients."""
+        return self.clipper.sketched or self._guard.least_times(self.model, parameters) != 1.0
 
     def examples_of(self, batch: Batch) -> Examples:
         """A batch as what is clipped: records, or users."""
