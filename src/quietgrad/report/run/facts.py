@@ -21,6 +21,7 @@ else:
     import tomli as tomllib
 
 AUDIT = "audit.json"
+COUNT_BELOW_THE_NORM = "records-below-the-clipping-norm"  # ``AdaptiveClipping.name``, without torch
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,23 @@ class RunFacts:
         """Whether the records were declared to need no protection."""
         said = {**self.result, **self.said.header}
         return bool(said.get("data_declared_public"))
+
+    @property
+    def norms(self) -> tuple[float, float] | None:
+        """Least and largest clipping norm of the planned steps, where a ledger says; of one that
+        follows what was released, the first.
+        """
+        if self.said.course is not None:
+            planned = [settings.max_grad_norm for settings in self.said.course.settings]
+            return min(planned), max(planned)
+        norm = self.said.header.get("max_grad_norm")
+        return (float(norm), float(norm)) if isinstance(norm, int | float) else None
+
+    @property
+    def norm_adapts(self) -> bool:
+        """Whether the clipping norm follows a noisy count of the records below it."""
+        beside = self.said.header.get("event", {}).get("beside", ())
+        return any(side.get("name") == COUNT_BELOW_THE_NORM for side in beside)
 
     def setting(self, table: str, key: str, default: Any = None) -> Any:
         """A key of the run's configuration."""
