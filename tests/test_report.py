@@ -318,6 +318,13 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path / "ledger.jsonl").write_text("\n".join(lines[:-3]) + "\n")
     with pytest.raises(ValueError, match="was shortened"):
         read_run(path)
+    # Lost, it is not made up for by what the result says (here less than the ledger).
+    (path / "ledger.jsonl").unlink()
+    with pytest.raises(ValueError, match="the result of a private run and not its ledger"):
+        read_run(path)
+    chosen = {"distribution": "geometric", "mean_runs": 4.0, "candidates": 2}
+    (path / "result.json").write_text(json.dumps(FINISHED | {"selection": chosen}))
+    assert read_run(path).epsilon == FINISHED["epsilon"]  # of the best of several, which has none
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "config.toml").write_text(CONFIG)

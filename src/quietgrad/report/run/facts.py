@@ -146,7 +146,8 @@ def read_run(run_dir: str | Path, audit: str | Path | None = None) -> RunFacts:
             there.
 
     Raises:
-        ValueError: if there is no run, its ledger is damaged, or the audit is of another one.
+        ValueError: if there is no run, its ledger is damaged or gone, or the audit is of another
+            one.
     """
     path = Path(run_dir)
     config = path / "config.toml"
@@ -172,6 +173,12 @@ def read_run(run_dir: str | Path, audit: str | Path | None = None) -> RunFacts:
         card.read_text(encoding="utf-8") if card.is_file() else "",
         _json(path / "forecast.json"),
     )
+    if ledger is None and facts.result.get("private") and "selection" not in facts.result:
+        raise ValueError(
+            f"RUN_DIR={str(run_dir)!r} has the result of a private run and not its ledger, which "
+            "alone says what was released: nothing can be claimed; restore ledger.jsonl and its "
+            "count file from the same moment"
+        )
     if facts.audit is not None:
         _require_same_mechanism(facts, facts.audit, audit or path / AUDIT)
     if ledger is None and not facts.result and not facts.metrics:
