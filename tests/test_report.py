@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 
 from quietgrad.accounting import attack_success, epsilon, trade_off
-from quietgrad.events import PoissonGaussian, RandomizedClipping
+from quietgrad.beside import AdaptiveClipping
+from quietgrad.events import PoissonGaussian, RandomizedClipping, SideRelease
 from quietgrad.ledger import LedgerWriter, SessionStart
 from quietgrad.report.run.facts import RunFacts, read_run
 from quietgrad.report.run.report import card_of, page_of
 from quietgrad.report.run.statement import statement
 from quietgrad.report.words import in_words, right_guesses
+from quietgrad.schedules import Course, StepSettings
 
 EVENT = PoissonGaussian(1.5, 0.1, 40)
 CONFIG = """[model]
@@ -42,16 +44,19 @@ def write_run(
     releases: int = 40,
     source: str = "entropy",
     event: PoissonGaussian = EVENT,
+    course: Course | None = None,
+    source_name: str = "keyed",
     **result: Any,
 ) -> Path:
     path.mkdir()
     (path / "config.toml").write_text(CONFIG)
     facts = {"planned_steps": 40, "delta": 1e-4, "dataset_size": 1000, "max_grad_norm": 1.0}
     with LedgerWriter(path / "ledger.jsonl") as ledger:
-        ledger.mechanism(event, **facts, neighbouring="add-remove", noise_source="keyed")
+        said = {"neighbouring": "add-remove", "noise_source": source_name}
+        ledger.mechanism(event, course, **facts, **said)
         ledger.session(SessionStart(0, "a" * 32, "b" * 32, source))
         for step in range(releases):
-            ledger.release(step)
+            ledger.release(step, None if course is None else course.at(step))
     lines = [{"step": s, "validation_accuracy": 0.5 + s / 100} for s in (10, 20)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"s')
     if result:
@@ -283,6 +288,28 @@ def test_what_ran_gives_a_language_model_no_head(tmp_path: Path) -> None:
     assert "| Model | some-org/llama |" in card and "head" not in card.partition("## What ran")[2]
 
 
+def test_it_does_not_say_that_a_norm_stayed_which_changed(tmp_path: Path) -> None:
+    """One that follows a noisy count, and one by a schedule, were told as the first step's."""
+    plain = write_run(tmp_path / "plain", **FINISHED)
+    assert "gradient is cut to length 1, by" in card_of(read_run(plain))
+    count = SideRelease(AdaptiveClipping.name, 10.0)
+    adapted = write_run(tmp_path / "adapted", event=replace(EVENT, beside=(count,)), **FINISHED)
+    course = Course.of(StepSettings(1.5, 0.1, norm) for norm in (1.0, 0.5, 0.25))
+    scheduled = write_run(tmp_path / "scheduled", 3, course=course, **FINISHED)
+    for path, cut, ran in (
+        (adapted, "1 in the first step and then follows the noisy count", "then by a noisy count"),
+        (scheduled, "between 0.25 and 1 that was fixed for each step", "0.25 to 1, by a schedule"),
+    ):
+        facts = read_run(path)
+        for text in (card_of(facts), page_of(facts)):
+            assert "cut to length 1" not in text and cut in text and ran in text
+
+
+def test_the_statement_names_the_stream_that_ran(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", source_name="secure", **FINISHED)
+    assert "a cryptographic stream (AES-256)" in card_of(read_run(path))  # as noise/sources has it
+
+
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="holds no run"):
         read_run(tmp_path / "nothing")
@@ -291,6 +318,13 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path / "ledger.jsonl").write_text("\n".join(lines[:-3]) + "\n")
     with pytest.raises(ValueError, match="was shortened"):
         read_run(path)
+    # Lost, it is not made up for by what the result says (here less than the ledger).
+    (path / "ledger.jsonl").unlink()
+    with pytest.raises(ValueError, match="the result of a private run and not its ledger"):
+        read_run(path)
+    chosen = {"distribution": "geometric", "mean_runs": 4.0, "candidates": 2}
+    (path / "result.json").write_text(json.dumps(FINISHED | {"selection": chosen}))
+    assert read_run(path).epsilon == FINISHED["epsilon"]  # of the best of several, which has none
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "config.toml").write_text(CONFIG)

@@ -273,6 +273,7 @@ def test_a_plan_whose_parts_do_not_belong_together_is_refused() -> None:
         ({"low": 5.0}, "low=5.0 and high=5.0 are no range"),
         ({"high": math.inf}, "high=inf"),
         ({"low": math.nan}, "low=nan"),
+        ({"low": 0.0, "high": 5e-324}, "are no range"),
         ({"share": 0.5}, "share=0.5 of the budget is above 0.4"),
         ({"share": 0.0}, "share=0.0"),
         ({"share": 0.1, "own_noise": 3.0}, "share=0.1 and own_noise=3.0 are both given"),
@@ -314,6 +315,9 @@ def test_the_norm_stays_in_its_range_and_moves_by_at_most_its_rate() -> None:
     assert ADAPTIVE.next_norm(1.0, -1e9, 50.0) == pytest.approx(math.exp(0.2 * 0.7))
     assert ADAPTIVE.next_norm(1e-15, 1e9, 50.0) == 1e-15
     assert ADAPTIVE.next_norm(1e15, -1e9, 50.0) == pytest.approx(1e15)
+    fast = AdaptiveClipping(rate=1e4)  # overflowed, when the count was written down and drawn
+    assert fast.next_norm(1.0, -1e9, 50.0) == pytest.approx(1e15)
+    assert fast.next_norm(1.0, 1e9, 50.0) == 1e-15
 
 
 def test_sketches_and_bands_are_accounted_for_with_both() -> None:

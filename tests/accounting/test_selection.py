@@ -255,6 +255,16 @@ def test_one_run_always_costs_what_it_costs() -> None:
     assert selected_epsilon(run, RunCount(1.0), 1e-5) == pytest.approx(epsilon(run, 1e-5), rel=1e-6)
 
 
+@pytest.mark.parametrize("shape", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize("more", [2e-16, 1e-13, 1e-11, 1e-9])
+def test_hardly_more_than_one_run_is_a_law_too(more: float, shape: float) -> None:
+    law = RunCount(1 + more, shape)
+    assert 1 <= law.steepest <= 1 + 2 * more and law.draw() == 1
+    event = PoissonGaussian(1.0, 1.0, 1)
+    one = selected_epsilon(event, RunCount(1.0), 1e-5)
+    assert one <= selected_epsilon(event, law, 1e-5) <= one + 0.1
+
+
 @pytest.mark.parametrize("law", [RunCount(20.0), RunCount(5.0, math.inf)], ids=named)
 def test_calibration_meets_the_target(law: RunCount) -> None:
     sigma = selected_noise_multiplier(3.0, 1e-5, law, sample_rate=0.02, steps=300, bands=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import time
 from collections.abc import Callable
@@ -119,6 +120,29 @@ def test_nothing_tells_how_many_runs_there_are(
     ]  # fmt: skip
     assert lines[6].startswith("epsilon = ") and lines[7].startswith("The best of")
     assert not [line for line in out[out.index("epsilon = ") :].splitlines() if "still" in line]
+
+
+def test_no_file_that_is_released_is_as_old_as_the_first_run(
+    quietgrad: Any, write: Write, of_three: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies keep times: the lock's, made before the runs, told beside the model's how long all of
+    them took, and so about how many there were.
+    """
+    path = write()
+    folder = folder_of(load_comparison(path, accounted=True))
+    fit = ComparisonRunner.fit
+
+    def long_ago(self: ComparisonRunner, *given: Any, **more: Any) -> Any:
+        for file in folder.rglob("*"):
+            os.utime(file, (0, 0))
+        return fit(self, *given, **more)
+
+    monkeypatch.setattr(ComparisonRunner, "fit", long_ago)
+    began = time.time()
+    assert quietgrad("compare", path, "--accounted")[0] == 0
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert ".lock" in {file.name for file in files}
+    assert min(file.stat().st_mtime for file in files) >= began - 2
 
 
 def test_the_plans_that_run_are_within_the_target(

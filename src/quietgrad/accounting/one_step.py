@@ -151,9 +151,13 @@ def _log_odds(losses: Array, q: float) -> Array:
     positive = losses > 0
     result = np.full(losses.shape, -np.inf)
     result[positive] = losses[positive] + np.log1p(-(1 - q) * np.exp(-losses[positive]))
-    inner = q + np.expm1(losses[~positive])
+    others = losses[~positive]
     with np.errstate(divide="ignore"):
-        result[~positive] = np.log(np.maximum(inner, 0.0))
+        if q <= 0.5:
+            result[~positive] = np.log(np.maximum(q + np.expm1(others), 0.0))
+        else:  # nothing would be left of exp(loss) beside q: losses of less than -37 would be lost
+            least = math.log1p(-q) if q < 1 else -math.inf
+            result[~positive] = others + np.log1p(-np.exp(np.minimum(least - others, 0.0)))
     return result - math.log(q)
 
 

@@ -20,6 +20,9 @@ Array = NDArray[np.float64]
 BLOCK = 8
 ORDERS = np.geomspace(0.25, 64.0, 17)  # of Chernoff's bound, over the sum's standard deviation
 SMALLEST_TAIL = 1e-300
+# Of the sum's range, a zone beyond each end, where all that the transforms leave is their errors.
+# These are smooth, with few frequencies: they add up over a tail, and show nowhere in it.
+BEYOND = 1 / 8
 
 
 def composed_sum(
@@ -34,12 +37,14 @@ def composed_sum(
         tail_mass: probability that may be moved to infinity, on each side.
 
     Returns:
-        First grid point, [n] probabilities (rounding errors of either sign), mass at infinity. The
-        sum is pessimistic: mass beyond the ends comes back at the other one, as on a circle, and is
-        counted at infinity once more. Cost: a transform for each of ``atoms``.
+        First grid point, [n] probabilities (rounding errors of either sign), mass at infinity, with
+        what the transforms' errors may be of all n together. The sum is pessimistic: mass beyond
+        the ends is counted at infinity once more. Cost: a transform for each of ``atoms``.
     """
     low, high = _ends(atoms, times, interval, tail_mass)
-    size = fft.next_fast_len(high - low + 1, real=True)
+    wanted = high - low + 1
+    beyond = max(8, int(BEYOND * wanted))
+    size = fft.next_fast_len(wanted + 2 * beyond, real=True)
     product = np.ones(size // 2 + 1, dtype=np.complex128)
     start = 0
     for atom, n in zip(atoms, times, strict=True):
@@ -50,11 +55,14 @@ def composed_sum(
         start += n * atom.first
     on_circle = fft.irfft(product, size)
     probabilities = np.roll(on_circle, (start - low) % size)
+    # The half of the zone that is farthest from both ends.
+    error = float(np.abs(probabilities[wanted + beyond // 2 : size - beyond // 2]).max())
     finite = sum(
         n * math.log1p(-min(a.infinity, 1.0)) if a.infinity < 1 else -math.inf
         for a, n in zip(atoms, times, strict=True)
     )
-    return low, probabilities, min(1.0, -math.expm1(finite) + 2 * tail_mass)
+    infinity = -math.expm1(finite) + 2 * tail_mass + error * wanted
+    return low, probabilities[:wanted], min(1.0, infinity)
 
 
 def _ends(

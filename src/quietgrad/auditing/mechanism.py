@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quietgrad.accounting import epsilon
+from quietgrad.accounting.rounding import round_up
 from quietgrad.auditing.bounds.errors import (
     ErrorCounts,
     epsilon_of_rates,
@@ -157,7 +158,7 @@ def _judge(
         f"{int(chosen.sum())} of {runs} runs chose noise levels and thresholds; errors were "
         "counted on the others.",
         "With so many runs error counts alone (Clopper-Pearson) show no more than epsilon = "
-        f"{epsilon_of_rates(fewest, fewest, plan.delta):.2f}, whatever the mechanism.",
+        f"{round_up(epsilon_of_rates(fewest, fewest, plan.delta), 2)}, whatever the mechanism.",
         "Trade-off bounds are for mechanisms that differ from the claimed one in their noise "
         "multiplier; above the claim they refute it whatever the mechanism is.",
     )

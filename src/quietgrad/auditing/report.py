@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from quietgrad.accounting.rounding import round_down_to, round_up_to
 from quietgrad.auditing.bounds.errors import ErrorCounts, lower_rate, upper_rate
 from quietgrad.events import PrivacyEvent, per_unit
 
@@ -30,6 +31,10 @@ SHOWN = (
     0.8,
     0.9,
 )  # false positive rates in the figure
+
+# Significant figures of a told epsilon: claimed ones are rounded up, shown ones down, so that two
+# that are near each other need more.
+FIGURES, FIGURES_OF_REFUTED = 4, 6
 
 MEANING = (
     "A lower bound says what this attack could show, and nothing about better attacks: far "
@@ -162,15 +167,17 @@ class AuditReport:
         )
         if wrong is not None:
             return (
-                f"REFUTED: epsilon = {wrong.claimed:.4g}{unit} is claimed of {wrong.released}, and "
-                f"it is above {wrong.joint:.4g} (confidence {self.confidence:g} over all findings, "
-                f"{wrong.method}); nothing may be claimed of this mechanism until the cause is "
-                "found"
+                f"REFUTED: epsilon = {round_up_to(wrong.claimed, FIGURES_OF_REFUTED)}{unit} is "
+                f"claimed of {wrong.released}, and it is above "
+                f"{round_down_to(wrong.joint, FIGURES_OF_REFUTED)} (confidence "
+                f"{self.confidence:g} over all findings, {wrong.method}); nothing may be claimed "
+                "of this mechanism until the cause is found"
             )
         return (
-            f"Not refuted: this attack shows that epsilon{unit} is above {self.lower_bound:.4g} at "
-            f"delta = {self.delta:.3g} (confidence {self.confidence:g}), and at most "
-            f"{self.claimed:.4g} is claimed. This is no proof of the claim."
+            f"Not refuted: this attack shows that epsilon{unit} is above "
+            f"{round_down_to(self.lower_bound, FIGURES)} at delta = {round_up_to(self.delta, 3)} "
+            f"(confidence {self.confidence:g}), and at most "
+            f"{round_up_to(self.claimed, FIGURES)} is claimed. This is no proof of the claim."
         )
 
     def finding(self, released: str, method: str) -> Finding:

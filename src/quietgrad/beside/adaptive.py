@@ -16,6 +16,7 @@ from quietgrad.records import Above0, Count, judge
 # between. With a jump at C, the last bit of a norm, which depends on the size of the micro-batch,
 # would move the count by a whole record.
 RAMP = 2.0**-5
+LARGEST_MOVE = 100.0  # of the logarithm of the norm, in one step
 
 
 @dataclass(frozen=True)
@@ -76,5 +77,7 @@ class AdaptiveClipping:
     def next_norm(self, max_grad_norm: float, noisy: float, expected_batch_size: float) -> float:
         """The clipping norm of the next step."""
         below = self.fraction(noisy, expected_batch_size)
-        moved = max_grad_norm * math.exp(-self.rate * (below - self.quantile))
+        # Beyond that exp overflows, after the release is made; no norm is so far from another.
+        exponent = min(max(-self.rate * (below - self.quantile), -LARGEST_MOVE), LARGEST_MOVE)
+        moved = max_grad_norm * math.exp(exponent)
         return min(max(moved, SMALLEST_CLIPPING_NORM), 1 / SMALLEST_CLIPPING_NORM)

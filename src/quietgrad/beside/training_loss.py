@@ -49,8 +49,8 @@ class TrainingLoss:
     def __post_init__(self) -> None:
         judge(self)
         judge_noise(self)
-        # The width in float64 must be that of a range, not of two infinite ends.
-        if not 0 < self.high - self.low < float("inf"):
+        # The width in float64 must be that of a range, not of two infinite ends, nor nothing.
+        if not (self.width > 0 and self.high - self.low < float("inf")):
             raise ValueError(
                 f"low={self.low!r} and high={self.high!r} are no range; give the smallest and the "
                 "largest loss that counts, such as 0 and 5"

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quietgrad.accounting.rounding import round_down, round_down_to, round_up, round_up_to
 from quietgrad.checks import require_word
 from quietgrad.cli.output import console, print_json, print_table, require_place
 from quietgrad.cli.progress.counted import Counted
@@ -55,8 +56,8 @@ def run_audit(
             for p in report.points
         ]
         title = (
-            f"{kind} canaries: epsilon = {report.claimed:.3g} claimed, above "
-            f"{report.lower_bound:.3g} shown (delta = {report.delta:.2g})"
+            f"{kind} canaries: epsilon = {round_up_to(report.claimed, 3)} claimed, above "
+            f"{round_down_to(report.lower_bound, 3)} shown (delta = {round_up_to(report.delta, 3)})"
         )
         audit_figure(
             plan.event, points, title, f"boxes: {100 * confidence:g} % limits of each rate", figure
@@ -68,11 +69,10 @@ def run_audit(
         target,
         "Audit of one training run",
         {
-            "claimed": f"epsilon = {report.claimed:.4f} at delta = {report.delta:.3g}, an upper "
-            "bound",
-            "shown": f"epsilon > {report.lower_bound:.4f} with confidence {confidence:g} over all "
-            "rows "
-            "below",
+            "claimed": f"epsilon = {round_up(report.claimed, 4)} at delta = "
+            f"{round_up_to(report.delta, 3)}, an upper bound",
+            "shown": f"epsilon > {round_down(report.lower_bound, 4)} with confidence "
+            f"{confidence:g} over all rows below",
             "verdict": report.verdict,
             "canaries": f"{report.trials} ({kind}) beside {run.records} {_units(plan)}; every "
             "canary in or out by a fair coin",
@@ -124,4 +124,5 @@ def _bound(finding: Finding) -> str:
             f"{seen.false_positives} of {seen.absent} absent called present, "
             f"{seen.false_negatives} of {seen.present} present called absent"
         )
-    return f"{finding.epsilon:.4f}   ({counts})" + ("   ABOVE THE CLAIM" if finding.refutes else "")
+    shown = round_down(finding.epsilon, 4)
+    return f"{shown}   ({counts})" + ("   ABOVE THE CLAIM" if finding.refutes else "")

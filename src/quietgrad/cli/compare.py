@@ -221,7 +221,7 @@ def cost_of_tuning(comparison: Comparison) -> str:
     return (
         f"No epsilon counts the choice among these {settings} settings. On private records, runs "
         f"at epsilon {one:g} each and the choice of the best of {settings} on average would cost "
-        f"about epsilon {whole:.3g} (delta {delta:g}): quietgrad compare --accounted, "
+        f"about epsilon {round_up_to(whole, 3)} (delta {delta:g}): quietgrad compare --accounted, "
         "docs/tuning.md."
     )
 

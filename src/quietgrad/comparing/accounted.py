@@ -222,6 +222,7 @@ class _Choice:
             privacy = replace(chosen.config.privacy, target_epsilon=plan.epsilon)  # of one run
             config = replace(chosen.config, privacy=privacy)
             write_whole(folder.config, config.to_toml().encode())
+        folder.forget_beginning()  # how long it took would tell how many runs were drawn
         folder.write_json(folder.result, result)
         return result
 

@@ -23,6 +23,7 @@ from quietgrad.checks import require_at_least, require_positive
 LARGEST_MEAN = 1e4
 LARGEST_POISSON = 500.0  # P(K = 0) is then a number; it costs more than any budget long before
 LARGEST_SHAPE = 100.0
+LEAST_LOG_ODDS = 1e-12  # below it, one run is made always
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,12 @@ class RunCount:
     def log_odds(self) -> float:
         """x = log(1 / g); 0 where one run is made always. Not of the Poisson law."""
         assert not self.poisson
-        if self.mean == 1:
+        if self.mean <= _mean(LEAST_LOG_ODDS, self.shape):
             return 0.0
         top = 2 * math.log(self.mean) + 2  # its mean is above m for every shape
-        return float(optimize.brentq(lambda x: _mean(x, self.shape) - self.mean, 1e-12, top))
+        return float(
+            optimize.brentq(lambda x: _mean(x, self.shape) - self.mean, LEAST_LOG_ODDS, top)
+        )
 
     @cached_property
     def steepest(self) -> float:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from quietgrad.accounting import EpsilonReport, epsilon_report
 from quietgrad.accounting.calibrate import calibrate_by_groups
+from quietgrad.accounting.rounding import round_up_to
 from quietgrad.beside.values import SideMethod, releases_beside, require_alike
 from quietgrad.checks import require_positive
 from quietgrad.clipping.clipper import Clipper
@@ -269,7 +270,8 @@ def require_target(report: EpsilonReport, target: float | None, new: float | Non
         remedy = "allow it by target_epsilon= (--extend-to-epsilon), or add fewer steps"
         top = f"the plan's target of {limit:g}" if new is None else f"target_epsilon={new!r}"
         raise ValueError(
-            f"with the extension epsilon is {report.epsilon:.6g} in all, above {top}; {remedy}"
+            f"with the extension epsilon is {round_up_to(report.epsilon, 6)} in all, above {top}; "
+            f"{remedy}"
         )
 
 

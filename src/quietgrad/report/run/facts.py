@@ -21,6 +21,7 @@ else:
     import tomli as tomllib
 
 AUDIT = "audit.json"
+COUNT_BELOW_THE_NORM = "records-below-the-clipping-norm"  # ``AdaptiveClipping.name``, without torch
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,23 @@ class RunFacts:
         said = {**self.result, **self.said.header}
         return bool(said.get("data_declared_public"))
 
+    @property
+    def norms(self) -> tuple[float, float] | None:
+        """Least and largest clipping norm of the planned steps, where a ledger says; of one that
+        follows what was released, the first.
+        """
+        if self.said.course is not None:
+            planned = [settings.max_grad_norm for settings in self.said.course.settings]
+            return min(planned), max(planned)
+        norm = self.said.header.get("max_grad_norm")
+        return (float(norm), float(norm)) if isinstance(norm, int | float) else None
+
+    @property
+    def norm_adapts(self) -> bool:
+        """Whether the clipping norm follows a noisy count of the records below it."""
+        beside = self.said.header.get("event", {}).get("beside", ())
+        return any(side.get("name") == COUNT_BELOW_THE_NORM for side in beside)
+
     def setting(self, table: str, key: str, default: Any = None) -> Any:
         """A key of the run's configuration."""
         return self.config.get(table, {}).get(key, default)
@@ -128,7 +146,8 @@ def read_run(run_dir: str | Path, audit: str | Path | None = None) -> RunFacts:
             there.
 
     Raises:
-        ValueError: if there is no run, its ledger is damaged, or the audit is of another one.
+        ValueError: if there is no run, its ledger is damaged or gone, or the audit is of another
+            one.
     """
     path = Path(run_dir)
     config = path / "config.toml"
@@ -154,6 +173,12 @@ def read_run(run_dir: str | Path, audit: str | Path | None = None) -> RunFacts:
         card.read_text(encoding="utf-8") if card.is_file() else "",
         _json(path / "forecast.json"),
     )
+    if ledger is None and facts.result.get("private") and "selection" not in facts.result:
+        raise ValueError(
+            f"RUN_DIR={str(run_dir)!r} has the result of a private run and not its ledger, which "
+            "alone says what was released: nothing can be claimed; restore ledger.jsonl and its "
+            "count file from the same moment"
+        )
     if facts.audit is not None:
         _require_same_mechanism(facts, facts.audit, audit or path / AUDIT)
     if ledger is None and not facts.result and not facts.metrics:

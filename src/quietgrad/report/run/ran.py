@@ -39,14 +39,23 @@ def what_ran(facts: RunFacts) -> list[tuple[str, str]]:
          f"{at('optimizer', 'learning_rate', '?')}"),
         ("Batch and steps", f"{at('training', 'expected_batch_size', '?')} expected, "
          f"{facts.steps} steps"),
-        ("Clipping", f"estimator {at('clipping', 'estimator', 'auto')}, norm "
-         f"{at('privacy', 'max_grad_norm', '?')}"),
+        ("Clipping", f"estimator {at('clipping', 'estimator', 'auto')}, norm {_norm(facts)}"),
     ]  # fmt: skip
     rows += list(_expected(facts))
     if machine:
         rows.append(("Machine", f"{machine.get('system', '?')}, {machine.get('processors', '?')} "
                      f"processors, {machine.get('device', '?')}"))  # fmt: skip
     return [(name, text) for name, text in rows if text.strip(", ")]
+
+
+def _norm(facts: RunFacts) -> str:
+    """In words, where it is not the same in every step."""
+    first = str(facts.setting("privacy", "max_grad_norm", "?"))
+    if facts.norm_adapts:
+        return f"{first} in the first step, then by a noisy count"
+    if facts.norms is not None and facts.norms[0] != facts.norms[1]:
+        return f"{facts.norms[0]:g} to {facts.norms[1]:g}, by a schedule"
+    return first
 
 
 def _named(source: str) -> str:

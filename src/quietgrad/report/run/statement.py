@@ -137,12 +137,11 @@ def _events(facts: RunFacts) -> list[dict[str, Any]]:
 
 
 def _clipping(facts: RunFacts, events: list[dict[str, Any]], unit: str) -> str:
-    norm = facts.said.header.get("max_grad_norm")
     whose = "gradient"
     if unit == "user":
         combined = facts.said.header.get("combined", facts.result.get("combined"))
         whose = {"sum": "summed gradient", "mean": "mean gradient"}.get(str(combined), whose)
-    bound = f"to length {norm:g}" if isinstance(norm, int | float) else "to a scheduled length"
+    bound = _length(facts)
     sketch = events[0].get("randomized_clipping")
     if sketch is None:
         how = "an upper bound of its length in the arithmetic that ran"
@@ -154,10 +153,25 @@ def _clipping(facts: RunFacts, events: list[dict[str, Any]], unit: str) -> str:
     return f"Each {unit}'s {whose} is cut {bound}, by {how}."
 
 
+def _length(facts: RunFacts) -> str:
+    """What a gradient is cut to."""
+    if facts.norms is None:
+        return "to a length that no ledger says"
+    least, most = facts.norms
+    if facts.norm_adapts:
+        return (
+            f"to a length that is {least:g} in the first step and then follows the noisy count "
+            "that is released beside the gradients"
+        )
+    if least != most:
+        return f"to a length between {least:g} and {most:g} that was fixed for each step beforehand"
+    return f"to length {least:g}"
+
+
 def _noise(header: Any, events: list[dict[str, Any]]) -> str:
     bands = max(int(e.get("bands", 1)) for e in events)
     how = "independent in each step" if bands == 1 else f"correlated over {bands} steps"
-    source = {"keyed": "a keyed generator (Philox)", "secure": "a cryptographic stream (ChaCha20)"}
+    source = {"keyed": "a keyed generator (Philox)", "secure": "a cryptographic stream (AES-256)"}
     drawn = source.get(str(header.get("noise_source")), "")
     multiplier = _range([e["noise_multiplier"] for e in events], up=True)
     return (

@@ -24,6 +24,7 @@ import torch
 from quietgrad.durable import lock, make_folder, sync_folder, write_whole
 from quietgrad.ledger import LEDGER_NAME, holds_records
 
+LOCK = ".lock"
 PACKAGES = ("quietgrad", "torch", "transformers", "peft", "numpy", "scipy", "dp-accounting")
 
 
@@ -100,7 +101,7 @@ class RunDir:
         """
         name = f"training.run_dir={str(self.path)!r}"
         try:
-            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise _unwritable(self.path, error) from error
         try:
@@ -110,6 +111,12 @@ class RunDir:
             os.close(
                 descriptor
             )  # the file stays: removing it would leave two processes with a lock each
+
+    def forget_beginning(self) -> None:
+        """Gives the lock the present time, for who holds it. That at which it was made, which
+        copies keep, would say beside the other files' how long everything took.
+        """
+        os.utime(self.path / LOCK)
 
     def require_state(self, resume: bool) -> None:
         """Checks that there is a run to go on with, or none to overwrite. A start that was killed
