@@ -220,6 +220,18 @@ def test_both_directions_compose_alike_where_every_record_takes_part():
         assert true <= loss.epsilon(1e-5) <= true * (1 + 1e-3)
 
 
+@pytest.mark.parametrize(("sigma", "steps"), [(20.0, 1000), (50.0, 20_000), (0.7, 3)])
+def test_errors_of_the_transforms_do_not_decide_at_a_tiny_delta(sigma, steps):
+    """Of many steps alike dp-accounting's transforms err by up to 1e-12: made again in long
+    doubles. Of a small rate no epsilon was left there.
+    """
+    found = epsilon(PoissonGaussian(sigma, 1.0, steps), 1e-12)
+    mu = math.sqrt(steps) / sigma
+    assert gaussian_delta(found, mu) <= 1e-12 <= gaussian_delta(found * 0.998, mu)
+    of_few = epsilon(PoissonGaussian(1.0, 1e-4, 1200), 1e-12)  # infinity before
+    assert epsilon(PoissonGaussian(1.0, 1e-4, 1200), 1e-11) < of_few < 0.11
+
+
 def test_errors_of_the_transforms_are_counted_where_many_phases_meet():
     """They are smooth: no entry of the tail was below zero, and all together were 0.2 % of delta,
     which the mechanism really exceeded.

@@ -246,3 +246,13 @@ def test_a_course_reads_back_and_its_prefix_is_its_own() -> None:
         course.at(30)
     with pytest.raises(ValueError, match="lacks a field"):
         Course.from_json([{"steps": 3}])
+
+
+def test_errors_of_the_transforms_do_not_decide_at_a_small_delta() -> None:
+    """In doubles alone they are more than 1e-12 of many unlike steps of a tiny rate: counted, no
+    epsilon is left.
+    """
+    phases = tuple(PoissonGaussian(1 + 0.01 * i, 1e-4, 100) for i in range(12))
+    one = PoissonGaussian(1.0, 1e-4, 1200)
+    few, whole = (epsilon(EventSequence(phases), d) for d in (1e-8, 1e-12))
+    assert few < whole < min(4 * few, epsilon(one, 1e-12))

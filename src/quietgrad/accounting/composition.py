@@ -22,7 +22,7 @@ from quietgrad.accounting.one_step import (
     smallest_loss,
 )
 from quietgrad.accounting.phases import grouped
-from quietgrad.accounting.product import composed_sum
+from quietgrad.accounting.product import WORTH_IT, composed_sum
 from quietgrad.accounting.scale_mixture import ScaleMixture, convex_from, scale_mixture
 from quietgrad.events import EventSequence, ExactClipping, PoissonGaussian, PrivacyEvent
 
@@ -241,25 +241,37 @@ def _compose_direction(
     atoms: list[Atoms], phases: tuple[PoissonGaussian, ...], interval: float, truncation: float
 ) -> ComposedLoss:
     if len(phases) == 1:
-        atom = atoms[0]
-        one = pld_pmf.DensePLDPmf(
-            interval, atom.first, atom.probabilities, atom.infinity, pessimistic_estimate=True
+        first, probabilities, infinity = _self_composed(
+            atoms[0], phases[0].compositions, interval, truncation
         )
-        n = phases[0].compositions
-        with warnings.catch_warnings():
-            # dp-accounting's search for truncation bounds overflows harmlessly on very wide grids.
-            warnings.simplefilter("ignore", RuntimeWarning)
-            many = one if n == 1 else one.self_compose(n, tail_mass_truncation=truncation)
-        first, probabilities = many._lower_loss, np.asarray(many._probs)
-        infinity = many._infinity_mass
-    else:
+        error = _error_of(probabilities)
+    if len(phases) > 1 or error > WORTH_IT * truncation:
         first, probabilities, infinity = composed_sum(
             atoms, [p.compositions for p in phases], interval, len(phases) * truncation
         )
-    # The Fourier transform leaves errors of either sign; the most negative entry shows their size.
-    # Negative entries are raised to zero, and the same amount over all entries is added to infinity
-    # for those that came out too small.
+        error = _error_of(probabilities)
+    losses: Array = (first + np.arange(probabilities.size, dtype=np.float64)) * interval
+    return ComposedLoss(losses, np.maximum(probabilities, 0.0), min(1.0, infinity + error))
+
+
+def _self_composed(
+    atom: Atoms, times: int, interval: float, truncation: float
+) -> tuple[int, Array, float]:
+    """Many alike by dp-accounting: first grid point, probabilities, mass at infinity."""
+    one = pld_pmf.DensePLDPmf(
+        interval, atom.first, atom.probabilities, atom.infinity, pessimistic_estimate=True
+    )
+    with warnings.catch_warnings():
+        # dp-accounting's search for truncation bounds overflows harmlessly on very wide grids.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        many = one if times == 1 else one.self_compose(times, tail_mass_truncation=truncation)
+    return many._lower_loss, np.asarray(many._probs), many._infinity_mass
+
+
+def _error_of(probabilities: Array) -> float:
+    """What Fourier transforms may have taken from a distribution. They leave errors of either sign,
+    whose size the most negative entry shows. Negative entries are raised to zero, and the same
+    amount over all entries goes to infinity for those that came out too small.
+    """
     error = max(0.0, -float(probabilities.min()))
-    slack = error * min(probabilities.size, 100_000)
-    losses = (first + np.arange(probabilities.size)) * interval
-    return ComposedLoss(losses, np.maximum(probabilities, 0.0), min(1.0, infinity + slack))
+    return error * min(probabilities.size, 100_000)
