@@ -123,8 +123,13 @@ def rows_path(keys: Path) -> Path:
     return keys.with_name(keys.name + ".rows")
 
 
+def places_path(keys: Path) -> Path:
+    """Beside the secret file: a digest of some records, as secret."""
+    return keys.with_name(keys.name + ".places")
+
+
 def forget_secrets(keys: Path) -> None:
     """Removes the secret files, and what a kill may have left of them."""
-    for path in (keys, rows_path(keys)):
+    for path in (keys, rows_path(keys), places_path(keys)):
         path.unlink(missing_ok=True)
         temporary_of(path).unlink(missing_ok=True)

@@ -145,7 +145,8 @@ class LedgerWriter:
         if step != self._count.releases:
             raise ValueError(
                 f"step={step}: release {self._count.releases} comes next; no release is skipped, "
-                "and none made twice"
+                "and none made twice; a run that was interrupted within a release starts again "
+                "from its ledger"
             )
         self._append(Release(step, settings=settings))
 
