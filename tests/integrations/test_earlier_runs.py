@@ -107,6 +107,17 @@ def test_a_trainer_does_not_begin_with_what_a_loop_trained(by: Any, tmp_path: Pa
     assert earlier["epsilon"] > 0.5 and earlier["private"]
 
 
+@pytest.mark.filterwarnings("ignore:the model was trained by another private run")
+def test_runs_in_a_row_are_told_once_each(tmp_path: Path) -> None:
+    module = Small(privacy=OWN)
+    for _ in range(4):
+        looped(module.net)
+    module.accept_start = "epsilons-add"
+    lightning_trainer(tmp_path).fit(module, tensors())
+    (last,) = module._loaded_record["started_from"]  # type: ignore[index]
+    assert [one["started_from"] for one in last["started_from"]] == [[]] * 3
+
+
 def test_a_loop_says_what_a_trainer_trained(tmp_path: Path) -> None:
     module = Small(privacy=OWN)
     lightning_trainer(tmp_path).fit(module, tensors())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ LOOKED_AT = 64  # entries of a frozen tensor
 Facts = Callable[[int], Mapping[str, Any]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Trained:
     """What a run has done to a model in memory.
 
@@ -26,7 +26,8 @@ class Trained:
         run: its name; a run that goes on keeps it.
         facts: releases made -> what may be said of them: epsilon, delta. Public.
         data_are_public: whether its records were declared to need no protection.
-        started_from: earlier runs of these weights: as they are here, or as records of files.
+        started_from: earlier runs of these weights, each once: as they are here, or as records of
+            files.
         releases: made so far.
     """
 
@@ -95,6 +96,14 @@ def _some_of(parameter: Tensor) -> tuple[str, ...]:
         return ()
 
 
+def with_starts(known: tuple[Any, ...], others: Iterable[Trained]) -> tuple[Any, ...]:
+    """Earlier runs, and those that they started from themselves: no chain that grows with them."""
+    found = list(known)
+    for one in others:
+        found += [earlier for earlier in (one, *one.started_from) if earlier not in found]
+    return tuple(found)
+
+
 class Starts:
     """What one run knows of its models: which runs trained them before, and that it does now.
 
@@ -104,17 +113,19 @@ class Starts:
 
     Attributes:
         known: whether earlier runs were asked for already, so that none is said here.
+        trains: whether anything steps on what is released; an audit looks at it alone.
     """
 
     def __init__(self, run: str, plan: Any) -> None:
         self._trained = Trained(run, facts_of(plan), plan.data_are_public)
         self._met: list[int] = []
         self.known = False
+        self.trains = True
 
     def met(self, model: nn.Module) -> None:
         """Records are clipped for a model. Says once if another private run trained it."""
         trains = [id(p) for p in model.parameters() if p.requires_grad]
-        if trains == self._met:
+        if trains == self._met or not self.trains:
             return
         self._met = trains
         ours, seen = self._trained, self._trained.started_from
@@ -124,7 +135,7 @@ class Starts:
             if one.run != ours.run and not one.data_are_public and one not in seen
         ]
         if others and not ours.data_are_public:
-            ours.started_from += tuple(others)
+            ours.started_from = with_starts(seen, others)
             if not self.known:
                 warnings.warn(
                     "the model was trained by another private run of this process, and epsilon is "

@@ -21,7 +21,7 @@ from quietgrad.accounting.calibrate import calibrate
 from quietgrad.accounting.renyi.epsilon import RENYI_ORDERS
 from quietgrad.checks import SettingsWarning, default_delta, require_delta_for, require_positive
 from quietgrad.events import ADD_REMOVE, EventSequence, PoissonGaussian, PrivacyEvent
-from quietgrad.plan.session.trained import Trained, note_trained, runs_of
+from quietgrad.plan.session.trained import Trained, note_trained, runs_of, with_starts
 
 MECHANISMS = ("prv", "rdp", "gdp")
 _OF_THIS_PROCESS: dict[str, QuietgradAccountant] = {}  # by name, for checkpoints
@@ -91,7 +91,7 @@ class QuietgradAccountant:
         ]
         if not others:
             return
-        self._trained.started_from += tuple(others)
+        self._trained.started_from = with_starts(self._trained.started_from, others)
         engines = [_OF_THIS_PROCESS[one.run] for one in others if one.run in _OF_THIS_PROCESS]
         self._others += engines
         what = (
