@@ -123,8 +123,18 @@ def rows_path(keys: Path) -> Path:
     return keys.with_name(keys.name + ".rows")
 
 
+def places_path(keys: Path) -> Path:
+    """Beside the secret file: a digest of some records, as secret."""
+    return keys.with_name(keys.name + ".places")
+
+
+def secret_files(keys: Path) -> tuple[Path, ...]:
+    """All that may lie there while a run lasts, and what a kill may leave of them."""
+    whole = (keys, rows_path(keys), places_path(keys))
+    return (*whole, *map(temporary_of, whole))
+
+
 def forget_secrets(keys: Path) -> None:
-    """Removes the secret files, and what a kill may have left of them."""
-    for path in (keys, rows_path(keys)):
+    """Removes them."""
+    for path in secret_files(keys):
         path.unlink(missing_ok=True)
-        temporary_of(path).unlink(missing_ok=True)

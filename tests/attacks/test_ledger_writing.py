@@ -4,13 +4,17 @@ or made twice.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import os
 import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -191,6 +195,53 @@ def test_an_interruption_between_line_and_count_stops_the_run(
     assert run.released == 0
     run.close()
     assert read_ledger(path).releases == 1  # counted all the same
+
+
+def test_an_interruption_at_any_line_of_the_writer_leaves_a_ledger_that_can_be_read(
+    path: Path,
+) -> None:
+    # Before: one behind the count, and the next release had the number of this one.
+    at = 0
+    while True:
+        folder = path.parent / str(at)
+        run = plan_of().start(folder / path.name)
+        release(run)
+        stopped = _interrupted(functools.partial(release, run), LedgerWriter._append, at)
+        if not stopped:
+            break
+        with contextlib.suppress(RuntimeError, ValueError):  # a loop that goes on all the same
+            release(run)
+        made = run.released
+        run.close()
+        assert read_ledger(folder / path.name).releases >= made
+        with plan_of().start(folder / path.name, resume=True) as again:
+            release(again)
+        at += 1
+    assert at > 10
+
+
+def _interrupted(call: Callable[[], object], function: Callable[..., object], at: int) -> bool:
+    """Whether ``call`` was stopped by a Ctrl-C before the line number ``at`` that ``function``
+    runs."""
+    left = [at]
+
+    def within(frame: Any, event: str, _: Any) -> Any:
+        if event == "line":
+            left[0] -= 1
+            if left[0] < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return within
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: within if frame.f_code is function.__code__ else None)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 def test_a_place_that_cannot_be_written_is_refused_in_one_line(tmp_path: Path) -> None:

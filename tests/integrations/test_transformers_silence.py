@@ -100,6 +100,13 @@ def test_no_generators_state_is_saved_and_secrets_are_gone_at_the_end(tmp_path: 
     assert set(saved) == {"state", "param_groups"}
     with pytest.raises(RuntimeError, match="would be published"):
         first.push_to_hub()
+    left = tmp_path / "secrets.json.tmp"  # by a kill while the roots were written
+    kept, _ = secrets.rename(tmp_path / "elsewhere"), (tmp_path / "secrets.json.rows").unlink()
+    (tmp_path / "secrets.json.places").unlink()
+    left.write_text(kept.read_text())
+    with pytest.raises(RuntimeError, match=r"secrets.json.tmp.*would be published"):
+        first.push_to_hub()
+    kept.rename(secrets)
     again = trainer(tmp_path, privacy=SECRET, save_strategy="steps")
     again.train(resume_from_checkpoint=True)
     assert again.epsilon() == again.plan.epsilon

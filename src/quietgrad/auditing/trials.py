@@ -135,6 +135,7 @@ def _one_run(
     seen = _Seen.nothing(plan.steps, layout.size, len(plan.event.beside))
     canary = stage.known
     with plan.start() as run:
+        run.starts.trains = False
         verdict.serve(run)
         for step, batch in enumerate(run.batches()):
             drawn = getattr(batch, "users", batch)

@@ -1,54 +1,17 @@
-"""Which run trained the parameters that are in memory: another run on them adds its epsilon."""
+"""What is said of the runs that trained parameters in memory, as it would be saved with them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
-
-from quietgrad.accounting import epsilon_report
-from quietgrad.plan import PrivacyPlan
+from quietgrad.plan.session.trained import Trained
 from quietgrad.training.files.provenance import Record, provenance
 
 
-@dataclass
-class Trained:
-    """What a run has done to a model in memory."""
-
-    run: str
-    plan: PrivacyPlan
-    started_from: tuple[Record, ...]
-    releases: int = 0
-
-    def record(self) -> Record:
-        """As it would be saved with the weights."""
-        facts = {
-            "epsilon": epsilon_report(
-                self.plan.event.after(self.releases), self.plan.delta
-            ).epsilon,
-            "delta": self.plan.delta,
-            "steps": self.releases,
-            "neighbouring": self.plan.neighbouring,
-            **self.plan.told_users(),
-            **self.plan.told_beside(),
-        }
-        return provenance("train_dataset", facts, self.plan.data_are_public, self.started_from)
+def record_of(trained: Trained) -> Record:
+    """Public facts of a run so far, and of those that its weights are from."""
+    earlier = (_alone(one) if isinstance(one, Trained) else one for one in trained.started_from)
+    return _alone(trained, tuple(earlier))
 
 
-# Parameters -> the run that trained them last, as long as they are in memory.
-_TRAINED: Any = WeakIdKeyDictionary()
-
-
-def note_trained(model: nn.Module, trained: Trained) -> None:
-    """After a release."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            _TRAINED[parameter] = trained
-
-
-def runs_of(model: nn.Module) -> list[Trained]:
-    """Those that trained parameters of a model last."""
-    held = {id(t): t for p in model.parameters() if (t := _TRAINED.get(p)) is not None}
-    return list(held.values())
+def _alone(trained: Trained, earlier: tuple[Record, ...] = ()) -> Record:
+    facts = trained.facts(trained.releases)
+    return provenance("train_dataset", facts, trained.data_are_public, earlier)

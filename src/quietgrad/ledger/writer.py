@@ -145,7 +145,8 @@ class LedgerWriter:
         if step != self._count.releases:
             raise ValueError(
                 f"step={step}: release {self._count.releases} comes next; no release is skipped, "
-                "and none made twice"
+                "and none made twice; a run that was interrupted within a release starts again "
+                "from its ledger"
             )
         self._append(Release(step, settings=settings))
 
@@ -251,6 +252,9 @@ class LedgerWriter:
         count = Count(
             self._count.lines + 1, self._count.releases + isinstance(record, Release), chain
         )
+        # Until all of it is done, here too: who goes on after a Ctrl-C between line and count, or
+        # between their sizes below, would number the next line like this one.
+        self._broken = "writing it was interrupted"
         try:
             write_all(self._file, line)
             os.fsync(self._file)
@@ -263,11 +267,9 @@ class LedgerWriter:
                 f"{self._name} could not be written ({error.strerror or error}), so the release "
                 "was not made; make room on the disk or use another, then resume"
             ) from error
-        except BaseException:  # a second Ctrl-C, say, between the line and its count
-            self._broken = "writing it was interrupted"
-            raise
         self._size += len(line)
         self._count = count
+        self._broken = None
 
     def _require_open_file(self, size: int | None) -> None:
         """Before each line: the paths still lead to the open files, and nobody else wrote to them.

@@ -38,6 +38,7 @@ from quietgrad.plan.releases import Releases
 from quietgrad.plan.seeds import SeedUse
 from quietgrad.plan.session.looks import LooksTogether
 from quietgrad.plan.session.noise_session import NoiseSession
+from quietgrad.plan.session.trained import Starts
 from quietgrad.tensors import Batch
 
 
@@ -58,6 +59,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         seed_use: SeedUse | None = None,
         max_grad_norm: float | None = None,
         team: Team | None = None,
+        name: str = "",
     ) -> None:
         super().__init__()
         self._team: Team = Alone() if team is None else team
@@ -66,7 +68,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         self._writer = writer
         self._released = released
         self._given_up = given_up
-        norm = plan.clipper.max_grad_norm if max_grad_norm is None else max_grad_norm
+        norm = max_grad_norm or plan.clipper.max_grad_norm
         size = plan.batch_size_at(plan.at(0))
         self._beside = SideSession(plan.beside, plan.event.beside, size, norm)
         self.bindings = Bindings(plan.clipper)  # an audit gives those that it examined
@@ -76,9 +78,9 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         self._shares = Shares(lambda step: plan.indices(session.key, step), *self._team.share)
         self._draws = Draws(self._shares)
         self._loader: PrivateLoader | None = None
-        self._spent = (0, 0.0)  # releases, and their epsilon
-        self._closed = False
+        self._spent, self._closed = (0, 0.0), False  # releases, and their epsilon
         self._one_at_a_time = threading.Lock()
+        self.starts = Starts(name, plan)
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Index batches for the releases that remain, or for so many of them: arrays, with users
@@ -145,6 +147,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
                 options, self._read_seed,
             )  # fmt: skip
             self._team.same_records(dataset, self._session.key, self._loader.cut)
+            self._session.require_places(dataset)
         return self._loader
 
     @one_at_a_time
@@ -180,6 +183,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         batch: Batch,
         company: Company | CutCompany | None,
     ) -> ClippedSum:
+        self.starts.met(model)
         bound = self.bindings.of(model, per_example_loss)
         size = self.plan.batch_size_at(self.plan.at(min(self._released, self.plan.steps - 1)))
         summing = summing_of(self.max_grad_norm, size, self._team.size > 1)
@@ -226,8 +230,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
             losses, absent: [examples] for a training loss; True adds nothing beside the gradients.
 
         Raises:
-            ValueError: for tensors of another number of records, or where the accountant's law of
-                the sketched norms is not above the exact one.
+            ValueError: for other numbers of records, or a law of sketched norms below exact ones.
             RuntimeError: in another process than the run's, or with a loader.
         """
         self._require_own_process()
@@ -246,8 +249,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         """Records the release, then draws the noise.
 
         Args:
-            clipped: the sum over the open batch: what ``clip`` returned for its parts, each added
-                once and left as it was.
+            clipped: what ``clip`` returned for the open batch's parts, each added once, as it was.
 
         Raises:
             RuntimeError: if the plan's releases are used up, no batch is open, the sum is not of
@@ -279,6 +281,7 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
         return replace(noisy, expected_batch_size=self.plan.batch_size_at(settings))
 
     def _follow(self, noisy: NoisySum) -> None:
+        self.starts.released(self._released)
         self._beside.take(self._released, noisy.beside)
         if self._writer is not None and self._beside.adapts:
             self._writer.clipping_norm(self.max_grad_norm)
@@ -320,17 +323,14 @@ class PrivateRun(LooksTogether, TellsBeside, TellsProgress):
 
     def give_up_privacy(self, reason: str) -> NotPrivate:
         """Leave for ``quietgrad.research`` to look at clipped gradients before their noise, for
-        data that need no protection. The ledger says so for good; epsilon is infinite.
-
-        Raises:
-            ValueError: without a reason.
+        data that need no protection. The ledger says so for good; epsilon is infinite. A reason
+        has to be given.
         """
         self._require_own_process()
         refuse_process_group()
-        permission = NotPrivate(reason)
+        permission, self._given_up = NotPrivate(reason), True
         if self._writer is not None:
             self._writer.not_private(reason)
-        self._given_up = True
         return permission
 
     def close(self) -> None:

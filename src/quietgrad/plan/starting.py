@@ -30,6 +30,7 @@ from quietgrad.plan.run import PrivateRun
 from quietgrad.plan.seeds import SeedUse, claim_seed, root_key
 from quietgrad.plan.session.facts import facts_of, require_alike
 from quietgrad.plan.session.noise_session import NoiseSession
+from quietgrad.plan.session.places import Places
 from quietgrad.plan.session.starts import Begun, begin_session, new_session
 from quietgrad.randomness import RandomKey
 
@@ -43,6 +44,7 @@ class Started:
         writer: of the ledger; None without one.
         released, given_up, max_grad_norm: what the ledger says of earlier sessions.
         use: of a secret seed.
+        name: of the run, that of its first session.
     """
 
     begun: Begun
@@ -51,6 +53,7 @@ class Started:
     given_up: bool = False
     max_grad_norm: float | None = None
     use: SeedUse | None = None
+    name: str = ""
 
 
 def start_run(
@@ -67,9 +70,9 @@ def start_run(
     secret = _usable(plan, ledger, keys, tensor_parallel, size)
     _require_known_past(ledger, resume, counted())
     found = _started(plan, ledger, secret, resume)
-    rows = None if secret is None or ledger is None else rows_path(secret)
+    kept = None if ledger is None else secret
     with _closed_if_refused(found):
-        return _run(plan, found, rows, Alone())
+        return _run(plan, found, kept, Alone())
 
 
 def _usable(
@@ -107,8 +110,11 @@ def _closed_if_refused(found: Started) -> Iterator[None]:
         raise
 
 
-def _run(plan: Startable, found: Started, rows: Path | None, team: Team) -> PrivateRun:
-    noise = NoiseSession(plan.noise, found.begun, found.writer, rows)
+def _run(plan: Startable, found: Started, secret: Path | None, team: Team) -> PrivateRun:
+    by_number = plan.sampler.bands > 1 and plan.record_identity == "index"
+    places = Places(found.name, found.released, secret) if by_number else None
+    rows = None if secret is None or team.size > 1 else rows_path(secret)
+    noise = NoiseSession(plan.noise, found.begun, found.writer, rows, places)
     return PrivateRun(
         plan,
         noise,
@@ -118,6 +124,7 @@ def _run(plan: Startable, found: Started, rows: Path | None, team: Team) -> Priv
         found.use,
         found.max_grad_norm,
         team,
+        found.name,
     )
 
 
@@ -130,7 +137,8 @@ def _started(
     key, planned = root_key(plan.seed), plan.first_planned
     if ledger is None:
         session = new_session(0, plan.seed, plan.data_are_public)
-        return Started(Begun(KeyRing((session,))), use=_claim(plan, key, None, 0))
+        use = _claim(plan, key, None, 0)
+        return Started(Begun(KeyRing((session,))), use=use, name=session.name)
     if secret is not None and secret.exists() and not holds_records(Path(ledger)):
         raise ValueError(
             f"keys={str(secret)!r} is there, but no ledger of its run at ledger={str(ledger)!r}, "
@@ -166,8 +174,9 @@ def _started(
     except BaseException:
         writer.close()
         raise
-    given_up = contents.not_private is not None
-    return Started(begun, writer, contents.releases, given_up, contents.max_grad_norm, use)
+    given_up, norm = contents.not_private is not None, contents.max_grad_norm
+    name = next((start.name for start in contents.sessions), session.name)
+    return Started(begun, writer, contents.releases, given_up, norm, use, name)
 
 
 def _claim(
@@ -225,10 +234,17 @@ def _started_together(
         )
         begun = Begun(KeyRing(sessions), told["block"], told["drawn"])
         found = Started(
-            begun, None, told["released"], told["given_up"], told["max_grad_norm"], None
+            begun,
+            None,
+            told["released"],
+            told["given_up"],
+            told["max_grad_norm"],
+            None,
+            told["name"],
         )
     with _closed_if_refused(found):
-        run, refused = tried(lambda: _run(plan, found, None, ranks))
+        kept = secret if found.writer is not None else None
+        run, refused = tried(lambda: _run(plan, found, kept, ranks))
         _require_newest(ranks, ledger, found.released, refused)
     assert run is not None
     return run
@@ -248,6 +264,7 @@ def _told(found: Started | None, error: BaseException | None) -> dict[str, Any]:
         "released": found.released,
         "given_up": found.given_up,
         "max_grad_norm": found.max_grad_norm,
+        "name": found.name,
     }
 
 

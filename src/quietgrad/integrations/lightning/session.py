@@ -12,9 +12,10 @@ from torch import nn
 
 from quietgrad.distributed.together import Together, here
 from quietgrad.durable import make_folder
-from quietgrad.integrations.trained import Trained, note_trained, runs_of
+from quietgrad.integrations.trained import record_of
 from quietgrad.ledger import LedgerContents, holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
+from quietgrad.plan.session.trained import Trained, facts_of, note_trained, runs_of
 from quietgrad.training.files.noise_state import (
     NoiseKeeper,
     forget_keys,
@@ -79,7 +80,8 @@ class Session:
         assert self.run is not None
         if self._trained is None:
             name = self._ledger.sessions[0].name
-            self._trained = Trained(name, self.plan, self._started_from)
+            public, started = self.plan.data_are_public, self._started_from
+            self._trained = Trained(name, facts_of(self.plan), public, started)
         self._trained.releases = self.run.released
         note_trained(module, self._trained)
 
@@ -113,7 +115,7 @@ class Session:
             begun = self._together.by_first(lambda: self._take(opened, checkpoint is not None))
             if checkpoint is None:
                 others = () if record or module is None else runs_of(module)
-                begins = (record, *(one.record() for one in others))
+                begins = (record, *(record_of(one) for one in others))
                 self._started_from += self._together.all_of(
                     lambda: sum((check_start(one, accepted, self.plan) for one in begins), ()),
                     "begin from these weights",
@@ -127,6 +129,7 @@ class Session:
             run = opened.enter_context(start_private(self.plan, self.files, begun, self._together))
             self._ledger = self._together.by_first(lambda: read_ledger(self.files.ledger))
             self.run, self._keeper = run, NoiseKeeper(run)
+            run.starts.known = True  # asked for, or refused, above
             self._open = opened.pop_all()
         return seen
 

@@ -127,6 +127,7 @@ class PrivacyEngine(BoundToProcess):
         inner = module._module if isinstance(module, GradSampleModule) else module
         self.validate(module=inner, optimizer=optimizer, data_loader=data_loader)
         source = self._source(data_loader, batch_first)
+        self.accountant.starts_from(inner)
         norm, groups = clipping_of(clipping, max_grad_norm, list(trainable_parameters(inner)))
         sampler = source.sampler
         noise = "secure" if self.secure_mode else "keyed"

@@ -14,6 +14,7 @@ from quietgrad.integrations.public import refuse_private_evaluation
 from quietgrad.integrations.stepping import ReleasedGradients
 from quietgrad.integrations.transformers.loading import EpochLoader
 from quietgrad.integrations.transformers.session import TrainerSession
+from quietgrad.keyring import secret_files
 from quietgrad.plan import PrivacyPlan
 from quietgrad.training.files.card import CARD
 
@@ -142,10 +143,11 @@ class QuietTrainer(Trainer):
         Raises:
             RuntimeError: while the run lasts.
         """
-        secrets = self._session.files.secrets
-        if secrets.exists():
+        files = secret_files(self._session.files.secrets)
+        secret = next((path for path in files if path.exists()), None)
+        if secret is not None:
             raise RuntimeError(
-                f"{str(secrets)!r} holds what the noise follows from, and would "
+                f"{str(secret)!r} holds what the noise follows from, and would "
                 "be published; end the run first, or save the model elsewhere "
                 "(trainer.save_model(folder)) and publish that"
             )

@@ -19,9 +19,10 @@ from quietgrad.distributed.together import Together, here
 from quietgrad.durable import make_folder, write_whole
 from quietgrad.events import unit_of
 from quietgrad.integrations.reporting import shown_epsilon, spent_name
-from quietgrad.integrations.trained import Trained, note_trained, runs_of
+from quietgrad.integrations.trained import record_of
 from quietgrad.ledger import LedgerContents, holds_records, read_ledger
 from quietgrad.plan import PrivacyPlan, PrivateRun
+from quietgrad.plan.session.trained import Trained, facts_of, note_trained, runs_of
 from quietgrad.training.files.card import CARD, add_privacy, is_blank
 from quietgrad.training.files.noise_state import (
     NoiseKeeper,
@@ -107,7 +108,7 @@ class TrainerSession:
         put_away(model)  # else parameters that an evaluation left gathered are not those trained
         held = runs_of(model)
         here = self._run_here() if held else ""
-        records = tuple(t.record() for t in held if t.run != here)
+        records = tuple(record_of(t) for t in held if t.run != here)
         kinds: set[str] = set().union(*map(starts_of, records))
         if protect and kinds and accepted not in (WITHOUT_PRIVACY, *kinds):
             raise ValueError(
@@ -127,7 +128,7 @@ class TrainerSession:
         """After a release: these weights are from this run."""
         assert self.run is not None
         if self._trained is None or self._trained.run != self._name:
-            self._trained = Trained(self._name, self.plan, self.started_from)
+            self._trained = self._as_trained()
         self._trained.releases = self.run.released
         note_trained(model, self._trained)
 
@@ -162,6 +163,7 @@ class TrainerSession:
                 self._ledger = self.together.by_first(lambda: read_ledger(self.files.ledger))
                 self._name = self._ledger.sessions[0].name
                 self.run, self._keeper = run, NoiseKeeper(run)
+                run.starts.known = True  # asked for, or refused, by ``starts_from``
                 yield None if self.resumed is None else str(self.resumed.path)
                 if writes and run.released >= self.plan.steps:
                     forget_keys(self.files)
@@ -280,11 +282,16 @@ class TrainerSession:
         if record is not None and card.is_file():
             add_privacy(card, record)
 
+    def _as_trained(self, releases: int = 0) -> Trained:
+        plan = self.plan
+        started = self.started_from
+        return Trained(self._name, facts_of(plan), plan.data_are_public, started, releases)
+
     def _record(self) -> Record | None:
         """Of the run so far, for the process that writes."""
         if not self.together.first or self.run is None or not self.run.released:
             return None
-        return Trained(self._name, self.plan, self.started_from, self.run.released).record()
+        return record_of(self._as_trained(self.run.released))
 
     def shown(self) -> dict[str, Any]:
         """What a line of the log says of privacy: epsilon so far, rounded up, and what was released

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from quietgrad.noise.noisy_sum import NoisySum
 from quietgrad.noise.shards import locals_of, places_of, spread_again
 from quietgrad.noise.sources.stretch import Columns, Stretch
 from quietgrad.plan.session.kept_rows import load_rows, save_rows
+from quietgrad.plan.session.places import Places
 from quietgrad.plan.session.starts import Begun
 from quietgrad.randomness import RandomKey
 
@@ -38,6 +40,7 @@ class NoiseSession:
         begun: roots by step, and the block that goes on or begins.
         writer: of the run's ledger, which is told of new blocks and of how noise is drawn.
         rows: secret file for the last rows of correlated noise; None keeps none.
+        places: whether records lie where they lay; None where it does not matter.
     """
 
     def __init__(
@@ -46,8 +49,10 @@ class NoiseSession:
         begun: Begun,
         writer: LedgerWriter | None = None,
         rows: Path | None = None,
+        places: Places | None = None,
     ) -> None:
         self._noise = noise
+        self._places = places
         self._ring = begun.ring
         self._block = begun.block
         self._drawn = begun.drawn
@@ -60,6 +65,11 @@ class NoiseSession:
     def key(self) -> RandomKey:
         """The root of this session: of all that is drawn from now on."""
         return self._ring.sessions[-1].root
+
+    def require_places(self, dataset: Any) -> None:
+        """Of records that a loader reads; see ``Places``."""
+        if self._places is not None:
+            self._places.require(dataset)
 
     def join(
         self, like: Mapping[str, Tensor], step: int, own: Mapping[str, Tensor] | None = None

@@ -19,8 +19,9 @@ from typing import Any
 from quietgrad.accounting import epsilon, noise_multiplier, renyi_epsilon
 from quietgrad.accounting.calibrate import calibrate
 from quietgrad.accounting.renyi.epsilon import RENYI_ORDERS
-from quietgrad.checks import SettingsWarning, require_delta_for, require_positive
-from quietgrad.events import EventSequence, PoissonGaussian, PrivacyEvent
+from quietgrad.checks import SettingsWarning, default_delta, require_delta_for, require_positive
+from quietgrad.events import ADD_REMOVE, EventSequence, PoissonGaussian, PrivacyEvent
+from quietgrad.plan.session.trained import Trained, note_trained, runs_of, with_starts
 
 MECHANISMS = ("prv", "rdp", "gdp")
 _OF_THIS_PROCESS: dict[str, QuietgradAccountant] = {}  # by name, for checkpoints
@@ -69,12 +70,51 @@ class QuietgradAccountant:
         self._others: list[QuietgradAccountant] = []  # whose checkpoints were loaded
         self._name = secrets.token_hex(8)
         _OF_THIS_PROCESS[self._name] = self
+        self._trained = Trained(self._name, self._facts)
 
     def counts_for(self, dataset_size: int) -> None:
         """Of how many records batches are drawn. From then on epsilon is told for a delta below one
         over their number alone: a mechanism that publishes a record would have epsilon 0 above it.
         """
         self._records = max(self._records, dataset_size)
+
+    def starts_from(self, module: Any) -> None:
+        """Before a model is trained: what another engine of this process released on it is counted
+        here too, as scripts make an engine anew where a cell is run again; any other run is said.
+        """
+        others = [
+            one
+            for one in runs_of(module)
+            if one.run != self._name
+            and not one.data_are_public
+            and one not in self._trained.started_from
+        ]
+        if not others:
+            return
+        self._trained.started_from = with_starts(self._trained.started_from, others)
+        engines = [_OF_THIS_PROCESS[one.run] for one in others if one.run in _OF_THIS_PROCESS]
+        self._others += engines
+        what = (
+            "another PrivacyEngine of this process, whose releases are counted here too"
+            if len(engines) == len(others)
+            else "another private run of this process, and epsilon is this engine's alone: for "
+            "records that both use the epsilons and deltas add"
+        )
+        warnings.warn(
+            f"the model was trained by {what}; begin with new weights, or go on with the first one",
+            SettingsWarning,
+            stacklevel=4,
+        )
+
+    def noted(self, module: Any) -> None:
+        """After a release: the model's weights are from here."""
+        self._trained.releases += 1
+        note_trained(module, self._trained)
+
+    def _facts(self, releases: int) -> dict[str, Any]:
+        delta = default_delta(self._records)
+        spent = self.get_epsilon(delta)
+        return {"epsilon": spent, "delta": delta, "steps": releases, "neighbouring": ADD_REMOVE}
 
     def open(self, sample_rate: float) -> OpenedBatch:
         """A batch that was drawn anew; what is released on it is noted there."""

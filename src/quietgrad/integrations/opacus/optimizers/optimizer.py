@@ -246,6 +246,7 @@ class DPOptimizer(Optimizer):
             )
         number, mechanism.released = mechanism.released, mechanism.released + 1
         opened.noise.append(plan.noise_multiplier)  # counted before it is drawn
+        mechanism.source.accountant.noted(self._wrapped._module)
         noisy, _ = plan.noise.update(clipped, lambda _: mechanism.key, plan.noise.init(number))
         noisy = replace(noisy, expected_batch_size=self.expected_batch_size)
         scale = 1.0 if self.loss_reduction == "mean" else self.expected_batch_size
