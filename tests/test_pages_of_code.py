@@ -54,7 +54,9 @@ def test_the_code_of_auditing_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_one_step_is_the_readmes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    scope = scope_of("README.md")
+    before = blocks_of("README.md", "python")[0].text.split("with plan.start()")[0]
+    scope: dict[str, Any] = {"__name__": "page"}
+    exec(compile(before, "README.md", "exec", dont_inherit=True), scope)
     scope_of("docs/follow_one_step.md", scope)
     assert (tmp_path / "ledger.jsonl").exists() and scope["run"].released == scope["plan"].steps
 
