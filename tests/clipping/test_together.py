@@ -11,8 +11,7 @@ from quietgrad.clipping.norms.estimators.ghost import ghost_norms
 from quietgrad.clipping.norms.estimators.several import together
 from quietgrad.clipping.norms.estimators.several.together import Together
 from quietgrad.clipping.norms.factors import DenseFactors
-from quietgrad.clipping.norms.factors.direct import Side
-from quietgrad.clipping.norms.factors.sums.elementwise import spread_of_rows
+from quietgrad.clipping.norms.factors.direct import Side, SummedRows
 from quietgrad.clipping.norms.factors.sums.scratch import Scratch
 from quietgrad.clipping.norms.rounding import NormSums, least_of
 
@@ -63,7 +62,7 @@ def assert_least_of_two(
     """As where a weight and its bias are measured apart: a longer text may part them."""
     weight = ghost_norms([use], dtype)
     rows = (use.left_bgtp if side == "right" else use.right_bgtd)[:, 0]
-    of_bias = least_of(spread_of_rows(rows, dtype)) if side else torch.zeros(len(rows))
+    of_bias = least_of(SummedRows(rows).spread()) if side else torch.zeros(len(rows))
     torch.testing.assert_close(
         least, torch.hypot(weight.least, of_bias.double()), rtol=1e-6, atol=0
     )

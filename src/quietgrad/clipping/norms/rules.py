@@ -29,7 +29,7 @@ from quietgrad.clipping.norms.factors import (
     SummedRows,
 )
 from quietgrad.clipping.norms.factors.extents import sum_by_extent
-from quietgrad.clipping.norms.factors.sums.elementwise import spread_of_channels
+from quietgrad.clipping.norms.factors.sums.elementwise import norms_of_rows, spread_of_channels
 from quietgrad.tensors import accumulation_dtype, is_spread, local_of, plain_type
 
 # The module is of the rule's own type.
@@ -92,10 +92,12 @@ def layer_norm_rule(
     shape, wide = module.normalized_shape, x.to(accumulation_dtype(x.dtype))
     normalised, mean, scale = torch.native_layer_norm(wide, shape, None, None, module.eps)
     rows = grad.flatten(grad.dim() - len(shape))
-    of_means = (mean * scale).view(rows.shape[:-1])
-    taken_off = torch.linalg.vector_norm(rows, dim=-1, dtype=accumulation_dtype(grad.dtype))
-    taken_off = taken_off.mul_(of_means).reshape(len(grad), of_means.shape[1:].numel())
+    norms = norms_of_rows(rows, accumulation_dtype(grad.dtype))
+    taken_off = norms * (mean * scale).view(norms.shape)
+    taken_off = taken_off.reshape(len(grad), norms.shape[1:].numel())
     found = _scale_and_shift_last(normalised, grad, wanted, len(shape))
+    if "bias" in found:
+        found["bias"] = SummedRows(rows if rows.dim() > 2 else rows.unsqueeze(1), norms=norms)
     return _less_means(found, torch.linalg.vector_norm(taken_off, 1, 1, dtype=torch.float64))
 
 
@@ -238,9 +240,9 @@ def instance_norm_rule(
     module: nn.Module, x: Tensor, grad: Tensor, wanted: Collection[str]
 ) -> dict[str, Given]:
     eps, wide = float(module.eps), accumulation_dtype(x.dtype)  # type: ignore[arg-type]
-    found = _scale_and_shift_channels(F.instance_norm(x, eps=eps), grad, wanted)
     scale, mean = torch.var_mean(x.flatten(2).to(wide), 2, correction=0)
     taken_off = grad.flatten(2) * mean.mul_(scale.add_(eps).rsqrt_()).unsqueeze(2)
+    found = _scale_and_shift_channels(F.instance_norm(x, eps=eps), grad, wanted)
     return _less_means(found, spread_of_channels(taken_off, wide))
 
 
@@ -331,9 +333,8 @@ def rules_now() -> tuple[object, ...]:
 
 
 def kept_input(rule: Rule | None, wanted: Collection[str], x: Tensor) -> Tensor:
-    """What is kept of an input until the backward pass. A bias alone does not read it: where the
-    weight is frozen, its shape is enough, as to autograd, and it may be changed in place. Of what
-    is spread over ranks, what is here.
+    """What is kept of an input until the backward pass; of what is spread over ranks, what is here.
+    A bias alone needs its shape, as to autograd: where the weight is frozen it may be written into.
     """
     x = local_of(x)
     if "weight" in wanted or rule not in (linear_rule, transposed_linear_rule, convolution_rule):
@@ -342,9 +343,7 @@ def kept_input(rule: Rule | None, wanted: Collection[str], x: Tensor) -> Tensor:
 
 
 def batched_dims(module: nn.Module) -> int | None:
-    """Number of dimensions an input must have at least to carry examples first; None where any will
-    do.
-    """
+    """Dimensions that an input must have to carry examples first; None where any will do."""
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return len(module.kernel_size) + 2
     return 1 if isinstance(module, nn.Embedding) else 2

@@ -116,7 +116,7 @@ def beside_bias(both: Spread, weight: Spread, rows_b: Tensor) -> Spread:
 
 
 def diagonal_norms(gram_xtt: Tensor) -> Tensor:
-    """[x] float64 sums over positions of rows' norms, as they come (``spread_of_rows``)."""
+    """[x] float64 sums over positions of rows' norms, as they come (``SummedRows.spread``)."""
     return gram_xtt.diagonal(dim1=1, dim2=2).sqrt().sum(1, dtype=torch.float64)
 
 

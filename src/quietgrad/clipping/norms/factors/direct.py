@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quietgrad.clipping.norms.factors.groups import RowGroups
 from quietgrad.clipping.norms.factors.products import zeroed
-from quietgrad.clipping.norms.factors.sums.elementwise import spread_of_rows, sum_of_rows
+from quietgrad.clipping.norms.factors.sums.elementwise import norms_of_rows, sum_of_rows
 from quietgrad.clipping.norms.factors.sums.examples import TOGETHER, sum_of_products
 from quietgrad.clipping.norms.factors.sums.pairs import InPairs
 from quietgrad.tensors import accumulation_dtype
@@ -61,11 +61,13 @@ class SummedRows:
         rows: [b, ..., n]; gradients are sums over all dimensions between.
         factor_of_weight: which factor of its layer's weight the rows are, where they are one.
         more_b: [b] float64, spread of the rows themselves, where they are differences already.
+        norms: [b, ...] of the rows, where they are known.
     """
 
     rows: Tensor
     factor_of_weight: Side | None = None
     more_b: Tensor | None = None
+    norms: Tensor | None = None
 
     def formed(self) -> DirectGradients:
         """The gradients, with their spread."""
@@ -74,7 +76,10 @@ class SummedRows:
 
     def spread(self) -> Tensor:
         """[b] float64: no sum is formed for it."""
-        spread = spread_of_rows(self.rows, accumulation_dtype(self.rows.dtype))
+        norms = self.norms
+        if norms is None:
+            norms = norms_of_rows(self.rows, accumulation_dtype(self.rows.dtype))
+        spread = norms.reshape(len(norms), -1).sum(1, dtype=torch.float64)
         return spread if self.more_b is None else spread + self.more_b
 
     def examples(self, span: slice) -> SummedRows:

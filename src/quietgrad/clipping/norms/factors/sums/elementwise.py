@@ -83,10 +83,9 @@ def _one_after_the_other(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     return total
 
 
-def spread_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[b, ..., n] -> [b] float64 sums of the norms of what ``sum_of_rows`` adds up."""
-    norms = torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
-    return norms.flatten(1).sum(1, dtype=torch.float64)
+def norms_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, ..., n] -> [b, ...] norms of what ``sum_of_rows`` adds up."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
 
 
 def spread_of_channels(x: Tensor, dtype: torch.dtype) -> Tensor:
