@@ -40,9 +40,8 @@ class Use:
     Attributes:
         site: the module.
         args, kwargs: its inputs, detached.
-        output_gradients: position among the flattened outputs -> gradient there; outputs that the
-            loss does not depend on are absent.
-        shared: places among the flattened inputs of tensors that all examples share.
+        output_gradients: position among the flattened outputs that the loss depends on -> gradient.
+        shared: places among the flattened inputs that all examples share.
         autocast: of the call, where the fallback may have to repeat it.
     """
 
@@ -157,8 +156,7 @@ class Identity(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        # ``.data`` is the same memory in a tensor that is no view: later in-place operations
-        # (ReLU(inplace=True)) are welcome on it.
+        # The same memory in a tensor that is no view: in-place operations are welcome on it.
         return tuple(output.data for output in outputs)
 
     @staticmethod
@@ -166,8 +164,7 @@ class Identity(torch.autograd.Function):
         call: Call = ctx.call
         try:
             inputs = ctx.saved_tensors
-        except RuntimeError as error:
-            # Written into since: the module itself may not need them any more.
+        except RuntimeError as error:  # written into since: the module may not need them any more
             if not call.recording.lenient or "inplace" not in str(error):
                 raise
         else:
@@ -204,8 +201,13 @@ def captured(
             expand = _expander(site, recording, batch_size, layout.shared)
             record = _recorder(site, recording, batch_size, layout.shared)
             handles.append(site.module.register_forward_pre_hook(expand, with_kwargs=True))
-            handles.append(site.module.register_forward_hook(record, with_kwargs=True))
-            put_inside(site.module, handles[-1].id)
+            # A rule is of what the module itself returns, before hooks change it; other modules run
+            # again with their hooks, and what is cut is given its layout by one.
+            first = site.rule is not None and layout.cut is None
+            hook = site.module.register_forward_hook(record, prepend=first, with_kwargs=True)
+            handles.append(hook)
+            if not first:
+                put_inside(site.module, hook.id)
         if attach_all:
             handles += attach_frozen(layout, root)
         yield recording
@@ -227,10 +229,9 @@ class _Hang(torch.autograd.Function):
 
 
 def attach_frozen(layout: Layout, root: Tensor) -> list[torch.utils.hooks.RemovableHandle]:
-    """Hooks that hang the outputs of frozen modules on the root.
-
-    Reentrant checkpointing builds no graph for a segment whose inputs require no gradient (frozen
-    embeddings below LoRA): its trainable layers would get no gradient, without an error.
+    """Hooks that hang the outputs of frozen modules on the root. Reentrant checkpointing builds no
+    graph for a segment whose inputs require no gradient (frozen embeddings below LoRA): its
+    trainable layers would get no gradient, without an error.
     """
 
     def hang(module: nn.Module, args: Any, output: Any) -> Any:
@@ -246,8 +247,7 @@ def is_off(recording: Recording) -> bool:
 
 
 def _note_hidden(site: Site, recording: Recording) -> None:
-    # Only reentrant checkpointing, and a user's own no_grad, call modules without a graph while the
-    # losses are computed.
+    # So reentrant checkpointing calls modules, or a user's own no_grad.
     if recording.in_forward and not recording.paused and not torch.is_grad_enabled():
         recording.hidden.add(site.name)
 
