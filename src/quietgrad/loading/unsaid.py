@@ -1,11 +1,12 @@
-"""What other libraries write on the screen of records that they are given: lengths, which are
-private.
+"""What other libraries write on the screen of records that they are given: lengths and numbers of
+records, which are private.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import warnings
 
 # Logger of transformers -> how its lines are told that hold the length of a text or of a
 # micro-batch.
@@ -16,6 +17,25 @@ LINES = {
     f"transformers.models.{name}.modeling_{name}": _PADDED
     for name in ("big_bird", "bigbird_pegasus", "led", "longformer")
 }
+
+
+# How torch's warnings begin that hold the shape of a micro-batch: of losses whose targets have
+# other dimensions (a constant for all records), and of tensors that out= is too small for. With
+# another number each is another warning, and is shown anew at every step.
+WARNED = (
+    "Using a target size",
+    "An output with one or more elements was resized",
+)
+
+
+def say_no_sizes() -> None:
+    """From now on, in this process, such warnings are not shown. (Where targets mix records, the
+    guard says so.)
+    """
+    for text in WARNED:
+        ours = ("ignore", re.compile(text, re.IGNORECASE), Warning, None, 0)
+        if ours not in warnings.filters:  # else all that was shown once would be shown again
+            warnings.filterwarnings("ignore", text)
 
 
 def say_no_lengths() -> None:
