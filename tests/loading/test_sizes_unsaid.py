@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,27 @@ def test_no_warning_says_how_many_records_came(
                 loss(model, batch)  # a loop that looks by itself
                 run.backward(model, loss, batch)
     assert sizes_in(said) == []
+
+
+def test_pillow_does_not_say_how_large_a_picture_is(
+    said: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    image.new("L", (37, 41)).save(tmp_path / "a.png")
+    monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 37 * 41 - 1)
+    image.open(tmp_path / "a.png").close()
+    assert "1517" in str(said.pop().message)  # what Pillow writes
+
+    class Pictures(Records):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            image.open(tmp_path / "a.png").close()
+            return super().__getitem__(index)
+
+    config = PrivacyConfig(noise_multiplier=1.0, sample_rate=0.5, steps=1, data_are_public=True)
+    with config.build(RECORDS).start() as run:
+        for batch in run.loader(Pictures()):
+            run.backward(nn.Linear(4, 3), of_record, batch)
+    assert not [one for one in said if "1517" in str(one.message)]
 
 
 def test_no_warning_says_it_in_an_opacus_script(said: list[Any]) -> None:

@@ -9,20 +9,23 @@ import re
 import warnings
 
 # Logger of transformers -> how its lines are told that hold the length of a text or of a
-# micro-batch.
+# micro-batch, or the size of a picture.
 _PADDED = ("automatically padded from", "is not possible if sequence_length")
 LINES = {
-    "transformers.tokenization_utils_base": ("longer than the specified maximum sequence length",)
+    "transformers.tokenization_utils_base": ("longer than the specified maximum sequence length",),
+    "transformers.image_utils": ("Got image shape",),
+    "transformers.models.musicgen_melody.modeling_musicgen_melody": ("signal is of length",),
 } | {
     f"transformers.models.{name}.modeling_{name}": _PADDED
-    for name in ("big_bird", "bigbird_pegasus", "led", "longformer")
+    for name in ("big_bird", "bigbird_pegasus", "led", "longformer", "reformer")
 }
 
 
 # How torch's warnings begin that hold the shape of a micro-batch: of losses whose targets have
-# other dimensions (a constant for all records), and of tensors that out= is too small for. With
-# another number each is another warning, and is shown anew at every step.
+# other dimensions (a constant for all records), and of tensors that out= is too small for; and
+# Pillow's of a large picture. With another number each is another warning, and is shown anew.
 WARNED = (
+    r"Image size \(\d+ pixels\) exceeds limit",
     "Using a target size",
     "An output with one or more elements was resized",
 )
