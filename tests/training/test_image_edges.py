@@ -73,6 +73,14 @@ def test_tables_that_leave_something_open(tmp_path: Path, rows: str, message: st
         load_image_folder(str(table_of(tmp_path, rows)), FolderLayout(), 4)
 
 
+def test_a_first_private_row_with_a_cell_too_many_is_no_traceback(tmp_path: Path) -> None:
+    table_of(tmp_path, "a.png,x\n")
+    (tmp_path / "train.csv").write_text("file,label\na.png,x,secret\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"is no column of train\.csv; did you") as told:
+        load_image_folder(str(tmp_path), FolderLayout(label="lable"), 4)
+    assert "secret" not in str(told.value)
+
+
 def test_a_table_of_another_encoding(tmp_path: Path) -> None:
     write_picture(tmp_path / "x.png", np.zeros((4, 4), dtype=np.uint8))
     (tmp_path / "train.csv").write_bytes("file,label\nx.png,grün\n".encode("latin-1"))
