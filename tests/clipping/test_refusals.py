@@ -354,3 +354,43 @@ def test_a_layer_that_makes_its_weights_when_the_first_record_comes_is_refused()
         Clipper(1.0).bind(model, loss).clip(batch)
     model(torch.zeros(1, 6))
     Clipper(1.0).bind(model, loss).clip(batch)
+
+
+class Spectral(nn.Module):
+    """A Fourier layer, as neural operators have it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if weight.layout is not torch.strided:
+            return self.head(torch.sparse.mm(weight, x.T).T)
+        factors = weight if weight.is_complex() else torch.view_as_complex(weight)
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) * factors, n=8))
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (torch.ones(5, dtype=torch.cfloat), "'weight' is of the dtype torch.complex64"),
+        (torch.eye(8).to_sparse(), "'weight' has the layout torch.sparse_coo"),
+    ],
+)
+def test_parameters_without_noise_of_their_own_are_refused(
+    weight: torch.Tensor, words: str
+) -> None:
+    batch = (torch.randn(4, 8), torch.randint(0, 2, (4,)))
+    with pytest.raises(ValueError, match=words):
+        clipped_gradients(Spectral(weight), pair_loss, batch, 1.0)
+
+
+def test_the_remedy_for_complex_parameters_works() -> None:
+    batch = (torch.randn(4, 8), torch.randint(0, 2, (4,)))
+    assert verify_clipping(Spectral(torch.randn(5, 2)), pair_loss, batch) < 1e-4
+
+
+def pair_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")

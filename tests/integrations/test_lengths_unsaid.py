@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -71,6 +72,35 @@ def test_in_a_loader_no_length_is_said(lines: list[str]) -> None:
         (part,) = next(iter(run.loader(["a " * LONG] * 20, collate_fn=collate)))
     assert len(part.records["input_ids"]) == 20
     assert lines and not any(str(LONG) in line for line in lines)
+
+
+def test_in_a_loader_no_size_of_a_picture_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Before: "The channel dimension is ambiguous. Got image shape (3, 137, 3)"."""
+    from transformers import image_utils
+
+    logger = logging.getLogger("transformers.image_utils")
+    logger.addHandler(caplog.handler)
+    logger.filters.clear()
+    try:
+        image_utils.infer_channel_dimension_format(np.zeros((3, LONG, 3)))
+        assert str(LONG) in caplog.text  # what transformers writes
+        caplog.clear()
+
+        class Pictures(torch.utils.data.Dataset[Any]):
+            def __len__(self) -> int:
+                return 20
+
+            def __getitem__(self, index: int) -> Any:
+                picture = np.zeros((3, LONG, 3), np.float32)
+                image_utils.infer_channel_dimension_format(picture)
+                return picture
+
+        config = PrivacyConfig(noise_multiplier=1.0, sample_rate=1.0, steps=1, data_are_public=True)
+        with config.build(20).start() as run:
+            next(iter(next(iter(run.loader(Pictures())))))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "ambiguous" in caplog.text and str(LONG) not in caplog.text
 
 
 def test_in_trainers_no_length_is_said(lines: list[str], tmp_path: Path) -> None:

@@ -229,6 +229,8 @@ def test_a_list_of_dictionaries_is_a_data_set(tmp_path: Path) -> None:
         ([], "train_dataset is a list without records.*datasets.Dataset"),
         (["a b"], "or of other things than dictionaries"),
         ([{"text": "secret"}, {"text": 3}], "train_dataset.*a column holds values of different"),
+        # Before: the first record's keys were those of all, who lost theirs.
+        ([{"text": "a"}, {"text": "b", "secret": "c"}], "train_dataset.*with different keys"),
     ],
 )
 def test_lists_that_make_no_table(tmp_path: Path, listed: list[Any], said: str) -> None:

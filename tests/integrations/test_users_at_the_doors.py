@@ -108,8 +108,11 @@ def test_trainer_goes_on_with_users(tmp_path: Path) -> None:
     assert private_trainers.same_weights(again.model, by_bert())
 
 
-def test_instruction_tuning_knows_users(tmp_path: Path) -> None:
-    """TRL tokenises, and drops the column; the owners are those of the records as given."""
+def test_instruction_tuning_knows_users(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """TRL tokenises, and drops the column; the owners are those of the records as given. Bars that
+    count records of all users are not shown.
+    """
+    import datasets
     from trl import SFTConfig
 
     owned = private_trainers.pairs().add_column("writer", OWNERS)
@@ -127,6 +130,8 @@ def test_instruction_tuning_knows_users(tmp_path: Path) -> None:
     tuned.train()
     header = read_ledger(tmp_path / "ledger.jsonl").header
     assert "user" in header["neighbouring"] and tuned.plan.dataset_size == len(set(OWNERS))
+    assert f"/{len(OWNERS)} [" not in "".join(capfd.readouterr())
+    assert not datasets.are_progress_bars_disabled()
 
 
 class Constant(lightning_modules.Small):

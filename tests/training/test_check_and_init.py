@@ -469,3 +469,20 @@ def test_lists_and_objects_are_no_labels(label: object, quietgrad: Run, tmp_path
     assert code == 1 and "lists or objects" in out
     code, _, err = quietgrad("init", file, "-o", tmp_path / "a.toml")
     assert code == 2 and "lists or objects" in err
+
+
+def test_a_key_of_one_private_row_is_in_no_configuration_and_no_message(
+    quietgrad: Run, tmp_path: Path
+) -> None:
+    """Before: it was the text that is learnt from, and one of the columns that messages list."""
+    rows = [{"age": i % 40, "job": f"job{i % 3}", "pay": "ab"[i % 2]} for i in range(200)]
+    private = {"words of the doctor": "seen three times in March for a depression", **rows[0]}
+    source, written = tmp_path / "a.jsonl", tmp_path / "a.toml"
+    source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, private]))
+    code, out, err = quietgrad("init", source, "-o", written)
+    assert (code, err) == (0, "") and "a classifier of rows" in out
+    assert "doctor" not in out + written.read_text()
+    code, out, err = quietgrad("init", source, "--label", "words", "-o", tmp_path / "b.toml")
+    assert code != 0 and "is not a column" in err and "doctor" not in err
+    named = guess(describe(read_rows(source)), "words of the doctor", "pay")
+    assert (named.text, named.label) == ("words of the doctor", "pay")

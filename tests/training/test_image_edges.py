@@ -5,6 +5,8 @@ eight bits.
 from __future__ import annotations
 
 import json
+import logging
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,14 @@ def test_tables_that_leave_something_open(tmp_path: Path, rows: str, message: st
         load_image_folder(str(table_of(tmp_path, rows)), FolderLayout(), 4)
 
 
+def test_a_first_private_row_with_a_cell_too_many_is_no_traceback(tmp_path: Path) -> None:
+    table_of(tmp_path, "a.png,x\n")
+    (tmp_path / "train.csv").write_text("file,label\na.png,x,secret\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"is no column of train\.csv; did you") as told:
+        load_image_folder(str(tmp_path), FolderLayout(label="lable"), 4)
+    assert "secret" not in str(told.value)
+
+
 def test_a_table_of_another_encoding(tmp_path: Path) -> None:
     write_picture(tmp_path / "x.png", np.zeros((4, 4), dtype=np.uint8))
     (tmp_path / "train.csv").write_bytes("file,label\nx.png,grün\n".encode("latin-1"))
@@ -117,6 +127,31 @@ def test_whatever_pillow_raises_of_a_private_image_it_is_ignored(
     monkeypatch.setattr(Image, "open", opened)
     found, _ = load_image_folder(str(tmp_path), FolderLayout(), 4)
     assert (found.labels == IGNORED).sum() == 1
+
+
+def test_pillow_says_nothing_of_private_images(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: "Image size (101000000 pixels) exceeds limit", of one private picture."""
+    from PIL import Image
+
+    write_class_folders(tmp_path, train=4, test=2)
+    private = next(iter(sorted((tmp_path / "train").rglob("*.png"))))
+    Image.new("RGB", (37, 41)).save(private)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 37 * 41 - 1)
+    right = Image.open
+
+    def opened(path: Any, *args: Any, **options: Any) -> Any:
+        if Path(path) == private:  # as Pillow does of TIFF files with more than it can decode
+            logging.getLogger("PIL.TiffImagePlugin").error("More samples per pixel: %s", 1517)
+        return right(path, *args, **options)
+
+    monkeypatch.setattr(Image, "open", opened)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found, _ = load_image_folder(str(tmp_path), FolderLayout(), 4)
+    assert not said and "1517" not in "".join(capfd.readouterr())
+    assert (found.labels >= 0).all()  # it is read
 
 
 def test_several_labels_need_one(tmp_path: Path) -> None:

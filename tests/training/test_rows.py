@@ -216,6 +216,36 @@ def test_a_key_of_one_private_row_is_in_no_message(load: Any, name: str, tmp_pat
     assert "label" in str(refused.value)
 
 
+def test_a_key_of_one_private_row_divides_no_others(tmp_path: Path) -> None:
+    """Before: of rows of signs alone, all were divided anew by one cell more in each."""
+    signs = ["+", "-", "++", "--", "?", "+-", "-+", "/"]
+    rows = [
+        {"a": one, "b": two, "c": three, "label": "x"}
+        for one in signs
+        for two in signs
+        for three in signs
+    ]
+    found = []
+    for name, first in (("a.jsonl", []), ("b.jsonl", [{"bb": 1, "a": "w9", "label": "x"}])):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in [*first, *rows]))
+        found.append(split(load_rows(str(path), "label"), 0.2, 0.2))
+    alone, beside = found
+    assert set(beside.train.record_ids) ^ set(alone.train.record_ids) <= set(
+        load_rows(str(tmp_path / "b.jsonl"), "label").record_ids[:1]
+    )
+
+
+def test_lists_in_a_parquet_file_are_cells_as_in_json(tmp_path: Path) -> None:
+    """Before: a list of two in one private row was a traceback of numpy's."""
+    pandas = pytest.importorskip("pandas")
+    lists = [["a"], ["a", "b"], [], None]
+    path = tmp_path / "a.parquet"
+    pandas.DataFrame({"word": lists, "label": list("xyxy")}).to_parquet(path)
+    found = load_rows(str(path), "label")
+    assert found.columns["word"] == ("['a']", "['a', 'b']", "[]", "")
+
+
 def test_what_is_left_out_takes_its_owner_along(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("text,label,who\nx,,ann\ny,b,bob\nz,c,eve\n")

@@ -4,6 +4,7 @@ privately.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,32 @@ def test_one_private_row_changes_how_no_other_is_read(
     assert theirs.labels[place] == IGNORED
     assert theirs.codes[place].tolist() == [0]
     assert theirs.numbers[place].tolist() == [FARTHEST, 0.0, 0.0, 1.0]
+
+
+def test_a_key_of_one_private_row_is_not_asked_of_test_rows(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    """Before: "data.test_source lacks the column 'illness of bob'", and no run."""
+    rows = [{"age": i % 50, "job": f"w{i % 7}", "income": "ab"[i % 2]} for i in range(200)]
+    files = {
+        "train": [{"illness of bob": 1, "age": 3, "job": "w9", "income": "a"}, *rows],
+        "alone": [{"age": 3, "job": "w9", "income": "a"}, *rows],
+        "test": rows[:40],
+        "less": [{k: v for k, v in row.items() if k != "job"} for row in rows],
+    }
+    for name, held in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+
+    def task(train: str, test: str) -> Any:
+        sources = {"data.source": train, "data.test_source": test}
+        named = {key: str(tmp_path / f"{name}.jsonl") for key, name in sources.items()}
+        return load_task(config_of({**values, **named}))
+
+    one, other = task("train", "test"), task("alone", "test")
+    assert one.encoding == other.encoding
+    assert one.record_ids == other.record_ids
+    with pytest.raises(ValueError, match=r"lacks the column 'job' of data\.source; add it"):
+        task("train", "less")
 
 
 def test_encoding_survives_its_file(values: dict[str, Any]) -> None:

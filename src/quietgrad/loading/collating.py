@@ -116,6 +116,13 @@ class Collating:
                 changed = list(records)
                 changed[i] = records[j]
                 after, beside_after = self._made(changed)
+                if len(after) != len(before):
+                    raise ValueError(
+                        "collate_fn returns another number of tensors where one record is another "
+                        "one (it takes the first record's keys for those of all?), so one record "
+                        "would take a mask or a weight away from others; return the same tensors "
+                        "for all records, with a value that stands for none"
+                    )
                 if [t.shape for t in after] != [t.shape for t in before]:
                     continue  # the longest record is gone: padding may change, rows need not match
                 if not _same(before, after, except_row=i):

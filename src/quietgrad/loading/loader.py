@@ -27,6 +27,7 @@ from quietgrad.loading.draws import (
 )
 from quietgrad.loading.padding import PaddingLooks
 from quietgrad.loading.reading import one_by_one, require_by_number, require_records_apart
+from quietgrad.loading.unsaid import say_no_lengths, say_no_sizes
 from quietgrad.sampling.poisson import PoissonSampler
 from quietgrad.sampling.users import UserIndices
 from quietgrad.tensors import Batch, batch_size_of, map_tensors, to_device
@@ -86,6 +87,8 @@ class PrivateLoader:
     ) -> None:
         _require_options(options)
         _require_dataset(dataset, run.plan.sampler)
+        say_no_lengths()  # of what is read before the first batch, too
+        say_no_sizes()
         require_records_apart(dataset)
         clipper = run.plan.clipper
         size = clipper.physical_batch_size or clipper.max_physical_batch_size or RECORDS_AT_ONCE

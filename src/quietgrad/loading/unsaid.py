@@ -1,21 +1,44 @@
-"""What other libraries write on the screen of records that they are given: lengths, which are
-private.
+"""What other libraries write on the screen of records that they are given: lengths and numbers of
+records, which are private.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import warnings
 
 # Logger of transformers -> how its lines are told that hold the length of a text or of a
-# micro-batch.
+# micro-batch, or the size of a picture.
 _PADDED = ("automatically padded from", "is not possible if sequence_length")
 LINES = {
-    "transformers.tokenization_utils_base": ("longer than the specified maximum sequence length",)
+    "transformers.tokenization_utils_base": ("longer than the specified maximum sequence length",),
+    "transformers.image_utils": ("Got image shape",),
+    "transformers.models.musicgen_melody.modeling_musicgen_melody": ("signal is of length",),
 } | {
     f"transformers.models.{name}.modeling_{name}": _PADDED
-    for name in ("big_bird", "bigbird_pegasus", "led", "longformer")
+    for name in ("big_bird", "bigbird_pegasus", "led", "longformer", "reformer")
 }
+
+
+# How torch's warnings begin that hold the shape of a micro-batch: of losses whose targets have
+# other dimensions (a constant for all records), and of tensors that out= is too small for; and
+# Pillow's of a large picture. With another number each is another warning, and is shown anew.
+WARNED = (
+    r"Image size \(\d+ pixels\) exceeds limit",
+    "Using a target size",
+    "An output with one or more elements was resized",
+)
+
+
+def say_no_sizes() -> None:
+    """From now on, in this process, such warnings are not shown. (Where targets mix records, the
+    guard says so.)
+    """
+    for text in WARNED:
+        ours = ("ignore", re.compile(text, re.IGNORECASE), Warning, None, 0)
+        if ours not in warnings.filters:  # else all that was shown once would be shown again
+            warnings.filterwarnings("ignore", text)
 
 
 def say_no_lengths() -> None:

@@ -74,9 +74,33 @@ def refuse_cross_example_layers(model: nn.Module) -> None:
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Raises for layers that mix examples, and for hooks that see gradients before their noise."""
+    """Raises for layers that mix examples, hooks that see gradients before their noise, and
+    parameters that the noise is not made for.
+    """
     refuse_cross_example_layers(model)
     refuse_hooked_parameters(model)
+    refuse_numbers_without_noise(model)
+
+
+def refuse_numbers_without_noise(model: nn.Module) -> None:
+    """Raises where a trained parameter is complex or no plain tensor: norms and noise are of real
+    numbers, one by one.
+
+    Raises:
+        ValueError: naming the parameter, with the remedy.
+    """
+    for name, parameter in named_parameters_of(model):
+        if parameter.requires_grad and parameter.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is of the dtype {parameter.dtype}, and noise is of real "
+                "numbers; keep real and imaginary parts as real numbers in a last dimension of "
+                "two, and use torch.view_as_complex(parameter) in forward (or freeze it)"
+            )
+        if parameter.requires_grad and parameter.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {name!r} has the layout {parameter.layout}, and noise is dense; use "
+                "its to_dense() as the parameter (or freeze it)"
+            )
 
 
 def refuse_hooked_parameters(model: nn.Module) -> None:

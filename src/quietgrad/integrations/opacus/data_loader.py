@@ -16,6 +16,7 @@ from quietgrad.integrations.opacus.collating import BagPlaces, CollateRows
 from quietgrad.integrations.opacus.following.tracing import Tape
 from quietgrad.integrations.opacus.source import BatchSource, Indices
 from quietgrad.loading.reading import one_by_one, require_records_apart
+from quietgrad.loading.unsaid import say_no_lengths, say_no_sizes
 from quietgrad.tensors import map_tensors
 
 
@@ -110,6 +111,8 @@ class DPDataLoader(DataLoader[Any]):
         RuntimeError: if a batch was not stepped on before the next is asked for.
         ValueError: where a record follows from what was read before it.
         """
+        say_no_lengths()
+        say_no_sizes()  # where the loop calls model and loss
         source = self.source
         if not self._looked_at:
             require_records_apart(self.dataset)

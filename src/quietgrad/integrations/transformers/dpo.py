@@ -167,7 +167,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
             )
         args = copy.copy(args)
         args.precompute_ref_log_probs = True
-        with no_records_in_warnings(DPOTrainer.__module__):
+        with no_records_in_warnings(DPOTrainer.__module__, record_owner is not None):
             super().__init__(
                 model,
                 args,

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import datasets
 from datasets import Dataset
 from trl import SFTTrainer
 
@@ -43,7 +44,8 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
                 args = (*args[:place], table_of(args[place], name), *args[place + 1 :])
             elif name in options:
                 options[name] = table_of(options[name], name)
-        with no_records_in_warnings(SFTTrainer.__module__):
+        owned = options.get("record_owner") is not None
+        with no_records_in_warnings(SFTTrainer.__module__, owned):
             super().__init__(*args, **options)
         if self.aux_loss_enabled:
             raise ValueError(
@@ -106,6 +108,12 @@ def table_of(given: Any, name: str) -> Any:
             f"{name} is a {type(given).__name__} without records, or of other things than "
             "dictionaries; give one dictionary of columns a record, or a datasets.Dataset"
         )
+    if any(record.keys() != given[0].keys() for record in given):
+        raise ValueError(
+            f"{name} is a list of dictionaries with different keys, of which a table takes the "
+            "first record's, so that one record would decide what all others hold; give every "
+            "record the same keys, with None where it has none"
+        )
     try:
         return Dataset.from_list(list(given))
     except Exception:  # which quotes a record
@@ -136,9 +144,13 @@ def _cut(record: dict[str, Any], kept: slice) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def no_records_in_warnings(module: str) -> Iterator[None]:
+def no_records_in_warnings(module: str, owned: bool) -> Iterator[None]:
     """TRL's trainers warn of prompts that are tokenised otherwise alone, and quote one; tokenizers
-    of a text that is too long, and say how long.
+    of a text that is too long, and say how long. And bars of data sets count records.
+
+    Args:
+        module: of the trainer.
+        owned: whether users are protected, so that the number of their records is private.
     """
 
     def without(line: logging.LogRecord) -> bool:
@@ -150,7 +162,12 @@ def no_records_in_warnings(module: str) -> Iterator[None]:
     say_no_lengths()
     logger = logging.getLogger(module)
     logger.addFilter(without)
+    with_bars = owned and not datasets.are_progress_bars_disabled()
+    if with_bars:
+        datasets.disable_progress_bars()
     try:
         yield
     finally:
         logger.removeFilter(without)
+        if with_bars:
+            datasets.enable_progress_bars()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from quietgrad.distributed.team import Team
 from quietgrad.generators import KeyedByStep
+from quietgrad.loading.unsaid import say_no_sizes
 from quietgrad.plan.process import BoundToProcess
 from quietgrad.plan.session.noise_session import NoiseSession
 
@@ -44,6 +45,7 @@ class DrawsForModels(BoundToProcess):
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
         """For passes over records of the open batch: parts of it go on in one stream."""
+        say_no_sizes()
         with self._model_draws.of(self._released, self.model_seed):
             yield
 
@@ -52,6 +54,7 @@ class DrawsForModels(BoundToProcess):
         """While a batch is open in a loop until release ``end``: what the loop itself draws for its
         records. Where it is left, those who wait for this rank hear of it.
         """
+        say_no_sizes()
         seed = lambda: self._seed("loop")  # noqa: E731
         try:
             with self._loop_draws.of(self._released, seed, with_the_scripts=True):

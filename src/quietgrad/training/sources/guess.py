@@ -90,17 +90,17 @@ def guess(
     Raises:
         ValueError: for a column that is not there, or where nothing looks like a label.
     """
+    usual = _usual(columns)
     for option, name in (("--text", text), ("--label", label), ("--user", user)):
         if name and name not in columns:
-            raise ValueError(
-                f"{option}={name!r} is not a column of {path!r}{nearest(name, columns)}"
-            )
+            raise ValueError(f"{option}={name!r} is not a column of {path!r}{nearest(name, usual)}")
         if name and name == user and option != "--user":
             raise ValueError(
                 f"--user={user!r} is {option}, too: nothing is learnt of whose a row is; name the "
                 "column that tells people apart"
             )
-    columns = {name: column for name, column in columns.items() if name != user}
+    known = {name: columns[name] for name in (text, label) if name}
+    columns = {name: one for name, one in {**usual, **known}.items() if name != user}
     texts = [text] if text else [n for n in _best(columns, "text", TEXTS) if n != label]
     lower = {name.lower(): name for name in columns}
     asked = next((lower[n] for n in PROMPTS if n in lower), "")
@@ -129,6 +129,14 @@ def guess(
             f"FILE={path!r} has the single column {labels[0]!r}; add one to learn from"
         )
     return Guess("table", labels[0])
+
+
+def _usual(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Those that half of all records fill. A key that single JSON records have alone is as private
+    as what they hold: it is in no message and no configuration.
+    """
+    most = max((column.filled for column in columns.values()), default=0)
+    return {name: column for name, column in columns.items() if 2 * column.filled >= most}
 
 
 def names_are_a_record(columns: Mapping[str, Sequence[Any]], label: str) -> bool:

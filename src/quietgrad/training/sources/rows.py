@@ -332,9 +332,14 @@ def _parquet(path: Path) -> Rows:
         frame = pd.read_parquet(path)
     except ImportError:
         raise UnreadableFile("needs pandas and pyarrow: pip install 'quietgrad[hf]'") from None
-    except (ValueError, OSError):  # its own words may quote what it read
+    except Exception:  # of many kinds, and their own words may quote what was read
         raise UnreadableFile("is not a Parquet file that can be read") from None
     if not len(frame):
         raise UnreadableFile("holds no records: it has names of columns alone")
-    columns = {str(name): frame[name].tolist() for name in frame.columns}
+    columns = {str(name): list(map(_plain, frame[name].tolist())) for name in frame.columns}
     return Rows(columns, list(range(1, len(frame) + 1)))
+
+
+def _plain(cell: Any) -> Any:
+    """A list as JSON has it: an array cannot be asked whether it is empty."""
+    return cell.tolist() if type(cell).__name__ == "ndarray" else cell

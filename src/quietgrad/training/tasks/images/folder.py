@@ -14,23 +14,21 @@ from __future__ import annotations
 import csv
 import shlex
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from quietgrad.checks import nearest
 from quietgrad.training.sources.pictures import TINY_IMAGENET
 from quietgrad.training.tasks.images.data import LabelledImages
+from quietgrad.training.tasks.images.pixels import mode_of, pixels_of
 from quietgrad.training.tasks.splits import IGNORED
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
 TEST_PARTS = ("test", "val")
-WIDE = ("I", "I;16", "I;16B", "I;16L")  # 16 bits a pixel; Pillow cuts them off at 255 by itself
 NOWHERE = "\0"  # no file has this name: Path.is_file is False of it, and it cannot be opened
 
 
@@ -101,12 +99,12 @@ def load_image_folder(
         )
     # Test records are declared public: one private file more or less must not change how the others
     # are read.
-    mode = _mode_of(test[0][0])
+    mode = mode_of(test[0][0])
     labels, test_labels = (
         _private_labels(train, names, layout),
         _labels(test, names, layout, source),
     )
-    pixels, readable = _pixels([file for file, _ in train], size, mode, public=False)
+    pixels, readable = pixels_of([file for file, _ in train], size, mode, public=False)
     labels[~readable] = _ignored(labels)
     if (labels.reshape(len(labels), -1) < 0).any(axis=1).all():
         raise ValueError(
@@ -116,7 +114,7 @@ def load_image_folder(
     return (
         LabelledImages(pixels, labels, names, source),
         LabelledImages(
-            _pixels([file for file, _ in test], size, mode)[0], test_labels, names, source
+            pixels_of([file for file, _ in test], size, mode)[0], test_labels, names, source
         ),
     )
 
@@ -136,7 +134,7 @@ def load_unlabelled_folder(
         )
     files = [file for file, _ in _listed(Path(source), "train", layout)]
     return LabelledImages(
-        _pixels(files, size, "L" if channels == 1 else "RGB")[0],
+        pixels_of(files, size, "L" if channels == 1 else "RGB")[0],
         np.zeros(len(files), dtype=np.int64),
         ("none",),
         source,
@@ -150,7 +148,7 @@ def load_pictures(
     black.
     """
     channels, height, width = form
-    pixels, readable = _pixels(files, (height, width), "L" if channels == 1 else "RGB", False)
+    pixels, readable = pixels_of(files, (height, width), "L" if channels == 1 else "RGB", False)
     return LabelledImages(pixels, np.zeros(len(files), dtype=np.int64), (), ""), readable
 
 
@@ -189,9 +187,10 @@ def _from_table(folder: Path, table: Path, layout: FolderLayout, public: bool) -
         )
     for key, column in (("data.text", layout.file), ("data.label", layout.label)):
         if rows and column not in rows[0]:
-            raise ValueError(
-                f"{key}={column!r} is no column of {table.name}{nearest(column, list(rows[0]))}"
-            )
+            known = nearest(
+                column, filter(None, rows[0])
+            )  # None: what a longer row has beyond them
+            raise ValueError(f"{key}={column!r} is no column of {table.name}{known}")
     below: dict[str, list[Path]] | None = None
     found: Listed = []
     for number, row in enumerate(rows, start=2):
@@ -293,51 +292,3 @@ def _labels(part: Listed, names: Sequence[str], layout: FolderLayout, source: st
             "none"
         )
     return np.array([place[words[0]] for _, words in part], dtype=np.int64)
-
-
-def _mode_of(path: Path) -> str:
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return "L" if image.mode in ("1", "L", *WIDE) else "RGB"
-    except OSError as error:
-        raise ValueError(f"data.source: {str(path)!r} cannot be read: {error}") from error
-
-
-def _pixels(
-    paths: Sequence[Path], size: int | tuple[int, int], mode: str, public: bool = True
-) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-    """[n, channels, height, width] bytes, and which could be read: a private file that cannot is
-    black, and not named.
-    """
-    from PIL import Image
-
-    channels = 1 if mode == "L" else 3
-    height, width = (size, size) if isinstance(size, int) else size
-    found = torch.zeros(len(paths), channels, height, width, dtype=torch.uint8)
-    readable = np.ones(len(paths), dtype=np.bool_)
-
-    def read(index: int) -> None:
-        try:
-            with Image.open(paths[index]) as image:
-                grey = image.mode in WIDE
-                narrow = (
-                    Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
-                    if grey
-                    else image
-                )
-                small = narrow.convert(mode).resize((width, height), Image.Resampling.BILINEAR)
-        except Exception as error:  # Pillow raises many kinds for damaged files
-            if not public:
-                readable[index] = False
-                return
-            raise ValueError(
-                f"data.source: {str(paths[index])!r} cannot be read: {error}"
-            ) from error
-        array = torch.from_numpy(np.array(small))
-        found[index] = array[None] if mode == "L" else array.permute(2, 0, 1)
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(read, range(len(paths))))
-    return found, readable

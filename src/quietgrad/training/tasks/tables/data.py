@@ -73,8 +73,11 @@ class LabelledRows:
 
     @cached_property
     def texts(self) -> tuple[str, ...]:
-        """[n] each row as one text, by which rows are divided into parts."""
-        return tuple("\x1f ".join(cells) for cells in zip(*self.columns.values(), strict=True))
+        """[n] each row as one text, by which rows are divided into parts. Of cells that are filled:
+        a column that only another row fills changes nothing.
+        """
+        rows = zip(*self.columns.values(), strict=True)
+        return tuple("\x1f ".join(filter(None, cells)) for cells in rows)
 
     @cached_property
     def record_ids(self) -> tuple[bytes, ...]:

@@ -61,13 +61,8 @@ class TablesTask(Task):
         rows = load_rows(data.source, *named)
         if data.test_source:
             test = load_rows(data.test_source, *named, "data.test_source")
-            absent = next((name for name in rows.columns if name not in test.columns), None)
-            if absent is not None:
-                raise ValueError(
-                    f"data.test_source={data.test_source!r} lacks the column {absent!r} of "
-                    "data.source"
-                )
             splits = split_with_test(rows, test, data.validation_fraction)
+            splits = _with_columns_of_both(splits, data.test_source)
         else:
             splits = split(rows, data.validation_fraction, data.test_fraction)
         return cls(with_public_labels(splits, data.labels))
@@ -120,6 +115,27 @@ class TablesTask(Task):
         facts = {"encoding": encoding.to_json(), "encoded": ENCODED}
         inputs = {"numbers": numbers, "codes": codes}
         return Exportable(model, inputs, axes, labels, facts=facts)
+
+
+def _with_columns_of_both(splits: Splits[LabelledRows], test_source: str) -> Splits[LabelledRows]:
+    """The parts with the columns that test rows have. One that they lack, and that no validation
+    row fills, may be a key of one private JSON record: it goes, and nothing is said of it.
+
+    Raises:
+        ValueError: for a column that public rows of data.source fill, and test rows do not have.
+    """
+    known, filled = splits.test.columns, splits.validation.columns
+    absent = next((name for name in filled if name not in known and any(filled[name])), None)
+    if absent is not None:
+        raise ValueError(
+            f"data.test_source={test_source!r} lacks the column {absent!r} of data.source; add it "
+            "there, or remove it from data.source"
+        )
+    train, validation = (
+        replace(part, columns={k: v for k, v in part.columns.items() if k in known})
+        for part in (splits.train, splits.validation)
+    )
+    return Splits(train, validation, splits.test)
 
 
 def load_saved_table(folder: str | Path) -> tuple[TableClassifier, Encoding, list[str]]:
