@@ -21,7 +21,7 @@ from quietgrad.integrations.lightning.data import EpochLoader, training_data
 from quietgrad.integrations.lightning.progress import count_releases, move_schedules
 from quietgrad.integrations.lightning.session import MARK, Session
 from quietgrad.integrations.owners import Owners
-from quietgrad.integrations.reporting import shown_epsilon, spent_name
+from quietgrad.integrations.reporting import epsilon_for_bars, shown_epsilon, spent_name
 from quietgrad.integrations.stepping import ReleasedGradients
 from quietgrad.plan import PrivacyConfig, PrivateRun
 
@@ -219,14 +219,17 @@ class PrivateSteps(PublicLoaders):
         gradients.
         """
         if not trainer.barebones and self.session is not None:
-            name = spent_name(unit_of(self.session.plan.neighbouring))
-            shown = {name: shown_epsilon(self.run.epsilon())} | self.run.shown()
+            name, spent = spent_name(unit_of(self.session.plan.neighbouring)), self.run.epsilon()
+            shown = {name: shown_epsilon(spent)} | self.run.shown()
             if self.session.plan.data_are_public:
                 shown["data_declared_public"] = 1.0
             # The same on all processes; a mean over them could round it down.
             alike: dict[str, Any] = {"batch_size": 1, "sync_dist": True, "reduce_fx": "max"}
             for told, value in shown.items():
-                LightningModule.log(pl_module, told, value, prog_bar=told == name, **alike)
+                LightningModule.log(pl_module, told, value, **alike)
+            bar = name.replace("epsilon", "eps")  # of another value, so of another name
+            alike |= {"logger": False, "prog_bar": True}
+            LightningModule.log(pl_module, bar, epsilon_for_bars(spent), **alike)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
