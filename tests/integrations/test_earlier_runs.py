@@ -4,6 +4,8 @@ another model: the two epsilons add, and each door would tell its own.
 
 from __future__ import annotations
 
+import copy
+import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import private_trainers
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning_modules import ADVICE, Small
+from lightning_modules import ADVICE, Small, StopAt
 from lightning_modules import records as tensors
 from lightning_modules import trainer as lightning_trainer
 from peft import LoraConfig, get_peft_model
@@ -157,3 +159,59 @@ def test_a_frozen_model_that_stayed_as_it_was_takes_other_adapters(tmp_path: Pat
         adapted = get_peft_model(model, adapters)
         private_trainers.trainer(tmp_path / place, model=adapted, privacy=OWN).train()
         model = adapted.unload()
+
+
+def flat(record: dict[str, Any]) -> Any:
+    """Steps of a run, and of those before it."""
+    return record["steps"], [flat(earlier) for earlier in record["started_from"]]
+
+
+def saved(trainer: Any, folder: Path) -> Any:
+    trainer.save_model(str(folder))
+    return flat(json.loads((folder / "quietgrad.json").read_text())["quietgrad_trained_on"])
+
+
+def adding(folder: Path, model: nn.Module, **changes: Any) -> Any:
+    changes = {"privacy": OWN, "accept_start": "epsilons-add"} | changes
+    return private_trainers.trainer(folder, model=model, **changes)
+
+
+def test_a_trainer_tells_of_runs_between_its_making_and_its_training(tmp_path: Path) -> None:
+    # Before: only what was known when it was made; the first one's epsilon was told nowhere.
+    model = private_trainers.classifier()
+    first, second = adding(tmp_path / "first", model), adding(tmp_path / "second", model)
+    first.train()
+    second.train()
+    assert saved(second, tmp_path / "saved") == (2, [(2, [])])
+
+
+def test_a_resumed_trainer_tells_what_its_run_began_with(tmp_path: Path) -> None:
+    # Before: what the model that it was given this time is from, which the checkpoint replaces.
+    model = private_trainers.classifier()
+    adding(tmp_path / "first", model).train()
+    stopped = adding(tmp_path / "second", model, callbacks=[private_trainers.StopAt(1)])
+    stopped.train()
+    for given in (model, private_trainers.classifier()):
+        again = adding(tmp_path / "second", given, accept_start="")
+        again.train(resume_from_checkpoint=True)
+        assert saved(again, tmp_path / "saved") == (2, [(2, [])])
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_a_fit_that_was_broken_off_is_an_earlier_run(public: bool, tmp_path: Path) -> None:
+    # Before: the module's record of the first run hid the second, even where the first one's data
+    # were public and nothing had to be asked for.
+    module = Small(privacy=replace(OWN, data_are_public=public))
+    lightning_trainer(tmp_path / "first").fit(module, tensors())
+    module.privacy, module.accept_start = OWN, "" if public else "epsilons-add"
+    with pytest.raises(InterruptedError):
+        lightning_trainer(tmp_path / "second", callbacks=[StopAt(1, True)]).fit(module, tensors())
+    copied = copy.deepcopy(module)
+    assert flat(copied._loaded_record) == (1, [(2, [])])  # type: ignore[arg-type]
+    for one in (copied, module):
+        one.accept_start = ""
+        with pytest.raises(ValueError, match=ADDS):
+            lightning_trainer(tmp_path / "third").fit(one, tensors())
+    module.accept_start = "epsilons-add"
+    lightning_trainer(tmp_path / "third").fit(module, tensors())
+    assert flat(module._loaded_record) == (2, [(1, [(2, [])])])  # type: ignore[arg-type]

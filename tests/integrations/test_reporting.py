@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import struct
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -16,13 +18,22 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning_modules import Small
+from lightning_modules import records as tensors
+from lightning_modules import trainer as lightning_trainer
 from private_trainers import records, trainer
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
+from quietgrad import PrivacyConfig
 from quietgrad.integrations.monitors import of_training
 from quietgrad.integrations.reporting import (
     NO_SYSTEM_METRICS,
     SYSTEM_METRICS,
+    epsilon_for_bars,
     refuse_measuring,
     without_system_metrics,
 )
@@ -66,6 +77,29 @@ def test_tensorboard_is_told_nothing_private(
     least = [epsilon_report(event, trained.plan.delta).epsilon for event in spent]
     assert len(shown) == 11 and all(s >= e for s, e in zip(shown, [*least, least[-1]], strict=True))
     assert shown == sorted(shown)
+
+
+@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+def test_progress_bars_round_no_epsilon_down(
+    kind: type[Callback], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Before: both were given 0.7104, and showed 0.710 for an epsilon of 0.71037.
+    plan = PrivacyConfig(noise_multiplier=1.52, expected_batch_size=20, steps=5)
+    module = Small(privacy=plan)
+    bar = {"enable_progress_bar": True, "callbacks": [kind()]}
+    public = DataLoader(tensors(20, seed=1), batch_size=20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PossibleUserWarning)  # more workers
+        lightning_trainer(tmp_path, **bar).fit(module, DataLoader(tensors()), public)
+    out = capsys.readouterr()
+    shown = re.findall(r"\beps[:=]\s*([0-9.]+)", out.out + out.err)
+    assert float(f"{module.epsilon():.3g}") < module.epsilon() <= float(shown[-1])
+
+
+@pytest.mark.parametrize("epsilon", [1.9142, 0.4464, 12.345, 123.4, 0.00012, 1234.0, 0.0, 1.0])
+def test_what_bars_show_is_never_below(epsilon: float) -> None:
+    held = float(torch.tensor(epsilon_for_bars(epsilon)))  # metrics are float32
+    assert min(float(f"{held:.3g}"), float(f"{held:.3f}")) >= epsilon
 
 
 # A process of its own: both leave threads and services behind.

@@ -131,6 +131,56 @@ def test_records_that_are_augmented_go_on(tmp_path: Path) -> None:
     assert places_path(tmp_path / "secrets.json").exists()
 
 
+class Held:
+    """What a script makes of a record: a row of a table, and names."""
+
+    def __init__(self, row: Tensor, names: set[int]) -> None:
+        self.row, self.names = row, names
+
+
+def held(order: Sequence[int], names: Sequence[int]) -> list[Any]:
+    table = torch.cat([torch.rand(1, 2), torch.stack(records(FORWARD))])
+    return [Held(table[1 + i], set(names)) for i in order]
+
+
+def test_records_that_a_process_holds_in_its_own_way_are_the_same(tmp_path: Path) -> None:
+    # Before: a resume refused rows of a table in objects, and sets, whose order is a process's.
+    assert list({0, 8}) != list({8, 0})
+    rows: dict[str, Any] = {"collate_fn": lambda held: torch.stack([one.row for one in held])}
+    model = nn.Linear(2, 1)
+    for names in ((0, 8), (8, 0)):
+        with plan_of().start(*files(tmp_path)) as run:
+            for batch in run.loader(held(FORWARD, names), steps=2, **rows):
+                run.backward(model, loss, batch)
+    with plan_of().start(*files(tmp_path)) as run:
+        for other in (held(BACKWARD, (0, 8)), held(FORWARD, (0, 9))):
+            with pytest.raises(ValueError, match=REFUSED):
+                run.loader(other, **rows)
+
+
+def sparse(order: Sequence[int]) -> list[Tensor]:
+    return [record.to_sparse() for record in records(order)]
+
+
+def turned(order: Sequence[int]) -> list[Tensor]:
+    return [torch.complex(record, 1 + record).conj() for record in records(order)]
+
+
+def plain(found: list[Tensor]) -> Tensor:
+    return torch.stack([one.to_dense() for one in found]).real.float()
+
+
+@pytest.mark.parametrize("form", [sparse, turned])
+def test_tensors_that_are_not_laid_out_are_read(form: Any, tmp_path: Path) -> None:
+    # Before: an error of torch's at every loader, of independent noise too.
+    model = nn.Linear(2, 1)
+    with plan_of().start(*files(tmp_path)) as run:
+        for batch in run.loader(form(FORWARD), steps=2, collate_fn=plain):
+            run.backward(model, loss, batch)
+        with pytest.raises(ValueError, match=REFUSED):
+            run.loader(form(BACKWARD))
+
+
 def test_files_of_another_run_or_of_none_decide_nothing(tmp_path: Path) -> None:
     ledger, keys = files(tmp_path)
     with plan_of().start(ledger, keys) as run:

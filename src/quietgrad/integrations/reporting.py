@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from quietgrad.accounting.rounding import round_up_to
+from quietgrad.accounting.rounding import round_up, round_up_to
 
-FIGURES = 4  # significant, of a shown epsilon: the Trainers print no more
+FIGURES = 4  # significant, of a shown epsilon: transformers prints no more
+BAR_FIGURES = BAR_DECIMALS = 3  # Lightning's bars round to the nearest of these, or of those
 NO_SYSTEM_METRICS = "WANDB_X_DISABLE_STATS"
 SYSTEM_METRICS = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
 # Reporters that measure the machine and cannot be told not to from here -> their callbacks of
@@ -62,6 +63,11 @@ def shown_epsilon(epsilon: float) -> float:
     if float(narrow) >= epsilon:
         return rounded
     return float(torch.nextafter(narrow, torch.tensor(torch.inf)))
+
+
+def epsilon_for_bars(epsilon: float) -> float:
+    """Rounded up so far that no progress bar rounds it down again."""
+    return float(round_up(float(round_up_to(epsilon, BAR_FIGURES)), BAR_DECIMALS))
 
 
 def without_system_metrics() -> None:

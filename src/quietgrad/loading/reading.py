@@ -9,6 +9,7 @@ What this cannot see is in docs/privacy/data.md.
 from __future__ import annotations
 
 import hashlib
+import io
 import pickle
 import secrets
 import struct
@@ -213,8 +214,7 @@ def bytes_of(value: Any) -> Iterator[bytes]:
     """
     if isinstance(value, Tensor):
         yield f"tensor {value.dtype} {tuple(value.shape)}".encode()
-        plain = value.detach().cpu().contiguous()
-        yield plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        yield _entries_of(value)
     elif isinstance(value, np.ndarray) and value.dtype != object:
         yield f"array {value.dtype} {value.shape}".encode()
         yield np.ascontiguousarray(value).tobytes()
@@ -237,6 +237,33 @@ def bytes_of(value: Any) -> Iterator[bytes]:
         yield value.tobytes()
     else:
         try:
-            yield pickle.dumps(value)
+            written = io.BytesIO()
+            _AlikeEverywhere(written, protocol=4).dump(value)
+            yield written.getvalue()
         except Exception:  # of a record's own objects: any
             yield type(value).__qualname__.encode()
+
+
+def _entries_of(tensor: Tensor) -> bytes:
+    """Those of a sparse one where it has any; nothing of a layout that cannot be laid out."""
+    plain = tensor.detach().cpu()
+    try:
+        if plain.layout is not torch.strided:
+            plain = plain.to_dense()
+        plain = plain.contiguous().resolve_conj().resolve_neg()
+        return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    except (RuntimeError, TypeError):  # nested, quantised
+        return str(plain.layout).encode()
+
+
+class _AlikeEverywhere(pickle._Pickler):
+    """Pickles with the same bytes in every process: torch writes a tensor with the whole memory
+    that it lies in and a number of its own, and a set has an order of its process.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return bytes, (digest_of(value),)
+        if type(value) in (set, frozenset):
+            return type(value), (sorted(digest_of(one) for one in value),)
+        return NotImplemented

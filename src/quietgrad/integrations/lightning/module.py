@@ -67,6 +67,7 @@ class PrivateLightningModule(LightningModule):
         self._steps: PrivateSteps | None = None
         self._batch: Any = None
         self._loaded_record: dict[str, Any] | None = None
+        self._loaded_run = ""  # that the record is of
 
     def per_example_loss(self, batch: Any) -> Tensor:
         """[records] losses of a micro-batch, each a function of its record alone. Yours to write.
@@ -107,7 +108,11 @@ class PrivateLightningModule(LightningModule):
             if trainer.max_epochs is None and trainer.max_steps == -1:
                 trainer.fit_loop.max_epochs = -1  # the plan's steps end training
             self._steps = PrivateSteps(
-                self.privacy, self.accept_start, self._loaded_record, self.record_owner
+                self.privacy,
+                self.accept_start,
+                self._loaded_record,
+                self.record_owner,
+                self._loaded_run,
             )
             others = [one for one in trainer.callbacks if not isinstance(one, PublicLoaders)]
             trainer.callbacks[:] = [self._steps, *others]
@@ -155,9 +160,22 @@ class PrivateLightningModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remembers which run the weights are of."""
-        self._loaded_record = (checkpoint.get(MARK) or {}).get(KEY)
+        self._remember(checkpoint.get(MARK))
+
+    def _remember(self, mark: dict[str, Any] | None) -> None:
+        """Which run the weights are of.
+
+        Args:
+            mark: ``MARK`` of a checkpoint; None: what is in memory is known by its parameters.
+        """
+        mark = mark or {}
+        self._loaded_record, self._loaded_run = mark.get(KEY), mark.get("run", "")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the run, which is of one process and cannot be copied."""
+        """Without the run, which is of one process and cannot be copied; a copy says what it has
+        released so far.
+        """
+        if self._loaded_record is None and self._steps is not None:
+            self._remember(self._steps.told())
         state: dict[str, Any] = super().__getstate__()
         return state | {"_steps": None, "_batch": None}

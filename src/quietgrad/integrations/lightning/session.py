@@ -91,6 +91,7 @@ class Session:
         record: Record | None,
         accepted: str,
         module: nn.Module | None = None,
+        loaded_run: str = "",
     ) -> int:
         """Starts the run, or goes on with it after a checkpoint. On several processes all of them
         call it, and are one run.
@@ -99,7 +100,8 @@ class Session:
             checkpoint: ``MARK`` of the one that was loaded; {} for one without; None to begin.
             record: what an earlier checkpoint says, that the weights were loaded from.
             accepted: as for ``check_start``.
-            module: whose parameters another run of this process may have trained.
+            module: whose parameters other runs of this process may have trained.
+            loaded_run: name of the run that ``record`` is of.
 
         Returns:
             Releases that the weights have seen.
@@ -114,8 +116,9 @@ class Session:
             # The first process alone locks, looks and, at the end, removes what is secret.
             begun = self._together.by_first(lambda: self._take(opened, checkpoint is not None))
             if checkpoint is None:
-                others = () if record or module is None else runs_of(module)
-                begins = (record, *(record_of(one) for one in others))
+                held = [] if module is None else runs_of(module)
+                others = (record_of(one) for one in held if one.run != loaded_run)
+                begins = (record, *others)
                 self._started_from += self._together.all_of(
                     lambda: sum((check_start(one, accepted, self.plan) for one in begins), ()),
                     "begin from these weights",

@@ -21,10 +21,9 @@ from quietgrad.integrations.lightning.data import EpochLoader, training_data
 from quietgrad.integrations.lightning.progress import count_releases, move_schedules
 from quietgrad.integrations.lightning.session import MARK, Session
 from quietgrad.integrations.owners import Owners
-from quietgrad.integrations.reporting import shown_epsilon, spent_name
+from quietgrad.integrations.reporting import epsilon_for_bars, shown_epsilon, spent_name
 from quietgrad.integrations.stepping import ReleasedGradients
 from quietgrad.plan import PrivacyConfig, PrivateRun
-from quietgrad.training.files.provenance import KEY
 
 
 class PublicLoaders(Callback):
@@ -67,6 +66,7 @@ class PrivateSteps(PublicLoaders):
         accept_start: of the module.
         record: what the module's weights were loaded from, if it says.
         record_owner: of the module.
+        loaded_run: name of the run that ``record`` is of.
 
     Attributes:
         session: None before the data are known.
@@ -78,6 +78,7 @@ class PrivateSteps(PublicLoaders):
         accept_start: str,
         record: dict[str, Any] | None,
         record_owner: Any = None,
+        loaded_run: str = "",
     ) -> None:
         super().__init__()
         self.session: Session | None = None
@@ -85,6 +86,7 @@ class PrivateSteps(PublicLoaders):
         self._accept_start = accept_start
         self._record = record
         self._record_owner = record_owner
+        self._loaded_run = loaded_run
         self._loader: EpochLoader | None = None
         self._mark: dict[str, Any] = {}
         self._seen = 0
@@ -166,17 +168,21 @@ class PrivateSteps(PublicLoaders):
             # It has sent the first process's weights to all; gradients go through the run.
             trainer.strategy.model.require_backward_grad_sync = False
         mark = None if trainer.ckpt_path is None else self._mark
-        self._seen = self.session.open(mark, self._record, self._accept_start, pl_module)
+        self._seen = self.session.open(
+            mark, self._record, self._accept_start, pl_module, self._loaded_run
+        )
         self._hooks = [
             one.register_step_pre_hook(self._released_alone) for one in trainer.optimizers
         ]
         self._loader.open(self.run, pl_module.device.type == "cpu")
 
-    def noted(self, pl_module: LightningModule) -> None:
+    def noted(self, pl_module: Any) -> None:
         """After a release: what it wrote to ``.grad`` is what may be stepped on."""
         self._released.note(pl_module, self.run.released)
         assert self.session is not None
         self.session.trained(pl_module)
+        # Of a fit that is broken off no record tells; what the weights came from is not all by now.
+        pl_module._remember(None)
 
     def _released_alone(self, optimizer: Any, arguments: Any, options: Any) -> Any:
         """Before a step of the optimiser. Lightning gives it the backward pass as a closure, and
@@ -213,14 +219,17 @@ class PrivateSteps(PublicLoaders):
         gradients.
         """
         if not trainer.barebones and self.session is not None:
-            name = spent_name(unit_of(self.session.plan.neighbouring))
-            shown = {name: shown_epsilon(self.run.epsilon())} | self.run.shown()
+            name, spent = spent_name(unit_of(self.session.plan.neighbouring)), self.run.epsilon()
+            shown = {name: shown_epsilon(spent)} | self.run.shown()
             if self.session.plan.data_are_public:
                 shown["data_declared_public"] = 1.0
             # The same on all processes; a mean over them could round it down.
             alike: dict[str, Any] = {"batch_size": 1, "sync_dist": True, "reduce_fx": "max"}
             for told, value in shown.items():
-                LightningModule.log(pl_module, told, value, prog_bar=told == name, **alike)
+                LightningModule.log(pl_module, told, value, **alike)
+            bar = name.replace("epsilon", "eps")  # of another value, so of another name
+            alike |= {"logger": False, "prog_bar": True}
+            LightningModule.log(pl_module, bar, epsilon_for_bars(spent), **alike)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -235,11 +244,18 @@ class PrivateSteps(PublicLoaders):
         self._close(trainer)
         refusals.name_remedy(exception)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def told(self) -> dict[str, Any] | None:
+        """``MARK`` of the weights as they are; None before a release."""
+        if self.session is None or self.session.run is None or not self.run.released:
+            return None
+        return self.session.mark(self.run.released)
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Ends the run; the module's weights are its output from now on."""
         if stage == "fit":
-            if self.session is not None and self.run.released:
-                pl_module._loaded_record = self.session.mark(self.run.released)[KEY]
+            told = self.told()
+            if told is not None:
+                pl_module._remember(told)
             self._close(trainer)
 
     def _close(self, trainer: Trainer) -> None:

@@ -185,10 +185,7 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
                 "the router's auxiliary loss is a mean over the batch; set router_aux_loss_coef=0.0"
             )
         if ref_model is not None:
-            found = self._session.starts_from(ref_model, ref_model)
-            self._session.started_from += tuple(
-                one for one in found if one not in self._session.started_from
-            )
+            self._session.starts_from(ref_model, ref_model, "ref_model")
         self.data_collator = CollatePairs(self.data_collator)
         self.label_names = ["completion_mask"]
 

@@ -36,6 +36,7 @@ from quietgrad.training.files.provenance import (
     WITHOUT_PRIVACY,
     Record,
     check_start,
+    read_provenance,
     stamp_weights,
     starts_of,
 )
@@ -54,10 +55,12 @@ class Checkpoint:
     Attributes:
         path: its folder.
         releases: that its weights have seen.
+        started_from: records of the outputs of earlier runs that its run began with.
     """
 
     path: Path
     releases: int
+    started_from: tuple[Record, ...] = ()
 
 
 class TrainerSession:
@@ -66,7 +69,6 @@ class TrainerSession:
     Attributes:
         plan: what runs.
         run: None before the first start.
-        started_from: records of the outputs of earlier runs that the weights are from.
         resumed: the checkpoint that the run went on from, if any.
         together: the processes of the run.
     """
@@ -74,7 +76,7 @@ class TrainerSession:
     def __init__(self, plan: PrivacyPlan, output_dir: str, accept_start: str = "") -> None:
         self.plan = plan
         self.accept_start = accept_start
-        self.started_from: tuple[Record, ...] = ()
+        self._starts: dict[str, tuple[Record, ...]] = {}
         self._trained: Trained | None = None
         self.files = RunDir(Path(output_dir))
         self.run: PrivateRun | None = None
@@ -84,20 +86,30 @@ class TrainerSession:
         self._name = ""
         self._ledger = LedgerContents()
 
-    def starts_from(self, model: Any, bare: Any) -> tuple[Record, ...]:
-        """Records of the runs that a model's weights are from, where that is known and asked for.
+    @property
+    def started_from(self) -> tuple[Record, ...]:
+        """Records of the outputs of earlier runs that the weights are from, each once."""
+        found: list[Record] = []
+        for records in self._starts.values():
+            found += [record for record in records if record not in found]
+        return tuple(found)
+
+    def starts_from(self, model: Any, bare: Any, name: str = "model") -> None:
+        """Keeps the records of the runs that a model's weights are from now, where that is known
+        and asked for, in place of what was known of it.
 
         Args:
             model: as it is trained.
             bare: without adapters.
+            name: of the argument that it was given as.
 
         Raises:
             ValueError: for the output of an earlier run that was not asked for.
         """
-        name = str(getattr(getattr(bare, "config", None), "_name_or_path", "") or "")
+        place = str(getattr(getattr(bare, "config", None), "_name_or_path", "") or "")
         protect, accepted = not self.plan.data_are_public, self.accept_start
         try:
-            found = check_start(name, "", accepted, protect)
+            found = check_start(place, "", accepted, protect)
         except ValueError as error:
             said = (
                 str(error)
@@ -117,7 +129,9 @@ class TrainerSession:
                 "with new weights, go on with that run by resume_from_checkpoint=True in its own "
                 'output_dir, or, where both are meant, set accept_start="epsilons-add"'
             )
-        return found + records
+        # What this directory's own run has begun with was asked for when it began.
+        own = (record_of(t)["started_from"] for t in held if t.run == here)
+        self._starts[name] = (*found, *records, *(one for before in own for one in before))
 
     def _run_here(self) -> str:
         if not holds_records(self.files.ledger):
@@ -129,6 +143,7 @@ class TrainerSession:
         assert self.run is not None
         if self._trained is None or self._trained.run != self._name:
             self._trained = self._as_trained()
+        self._trained.started_from = self.started_from
         self._trained.releases = self.run.released
         note_trained(model, self._trained)
 
@@ -155,6 +170,7 @@ class TrainerSession:
             self.together.by_first(lambda: self._take(held, resume))
             # Before the start is recorded.
             self.resumed = self.together.by_first(lambda: self._checkpoint(resume, require))
+            self._starts["checkpoint"] = self.resumed.started_from if self.resumed else ()
             writes = self.together.first
             if writes and resume is False:
                 held.callback(remove_unreleased, self.files)  # once the run has let go of it
@@ -237,7 +253,9 @@ class TrainerSession:
             made_by = self._ledger.makers(int(mark["releases"]))
             # A copy of the run that went on by itself has the same first start.
             if mark["run"] == self._name and tuple(mark.get("starts", made_by)) == made_by:
-                return Checkpoint(folder, int(mark["releases"]))
+                said = read_provenance(folder) or {}  # whatever model the trainer is given now
+                began = mark.get("started_from", said.get("started_from", ()))
+                return Checkpoint(folder, int(mark["releases"]), tuple(began))
         return None
 
     def look_seed(self) -> int:
@@ -249,14 +267,15 @@ class TrainerSession:
         return seed
 
     def mark(self, folder: Path, releases: int) -> None:
-        """Writes into a checkpoint of which run it is, and how many releases its weights have
-        seen.
+        """Writes into a checkpoint of which run it is, how many releases its weights have seen, and
+        what they began with.
         """
         if not self.together.first:
             return
         make_folder(folder)
         starts = list(self._ledger.makers(releases))
         mark = {"run": self._name, "releases": releases, "starts": starts}
+        mark["started_from"] = list(self.started_from)
         write_whole(folder / MARK, (json.dumps(mark) + "\n").encode())
 
     def keep_noise(self) -> None:

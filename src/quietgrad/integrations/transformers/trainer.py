@@ -111,7 +111,7 @@ class PrivateTrainer(LookingTrainer):
         self.args = copy.copy(self.args)
         self.args.max_steps = self.plan.steps
         self._session = TrainerSession(self.plan, str(self.args.output_dir), accept_start)
-        self._session.started_from = self._session.starts_from(self.model, self._bare_model())
+        self._session.starts_from(self.model, self._bare_model())
         self._released = ReleasedGradients(
             "use per_example_loss=; change released gradients in a callback's on_pre_optimizer_step"
         )
