@@ -146,6 +146,7 @@ def test_the_wrong_way_is_refuted(wrong: str, monkeypatch: pytest.MonkeyPatch) -
 def released(plan: PrivacyPlan, model: nn.Module, x: Tensor) -> float:
     """What one run of the loader releases along the user's gradient."""
     with plan.start() as run:
+        run.starts.trains = False  # nothing steps on what is released
         for batch in run.loader([(row,) for row in x], steps=1, physical_batch_size=4):
             noisy = run.release(run.clip(model, along, batch))
             return float(noisy.gradients["weight"].sum() / math.sqrt(3))

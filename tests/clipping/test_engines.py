@@ -5,7 +5,6 @@ the claims that go with it.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -88,7 +87,7 @@ def test_kept_gradients_and_blocks_agree(name: str, kept: bool, monkeypatch) -> 
 
     def policy(self, name):
         seen.append(name)
-        return replace(right(self, name), may_keep=kept)
+        return right(self, name)._replace(may_keep=kept)
 
     monkeypatch.setattr(accumulator.Accumulator, "_policy_of", policy)
     assert_same(
@@ -316,7 +315,7 @@ def test_explanation_holds_choice_alternatives_and_reasons() -> None:
 
 def test_measured_speeds_are_positive() -> None:
     speed = measured_throughput("cpu")
-    assert min(vars(speed).values()) > 0
+    assert min(speed) > 0
     assert measured_throughput("cpu") is speed
 
 
