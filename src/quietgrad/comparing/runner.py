@@ -19,6 +19,7 @@ from quietgrad.averaging import ExponentialAverage
 from quietgrad.comparing.table import Comparison, Run
 from quietgrad.noise.correlation.mixing import MixingMatrix
 from quietgrad.plan import PrivacyPlan
+from quietgrad.plan.session.trained import note_set_back
 from quietgrad.tensors import trainable_parameters
 from quietgrad.training.evaluation import score_of
 from quietgrad.training.optimizers import build_optimizer, step_on_release
@@ -142,6 +143,7 @@ class ComparisonRunner:
             for name, parameter in trainable_parameters(self.model).items():
                 parameter.copy_(self.initial[name])
                 parameter.grad = None
+        note_set_back(self.model)
         rule = config.momentum_rule
         optimizer, schedule = build_optimizer(self.model, config.optimizer, plan.steps, rule)
         decay = config.training.averaging

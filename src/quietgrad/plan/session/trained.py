@@ -68,6 +68,13 @@ def note_trained(model: nn.Module, trained: Trained) -> None:
                 _BESIDE[parameter] = trained, _some_of(parameter)
 
 
+def note_set_back(model: nn.Module) -> None:
+    """The trained parameters hold what they held before any run."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            _TRAINED.pop(parameter, None)
+
+
 def runs_of(model: nn.Module) -> list[Trained]:
     """Those that released something and trained parameters of a model last, or adapters that were
     merged into them since.
