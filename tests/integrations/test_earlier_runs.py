@@ -28,6 +28,7 @@ from quietgrad.checks import SettingsWarning
 from quietgrad.events import PoissonGaussian
 from quietgrad.integrations.opacus import PrivacyEngine
 from quietgrad.plan import PrivateRun
+from quietgrad.plan.session.trained import runs_of
 
 OWN = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=20, steps=2)
 SAID = "trained by another private run of this process.*the epsilons and deltas add"
@@ -80,6 +81,31 @@ def test_two_loops_in_turn_say_it() -> None:
         for first, second in zip(one.batches(), two.batches(), strict=True):
             one.backward(model, loss, (x[first], y[first]))
             two.backward(model, loss, (x[second], y[second]))
+
+
+def clipped(model: nn.Module) -> None:
+    """A run that ends before its first release, as after an error."""
+    (x, y), plan = tensors().tensors, OWN.build(100)
+    with plan.start() as run:
+        indices = next(run.batches())
+        run.clip(model, loss, (x[indices], y[indices]))
+
+
+@pytest.mark.filterwarnings("ignore:the model was trained by another private run")
+@pytest.mark.parametrize("between", ["clipped", "public"])
+def test_a_run_between_hides_none(between: str, tmp_path: Path) -> None:
+    # Before: the third run knew of the second alone, which had released nothing of these records.
+    module = Small(privacy=OWN)
+    looped(module.net)
+    clipped(module.net) if between == "clipped" else looped(
+        module.net, seed=1, data_are_public=True
+    )
+    with pytest.raises(ValueError, match=ADDS):
+        lightning_trainer(tmp_path).fit(module, tensors())
+    with pytest.warns(SettingsWarning, match=SAID):
+        scripted(module.net)
+    with pytest.warns(SettingsWarning, match=SAID):
+        looped(module.net)
 
 
 def test_what_is_no_second_run_says_nothing(tmp_path: Path) -> None:
@@ -150,6 +176,20 @@ def test_adapters_that_were_merged_are_no_public_start(tmp_path: Path) -> None:
     merged.requires_grad_(True)
     with pytest.raises(ValueError, match=ADDS):
         private_trainers.trainer(tmp_path / "two", model=merged, **private)
+
+
+@pytest.mark.filterwarnings("ignore:the model was trained by another private run")
+def test_adapters_merged_into_what_was_trained_itself_are_known(tmp_path: Path) -> None:
+    # Before: the run of the weights themselves alone.
+    adapters = LoraConfig(r=2, target_modules=["query", "value"])
+    model = private_trainers.classifier()
+    private_trainers.trainer(tmp_path / "one", model=model, privacy=OWN).train()
+    adding = {"privacy": OWN, "accept_start": "epsilons-add"}
+    adapted = get_peft_model(model, adapters)
+    private_trainers.trainer(tmp_path / "two", model=adapted, **adding).train()
+    merged = adapted.merge_and_unload()  # type: ignore[operator]
+    merged.requires_grad_(True)
+    assert len({one.run for one in runs_of(merged)}) == 2
 
 
 def test_a_frozen_model_that_stayed_as_it_was_takes_other_adapters(tmp_path: Path) -> None:

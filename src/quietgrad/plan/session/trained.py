@@ -81,14 +81,38 @@ def runs_of(model: nn.Module) -> list[Trained]:
     """
     held: dict[int, Trained] = {}
     for parameter in model.parameters():
-        trained = _TRAINED.get(parameter)
-        if trained is not None and trained.releases:
-            held[id(trained)] = trained
-            continue
-        trained, entries = _BESIDE.get(parameter, (None, None))
-        if trained is not None and trained.releases and entries != _some_of(parameter):
-            held[id(trained)] = trained
+        trained = [_TRAINED[parameter]] if parameter in _TRAINED else []
+        merged, entries = _BESIDE.get(parameter, (None, None))
+        if merged is not None and entries != _some_of(parameter):
+            trained.append(merged)
+        for last in trained:
+            # Of a run that ended before its first release the weights are what it began with.
+            for one in (last,) if last.releases else last.started_from:
+                if isinstance(one, Trained):
+                    held[id(one)] = one
     return list(held.values())
+
+
+def earlier_runs(model: nn.Module, own: Trained) -> tuple[Any, ...]:
+    """Those whose output a model is and that ``own`` does not know of yet, each once: as they are
+    here, or as records of files.
+    """
+    found = with_starts((), (one for one in runs_of(model) if one.run != own.run))
+    return tuple(
+        one
+        for one in found
+        if one not in own.started_from and not (isinstance(one, Trained) and one.run == own.run)
+    )
+
+
+def is_private(run: Any) -> bool:
+    """Whether a run, or one that it began with, had records that need protection; ``run``: as it is
+    here, or its record.
+    """
+    if isinstance(run, Trained):
+        return not run.data_are_public
+    before = run.get("started_from", ())
+    return not run.get("data_declared_public") or any(map(is_private, before))
 
 
 def _some_of(parameter: Tensor) -> tuple[str, ...]:
@@ -135,23 +159,21 @@ class Starts:
         if trains == self._met or not self.trains:
             return
         self._met = trains
-        ours, seen = self._trained, self._trained.started_from
-        others = [
-            one
-            for one in runs_of(model)
-            if one.run != ours.run and not one.data_are_public and one not in seen
-        ]
-        if others and not ours.data_are_public:
-            ours.started_from = with_starts(seen, others)
-            if not self.known:
-                warnings.warn(
-                    "the model was trained by another private run of this process, and epsilon is "
-                    "this run's alone: for records that both use the epsilons and deltas add; "
-                    "begin with new weights, or go on with the first run by its ledger",
-                    SettingsWarning,
-                    stacklevel=5,
-                )
+        ours = self._trained
+        others = earlier_runs(model, ours)
+        ours.started_from += others
+        # An earlier session of this run, in this process.
+        same = (one.releases for one in runs_of(model) if one.run == ours.run)
+        ours.releases = max(ours.releases, *same, 0)
         note_trained(model, ours)
+        if any(map(is_private, others)) and not (ours.data_are_public or self.known):
+            warnings.warn(
+                "the model was trained by another private run of this process, and epsilon is "
+                "this run's alone: for records that both use the epsilons and deltas add; "
+                "begin with new weights, or go on with the first run by its ledger",
+                SettingsWarning,
+                stacklevel=5,
+            )
 
     def released(self, releases: int) -> None:
         """So many in all, those of earlier sessions counted."""

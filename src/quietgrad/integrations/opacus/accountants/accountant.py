@@ -21,7 +21,7 @@ from quietgrad.accounting.calibrate import calibrate
 from quietgrad.accounting.renyi.epsilon import RENYI_ORDERS
 from quietgrad.checks import SettingsWarning, default_delta, require_delta_for, require_positive
 from quietgrad.events import ADD_REMOVE, EventSequence, PoissonGaussian, PrivacyEvent
-from quietgrad.plan.session.trained import Trained, note_trained, runs_of, with_starts
+from quietgrad.plan.session.trained import Trained, earlier_runs, is_private, note_trained
 
 MECHANISMS = ("prv", "rdp", "gdp")
 _OF_THIS_PROCESS: dict[str, QuietgradAccountant] = {}  # by name, for checkpoints
@@ -82,17 +82,13 @@ class QuietgradAccountant:
         """Before a model is trained: what another engine of this process released on it is counted
         here too, as scripts make an engine anew where a cell is run again; any other run is said.
         """
-        others = [
-            one
-            for one in runs_of(module)
-            if one.run != self._name
-            and not one.data_are_public
-            and one not in self._trained.started_from
-        ]
+        found = earlier_runs(module, self._trained)
+        self._trained.started_from += found
+        others = [one for one in found if is_private(one)]
         if not others:
             return
-        self._trained.started_from = with_starts(self._trained.started_from, others)
-        engines = [_OF_THIS_PROCESS[one.run] for one in others if one.run in _OF_THIS_PROCESS]
+        names = [one.run for one in others if isinstance(one, Trained)]
+        engines = [_OF_THIS_PROCESS[name] for name in names if name in _OF_THIS_PROCESS]
         self._others += engines
         what = (
             "another PrivacyEngine of this process, whose releases are counted here too"

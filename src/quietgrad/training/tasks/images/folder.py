@@ -187,9 +187,7 @@ def _from_table(folder: Path, table: Path, layout: FolderLayout, public: bool) -
         )
     for key, column in (("data.text", layout.file), ("data.label", layout.label)):
         if rows and column not in rows[0]:
-            known = nearest(
-                column, filter(None, rows[0])
-            )  # None: what a longer row has beyond them
+            known = nearest(column, filter(None, rows[0]))  # None: what a longer row has more
             raise ValueError(f"{key}={column!r} is no column of {table.name}{known}")
     below: dict[str, list[Path]] | None = None
     found: Listed = []
