@@ -240,16 +240,15 @@ def _one_step_on_grid(
 def _compose_direction(
     atoms: list[Atoms], phases: tuple[PoissonGaussian, ...], interval: float, truncation: float
 ) -> ComposedLoss:
+    ways: list[tuple[int, Array, float]] = []
     if len(phases) == 1:
-        first, probabilities, infinity = _self_composed(
-            atoms[0], phases[0].compositions, interval, truncation
-        )
-        error = _error_of(probabilities)
-    if len(phases) > 1 or error > WORTH_IT * truncation:
-        first, probabilities, infinity = composed_sum(
-            atoms, [p.compositions for p in phases], interval, len(phases) * truncation
-        )
-        error = _error_of(probabilities)
+        ways.append(_self_composed(atoms[0], phases[0].compositions, interval, truncation))
+    if not ways or _error_of(ways[0][1]) > WORTH_IT * truncation:
+        times = [p.compositions for p in phases]
+        ways.append(composed_sum(atoms, times, interval, len(phases) * truncation))
+    # Each is an upper bound; the second may be the worse where a platform has no longer double.
+    first, probabilities, infinity = min(ways, key=lambda way: way[2] + _error_of(way[1]))
+    error = _error_of(probabilities)
     losses: Array = (first + np.arange(probabilities.size, dtype=np.float64)) * interval
     return ComposedLoss(losses, np.maximum(probabilities, 0.0), min(1.0, infinity + error))
 
