@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from quietgrad.clipping import Clipper
+from quietgrad.clipping.norms.factors import SummedRows
+from quietgrad.clipping.norms.rules import layer_norm_rule
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -44,3 +48,16 @@ def test_a_bias_has_one_least_divisor_with_its_weight_and_apart(
     )
     assert float(one.norm()) > 5 * limit
     assert float((beside - one).norm()) < 5e-3 * limit
+
+
+@pytest.mark.parametrize(("shape", "dims"), [((6,), 1), ((5, 6), 1), ((5, 6), 2), ((2, 5, 6), 2)])
+def test_the_spread_of_a_norms_bias_is_that_of_its_gradients_rows(
+    shape: tuple[int, ...], dims: int
+) -> None:
+    """They are measured for the means too: a tenth of them would be a tenth of the least divisor."""
+    module = nn.LayerNorm(shape[len(shape) - dims :])
+    x, grad = torch.randn(3, *shape), torch.randn(3, *shape)
+    bias = layer_norm_rule(module, x, grad, ("weight", "bias"))["bias"]
+    assert isinstance(bias, SummedRows)
+    rows = grad.double().flatten(grad.dim() - dims).reshape(3, -1, math.prod(shape[-dims:]))
+    torch.testing.assert_close(bias.spread(), rows.norm(dim=2).sum(1), rtol=1e-6, atol=0)
