@@ -54,7 +54,7 @@ def test_a_bias_has_one_least_divisor_with_its_weight_and_apart(
 def test_the_spread_of_a_norms_bias_is_that_of_its_gradients_rows(
     shape: tuple[int, ...], dims: int
 ) -> None:
-    """They are measured for the means too: a tenth of them would be a tenth of the least divisor."""
+    """Measured for the means, too: a tenth of them would be a tenth of the least divisor."""
     module = nn.LayerNorm(shape[len(shape) - dims :])
     x, grad = torch.randn(3, *shape), torch.randn(3, *shape)
     bias = layer_norm_rule(module, x, grad, ("weight", "bias"))["bias"]
