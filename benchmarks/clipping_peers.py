@@ -3,7 +3,8 @@ run.
 
     python benchmarks/clipping_peers.py [--repeats 7] [--regimes bert-32 llama-512 ...] [--methods
     quietgrad ...] [--again]
-                                        [--output benchmarks/results/clipping_peers.json]
+                                        [--another] [--output
+                                        benchmarks/results/clipping_peers.json]
 
 Every method runs forward and backward of the same model on the same batch and ends with a gradient
 (non-private) or a clipped sum. Each lives in a process of its own, since peers leave hooks and
@@ -16,7 +17,8 @@ limited, and running into the limit counts as a failure.
 
 Results are written after each regime. A regime that the output file holds already, measured with
 the same packages, methods and at least as many rounds, is not measured again unless --again is
-given.
+given. A machine has better and worse hours: --another adds a run of now to those that the file
+holds, and what is reported are medians over runs of their medians, and the range over all rounds.
 
 Needs the dev and hf extras. Opake is compared where it is installed; it asks for newer packages
 than the rest, so put it beside them and in PYTHONPATH: pip install --no-deps --target FOLDER
@@ -37,6 +39,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -426,6 +429,7 @@ def measure(
         "trainable_parameters": sum(p.numel() for p in trainable(model).values()),
         "memory_limit_gib": spec.limit_gib,
         "repeats": repeats,
+        "started": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "load_at_start": round(os.getloadavg()[0], 2),
         "environment": environment,
     }
@@ -438,6 +442,36 @@ def measure(
         if row["added_memory_mib"] is not None:
             row["memory_ratio"] = row["added_memory_mib"] / base
     return entry
+
+
+def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Runs of one regime at different hours as one: medians over runs, ranges over all rounds; what
+    failed in one of them has failed.
+    """
+    last = runs[-1]
+    whole = {**last, "started": [run["started"] for run in runs], "runs": runs, "methods": {}}
+    whole["failed"] = {name: why for run in runs for name, why in run["failed"].items()}
+    for key in ("seconds_non_private", "processor_seconds_non_private"):
+        whole[key] = statistics.median(run[key] for run in runs)
+    for method in last["methods"]:
+        rows = [run["methods"][method] for run in runs if method in run["methods"]]
+        if len(rows) < len(runs):
+            continue
+        ratios = [row["time_ratio"] for row in rows]
+        found: dict[str, Any] = {
+            "time_ratio": {
+                "median": statistics.median(ratio["median"] for ratio in ratios),
+                "min": min(ratio["min"] for ratio in ratios),
+                "max": max(ratio["max"] for ratio in ratios),
+            },
+            "rounds": sum(row["rounds"] for row in rows),
+        }
+        for key in ("processor_time_ratio", "seconds", "added_memory_mib", "memory_ratio"):
+            known = [row[key] for row in rows if row.get(key) is not None]
+            if known:
+                found[key] = statistics.median(known)
+        whole["methods"][method] = found
+    return whole
 
 
 def has(
@@ -493,6 +527,9 @@ def main() -> None:
         "--again", action="store_true", help="measure what the output file holds already, too"
     )
     parser.add_argument(
+        "--another", action="store_true", help="add a run of now to those that the file holds"
+    )
+    parser.add_argument(
         "--output", type=Path, default=Path("benchmarks/results/clipping_peers.json")
     )
     parser.add_argument("--worker", nargs=2, metavar=("REGIME", "METHOD"), help=argparse.SUPPRESS)
@@ -518,8 +555,13 @@ def main() -> None:
     with contextlib.suppress(FileNotFoundError):
         report["regimes"] = json.loads(arguments.output.read_text(encoding="utf-8"))["regimes"]
     for regime in arguments.regimes:
-        if arguments.again or not has(report, regime, methods, arguments.repeats, environment):
-            report["regimes"][regime] = measure(regime, methods, arguments.repeats, environment)
+        known = has(report, regime, methods, arguments.repeats, environment)
+        if arguments.again or arguments.another or not known:
+            found = measure(regime, methods, arguments.repeats, environment)
+            before = report["regimes"][regime].get("runs", []) if known else []
+            if arguments.another:
+                found = together([*before, found])
+            report["regimes"][regime] = found
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         show(regime, report["regimes"][regime])

@@ -6,7 +6,6 @@ Shape legend: b examples, g blocks, t positions, n entries of a row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +30,8 @@ def not_zero(factor_bgtn: Tensor) -> Tensor:
     """[b, g, t] whether a row has an entry that is not zero, however small: squares of small ones
     are flushed to zero, and their products with large ones are not.
     """
-    return torch.linalg.vector_norm(factor_bgtn, ord=math.inf, dim=3) != 0
+    # The largest and the smallest: an infinity norm takes ten times as long.
+    return (factor_bgtn.amax(3) != 0) | (factor_bgtn.amin(3) != 0)
 
 
 def at_least(norms: Tensor, entries: float | Tensor) -> Tensor:
