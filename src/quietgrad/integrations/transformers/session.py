@@ -118,7 +118,7 @@ class TrainerSession:
             )
             raise ValueError(said) from None
         put_away(model)  # else parameters that an evaluation left gathered are not those trained
-        held = runs_of(model)
+        held = runs_of(model, copies=not found)  # of weights from a file it is known already
         here = self._run_here() if held else ""
         records = tuple(record_of(t) for t in held if t.run != here)
         kinds: set[str] = set().union(*map(starts_of, records))

@@ -21,7 +21,13 @@ from quietgrad.accounting.calibrate import calibrate
 from quietgrad.accounting.renyi.epsilon import RENYI_ORDERS
 from quietgrad.checks import SettingsWarning, default_delta, require_delta_for, require_positive
 from quietgrad.events import ADD_REMOVE, EventSequence, PoissonGaussian, PrivacyEvent
-from quietgrad.plan.session.trained import Trained, earlier_runs, is_private, note_trained
+from quietgrad.plan.session.trained import (
+    Trained,
+    earlier_runs,
+    is_private,
+    note_copies,
+    note_trained,
+)
 
 MECHANISMS = ("prv", "rdp", "gdp")
 _OF_THIS_PROCESS: dict[str, QuietgradAccountant] = {}  # by name, for checkpoints
@@ -103,9 +109,10 @@ class QuietgradAccountant:
         )
 
     def noted(self, module: Any) -> None:
-        """After a release: the model's weights are from here."""
+        """After a release, before the optimiser's step: the model's weights are from here."""
         self._trained.releases += 1
         note_trained(module, self._trained)
+        note_copies(module, all_of_it=False)
 
     def _facts(self, releases: int) -> dict[str, Any]:
         delta = default_delta(self._records)
