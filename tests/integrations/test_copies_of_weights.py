@@ -221,9 +221,10 @@ def test_a_copied_network_of_a_lightning_module_is_no_silent_start(tmp_path: Pat
         lightning_trainer(tmp_path / "two").fit(second, tensors())
 
 
-def scripted(model: nn.Module) -> PrivacyEngine:
+def scripted(model: nn.Module, engine: PrivacyEngine | None = None) -> PrivacyEngine:
     """As an Opacus script trains: five steps."""
-    engine, optimizer = PrivacyEngine(), torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = PrivacyEngine() if engine is None else engine
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     private, optimizer, loader = engine.make_private(
         module=model,
         optimizer=optimizer,
@@ -244,6 +245,18 @@ def test_an_engine_counts_what_another_released_on_the_original() -> None:
     scripted(model)
     with pytest.warns(SettingsWarning, match="another PrivacyEngine.*counted here too"):
         second = scripted(copy.deepcopy(model))
+    ten = epsilon(PoissonGaussian(1.0, 0.2, 10), 1e-3)
+    assert second.get_epsilon(1e-3) == pytest.approx(ten)
+
+
+def test_an_engine_that_loaded_a_checkpoint_counts_it_once_and_says_nothing(tmp_path: Path) -> None:
+    model = Small().net
+    scripted(model).save_checkpoint(path=tmp_path / "saved.pt", module=model)
+    second, new = PrivacyEngine(), Small().net
+    second.load_checkpoint(path=tmp_path / "saved.pt", module=new)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scripted(new, second)
     ten = epsilon(PoissonGaussian(1.0, 0.2, 10), 1e-3)
     assert second.get_epsilon(1e-3) == pytest.approx(ten)
 

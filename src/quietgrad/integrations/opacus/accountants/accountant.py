@@ -90,7 +90,8 @@ class QuietgradAccountant:
         """
         found = earlier_runs(module, self._trained)
         self._trained.started_from += found
-        others = [one for one in found if is_private(one)]
+        # Of an engine whose checkpoint was loaded all is counted already.
+        others = [one for one in found if is_private(one) and not self._counts(one)]
         if not others:
             return
         names = [one.run for one in others if isinstance(one, Trained)]
@@ -107,6 +108,10 @@ class QuietgradAccountant:
             SettingsWarning,
             stacklevel=4,
         )
+
+    def _counts(self, run: Any) -> bool:
+        engine = _OF_THIS_PROCESS.get(run.run) if isinstance(run, Trained) else None
+        return any(other is engine for other in self._others)
 
     def noted(self, module: Any) -> None:
         """After a release, before the optimiser's step: the model's weights are from here."""
