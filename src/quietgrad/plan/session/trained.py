@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quietgrad.accounting import epsilon_report
@@ -88,16 +88,16 @@ def note_set_back(model: nn.Module) -> None:
             _TRAINED.pop(parameter, None)
 
 
-def note_copies(model: nn.Module, all_of_it: bool = True) -> None:
-    """Copies of what a model's trained parameters hold now will be known by their values.
+def note_copies(parameters: Iterable[Tensor]) -> None:
+    """Copies of what trained parameters hold now will be known by their values."""
+    found = ((p, _TRAINED[p]) for p in parameters if p in _TRAINED)
+    note_values((p, trained) for p, trained in found if is_private(trained))
 
-    Args:
-        all_of_it: False: the largest parameter alone, which costs next to nothing at every step.
-    """
-    private = [p for p in model.parameters() if p in _TRAINED and is_private(_TRAINED[p])]
-    if private and not all_of_it:
-        private = [max(private, key=lambda p: p.numel())]
-    note_values((p, _TRAINED[p]) for p in private)
+
+def largest_of(model: nn.Module) -> list[Tensor]:
+    """The largest trained parameter, if there is one: at every step it alone is noted."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [max(trained, key=lambda p: p.numel())] if trained else []
 
 
 def _held_now() -> Iterator[tuple[bytes, Trained]]:
@@ -184,6 +184,7 @@ class Starts:
         self._trained = Trained(run, facts_of(plan), plan.data_are_public)
         self._met: list[int] = []
         self._model: Callable[[], nn.Module | None] = lambda: None
+        self._largest: list[Callable[[], Tensor | None]] = []
         self.known = False
         self.trains = True
 
@@ -193,6 +194,7 @@ class Starts:
         if trains == self._met or not self.trains:
             return
         self._met, self._model = trains, weakref.ref(model)
+        self._largest = [weakref.ref(p) for p in largest_of(model)]
         ours = self._trained
         others = earlier_runs(model, ours)
         ours.started_from += others
@@ -214,13 +216,10 @@ class Starts:
         releases before made.
         """
         self._trained.releases = releases
-        self._copied(all_of_it=False)
+        note_copies(p for ref in self._largest if (p := ref()) is not None)
 
     def over(self) -> None:
         """Nothing more is released."""
-        self._copied(all_of_it=True)
-
-    def _copied(self, all_of_it: bool) -> None:
         model = self._model()
-        if model is not None and self.trains:
-            note_copies(model, all_of_it)
+        if model is not None:
+            note_copies(model.parameters())

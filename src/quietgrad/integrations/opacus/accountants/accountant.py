@@ -25,6 +25,7 @@ from quietgrad.plan.session.trained import (
     Trained,
     earlier_runs,
     is_private,
+    largest_of,
     note_copies,
     note_trained,
 )
@@ -117,7 +118,7 @@ class QuietgradAccountant:
         """After a release, before the optimiser's step: the model's weights are from here."""
         self._trained.releases += 1
         note_trained(module, self._trained)
-        note_copies(module, all_of_it=False)
+        note_copies(largest_of(module))
 
     def _facts(self, releases: int) -> dict[str, Any]:
         delta = default_delta(self._records)
