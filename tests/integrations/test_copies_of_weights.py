@@ -213,6 +213,31 @@ def test_adapters_that_were_saved_or_merged_and_copied_are_known(tmp_path: Path)
             private_trainers.trainer(tmp_path / "two", model=start, privacy=OWN)
 
 
+@pytest.mark.parametrize("task", [None, "SEQ_CLS"])
+def test_saved_adapters_say_what_they_are_in_another_process(
+    task: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Before: accepted: PEFT keeps no path of where adapters were read, which a model's name tells.
+    adapters = LoraConfig(r=2, target_modules=["query", "value"], task_type=task)
+    model: Any = get_peft_model(private_trainers.classifier(), adapters)
+    trained = private_trainers.trainer(tmp_path / "one", model=model, privacy=OWN)
+    trained.train()
+    trained.save_model(str(tmp_path / "saved"))
+    monkeypatch.setattr(copies, "digest_of", lambda _: None)  # as in another process
+
+    def read(folder: str) -> Any:
+        base = private_trainers.classifier()
+        return PeftModel.from_pretrained(base, str(tmp_path / folder), is_trainable=True)
+
+    read("saved").save_pretrained(tmp_path / "again")  # by PEFT alone, which keeps it with a task
+    for folder in ("saved", "again") if task else ("saved",):
+        with pytest.raises(ValueError, match=f"model has adapters.*{ADDS}"):
+            private_trainers.trainer(tmp_path / "two", model=read(folder), privacy=OWN)
+    adding = {"privacy": OWN, "accept_start": "epsilons-add"}
+    second = private_trainers.trainer(tmp_path / "two", model=read("saved"), **adding)
+    assert [one["steps"] for one in second._session.started_from] == [4]
+
+
 def test_a_copied_network_of_a_lightning_module_is_no_silent_start(tmp_path: Path) -> None:
     first, second = Small(privacy=OWN), Small(privacy=OWN)
     lightning_trainer(tmp_path / "one").fit(first, tensors())

@@ -37,6 +37,7 @@ from quietgrad.training.files.provenance import (
     Record,
     check_start,
     read_provenance,
+    records_of_adapters,
     stamp_weights,
     starts_of,
 )
@@ -109,7 +110,7 @@ class TrainerSession:
         place = str(getattr(getattr(bare, "config", None), "_name_or_path", "") or "")
         protect, accepted = not self.plan.data_are_public, self.accept_start
         try:
-            found = check_start(place, "", accepted, protect)
+            found = check_start(place, "", accepted, protect, records_of_adapters(model))
         except ValueError as error:
             said = (
                 str(error)
